@@ -1,0 +1,1 @@
+"""The controller of a group: scheduler, chunk tree and the service around them."""

@@ -1,0 +1,1 @@
+"""Attention and KV operations: their interface, their reference, their native versions."""

@@ -1,0 +1,1 @@
+"""Where KV lives: names, layouts and tiers."""

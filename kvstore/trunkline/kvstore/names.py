@@ -1,0 +1,27 @@
+"""Names of chunks: a chain hash from a root that stands for everything KV depends on besides the tokens.
+
+Two chunks have the same name only if model, precision, chunk size, tenant salt and every token up to their
+end agree. So a name found in any tier of any process is the same KV (design.md section 2).
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from typing import Final, NewType
+
+NAME_BYTES: Final = 16
+
+ChunkName = NewType("ChunkName", bytes)
+
+
+def root_name(model_fingerprint: bytes, dtype: str, chunk_size: int, salt: bytes = b"") -> ChunkName:
+    """The name from which a tree's chain starts; `salt` separates tenants that must not share KV."""
+    digest = blake2b(digest_size=NAME_BYTES, person=b"trunkline-root")
+    for part in (model_fingerprint, dtype.encode(), str(chunk_size).encode(), salt):
+        digest.update(len(part).to_bytes(4, "little") + part)
+    return ChunkName(digest.digest())
+
+
+def chunk_name(parent: bytes, token_bytes: bytes) -> ChunkName:
+    """The name of the chunk of these tokens (little-endian int32) below `parent`."""
+    return ChunkName(blake2b(parent + token_bytes, digest_size=NAME_BYTES).digest())

@@ -1,0 +1,60 @@
+"""The interface of a storage tier below the device pool (design.md section 7).
+
+The controller's directory decides which chunk lives in which slot of which tier and orders the moves; a
+tier only stores and returns bytes. Every rank keeps its own shard of a chunk under the same `SlotId`.
+The host, disk and remote tiers implement `Tier`; the device pool is not a tier, because kernels read it
+in place.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import NamedTuple, Protocol
+
+from trunkline.kvstore.layout import SlotId
+from trunkline.kvstore.names import ChunkName
+
+
+class TierKind(IntEnum):
+    """Where a chunk can be, fastest first."""
+
+    DEVICE = 0
+    HOST = 1
+    DISK = 2
+    REMOTE = 3
+
+
+class SlotKey(NamedTuple):
+    """What a slot must contain for a read to count: anything else is a miss, never wrong KV."""
+
+    slot: SlotId
+    name: ChunkName
+    generation: int
+    """Grows each time the controller hands the slot out, so that a late write cannot pass for a new one."""
+
+
+class Tier(Protocol):
+    """Bounded storage of one rank's chunk shards.
+
+    Methods may block: movers call them off the thread that executes steps.
+    """
+
+    kind: TierKind
+    capacity_slots: int
+    slot_bytes: int
+
+    def write(self, key: SlotKey, data: memoryview) -> None:
+        """Store `data` (`slot_bytes` long) durably enough for this tier.
+
+        Raises:
+            OSError: the tier could not store it; the controller then never publishes the slot.
+        """
+
+    def read(self, key: SlotKey, into: memoryview) -> bool:
+        """Fill `into` and return True, or return False if the slot does not hold exactly `key`, whole."""
+
+    def discard(self, slot: SlotId) -> None:
+        """Forget the slot's content. Never fails: discarding nothing is fine."""
+
+    def close(self) -> None:
+        """Release files, connections and memory."""

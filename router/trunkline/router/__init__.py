@@ -1,0 +1,1 @@
+"""The front door: HTTP, tokenisation, choice of a controller, streams."""

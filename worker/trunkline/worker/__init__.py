@@ -1,0 +1,1 @@
+"""A tensor-parallel rank: model shard, KV pool, kernels, sampling."""
