@@ -7,6 +7,7 @@ extent from position 0. Truncation, token discards and prompt modules make more 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final, NamedTuple, NewType
 
 import numpy as np
@@ -50,7 +51,7 @@ PLAIN_LAYOUT: Final = (Extent(0, 0, OPEN_COUNT, 0, 0),)
 """The layout of an ordinary sequence: everything, from position 0, unshifted."""
 
 
-def pack_int32(values: Int32Array | list[int]) -> bytes:
+def pack_int32(values: Int32Array | Sequence[int]) -> bytes:
     """Little-endian int32 bytes: how arrays travel (an int per msgpack element costs 60 times more)."""
     return np.ascontiguousarray(values, dtype="<i4").tobytes()
 

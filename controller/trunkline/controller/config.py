@@ -1,0 +1,130 @@
+"""What a controller is told: frozen, validated once, written by whoever starts the group."""
+
+from __future__ import annotations
+
+import msgspec
+
+from trunkline.kvstore.layout import blocks_for
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot work; the message names the field, its value and what is allowed."""
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(message)
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits of the pure engine. Tokens and blocks count per sequence and group, not per rank."""
+
+    num_blocks: int
+    """Device blocks; the smallest number that any rank has."""
+    chunk_size: int = 64
+    """Tokens per chunk. 64 is ChunkAttention's default: long enough for matmul tiles, short enough to share."""
+    max_context: int = 2048
+    """Prompt + output tokens of one sequence at most: what the model's positions allow."""
+    token_budget: int = 1024
+    """Tokens computed in one step at most. Bounds how long running streams wait for somebody's prefill."""
+    max_rows: int = 256
+    """Sequences that decode in one step at most."""
+    max_waiting: int = 1024
+    """Requests that wait at most; more are refused (HTTP 429), so that memory and delay stay bounded."""
+    max_inflight_steps: int = 2
+    """Steps sent but not answered: 2 lets planning of step k + 1 overlap execution of step k."""
+    prefix_cache: bool = True
+    """Off: every request computes all its KV and gives it back when it ends (for comparison)."""
+    model_fingerprint: bytes = b""
+    """Digest of weights and configuration; part of every chunk's name."""
+    dtype: str = "float32"
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens that one sequence can reach alone: the model's limit or the whole pool."""
+        return min(self.max_context, self.num_blocks * self.chunk_size)
+
+    def validate(self) -> None:
+        """Raise `ConfigError` for the first field that cannot work."""
+        _require(self.num_blocks >= 2, f"num_blocks is {self.num_blocks}; a group needs at least 2 blocks")
+        _require(1 <= self.chunk_size <= 1024, f"chunk_size is {self.chunk_size}; allowed are 1 to 1024 tokens")
+        _require(self.max_context >= 2, f"max_context is {self.max_context}; at least 2 tokens are needed")
+        _require(self.max_rows >= 1, f"max_rows is {self.max_rows}; at least 1 sequence must run")
+        _require(
+            self.token_budget > self.max_rows,
+            f"token_budget is {self.token_budget}; it must exceed max_rows ({self.max_rows}), "
+            "or a full batch would leave no room for prefill",
+        )
+        _require(self.max_waiting >= 1, f"max_waiting is {self.max_waiting}; at least 1 request must wait")
+        _require(
+            1 <= self.max_inflight_steps <= 2,
+            f"max_inflight_steps is {self.max_inflight_steps}; step sockets hold 1 or 2 unanswered steps",
+        )
+
+    @property
+    def max_blocks_per_sequence(self) -> int:
+        return blocks_for(self.longest_sequence, self.chunk_size)
+
+
+class ControllerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """A controller process: its group, its sockets and the engine's limits.
+
+    The number of blocks is not here: the workers report what fits and the smallest one counts.
+    """
+
+    group: int = 0
+    tp: int = 1
+    plan_endpoint: str
+    """XPUB, bound: step plans to the workers."""
+    report_endpoint: str
+    """PULL, bound: results from the workers."""
+    router_endpoint: str
+    """ROUTER, bound: requests from routers, outputs to them."""
+    model_fingerprint: str = ""
+    """Hexadecimal."""
+    dtype: str = "float32"
+    chunk_size: int = 64
+    max_context: int = 2048
+    token_budget: int = 1024
+    max_rows: int = 256
+    max_waiting: int = 1024
+    prefix_cache: bool = True
+    epoch: int = 1
+    debug_checks: bool = False
+    """Check the engine's invariants after every step (slow: for tests and bug hunts)."""
+    router_silence_seconds_max: float = 10.0
+    """A router that sends no `Ping` for so long is dead; its requests are aborted."""
+    drain_seconds: float = 30.0
+    """After SIGTERM running requests may take so long to finish."""
+    parent_pid: int = 0
+    log_level: str = "info"
+
+    def validate(self) -> None:
+        """Raise `ConfigError` for the first field that cannot work."""
+        _require(self.tp >= 1, f"tp is {self.tp}; a group has at least 1 rank")
+        endpoints = (self.plan_endpoint, self.report_endpoint, self.router_endpoint)
+        for endpoint in endpoints:
+            _require(
+                endpoint.startswith(("ipc://", "tcp://")),
+                f"endpoint {endpoint!r} is neither ipc://PATH nor tcp://HOST:PORT",
+            )
+        _require(len(set(endpoints)) == 3, f"the three endpoints must differ; given were {endpoints}")
+        try:
+            bytes.fromhex(self.model_fingerprint)
+        except ValueError:
+            raise ConfigError(f"model_fingerprint {self.model_fingerprint!r} is not hexadecimal") from None
+        self.engine(num_blocks=2).validate()
+
+    def engine(self, num_blocks: int) -> EngineConfig:
+        """The engine's limits, once the workers have said how many blocks they hold."""
+        return EngineConfig(
+            num_blocks=num_blocks,
+            chunk_size=self.chunk_size,
+            max_context=self.max_context,
+            token_budget=self.token_budget,
+            max_rows=self.max_rows,
+            max_waiting=self.max_waiting,
+            prefix_cache=self.prefix_cache,
+            model_fingerprint=bytes.fromhex(self.model_fingerprint),
+            dtype=self.dtype,
+        )

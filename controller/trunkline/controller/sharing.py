@@ -1,0 +1,61 @@
+"""The sharing plan: rows in tree order, and the runs of blocks that several of them read.
+
+ChunkAttention §3.1: in depth-first order of the tree each chunk is shared by a contiguous range [i, j) of
+rows, so that a kernel can read it once for all of them. Chunks with the same range form one *run* (planning
+per run instead of per chunk saves partial results). Computed from the block tables alone: two rows share
+a chunk exactly if their tables agree up to it. Only done when rows join, leave or change a shared block.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trunkline.kvstore.layout import Int32Array
+
+
+def tree_order(tables: Int32Array) -> NDArray[np.intp]:
+    """Order of rows that puts equal prefixes of their block tables side by side.
+
+    Args:
+        tables: `[rows, blocks]`, padded with -1.
+
+    Returns:
+        `[rows]` indices. Rows are compared as byte strings, one memcmp each: 20 times faster here
+        than a lexicographic sort by columns.
+    """
+    rows, width = tables.shape
+    if rows < 2 or width == 0:
+        return np.arange(rows)
+    keys = np.ascontiguousarray(tables, dtype=">i4").view(f"S{4 * width}").reshape(rows)
+    return np.argsort(keys, kind="stable")
+
+
+def shared_runs(tables: Int32Array, block_counts: Int32Array) -> Int32Array:
+    """Runs shared by at least two rows that are in tree order.
+
+    Args:
+        tables: `[rows, blocks]` in tree order.
+        block_counts: `[rows]`, entries of each table that count.
+
+    Returns:
+        `[runs, 4]`: row_start, row_stop, table_start, table_stop; outer runs before the runs within them.
+    """
+    rows = len(tables)
+    if rows < 2:
+        return np.empty((0, 4), dtype=np.int32)
+    different = tables[1:] != tables[:-1]
+    agreed = np.where(different.any(axis=1), different.argmax(axis=1), tables.shape[1])
+    agreed = np.minimum(agreed, np.minimum(block_counts[1:], block_counts[:-1]))
+    runs: list[tuple[int, int, int, int]] = []
+    open_runs: list[tuple[int, int]] = []  # (first row, depth in blocks), depths strictly growing
+    for row, depth in enumerate([*agreed.tolist(), 0]):
+        first = row
+        while open_runs and open_runs[-1][1] > depth:
+            first, stop = open_runs.pop()
+            start = max(depth, open_runs[-1][1] if open_runs else 0)
+            runs.append((first, row + 1, start, stop))
+        if depth > (open_runs[-1][1] if open_runs else 0):
+            open_runs.append((first, depth))
+    runs.sort(key=lambda run: (run[0], -run[1]))
+    return np.array(runs, dtype=np.int32).reshape(-1, 4)

@@ -1,0 +1,164 @@
+"""A worker group without a model: it obeys step plans and checks that every token sees its own past.
+
+Instead of keys and values a slot of the simulated pool holds the hash of all tokens up to its position. A
+computed position must find, in every earlier slot of its block table, exactly the hash of its own prefix:
+any wrong sharing, copy, eviction or reuse of a block shows at once. The next token is a function of the
+prefix hash and the seed, so a stream's text does not depend on what else ran, was preempted or was cached.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+import numpy as np
+
+from trunkline.controller.messages import StepResult
+from trunkline.kvstore.layout import pack_int32, unpack_int32
+from trunkline.worker.messages import Join, StepPlan
+
+VOCABULARY = 50
+
+
+def extend_hash(previous: bytes, token: int) -> bytes:
+    return blake2b(previous + token.to_bytes(4, "little"), digest_size=8).digest()
+
+
+def prefix_hashes(tokens: list[int]) -> list[bytes]:
+    """Hash of `tokens[: i + 1]` for each i."""
+    hashes, current = [], b""
+    for token in tokens:
+        current = extend_hash(current, token)
+        hashes.append(current)
+    return hashes
+
+
+def next_token(prefix_hash: bytes, seed: int) -> int:
+    """What the simulated model says after this prefix."""
+    return int.from_bytes(prefix_hash, "little") % (VOCABULARY + seed % 7)
+
+
+def expected_output(prompt: list[int], seed: int, max_tokens: int, stop_ids: tuple[int, ...] = ()) -> list[int]:
+    """The stream that a request must produce, whatever the schedule."""
+    current = b""
+    for token in prompt:
+        current = extend_hash(current, token)
+    output: list[int] = []
+    while len(output) < max_tokens:
+        token = next_token(current, seed)
+        output.append(token)
+        if token in stop_ids:
+            break
+        current = extend_hash(current, token)
+    return output
+
+
+@dataclass
+class _Resident:
+    seed: int
+    first: int
+    tokens: list[int]
+    """From position `first` on."""
+    table: list[int]
+    hashes: list[bytes] = field(default_factory=list)
+
+
+class SimulatedWorkers:
+    """Executes plans in order; counts what real workers would have computed and copied."""
+
+    def __init__(self, num_blocks: int, chunk_size: int) -> None:
+        self.chunk_size = chunk_size
+        self.pool: list[list[bytes | None]] = [[None] * chunk_size for _ in range(num_blocks)]
+        self.residents: dict[int, _Resident] = {}
+        self.rows: list[int] = []
+        self.runs = np.empty((0, 4), np.int32)
+        self.last_step = 0
+        self.computed_tokens = 0
+        self.written_tokens = 0
+        self.copied_tokens = 0
+        self.max_rows = 0
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        assert plan.step == self.last_step + 1, "a step plan was lost"
+        self.last_step = plan.step
+        for stay in unpack_int32(plan.leaves).tolist():
+            del self.residents[stay]
+        for join in plan.joins:
+            self._join(join)
+        for source, target, first, count in unpack_int32(plan.copies, 4).tolist():
+            self.pool[target][first : first + count] = self.pool[source][first : first + count]
+            self.copied_tokens += count
+        for stay, index, block in unpack_int32(plan.blocks, 3).tolist():
+            table = self.residents[stay].table
+            assert index <= len(table), "a block table has a hole"
+            table[index : index + 1] = [block]
+        if plan.rows is not None:
+            assert plan.runs is not None
+            self.rows = unpack_int32(plan.rows).tolist()
+            self.runs = unpack_int32(plan.runs, 4)
+        self._check_runs()
+        self.max_rows = max(self.max_rows, len(self.rows))
+        tokens = self._compute(plan)
+        return StepResult(step=plan.step, epoch=plan.epoch, tokens=pack_int32(tokens), elapsed_us=1)
+
+    def _join(self, join: Join) -> None:
+        assert join.sequence not in self.residents
+        tokens = unpack_int32(join.tokens).tolist()
+        table = unpack_int32(join.blocks).tolist()
+        self.residents[join.sequence] = _Resident(join.sampling.seed, join.first, tokens, table)
+
+    def _compute(self, plan: StepPlan) -> list[int]:
+        work = [(stay, None, 1, None, 1) for stay in self.rows]
+        items = [*work, *(tuple(item) for item in unpack_int32(plan.prefill, 5).tolist())]
+        sampled: list[tuple[int, int]] = []
+        for stay, start, count, write_from, sample in items:
+            resident = self.residents[stay]
+            at = resident.first + len(resident.tokens) - 1 if start is None else start
+            last = b""
+            for position in range(at, at + count):
+                last = self._position(resident, position, write=write_from is None or position >= write_from)
+            if sample:
+                sampled.append((stay, next_token(last, resident.seed)))
+        for stay, token in sampled:
+            self.residents[stay].tokens.append(token)
+        return [token for _, token in sampled]
+
+    def _slot(self, resident: _Resident, position: int) -> tuple[list[bytes | None], int]:
+        return self.pool[resident.table[position // self.chunk_size]], position % self.chunk_size
+
+    def _position(self, resident: _Resident, position: int, *, write: bool) -> bytes:
+        """Attend over everything before `position`, then store (or, unstored, find) its own entry."""
+        past = b""
+        if position:
+            block, offset = self._slot(resident, position - 1)
+            entry = block[offset]
+            assert entry is not None, "a token attends to KV that nobody computed"
+            past = entry
+        current = extend_hash(past, resident.tokens[position - resident.first])
+        block, offset = self._slot(resident, position)
+        if write:
+            block[offset] = current
+            self.written_tokens += 1
+        assert block[offset] == current, "a token that is not stored differs from the stored one"
+        self.computed_tokens += 1
+        return current
+
+    def check_context(self, stay: int, all_tokens: list[int], count: int) -> None:
+        """Every slot of the context holds what a recomputation of `all_tokens` would store."""
+        resident = self.residents[stay]
+        for position, expected in enumerate(prefix_hashes(all_tokens[:count])):
+            block, offset = self._slot(resident, position)
+            assert block[offset] == expected, f"position {position} of stay {stay} holds other tokens' KV"
+
+    def _check_runs(self) -> None:
+        """Rows of a run agree on its blocks; nested runs cover disjoint table ranges."""
+        covered: set[tuple[int, int]] = set()
+        for first, stop, start, end in self.runs.tolist():
+            assert stop - first >= 2
+            assert start < end
+            tables = [self.residents[stay].table[start:end] for stay in self.rows[first:stop]]
+            assert all(table == tables[0] and len(table) == end - start for table in tables)
+            for row in range(first, stop):
+                for index in range(start, end):
+                    assert (row, index) not in covered, "a block would be read twice for a row"
+                    covered.add((row, index))
