@@ -96,6 +96,10 @@ class Engine:
         """Nothing runs, waits or is in flight."""
         return not self._sequences and not self._inflight
 
+    def request_ids(self) -> list[int]:
+        """Requests that have not ended."""
+        return list(self._sequences)
+
     def submit(self, request: Request, now: float) -> None:
         """Queue a request. One that cannot run gets its `Finished` at once, with the reason."""
         refusal = self._refusal(request)

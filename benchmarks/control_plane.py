@@ -1,0 +1,154 @@
+"""What the controller costs: planning, results and matching, without a model.
+
+    python benchmarks/control_plane.py [--quick] [--json PATH]
+
+The engine and the wire's encoders are real; the workers answer at once with made-up tokens. A decode step's
+control-plane time is everything the controller does for it: decode the result, take it in, plan the next
+step, encode the plan, collect and encode the outputs. The limit beside it: the same messages decoded and
+encoded with nothing in between.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from statistics import median
+
+import msgspec
+import numpy as np
+from report import Report, parse_arguments
+
+from trunkline.controller.config import EngineConfig
+from trunkline.controller.engine import Engine, Request
+from trunkline.controller.messages import StepResult
+from trunkline.kvstore.layout import pack_int32, unpack_int32
+from trunkline.router.messages import Outputs
+from trunkline.worker.messages import Sampling, StepPlan
+
+CHUNK = 64
+
+
+class Loop:
+    """An engine whose workers answer at once."""
+
+    def __init__(self, batch: int, context: int, shared: int) -> None:
+        blocks = batch * (context // CHUNK + 40)
+        config = EngineConfig(
+            num_blocks=blocks, max_context=context + 2000, token_budget=8192, max_rows=max(batch, 2)
+        )
+        self.engine = Engine(config)
+        self.encoder = msgspec.msgpack.Encoder()
+        self.decoder = msgspec.msgpack.Decoder(StepResult)
+        self.inflight: deque[bytes] = deque()
+        rng = np.random.default_rng(0)
+        prefix = rng.integers(0, 30_000, shared)
+        for i in range(batch):
+            own = rng.integers(0, 30_000, context - shared - i % CHUNK)  # chunks fill at different times
+            tokens = np.concatenate([prefix, own]).astype(np.int32)
+            self.engine.submit(Request(id=i + 1, tokens=tokens, max_tokens=1900, sampling=Sampling()), 0.0)
+        while self.engine.scheduler.waiting_count or self.engine.scheduler.prefilling:
+            self.turn()
+        for _ in range(4):
+            self.turn()
+
+    def answer(self, plan: StepPlan) -> bytes:
+        """What rank 0 would send: a token for every decode row and every prefill that ends."""
+        samples = int(unpack_int32(plan.prefill, 5)[:, 4].sum()) if plan.prefill else 0
+        rows = len(self.engine.scheduler.row_set)
+        tokens = np.full(rows + samples, 7, np.int32)
+        return self.encoder.encode(StepResult(plan.step, plan.epoch, pack_int32(tokens), 1))
+
+    def turn(self) -> float:
+        """One step of the loop; seconds that the controller spent."""
+        spent = 0.0
+        start = time.perf_counter()
+        if self.inflight:
+            result = self.decoder.decode(self.inflight.popleft())
+            self.engine.step_done(result, 1.0)
+        spent += time.perf_counter() - start
+        while True:
+            start = time.perf_counter()
+            plan = self.engine.next_step(1.0)
+            if plan is not None:
+                self.encoder.encode(plan)
+            spent += time.perf_counter() - start
+            if plan is None:
+                break
+            self.inflight.append(self.answer(plan))
+        start = time.perf_counter()
+        outputs = self.engine.outputs()
+        if outputs is not None:
+            for requests, tokens in zip(outputs.requests, outputs.tokens, strict=True):
+                packed = requests.astype("<u4").tobytes(), pack_int32(tokens)
+                self.encoder.encode(Outputs(1, *packed, outputs.started, outputs.finished))
+        return spent + time.perf_counter() - start
+
+
+def wire_only(batch: int, repeats: int) -> float:
+    """Microseconds to decode a result and encode a plan and outputs of this batch, nothing else."""
+    encoder, decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(StepResult)
+    tokens = pack_int32(np.zeros(batch, np.int32))
+    payload = encoder.encode(StepResult(1, 1, tokens, 1))
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        result = decoder.decode(payload)
+        encoder.encode(StepPlan(2, 1))
+        encoder.encode(Outputs(1, result.tokens, result.tokens))
+        times.append(time.perf_counter() - start)
+    return median(times) * 1e6
+
+
+def decode_steps(report: Report, quick: bool) -> None:
+    repeats = 200 if quick else 1500
+    batches = (32, 256) if quick else (1, 32, 64, 128, 256)
+    loops = {(batch, shared): Loop(batch, 4096, shared) for batch in batches for shared in (0, 1024)}
+    times: dict[tuple[int, int], list[float]] = {key: [] for key in loops}
+    for _ in range(repeats):  # interleaved, so that a noisy moment hits all cases
+        for key, loop in loops.items():
+            times[key].append(loop.turn())
+    for (batch, shared), values in times.items():
+        case = {"impl": "engine", "batch": batch, "context": 4096, "shared_prefix": shared}
+        micros = np.array(values) * 1e6
+        report.add(case, "step_time_p50", float(np.median(micros)), "us", repeats)
+        report.add(case, "step_time_mean", float(micros.mean()), "us", repeats)
+        report.add(case, "step_time_p99", float(np.quantile(micros, 0.99)), "us", repeats)
+    for batch in batches:
+        case = {"impl": "wire_only", "batch": batch, "context": 4096, "shared_prefix": 0}
+        report.add(case, "step_time_p50", wire_only(batch, repeats), "us", repeats)
+
+
+def matching(report: Report, quick: bool) -> None:
+    repeats = 50 if quick else 300
+    for length in (2048, 32_768):
+        config = EngineConfig(num_blocks=2 * length // CHUNK, max_context=length + 64, token_budget=8192)
+        engine = Engine(config)
+        tokens = np.random.default_rng(1).integers(0, 30_000, length).astype(np.int32)
+        engine.submit(Request(id=1, tokens=tokens, max_tokens=1, sampling=Sampling()), 0.0)
+        while not engine.is_idle:
+            plan = engine.next_step(0.0)
+            assert plan is not None
+            samples = int(unpack_int32(plan.prefill, 5)[:, 4].sum())
+            engine.step_done(StepResult(plan.step, plan.epoch, pack_int32([7] * samples), 1), 0.0)
+        tree = engine.scheduler.residence.tree
+        data = tokens.tobytes()
+        times = []
+        for _ in range(repeats):
+            start = time.perf_counter()
+            match = tree.match(tree.root(b""), data, 1 << 40)
+            times.append(time.perf_counter() - start)
+        assert len(match.path) == length // CHUNK
+        case = {"impl": "tree_match", "prompt_tokens": length}
+        report.add(case, "match_time", median(times) * 1e3, "ms", repeats)
+
+
+def main() -> None:
+    arguments = parse_arguments(__doc__)
+    report = Report("control_plane")
+    decode_steps(report, arguments.quick)
+    matching(report, arguments.quick)
+    report.finish(arguments.json)
+
+
+if __name__ == "__main__":
+    main()

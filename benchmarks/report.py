@@ -1,0 +1,80 @@
+"""What all benchmarks share: arguments, the machine's description, the table and the JSON form."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+
+def argument_parser(description: str | None) -> argparse.ArgumentParser:
+    """A parser with what every benchmark takes: `--quick` and `--json PATH`."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer cells, under a minute on two cores")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
+    return parser
+
+
+def parse_arguments(description: str | None) -> argparse.Namespace:
+    return argument_parser(description).parse_args()
+
+
+def cpu_name() -> str:
+    """The processor as Linux names it."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or "unknown"
+
+
+def commit() -> str:
+    """The commit that is measured; `+` if the tree has changes."""
+    folder = Path(__file__).parent
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty=+", "--abbrev=10"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
+
+
+class Report:
+    """Collects results; prints a Markdown table and writes the JSON form of all benchmarks."""
+
+    def __init__(self, benchmark: str) -> None:
+        self.benchmark = benchmark
+        self.results: list[dict[str, Any]] = []
+
+    def add(self, case: dict[str, Any], metric: str, value: float, unit: str, runs: int) -> None:
+        """One figure: the median of `runs` runs unless the metric's name says otherwise."""
+        self.results.append({"case": case, "metric": metric, "value": value, "unit": unit, "runs": runs})
+
+    def finish(self, path: Path | None) -> None:
+        keys = list(dict.fromkeys(key for result in self.results for key in result["case"]))
+        print(f"| {' | '.join(keys)} | metric | value | unit | runs |")
+        print("|" + "---|" * (len(keys) + 4))
+        for result in self.results:
+            cells = [str(result["case"].get(key, "")) for key in keys]
+            print(f"| {' | '.join(cells)} | {result['metric']} | {result['value']:.4g} | ", end="")
+            print(f"{result['unit']} | {result['runs']} |")
+        machine = {
+            "cpu": cpu_name(),
+            "cores": os.cpu_count(),
+            "gpu": None,
+            "torch": version("torch"),
+            "python": platform.python_version(),
+        }
+        print(f"\ncommit {commit()}, {machine['cpu']}, {machine['cores']} cores, torch {machine['torch']}")
+        if path is not None:
+            document = {
+                "benchmark": self.benchmark,
+                "commit": commit(),
+                "machine": machine,
+                "results": self.results,
+            }
+            path.write_text(json.dumps(document, indent=1) + "\n")

@@ -1,0 +1,32 @@
+"""`python -m trunkline.controller --config FILE`: a controller process."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import msgspec
+
+from trunkline.controller.config import ConfigError, ControllerConfig
+from trunkline.controller.service import ControllerService
+from trunkline.deploy.process import enter_role
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="trunkline.controller", description=__doc__)
+    parser.add_argument("--config", type=Path, required=True, help="JSON file of a ControllerConfig")
+    parser.add_argument("--name", default="controller", help="name shown in the process list")
+    arguments = parser.parse_args()
+    try:
+        config = msgspec.json.decode(arguments.config.read_bytes(), type=ControllerConfig)
+        config.validate()
+    except (OSError, msgspec.MsgspecError, ConfigError) as error:
+        print(f"controller: {arguments.config}: {error}", file=sys.stderr)
+        return 2
+    enter_role(f"controller {config.group}", parent_pid=config.parent_pid, log_level=config.log_level)
+    return ControllerService(config).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

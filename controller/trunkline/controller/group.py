@@ -1,0 +1,128 @@
+"""The controller's side of its worker group: who is there, plans out, reports in (docs/protocol.md).
+
+A rank counts as present from its subscription to its `rank_topic` until ZeroMQ reports that subscription's
+end, which happens as soon as the process dies. The broadcast starts only when every rank is present and
+has said `WorkerReady`; the plan socket never drops, and at most two steps are unanswered.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import zmq
+
+from trunkline.controller.config import ControllerConfig
+from trunkline.controller.messages import LoadProgress, StepResult, WorkerFailed, WorkerReady, WorkerReport
+from trunkline.worker.messages import PLAN_TOPIC, Shutdown, StepPlan, rank_topic
+
+PLANS_QUEUED_MAX = 16
+
+
+class GroupLostError(RuntimeError):
+    """A rank died or gave up; the message says which and why."""
+
+
+class WorkerGroup:
+    """Sockets and membership of a group's ranks."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], config: ControllerConfig) -> None:
+        self.plans = context.socket(zmq.XPUB)
+        self.plans.setsockopt(zmq.XPUB_NODROP, 1)
+        self.plans.setsockopt(zmq.SNDHWM, PLANS_QUEUED_MAX)
+        self.plans.setsockopt(zmq.LINGER, 1000)
+        self.reports = context.socket(zmq.PULL)
+        self.plans.bind(config.plan_endpoint)
+        self.reports.bind(config.report_endpoint)
+        self._tp = config.tp
+        self._epoch = config.epoch
+        self._present: set[int] = set()
+        self.ready: dict[int, WorkerReady] = {}
+        self.progress: dict[int, LoadProgress] = {}
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[WorkerReport] = msgspec.msgpack.Decoder(WorkerReport)
+        self._topics = {rank_topic(rank): rank for rank in range(config.tp)}
+
+    @property
+    def is_complete(self) -> bool:
+        """Every rank has subscribed and loaded."""
+        return len(self._present) == self._tp and len(self.ready) == self._tp
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that every rank can hold."""
+        return min(report.num_blocks for report in self.ready.values())
+
+    def describe(self) -> str:
+        """For the person who waits: what each rank is doing."""
+        parts = []
+        for rank in range(self._tp):
+            if rank in self.ready:
+                parts.append(f"rank {rank} ready")
+            elif rank in self.progress:
+                report = self.progress[rank]
+                parts.append(f"rank {rank} {report.stage} {report.fraction:.0%}")
+            else:
+                parts.append(f"rank {rank} starting")
+        return ", ".join(parts)
+
+    def send(self, plan: StepPlan) -> None:
+        """Broadcast a plan.
+
+        Raises:
+            GroupLostError: a rank has stopped reading.
+        """
+        try:
+            self.plans.send_multipart([PLAN_TOPIC, self._encoder.encode(plan)], zmq.NOBLOCK)
+        except zmq.Again:
+            raise GroupLostError("a rank takes no more step plans") from None
+
+    def shut_down(self) -> None:
+        """Ask all ranks to leave after the steps they have."""
+        self.plans.send_multipart([PLAN_TOPIC, self._encoder.encode(Shutdown())], zmq.NOBLOCK)
+
+    def membership_events(self) -> None:
+        """Read subscriptions and their ends.
+
+        Raises:
+            GroupLostError: a rank that was there is gone.
+        """
+        while True:
+            try:
+                event = self.plans.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            rank = self._topics.get(event[1:])
+            if rank is None:
+                continue
+            if event[:1] == b"\x01":
+                self._present.add(rank)
+            elif rank in self._present:
+                self._present.discard(rank)
+                raise GroupLostError(f"worker rank {rank} is gone (its connection closed)")
+
+    def receive(self) -> list[StepResult]:
+        """Read all waiting reports; the step results among them.
+
+        Raises:
+            GroupLostError: a rank says that it cannot go on.
+        """
+        results: list[StepResult] = []
+        while True:
+            try:
+                report = self._decoder.decode(self.reports.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                return results
+            match report:
+                case StepResult():
+                    results.append(report)
+                case WorkerReady() if report.epoch == self._epoch:
+                    self.ready[report.rank] = report
+                case LoadProgress():
+                    self.progress[report.rank] = report
+                case WorkerFailed():
+                    raise GroupLostError(f"worker rank {report.rank} failed: {report.reason}")
+                case _:
+                    pass
+
+    def close(self) -> None:
+        self.plans.close()
+        self.reports.close()

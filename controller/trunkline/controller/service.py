@@ -1,0 +1,240 @@
+"""The controller process: one thread, one poll loop around the pure engine.
+
+    reports (PULL) ──► step_done ─► next_step ──► plans (XPUB)
+    routers (ROUTER) ► submit, abort             └► outputs (ROUTER)
+
+When a result arrives, the next plan goes out before the outputs do: the workers never wait for routers.
+Idle, the loop sleeps in `poll`; it wakes once a second to look for silent routers.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+import time
+from contextlib import suppress
+from enum import StrEnum
+from types import FrameType
+
+import structlog
+import zmq
+
+from trunkline.controller.clients import CLIENT_SHIFT, Client, Clients
+from trunkline.controller.config import ControllerConfig
+from trunkline.controller.engine import Engine, ProtocolError, Request
+from trunkline.controller.group import GroupLostError, WorkerGroup
+from trunkline.controller.integrity import check_integrity
+from trunkline.controller.messages import Abort, FlushCache, Ping, RouterRequest, Submit
+from trunkline.kvstore.layout import unpack_int32
+from trunkline.router.messages import Finished, FinishReason, Flushed, Outputs, State
+
+POLL_MS_MAX = 1000
+
+log = structlog.get_logger()
+
+
+class Status(StrEnum):
+    """What `State.status` says."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+    FAILED = "failed"
+
+
+class ControllerService:
+    """Owns the sockets and the engine; `run` returns the exit code."""
+
+    def __init__(self, config: ControllerConfig) -> None:
+        self.config = config
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.group = WorkerGroup(self.context, config)
+        self.clients = Clients(self.context, config.router_endpoint)
+        self.engine: Engine | None = None
+        self.status = Status.STARTING
+        self.detail = ""
+        self._drain_deadline = float("inf")
+        self._signals, self._signal_writer = socket.socketpair()
+
+    def run(self) -> int:
+        """Serve until drained (0) or until the group is lost (1)."""
+        self._install_signals()
+        poller = zmq.Poller()
+        for readable in (self.group.plans, self.group.reports, self.clients.socket):
+            poller.register(readable, zmq.POLLIN)
+        poller.register(self._signals.fileno(), zmq.POLLIN)
+        try:
+            while not self._is_drained():
+                poller.poll(self._poll_ms())
+                self._turn()
+            self.group.shut_down()
+            log.info("stopped")
+            return 0
+        except (GroupLostError, ProtocolError) as error:
+            self._fail(str(error))
+            return 1
+        finally:
+            self.group.close()
+            self.clients.close()
+            self.context.term()
+
+    def _install_signals(self) -> None:
+        self._signals.setblocking(False)
+        self._signal_writer.setblocking(False)
+        signal.set_wakeup_fd(self._signal_writer.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGTERM, self._on_signal)
+        # Ctrl-C in a terminal reaches all processes; the supervisor alone decides what it means.
+        signal.signal(signal.SIGINT, signal.SIG_IGN if self.config.parent_pid else self._on_signal)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.status in (Status.STARTING, Status.READY):
+            self.status = Status.DRAINING
+            self.detail = "the controller is stopping"
+            self._drain_deadline = time.monotonic() + self.config.drain_seconds
+        else:
+            self._drain_deadline = 0.0
+
+    def _is_drained(self) -> bool:
+        if self.status is not Status.DRAINING:
+            return False
+        if self.engine is None or self.engine.is_idle:
+            return True
+        if time.monotonic() < self._drain_deadline:
+            return False
+        self.engine.fail_all("the controller was stopped before the request ended")
+        self._publish()
+        return True
+
+    def _poll_ms(self) -> int:
+        left = (self._drain_deadline - time.monotonic()) * 1000
+        return int(max(0, min(POLL_MS_MAX, left)))
+
+    def _turn(self) -> None:
+        """Handle everything that has arrived, then plan, then publish."""
+        with suppress(BlockingIOError):
+            self._signals.recv(4096)
+        now = time.monotonic()
+        results = self.group.receive()
+        if self.status is not Status.DRAINING or self.engine is not None:
+            self.group.membership_events()
+        if self.engine is None:
+            self._try_start()
+        else:
+            for result in results:
+                self.engine.step_done(result, now)
+                if self.config.debug_checks:
+                    check_integrity(self.engine.scheduler)
+        for client, message in self.clients.receive(now):
+            self._handle(client, message, now)
+        for client in self.clients.silent(now, self.config.router_silence_seconds_max):
+            self._forget(client, now)
+        self._plan(now)
+        self._publish()
+
+    def _try_start(self) -> None:
+        if self.status is not Status.STARTING:
+            return
+        self.detail = self.group.describe()
+        if not self.group.is_complete:
+            return
+        self.engine = Engine(self.config.engine(self.group.num_blocks), self.config.epoch)
+        self.status, self.detail = Status.READY, ""
+        log.info("ready", blocks=self.group.num_blocks, max_context=self.engine.config.longest_sequence)
+        self._broadcast_state()
+
+    def _plan(self, now: float) -> None:
+        if self.engine is None:
+            return
+        while (plan := self.engine.next_step(now)) is not None:
+            self.group.send(plan)
+
+    def _publish(self) -> None:
+        if self.engine is not None and (outputs := self.engine.outputs()) is not None:
+            self.clients.publish(outputs)
+
+    def _handle(self, client: Client, message: RouterRequest, now: float) -> None:
+        match message:
+            case Submit():
+                self._submit(client, message, now)
+            case Abort():
+                if self.engine is not None:
+                    self.engine.abort(client.index << CLIENT_SHIFT | message.request, now)
+            case Ping():
+                self.clients.send(client, self._state(client))
+            case FlushCache():
+                freed = self.engine.flush_cache() if self.engine is not None else 0
+                self.clients.send(client, Flushed(client.next_seq(), message.ticket, freed))
+
+    def _submit(self, client: Client, message: Submit, now: float) -> None:
+        refusal = self._refusal(message)
+        if refusal is not None:
+            self.clients.send(client, Outputs(client.next_seq(), finished=[refusal]))
+            return
+        assert self.engine is not None
+        request = Request(
+            id=client.index << CLIENT_SHIFT | message.request,
+            tokens=unpack_int32(message.tokens),
+            max_tokens=message.max_tokens,
+            sampling=message.sampling,
+            prompt_len=message.prompt_len,
+            stop_ids=tuple(message.stop_token_ids),
+            salt=message.salt,
+        )
+        self.engine.submit(request, now)
+
+    def _refusal(self, message: Submit) -> Finished | None:
+        if self.status is Status.DRAINING:
+            return Finished(message.request, FinishReason.DRAINING, self.detail)
+        if self.engine is None:
+            return Finished(message.request, FinishReason.ENGINE_FAILED, f"the group is starting: {self.detail}")
+        if len(message.tokens) % 4 or not 0 <= message.request < 1 << CLIENT_SHIFT:
+            return Finished(message.request, FinishReason.INVALID, "the message is malformed")
+        return None
+
+    def _forget(self, client: Client, now: float) -> None:
+        """A router died: nobody reads its streams any more."""
+        if self.engine is None:
+            return
+        mine = [i for i in self.engine.request_ids() if i >> CLIENT_SHIFT == client.index]
+        for request in mine:
+            self.engine.abort(request, now)
+        if mine:
+            log.warning("a router is gone; its requests were aborted", requests=len(mine))
+
+    def _state(self, client: Client) -> State:
+        engine = self.engine
+        if engine is None:
+            counts = dict.fromkeys(_STATE_COUNTS, 0)
+        else:
+            scheduler, residence = engine.scheduler, engine.scheduler.residence
+            counts = {
+                "running": scheduler.running_count,
+                "waiting": scheduler.waiting_count,
+                "blocks_total": engine.config.num_blocks,
+                "blocks_free": residence.pool.free_count,
+                "blocks_cached": residence.tree.evictable,
+                "prompt_tokens": engine.counters.prompt_tokens,
+                "cached_tokens": engine.counters.cached_tokens,
+                "output_tokens": engine.counters.output_tokens,
+                "preemptions": scheduler.preemptions,
+                "steps": engine.counters.steps,
+                "evicted_blocks": residence.tree.evicted_blocks,
+                "max_context": engine.config.longest_sequence,
+            }
+        return State(seq=client.next_seq(), status=self.status, detail=self.detail, **counts)
+
+    def _broadcast_state(self) -> None:
+        for client in self.clients.all():
+            self.clients.send(client, self._state(client))
+
+    def _fail(self, reason: str) -> None:
+        """Tell every router, whose clients get an error; the exit code tells the supervisor."""
+        log.error("the worker group is lost", reason=reason)
+        self.status, self.detail = Status.FAILED, reason
+        if self.engine is not None:
+            self.engine.fail_all(reason)
+            self._publish()
+        self._broadcast_state()
+
+
+_STATE_COUNTS = tuple(f for f in State.__struct_fields__ if f not in ("seq", "status", "detail"))
