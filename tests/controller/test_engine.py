@@ -150,6 +150,49 @@ def test_cache_off_gives_the_same_text() -> None:
     assert simulation.engine.scheduler.residence.pool.free_count == 40
 
 
+def test_chunk_that_somebody_else_still_computes_is_not_taken() -> None:
+    """A's output fills the chunks that B, whose prompt foresaw it, is about to compute."""
+    limits = {"num_blocks": 64, "chunk_size": 16, "max_context": 96, "token_budget": 3, "max_rows": 2}
+    simulation = Simulation(EngineConfig(**limits))
+    prompt = [1, 2, 3, 4, 5, 6]
+    foreseen = prompt + expected_output(prompt, 0, 50)
+    simulation.submit(prompt, 40)
+    while len(simulation.streams[1].output) < 8:
+        simulation.step()
+    simulation.submit(foreseen, 5)  # eight steps for its first chunk, which A fills in two
+    simulation.run()
+    verify_streams(simulation)
+
+
+def test_equal_streams_merge_their_chunks() -> None:
+    simulation = Simulation(SMALL)
+    prompt = [1, 2, 3, 4, 5, 6]
+    for _ in range(3):
+        simulation.submit(prompt, 21)
+    while simulation.streams[1].reason is None:
+        simulation.step()
+    tree = simulation.engine.scheduler.residence.tree
+    simulation.run()
+    verify_streams(simulation)
+    # 26 tokens have KV (the last sampled one does not): six full chunks and a tail, once for all three.
+    assert tree.node_count == 7
+
+
+def test_leaving_right_after_a_merge() -> None:
+    simulation = Simulation(SMALL)
+    for _ in range(2):
+        simulation.submit([1, 2, 3, 4, 5, 6], 30)
+    scheduler = simulation.engine.scheduler
+    while not scheduler._merged:
+        simulation.plan()
+        simulation.answer()
+    (stay, _, _), *_ = scheduler._merged
+    merged = next(s for s in scheduler.rows.sequences if s is not None and s.stay == stay)
+    simulation.abort(merged.request)
+    simulation.run()
+    verify_streams(simulation)
+
+
 @pytest.mark.parametrize("chunk_size", [1, 2, 4, 16])
 @pytest.mark.parametrize("seed", range(6))
 def test_random_traffic(seed: int, chunk_size: int) -> None:

@@ -24,15 +24,6 @@ def extend_hash(previous: bytes, token: int) -> bytes:
     return blake2b(previous + token.to_bytes(4, "little"), digest_size=8).digest()
 
 
-def prefix_hashes(tokens: list[int]) -> list[bytes]:
-    """Hash of `tokens[: i + 1]` for each i."""
-    hashes, current = [], b""
-    for token in tokens:
-        current = extend_hash(current, token)
-        hashes.append(current)
-    return hashes
-
-
 def next_token(prefix_hash: bytes, seed: int) -> int:
     """What the simulated model says after this prefix."""
     return int.from_bytes(prefix_hash, "little") % (VOCABULARY + seed % 7)
@@ -73,6 +64,8 @@ class SimulatedWorkers:
         self.rows: list[int] = []
         self.runs = np.empty((0, 4), np.int32)
         self.last_step = 0
+        self.written: dict[tuple[int, int], tuple[int, int]] = {}
+        """(block, offset) → (step, stay) of the last write: one step's rows do not see each other's."""
         self.computed_tokens = 0
         self.written_tokens = 0
         self.copied_tokens = 0
@@ -85,7 +78,10 @@ class SimulatedWorkers:
             del self.residents[stay]
         for join in plan.joins:
             self._join(join)
-        for source, target, first, count in unpack_int32(plan.copies, 4).tolist():
+        copies = unpack_int32(plan.copies, 4).tolist()
+        targets = {target for _, target, _, _ in copies}
+        assert not targets & {source for source, _, _, _ in copies}, "copies of one launch depend on each other"
+        for source, target, first, count in copies:
             self.pool[target][first : first + count] = self.pool[source][first : first + count]
             self.copied_tokens += count
         for stay, index, block in unpack_int32(plan.blocks, 3).tolist():
@@ -116,39 +112,38 @@ class SimulatedWorkers:
             at = resident.first + len(resident.tokens) - 1 if start is None else start
             last = b""
             for position in range(at, at + count):
-                last = self._position(resident, position, write=write_from is None or position >= write_from)
+                write = write_from is None or position >= write_from
+                last = self._position(stay, position, write=write)
             if sample:
                 sampled.append((stay, next_token(last, resident.seed)))
         for stay, token in sampled:
             self.residents[stay].tokens.append(token)
         return [token for _, token in sampled]
 
-    def _slot(self, resident: _Resident, position: int) -> tuple[list[bytes | None], int]:
-        return self.pool[resident.table[position // self.chunk_size]], position % self.chunk_size
+    def _slot(self, resident: _Resident, position: int) -> tuple[int, int]:
+        return resident.table[position // self.chunk_size], position % self.chunk_size
 
-    def _position(self, resident: _Resident, position: int, *, write: bool) -> bytes:
+    def _read(self, stay: int, position: int) -> bytes:
+        block, offset = self._slot(self.residents[stay], position)
+        entry = self.pool[block][offset]
+        assert entry is not None, "a token attends to KV that nobody computed"
+        step, writer = self.written.get((block, offset), (0, 0))
+        assert step < self.last_step or writer == stay, "a step reads what another sequence computes in it"
+        return entry
+
+    def _position(self, stay: int, position: int, *, write: bool) -> bytes:
         """Attend over everything before `position`, then store (or, unstored, find) its own entry."""
-        past = b""
-        if position:
-            block, offset = self._slot(resident, position - 1)
-            entry = block[offset]
-            assert entry is not None, "a token attends to KV that nobody computed"
-            past = entry
+        resident = self.residents[stay]
+        past = self._read(stay, position - 1) if position else b""
         current = extend_hash(past, resident.tokens[position - resident.first])
-        block, offset = self._slot(resident, position)
         if write:
-            block[offset] = current
+            block, offset = self._slot(resident, position)
+            self.pool[block][offset] = current
+            self.written[block, offset] = (self.last_step, stay)
             self.written_tokens += 1
-        assert block[offset] == current, "a token that is not stored differs from the stored one"
+        assert self._read(stay, position) == current, "a token that is not stored differs from the stored one"
         self.computed_tokens += 1
         return current
-
-    def check_context(self, stay: int, all_tokens: list[int], count: int) -> None:
-        """Every slot of the context holds what a recomputation of `all_tokens` would store."""
-        resident = self.residents[stay]
-        for position, expected in enumerate(prefix_hashes(all_tokens[:count])):
-            block, offset = self._slot(resident, position)
-            assert block[offset] == expected, f"position {position} of stay {stay} holds other tokens' KV"
 
     def _check_runs(self) -> None:
         """Rows of a run agree on its blocks; nested runs cover disjoint table ranges."""

@@ -1,0 +1,56 @@
+"""Tree order and shared runs against a naive reading of the block tables."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from trunkline.controller.sharing import shared_runs, tree_order
+from trunkline.kvstore.layout import NO_BLOCK, Int32Array
+
+
+def random_tables(rng: random.Random, rows: int) -> tuple[Int32Array, Int32Array]:
+    """Block tables of paths through a random forest; a block stands at one place of one path only."""
+    paths: list[list[int]] = []
+    fresh = iter(range(10_000))
+    for _ in range(rows):
+        base = rng.choice(paths)[: rng.randrange(6)] if paths and rng.random() < 0.8 else []
+        paths.append([*base, *(next(fresh) for _ in range(rng.randrange(1, 5)))])
+    rng.shuffle(paths)
+    width = max(len(path) for path in paths)
+    tables = np.full((rows, width), NO_BLOCK, np.int32)
+    for row, path in enumerate(paths):
+        tables[row, : len(path)] = path
+    return tables, np.array([len(path) for path in paths], np.int32)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_every_shared_block_is_in_exactly_one_run(seed: int) -> None:
+    rng = random.Random(seed)
+    tables, counts = random_tables(rng, rng.randrange(1, 30))
+    order = tree_order(tables)
+    assert sorted(order.tolist()) == list(range(len(tables)))
+    tables, counts = tables[order], counts[order]
+    holders: dict[int, set[int]] = {}
+    for row, (table, count) in enumerate(zip(tables.tolist(), counts.tolist(), strict=True)):
+        for block in table[:count]:
+            holders.setdefault(block, set()).add(row)
+    seen: dict[int, set[int]] = {}
+    for first, stop, start, end in shared_runs(tables, counts).tolist():
+        for block in tables[first, start:end].tolist():
+            assert block not in seen
+            seen[block] = set(range(first, stop))
+    assert seen == {block: rows for block, rows in holders.items() if len(rows) > 1}
+
+
+def test_equal_tables_share_only_what_counts() -> None:
+    tables = np.array([[1, 2, -1], [1, 2, -1], [5, 6, 7]], np.int32)
+    runs = shared_runs(tables, np.array([2, 2, 3], np.int32))
+    assert runs.tolist() == [[0, 2, 0, 2]]
+
+
+def test_no_rows_and_one_row() -> None:
+    assert len(shared_runs(np.empty((0, 0), np.int32), np.empty(0, np.int32))) == 0
+    assert tree_order(np.array([[3]], np.int32)).tolist() == [0]

@@ -1,0 +1,71 @@
+"""The command line: fast, explains itself, answers nonsense with one line and exit code 2."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.metadata import version
+
+import pytest
+
+
+def trunkline(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "trunkline.deploy.cli", *arguments],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        env={**os.environ, "COLUMNS": "120", "NO_COLOR": "1", "TERM": "dumb"},
+    )
+
+
+def test_version() -> None:
+    done = trunkline("version")
+    assert (done.returncode, done.stdout) == (0, f"trunkline {version('trunkline')}\n")
+
+
+def test_help_lists_commands_and_options_with_examples() -> None:
+    assert all(word in trunkline("--help").stdout for word in ("serve", "chat", "version", "Examples"))
+    text = trunkline("serve", "--help").stdout
+    options = "groups tp dtype device host port chunk-size kv-memory max-context max-batch token-budget"
+    options += " max-waiting served-model-name kernels no-prefix-cache drain-seconds threads log-level"
+    assert [option for option in options.split() if f"--{option}" not in text] == []
+    assert "Examples" in text
+    assert "/reset" in trunkline("chat", "--help").stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["serve", "/nonexistent"], "no folder"),
+        (["serve", "--kv-memory", "lots"], "is not a size"),
+        (["serve", "--tp", "3", "--port", "0"], "3 ranks"),
+        (["serve", "--tp", "many"], "--tp"),
+        (["serve", "--no-such-option"], "No such option"),
+    ],
+)
+def test_errors_are_one_line_and_code_2(arguments: list[str], message: str) -> None:
+    done = trunkline(*arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_chat_says_that_no_server_is_there() -> None:
+    done = trunkline("chat", "--url", "http://127.0.0.1:9", stdin="hello\n")
+    assert done.returncode == 1
+    assert "no server answers at http://127.0.0.1:9" in done.stderr
+
+
+def test_the_command_line_imports_nothing_heavy() -> None:
+    """Whoever asks for help should not wait for a machine-learning stack."""
+    code = (
+        "import sys, trunkline.deploy.cli; "
+        "print([m for m in ('torch', 'transformers', 'fastapi', 'uvicorn', 'huggingface_hub', 'tokenizers') "
+        "if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

@@ -1,0 +1,179 @@
+"""What can be refused before a process starts is refused, in one clear sentence."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import socket
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trunkline.deploy import models
+from trunkline.deploy.errors import UserError
+from trunkline.deploy.rundir import base_folder, remove_stale, run_folder
+from trunkline.deploy.serve import children, plan_cluster
+from trunkline.deploy.settings import ServeSettings, free_port
+from trunkline.deploy.sizes import format_bytes, parse_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("1GiB", 1 << 30),
+        ("1 gib", 1 << 30),
+        ("512M", 512 << 20),
+        ("2GB", 2 * 10**9),
+        ("1.5KiB", 1536),
+        ("64", 64),
+        (" 7 b ", 7),
+        ("3T", 3 << 40),
+    ],
+)
+def test_sizes(text: str, count: int) -> None:
+    assert parse_bytes(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "1 GiBs", "-1", "1,5G", "0", "0.1B", "1e9", "9" * 30, "٣"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(UserError, match=r"size|less than"):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(1, "1 B"), (1023, "1023 B"), (1024, "1 KiB"), (1536, "1.5 KiB"), (1 << 30, "1 GiB"), (5 << 50, "5120 TiB")],
+)
+def test_formatted_sizes(count: int, text: str) -> None:
+    assert format_bytes(count) == text
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"groups": 0}, "--groups is 0"),
+        ({"tp": 0}, "--tp is 0"),
+        ({"tp": 3}, "3 ranks"),
+        ({"dtype": "int8"}, "--dtype"),
+        ({"device": "tpu"}, "--device"),
+        ({"kernels": "magic"}, "--kernels"),
+        ({"port": 70000}, "--port"),
+        ({"chunk_size": 0}, "--chunk-size"),
+        ({"chunk_size": 48}, "chunk_size"),
+        ({"token_budget": 8, "max_batch": 8}, "--token-budget"),
+        ({"drain_seconds": -1.0}, "--drain-seconds"),
+        ({"max_context": 1}, "--max-context"),
+        ({"max_context": 10**6}, "at most"),
+        ({"kv_memory_bytes": 100}, "--kv-memory"),
+        ({"model": "/nonexistent/folder"}, "no folder"),
+        ({"model": __file__}, "is a file"),
+        ({"log_level": "loud"}, "--log-level"),
+        ({"host": "203.0.113.7"}, "cannot listen"),
+    ],
+)
+def test_impossible_settings(change: dict[str, object], message: str) -> None:
+    settings = dataclasses.replace(ServeSettings(port=0), **change)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=message):
+        plan_cluster(settings)
+
+
+def test_a_port_in_use_is_refused() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen(1)
+        with pytest.raises(UserError, match="choose another --port"):
+            free_port("127.0.0.1", taken.getsockname()[1])
+
+
+def test_folders_that_are_no_checkpoints(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no config\.json"):
+        models.resolve(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UserError, match="safetensors"):
+        models.resolve(str(tmp_path))
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(UserError, match=r"no tokenizer\.json"):
+        models.resolve(str(tmp_path))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert models.resolve(str(tmp_path)) == tmp_path.resolve()
+    with pytest.raises(UserError, match="architecture"):
+        plan_cluster(ServeSettings(model=str(tmp_path), port=0))
+
+
+def test_an_unreachable_hub_is_one_clear_error(tmp_path: Path) -> None:
+    """In a process of its own: the hub client reads its environment when it is imported."""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-m", "trunkline.deploy.cli", "serve", "nobody/nothing"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "HF_HUB_OFFLINE" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def _write_weights(path: Path, data: bytes) -> None:
+    header = json.dumps({"w": {"dtype": "U8", "shape": [len(data)], "data_offsets": [0, len(data)]}}).encode()
+    path.write_bytes(struct.pack("<Q", len(header)) + header + data)
+
+
+@pytest.mark.parametrize("limit", [0, 1 << 20], ids=["sampled", "whole"])
+def test_a_fingerprint_names_configuration_and_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
+    monkeypatch.setattr(models, "_FULL_DIGEST_BYTES_MAX", limit)
+    seen = set()
+    for config, weights in (("{}", b"a" * 9000), ("{ }", b"a" * 9000), ("{}", b"b" + b"a" * 8999)):
+        (tmp_path / "config.json").write_text(config)
+        _write_weights(tmp_path / "model.safetensors", weights)
+        digest = models.fingerprint(tmp_path)
+        assert digest == models.fingerprint(tmp_path)
+        seen.add(digest)
+    assert len(seen) == 3
+
+
+def test_a_plan_names_every_process(tmp_path: Path) -> None:
+    plan = plan_cluster(ServeSettings(port=0, groups=2, tp=2))
+    specs = children(plan, tmp_path)
+    assert [spec.member.name for spec in specs] == [
+        "worker-0.0",
+        "worker-0.1",
+        "worker-1.0",
+        "worker-1.1",
+        "controller-0",
+        "controller-1",
+        "router",
+    ]
+    for spec in specs:
+        assert spec.argv[-2:] == ("--name", spec.member.name)
+        assert Path(spec.argv[-3]).is_file()
+    assert plan.dtype == "float32"
+    assert plan.url == f"http://127.0.0.1:{plan.port}"
+
+
+def test_run_folders_are_private_short_lived_and_cleaned_after_a_kill(tmp_path: Path) -> None:
+    with run_folder(tmp_path) as living:
+        assert living.stat().st_mode & 0o777 == 0o700
+        dead = tmp_path / "trunkline-deadbeef"
+        dead.mkdir()
+        (dead / "lock").touch()
+        unrelated = tmp_path / "trunkline-unrelated-folder"
+        unrelated.mkdir()
+        assert remove_stale(tmp_path) == [dead]
+        assert living.exists()
+        assert unrelated.exists()
+    assert not living.exists()
+
+
+def test_socket_paths_fit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    deep = tmp_path / ("x" * 90)
+    deep.mkdir()
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(deep))
+    assert base_folder() == Path("/tmp")

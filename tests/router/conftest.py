@@ -1,0 +1,80 @@
+"""Fixtures of the router's tests."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from router.fake_controller import Behaviour, FakeController
+from router.harness import DEMO_MODEL, RunningRouter, make_answer, running, wait_until
+
+from trunkline.router.tokenizer import Tokenizer
+
+_numbers = itertools.count()
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Iterator[Tokenizer]:
+    """The demo model's."""
+    loaded = Tokenizer(DEMO_MODEL)
+    yield loaded
+    loaded.close()
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For sockets; their paths must stay short."""
+    return tmp_path_factory.mktemp("r")
+
+
+@pytest.fixture(scope="module")
+def cluster(folder: Path, tokenizer: Tokenizer) -> Iterator[tuple[RunningRouter, FakeController]]:
+    """A router with one controller for the tests of a module."""
+    place = folder / str(next(_numbers))
+    place.mkdir()
+    with running(place, tokenizer) as (router, [fake]):
+        yield router, fake
+
+
+@pytest.fixture
+def router(cluster: tuple[RunningRouter, FakeController]) -> RunningRouter:
+    """The module's router."""
+    return cluster[0]
+
+
+@pytest.fixture
+def fake(cluster: tuple[RunningRouter, FakeController], tokenizer: Tokenizer) -> Iterator[FakeController]:
+    """The module's controller, with fresh behaviour; afterwards nothing may be left running."""
+    router, controller = cluster
+    controller.behaviour = Behaviour(make_answer(tokenizer))
+    wait_until(lambda: router.ready == 1)
+    yield controller
+    controller.behaviour.hold = controller.behaviour.mute = False
+    wait_until(lambda: router.inflight == 0 and controller.live == 0)
+    assert not router.service._generations
+
+
+@pytest.fixture
+def http(router: RunningRouter, fake: FakeController) -> Iterator[httpx.Client]:
+    """A plain client."""
+    with httpx.Client(base_url=router.url, timeout=20, trust_env=False) as client:
+        yield client
+
+
+@pytest.fixture
+def client(router: RunningRouter, fake: FakeController) -> Iterator[openai.OpenAI]:
+    """OpenAI's client, without retries."""
+    with openai.OpenAI(base_url=f"{router.url}/v1", api_key="none", max_retries=0, timeout=20) as made:
+        yield made
+
+
+@pytest.fixture
+def place(folder: Path) -> Path:
+    """A folder for one test's sockets."""
+    path = folder / str(next(_numbers))
+    path.mkdir()
+    return path

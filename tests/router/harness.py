@@ -1,0 +1,131 @@
+"""A whole router in this process: real HTTP, real ZeroMQ, fake controllers."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import uvloop
+from router.fake_controller import FakeController, prompt_of
+
+from trunkline.controller.messages import Submit
+from trunkline.router.config import RouterConfig
+from trunkline.router.server import listen, make_server
+from trunkline.router.service import RouterService
+from trunkline.router.tokenizer import Tokenizer
+
+DEMO_MODEL = Path(__file__).resolve().parents[2] / "deploy/trunkline/deploy/demo_model"
+EOS = 1
+ANSWER = "Hello, wörld 😀! STOP here, or not."
+MESSAGES = [{"role": "user", "content": "What does os.path.join do?"}]
+
+
+def make_answer(tokenizer: Tokenizer, text: str = ANSWER) -> Callable[[Submit], list[int]]:
+    """A script: one text and the end token, or the prompt's last token for ever for long requests."""
+    ids = [*tokenizer.encode(text, add_special_tokens=False), EOS]
+
+    def script(submit: Submit) -> list[int]:
+        if submit.max_tokens > 1000 and EOS not in submit.stop_token_ids:
+            return [prompt_of(submit)[-1]] * submit.max_tokens
+        return ids
+
+    return script
+
+
+class RunningRouter:
+    """A router served from a thread."""
+
+    def __init__(self, config: RouterConfig, tokenizer: Tokenizer) -> None:
+        config.validate()
+        self.service = RouterService(config, tokenizer)
+        self._listener = listen(config.host, config.port)
+        self.url = "http://127.0.0.1:%d" % self._listener.getsockname()[1]
+        self._server = make_server(self.service)
+        self._thread = threading.Thread(target=self._run, name="router", daemon=True)
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def start(self) -> None:
+        """Serve."""
+        self._thread.start()
+        wait_until(lambda: self._server.started)
+
+    def stop(self) -> None:
+        """Leave at once."""
+        self._server.should_exit = True
+        self._thread.join(10)
+        assert not self._thread.is_alive()
+
+    def call(self, function: Callable[[], Any]) -> None:
+        """Run something in the router's event loop."""
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(function)
+
+    @property
+    def inflight(self) -> int:
+        """Requests its links account for."""
+        return sum(link.inflight for link in self.service.links)
+
+    @property
+    def ready(self) -> int:
+        """Controllers it takes for ready."""
+        return sum(link.ready for link in self.service.links)
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            self._loop = runner.get_loop()
+            runner.run(self._server.serve(sockets=[self._listener]))
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 8.0) -> None:
+    """Poll until it holds."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not become true in time"
+        time.sleep(0.005)
+
+
+def free_port() -> int:
+    """A port that was free a moment ago."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@contextmanager
+def running(
+    folder: Path, tokenizer: Tokenizer, *, controllers: int = 1, wait: bool = True, **options: Any
+) -> Iterator[tuple[RunningRouter, list[FakeController]]]:
+    """A router with fake controllers, all stopped in the end."""
+    fakes = [
+        FakeController(f"ipc://{folder}/controller-{index}", make_answer(tokenizer)) for index in range(controllers)
+    ]
+    config = RouterConfig(
+        **{
+            "model_path": str(DEMO_MODEL),
+            "controllers": [fake.endpoint for fake in fakes],
+            "port": 0,
+            "served_model_name": "demo",
+            "served_model_aliases": ["org/demo-alias"],
+            **options,
+        }
+    )
+    router = RunningRouter(config, Tokenizer(DEMO_MODEL))
+    started = []
+    try:
+        router.start()
+        if wait:
+            for fake in fakes:
+                started.append(fake.start())
+            wait_until(lambda: router.ready == controllers)
+        yield router, fakes
+    finally:
+        router.stop()
+        for fake in fakes:
+            if fake.running:
+                fake.stop()

@@ -1,0 +1,166 @@
+"""Incremental detokenisation equals decoding everything at once, in each family of tokenizers."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders, models
+
+from trunkline.router.detokenizer import REPLACEMENT, Vocabulary, classify_decoder, make_detokenizer
+from trunkline.router.tokenizer import Tokenizer
+
+
+def stream(vocabulary: Vocabulary, ids: list[int], **options: bool) -> list[str]:
+    detokenizer = make_detokenizer(vocabulary, **options)
+    return [*(detokenizer.feed(token) for token in ids), detokenizer.flush()]
+
+
+_PIECES = ["▁", "▁a", "a", "▁▁", "ö", "▁wörld", "<s>", "b▁c", "😀", "<0xZZ>", *(f"<0x{b:02X}>" for b in range(256))]
+
+
+def spaces_tokenizer(*, strip: bool) -> tokenizers.Tokenizer:
+    """A SentencePiece-style tokenizer, as Llama 2 (strip) and Gemma (not) have them."""
+    tokenizer = tokenizers.Tokenizer(
+        models.BPE(vocab={piece: index for index, piece in enumerate(_PIECES)}, merges=[], byte_fallback=True)
+    )
+    parts: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)] if strip else parts)
+    tokenizer.add_special_tokens(["<s>"])
+    return tokenizer
+
+
+def vocabulary_of(tokenizer: tokenizers.Tokenizer) -> Vocabulary:
+    special = [i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special]
+    return Vocabulary(tokenizer, json.loads(tokenizer.to_str())["decoder"], special)
+
+
+def runs_are_valid(ids: list[int]) -> bool:
+    """Whether each run of consecutive byte tokens is UTF-8."""
+    run = b""
+    for piece in (*(_PIECES[i] for i in ids if _PIECES[i] != "<s>"), ""):
+        match = re.fullmatch("<0x([0-9A-F]{2})>", piece)
+        if match:
+            run += bytes([int(match[1], 16)])
+            continue
+        try:
+            run.decode()
+        except UnicodeDecodeError:
+            return False
+        run = b""
+    return True
+
+
+@given(ids=st.lists(st.integers(0, 4100), max_size=80), skip=st.booleans())
+def test_byte_level_equals_full_decode(tokenizer: Tokenizer, ids: list[int], skip: bool) -> None:
+    parts = stream(tokenizer.vocabulary, ids, skip_special_tokens=skip)
+    assert "".join(parts) == tokenizer.decode(ids, skip_special_tokens=skip)
+
+
+@given(text=st.text(max_size=60))
+def test_text_comes_back_in_whole_characters(tokenizer: Tokenizer, text: str) -> None:
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    parts = stream(tokenizer.vocabulary, ids, skip_special_tokens=False)
+    assert "".join(parts) == text
+    if REPLACEMENT not in text:
+        assert all(REPLACEMENT not in part for part in parts)
+
+
+_characters = st.text(st.sampled_from("é😀漢a "), max_size=3).map(
+    lambda text: [_PIECES.index(f"<0x{byte:02X}>") for byte in text.encode()]
+)
+_words = st.lists(st.integers(0, 9), max_size=4)
+
+
+@pytest.mark.parametrize("strip", [True, False])
+@given(parts=st.lists(st.one_of(_characters, _words), max_size=12))
+def test_spaces_family_equals_full_decode(strip: bool, parts: list[list[int]]) -> None:
+    tokenizer = spaces_tokenizer(strip=strip)
+    ids = [token for part in parts for token in part]
+    assert runs_are_valid(ids)
+    vocabulary = vocabulary_of(tokenizer)
+    assert vocabulary.kind.family == "spaces"
+    for skip in (True, False):
+        pieces = stream(vocabulary, ids, skip_special_tokens=skip)
+        if skip or "<s>" not in {_PIECES[i] for i in ids}:
+            assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=skip)
+
+
+@given(ids=st.lists(st.integers(0, len(_PIECES) - 1), max_size=60))
+def test_spaces_family_with_bad_bytes(ids: list[int]) -> None:
+    """Good characters stay, each bad byte is one replacement: never fewer characters than bytes explain."""
+    tokenizer = spaces_tokenizer(strip=False)
+    text = "".join(stream(vocabulary_of(tokenizer), ids))
+    if runs_are_valid(ids):
+        assert text == tokenizer.decode(ids)
+    else:
+        assert REPLACEMENT in text
+        whole = tokenizer.decode(ids)
+        assert text.replace(REPLACEMENT, "").startswith("") and len(text) <= len(whole)
+
+
+def test_spaces_family_shows_characters_as_soon_as_they_are_complete() -> None:
+    vocabulary = vocabulary_of(spaces_tokenizer(strip=True))
+    ids = [_PIECES.index(f"<0x{byte:02X}>") for byte in "😀é".encode()]
+    assert stream(vocabulary, ids) == ["", "", "", "😀", "", "é", ""]
+
+
+def test_a_continuation_keeps_its_leading_space() -> None:
+    vocabulary = vocabulary_of(spaces_tokenizer(strip=True))
+    word = [_PIECES.index("▁wörld")]
+    assert "".join(stream(vocabulary, word, at_start=True)) == "wörld"
+    assert "".join(stream(vocabulary, word, at_start=False)) == " wörld"
+
+
+@given(ids=st.lists(st.integers(0, 6), max_size=30))
+def test_metaspace_equals_full_decode(ids: list[int]) -> None:
+    words = ["▁a", "b", "▁", "▁c▁", "ö", "▁▁d", "x▁"]
+    tokenizer = tokenizers.Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="b"))
+    tokenizer.decoder = decoders.Metaspace()
+    vocabulary = vocabulary_of(tokenizer)
+    assert vocabulary.kind.family == "spaces"
+    assert "".join(stream(vocabulary, ids)) == tokenizer.decode(ids)
+
+
+@given(ids=st.lists(st.integers(0, 3), max_size=30))
+def test_other_decoders_go_through_a_window(ids: list[int]) -> None:
+    words = ["hello", "##ing", "wörld", "x"]
+    tokenizer = tokenizers.Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="x"))
+    tokenizer.decoder = decoders.WordPiece(cleanup=False)
+    vocabulary = vocabulary_of(tokenizer)
+    assert vocabulary.kind.family == "other"
+    assert "".join(stream(vocabulary, ids)) == tokenizer.decode(ids)
+
+
+def test_unknown_ids_are_silent(tokenizer: Tokenizer) -> None:
+    assert "".join(stream(tokenizer.vocabulary, [10**6, -1, 4099])) == ""
+
+
+def test_undecodable_bytes_cost_no_more_than_text(tokenizer: Tokenizer) -> None:
+    continuation = next(i for i in range(4096) if tokenizer.vocabulary.token_bytes(i) == b"\xa9")
+    parts = stream(tokenizer.vocabulary, [continuation] * 20_000)
+    assert "".join(parts) == REPLACEMENT * 20_000
+
+
+@pytest.mark.parametrize(
+    ("decoder", "family"),
+    [
+        (None, "other"),
+        ({"type": "ByteLevel"}, "byte_level"),
+        ({"type": "Sequence", "decoders": [{"type": "ByteLevel"}]}, "byte_level"),
+        ({"type": "CTC"}, "other"),
+        ({"type": "Sequence", "decoders": [{"type": "Fuse"}]}, "other"),
+        ({"type": "Sequence", "decoders": [{"type": "Replace", "pattern": {"Regex": "x"}, "content": " "}]}, "other"),
+    ],
+)
+def test_classification(decoder: dict[str, Any] | None, family: str) -> None:
+    assert classify_decoder(decoder).family == family
+
+
+settings.register_profile("router", max_examples=100, deadline=None)
+settings.load_profile("router")

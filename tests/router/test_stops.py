@@ -1,0 +1,61 @@
+"""The stop matcher against a character-by-character model of it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trunkline.router.stops import StopMatcher
+
+_text = st.text("ab.", max_size=14)
+_stops = st.lists(st.text("ab.", min_size=1, max_size=4), max_size=4)
+
+
+def model(text: str, stops: list[str], include: bool) -> tuple[str, bool]:
+    """The first prefix that ends with a stop string, cut at the longest such."""
+    for end in range(1, len(text) + 1):
+        found = [stop for stop in stops if text[:end].endswith(stop)]
+        if found:
+            longest = max(found, key=len)
+            return text[:end] if include else text[: end - len(longest)], True
+    return text, False
+
+
+@given(pieces=st.lists(_text, max_size=8), stops=_stops, include=st.booleans())
+def test_equals_the_model_however_text_is_cut(pieces: list[str], stops: list[str], include: bool) -> None:
+    matcher = StopMatcher(stops, include=include)
+    shown, stopped = "", False
+    for piece in pieces:
+        result = matcher.feed(piece)
+        shown += result.text
+        if result.stop is not None:
+            stopped = True
+            break
+    if not stopped:
+        shown += matcher.flush()
+    assert (shown, stopped) == model("".join(pieces), stops, include)
+
+
+@given(pieces=st.lists(_text, max_size=8), stops=_stops)
+def test_holds_back_only_what_may_begin_a_stop_string(pieces: list[str], stops: list[str]) -> None:
+    matcher = StopMatcher(stops)
+    given_text = shown = ""
+    for piece in pieces:
+        result = matcher.feed(piece)
+        given_text += piece
+        shown += result.text
+        if result.stop is not None:
+            return
+        held = given_text[len(shown) :]
+        assert given_text == shown + held
+        assert not held or any(stop.startswith(held) and stop != held for stop in stops)
+
+
+def test_an_empty_stop_string_is_refused() -> None:
+    with pytest.raises(ValueError, match="empty"):
+        StopMatcher(["a", ""])
+
+
+def test_without_stop_strings_everything_passes() -> None:
+    assert StopMatcher().feed("abc") == ("abc", None)
