@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 from simulation.driver import Simulation
 from simulation.worker import expected_output
@@ -152,8 +153,7 @@ def test_cache_off_gives_the_same_text() -> None:
 
 def test_chunk_that_somebody_else_still_computes_is_not_taken() -> None:
     """A's output fills the chunks that B, whose prompt foresaw it, is about to compute."""
-    limits = {"num_blocks": 64, "chunk_size": 16, "max_context": 96, "token_budget": 3, "max_rows": 2}
-    simulation = Simulation(EngineConfig(**limits))
+    simulation = Simulation(msgspec.structs.replace(SMALL, chunk_size=16, token_budget=3, max_rows=2))
     prompt = [1, 2, 3, 4, 5, 6]
     foreseen = prompt + expected_output(prompt, 0, 50)
     simulation.submit(prompt, 40)

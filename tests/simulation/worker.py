@@ -1,9 +1,10 @@
 """A worker group without a model: it obeys step plans and checks that every token sees its own past.
 
-Instead of keys and values a slot of the simulated pool holds the hash of all tokens up to its position. A
-computed position must find, in every earlier slot of its block table, exactly the hash of its own prefix:
-any wrong sharing, copy, eviction or reuse of a block shows at once. The next token is a function of the
-prefix hash and the seed, so a stream's text does not depend on what else ran, was preempted or was cached.
+Instead of keys and values a slot of the simulated pool holds the hash of all tokens up to its position, and
+the hash before it. A step walks each sequence's whole context through its block table and must find an
+unbroken chain of hashes: any wrong sharing, copy, eviction or reuse of a block shows at once. The next token
+is a function of the prefix hash and the seed, so a stream's text does not depend on what else ran, was
+preempted or was cached.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class SimulatedWorkers:
 
     def __init__(self, num_blocks: int, chunk_size: int) -> None:
         self.chunk_size = chunk_size
-        self.pool: list[list[bytes | None]] = [[None] * chunk_size for _ in range(num_blocks)]
+        self.pool: list[list[tuple[bytes, bytes] | None]] = [[None] * chunk_size for _ in range(num_blocks)]
         self.residents: dict[int, _Resident] = {}
         self.rows: list[int] = []
         self.runs = np.empty((0, 4), np.int32)
@@ -110,10 +111,10 @@ class SimulatedWorkers:
         for stay, start, count, write_from, sample in items:
             resident = self.residents[stay]
             at = resident.first + len(resident.tokens) - 1 if start is None else start
-            last = b""
+            last = self._walk(stay, at)
             for position in range(at, at + count):
                 write = write_from is None or position >= write_from
-                last = self._position(stay, position, write=write)
+                last = self._position(stay, position, last, write=write)
             if sample:
                 sampled.append((stay, next_token(last, resident.seed)))
         for stay, token in sampled:
@@ -123,7 +124,16 @@ class SimulatedWorkers:
     def _slot(self, resident: _Resident, position: int) -> tuple[int, int]:
         return resident.table[position // self.chunk_size], position % self.chunk_size
 
-    def _read(self, stay: int, position: int) -> bytes:
+    def _walk(self, stay: int, count: int) -> bytes:
+        """Attend over positions `[0, count)`; the hash of all their tokens."""
+        current = b""
+        for position in range(count):
+            entry = self._read(stay, position)
+            assert entry[1] == current, "a token attends to KV of another past"
+            current = entry[0]
+        return current
+
+    def _read(self, stay: int, position: int) -> tuple[bytes, bytes]:
         block, offset = self._slot(self.residents[stay], position)
         entry = self.pool[block][offset]
         assert entry is not None, "a token attends to KV that nobody computed"
@@ -131,17 +141,18 @@ class SimulatedWorkers:
         assert step < self.last_step or writer == stay, "a step reads what another sequence computes in it"
         return entry
 
-    def _position(self, stay: int, position: int, *, write: bool) -> bytes:
-        """Attend over everything before `position`, then store (or, unstored, find) its own entry."""
+    def _position(self, stay: int, position: int, past: bytes, *, write: bool) -> bytes:
+        """Compute a position after `past`, then store (or, unstored, find) its entry."""
         resident = self.residents[stay]
-        past = self._read(stay, position - 1) if position else b""
         current = extend_hash(past, resident.tokens[position - resident.first])
         if write:
             block, offset = self._slot(resident, position)
-            self.pool[block][offset] = current
+            self.pool[block][offset] = (current, past)
             self.written[block, offset] = (self.last_step, stay)
             self.written_tokens += 1
-        assert self._read(stay, position) == current, "a token that is not stored differs from the stored one"
+        assert self._read(stay, position) == (current, past), (
+            "a token that is not stored differs from the stored one"
+        )
         self.computed_tokens += 1
         return current
 
