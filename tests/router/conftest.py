@@ -3,18 +3,38 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import openai
 import pytest
+import structlog
 from router.fake_controller import Behaviour, FakeController
 from router.harness import DEMO_MODEL, RunningRouter, make_answer, running, wait_until
 
 from trunkline.router.tokenizer import Tokenizer
 
 _numbers = itertools.count()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_proxy() -> Iterator[None]:
+    """Clients must reach this machine itself, whatever proxy its environment names."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NO_PROXY", "127.0.0.1")
+        patch.setenv("no_proxy", "127.0.0.1")
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quiet() -> Iterator[None]:
+    """Only errors are logged while these tests run."""
+    before = structlog.get_config()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
+    yield
+    structlog.configure(**before)
 
 
 @pytest.fixture(scope="session")

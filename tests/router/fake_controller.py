@@ -94,6 +94,7 @@ class FakeController:
     def _run(self) -> None:
         try:
             socket = self._context.socket(zmq.ROUTER)
+            socket.set(zmq.SNDHWM, 0)  # like the real one: nothing is dropped for a slow router
             try:
                 socket.bind(self.endpoint)
                 while not self._stopping.is_set():

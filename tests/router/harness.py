@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,9 @@ from trunkline.router.tokenizer import Tokenizer
 
 DEMO_MODEL = Path(__file__).resolve().parents[2] / "deploy/trunkline/deploy/demo_model"
 EOS = 1
+VOCAB_SIZE: int = json.loads((DEMO_MODEL / "config.json").read_text())["vocab_size"]
 ANSWER = "Hello, wörld 😀! STOP here, or not."
-MESSAGES = [{"role": "user", "content": "What does os.path.join do?"}]
+MESSAGES: Any = [{"role": "user", "content": "What does os.path.join do?"}]
 
 
 def make_answer(tokenizer: Tokenizer, text: str = ANSWER) -> Callable[[Submit], list[int]]:
@@ -45,7 +47,7 @@ class RunningRouter:
         config.validate()
         self.service = RouterService(config, tokenizer)
         self._listener = listen(config.host, config.port)
-        self.url = "http://127.0.0.1:%d" % self._listener.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self._server = make_server(self.service)
         self._thread = threading.Thread(target=self._run, name="router", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -61,10 +63,10 @@ class RunningRouter:
         self._thread.join(10)
         assert not self._thread.is_alive()
 
-    def call(self, function: Callable[[], Any]) -> None:
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Run something in the router's event loop."""
         assert self._loop is not None
-        self._loop.call_soon_threadsafe(function)
+        asyncio.run_coroutine_threadsafe(work, self._loop)
 
     @property
     def inflight(self) -> int:
@@ -103,7 +105,8 @@ def running(
 ) -> Iterator[tuple[RunningRouter, list[FakeController]]]:
     """A router with fake controllers, all stopped in the end."""
     fakes = [
-        FakeController(f"ipc://{folder}/controller-{index}", make_answer(tokenizer)) for index in range(controllers)
+        FakeController(f"ipc://{folder}/controller-{index}", make_answer(tokenizer))
+        for index in range(controllers)
     ]
     config = RouterConfig(
         **{

@@ -10,10 +10,13 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from router.harness import VOCAB_SIZE
 from tokenizers import decoders, models
 
 from trunkline.router.detokenizer import REPLACEMENT, Vocabulary, classify_decoder, make_detokenizer
 from trunkline.router.tokenizer import Tokenizer
+
+quick = settings(max_examples=100, deadline=None)  # machines are shared
 
 
 def stream(vocabulary: Vocabulary, ids: list[int], **options: bool) -> list[str]:
@@ -21,7 +24,19 @@ def stream(vocabulary: Vocabulary, ids: list[int], **options: bool) -> list[str]
     return [*(detokenizer.feed(token) for token in ids), detokenizer.flush()]
 
 
-_PIECES = ["▁", "▁a", "a", "▁▁", "ö", "▁wörld", "<s>", "b▁c", "😀", "<0xZZ>", *(f"<0x{b:02X}>" for b in range(256))]
+_PIECES = [
+    "▁",
+    "▁a",
+    "a",
+    "▁▁",
+    "ö",
+    "▁wörld",
+    "<s>",
+    "b▁c",
+    "😀",
+    "<0xZZ>",
+    *(f"<0x{b:02X}>" for b in range(256)),
+]
 
 
 def spaces_tokenizer(*, strip: bool) -> tokenizers.Tokenizer:
@@ -56,12 +71,14 @@ def runs_are_valid(ids: list[int]) -> bool:
     return True
 
 
-@given(ids=st.lists(st.integers(0, 4100), max_size=80), skip=st.booleans())
+@quick
+@given(ids=st.lists(st.integers(0, VOCAB_SIZE + 4), max_size=80), skip=st.booleans())
 def test_byte_level_equals_full_decode(tokenizer: Tokenizer, ids: list[int], skip: bool) -> None:
     parts = stream(tokenizer.vocabulary, ids, skip_special_tokens=skip)
     assert "".join(parts) == tokenizer.decode(ids, skip_special_tokens=skip)
 
 
+@quick
 @given(text=st.text(max_size=60))
 def test_text_comes_back_in_whole_characters(tokenizer: Tokenizer, text: str) -> None:
     ids = tokenizer.encode(text, add_special_tokens=False)
@@ -78,6 +95,7 @@ _words = st.lists(st.integers(0, 9), max_size=4)
 
 
 @pytest.mark.parametrize("strip", [True, False])
+@quick
 @given(parts=st.lists(st.one_of(_characters, _words), max_size=12))
 def test_spaces_family_equals_full_decode(strip: bool, parts: list[list[int]]) -> None:
     tokenizer = spaces_tokenizer(strip=strip)
@@ -87,10 +105,10 @@ def test_spaces_family_equals_full_decode(strip: bool, parts: list[list[int]]) -
     assert vocabulary.kind.family == "spaces"
     for skip in (True, False):
         pieces = stream(vocabulary, ids, skip_special_tokens=skip)
-        if skip or "<s>" not in {_PIECES[i] for i in ids}:
-            assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=skip)
+        assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=skip)
 
 
+@quick
 @given(ids=st.lists(st.integers(0, len(_PIECES) - 1), max_size=60))
 def test_spaces_family_with_bad_bytes(ids: list[int]) -> None:
     """Good characters stay, each bad byte is one replacement: never fewer characters than bytes explain."""
@@ -100,8 +118,7 @@ def test_spaces_family_with_bad_bytes(ids: list[int]) -> None:
         assert text == tokenizer.decode(ids)
     else:
         assert REPLACEMENT in text
-        whole = tokenizer.decode(ids)
-        assert text.replace(REPLACEMENT, "").startswith("") and len(text) <= len(whole)
+        assert len(text) <= len(tokenizer.decode(ids))
 
 
 def test_spaces_family_shows_characters_as_soon_as_they_are_complete() -> None:
@@ -117,6 +134,7 @@ def test_a_continuation_keeps_its_leading_space() -> None:
     assert "".join(stream(vocabulary, word, at_start=False)) == " wörld"
 
 
+@quick
 @given(ids=st.lists(st.integers(0, 6), max_size=30))
 def test_metaspace_equals_full_decode(ids: list[int]) -> None:
     words = ["▁a", "b", "▁", "▁c▁", "ö", "▁▁d", "x▁"]
@@ -127,6 +145,7 @@ def test_metaspace_equals_full_decode(ids: list[int]) -> None:
     assert "".join(stream(vocabulary, ids)) == tokenizer.decode(ids)
 
 
+@quick
 @given(ids=st.lists(st.integers(0, 3), max_size=30))
 def test_other_decoders_go_through_a_window(ids: list[int]) -> None:
     words = ["hello", "##ing", "wörld", "x"]
@@ -138,11 +157,11 @@ def test_other_decoders_go_through_a_window(ids: list[int]) -> None:
 
 
 def test_unknown_ids_are_silent(tokenizer: Tokenizer) -> None:
-    assert "".join(stream(tokenizer.vocabulary, [10**6, -1, 4099])) == ""
+    assert "".join(stream(tokenizer.vocabulary, [10**6, -1, VOCAB_SIZE + 3])) == ""
 
 
 def test_undecodable_bytes_cost_no_more_than_text(tokenizer: Tokenizer) -> None:
-    continuation = next(i for i in range(4096) if tokenizer.vocabulary.token_bytes(i) == b"\xa9")
+    continuation = next(i for i in range(VOCAB_SIZE) if tokenizer.vocabulary.token_bytes(i) == b"\xa9")
     parts = stream(tokenizer.vocabulary, [continuation] * 20_000)
     assert "".join(parts) == REPLACEMENT * 20_000
 
@@ -155,12 +174,11 @@ def test_undecodable_bytes_cost_no_more_than_text(tokenizer: Tokenizer) -> None:
         ({"type": "Sequence", "decoders": [{"type": "ByteLevel"}]}, "byte_level"),
         ({"type": "CTC"}, "other"),
         ({"type": "Sequence", "decoders": [{"type": "Fuse"}]}, "other"),
-        ({"type": "Sequence", "decoders": [{"type": "Replace", "pattern": {"Regex": "x"}, "content": " "}]}, "other"),
+        (
+            {"type": "Sequence", "decoders": [{"type": "Replace", "pattern": {"Regex": "x"}, "content": " "}]},
+            "other",
+        ),
     ],
 )
 def test_classification(decoder: dict[str, Any] | None, family: str) -> None:
     assert classify_decoder(decoder).family == family
-
-
-settings.register_profile("router", max_examples=100, deadline=None)
-settings.load_profile("router")

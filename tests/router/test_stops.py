@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trunkline.router.stops import StopMatcher
 
+quick = settings(max_examples=200, deadline=None)  # machines are shared
 _text = st.text("ab.", max_size=14)
 _stops = st.lists(st.text("ab.", min_size=1, max_size=4), max_size=4)
 
@@ -22,6 +23,7 @@ def model(text: str, stops: list[str], include: bool) -> tuple[str, bool]:
     return text, False
 
 
+@quick
 @given(pieces=st.lists(_text, max_size=8), stops=_stops, include=st.booleans())
 def test_equals_the_model_however_text_is_cut(pieces: list[str], stops: list[str], include: bool) -> None:
     matcher = StopMatcher(stops, include=include)
@@ -37,6 +39,7 @@ def test_equals_the_model_however_text_is_cut(pieces: list[str], stops: list[str
     assert (shown, stopped) == model("".join(pieces), stops, include)
 
 
+@quick
 @given(pieces=st.lists(_text, max_size=8), stops=_stops)
 def test_holds_back_only_what_may_begin_a_stop_string(pieces: list[str], stops: list[str]) -> None:
     matcher = StopMatcher(stops)

@@ -1,0 +1,36 @@
+"""`python -m trunkline.router --config FILE.json`: one router process."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+import sys
+
+import uvloop
+
+from trunkline.deploy.process import enter_role
+from trunkline.router.config import load_config
+from trunkline.router.server import listen, serve
+
+
+def main() -> int:
+    """Run a router; the exit code is 0 after a clean drain and 1 after any failure."""
+    parser = argparse.ArgumentParser(prog="python -m trunkline.router", description=__doc__)
+    parser.add_argument("--config", required=True, help="JSON file with the fields of RouterConfig")
+    arguments = parser.parse_args()
+    try:
+        config = load_config(arguments.config)
+        if config.parent_pid:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # also while it starts; see server.py
+        enter_role("router", parent_pid=config.parent_pid, log_level=config.log_level)
+        listener = listen(config.host, config.port)
+        with listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(serve(config, listener))
+    except (ValueError, OSError) as error:
+        print(f"router: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

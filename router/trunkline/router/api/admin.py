@@ -1,0 +1,84 @@
+"""What operators and clients ask besides text: models, health, version, metrics, cache."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import Request
+from starlette.responses import Response
+
+from trunkline.router.api.common import check_model, service_of
+from trunkline.router.api.connection import while_connected
+from trunkline.router.api.responses import JsonResponse
+from trunkline.router.service import RouterService
+
+routes = APIRouter()
+
+
+def _model_card(service: RouterService, name: str) -> dict[str, object]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "trunkline",
+        "root": service.config.model_name,
+        "parent": None,
+        "max_model_len": service.limits.max_context,
+    }
+
+
+@routes.get("/v1/models")
+async def models(request: Request) -> Response:
+    """The served names."""
+    service = service_of(request)
+    cards = [_model_card(service, name) for name in service.config.model_names]
+    return JsonResponse({"object": "list", "data": cards})
+
+
+@routes.get("/v1/models/{model:path}")
+async def model(request: Request, model: str) -> Response:
+    """One of them (names may contain slashes)."""
+    service = service_of(request)
+    check_model(service, model)
+    return JsonResponse(_model_card(service, model))
+
+
+@routes.get("/health")
+async def health(request: Request) -> Response:
+    """200 if a token can be generated, else 503 with the reason."""
+    service = service_of(request)
+    result = await while_connected(request, service.health())
+    body = {
+        "status": "ok" if result.ok else "unavailable",
+        "reason": result.why,
+        "controllers": [
+            {
+                "index": link.index,
+                "ready": link.ready,
+                "status": link.state.status if link.state else "disconnected",
+                "running": link.state.running if link.state else 0,
+                "waiting": link.state.waiting if link.state else 0,
+            }
+            for link in service.links
+        ],
+    }
+    return JsonResponse(body, 200 if result.ok else 503, {} if result.ok else {"Retry-After": "1"})
+
+
+@routes.get("/version")
+async def version(request: Request) -> Response:
+    """The package's version."""
+    return JsonResponse({"version": service_of(request).version})
+
+
+@routes.get("/metrics")
+async def metrics(request: Request) -> Response:
+    """Prometheus."""
+    return Response(service_of(request).metrics.scrape(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+@routes.post("/reset_prefix_cache")
+@routes.post("/flush_cache")
+async def flush_cache(request: Request) -> Response:
+    """Drop every cached block that no running request holds."""
+    return JsonResponse({"blocks_freed": await service_of(request).flush_cache()})

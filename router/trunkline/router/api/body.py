@@ -1,0 +1,114 @@
+"""From an HTTP body to a checked request: size, JSON, types, in this order, each with its own error."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import from_json
+from starlette.requests import ClientDisconnect, Request
+
+from trunkline.router.errors import ApiError, bad_value
+
+_BODY_SECONDS_MAX: Final = 60.0
+"""A client that sends its body more slowly holds a connection for nothing."""
+_OFF_LOOP_BYTES: Final = 256 << 10
+
+_Model = TypeVar("_Model", bound=BaseModel)
+
+
+async def read_body(request: Request, bytes_max: int) -> bytes:
+    """The whole body.
+
+    Raises:
+        ApiError: 413 too large (known from the header, or met while reading), 408 too slow.
+    """
+    too_large = ApiError(413, f"the request body is larger than {bytes_max} bytes", code="body_too_large")
+    length = request.headers.get("content-length", "")
+    if length.isdigit() and int(length[:18]) > bytes_max:
+        raise too_large
+    chunks: list[bytes] = []
+    size = 0
+    try:
+        async with asyncio.timeout(_BODY_SECONDS_MAX):
+            async for chunk in request.stream():
+                size += len(chunk)
+                if size > bytes_max:
+                    raise too_large
+                chunks.append(chunk)
+    except TimeoutError:
+        raise ApiError(408, f"the body did not arrive within {_BODY_SECONDS_MAX:.0f} s") from None
+    except ClientDisconnect:
+        raise ApiError(400, "the client left before its body was complete") from None
+    return b"".join(chunks)
+
+
+def parse_json_object(body: bytes) -> dict[str, Any]:
+    """The body as a JSON object. NaN, lone surrogates, absurd numbers and nesting are JSON errors.
+
+    Raises:
+        ApiError: 400 saying what and where.
+    """
+    try:
+        fields = from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise ApiError(400, f"the request body is not valid JSON: {error}", code="invalid_json") from None
+    if not isinstance(fields, dict):
+        raise ApiError(400, "the request body must be a JSON object", code="invalid_json")
+    return fields
+
+
+def validate(model: type[_Model], fields: dict[str, Any]) -> _Model:
+    """Check the fields against a request model.
+
+    Raises:
+        ApiError: 400 naming the first parameter that is wrong.
+    """
+    try:
+        return model.model_validate(fields)
+    except ValidationError as error:
+        raise _to_api_error(error) from None
+
+
+async def read_request(
+    request: Request,
+    model: type[_Model],
+    bytes_max: int,
+    check: Callable[[dict[str, Any]], None] | None = None,
+) -> _Model:
+    """The body as a request model; `check` sees the raw fields first. In a thread if it may take long.
+
+    Raises:
+        ApiError: 4xx, saying what is wrong.
+    """
+    body = await read_body(request, bytes_max)
+
+    def parse() -> _Model:
+        fields = parse_json_object(body)
+        if check is not None:
+            check(fields)
+        return validate(model, fields)
+
+    return await asyncio.to_thread(parse) if len(body) > _OFF_LOOP_BYTES else parse()
+
+
+def _to_api_error(error: ValidationError) -> ApiError:
+    first = error.errors(include_url=False, include_input=False)[0]
+    param = first.get("ctx", {}).get("param") or _param_name(first["loc"])
+    if first["type"] == "missing":
+        return bad_value(param, f"`{param}` is required", code="missing_required_parameter")
+    message = first["msg"]
+    return bad_value(param, f"`{param}`: {message[0].lower()}{message[1:]}")
+
+
+def _param_name(location: tuple[int | str, ...]) -> str:
+    """ "messages[0].content" from pydantic's path."""
+    name = ""
+    for part in location:
+        if isinstance(part, int):
+            name += f"[{part}]"
+        else:
+            name += f".{part}" if name else part
+    return name or "body"

@@ -1,0 +1,97 @@
+"""Answering a client that may leave at any moment: then the work for it stops at once.
+
+Reading from an HTTP connection whose request is complete waits for its end; so a watcher reads while the
+answer is made, and cancels it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any, Final, TypeVar
+
+import structlog
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from trunkline.router.api.responses import event
+from trunkline.router.errors import ApiError
+from trunkline.router.generation import Generation
+
+CLIENT_LEFT_STATUS: Final = 499
+"""nginx's code for it; seen in metrics and logs only."""
+
+_T = TypeVar("_T")
+_log = structlog.get_logger("trunkline.router.api")
+
+
+class ClientLeftError(Exception):
+    """The client closed its connection; nobody reads an answer."""
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _race(work: Coroutine[Any, Any, _T], receive: Receive) -> _T:
+    """Run `work` while the client is there.
+
+    Raises:
+        ClientLeftError: it is not, and `work` was cancelled.
+    """
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientLeftError
+    finally:
+        for pending in (task, watcher):
+            pending.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
+    """`work`'s result, as long as the client of `request` (whose body was read) waits for it.
+
+    Raises:
+        ClientLeftError: it left; `work` was cancelled.
+    """
+    return await _race(work, request.receive)
+
+
+class EventStream(Response):
+    """Server-sent events of one generation."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, generation: Generation, events: AsyncIterator[bytes]) -> None:
+        """`events` may raise `ApiError`, which becomes the last event."""
+        super().__init__(
+            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}, media_type=self.media_type
+        )
+        del self.headers["content-length"]
+        self._generation = generation
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI entry point."""
+        try:
+            await _race(self._send(send), receive)
+        except ClientLeftError:
+            scope.setdefault("state", {})["client_left"] = True
+        finally:
+            self._generation.close()
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            async for part in self._events:
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+        except ApiError as error:
+            _log.warning("stream_failed", code=error.code, detail=error.message)
+            await send({"type": "http.response.body", "body": event(error.body()), "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

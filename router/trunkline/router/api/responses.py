@@ -1,0 +1,163 @@
+"""Answers in OpenAI's form. Structs rather than pydantic models: a stream encodes one per token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+from starlette.responses import Response
+
+from trunkline.router.text import FinishName
+
+_encode = msgspec.json.Encoder().encode
+
+
+class CachedTokens(msgspec.Struct):
+    """`usage.prompt_tokens_details`."""
+
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct):
+    """Token counts of a request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+
+
+def make_usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usage:
+    """Counts with their sum."""
+    return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, CachedTokens(cached_tokens))
+
+
+class TopLogprob(msgspec.Struct):
+    """An alternative at one position (chat form)."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprobContent(msgspec.Struct):
+    """One output token (chat form)."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct):
+    """`choices[].logprobs` of chat completions."""
+
+    content: list[TokenLogprobContent]
+    refusal: None = None
+
+
+class CompletionLogprobs(msgspec.Struct):
+    """`choices[].logprobs` of plain completions."""
+
+    text_offset: list[int]
+    token_logprobs: list[float]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float]]
+
+
+class ChatMessage(msgspec.Struct, kw_only=True):
+    """The answer's message."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(msgspec.Struct, kw_only=True):
+    """The one choice of a chat completion."""
+
+    index: int = 0
+    message: ChatMessage
+    finish_reason: FinishName
+    logprobs: ChatLogprobs | None = None
+
+
+class ChatCompletion(msgspec.Struct, kw_only=True):
+    """`POST /v1/chat/completions` without streaming."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    system_fingerprint: str
+
+
+class ChatDelta(msgspec.Struct):
+    """What a chunk adds to the message."""
+
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatChunkChoice(msgspec.Struct, kw_only=True):
+    """The one choice of a chunk."""
+
+    index: int = 0
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: FinishName | None = None
+
+
+class ChatChunk(msgspec.Struct, kw_only=True):
+    """One event of a streamed chat completion."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    system_fingerprint: str
+    usage: Usage | UnsetType | None = UNSET
+    """With `include_usage`: null in all chunks but the last."""
+
+
+class CompletionChoice(msgspec.Struct, kw_only=True):
+    """The one choice of a plain completion, whole or in part."""
+
+    index: int = 0
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: FinishName | None = None
+
+
+class Completion(msgspec.Struct, kw_only=True):
+    """`POST /v1/completions`, and each event of its stream."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    system_fingerprint: str
+    usage: Usage | UnsetType | None = UNSET
+
+
+class JsonResponse(Response):
+    """A JSON body from a Struct, dict or list."""
+
+    media_type = "application/json"
+
+    def __init__(self, content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(_encode(content), status_code=status, headers=headers)
+
+
+def event(content: Any) -> bytes:
+    """A server-sent event with a JSON payload."""
+    return b"data: " + _encode(content) + b"\n\n"
+
+
+DONE_EVENT = b"data: [DONE]\n\n"

@@ -1,0 +1,91 @@
+"""The FastAPI application: endpoints, error forms, and the schema of what may be sent."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from trunkline.router.api import admin, chat, completions, tokens
+from trunkline.router.api.models import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from trunkline.router.api.responses import JsonResponse
+from trunkline.router.errors import ApiError
+from trunkline.router.middleware import RequestMiddleware
+from trunkline.router.service import RouterService
+
+_BODIES: dict[str, type[BaseModel]] = {
+    "/v1/chat/completions": ChatRequest,
+    "/v1/completions": CompletionRequest,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+}
+_PATHS = frozenset(
+    {*_BODIES, "/v1/models", "/health", "/version", "/metrics", "/reset_prefix_cache", "/flush_cache"}
+)
+
+
+def create_app(service: RouterService) -> FastAPI:
+    """An application around a service, which is opened and closed with it."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        service.open()
+        try:
+            yield
+        finally:
+            service.close()
+
+    app = FastAPI(
+        title="Trunkline",
+        version=service.version,
+        lifespan=lifespan,
+        docs_url=None,  # they load scripts from elsewhere
+        redoc_url=None,
+        redirect_slashes=False,
+        exception_handlers={ApiError: _on_api_error, HTTPException: _on_http_exception},
+    )
+    app.state.service = service
+    for module in (chat, completions, tokens, admin):
+        app.include_router(module.routes)
+    app.add_middleware(RequestMiddleware, metrics=service.metrics, paths=_PATHS)
+    app.openapi = lambda: _schema(app)  # type: ignore[method-assign]
+    return app
+
+
+async def _on_api_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return JsonResponse(error.body(), error.status, error.headers())
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    """Unknown paths and methods, in the same form as all other errors."""
+    assert isinstance(error, HTTPException)
+    message = f"{error.detail}: {request.method} {request.url.path[:200]}"
+    return JsonResponse(ApiError(error.status_code, message).body(), error.status_code, error.headers)
+
+
+def _schema(app: FastAPI) -> dict[str, Any]:
+    """OpenAPI with the request bodies, which FastAPI does not see (they are read by `api/body.py`)."""
+    if app.openapi_schema is None:
+        schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        _, definitions = models_json_schema(
+            [(model, "validation") for model in _BODIES.values()],
+            ref_template="#/components/schemas/{model}",
+        )
+        schema.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
+        for path, model in _BODIES.items():
+            reference = {"$ref": f"#/components/schemas/{model.__name__}"}
+            schema["paths"][path]["post"]["requestBody"] = {
+                "required": True,
+                "content": {"application/json": {"schema": reference}},
+            }
+        app.openapi_schema = schema
+    return app.openapi_schema

@@ -1,0 +1,261 @@
+"""Tokens to text, one by one: each piece of text is final and never ends inside a character.
+
+Two families of tokenizers cover practically every model, and both are streamable exactly:
+
+- *Byte-level* (GPT-2, Llama 3, Qwen, …): each token is a string of bytes; text is their concatenation
+  read as UTF-8, undecodable parts replaced by U+FFFD.
+- *Spaces* (SentencePiece: Llama 2, Mistral, Gemma, …): each token is text in which `▁` is a space, or one
+  raw byte `<0x..>`. Some strip the space in front of the very first word.
+
+A `Vocabulary` knows the bytes of each token; a `Detokenizer` is the state of one text: at most three
+bytes of an unfinished character. Cost is O(1) per token whatever comes (re-decoding a window, the usual
+way, is quadratic when a model emits undecodable bytes). Other decoders fall back to such a window,
+bounded.
+
+For byte tokens in the spaces family `tokenizers.decode` turns a whole run of consecutive byte tokens into
+replacement characters if any byte of it is bad. Text already sent cannot be taken back, so here good
+characters of such a run stay and only bad bytes are replaced. Runs that are valid give equal text.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Callable, Collection
+from typing import Any, Final, Literal, NamedTuple, Protocol
+
+REPLACEMENT: Final = "\ufffd"
+_SPACE_MARK: Final = "▁"
+_BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_WINDOW_TOKENS_MAX: Final = 16
+"""In the fallback, text that stays undecodable for so many tokens is let through as it is."""
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-ins for the 256 bytes: printable Latin-1 stands for itself, the rest follows
+    from U+0100 on in byte order."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {
+        chr(0x100 + index): byte for index, byte in enumerate(others)
+    }
+
+
+_BYTE_LEVEL: Final = _byte_level_alphabet()
+
+Family = Literal["byte_level", "spaces", "other"]
+
+
+class DecoderKind(NamedTuple):
+    """How a tokenizer's `decoder` joins tokens."""
+
+    family: Family
+    strip_leading_spaces: int = 0
+    """Spaces taken off the front of a text, at most (spaces family)."""
+    drop_first_marks: bool = False
+    """Whether the first token loses all its space marks (the `Metaspace` decoder)."""
+    byte_tokens: bool = False
+    """Whether tokens like `<0x0A>` are raw bytes."""
+
+
+def classify_decoder(decoder: dict[str, Any] | None) -> DecoderKind:
+    """The kind of the `decoder` section of a `tokenizer.json`."""
+    if decoder is None:
+        return DecoderKind("other")
+    parts: list[dict[str, Any]] = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    types = [part["type"] for part in parts]
+    if types == ["ByteLevel"]:
+        return DecoderKind("byte_level")
+    if types == ["Metaspace"] and parts[0].get("replacement", _SPACE_MARK) == _SPACE_MARK:
+        never = parts[0].get("prepend_scheme", "always") == "never" or parts[0].get("add_prefix_space") is False
+        return DecoderKind("spaces", drop_first_marks=not never)
+    strip = 0
+    for part in parts:
+        if part["type"] == "Replace":
+            if part.get("pattern") != {"String": _SPACE_MARK} or part.get("content") != " ":
+                return DecoderKind("other")
+        elif part["type"] == "Strip":
+            if part.get("content") != " " or part.get("stop", 0) != 0:
+                return DecoderKind("other")
+            strip += part.get("start", 0)
+        elif part["type"] not in ("ByteFallback", "Fuse"):
+            return DecoderKind("other")
+    if "Replace" not in types or (strip and types[-2:] != ["Fuse", "Strip"]):
+        return DecoderKind("other")
+    return DecoderKind("spaces", strip_leading_spaces=strip, byte_tokens="ByteFallback" in types)
+
+
+class Piece(NamedTuple):
+    """What one token stands for."""
+
+    data: bytes
+    raw: bool
+    """Whether `data` may be part of a character (else it is whole UTF-8 text)."""
+
+
+class TokenStrings(Protocol):
+    """The part of `tokenizers.Tokenizer` that is needed here."""
+
+    def id_to_token(self, id: int) -> str | None: ...
+    def decode(self, ids: Any, skip_special_tokens: bool = True) -> str: ...
+
+
+class Vocabulary:
+    """The bytes behind each token id of a tokenizer; filled as ids are met."""
+
+    def __init__(self, tokens: TokenStrings, decoder: dict[str, Any] | None, special: Collection[int]) -> None:
+        self.tokens = tokens
+        self.kind = classify_decoder(decoder)
+        self.special = frozenset(special)
+        self._pieces: dict[int, Piece] = {}
+        self._make: Callable[[str], Piece] = {
+            "byte_level": _byte_level_piece,
+            "spaces": _spaces_piece_with_bytes if self.kind.byte_tokens else _spaces_piece,
+            "other": _spaces_piece,
+        }[self.kind.family]
+
+    def piece(self, token: int) -> Piece:
+        """A token's bytes; empty for an id the tokenizer does not know (embeddings are often padded)."""
+        piece = self._pieces.get(token)
+        if piece is None:
+            text = self.tokens.id_to_token(token) if token >= 0 else None
+            piece = self._pieces[token] = self._make(text) if text is not None else Piece(b"", False)
+        return piece
+
+    def token_bytes(self, token: int) -> bytes:
+        """A token's bytes on their own, as log-probabilities report them."""
+        return self.piece(token).data
+
+    def token_text(self, token: int) -> str:
+        """A token on its own as text; bytes that are no characters become U+FFFD."""
+        return self.piece(token).data.decode("utf-8", "replace")
+
+
+def _byte_level_piece(text: str) -> Piece:
+    values = [_BYTE_LEVEL.get(character, -1) for character in text]
+    if -1 in values:  # an added token with characters outside the alphabet stands for itself
+        return Piece(text.encode("utf-8", "replace"), True)
+    return Piece(bytes(values), True)
+
+
+def _spaces_piece(text: str) -> Piece:
+    return Piece(text.replace(_SPACE_MARK, " ").encode("utf-8", "replace"), False)
+
+
+def _spaces_piece_with_bytes(text: str) -> Piece:
+    match = _BYTE_TOKEN.fullmatch(text)
+    return Piece(bytes([int(match[1], 16)]), True) if match else _spaces_piece(text)
+
+
+class Detokenizer(Protocol):
+    """The state of one text."""
+
+    def feed(self, token: int) -> str:
+        """Take the next token; the text that is certain now."""
+
+    def flush(self) -> str:
+        """What an unfinished character at the end comes to, once nothing follows."""
+
+
+class _ByteLevelDetokenizer:
+    """Concatenated bytes through an incremental UTF-8 decoder."""
+
+    def __init__(self, vocabulary: Vocabulary, skip: frozenset[int]) -> None:
+        self._piece = vocabulary.piece
+        self._skip = skip
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def feed(self, token: int) -> str:
+        return "" if token in self._skip else self._decoder.decode(self._piece(token).data)
+
+    def flush(self) -> str:
+        return self._decoder.decode(b"", True)
+
+
+class _SpacesDetokenizer:
+    """Whole texts, with runs of raw bytes between them."""
+
+    def __init__(self, vocabulary: Vocabulary, skip: frozenset[int], *, at_start: bool) -> None:
+        self._piece = vocabulary.piece
+        self._skip = skip
+        self._pending = b""
+        self._strip = vocabulary.kind.strip_leading_spaces if at_start else 0
+        self._drop_marks = vocabulary.kind.drop_first_marks and at_start
+
+    def feed(self, token: int) -> str:
+        if token in self._skip:
+            return ""
+        data, raw = self._piece(token)
+        if raw:
+            self._pending += data
+            text = self._take_characters()
+        else:
+            text = self.flush() + data.decode()
+        if self._drop_marks:
+            self._drop_marks = False
+            text = text.replace(" ", "")
+        while self._strip and text:
+            if text[0] != " ":
+                self._strip = 0
+            else:
+                text = text[1:]
+                self._strip -= 1
+        return text
+
+    def _take_characters(self) -> str:
+        text = ""
+        while self._pending:
+            try:
+                text += self._pending.decode()
+                self._pending = b""
+            except UnicodeDecodeError as error:
+                if error.reason == "unexpected end of data":
+                    break
+                text += REPLACEMENT
+                self._pending = self._pending[1:]
+        return text
+
+    def flush(self) -> str:
+        text = REPLACEMENT * len(self._pending)  # one per byte, as `tokenizers` does
+        self._pending = b""
+        return text
+
+
+class _WindowDetokenizer:
+    """Any other decoder: decode a few tokens again and again and show what no longer changes."""
+
+    def __init__(self, vocabulary: Vocabulary, skip: frozenset[int]) -> None:
+        self._decode = vocabulary.tokens.decode
+        self._skip = skip
+        self._context: list[int] = []
+        self._window: list[int] = []
+
+    def feed(self, token: int) -> str:
+        if token in self._skip:
+            return ""
+        self._window.append(token)
+        return self._advance(force=len(self._window) >= _WINDOW_TOKENS_MAX)
+
+    def flush(self) -> str:
+        return self._advance(force=True) if self._window else ""
+
+    def _advance(self, *, force: bool) -> str:
+        before = self._decode(self._context, skip_special_tokens=False) if self._context else ""
+        after = self._decode(self._context + self._window, skip_special_tokens=False)
+        if after.endswith(REPLACEMENT) and not force:
+            return ""
+        self._context, self._window = self._window, []
+        return after[len(before) :]
+
+
+def make_detokenizer(
+    vocabulary: Vocabulary, *, skip_special_tokens: bool = True, at_start: bool = True
+) -> Detokenizer:
+    """A detokenizer for one text; `at_start` False where the text continues another (a completion), so
+    that the space in front of its first word stays."""
+    skip = vocabulary.special if skip_special_tokens else frozenset[int]()
+    if vocabulary.kind.family == "byte_level":
+        return _ByteLevelDetokenizer(vocabulary, skip)
+    if vocabulary.kind.family == "spaces":
+        return _SpacesDetokenizer(vocabulary, skip, at_start=at_start)
+    return _WindowDetokenizer(vocabulary, skip)

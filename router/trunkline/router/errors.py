@@ -1,0 +1,91 @@
+"""What can go wrong with a request, in OpenAI's form. Everything a client gets to see ends here."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from trunkline.router.messages import FinishReason
+
+RETRY_AFTER_SECONDS: Final = 1
+"""Advice to a client that was turned away: queues and restarts move within seconds."""
+
+TIMED_OUT: Final = "timeout"
+"""A reason beside `FinishReason`'s: the router's own time limit."""
+
+
+class ApiError(Exception):
+    """An answer that is not 200: raised anywhere below an endpoint, written out at one place."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+    ) -> None:
+        """`kind`, `param` and `code` are OpenAI's `error.type`, `error.param` and `error.code`."""
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.kind = kind
+        self.param = param
+        self.code = code
+
+    def body(self) -> dict[str, Any]:
+        """The JSON body; also the payload of an error event within a stream."""
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.kind,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+    def headers(self) -> dict[str, str]:
+        """`Retry-After` where trying again makes sense."""
+        return {"Retry-After": str(RETRY_AFTER_SECONDS)} if self.status in (429, 503) else {}
+
+
+def bad_value(param: str, message: str, *, code: str | None = None) -> ApiError:
+    """400: a parameter has a value it cannot have."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def unsupported(param: str, what: str) -> ApiError:
+    """400: a parameter that would change the answer is known but not supported here."""
+    return ApiError(400, f"{what} (parameter `{param}`)", param=param, code="unsupported_parameter")
+
+
+def unavailable(message: str, *, code: str = "engine_unavailable") -> ApiError:
+    """503: nothing here can generate now."""
+    return ApiError(503, message, kind="service_unavailable_error", code=code)
+
+
+def overloaded(message: str) -> ApiError:
+    """429: too many requests wait."""
+    return ApiError(429, message, kind="rate_limit_error", code="queue_full")
+
+
+def draining() -> ApiError:
+    """503: this process is about to leave."""
+    return unavailable("the server is shutting down and takes no new requests", code="draining")
+
+
+def finish_error(reason: str, detail: str) -> ApiError | None:
+    """The error behind a `Finished` of a controller; None for a regular end."""
+    if reason in (FinishReason.STOP, FinishReason.LENGTH):
+        return None
+    if reason == FinishReason.INVALID:
+        return ApiError(400, detail or "the engine cannot run this request", code="invalid_request")
+    if reason == FinishReason.QUEUE_FULL:
+        return overloaded(detail or "too many requests are waiting; try again later")
+    if reason == FinishReason.DRAINING:
+        return unavailable(detail or "the engine is shutting down", code="draining")
+    if reason == TIMED_OUT:
+        return ApiError(504, detail, kind="timeout_error", code="timeout")
+    if reason == FinishReason.ABORT:
+        return unavailable(detail or "the engine gave the request up", code="aborted")
+    return unavailable(detail or "the engine failed", code="engine_failed")

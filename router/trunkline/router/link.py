@@ -1,0 +1,328 @@
+"""A router's connection to one controller: a DEALER socket, the streams that run over it, its health.
+
+    submit/abort/flush ──► DEALER ──────────► controller (ROUTER)
+    streams ◄── dispatch ◄─┘ Outputs, State, Flushed: one sequence number over all of them
+    monitor ──► the peer closed the connection: it is dead, at once
+    timer   ──► a ping each second; silence for `silence_seconds`: it is dead as well
+
+When the controller is dead or a message was lost, every stream of the link fails once, the socket is
+thrown away and a new one is opened: under a new identity nothing of the old connection can arrive, on
+either side. The new connection counts as alive when its first `State` has come.
+
+Streams in flight are the keys of one dictionary; a load counter that could leak does not exist.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from typing import Final
+
+import msgspec
+import numpy as np
+import structlog
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from trunkline.controller.messages import Abort, FlushCache, Ping, RouterRequest, Submit
+from trunkline.router.errors import unavailable
+from trunkline.router.messages import FinishReason, Flushed, Outputs, RouterMessage, State
+from trunkline.router.sampling import Job
+from trunkline.router.streams import Stream
+
+PING_SECONDS: Final = 1.0
+_MESSAGES_PER_TURN: Final = 64
+"""Messages handled before other coroutines get a turn."""
+_HIGH_WATER: Final = 20_000
+_log = structlog.get_logger("trunkline.router.link")
+
+
+class ControllerLink:
+    """One controller, as this router sees it. All calls from the event loop's thread."""
+
+    def __init__(
+        self, index: int, endpoint: str, context: zmq.Context[zmq.Socket[bytes]], silence_seconds: float
+    ) -> None:
+        self.index = index
+        self.endpoint = endpoint
+        self.state: State | None = None
+        """The last report of the present connection; None: not connected."""
+        self.last_token_at = float("-inf")
+        """Loop time at which a token last arrived, in seconds."""
+        self.down_reason = "no controller has answered yet"
+        self._context = context
+        self._silence_seconds = silence_seconds
+        self._loop = asyncio.get_running_loop()
+        self._socket: _Socket | None = None
+        self._streams: dict[int, Stream] = {}
+        self._flushes: dict[int, asyncio.Future[int]] = {}
+        self._ids = itertools.count(1)
+        self._timer: asyncio.TimerHandle | None = None
+
+    # -- life
+
+    def open(self) -> None:
+        """Begin to connect; never waits."""
+        self._connect()
+        self._tick()
+
+    def close(self) -> None:
+        """End all streams (as failed) and the connection."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._fail_all("the router is closing")
+        if self._socket is not None:
+            self._socket.close(linger_ms=200)
+            self._socket = None
+
+    @property
+    def ready(self) -> bool:
+        """Whether it takes requests now."""
+        return self.state is not None and self.state.status == "ready"
+
+    @property
+    def inflight(self) -> int:
+        """Requests of this router there."""
+        return len(self._streams)
+
+    def why_not_ready(self) -> str:
+        """For people: what keeps this controller from taking requests."""
+        if self.state is None:
+            return f"not connected: {self.down_reason}"
+        return f"{self.state.status}: {self.state.detail}" if self.state.detail else self.state.status
+
+    # -- requests
+
+    def submit(self, job: Job) -> Stream:
+        """Send a request.
+
+        Raises:
+            ApiError: 503, the connection does not take it.
+        """
+        request = next(self._ids) & 0xFFFF_FFFF
+        while request in self._streams:
+            request = next(self._ids) & 0xFFFF_FFFF
+        sent = self._send(
+            Submit(
+                request=request,
+                tokens=job.packed_prompt(),
+                prompt_len=len(job.prompt),
+                max_tokens=job.max_tokens,
+                sampling=job.sampling,
+                stop_token_ids=sorted(job.eos_ids),
+                salt=job.salt,
+            )
+        )
+        if not sent:
+            raise unavailable("the connection to the engine is down")
+        stream = Stream(request, self._release, wants_logprobs=job.sampling.logprobs >= 0)
+        self._streams[request] = stream
+        return stream
+
+    async def flush_cache(self, timeout_seconds: float) -> int:
+        """Have unused cached blocks dropped; how many there were.
+
+        Raises:
+            ApiError: 503, no answer.
+        """
+        ticket = next(self._ids) & 0xFFFF_FFFF
+        future: asyncio.Future[int] = self._loop.create_future()
+        self._flushes[ticket] = future
+        try:
+            if not self._send(FlushCache(ticket)):
+                raise unavailable("the connection to the engine is down")
+            async with asyncio.timeout(timeout_seconds):
+                return await future
+        except TimeoutError:
+            raise unavailable(f"the engine did not answer within {timeout_seconds:.0f} s") from None
+        finally:
+            self._flushes.pop(ticket, None)
+
+    def _release(self, request: int, abort: bool) -> None:
+        if self._streams.pop(request, None) is not None and abort:
+            self._send(Abort(request))
+
+    def _fail_all(self, detail: str) -> None:
+        for stream in list(self._streams.values()):
+            stream.finish(FinishReason.ENGINE_FAILED, detail)
+        for future in self._flushes.values():
+            if not future.done():
+                future.set_exception(unavailable(detail))
+
+    # -- connection
+
+    def _connect(self) -> None:
+        self.state = None
+        self._socket = _Socket(self._context, self.endpoint, self)
+
+    def lost(self, reason: str) -> None:
+        """The controller is dead, or the connection cannot be trusted any more: start anew."""
+        _log.warning("controller_lost", endpoint=self.endpoint, reason=reason, streams=len(self._streams))
+        socket, self._socket = self._socket, None
+        if socket is not None:
+            # If it lives after all it should stop working for streams that nobody reads any more.
+            for request in self._streams:
+                socket.send(Abort(request))
+            socket.close(linger_ms=200)
+        self.state = None
+        self.down_reason = reason
+        self._fail_all(f"the connection to the engine was lost: {reason}")
+        self._connect()
+
+    def _send(self, message: RouterRequest) -> bool:
+        return self._socket is not None and self._socket.send(message)
+
+    def ping(self) -> None:
+        """Ask for a `State`; also keeps the controller from taking this router for dead."""
+        if self._socket is not None:
+            self._socket.send_ping()
+
+    def _tick(self) -> None:
+        self._timer = self._loop.call_later(PING_SECONDS, self._tick)
+        socket = self._socket
+        if socket is not None and socket.heard_at is not None:
+            silence = self._loop.time() - socket.heard_at
+            if silence > self._silence_seconds:
+                self.lost(f"no answer for {silence:.0f} s")
+        self.ping()
+
+    # -- messages
+
+    def receive(self, message: RouterMessage) -> None:
+        """Dispatch a message whose sequence number was in order."""
+        if isinstance(message, Outputs):
+            self._dispatch(message)
+        elif isinstance(message, State):
+            self._update_state(message)
+        elif isinstance(message, Flushed):
+            future = self._flushes.get(message.ticket)
+            if future is not None and not future.done():
+                future.set_result(message.blocks_freed)
+
+    def _dispatch(self, outputs: Outputs) -> None:
+        streams = self._streams
+        for started in outputs.started:
+            stream = streams.get(started.request)
+            if stream is not None:
+                stream.start(started.cached_tokens)
+        if outputs.tokens:
+            self.last_token_at = self._loop.time()
+            requests = np.frombuffer(outputs.requests, dtype="<u4").tolist()
+            tokens = np.frombuffer(outputs.tokens, dtype="<i4").tolist()
+            logprobs = outputs.logprobs or {}
+            for index, (request, token) in enumerate(zip(requests, tokens, strict=True)):
+                stream = streams.get(request)
+                if stream is not None:  # else it was aborted while this token was on its way
+                    stream.push(token, logprobs.get(index))
+        for finished in outputs.finished:
+            stream = streams.get(finished.request)
+            if stream is not None:
+                stream.finish(finished.reason, finished.detail)
+
+    def _update_state(self, state: State) -> None:
+        if self.state is None or self.state.status != state.status:
+            _log.info("controller_state", endpoint=self.endpoint, status=state.status, detail=state.detail)
+        if self.state is not None and state.output_tokens > self.state.output_tokens:
+            self.last_token_at = self._loop.time()  # somebody's, perhaps of another router
+        self.state = state
+        if state.status == "failed":
+            self._fail_all(state.detail or "the engine failed")
+
+
+def _descriptor(socket: zmq.Socket[bytes]) -> int:
+    descriptor = socket.get(zmq.FD)
+    assert isinstance(descriptor, int)
+    return descriptor
+
+
+class _Socket:
+    """One connection attempt's sockets and their callbacks; thrown away as a whole."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, link: ControllerLink) -> None:
+        self._link = link
+        self._loop = asyncio.get_running_loop()
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(RouterMessage)
+        self._expected: int | None = None
+        self._pings = 0
+        self.heard_at: float | None = None
+        """Loop time of the last message; set when the connection is made, so that a mute peer is noticed."""
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.set(zmq.IMMEDIATE, 1)  # nothing is queued for a controller that is not there
+        self._socket.set(zmq.SNDHWM, _HIGH_WATER)
+        self._socket.set(zmq.RCVHWM, _HIGH_WATER)
+        self._socket.set(zmq.RECONNECT_IVL, 100)
+        self._socket.set(zmq.RECONNECT_IVL_MAX, 1000)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        self._closed = False
+        self._loop.add_reader(_descriptor(self._monitor), self._on_monitor)
+        self._loop.add_reader(_descriptor(self._socket), self._on_readable)
+        self._socket.connect(endpoint)
+        self._loop.call_soon(self._on_monitor)
+
+    def close(self, *, linger_ms: int) -> None:
+        """Close both sockets; messages already sent may leave within `linger_ms`."""
+        if self._closed:
+            return
+        self._closed = True
+        self._loop.remove_reader(_descriptor(self._monitor))
+        self._loop.remove_reader(_descriptor(self._socket))
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger=linger_ms)
+
+    def send(self, message: RouterRequest) -> bool:
+        """Send without waiting; False if there is no connection or its queue is full."""
+        if self._closed:
+            return False
+        try:
+            self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        # ZeroMQ's descriptor signals edges only: an edge may have been consumed by this send.
+        self._loop.call_soon(self._on_readable)
+        return True
+
+    def send_ping(self) -> None:
+        """Send the next ping, if there is a connection."""
+        self._pings += 1
+        self.send(Ping(self._pings))
+
+    def _on_readable(self) -> None:
+        for _ in range(_MESSAGES_PER_TURN):
+            if self._closed:
+                return
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._receive(frames[-1])
+        self._loop.call_soon(self._on_readable)
+
+    def _receive(self, frame: bytes) -> None:
+        self.heard_at = self._loop.time()
+        try:
+            message = self._decoder.decode(frame)
+        except msgspec.DecodeError as error:
+            self._link.lost(f"an unreadable message: {error}")
+            return
+        if self._expected is not None and message.seq != self._expected:
+            self._link.lost(f"messages were lost (number {message.seq} came instead of {self._expected})")
+            return
+        self._expected = message.seq + 1
+        try:
+            self._link.receive(message)
+        except ValueError as error:  # packed arrays whose lengths do not fit
+            self._link.lost(f"a malformed message: {error}")
+
+    def _on_monitor(self) -> None:
+        while not self._closed:
+            try:
+                event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))["event"]
+            except zmq.Again:
+                return
+            if event == zmq.EVENT_DISCONNECTED:
+                self._link.lost("the controller closed the connection")
+            elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self.heard_at = self._loop.time()
+                self.send_ping()

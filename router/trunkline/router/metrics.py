@@ -1,0 +1,118 @@
+"""What Prometheus gets to see. One registry per service, so that tests can have several in a process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from trunkline.router.link import ControllerLink
+
+_LATENCY_BUCKETS: Final = (
+    *(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
+    *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0),
+)
+_TOKEN_BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
+
+_GAUGES: Final = (
+    ("running", "requests_running", "Requests in the controller's batch."),
+    ("waiting", "requests_waiting", "Requests waiting for admission."),
+    ("blocks_total", "blocks_total", "Device blocks of the KV pool."),
+    ("blocks_free", "blocks_free", "Device blocks that hold nothing."),
+    ("blocks_cached", "blocks_cached", "Device blocks with reusable KV that no running request holds."),
+    ("max_context", "max_context_tokens", "Longest prompt + output this group can hold, in tokens."),
+)
+_COUNTERS: Final = (
+    ("prompt_tokens", "prompt_tokens", "Prompt tokens admitted."),
+    ("cached_tokens", "cached_tokens", "Prompt tokens whose KV was found."),
+    ("output_tokens", "output_tokens", "Tokens sampled."),
+    ("preemptions", "preemptions", "Requests that lost their blocks for a while."),
+    ("steps", "steps", "Forward passes."),
+    ("evicted_blocks", "evicted_blocks", "Cached blocks given up for others."),
+)
+
+
+class _ControllerCollector(Collector):
+    """The controllers' last `State`, read when Prometheus asks."""
+
+    def __init__(self, links: Callable[[], Sequence[ControllerLink]]) -> None:
+        self._links = links
+
+    def collect(self) -> Iterable[Metric]:
+        ready = GaugeMetricFamily(
+            "trunkline_controller_ready", "1 if the controller takes requests.", labels=["controller"]
+        )
+        inflight = GaugeMetricFamily(
+            "trunkline_controller_inflight", "Requests of this router at the controller.", labels=["controller"]
+        )
+        links = self._links()
+        for link in links:
+            ready.add_metric([str(link.index)], float(link.ready))
+            inflight.add_metric([str(link.index)], float(link.inflight))
+        yield ready
+        yield inflight
+        for field, name, text in _GAUGES:
+            yield self._family(GaugeMetricFamily, field, name, text, links)
+        for field, name, text in _COUNTERS:
+            yield self._family(CounterMetricFamily, field, name, text, links)
+
+    @staticmethod
+    def _family(
+        kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
+        field: str,
+        name: str,
+        text: str,
+        links: Sequence[ControllerLink],
+    ) -> Metric:
+        family = kind(f"trunkline_controller_{name}", text, labels=["controller"])
+        for link in links:
+            if link.state is not None:
+                family.add_metric([str(link.index)], float(getattr(link.state, field)))
+        return family
+
+
+class Metrics:
+    """The router's own numbers. Times in seconds."""
+
+    def __init__(self, links: Callable[[], Sequence[ControllerLink]]) -> None:
+        """`links` gives the controllers at the time of a scrape."""
+        self._registry = registry = CollectorRegistry()
+        registry.register(_ControllerCollector(links))
+        self.requests = Counter(
+            "trunkline_requests",
+            "HTTP requests answered, by route and status (499: the client left).",
+            ["endpoint", "status"],
+            registry=registry,
+        )
+        self.first_token = Histogram(
+            "trunkline_time_to_first_token_seconds",
+            "From a request's arrival to its first token.",
+            buckets=_LATENCY_BUCKETS,
+            registry=registry,
+        )
+        self.inter_token = Histogram(
+            "trunkline_inter_token_latency_seconds",
+            "Between consecutive tokens of a request.",
+            buckets=_TOKEN_BUCKETS,
+            registry=registry,
+        )
+        self.end_to_end = Histogram(
+            "trunkline_request_duration_seconds",
+            "From a generation request's arrival to its regular end.",
+            buckets=_LATENCY_BUCKETS,
+            registry=registry,
+        )
+        self.prompt_tokens = Counter(
+            "trunkline_prompt_tokens", "Prompt tokens of requests that started.", registry=registry
+        )
+        self.cached_tokens = Counter(
+            "trunkline_cached_prompt_tokens", "Of these, tokens whose KV was found.", registry=registry
+        )
+        self.output_tokens = Counter("trunkline_output_tokens", "Output tokens delivered.", registry=registry)
+
+    def scrape(self) -> bytes:
+        """Everything in Prometheus' text form."""
+        return generate_latest(self._registry)

@@ -1,0 +1,153 @@
+"""A router's state and the one way into it: `generate` takes a job to a controller.
+
+app.py ─► api/… ─► RouterService.generate ─► policy ─► ControllerLink ─► Generation
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import importlib.metadata
+import time
+from collections.abc import Sequence
+
+import zmq
+
+from trunkline.router.config import RouterConfig
+from trunkline.router.errors import draining, overloaded, unavailable
+from trunkline.router.generation import Generation
+from trunkline.router.health import Health, HealthProbe, describe
+from trunkline.router.link import ControllerLink
+from trunkline.router.messages import FinishReason
+from trunkline.router.metrics import Metrics
+from trunkline.router.policy import ControllerLoad, LeastInflight, Policy, RouteRequest
+from trunkline.router.sampling import Job, Limits
+from trunkline.router.text import TextAssembler
+from trunkline.router.tokenizer import Tokenizer
+
+
+class RouterService:
+    """Everything behind the HTTP endpoints. Made before the event loop runs; `open` and `close` in it."""
+
+    def __init__(self, config: RouterConfig, tokenizer: Tokenizer, policy: Policy | None = None) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.links: list[ControllerLink] = []
+        self.metrics = Metrics(lambda: self.links)
+        self.created = int(time.time())
+        """Start of this process, Unix time in seconds."""
+        self.version = importlib.metadata.version("trunkline")
+        # Same model and version, same backend, as far as a client can tell.
+        name = f"{config.model_name} {tokenizer.vocab_size} {self.version}"
+        self.fingerprint = "fp_" + hashlib.blake2b(name.encode(), digest_size=5).hexdigest()
+        self.draining = False
+        """Whether new requests are refused because the process is about to leave."""
+        self._policy = policy or LeastInflight()
+        self._generations: set[Generation] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._zmq: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._health: HealthProbe | None = None
+
+    def open(self) -> None:
+        """Begin to connect to the controllers."""
+        self._zmq = zmq.Context()
+        for index, endpoint in enumerate(self.config.controllers):
+            self.links.append(ControllerLink(index, endpoint, self._zmq, self.config.silence_seconds))
+        bos = self.tokenizer.special_token_id("bos_token")
+        self._health = HealthProbe(self.links, 0 if bos is None else bos)
+        for link in self.links:
+            link.open()
+
+    def close(self) -> None:
+        """Disconnect; generations that still run fail."""
+        for link in self.links:
+            link.close()
+        self.tokenizer.close()
+        if self._zmq is not None:
+            self._zmq.term()
+
+    @property
+    def limits(self) -> Limits:
+        """What a request may ask for at this moment."""
+        contexts = [self.config.max_context or self.tokenizer.files.max_context]
+        capacity = [link.state.max_context for link in self.links if link.state and link.state.max_context > 0]
+        if capacity:
+            contexts.append(max(capacity))
+        return Limits(
+            max_context=min(contexts),
+            vocab_size=self.tokenizer.vocab_size,
+            eos_ids=self.tokenizer.eos_ids,
+            defaults=self.tokenizer.files.defaults,
+        )
+
+    def check_admission(self) -> None:
+        """Turn a request away before work is spent on it.
+
+        Raises:
+            ApiError: 503 draining or no controller, 429 too many at once.
+        """
+        if self.draining:
+            raise draining()
+        if len(self._generations) >= self.config.max_inflight:
+            raise overloaded(f"this router already works on {self.config.max_inflight} requests")
+        if not any(link.ready for link in self.links):
+            raise unavailable(f"no engine is ready: {describe(self.links)}")
+
+    def generate(self, job: Job, arrived_at: float, *, session: str = "") -> Generation:
+        """Send a job to a controller; `arrived_at` is when its request came (loop time, seconds).
+
+        Raises:
+            ApiError: as `check_admission`, or the connection broke this moment (503).
+        """
+        self.check_admission()
+        loads = [ControllerLoad(link.index, link.inflight) for link in self.links if link.ready]
+        chosen = self._policy.choose(RouteRequest(job.prompt, job.salt, session), loads)
+        stream = self.links[chosen].submit(job)
+        generation = Generation(
+            job, stream, TextAssembler(job, self.tokenizer.vocabulary), self.metrics, arrived_at, self._forget
+        )
+        self._generations.add(generation)
+        self._idle.clear()
+        if self.config.request_timeout_seconds:
+            generation.limit(self.config.request_timeout_seconds)
+        return generation
+
+    def _forget(self, generation: Generation) -> None:
+        self._generations.discard(generation)
+        if not self._generations:
+            self._idle.set()
+
+    async def health(self) -> Health:
+        """Whether a token can be generated and new requests are taken."""
+        if self.draining or self._health is None:
+            return Health(False, "shutting down" if self.draining else "starting")
+        return await self._health.check()
+
+    async def flush_cache(self) -> int:
+        """Drop unused cached blocks of all controllers; how many there were.
+
+        Raises:
+            ApiError: 503, a controller is not there or does not answer.
+        """
+        connected: Sequence[ControllerLink] = [link for link in self.links if link.state is not None]
+        if not connected:
+            raise unavailable(f"no engine is connected: {describe(self.links)}")
+        return sum(await asyncio.gather(*(link.flush_cache(timeout_seconds=10.0) for link in connected)))
+
+    async def drain(self, timeout_seconds: float) -> bool:
+        """Take no new requests and wait for the running ones; False if some had to be cut off."""
+        self.draining = True
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                await self._idle.wait()
+        except TimeoutError:
+            self.cut_all()
+            return False
+        return True
+
+    def cut_all(self) -> None:
+        """End every running generation with an error."""
+        self.draining = True
+        for generation in list(self._generations):
+            generation.cut(FinishReason.DRAINING, "the server is shutting down")

@@ -1,0 +1,119 @@
+"""A model's tokenizer: text and messages to token ids, token ids to text.
+
+Built on the `tokenizers` library and an own sandboxed Jinja environment, so that a router process needs
+neither torch nor transformers (it starts in half a second and stays small).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final
+
+import tokenizers
+
+from trunkline.router.chat_template import ChatTemplate, ChatTemplateError
+from trunkline.router.detokenizer import Vocabulary
+from trunkline.router.model_files import ModelFiles, read_model_files
+
+OFF_LOOP_CHARACTERS: Final = 64 << 10
+"""Texts longer than this are tokenised in a thread: they would stop all streams for over 10 ms."""
+
+
+class Tokenizer:
+    """Tokenizer of one model folder."""
+
+    def __init__(self, folder: str | Path) -> None:
+        """Load it.
+
+        Raises:
+            ValueError: a file is missing or broken; the text names it.
+        """
+        folder = Path(folder)
+        path = folder / "tokenizer.json"
+        try:
+            description = json.loads(path.read_text(encoding="utf-8"))
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:
+            raise ValueError(f"{path} cannot be loaded: {error}") from error
+        # Serving never wants a checkpoint's training-time cut or padding.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self.files: ModelFiles = read_model_files(folder)
+        added = self._tokenizer.get_added_tokens_decoder()
+        special = [token_id for token_id, token in added.items() if token.special]
+        self.vocabulary = Vocabulary(self._tokenizer, description.get("decoder"), special)
+        strings = self._tokenizer.get_vocab()
+        self.vocab_size: int = self.files.vocab_size or max(strings.values()) + 1
+        self._longest_token_characters = max(map(len, strings))
+        self._template = (
+            ChatTemplate(self.files.chat_template, self.files.special_tokens)
+            if self.files.chat_template is not None
+            else None
+        )
+        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenizer")
+
+    def close(self) -> None:
+        """Stop the threads."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def special_token_id(self, name: str) -> int | None:
+        """Id of "bos_token", "eos_token", …, if the model has it."""
+        text = self.files.special_tokens.get(name)
+        return None if text is None else self._tokenizer.token_to_id(text)
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """Tokens that end a text: the generation configuration's and the tokenizer's own."""
+        own = self.special_token_id("eos_token")
+        return frozenset(self.files.eos_ids) | (frozenset() if own is None else {own})
+
+    def fewest_tokens(self, text: str) -> int:
+        """A lower bound of the text's length in tokens, without tokenising it."""
+        # Byte-level vocabularies write a byte as one character and a character has at least one byte;
+        # normalisers may shorten text (NFC joins up to three characters), hence the margin.
+        return len(text) // (4 * self._longest_token_characters)
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids; `add_special_tokens` adds what the tokenizer's post-processor says (often BOS)."""
+        # The batch call releases the GIL and computes no offsets.
+        [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
+        return ids
+
+    async def encode_async(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """`encode`, in a thread if the text is long."""
+        if len(text) < OFF_LOOP_CHARACTERS:
+            return self.encode(text, add_special_tokens=add_special_tokens)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(
+            self._threads, lambda: self.encode(text, add_special_tokens=add_special_tokens)
+        )
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        extra: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The text of a conversation. It carries its special tokens: encode it without adding any.
+
+        Raises:
+            ChatTemplateError: there is no template, or it refused the messages.
+        """
+        if self._template is None:
+            raise ChatTemplateError("this model has no chat template; use /v1/completions")
+        return self._template.render(messages, add_generation_prompt=add_generation_prompt, extra=extra)
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of a whole list of ids; ids without a token give nothing."""
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def token_string(self, token: int) -> str:
+        """The tokenizer's own writing of a token ("Ġthe", "▁the"); empty if there is none."""
+        return self._tokenizer.id_to_token(token) or ""

@@ -1,0 +1,160 @@
+"""The pure parts between the wire and the client: text assembly, streams, choice of a controller."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from router.harness import EOS, VOCAB_SIZE
+
+from trunkline.controller.messages import TopLogprobs
+from trunkline.router.errors import finish_error
+from trunkline.router.messages import FinishReason
+from trunkline.router.policy import ControllerLoad, LeastInflight, RouteRequest
+from trunkline.router.sampling import Job
+from trunkline.router.streams import Stream
+from trunkline.router.text import TextAssembler
+from trunkline.router.tokenizer import Tokenizer
+from trunkline.worker.messages import Sampling
+
+quick = settings(max_examples=100, deadline=None)  # machines are shared
+
+
+def job(*stops: str, include: bool = False, logprobs: int = -1, skip: bool = True) -> Job:
+    return Job(
+        prompt=[7],
+        max_tokens=100,
+        sampling=Sampling(logprobs=logprobs),
+        eos_ids=frozenset({EOS}),
+        stops=stops,
+        include_stop=include,
+        skip_special_tokens=skip,
+    )
+
+
+@quick
+@given(data=st.data(), ids=st.lists(st.integers(6, VOCAB_SIZE - 1), max_size=40), ends=st.booleans())
+def test_text_does_not_depend_on_batches(
+    tokenizer: Tokenizer, data: st.DataObject, ids: list[int], ends: bool
+) -> None:
+    tokens = [*ids, EOS] if ends else ids
+    assembler = TextAssembler(job(), tokenizer.vocabulary)
+    text, rest = "", tokens
+    finish = None
+    while rest:
+        count = data.draw(st.integers(1, len(rest)))
+        delta = assembler.feed(rest[:count])
+        text, rest, finish = text + delta.text, rest[count:], delta.finish
+    if not ends:
+        delta = assembler.feed([], reason=FinishReason.LENGTH)
+        text, finish = text + delta.text, delta.finish
+    assert text == tokenizer.decode(ids)
+    assert finish == ("stop" if ends else "length")
+    assert assembler.output_tokens == len(tokens)
+
+
+def test_a_stop_string_may_end_inside_a_token(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("one two three four", add_special_tokens=False)
+    delta = TextAssembler(job("wo t"), tokenizer.vocabulary).feed(ids)
+    assert (delta.text, delta.finish) == ("one t", "stop")
+    held = TextAssembler(job("four five"), tokenizer.vocabulary)
+    first = held.feed(ids)
+    assert first.text == "one two three "
+    assert held.feed([], reason=FinishReason.LENGTH).text == "four"
+
+
+def test_held_text_comes_before_the_end_token(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("one tw", add_special_tokens=False)
+    for include in (False, True):
+        delta = TextAssembler(job("two", include=include), tokenizer.vocabulary).feed([*ids, EOS, 50])
+        assert (delta.text, delta.finish) == ("one tw", "stop")
+
+
+def test_an_unfinished_character_at_the_end(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("a\U00012000", add_special_tokens=False)[:-1]
+    assembler = TextAssembler(job(), tokenizer.vocabulary)
+    shown = assembler.feed(ids).text
+    assert "\ufffd" not in shown
+    assert shown + assembler.feed([], reason=FinishReason.LENGTH).text == tokenizer.decode(ids)
+
+
+def test_logprobs_travel_with_their_tokens(tokenizer: Tokenizer) -> None:
+    top = TopLogprobs(-1.0, b"", b"")
+    assembler = TextAssembler(job(logprobs=0), tokenizer.vocabulary)
+    ids = tokenizer.encode("Hello there", add_special_tokens=False)
+    delta = assembler.feed(ids, [top] * len(ids))
+    assert [entry.token for entry in delta.logprobs] == ids
+    assert delta.logprobs[0].text_offset == 0
+    assert assembler.feed([ids[0]]).logprobs[0].logprobs is None, "an engine that left them out does no harm"
+
+
+class Books:
+    """What a link would do when a stream lets go."""
+
+    def __init__(self) -> None:
+        self.releases: list[tuple[int, bool]] = []
+
+    def release(self, request: int, abort: bool) -> None:
+        self.releases.append((request, abort))
+
+
+@quick
+@given(calls=st.lists(st.sampled_from(["finish", "close", "cut", "push", "start"]), max_size=8))
+def test_a_stream_is_released_exactly_once(calls: list[str]) -> None:
+    books = Books()
+    stream = Stream(3, books.release)
+    for call in calls:
+        match call:
+            case "finish":
+                stream.finish(FinishReason.STOP)
+            case "close":
+                stream.close()
+            case "cut":
+                stream.cut("timeout", "")
+            case "push":
+                stream.push(1, None)
+            case "start":
+                stream.start(0)
+    ends = [call for call in calls if call in ("finish", "close", "cut")]
+    assert books.releases == ([(3, ends[0] != "finish")] if ends else [])
+    assert stream.ended == bool(ends)
+
+
+def test_a_reader_wakes_for_each_batch() -> None:
+    async def scene() -> None:
+        stream = Stream(1, Books().release)
+        reader = asyncio.create_task(stream.next())
+        await asyncio.sleep(0)
+        stream.start(4)
+        await asyncio.sleep(0)
+        assert not reader.done(), "admission alone is nothing to read"
+        stream.push(5, None)
+        stream.push(6, None)
+        batch = await reader
+        assert (batch.tokens, batch.reason, stream.cached_tokens) == ([5, 6], None, 4)
+        await stream.wait_first()
+        stream.finish(FinishReason.LENGTH, "d")
+        stream.finish(FinishReason.ENGINE_FAILED, "later")
+        assert stream.failure == (FinishReason.LENGTH, "d")
+        assert (await stream.next()).reason == FinishReason.LENGTH
+
+    asyncio.run(scene())
+
+
+def test_least_inflight_and_its_ties() -> None:
+    policy = LeastInflight()
+    request = RouteRequest([1])
+    assert policy.choose(request, [ControllerLoad(0, 3), ControllerLoad(2, 1), ControllerLoad(5, 2)]) == 2
+    idle = [ControllerLoad(index, 0) for index in (1, 4, 6)]
+    chosen = [policy.choose(request, idle) for _ in range(6)]
+    assert sorted(chosen) == [1, 1, 4, 4, 6, 6]
+    assert chosen[:3] == chosen[3:]
+
+
+@pytest.mark.parametrize("reason", list(FinishReason))
+def test_every_reason_has_an_answer(reason: FinishReason) -> None:
+    error = finish_error(reason, "")
+    assert (error is None) == (reason in (FinishReason.STOP, FinishReason.LENGTH))
+    assert error is None or error.message

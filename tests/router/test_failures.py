@@ -1,0 +1,264 @@
+"""Controllers that refuse, die, fall silent or lose messages; clients that leave; routers that drain."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from router.fake_controller import FakeController
+from router.harness import ANSWER, MESSAGES, RunningRouter, make_answer, running, wait_until
+
+from trunkline.router.messages import FinishReason
+from trunkline.router.tokenizer import Tokenizer
+
+CHAT: dict[str, Any] = {"messages": MESSAGES}
+LONG: dict[str, Any] = {"prompt": [50, 51], "max_tokens": 1500, "ignore_eos": True}
+
+
+def last_event(text: str) -> Any:
+    """Payload of a stream's last event."""
+    return json.loads([part for part in text.split("\n\n") if part][-1].removeprefix("data: "))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("reason", "status", "code"),
+    [
+        (FinishReason.QUEUE_FULL, 429, "queue_full"),
+        (FinishReason.DRAINING, 503, "draining"),
+        (FinishReason.ENGINE_FAILED, 503, "engine_failed"),
+        (FinishReason.ABORT, 503, "aborted"),
+        (FinishReason.INVALID, 400, "invalid_request"),
+    ],
+)
+def test_refusals(
+    http: httpx.Client, fake: FakeController, stream: bool, reason: FinishReason, status: int, code: str
+) -> None:
+    fake.behaviour.refuse = reason
+    response = http.post("/v1/chat/completions", json=CHAT | {"stream": stream})
+    assert response.status_code == status
+    assert response.json()["error"]["code"] == code
+    assert ("retry-after" in response.headers) == (status != 400)
+
+
+def test_engine_fails_mid_stream(http: httpx.Client, fake: FakeController) -> None:
+    fake.behaviour.fail_after = 3
+    fake.behaviour.seconds_per_token = 0.02
+    streamed = http.post("/v1/chat/completions", json=CHAT | {"stream": True})
+    assert streamed.status_code == 200
+    assert "[DONE]" not in streamed.text
+    error = last_event(streamed.text)["error"]
+    assert error["code"] == "engine_failed"
+    assert "worker 1 died" in error["message"]
+    assert "Hello" in streamed.text, "tokens before the failure are shown"
+    whole = http.post("/v1/chat/completions", json=CHAT)
+    assert whole.status_code == 503
+    assert whole.json()["error"]["code"] == "engine_failed"
+
+
+def test_a_lost_message_fails_the_streams_and_only_them(
+    router: RunningRouter, http: httpx.Client, fake: FakeController
+) -> None:
+    fake.behaviour.gap_after = 3
+    fake.behaviour.seconds_per_token = 0.005
+    streamed = http.post("/v1/completions", json=LONG | {"stream": True})
+    assert "messages were lost" in last_event(streamed.text)["error"]["message"]
+    wait_until(lambda: router.ready == 1)
+    assert http.post("/v1/chat/completions", json=CHAT).status_code == 200
+    wait_until(lambda: len(fake.behaviour.aborts) == 1)  # it was told to stop
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("hold", [False, True])
+def test_a_client_that_leaves_aborts_its_request(
+    router: RunningRouter, fake: FakeController, http: httpx.Client, stream: bool, hold: bool
+) -> None:
+    fake.behaviour.seconds_per_token = 0.005
+    fake.behaviour.hold = hold
+    with httpx.Client(base_url=router.url, trust_env=False) as leaving:
+        if stream:
+            with leaving.stream("POST", "/v1/completions", json=LONG | {"stream": True}, timeout=5) as response:
+                if not hold:
+                    next(response.iter_bytes())
+                wait_until(lambda: fake.live == 1)
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                leaving.post("/v1/completions", json=LONG, timeout=0.3)
+    left_at = time.monotonic()
+    wait_until(lambda: len(fake.behaviour.aborts) == 1 and fake.live == 0 and router.inflight == 0)
+    assert time.monotonic() - left_at < 1.0
+    wait_until(lambda: 'status="499"' in http.get("/metrics").text)
+
+
+def test_many_streams_at_once(http: httpx.Client, fake: FakeController) -> None:
+    fake.behaviour.seconds_per_token = 0.002
+
+    def one(index: int) -> str:
+        response = http.post("/v1/chat/completions", json=CHAT | {"stream": True, "seed": index})
+        parts = [part.removeprefix("data: ") for part in response.text.split("\n\n") if part]
+        assert parts.pop() == "[DONE]"
+        return "".join(json.loads(part)["choices"][0]["delta"].get("content", "") for part in parts)
+
+    with ThreadPoolExecutor(32) as pool:
+        assert set(pool.map(one, range(64))) == {ANSWER}
+
+
+def test_health_needs_a_token(router: RunningRouter, http: httpx.Client, fake: FakeController) -> None:
+    assert http.get("/health").status_code == 200
+    fake.behaviour.hold = True
+    time.sleep(1.1)  # what was proved is over
+    started = time.monotonic()
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda _: http.get("/health"), range(4)))
+    assert time.monotonic() - started < 3
+    assert {answer.status_code for answer in answers} == {503}
+    assert "no token" in answers[0].json()["reason"]
+    assert len(fake.behaviour.submits) <= 2, "callers share a probe"
+    fake.behaviour.hold = False
+    time.sleep(1.1)
+    assert http.get("/health").status_code == 200
+
+
+def test_a_failed_or_starting_engine(router: RunningRouter, http: httpx.Client, fake: FakeController) -> None:
+    for status in ("starting", "failed", "draining"):
+        fake.behaviour.status, fake.behaviour.detail = status, "rank 1: loading"
+        wait_until(lambda: router.ready == 0)
+        response = http.post("/v1/chat/completions", json=CHAT)
+        assert response.status_code == 503
+        assert "rank 1: loading" in response.json()["error"]["message"]
+        assert http.get("/health").status_code == 503
+        assert status in http.get("/health").json()["reason"]
+        fake.behaviour.status = "ready"
+        wait_until(lambda: router.ready == 1)
+
+
+def test_death_and_return_of_a_controller(place: Path, tokenizer: Tokenizer) -> None:
+    with running(place, tokenizer) as (router, [fake]), httpx.Client(base_url=router.url, timeout=20) as http:
+        fake.behaviour.seconds_per_token = 0.005
+        results: list[httpx.Response] = []
+
+        def request(stream: bool) -> None:
+            results.append(http.post("/v1/completions", json=LONG | {"stream": stream}))
+
+        threads = [threading.Thread(target=request, args=(stream,)) for stream in (True, False)]
+        for thread in threads:
+            thread.start()
+        wait_until(lambda: fake.live == 2)
+        died_at = time.monotonic()
+        fake.stop()
+        for thread in threads:
+            thread.join()
+        assert time.monotonic() - died_at < 1.0
+        assert sorted(response.status_code for response in results) == [200, 503]
+        streamed = next(response for response in results if response.status_code == 200)
+        assert "connection" in last_event(streamed.text)["error"]["message"]
+        assert router.inflight == 0
+        assert http.get("/health").status_code == 503
+        assert http.post("/v1/chat/completions", json=CHAT).headers["retry-after"]
+        again = FakeController(fake.endpoint, make_answer(tokenizer)).start()
+        try:
+            wait_until(lambda: router.ready == 1)
+            assert http.post("/v1/chat/completions", json=CHAT).status_code == 200
+            assert http.get("/health").status_code == 200
+            assert len(again.behaviour.submits) == 1, "nothing of the past arrives at the new one"
+        finally:
+            again.stop()
+
+
+def test_a_late_and_then_frozen_controller(place: Path, tokenizer: Tokenizer) -> None:
+    options: dict[str, Any] = {"wait": False, "silence_seconds": 2.0}
+    with running(place, tokenizer, **options) as (router, [fake]), httpx.Client(base_url=router.url) as http:
+        assert http.get("/health").status_code == 503
+        assert "not connected" in http.get("/health").json()["reason"]
+        assert http.post("/v1/chat/completions", json=CHAT).status_code == 503
+        assert http.post("/flush_cache").status_code == 503
+        fake.start()
+        wait_until(lambda: router.ready == 1)
+        fake.behaviour.mute = True
+        response = http.post("/v1/chat/completions", json=CHAT, timeout=10)
+        assert response.status_code == 503
+        assert "no answer" in response.json()["error"]["message"]
+        fake.behaviour.mute = False
+        wait_until(lambda: router.ready == 1)
+        assert http.post("/v1/chat/completions", json=CHAT).status_code == 200
+
+
+def test_two_controllers_share_the_load(place: Path, tokenizer: Tokenizer) -> None:
+    with running(place, tokenizer, controllers=2) as (router, fakes), httpx.Client(base_url=router.url) as http:
+        for _ in range(6):
+            assert http.post("/v1/chat/completions", json=CHAT).status_code == 200
+        assert [len(fake.behaviour.submits) for fake in fakes] == [3, 3], "ties go round"
+        fakes[0].stop()
+        wait_until(lambda: router.ready == 1)
+        for _ in range(3):
+            assert http.post("/v1/chat/completions", json=CHAT).status_code == 200
+        assert len(fakes[1].behaviour.submits) >= 6
+        assert http.get("/health").status_code == 200
+
+
+def test_limits_of_the_router_itself(place: Path, tokenizer: Tokenizer) -> None:
+    options: dict[str, Any] = {"max_inflight": 1, "request_timeout_seconds": 0.5, "max_context": 100}
+    with running(place, tokenizer, **options) as (router, [fake]), httpx.Client(base_url=router.url) as http:
+        fake.behaviour.hold = True
+        first: list[httpx.Response] = []
+        thread = threading.Thread(target=lambda: first.append(http.post("/v1/chat/completions", json=CHAT)))
+        thread.start()
+        wait_until(lambda: fake.live == 1)
+        busy = http.post("/v1/chat/completions", json=CHAT)
+        assert (busy.status_code, busy.headers["retry-after"]) == (429, "1")
+        thread.join()
+        assert first[0].status_code == 504
+        assert first[0].json()["error"]["code"] == "timeout"
+        wait_until(lambda: fake.live == 0)
+        assert http.post("/v1/completions", json={"prompt": [5] * 100}).status_code == 400
+
+
+def test_drain(place: Path, tokenizer: Tokenizer) -> None:
+    with running(place, tokenizer) as (router, [fake]), httpx.Client(base_url=router.url, timeout=20) as http:
+        fake.behaviour.seconds_per_token = 0.03
+        results: list[httpx.Response] = []
+        thread = threading.Thread(target=lambda: results.append(http.post("/v1/chat/completions", json=CHAT)))
+        thread.start()
+        wait_until(lambda: fake.live == 1)
+        outcome: list[bool] = []
+
+        async def drain() -> None:
+            outcome.append(await router.service.drain(10))
+
+        router.spawn(drain())
+        wait_until(lambda: router.service.draining)
+        refused = http.post("/v1/chat/completions", json=CHAT)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+        assert http.get("/health").status_code == 503
+        assert not outcome
+        thread.join()
+        wait_until(lambda: outcome == [True])
+        assert results[0].json()["choices"][0]["message"]["content"] == ANSWER
+
+
+def test_a_slow_reader_loses_nothing(router: RunningRouter, fake: FakeController, tokenizer: Tokenizer) -> None:
+    """Tokens queue up behind a client that does not read; the text stays whole and others go on."""
+    body = json.dumps(LONG | {"stream": True}).encode()
+    with socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.connect(("127.0.0.1", int(router.url.rsplit(":", 1)[1])))
+        slow.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
+            % len(body)
+        )
+        slow.sendall(body)
+        time.sleep(0.5)
+        assert httpx.post(f"{router.url}/v1/chat/completions", json=CHAT).status_code == 200
+        data = b""
+        while part := slow.recv(65536):
+            data += part
+    events = [line for line in data.decode().splitlines() if line.startswith("data: {")]
+    text = "".join(json.loads(line[6:])["choices"][0]["text"] for line in events)
+    assert text == tokenizer.decode([51] * 1500)

@@ -1,0 +1,177 @@
+"""The process itself: signals, ports, imports."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from router.fake_controller import FakeController
+from router.harness import ANSWER, DEMO_MODEL, MESSAGES, free_port, make_answer, wait_until
+
+from trunkline.router.config import RouterConfig, load_config
+from trunkline.router.tokenizer import Tokenizer
+
+CHAT: dict[str, Any] = {"messages": MESSAGES}
+
+
+def healthy(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+@contextmanager
+def router_process(
+    place: Path, fake: FakeController, **options: Any
+) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """A router process, ready; killed in the end if it is still there."""
+    port = free_port()
+    fields = {"model_path": str(DEMO_MODEL), "controllers": [fake.endpoint], "port": port, **options}
+    config = place / "router.json"
+    config.write_bytes(msgspec.json.encode(fields))
+    command = [sys.executable, "-m", "trunkline.router", "--config", str(config)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE) as process:
+        try:
+            wait_until(lambda: healthy(f"http://127.0.0.1:{port}") or process.poll() is not None, 20)
+            yield process, f"http://127.0.0.1:{port}"
+        finally:
+            process.kill()
+            assert process.stderr is not None
+            process.stderr.read()
+
+
+@pytest.fixture
+def controller(place: Path, tokenizer: Tokenizer) -> Iterator[FakeController]:
+    """A controller of its own."""
+    fake = FakeController(f"ipc://{place}/c", make_answer(tokenizer)).start()
+    yield fake
+    fake.stop()
+
+
+def in_background(url: str) -> tuple[threading.Thread, list[httpx.Response]]:
+    results: list[httpx.Response] = []
+    thread = threading.Thread(
+        target=lambda: results.append(httpx.post(f"{url}/v1/chat/completions", json=CHAT, timeout=20))
+    )
+    thread.start()
+    return thread, results
+
+
+def test_sigterm_drains_and_leaves(place: Path, controller: FakeController) -> None:
+    with router_process(place, controller, parent_pid=os.getpid()) as (process, url):
+        title = Path(f"/proc/{process.pid}/cmdline").read_bytes()
+        assert title.startswith(b"trunkline: router")
+        process.send_signal(signal.SIGINT)  # a Ctrl-C meant for the supervisor
+        controller.behaviour.seconds_per_token = 0.03
+        thread, results = in_background(url)
+        wait_until(lambda: controller.live == 1)
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.1)
+        assert httpx.post(f"{url}/v1/chat/completions", json=CHAT).status_code == 503
+        thread.join()
+        assert results[0].json()["choices"][0]["message"]["content"] == ANSWER
+        assert process.wait(5) == 0
+
+
+@pytest.mark.parametrize("second", [False, True])
+def test_what_does_not_finish_is_cut(place: Path, controller: FakeController, second: bool) -> None:
+    with router_process(place, controller, drain_seconds=60.0 if second else 0.3) as (process, url):
+        controller.behaviour.hold = True
+        thread, results = in_background(url)
+        wait_until(lambda: controller.live == 1)
+        process.send_signal(signal.SIGINT)
+        if second:
+            time.sleep(0.3)
+            process.send_signal(signal.SIGTERM)
+        assert process.wait(5) == (1 if second else 0)
+        thread.join()
+        if results:
+            assert results[0].status_code == 503
+        wait_until(lambda: controller.live == 0)
+
+
+def test_an_idle_router_sleeps(place: Path, controller: FakeController) -> None:
+    with router_process(place, controller) as (process, _):
+        time.sleep(0.5)
+
+        def cpu_seconds() -> float:
+            fields = Path(f"/proc/{process.pid}/stat").read_text().rsplit(")", 1)[1].split()
+            return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+        before = cpu_seconds()
+        time.sleep(2)
+        assert cpu_seconds() - before <= 0.04  # 2 % of a core
+
+
+def test_a_taken_port(place: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        config = place / "router.json"
+        fields = {"model_path": str(DEMO_MODEL), "controllers": ["ipc:///nowhere"], "port": port}
+        config.write_bytes(msgspec.json.encode(fields))
+        command = [sys.executable, "-m", "trunkline.router", "--config", str(config)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 1
+    assert f"cannot listen on 127.0.0.1:{port}" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_needs_no_torch() -> None:
+    program = f"""
+import sys
+from trunkline.router import __main__, server
+from trunkline.router.config import RouterConfig
+from trunkline.router.service import RouterService
+from trunkline.router.tokenizer import Tokenizer
+config = RouterConfig(model_path={str(DEMO_MODEL)!r}, controllers=["ipc:///tmp/none"])
+server.make_server(RouterService(config, Tokenizer(config.model_path)))
+assert not {{"torch", "transformers"}} & set(sys.modules), "heavy imports"
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"controllers": []}, "controllers"),
+        ({"controllers": ["http://x"]}, "controllers"),
+        ({"controllers": ["ipc://a", "ipc://a"]}, "twice"),
+        ({"model_path": "/nowhere"}, "tokenizer.json"),
+        ({"port": 70000}, "port"),
+        ({"port": "x"}, "port"),
+        ({"prot": 1}, "prot"),
+        ({"max_context": -1}, "max_context"),
+        ({"max_body_bytes": 1}, "max_body_bytes"),
+        ({"max_inflight": 0}, "max_inflight"),
+        ({"drain_seconds": -1}, "drain_seconds"),
+        ({"request_timeout_seconds": -1}, "request_timeout_seconds"),
+        ({"silence_seconds": 1}, "silence_seconds"),
+        ({"log_level": "loud"}, "log_level"),
+        ({"host": ""}, "host"),
+        ({"parent_pid": -1}, "parent_pid"),
+    ],
+)
+def test_bad_configurations(place: Path, change: dict[str, Any], message: str) -> None:
+    fields = {"model_path": str(DEMO_MODEL), "controllers": ["ipc://a"]} | change
+    path = place / "router.json"
+    path.write_bytes(msgspec.json.encode(fields))
+    with pytest.raises(ValueError, match=message):
+        load_config(str(path))
+
+
+def test_names(place: Path) -> None:
+    config = RouterConfig(model_path=str(place), controllers=["ipc://a"], served_model_aliases=["b"])
+    assert config.model_names == (place.name, "b")
