@@ -12,7 +12,7 @@ from typing import Final
 import msgspec
 
 PLAN_TOPIC: Final = b"plan"
-"""Every rank subscribes to this topic, then to `rank_topic(rank)`, which tells the controller who is there."""
+"""Every rank subscribes to this topic, then to its `rank_topic`, by which the controller counts it in."""
 
 
 def rank_topic(rank: int) -> bytes:

@@ -1,0 +1,181 @@
+"""The op interface: what the decoder calls and what every implementation provides.
+
+The PyTorch reference (`trunkline.kernels.reference`) is the specification of each op; native versions are
+tested against it. Plans (`trunkline.kernels.plan`) are built on the host once per change and carry a `state`
+in which an implementation keeps what it derived from them.
+
+KV pool: one contiguous tensor `[blocks, layers, 2, kv_heads, chunk_size, head_dim]` (0 keys, 1 values), heads
+being those of this rank: one chunk is one contiguous region for tier moves, and a strided view per layer.
+Slots that no plan covers may contain anything, NaN included, and must not influence a result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from trunkline.kernels.plan import DecodePlan, PrefillPlan, WritePlan
+from trunkline.kvstore.layout import Int32Array
+
+
+class Angles(NamedTuple):
+    """Rotary factors of a step's tokens, laid out so that `x * cos + swap_halves(x) * sin` rotates `x`."""
+
+    cos: Tensor
+    """`[tokens, 1, rotary_dim]`, the two halves equal."""
+    sin: Tensor
+    """`[tokens, 1, rotary_dim]`, the first half negated."""
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """What is constant over all attention calls of a model on this rank."""
+
+    heads: int
+    kv_heads: int
+    """Query heads `[i * group, (i + 1) * group)` read KV head `i`, `group = heads // kv_heads`."""
+    head_dim: int
+    scale: float
+    """Multiplies the scores; usually `head_dim ** -0.5`."""
+    inverse_frequencies: Tensor | None = None
+    """float64 `[rotary_dim / 2]`, radians per position, for shifts; None: no rotary positions."""
+
+    @property
+    def group(self) -> int:
+        return self.heads // self.kv_heads
+
+
+@dataclass
+class KernelCounters:
+    """What ran, so that tests can assert it: a silent fallback or a plan copy too many shows here."""
+
+    calls: dict[str, int] = field(default_factory=dict)
+    """By op."""
+    decode_plans: int = 0
+    """Decode plans turned into device state ("lazy copy", ChunkAttention §3.3)."""
+    decode_tokens_read: int = 0
+    """Tokens of KV read by decode attention, summed over layers; shared ones count once."""
+    decode_bytes_read: int = 0
+    prefill_tokens_read: int = 0
+    """Likewise of prefill attention."""
+
+    def called(self, op: str) -> None:
+        self.calls[op] = self.calls.get(op, 0) + 1
+
+
+class Kernels(Protocol):
+    """One implementation of all ops, for one device. Ops of one instance run on one thread."""
+
+    name: str
+    counters: KernelCounters
+
+    def write_kv(
+        self,
+        plan: WritePlan,
+        qkv: Tensor,
+        angles: Angles | None,
+        kv_pool: Tensor,
+        layer: int,
+        spec: AttentionSpec,
+    ) -> Tensor:
+        """Split, rotate and store in one go (PagedAttention §4.3 and §5.1: fused reshape and block write).
+
+        Args:
+            plan: where each token's key and value go.
+            qkv: `[tokens, (heads + 2 * kv_heads) * head_dim]`, contiguous; queries and keys
+                are rotated in place.
+            angles: rotary factors, None: nothing is rotated.
+            kv_pool: see the module's docstring.
+            layer: index into the pool's second dimension.
+            spec: head counts.
+
+        Returns:
+            The rotated queries `[tokens, heads, head_dim]`, a view of `qkv`.
+        """
+        ...
+
+    def decode_attention(
+        self, plan: DecodePlan, q: Tensor, kv_pool: Tensor, layer: int, spec: AttentionSpec, out: Tensor
+    ) -> None:
+        """Two-phase attention of one query per row (ChunkAttention §3.2; PagedAttention §4.1 for the blocks).
+
+        Args:
+            plan: the work list, at its current `steps`.
+            q: `[rows, heads, head_dim]`, rotated.
+            out: `[rows, heads, head_dim]`, overwritten. A row without any token gets zeros.
+        """
+        ...
+
+    def prefill_attention(
+        self, plan: PrefillPlan, q: Tensor, kv_pool: Tensor, layer: int, spec: AttentionSpec, out: Tensor
+    ) -> None:
+        """Attention of new tokens over their paged context and causally among themselves.
+
+        Args:
+            plan: the work list.
+            q: `[queries, heads, head_dim]`, rotated.
+            out: `[queries, heads, head_dim]`, overwritten.
+        """
+        ...
+
+    def copy_blocks(self, kv_pool: Tensor, copies: Int32Array) -> None:
+        """Copy token ranges between blocks, all layers (PagedAttention §4.3: fused block copy).
+
+        Args:
+            copies: int32 `[n, 4]`: source block, destination block, first token, token count. No destination
+                range may be a source range of the same call.
+
+        Raises:
+            ValueError: a block or a range outside the pool.
+        """
+        ...
+
+    def gather_blocks(self, kv_pool: Tensor, blocks: Int32Array, layers: range, out: Tensor) -> None:
+        """Pack blocks' layers for tier moves.
+
+        Args:
+            out: `[n, len(layers), 2, kv_heads, chunk_size, head_dim]`, overwritten.
+        """
+        ...
+
+    def scatter_blocks(self, kv_pool: Tensor, blocks: Int32Array, layers: range, data: Tensor) -> None:
+        """The reverse of `gather_blocks`; `blocks` are distinct."""
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """`x / sqrt(mean(x²) + eps) * weight` over the last dimension; statistics in at least float32."""
+        ...
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Add `x` into `residual` (in place) and return its `rms_norm`."""
+        ...
+
+    def rotary(self, x: Tensor, angles: Angles) -> None:
+        """Rotate `x` `[tokens, heads, head_dim]` in place; dimensions from `rotary_dim` on are left alone."""
+        ...
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """`silu(gate) * up` for `[tokens, 2 * n]` holding gate, then up; returns `[tokens, n]`."""
+        ...
+
+
+def swap_halves(x: Tensor) -> Tensor:
+    """The two halves of the last dimension exchanged, as a new tensor."""
+    half = x.shape[-1] // 2
+    return torch.cat((x[..., half:], x[..., :half]), dim=-1)
+
+
+def make_angles(positions: Tensor, inverse_frequencies: Tensor, factor: float = 1.0) -> Angles:
+    """Rotary factors of positions.
+
+    Args:
+        positions: `[tokens]`, any numeric type, negative ones allowed.
+        inverse_frequencies: `[rotary_dim / 2]`; its dtype is that of the computation and of the result.
+        factor: multiplies both (attention temperature of YaRN scaling).
+    """
+    angle = positions.to(inverse_frequencies.dtype)[:, None] * inverse_frequencies
+    cos, sin = angle.cos() * factor, angle.sin() * factor
+    return Angles(torch.cat((cos, cos), dim=-1)[:, None], torch.cat((-sin, sin), dim=-1)[:, None])

@@ -1,0 +1,207 @@
+"""Work lists of one step: what attention reads, as flat int32 arrays that native kernels take as they are.
+
+An *item* is a token range of one block together with the rows (queries) that read it:
+
+      item i:  block[i], tokens [first[i], first[i] + count[i]),  key positions base[i], base[i] + 1, …
+               rows[row_indptr[i] : row_indptr[i + 1]],  shifts[same range]
+
+Shared items (more than one row) come first, then private ones: the two phases of ChunkAttention §3.2. An
+item is read once however many rows it has. Rows of one item may have different shifts (design.md, idea 5).
+
+Frame: positions are those at which keys were rotated. A row's query is rotated at `query_position`, in the
+frame of the row's open extent; `shift` says how many positions later, in that frame, an item acts. So an
+ordinary sequence, and a truncated one whose kept parts all moved alike, has shift 0 everywhere.
+
+Invariant: arrays never change after the build. Only `steps` grows: it lengthens each row's `tail_item` and
+advances its query, so a plan stays valid until a row joins, leaves or fills its block (`steps_left`), the
+"lazy copy" of ChunkAttention §3.3.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trunkline.kvstore.layout import Int32Array
+
+BoolArray = NDArray[np.bool_]
+
+
+@dataclass
+class Segments:
+    """What rows read, one entry per (row, token range of a block), ordered by row, then by position.
+
+    All arrays are int32 `[n]`. The last segment of each row is its tail, which grows with each step.
+    """
+
+    row: Int32Array
+    table_index: Int32Array
+    """Index of the block in the row's block table: what sharing runs speak of."""
+    block: Int32Array
+    first: Int32Array
+    count: Int32Array
+    base: Int32Array
+    shift: Int32Array
+
+
+@dataclass
+class DecodePlan:
+    """One query per row against its whole context. Valid for `steps` in `[0, steps_left]`."""
+
+    chunk_size: int
+    block: Int32Array
+    """`[items]`."""
+    first: Int32Array
+    """`[items]`, first token within the block."""
+    count: Int32Array
+    """`[items]`, tokens read, at `steps` 0."""
+    base: Int32Array
+    """`[items]`, position at which the first token's key was rotated."""
+    row_indptr: Int32Array
+    """`[items + 1]`."""
+    rows: Int32Array
+    """`[entries]`, ascending within an item."""
+    shifts: Int32Array
+    """`[entries]`, in positions."""
+    shared_items: int
+    """Items before this index have several rows."""
+    tail_item: Int32Array
+    """`[rows]`: the private item that grows by one token per step."""
+    query_position: Int32Array
+    """`[rows]`, at `steps` 0."""
+    steps_left: int
+    """Largest `steps` for which every tail still fits its block."""
+    steps: int = 0
+    state: object = None
+    """Private to the kernels that execute the plan (index tensors, device copies)."""
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.query_position)
+
+    @property
+    def tokens_read(self) -> int:
+        """Tokens of KV that one layer reads now: those of shared items once."""
+        return int(self.count.sum()) + self.steps * self.num_rows
+
+    def advance(self) -> None:
+        """One more token per row.
+
+        Raises:
+            ValueError: a tail is full; the plan must be rebuilt.
+        """
+        if self.steps >= self.steps_left:
+            raise ValueError(f"decode plan is valid for {self.steps_left} more steps after its build, not more")
+        self.steps += 1
+
+
+@dataclass
+class PrefillPlan:
+    """Several queries per entry, against paged context and causally among themselves.
+
+    The step's own keys are in the pool before attention runs, so context and new tokens are read alike; a
+    query at position p sees keys whose acting position (`base + i + shift`) is at most p.
+    """
+
+    chunk_size: int
+    query_indptr: Int32Array
+    """`[entries + 1]` into the queries given to `prefill_attention`."""
+    query_position: Int32Array
+    """`[queries]`."""
+    item_indptr: Int32Array
+    """`[entries + 1]` into the items."""
+    block: Int32Array
+    first: Int32Array
+    count: Int32Array
+    base: Int32Array
+    shift: Int32Array
+    state: object = None
+
+    @property
+    def num_entries(self) -> int:
+        return len(self.query_indptr) - 1
+
+
+@dataclass
+class WritePlan:
+    """Where the step's keys and values go: `slot = block * chunk_size + offset`, -1: not stored."""
+
+    chunk_size: int
+    slots: Int32Array
+    """`[tokens]`."""
+    state: object = None
+
+
+def build_decode_plan(
+    segments: Segments, query_position: Int32Array, runs: Int32Array, chunk_size: int
+) -> DecodePlan:
+    """Turn what each row reads into items, one per distinct token range within the controller's runs.
+
+    Args:
+        segments: see `Segments`; every row of the batch has at least its tail.
+        query_position: int32 `[rows]`.
+        runs: int32 `[n, 4]`, `StepPlan.runs`. A hint: where tables do not agree after all (a module used in
+            part by one row), the differing ranges become separate items, so a wrong run costs time, not text.
+        chunk_size: tokens per block.
+
+    Raises:
+        ValueError: a row without a segment, or a run outside the batch.
+    """
+    num_rows = len(query_position)
+    is_tail = np.empty(len(segments.row), dtype=bool)
+    is_tail[:-1] = segments.row[1:] != segments.row[:-1]
+    is_tail[-1:] = True
+    tails = np.flatnonzero(is_tail)
+    if len(tails) != num_rows:
+        raise ValueError(f"{num_rows} rows, but segments for {len(tails)} of them")
+    item_of, shared = _group(segments, _in_runs(segments, num_rows, runs) & ~is_tail, chunk_size)
+    order = np.argsort(item_of, kind="stable")
+    sorted_items = item_of[order]
+    starts = np.flatnonzero(np.diff(sorted_items, prepend=-1)).astype(np.int32)
+    heads = order[starts]
+    tail_count = segments.count[tails] + segments.first[tails]
+    return DecodePlan(
+        chunk_size=chunk_size,
+        block=segments.block[heads],
+        first=segments.first[heads],
+        count=segments.count[heads],
+        base=segments.base[heads],
+        row_indptr=np.append(starts, np.int32(len(order))),
+        rows=segments.row[order],
+        shifts=segments.shift[order],
+        shared_items=shared,
+        tail_item=item_of[tails].astype(np.int32),
+        query_position=query_position,
+        steps_left=int(chunk_size - tail_count.max()) if num_rows else 0,
+    )
+
+
+def _in_runs(segments: Segments, num_rows: int, runs: Int32Array) -> BoolArray:
+    """Which segments lie in a run."""
+    width = int(segments.table_index.max(initial=-1)) + 1
+    covered = np.zeros((num_rows, width), dtype=bool)
+    for row_start, row_stop, table_start, table_stop in runs.tolist():
+        if not (0 <= row_start < row_stop <= num_rows and 0 <= table_start < table_stop):
+            raise ValueError(f"run {[row_start, row_stop, table_start, table_stop]} outside {num_rows} rows")
+        covered[row_start:row_stop, table_start:table_stop] = True
+    inside: BoolArray = covered[segments.row, segments.table_index]
+    return inside
+
+
+def _group(segments: Segments, candidate: BoolArray, chunk_size: int) -> tuple[NDArray[np.int64], int]:
+    """Item number of each segment (shared items first, each kind in order of appearance) and shared items."""
+    total = len(candidate)
+    first_seen = np.arange(total, dtype=np.int64)
+    chosen = np.flatnonzero(candidate)
+    is_shared = np.zeros(total, dtype=bool)
+    if len(chosen):
+        block, first = segments.block[chosen].astype(np.int64), segments.first[chosen]
+        key = (block * chunk_size + first) * (chunk_size + 1) + segments.count[chosen]
+        _, index, inverse, counts = np.unique(key, return_index=True, return_inverse=True, return_counts=True)
+        first_seen[chosen] = chosen[index][inverse]
+        is_shared[chosen] = counts[inverse] > 1
+    rank = first_seen + np.where(is_shared, 0, total)
+    unique, item_of = np.unique(rank, return_inverse=True)
+    return item_of, int((unique < total).sum())

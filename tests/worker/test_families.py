@@ -1,0 +1,161 @@
+"""What a model folder may be, and the errors that say what it may not; no torch involved."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from worker.checkpoints import make_checkpoint
+from worker.test_equality import LAYOUTS
+
+from trunkline.worker.config import WorkerConfig, load_config
+from trunkline.worker.errors import (
+    CheckpointError,
+    ConfigError,
+    ModelError,
+    ParallelismError,
+    UnsupportedModelError,
+)
+from trunkline.worker.families import check_model, read_model_config
+from trunkline.worker.rope import inverse_frequencies
+
+
+def edit(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    raw = json.loads(path.read_text())
+    raw.update(changes)
+    path.write_text(json.dumps({key: value for key, value in raw.items() if value is not None}))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return make_checkpoint(tmp_path / "model")
+
+
+def test_a_good_model(folder: Path) -> None:
+    config = check_model(folder, 2, "bfloat16")
+    assert (config.heads, config.kv_heads, config.head_dim, config.vocab_size) == (4, 2, 8, 101)
+    assert (config.max_positions, config.tied_embeddings, config.architecture.family) == (512, False, "llama")
+    assert config.kv_block_bytes(64, 2, "bfloat16") == 2 * 2 * 1 * 64 * 8 * 2
+    check_model(folder, 4, "float32")  # fewer KV heads than ranks: replicated
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "message"),
+    [
+        ({"architectures": ["GPT7"]}, UnsupportedModelError, "GPT7; supported: LlamaForCausalLM"),
+        ({"architectures": None}, UnsupportedModelError, "none named"),
+        ({"hidden_act": "gelu"}, UnsupportedModelError, "gelu"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
+            UnsupportedModelError,
+            "'dynamic' is not supported; supported: default, linear, llama3",
+        ),
+        ({"rope_parameters": {"rope_type": "longrope"}}, UnsupportedModelError, "longrope"),
+        ({"quantization_config": {"bits": 4}}, UnsupportedModelError, "quantised"),
+        ({"num_hidden_layers": None}, ModelError, "'num_hidden_layers' is missing"),
+        ({"num_key_value_heads": 3}, ModelError, "4 attention heads cannot share 3 KV heads"),
+        ({"hidden_size": "wide"}, ModelError, "invalid literal"),
+        ({"num_hidden_layers": 3}, CheckpointError, "9 of 30 tensors are missing: model.layers.2"),
+        ({"vocab_size": 102}, CheckpointError, "[101, 32]; config.json implies [102, 32]"),
+        ({"attention_bias": True}, CheckpointError, "q_proj.bias"),
+    ],
+)
+def test_bad_configs(folder: Path, changes: dict[str, Any], kind: type[Exception], message: str) -> None:
+    edit(folder, **changes)
+    with pytest.raises(kind) as error:
+        check_model(folder, 1, "float32")
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("tp", [3, 5, 8, 0])
+def test_what_cannot_be_split(folder: Path, tp: int) -> None:
+    with pytest.raises(ParallelismError) as error:
+        check_model(folder, tp, "float32")
+    if tp:
+        assert "4 attention heads" in str(error.value)
+        assert "possible for this model: 1, 2, 4" in str(error.value)
+
+
+def test_bad_files(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="int8"):
+        check_model(folder, 1, "int8")
+    weights = folder / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-100])
+    with pytest.raises(CheckpointError, match="cut off"):
+        check_model(folder, 1, "float32")
+    for start in (b"", b"version https://git-lfs.github.com/spec/v1", (2).to_bytes(8, "little") + b"[]"):
+        weights.write_bytes(start)
+        with pytest.raises(CheckpointError, match=r"not a whole|malformed"):
+            check_model(folder, 1, "float32")
+    weights.unlink()
+    with pytest.raises(CheckpointError, match="neither"):
+        check_model(folder, 1, "float32")
+    with pytest.raises(ModelError, match="not a model folder"):
+        check_model(tmp_path / "nowhere", 1, "float32")
+    (folder / "config.json").write_text("{")
+    with pytest.raises(ModelError, match="not valid JSON"):
+        check_model(folder, 1, "float32")
+    sharded = make_checkpoint(tmp_path / "sharded", shard_size="20KB")
+    check_model(sharded, 1, "float32")
+    sorted(sharded.glob("*.safetensors"))[1].unlink()
+    with pytest.raises(CheckpointError, match=r"1 of \d+ weight files are missing: model-00002"):
+        check_model(sharded, 1, "float32")
+
+
+@pytest.mark.parametrize("name", ["gqa", "linear-rope", "llama3-rope", "yarn-rope"])
+def test_inverse_frequencies_equal_transformers(name: str, tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / name, **LAYOUTS[name])
+    rope = read_model_config(folder).rope
+    if rope.kind == "default":
+        expected, factor = 1.0 / 10000.0 ** (torch.arange(0, 8, 2).float() / 8), 1.0
+    else:
+        config = LlamaConfig.from_pretrained(folder)
+        expected, factor = ROPE_INIT_FUNCTIONS[rope.kind](config, torch.device("cpu"))
+    torch.testing.assert_close(inverse_frequencies(rope, 8), expected, rtol=1e-6, atol=0)
+    assert rope.attention_factor == pytest.approx(factor)
+
+
+def test_older_rope_form(folder: Path) -> None:
+    edit(folder, rope_parameters=None, rope_theta=777.0, rope_scaling={"type": "linear", "factor": 2.0})
+    rope = read_model_config(folder).rope
+    assert (rope.kind, rope.factor, rope.theta) == ("linear", 2.0, 777.0)
+
+
+def test_preflight_needs_no_torch(folder: Path) -> None:
+    code = (
+        "import sys, pathlib; from trunkline.worker.families import check_model;"
+        f"check_model(pathlib.Path({str(folder)!r}), 1, 'float32'); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_worker_config(tmp_path: Path) -> None:
+    good = {"model": "m", "plan_endpoint": "ipc://a", "report_endpoint": "ipc://b", "pool_blocks": 9}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(good))
+    assert load_config(path) == WorkerConfig(**good)  # type: ignore[arg-type]
+    for change, message in (
+        ({"rank": 1}, r"rank is 1; it must be in \[0, 1\)"),
+        ({"tp": 2}, "need a rendezvous"),
+        ({"device": "tpu"}, "allowed: cpu, cuda"),
+        ({"dtype": "int8"}, "allowed: float32"),
+        ({"chunk_size": 0}, "1 to 1024 tokens"),
+        ({"pool_blocks": 0}, "pool_blocks or kv_memory_bytes"),
+        ({"threads": 0}, "threads is 0"),
+        ({"colour": "red"}, "colour"),
+        ({"model": 3}, "Expected `str`"),
+    ):
+        path.write_text(json.dumps({**good, **change}))
+        with pytest.raises(ConfigError, match=message):
+            load_config(path)
+    with pytest.raises(ConfigError, match="No such file"):
+        load_config(tmp_path / "none.json")

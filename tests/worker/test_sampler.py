@@ -1,0 +1,197 @@
+"""Sampling: noise, distribution, penalties, limits, log-probabilities, independence of the batch."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from trunkline.kvstore.layout import pack_int32, unpack_int32
+from trunkline.worker.messages import Join, Sampling
+from trunkline.worker.noise import gumbel, token_keys
+from trunkline.worker.sampler import Sampler, first_argmax, is_plain_greedy
+from trunkline.worker.sequences import Sequence
+
+V = 50
+
+
+def sequence(prompt: list[int], output: list[int], **sampling: Any) -> Sequence:
+    join = Join(1, pack_int32(prompt + output), 0, len(prompt), pack_int32([0]), Sampling(**sampling))
+    return Sequence(join)
+
+
+def draw(logits: Tensor, samples: list[Sequence]) -> list[int]:
+    sampler = Sampler(logits.shape[1], torch.device("cpu"))
+    ids, _ = sampler.sample(logits.clone(), samples, changed=True)
+    found: list[int] = ids.tolist()
+    return found
+
+
+def test_noise_is_a_function_of_seed_index_and_token() -> None:
+    seeds, index = torch.tensor([5, -1, 5]), torch.tensor([0, 3, 1])
+    noise = gumbel(seeds, index, token_keys(torch.arange(V)))
+    alone = gumbel(seeds[1:2], index[1:2], token_keys(torch.tensor([[7, 3]])))
+    assert torch.equal(alone[0], noise[1, [7, 3]])
+    assert not torch.equal(noise[0], noise[2])
+    # Against plain integers: streams must go on with the same noise in another version, on another machine.
+    for row, token in ((0, 0), (1, 7), (2, 49)):
+        expected = plain_gumbel(int(seeds[row]), int(index[row]), token)
+        assert float(noise[row, token]) == pytest.approx(expected, rel=1e-12)
+
+
+def plain_gumbel(seed: int, index: int, token: int) -> float:
+    def mix(x: int) -> int:
+        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) % 2**64
+        return x ^ (x >> 31)
+
+    golden = 0x9E3779B97F4A7C15
+    row = mix((mix(seed % 2**64) + (index + 1) * golden) % 2**64)
+    bits = mix(row ^ mix((token + 1) * golden % 2**64)) >> 11
+    return -math.log(-math.log((bits + 0.5) / 2**53))
+
+
+def test_noise_statistics() -> None:
+    """Mean and variance of Gumbel noise, and no correlation along seeds, indices or tokens."""
+    keys = token_keys(torch.arange(1000))
+    steps = gumbel(torch.full((300,), 42), torch.arange(300), keys)
+    seeds = gumbel(torch.arange(300), torch.zeros(300, dtype=torch.int64), keys)
+    for noise in (steps, seeds):
+        uniform = torch.exp(-torch.exp(-noise))
+        counts = torch.histc(uniform, bins=100, min=0, max=1)
+        chi_square = float(((counts - 3000) ** 2 / 3000).sum())
+        assert 50 < chi_square < 160, "99 degrees of freedom"
+        assert float(noise.mean()) == pytest.approx(0.5772, abs=0.01)
+        assert float(noise.var()) == pytest.approx(math.pi**2 / 6, abs=0.03)
+        for a, b in ((uniform[1:], uniform[:-1]), (uniform[:, 1:], uniform[:, :-1])):
+            correlation = np.corrcoef(a.flatten().numpy(), b.flatten().numpy())[0, 1]
+            assert abs(correlation) < 0.01
+
+
+def test_distribution_follows_the_softmax() -> None:
+    logits = torch.randn(1, V, generator=torch.Generator().manual_seed(1)) * 1.5
+    draws = 20_000
+    sampler = Sampler(V, torch.device("cpu"))
+    rows = [sequence([1], [], temperature=0.8, seed=seed) for seed in range(draws)]
+    ids, _ = sampler.sample(logits.repeat(draws, 1), rows, changed=True)
+    expected = (logits[0] / 0.8).softmax(-1) * draws
+    found = torch.bincount(ids, minlength=V)
+    large = expected > 20
+    chi_square = float(((found - expected) ** 2 / expected)[large].sum())
+    freedom = int(large.sum()) - 1
+    assert chi_square < freedom + 4 * math.sqrt(2 * freedom)
+
+
+def test_rows_do_not_influence_each_other() -> None:
+    torch.manual_seed(3)
+    variants: list[dict[str, Any]] = [
+        {"temperature": 0},
+        {"temperature": 1.0, "seed": 2**64 - 1},
+        {"temperature": 0.7, "seed": 4, "top_k": 5},
+        {"temperature": 1.3, "seed": 5, "top_p": 0.6},
+        {"temperature": 1.3, "seed": 5, "min_p": 0.2},
+        {"temperature": 1.0, "seed": 6, "repetition_penalty": 1.4, "presence_penalty": 0.5},
+        {"temperature": 0, "frequency_penalty": 1.0, "logit_bias": {3: 9.0}},
+    ]
+    rows = [sequence([1, 2, 3], [4, 4], **variant) for variant in variants]
+    logits = torch.randn(len(rows), V)
+    together = draw(logits, rows)
+    for i, row in enumerate(rows):
+        assert draw(logits[i : i + 1], [row]) == together[i : i + 1], variants[i]
+    order = torch.randperm(len(rows)).tolist()
+    assert draw(logits[order], [rows[i] for i in order]) == [together[i] for i in order]
+
+
+def test_ties_take_the_lowest_id() -> None:
+    logits = torch.zeros(3, V)
+    logits[1, [9, 30]] = 2.0
+    logits[2] = float("nan")
+    assert first_argmax(logits).tolist() == [0, 9, 0]
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [{"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.3}, {"top_k": 10, "top_p": 0.8, "min_p": 0.05}, {"top_p": 0.0}],
+)
+def test_limits_allow_exactly_the_right_tokens(limits: dict[str, Any]) -> None:
+    logits = torch.randn(1, V, generator=torch.Generator().manual_seed(2)) * 2
+    order = sorted(range(V), key=lambda token: -float(logits[0, token]))
+    order = order[: limits.get("top_k", V)]
+    probs = logits[0, order].double().softmax(-1).tolist()
+    allowed: list[int] = []
+    mass = 0.0
+    for token, prob in zip(order, probs, strict=True):
+        if allowed and (mass >= limits.get("top_p", 1.0) or prob < limits.get("min_p", 0.0) * probs[0]):
+            break
+        allowed.append(token)
+        mass += prob
+    rows = [sequence([1], [], temperature=1.0, seed=seed, **limits) for seed in range(4000)]
+    drawn = draw(logits.repeat(4000, 1), rows)
+    assert set(drawn) <= set(allowed)
+    if len(allowed) <= 5:
+        assert set(drawn) == set(allowed)
+
+
+def test_penalties_and_bias_against_a_naive_version_over_steps() -> None:
+    torch.manual_seed(4)
+    rows = [
+        sequence([1, 2, 3, 3], [4], temperature=0, logprobs=V, repetition_penalty=1.7),
+        sequence([1, 2], [7, 7, 8], temperature=0, logprobs=V, presence_penalty=0.9, frequency_penalty=0.4),
+        sequence([5], [], temperature=0, logprobs=V, logit_bias={11: 3.0, 5: -100.0, 999: 1.0}),
+        sequence([6], [], temperature=0),
+    ]
+    sampler = Sampler(V, torch.device("cpu"))
+    for step in range(6):
+        logits = torch.randn(4, V) * 2
+        expected = torch.stack([naive(logits[i].double(), row) for i, row in enumerate(rows)])
+        ids, reports = sampler.sample(logits.float(), rows, changed=step == 0)
+        assert ids.tolist() == expected.argmax(-1).tolist()
+        assert reports is not None
+        assert sorted(reports) == [0, 1, 2]
+        for i, report in reports.items():
+            log_probs = expected[i].log_softmax(-1)
+            token = int(ids[i])
+            assert report.token_logprob == pytest.approx(float(log_probs[token]), abs=1e-5)
+            tops = unpack_int32(report.top_ids).tolist()
+            values = np.frombuffer(report.top_logprobs, dtype="<f4")
+            assert tops[0] == token
+            np.testing.assert_allclose(values, log_probs[tops].numpy(), atol=1e-5)
+            assert (np.diff(values) <= 0).all()
+        for row, token in zip(rows, ids.tolist(), strict=True):
+            row.append(token)
+
+
+def naive(logits: Tensor, row: Sequence) -> Tensor:
+    """One row, token by token."""
+    p, tokens = row.sampling, list(row.tokens)
+    output = tokens[row.prompt_len :]
+    result = logits.clone()
+    for token, bias in p.logit_bias.items():
+        if token < V:
+            result[token] += bias
+    for token in set(tokens):
+        value = float(result[token])
+        result[token] = value / p.repetition_penalty if value > 0 else value * p.repetition_penalty
+    for token in set(output):
+        result[token] -= p.frequency_penalty * output.count(token) + p.presence_penalty
+    return result
+
+
+def test_logprobs_zero_reports_only_the_sampled_token() -> None:
+    sampler = Sampler(V, torch.device("cpu"))
+    row = sequence([1], [], temperature=1.0, seed=1, logprobs=0)
+    logits = torch.randn(1, V)
+    ids, reports = sampler.sample(logits.clone(), [row], changed=True)
+    assert reports is not None
+    assert reports[0].top_ids == b""
+    assert reports[0].token_logprob == pytest.approx(float(logits[0].log_softmax(-1)[ids[0]]), abs=1e-5)
+
+
+def test_plain_greedy_is_recognised() -> None:
+    assert is_plain_greedy([sequence([1], [], temperature=0)])
+    for other in ({"temperature": 1.0}, {"logprobs": 0}, {"logit_bias": {1: 1.0}}, {"presence_penalty": 1.0}):
+        assert not is_plain_greedy([sequence([1], [], **{"temperature": 0, **other})])

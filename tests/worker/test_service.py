@@ -1,0 +1,219 @@
+"""The worker as a process, with a stand-in for the controller on real sockets."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import psutil
+import pytest
+import zmq
+from worker.checkpoints import make_checkpoint
+from worker.driver import run_config
+
+from trunkline.controller.messages import LoadProgress, StepResult, WorkerFailed, WorkerReady, WorkerReport
+from trunkline.kvstore.layout import pack_int32, unpack_int32
+from trunkline.worker.messages import PLAN_TOPIC, Join, Sampling, Shutdown, StepPlan, WorkerMessage, rank_topic
+
+Report = TypeVar("Report", bound=WorkerReport)
+
+
+class FakeController:
+    """Binds the two sockets of a controller."""
+
+    def __init__(self, folder: Path) -> None:
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.plans = self.context.socket(zmq.XPUB)
+        self.plans.bind(f"ipc://{folder}/plans")
+        self.reports = self.context.socket(zmq.PULL)
+        self.reports.bind(f"ipc://{folder}/reports")
+        self._decoder: msgspec.msgpack.Decoder[WorkerReport] = msgspec.msgpack.Decoder(WorkerReport)
+
+    def send(self, message: WorkerMessage) -> None:
+        self.plans.send_multipart([PLAN_TOPIC, msgspec.msgpack.encode(message)])
+
+    def receive(self, timeout_s: float = 30) -> WorkerReport:
+        assert self.reports.poll(int(timeout_s * 1000)), "no report in time"
+        return self._decoder.decode(self.reports.recv())
+
+    def wait_for(self, kind: type[Report], count: int = 1) -> list[Report]:
+        found: list[Report] = []
+        while len(found) < count:
+            report = self.receive()
+            if isinstance(report, kind):
+                found.append(report)
+        return found
+
+    def wait_for_ranks(self, tp: int) -> None:
+        """Every rank's subscription, then its readiness."""
+        seen: set[bytes] = set()
+        while not seen >= {b"\x01" + rank_topic(rank) for rank in range(tp)}:
+            assert self.plans.poll(30_000)
+            seen.add(self.plans.recv())
+        ready: dict[int, WorkerReady] = {}
+        while len(ready) < tp:
+            report = self.wait_for(WorkerReady)[0]
+            ready[report.rank] = report
+
+    def close(self) -> None:
+        self.context.destroy(linger=0)
+
+
+class Setup:
+    """A folder with a checkpoint, a controller and processes that are all gone at the end."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self.folder = folder
+        self.model = make_checkpoint(folder / "model")
+        self._stack = stack
+
+    def controller(self) -> FakeController:
+        controller = FakeController(self.folder)
+        self._stack.callback(controller.close)
+        return controller
+
+    def start(self, rank: int = 0, tp: int = 1) -> subprocess.Popen[bytes]:
+        config = run_config(
+            self.model,
+            rank=rank,
+            tp=tp,
+            plan_endpoint=f"ipc://{self.folder}/plans",
+            report_endpoint=f"ipc://{self.folder}/reports",
+            rendezvous=f"file://{self.folder}/rendezvous" if tp > 1 else "",
+            parent_pid=os.getpid(),
+        )
+        path = self.folder / f"rank-{rank}.json"
+        path.write_bytes(msgspec.json.encode(config))
+        process = subprocess.Popen([sys.executable, "-m", "trunkline.worker", "--config", str(path)])
+        self._stack.callback(process.wait)
+        self._stack.callback(process.kill)
+        return process
+
+
+@pytest.fixture
+def setup(tmp_path: Path) -> Iterator[Setup]:
+    with ExitStack() as stack:
+        yield Setup(tmp_path, stack)
+
+
+def first_plan() -> StepPlan:
+    tokens = list(range(1, 12))
+    join = Join(1, pack_int32(tokens), 0, len(tokens), pack_int32([3, 1]), Sampling(temperature=0))
+    return StepPlan(1, 1, joins=[join], prefill=pack_int32([1, 0, len(tokens), 0, 1]))
+
+
+def test_late_controller_steps_and_shutdown(setup: Setup) -> None:
+    process = setup.start()
+    time.sleep(1.0)  # the worker's connections fail and are retried
+    controller = setup.controller()
+    assert isinstance(controller.receive(), LoadProgress)
+    controller.wait_for_ranks(1)
+    ready = controller.wait_for(WorkerReady)[0]  # repeated until the first plan
+    assert (ready.rank, ready.epoch, ready.pid, ready.num_blocks) == (0, 1, process.pid, 64)
+    assert ready.block_bytes == 2 * 2 * 2 * 8 * 8 * 4
+    controller.send(first_plan())
+    controller.send(StepPlan(2, 1, rows=pack_int32([1]), runs=b""))
+    controller.send(StepPlan(3, 1))
+    controller.send(StepPlan(4, 1, leaves=pack_int32([1]), rows=b"", runs=b""))
+    results = controller.wait_for(StepResult, 4)
+    assert [result.step for result in results] == [1, 2, 3, 4]
+    assert [len(unpack_int32(result.tokens)) for result in results] == [1, 1, 1, 0]
+    controller.send(Shutdown())
+    assert process.wait(timeout=10) == 0
+
+
+def test_idle_costs_nothing_and_signals(setup: Setup) -> None:
+    controller = setup.controller()
+    process = setup.start()
+    controller.wait_for_ranks(1)
+    controller.send(first_plan())
+    controller.wait_for(StepResult)
+    watched = psutil.Process(process.pid)
+    before = watched.cpu_times()
+    time.sleep(2.0)
+    after = watched.cpu_times()
+    used_s = after.user + after.system - before.user - before.system
+    assert used_s <= 0.02, "clock ticks of 10 ms: two at most in 2 s"
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.2)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=5) == 0
+
+
+@pytest.mark.parametrize(
+    ("plan", "reason"),
+    [
+        (StepPlan(3, 1), "lost"),
+        (b"\xc1 not msgpack", "undecodable"),
+    ],
+)
+def test_bad_plan_is_reported_and_ends_the_rank(plan: StepPlan | bytes, reason: str, setup: Setup) -> None:
+    controller = setup.controller()
+    process = setup.start()
+    controller.wait_for_ranks(1)
+    if isinstance(plan, bytes):
+        controller.plans.send_multipart([PLAN_TOPIC, plan])
+    else:
+        controller.send(plan)
+    failed = controller.wait_for(WorkerFailed)[0]
+    assert failed.rank == 0
+    assert reason in failed.reason
+    assert process.wait(timeout=5) == 1
+
+
+def test_controller_death_ends_idle_rank(setup: Setup) -> None:
+    controller = setup.controller()
+    process = setup.start()
+    controller.wait_for_ranks(1)
+    controller.close()
+    started = time.monotonic()
+    assert process.wait(timeout=5) == 1
+    assert time.monotonic() - started < 1.5
+
+
+def test_peer_death_is_reported(setup: Setup) -> None:
+    controller = setup.controller()
+    ranks = [setup.start(rank, tp=2) for rank in range(2)]
+    controller.wait_for_ranks(2)
+    controller.send(first_plan())
+    controller.wait_for(StepResult)
+    ranks[1].kill()
+    controller.send(StepPlan(2, 1, rows=pack_int32([1]), runs=b""))
+    assert controller.wait_for(WorkerFailed)[0].rank == 0
+    assert ranks[0].wait(timeout=5) == 1
+
+
+def test_controller_death_ends_a_rank_blocked_in_a_collective(setup: Setup) -> None:
+    controller = setup.controller()
+    ranks = [setup.start(rank, tp=2) for rank in range(2)]
+    controller.wait_for_ranks(2)
+    ranks[1].send_signal(signal.SIGSTOP)  # alive, so that its peer waits for it
+    controller.send(first_plan())
+    time.sleep(0.5)
+    controller.close()
+    assert ranks[0].wait(timeout=3) == 1
+
+
+def test_bad_model_and_bad_config_are_reported(setup: Setup) -> None:
+    controller = setup.controller()
+    (setup.model / "model.safetensors").unlink()
+    process = setup.start()
+    assert "safetensors" in controller.wait_for(WorkerFailed)[0].reason
+    assert process.wait(timeout=10) == 1
+    path = setup.folder / "bad.json"
+    path.write_text(json.dumps({"model": "x", "plan_endpoint": "", "report_endpoint": "", "tp": 0}))
+    done = subprocess.run(
+        [sys.executable, "-m", "trunkline.worker", "--config", str(path)], capture_output=True, check=False
+    )
+    assert done.returncode == 2
+    assert b"tp is 0" in done.stderr

@@ -1,0 +1,61 @@
+"""`python -m trunkline.worker --config FILE.json`: one rank."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+from trunkline.deploy.process import enter_role
+from trunkline.worker.config import load_config
+from trunkline.worker.errors import ConfigError
+from trunkline.worker.runner import Runner
+from trunkline.worker.service import serve
+
+
+def main() -> int:
+    """Returns the exit code: 0 after an orderly shutdown, 1 after a failure, 2 for a bad configuration."""
+    parser = argparse.ArgumentParser(prog="trunkline.worker", description="One tensor-parallel rank.")
+    parser.add_argument("--config", type=Path, required=True, help="JSON file with a WorkerConfig")
+    try:
+        config = load_config(parser.parse_args().config)
+    except ConfigError as error:
+        print(f"trunkline.worker: {error}", file=sys.stderr)
+        return 2
+    # Ctrl-C reaches the whole terminal group; the supervisor decides in which order its children leave.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _leave_on_sigterm()
+    enter_role(
+        f"worker {config.group} rank {config.rank}", parent_pid=config.parent_pid, log_level=config.log_level
+    )
+    code = serve(config, Runner.load)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not `sys.exit`: at interpreter shutdown a collective's threads may wait for peers that are gone.
+    os._exit(code)
+
+
+def _leave_on_sigterm() -> None:
+    """Exit code 0 at SIGTERM, at once: a rank keeps nothing on disk, and peers notice by their connections.
+
+    A thread leaves, because a Python handler would not run while the main thread is inside a collective; the
+    interpreter's own handler, which always runs, wakes it through a pipe.
+    """
+    signal.signal(signal.SIGTERM, lambda _signal, _frame: None)
+    wake_read, wake_write = os.pipe()
+    os.set_blocking(wake_write, False)
+    signal.set_wakeup_fd(wake_write)
+
+    def wait() -> None:
+        while signal.SIGTERM not in os.read(wake_read, 1):
+            pass
+        os._exit(0)
+
+    threading.Thread(target=wait, name="sigterm", daemon=True).start()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+"""Configuration of one rank: a JSON file that whoever starts the rank writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from trunkline.worker.errors import ConfigError
+
+DTYPES: Final = ("float32", "bfloat16", "float16")
+DEVICES: Final = ("cpu", "cuda")
+
+
+class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything a rank must know before it starts; nothing is read from the environment."""
+
+    model: str
+    """Folder of a Hugging Face checkpoint: config.json and safetensors."""
+    plan_endpoint: str
+    """ZeroMQ endpoint of the controller's XPUB socket, to connect to."""
+    report_endpoint: str
+    """ZeroMQ endpoint of the controller's PULL socket, to connect to."""
+    rank: int = 0
+    tp: int = 1
+    """Ranks in the group."""
+    group: str = "group-0"
+    """Name of the group, for titles and logs."""
+    device: str = "cpu"
+    dtype: str = "float32"
+    """Of weights, activations and KV. Float32 by default: greedy output then does not depend on caching."""
+    kernels: str = "auto"
+    chunk_size: int = 64
+    """Tokens per block; the controller's value."""
+    pool_blocks: int = 0
+    """Blocks of the KV pool; 0: from `kv_memory_bytes`, or on a GPU from free memory."""
+    kv_memory_bytes: int = 0
+    """Memory of the KV pool if `pool_blocks` is 0; 0 on a GPU: 90 % of what is free after loading."""
+    max_context: int = 0
+    """Longest sequence in tokens; 0: the model's own limit."""
+    rendezvous: str = ""
+    """`init_method` of torch.distributed, such as `tcp://127.0.0.1:29500`; needed for collectives."""
+    force_collectives: bool = False
+    """Run collectives even if `tp` is 1, to test them on one GPU."""
+    threads: int = 1
+    """Compute threads of this rank: its share of the cores."""
+    epoch: int = 1
+    """Of the group; plans of another epoch are refused."""
+    log_level: str = "info"
+    parent_pid: int = 0
+    """Process to die with; 0: none."""
+
+    def validate(self) -> None:
+        """One sentence per rule.
+
+        Raises:
+            ConfigError: naming the field, its value and what is allowed.
+        """
+        rules = (
+            (self.tp >= 1, f"tp is {self.tp}; it must be at least 1"),
+            (0 <= self.rank < self.tp, f"rank is {self.rank}; it must be in [0, {self.tp})"),
+            (self.device in DEVICES, f"device is {self.device!r}; allowed: {', '.join(DEVICES)}"),
+            (self.dtype in DTYPES, f"dtype is {self.dtype!r}; allowed: {', '.join(DTYPES)}"),
+            (
+                1 <= self.chunk_size <= 1024,
+                f"chunk_size is {self.chunk_size}; allowed are 1 to 1024 tokens",
+            ),
+            (self.pool_blocks >= 0, f"pool_blocks is {self.pool_blocks}; it must not be negative"),
+            (
+                self.pool_blocks > 0 or self.kv_memory_bytes > 0 or self.device == "cuda",
+                "on a CPU, pool_blocks or kv_memory_bytes must be given",
+            ),
+            (self.max_context >= 0, f"max_context is {self.max_context}; it must not be negative"),
+            (self.threads >= 1, f"threads is {self.threads}; it must be at least 1"),
+            (
+                bool(self.rendezvous) or (self.tp == 1 and not self.force_collectives),
+                f"tp is {self.tp}; collectives need a rendezvous address",
+            ),
+        )
+        for holds, sentence in rules:
+            if not holds:
+                raise ConfigError(sentence)
+
+
+def load_config(path: Path) -> WorkerConfig:
+    """Read and validate a configuration.
+
+    Raises:
+        ConfigError: unreadable file, unknown or missing field, wrong type, forbidden value.
+    """
+    try:
+        config = msgspec.json.decode(path.read_bytes(), type=WorkerConfig)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+    config.validate()
+    return config

@@ -1,0 +1,31 @@
+"""The worker's exceptions, and the configuration's. One tree; messages say what was given, what is allowed."""
+
+from __future__ import annotations
+
+
+class WorkerError(Exception):
+    """Anything that makes a rank stop or refuse to start."""
+
+
+class ConfigError(WorkerError):
+    """A `WorkerConfig` that cannot work."""
+
+
+class PlanError(WorkerError):
+    """A step plan that does not fit the worker's state: lost, malformed or out of range."""
+
+
+class ModelError(WorkerError):
+    """A model folder that cannot be served as asked."""
+
+
+class UnsupportedModelError(ModelError):
+    """An architecture or a feature of one that no decoder here implements."""
+
+
+class ParallelismError(ModelError):
+    """The model cannot be split over this many ranks."""
+
+
+class CheckpointError(ModelError):
+    """Weights that are missing, cut off or of the wrong shape."""

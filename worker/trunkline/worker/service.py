@@ -1,0 +1,198 @@
+"""The shell around `Runner`: ZeroMQ in, ZeroMQ out, and noticing who died.
+
+      main thread      SUB: plans ──► Runner.execute ──► PUSH: results (rank 0)
+      watchdog thread  monitors the SUB connection; if the controller is gone, makes the process leave
+
+Idle means blocked in a poll: a rank that waits costs nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+
+import msgspec
+import structlog
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from trunkline.controller.messages import LoadProgress, WorkerFailed, WorkerReady, WorkerReport
+from trunkline.worker.config import WorkerConfig
+from trunkline.worker.errors import PlanError
+from trunkline.worker.messages import PLAN_TOPIC, Shutdown, StepPlan, WorkerMessage, rank_topic
+from trunkline.worker.runner import Runner
+
+_READY_EVERY_S: Final = 1.0
+"""Readiness is repeated until the first plan: a controller may start late, or restart before it sends one."""
+_POLL_MS: Final = 250
+"""How long the idle main thread sleeps at most before it looks whether the controller is gone."""
+_LEAVE_WITHIN_S: Final = 0.7
+"""Time that the main thread has to leave by itself once the controller is gone."""
+_LINGER_MS: Final = 500
+_HEARTBEAT_MS: Final = 1000
+"""Over TCP a dead host closes nothing: silence is the only sign."""
+
+log = structlog.get_logger()
+
+
+class Link:
+    """A rank's two sockets. Reports may be sent from the main thread only."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[WorkerMessage] = msgspec.msgpack.Decoder(WorkerMessage)
+        self._plans = self._context.socket(zmq.SUB)
+        # A dropped plan would stop the group, so the queue has no limit; the controller keeps it short.
+        self._plans.set(zmq.RCVHWM, 0)
+        if config.plan_endpoint.startswith("tcp:"):
+            self._plans.set(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+            self._plans.set(zmq.HEARTBEAT_TIMEOUT, 2 * _HEARTBEAT_MS)
+        self.monitor = self._plans.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED
+        )
+        self._reports = self._context.socket(zmq.PUSH)
+        self._reports.set(zmq.LINGER, _LINGER_MS)
+        self._plans.connect(config.plan_endpoint)
+        self._reports.connect(config.report_endpoint)
+        # In this order: the controller counts a rank in by its own topic, and by then plans reach it.
+        self._plans.subscribe(PLAN_TOPIC)
+        self._plans.subscribe(rank_topic(config.rank))
+
+    def report(self, message: WorkerReport) -> None:
+        """Send, waiting for the controller if it is slow."""
+        self._reports.send(self._encoder.encode(message))
+
+    def offer(self, message: WorkerReport) -> None:
+        """Send unless too much is waiting already: for messages that are repeated or only informative."""
+        try:
+            self._reports.send(self._encoder.encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            log.warning("report dropped: the controller takes none", message=type(message).__name__)
+
+    def receive(self, timeout_ms: int) -> WorkerMessage | None:
+        """The next message, None if there is none within `timeout_ms`.
+
+        Raises:
+            PlanError: something that is not a message of this protocol.
+        """
+        if not self._plans.poll(timeout_ms):
+            return None
+        frames = self._plans.recv_multipart()
+        try:
+            return self._decoder.decode(frames[-1])
+        except msgspec.MsgspecError as error:
+            raise PlanError(f"undecodable plan of {len(frames[-1])} bytes: {error}") from error
+
+    def stop_monitor(self) -> None:
+        """The monitor socket gets its last event."""
+        self._plans.disable_monitor()
+
+    def close(self) -> None:
+        """Close, giving the last report a moment to leave. The monitor socket must be closed before."""
+        self._plans.close(linger=0)
+        self._reports.close(linger=_LINGER_MS)
+        self._context.term()
+
+
+class Watchdog:
+    """Notices that the controller is gone, and makes sure that the process then leaves."""
+
+    def __init__(self, monitor: zmq.Socket[bytes]) -> None:
+        self.controller_gone = threading.Event()
+        self._monitor = monitor
+        self._left = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, link: Link) -> None:
+        """The main thread has left its loop."""
+        self._left.set()
+        link.stop_monitor()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        try:
+            if not self._controller_leaves():
+                return
+            self.controller_gone.set()
+            if not self._left.wait(_LEAVE_WITHIN_S):
+                # The main thread is in a long step or blocked in a collective whose peer has died as well;
+                # no Python exception can reach it there.
+                os._exit(1)
+        finally:
+            self._monitor.close(linger=0)  # by the thread that used it: sockets are not thread-safe
+
+    def _controller_leaves(self) -> bool:
+        """Waits; False if the main thread left first."""
+        connected = False
+        while True:
+            event = recv_monitor_message(self._monitor)["event"]
+            if event == zmq.EVENT_MONITOR_STOPPED:
+                return False
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                connected = True
+            elif connected:
+                return True
+
+
+def serve(config: WorkerConfig, load: Callable[[WorkerConfig, Callable[[str, float], None]], Runner]) -> int:
+    """Run a rank until it is told to leave; returns the exit code.
+
+    Args:
+        load: `Runner.load`.
+
+    A failure of any kind is reported as `WorkerFailed`, and the exit code is 1.
+    """
+    link = Link(config)
+    watchdog = Watchdog(link.monitor)
+    watchdog.start()
+    try:
+        runner = load(config, _progress(config, link, watchdog))
+        return _loop(config, link, watchdog, runner)
+    except Exception as error:  # whatever it is, the controller must hear of it
+        log.error("rank failed", error=str(error), exc_info=True)
+        link.offer(WorkerFailed(config.rank, f"{type(error).__name__}: {error}"))
+        return 1
+    finally:
+        watchdog.stop(link)
+        link.close()
+
+
+def _progress(config: WorkerConfig, link: Link, watchdog: Watchdog) -> Callable[[str, float], None]:
+    def progress(stage: str, fraction: float) -> None:
+        if watchdog.controller_gone.is_set():
+            raise ConnectionError("the controller left while this rank was loading")
+        link.offer(LoadProgress(config.rank, stage, fraction))
+
+    return progress
+
+
+def _loop(config: WorkerConfig, link: Link, watchdog: Watchdog, runner: Runner) -> int:
+    ready = WorkerReady(
+        config.rank, config.epoch, os.getpid(), runner.num_blocks, runner.block_bytes, config.device
+    )
+    log.info("ready", blocks=runner.num_blocks, block_bytes=runner.block_bytes, device=config.device)
+    started, next_ready = False, 0.0
+    while True:
+        now = time.monotonic()
+        if not started and now >= next_ready:
+            link.offer(ready)
+            next_ready = now + _READY_EVERY_S
+        message = link.receive(_POLL_MS)
+        if isinstance(message, StepPlan):
+            started = True
+            result = runner.execute(message)
+            if result is not None:
+                link.report(result)
+        elif isinstance(message, Shutdown):
+            log.info("shutting down")
+            return 0
+        elif watchdog.controller_gone.is_set():
+            log.error("the controller is gone")
+            return 1
