@@ -75,6 +75,7 @@ class Ranks(threading.Thread):
         message = msgspec.msgpack.decode(payload, type=WorkerMessage)
         if isinstance(message, Shutdown):
             self.shut_down.set()
+            self.leave.set()
             return
         self.steps_seen[rank] += 1
         assert message.step == self.steps_seen[rank], "a rank missed a step"

@@ -7,6 +7,9 @@ has said `WorkerReady`; the plan socket never drops, and at most two steps are u
 
 from __future__ import annotations
 
+import time
+from contextlib import suppress
+
 import msgspec
 import zmq
 
@@ -75,9 +78,15 @@ class WorkerGroup:
         except zmq.Again:
             raise GroupLostError("a rank takes no more step plans") from None
 
-    def shut_down(self) -> None:
-        """Ask all ranks to leave after the steps they have."""
+    def shut_down(self, seconds_max: float = 5.0) -> None:
+        """Ask all ranks to leave after the steps they have, and wait for them: a rank whose connection
+        closes first would take that for our death."""
         self.plans.send_multipart([PLAN_TOPIC, self._encoder.encode(Shutdown())], zmq.NOBLOCK)
+        deadline = time.monotonic() + seconds_max
+        while self._present and (left := deadline - time.monotonic()) > 0:
+            self.plans.poll(int(left * 1000) + 1)
+            with suppress(GroupLostError):
+                self.membership_events()
 
     def membership_events(self) -> None:
         """Read subscriptions and their ends.
