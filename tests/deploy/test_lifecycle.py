@@ -128,6 +128,24 @@ def test_a_death_while_draining_cuts_the_drain_short() -> None:
     assert life.exit_code == 1
 
 
+def test_after_the_drain_a_worker_that_stumbles_is_worth_a_warning_only() -> None:
+    life = serving()
+    life.stop_requested(0.0)
+    life.exited("router", 0, 1.0)
+    actions = life.exited("w0.1", 1, 1.1)
+    assert texts(actions) == "w0.1 exited with code 1 while stopping."
+    life.exited("c0", 0, 1.2)
+    life.exited("w0.0", 0, 1.3)
+    assert (life.phase, life.exit_code) == (Phase.STOPPED, 0)
+
+
+def test_a_router_that_drains_badly_is_a_failure() -> None:
+    life = serving()
+    life.stop_requested(0.0)
+    assert "router exited with code 1." in texts(life.exited("router", 1, 1.0))
+    assert life.exit_code == 1
+
+
 def test_what_survives_sigkill_does_not_keep_us() -> None:
     life = serving()
     life.exited("router", 0, 0.0)

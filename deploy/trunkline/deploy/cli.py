@@ -1,0 +1,192 @@
+"""The `trunkline` command. Light on purpose: what needs the network stack or torch runs in child processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from importlib.metadata import version as package_version
+from typing import Annotated, Any, TypeVar
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from trunkline.deploy import chat as chat_client
+from trunkline.deploy.errors import DeployError
+from trunkline.deploy.serve import serve as run_cluster
+from trunkline.deploy.settings import ServeSettings
+from trunkline.deploy.sizes import parse_bytes
+
+app = typer.Typer(
+    name="trunkline",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+T = TypeVar("T")
+
+_MODEL = "Model"
+_CLUSTER = "Cluster"
+_MEMORY = "Memory and batching"
+_SERVER = "Server"
+
+
+@app.callback()
+def root() -> None:
+    """A distributed LLM serving cluster that never computes, stores or moves the same KV twice.
+
+    [bold]Examples[/]
+
+    trunkline serve  [dim]# the embedded demo model[/]
+
+    trunkline serve ./my-llama --tp 4  [dim]# a folder, over four workers[/]
+
+    trunkline serve OWNER/NAME --groups 2  [dim]# a hub model, twice[/]
+
+    trunkline chat  [dim]# talk to a running server[/]
+    """
+
+
+@app.command(rich_help_panel="Commands")
+def serve(
+    model: Annotated[
+        str,
+        typer.Argument(help="'demo', a local Hugging Face folder, or a hub name OWNER/NAME.", metavar="MODEL"),
+    ] = ServeSettings.model,
+    groups: Annotated[
+        int,
+        typer.Option(help="Independent copies of the model, each with a controller.", rich_help_panel=_CLUSTER),
+    ] = ServeSettings.groups,
+    tp: Annotated[
+        int, typer.Option(help="Tensor-parallel workers per group.", rich_help_panel=_CLUSTER)
+    ] = ServeSettings.tp,
+    device: Annotated[
+        str, typer.Option(help="auto, cpu or cuda.", rich_help_panel=_CLUSTER)
+    ] = ServeSettings.device,
+    threads: Annotated[
+        int | None,
+        typer.Option(help="CPU threads per worker. Default: the cores, shared equally.", rich_help_panel=_CLUSTER),
+    ] = None,
+    dtype: Annotated[
+        str,
+        typer.Option(help="auto (the checkpoint's), float32, bfloat16 or float16.", rich_help_panel=_MODEL),
+    ] = ServeSettings.dtype,
+    max_context: Annotated[
+        int | None,
+        typer.Option(
+            help="Longest prompt + answer, in tokens. Default: what the model allows.", rich_help_panel=_MODEL
+        ),
+    ] = None,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="The name that clients use for the model.", rich_help_panel=_MODEL)
+    ] = None,
+    kernels: Annotated[
+        str, typer.Option(help="Implementation of attention and KV operations.", rich_help_panel=_MODEL)
+    ] = ServeSettings.kernels,
+    chunk_size: Annotated[
+        int, typer.Option(help="Tokens per KV chunk.", rich_help_panel=_MEMORY)
+    ] = ServeSettings.chunk_size,
+    kv_memory: Annotated[
+        str | None, typer.Option(help="KV memory per worker, such as 512MiB or 1GiB.", rich_help_panel=_MEMORY)
+    ] = None,
+    max_batch: Annotated[
+        int, typer.Option(help="Sequences that decode in one step at most.", rich_help_panel=_MEMORY)
+    ] = ServeSettings.max_batch,
+    token_budget: Annotated[
+        int, typer.Option(help="Tokens computed in one step at most.", rich_help_panel=_MEMORY)
+    ] = ServeSettings.token_budget,
+    max_waiting: Annotated[
+        int,
+        typer.Option(help="Requests that may wait per group; more get HTTP 429.", rich_help_panel=_MEMORY),
+    ] = ServeSettings.max_waiting,
+    prefix_cache: Annotated[
+        bool,
+        typer.Option(
+            "--prefix-cache/--no-prefix-cache", help="Reuse KV of equal prefixes.", rich_help_panel=_MEMORY
+        ),
+    ] = ServeSettings.prefix_cache,
+    host: Annotated[
+        str,
+        typer.Option(help="Address to listen on; 0.0.0.0 lets other machines connect.", rich_help_panel=_SERVER),
+    ] = ServeSettings.host,
+    port: Annotated[
+        int, typer.Option(help="Port to listen on; 0 takes any free one.", rich_help_panel=_SERVER)
+    ] = ServeSettings.port,
+    drain_seconds: Annotated[
+        float,
+        typer.Option(help="How long running requests may finish after a stop.", rich_help_panel=_SERVER),
+    ] = ServeSettings.drain_seconds,
+    log_level: Annotated[
+        str, typer.Option(help="debug, info, warning or error.", rich_help_panel=_SERVER)
+    ] = ServeSettings.log_level,
+) -> None:
+    """Serve a model over an OpenAI-compatible API: starts and supervises router, controllers and workers.
+
+    Ctrl-C or SIGTERM stops it: running requests finish (see --drain-seconds), new ones get 503; a second
+    Ctrl-C stops at once. Exit code: 0 after a stop that was asked for, 1 if a process failed, 2 if what
+    was asked for is impossible (nothing was started then).
+
+    [bold]Examples[/]
+
+    trunkline serve
+
+    trunkline serve ./my-llama --tp 4 --dtype bfloat16 --kv-memory 4GiB
+
+    trunkline serve --groups 2 --tp 1 --port 9000 --served-model-name mine
+    """
+    given: dict[str, Any] = dict(locals())
+    given["kv_memory_bytes"] = _run(lambda: parse_bytes(kv_memory) if kv_memory else None)
+    settings = ServeSettings(**{field.name: given[field.name] for field in fields(ServeSettings)})
+    raise typer.Exit(_run(lambda: run_cluster(settings)))
+
+
+@app.command(rich_help_panel="Commands")
+def chat(
+    url: Annotated[str, typer.Option(help="Where the server is.")] = chat_client.DEFAULT_URL,
+    model: Annotated[str | None, typer.Option(help="Model name. Default: the first that is served.")] = None,
+    system: Annotated[str, typer.Option(help="System prompt.")] = "",
+    max_tokens: Annotated[int | None, typer.Option(help="Longest answer, in tokens.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 always takes the likeliest token.")] = None,
+) -> None:
+    """Talk to a running server in the terminal.
+
+    Commands inside: /reset forgets the conversation, /system TEXT sets the system prompt, /quit leaves.
+    Ctrl-C stops the answer. Input may also be piped: every line is a message.
+
+    [bold]Examples[/]
+
+    trunkline chat --system "You are terse."
+
+    echo "What does os.path.join do?" | trunkline chat --temperature 0
+    """
+    options = chat_client.ChatOptions(
+        url=url, model=model, system=system, max_tokens=max_tokens, temperature=temperature
+    )
+    raise typer.Exit(_run(lambda: chat_client.chat(options)))
+
+
+@app.command(rich_help_panel="Commands")
+def version() -> None:
+    """Print the installed version."""
+    typer.echo(f"trunkline {package_version('trunkline')}")
+
+
+def _run(action: Callable[[], T]) -> T:
+    """`action`, with errors meant for people turned into one line and an exit code."""
+    try:
+        return action()
+    except DeployError as error:
+        Console(stderr=True).print(Text.assemble(("Error: ", "bold red"), str(error)), soft_wrap=True)
+        raise typer.Exit(error.exit_code) from error
+
+
+def main() -> None:
+    """The console script's entry point."""
+    app(prog_name="trunkline")
+
+
+if __name__ == "__main__":
+    main()

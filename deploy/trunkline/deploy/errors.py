@@ -1,0 +1,18 @@
+"""What can go wrong before and while a cluster runs, as far as a person can do something about it."""
+
+from __future__ import annotations
+
+
+class DeployError(Exception):
+    """Base of the errors that the command line shows as one line instead of a traceback."""
+
+    exit_code = 1
+
+
+class UserError(DeployError):
+    """The command asks for something impossible; nothing was started. Exit code 2.
+
+    The message says what was given, what is allowed and, where it is not obvious, what to do.
+    """
+
+    exit_code = 2

@@ -1,0 +1,152 @@
+"""From the MODEL argument to a local folder with a checkpoint, and what must be known of it before a start."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+from pathlib import Path
+from typing import Any, Final
+
+from trunkline.deploy.errors import UserError
+
+DEMO: Final = "demo"
+"""The name of the model that is shipped with the package."""
+DEMO_FOLDER: Final = Path(__file__).parent / "demo_model"
+
+HUB_PATTERNS: Final = ("*.safetensors", "*.json", "tokenizer.model", "*.jinja", "merges.txt", "vocab.txt")
+"""What a hub download fetches: weights in safetensors only (other formats can run code), and text files."""
+
+_FULL_DIGEST_BYTES_MAX: Final = 256 * 2**20
+_SAMPLE_BYTES: Final = 4096
+
+
+def resolve(model: str) -> Path:
+    """The folder of `model`: the demo, an existing folder, or a name to be fetched from the hub.
+
+    Raises:
+        UserError: it is none of these, cannot be fetched, or is no checkpoint.
+    """
+    if model == DEMO:
+        return _checked(DEMO_FOLDER, DEMO)
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return _checked(path.resolve(), model)
+    if path.exists():
+        raise UserError(f"{model} is a file; MODEL is the folder that has config.json and *.safetensors")
+    if not _looks_like_hub_name(model):
+        raise UserError(f"there is no folder {model}, and it is no hub name of the form OWNER/NAME either")
+    return _checked(_fetch(model), model)
+
+
+def default_name(model: str) -> str:
+    """The name under which clients know `model` unless the user chose one."""
+    if model == DEMO:
+        return "trunkline-demo"
+    path = Path(model).expanduser()
+    return path.resolve().name if path.is_dir() else model
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The checkpoint's config.json.
+
+    Raises:
+        UserError: it cannot be read as a JSON object.
+    """
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder}/config.json cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise UserError(f"{folder}/config.json is not a JSON object")
+    return config
+
+
+def resolve_dtype(folder: Path, dtype: str, device: str) -> str:
+    """The precision that `auto` means: the checkpoint's own, but float32 on CPUs, where 16-bit arithmetic is
+    slower as a rule and where greedy answers then do not depend on what was cached."""
+    if dtype != "auto":
+        return dtype
+    config = read_config(folder)
+    own = config.get("dtype") or config.get("torch_dtype")
+    return str(own) if device != "cpu" and own in ("bfloat16", "float16") else "float32"
+
+
+def fingerprint(folder: Path) -> str:
+    """A digest of configuration and weights, hexadecimal: part of the name of all KV computed with them.
+
+    Checkpoints up to 256 MiB are read whole. Of larger ones, reading which would take minutes, the names,
+    shapes and sizes of all tensors count, and the first 4 KiB of each: training changes all of them.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    shards = sorted(folder.glob("*.safetensors"))
+    whole = sum(shard.stat().st_size for shard in shards) <= _FULL_DIGEST_BYTES_MAX
+    for path in (folder / "config.json", *shards):
+        digest.update(f"{path.name}:{path.stat().st_size};".encode())
+        if whole or path.suffix == ".json":
+            with path.open("rb") as file:
+                digest.update(hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).digest())
+        else:
+            _digest_samples(path, digest)
+    return digest.hexdigest()
+
+
+def _digest_samples(shard: Path, digest: hashlib.blake2b) -> None:
+    with shard.open("rb") as file:
+        (header_bytes,) = struct.unpack("<Q", file.read(8))
+        header = file.read(header_bytes)
+        digest.update(header)
+        for name, tensor in sorted(json.loads(header).items()):
+            if name != "__metadata__":
+                file.seek(8 + header_bytes + tensor["data_offsets"][0])
+                digest.update(file.read(_SAMPLE_BYTES))
+
+
+def _checked(folder: Path, model: str) -> Path:
+    """`folder`, if it has what every part needs."""
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{model} is no checkpoint: {folder} has no config.json")
+    if not any(folder.glob("*.safetensors")):
+        raise UserError(
+            f"{model} has no *.safetensors weights; other formats are not read (convert it with transformers: "
+            "save_pretrained(..., safe_serialization=True))"
+        )
+    if not (folder / "tokenizer.json").is_file():
+        raise UserError(
+            f"{model} has no tokenizer.json; save it with a fast tokenizer (AutoTokenizer, save_pretrained)"
+        )
+    return folder
+
+
+def _looks_like_hub_name(model: str) -> bool:
+    parts = model.split("/")
+    allowed = set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.")
+    return len(parts) == 2 and all(part and not part.startswith(".") and set(part) <= allowed for part in parts)
+
+
+def _fetch(model: str) -> Path:
+    # The hub client takes longer to import than the rest of the command line together.
+    from huggingface_hub import snapshot_download  # noqa: PLC0415
+    from huggingface_hub.errors import (  # noqa: PLC0415
+        GatedRepoError,
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
+
+    offline = os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
+    try:
+        return Path(snapshot_download(model, allow_patterns=list(HUB_PATTERNS)))
+    except GatedRepoError as error:
+        raise UserError(
+            f"{model} is gated: accept its terms on the hub, then log in with `hf auth login`"
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise UserError(f"there is no folder {model} here and no model {model} on the hub") from error
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        why = "HF_HUB_OFFLINE is set" if offline else "the hub cannot be reached"
+        raise UserError(
+            f"there is no folder {model} here, and it cannot be fetched from the hub: {why} "
+            "and it is not in the local cache"
+        ) from error

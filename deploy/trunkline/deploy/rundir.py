@@ -1,0 +1,81 @@
+"""The folder of one running cluster: its sockets and the configurations of its processes.
+
+    <tmp>/trunkline-XXXXXXXX/     0700: whoever can reach the sockets controls the cluster
+        lock                      held by flock while the supervisor lives
+        *.json                    one configuration per process
+        g0-plan, g0-report, …     ipc sockets
+
+A supervisor removes its folder when it exits. One that was killed cannot, so every start removes folders
+whose lock nobody holds: unlike a process id, a lock is released by the kernel and never reused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+_PREFIX: Final = "trunkline-"
+_LOCK: Final = "lock"
+_SOCKET_PATH_BYTES_MAX: Final = 107  # sockaddr_un.sun_path without its terminating zero
+_SOCKET_NAME_BYTES_MAX: Final = 24
+_UNLOCKED_SECONDS_MAX: Final = 60.0
+"""A folder without a lock is that of a supervisor between two system calls, or of a dead one."""
+
+
+def base_folder() -> Path:
+    """Where run folders are made: the system's folder for temporary files, or `/tmp` if its path is too
+    long for sockets."""
+    base = Path(tempfile.gettempdir())
+    longest = len(os.fsencode(base)) + len(f"/{_PREFIX}12345678/") + _SOCKET_NAME_BYTES_MAX
+    return base if longest <= _SOCKET_PATH_BYTES_MAX else Path("/tmp")
+
+
+def remove_stale(base: Path) -> list[Path]:
+    """Remove the run folders below `base` whose supervisors are dead; the ones removed."""
+    removed = []
+    for folder in base.glob(f"{_PREFIX}????????"):
+        with contextlib.suppress(OSError):  # another user's, or removed by somebody else meanwhile
+            if folder.is_symlink() or folder.stat().st_uid != os.getuid() or not _is_stale(folder):
+                continue
+            shutil.rmtree(folder)
+            removed.append(folder)
+    return removed
+
+
+@contextlib.contextmanager
+def run_folder(base: Path | None = None) -> Iterator[Path]:
+    """A new, private, locked run folder; removed with everything in it at the end."""
+    base = base or base_folder()
+    remove_stale(base)
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
+    # Locked before it gets its name, so that a lock file that can be seen is a lock that is held.
+    unnamed = folder / f"{_LOCK}.new"
+    lock = os.open(unnamed, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        unnamed.rename(folder / _LOCK)
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def _is_stale(folder: Path) -> bool:
+    try:
+        lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return time.time() - folder.stat().st_mtime > _UNLOCKED_SECONDS_MAX
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(lock)
+    return True

@@ -1,0 +1,121 @@
+"""What `trunkline serve` was asked for: one frozen record, checked before any process starts."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+from typing import Final
+
+from trunkline.deploy.errors import UserError
+
+DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
+DEVICES: Final = ("auto", "cpu", "cuda")
+KERNELS: Final = ("auto", "reference")
+LOG_LEVELS: Final = ("debug", "info", "warning", "error")
+
+_KV_MEMORY_CPU: Final = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeSettings:
+    """One cluster on one machine. None: chosen from the model and the machine."""
+
+    model: str = "demo"
+    groups: int = 1
+    """Independent replicas of the model; the router spreads requests over them."""
+    tp: int = 2
+    """Tensor-parallel workers per group. 2: the smallest cluster that shows the whole design."""
+    dtype: str = "auto"
+    device: str = "auto"
+    kernels: str = "auto"
+    host: str = "127.0.0.1"
+    """Only this machine may connect unless somebody says otherwise: there are no keys yet."""
+    port: int = 8000
+    """0: any free one."""
+    served_model_name: str | None = None
+    chunk_size: int = 64
+    """Tokens per chunk, the unit of storage; sharing is exact to the token whatever it is."""
+    kv_memory_bytes: int | None = None
+    """Per worker."""
+    max_context: int | None = None
+    max_batch: int = 256
+    token_budget: int = 1024
+    """Tokens computed in one step: bounds how long running streams wait for somebody's prefill."""
+    max_waiting: int = 1024
+    prefix_cache: bool = True
+    drain_seconds: float = 30.0
+    threads: int | None = None
+    """CPU threads per worker."""
+    log_level: str = "warning"
+
+    def validate(self) -> None:
+        """Raise `UserError` for the first setting that is wrong by itself."""
+        _at_least("--groups", self.groups, 1)
+        _at_least("--tp", self.tp, 1)
+        _one_of("--dtype", self.dtype, DTYPES)
+        _one_of("--device", self.device, DEVICES)
+        _one_of("--kernels", self.kernels, KERNELS)
+        _one_of("--log-level", self.log_level, LOG_LEVELS)
+        if not 0 <= self.port <= 65535:
+            raise UserError(f"--port is {self.port}; allowed are 0 (any free port) to 65535")
+        if not 1 <= self.chunk_size <= 1024:
+            raise UserError(f"--chunk-size is {self.chunk_size}; allowed are 1 to 1024 tokens")
+        if self.max_context is not None:
+            _at_least("--max-context", self.max_context, 2)
+        if self.threads is not None:
+            _at_least("--threads", self.threads, 1)
+        _at_least("--max-batch", self.max_batch, 1)
+        _at_least("--max-waiting", self.max_waiting, 1)
+        if self.token_budget <= self.max_batch:
+            raise UserError(
+                f"--token-budget is {self.token_budget}; it must exceed --max-batch ({self.max_batch}), or a "
+                "full batch would leave no room for new prompts"
+            )
+        if not 0 <= self.drain_seconds <= 3600:
+            raise UserError(f"--drain-seconds is {self.drain_seconds:g}; allowed are 0 to 3600")
+
+    @property
+    def connect_host(self) -> str:
+        """The address at which this machine reaches the server."""
+        return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(self.host, self.host)
+
+    def threads_per_worker(self) -> int:
+        """`threads`, or an equal share of the cores this process may use."""
+        return self.threads or max(1, len(os.sched_getaffinity(0)) // (self.groups * self.tp))
+
+    def kv_memory_per_worker(self, device: str) -> int:
+        """`kv_memory_bytes`; else on CPUs 1 GiB, enough for long contexts of a small model on any laptop, and
+        on GPUs 0: what the worker finds free."""
+        return self.kv_memory_bytes or (_KV_MEMORY_CPU if device == "cpu" else 0)
+
+
+def free_port(host: str, port: int) -> int:
+    """`port` if a server can listen there now, else an error; for 0 a free one.
+
+    Raises:
+        UserError: the port is in use, needs privileges, or the host is not an address of this machine.
+    """
+    try:
+        family, *_, address = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server will
+            probe.bind(address)
+            probe.listen(1)
+            return int(probe.getsockname()[1])
+    except PermissionError as error:
+        raise UserError(f"port {port} needs privileges; choose one above 1023 with --port") from error
+    except OSError as error:
+        raise UserError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from error
+
+
+def _at_least(option: str, value: int, least: int) -> None:
+    if value < least:
+        raise UserError(f"{option} is {value}; it must be at least {least}")
+
+
+def _one_of(option: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise UserError(f"{option} is {value!r}; allowed are {', '.join(allowed)}")

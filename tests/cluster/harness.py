@@ -1,0 +1,138 @@
+"""A real cluster for tests: `trunkline serve` as a child process, its members' process ids, its metrics.
+
+Listens on 127.0.0.1 only. Every run has a folder for temporary files of its own, so that a test can see
+whether the cluster left anything behind.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import openai
+import psutil
+from prometheus_client.parser import text_string_to_metric_families
+
+START_SECONDS_MAX = 90.0
+STOP_SECONDS_MAX = 30.0
+_SPAWNED = re.compile(r"^(\S+) started \(process (\d+)\)$", re.MULTILINE)
+_READY = re.compile(r"^Ready after .* s: (http://\S+)$", re.MULTILINE)
+
+
+class Cluster:
+    """A served model. `stop` (or the context manager) always ends every process."""
+
+    def __init__(self, *options: str, model: str = "demo") -> None:
+        # Not pytest's folder: its paths can be too long for sockets.
+        self.folder = Path(tempfile.mkdtemp(prefix="tl-test-"))
+        self._log = self.folder / "log"
+        self.temporary = self.folder / "t"
+        self.temporary.mkdir()
+        defaults = ("--port", "0", "--kv-memory", "256MiB", "--host", "127.0.0.1")
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "trunkline.deploy.cli", "serve", model, *defaults, *options],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "TMPDIR": str(self.temporary), "NO_COLOR": "1", "COLUMNS": "200"},
+            )
+        try:
+            wait_for(
+                lambda: _READY.search(self.log) is not None or self.process.poll() is not None, START_SECONDS_MAX
+            )
+            ready = _READY.search(self.log)
+            assert ready is not None, f"the cluster did not start:\n{self.log}"
+        except BaseException:
+            self.stop()
+            raise
+        self.url = ready[1]
+        self.pids = {name: int(pid) for name, pid in _SPAWNED.findall(self.log)}
+        self.pids["supervisor"] = self.process.pid
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind is not None:
+            print(self.log)  # pytest shows it beside the failure
+        self.stop()
+
+    @property
+    def log(self) -> str:
+        """What the supervisor printed so far."""
+        return self._log.read_text(errors="replace")
+
+    def client(self) -> openai.OpenAI:
+        """A client that never tries again by itself."""
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60.0)
+
+    def async_client(self) -> openai.AsyncOpenAI:
+        """As `client`."""
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60.0)
+
+    def health(self) -> int:
+        """The status code of `/health`; 0 if nobody answers."""
+        try:
+            return httpx.get(f"{self.url}/health", timeout=5.0).status_code
+        except httpx.HTTPError:
+            return 0
+
+    def gauge(self, name: str) -> int:
+        """A `trunkline_controller_…` value, summed over controllers. Up to a second old."""
+        text = httpx.get(f"{self.url}/metrics", timeout=5.0).text
+        samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
+        return int(sum(s.value for s in samples if s.name == f"trunkline_controller_{name}"))
+
+    def blocks_in_use(self) -> int:
+        """Device blocks that running requests hold."""
+        return self.gauge("blocks_total") - self.gauge("blocks_free") - self.gauge("blocks_cached")
+
+    def is_idle(self) -> bool:
+        """Nothing runs and nothing is held."""
+        return self.gauge("requests_running") == 0 and self.blocks_in_use() == 0
+
+    def alive(self) -> list[str]:
+        """Names of members whose process still exists."""
+        return [name for name, pid in self.pids.items() if _exists(pid)]
+
+    def wait(self, seconds: float = STOP_SECONDS_MAX) -> int:
+        """The exit code, once the supervisor has ended by itself."""
+        return self.process.wait(seconds)
+
+    def stop(self) -> int:
+        """SIGTERM, and the exit code; removes the folder. May be called again."""
+        try:
+            if self.process.poll() is None:
+                self.process.send_signal(signal.SIGTERM)
+            return self.process.wait(STOP_SECONDS_MAX)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+            raise
+        finally:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _exists(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def wait_for(condition: Callable[[], bool], seconds: float) -> None:
+    """Return as soon as `condition` holds; fail if it does not within `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"still not so after {seconds:g} s"
+        time.sleep(0.02)

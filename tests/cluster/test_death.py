@@ -1,0 +1,123 @@
+"""Life and death: a killed process is noticed, a stopped cluster drains, and nothing stays behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from cluster.harness import Cluster, wait_for
+
+from trunkline.deploy.rundir import remove_stale
+
+NOTICED_SECONDS_MAX = 2.0
+
+
+class Reader(threading.Thread):
+    """A client in the middle of a long answer."""
+
+    def __init__(self, cluster: Cluster, tokens: int) -> None:
+        super().__init__(daemon=True)
+        self.chunks = 0
+        self.finish_reason: str | None = None
+        self.error: Exception | None = None
+        self.ended_at = float("inf")
+        self._cluster = cluster
+        self._tokens = tokens
+
+    def run(self) -> None:
+        try:
+            with self._cluster.client() as client:
+                stream = client.completions.create(
+                    model="trunkline-demo",
+                    prompt="Once",
+                    max_tokens=self._tokens,
+                    stream=True,
+                    extra_body={"ignore_eos": True},
+                )
+                for chunk in stream:
+                    self.chunks += 1
+                    self.finish_reason = chunk.choices[0].finish_reason or self.finish_reason
+        except (openai.OpenAIError, httpx.HTTPError) as error:
+            self.error = error
+        finally:
+            self.ended_at = time.monotonic()
+
+
+@contextmanager
+def reading(cluster: Cluster, tokens: int) -> Iterator[Reader]:
+    reader = Reader(cluster, tokens)
+    reader.start()
+    wait_for(lambda: reader.chunks > 2, 20)
+    yield reader
+    reader.join(30)
+    assert not reader.is_alive()
+
+
+@pytest.mark.parametrize("victim", ["worker-0", "worker-1", "controller", "router"])
+def test_a_killed_process_is_noticed_and_ends_the_cluster(victim: str) -> None:
+    with Cluster("--tp", "2") as cluster:
+        with reading(cluster, 1800) as reader:
+            os.kill(cluster.pids[victim], signal.SIGKILL)
+            killed_at = time.monotonic()
+            wait_for(lambda: cluster.health() != 200, NOTICED_SECONDS_MAX)
+            wait_for(lambda: reader.ended_at < float("inf"), NOTICED_SECONDS_MAX)
+            assert reader.ended_at - killed_at < NOTICED_SECONDS_MAX
+            if victim != "router":
+                assert cluster.health() == 503  # somebody is still there to say so
+        assert reader.error is not None
+        assert reader.finish_reason is None
+        assert cluster.wait() == 1
+        assert cluster.alive() == []
+        assert f"{victim} was killed by SIGKILL." in cluster.log
+        assert list(cluster.temporary.iterdir()) == []
+
+
+def test_children_die_with_a_killed_supervisor_and_the_next_start_cleans_up() -> None:
+    with Cluster("--tp", "2") as cluster:
+        os.kill(cluster.pids["supervisor"], signal.SIGKILL)
+        cluster.wait()
+        wait_for(lambda: cluster.alive() == [], NOTICED_SECONDS_MAX)
+        left = list(cluster.temporary.iterdir())
+        assert remove_stale(Path(cluster.temporary)) == left
+
+
+def test_sigterm_lets_running_requests_finish_and_refuses_new_ones() -> None:
+    with Cluster("--tp", "2", "--drain-seconds", "30") as cluster:
+        with reading(cluster, 100) as reader:
+            cluster.process.send_signal(signal.SIGTERM)
+            wait_for(lambda: cluster.health() != 200, NOTICED_SECONDS_MAX)
+            with cluster.client() as client, pytest.raises(openai.InternalServerError) as refused:
+                client.completions.create(model="trunkline-demo", prompt="x", max_tokens=1)
+            assert refused.value.status_code == 503
+            assert reader.is_alive()
+        assert reader.error is None
+        assert reader.finish_reason == "length"
+        assert cluster.wait() == 0
+        assert cluster.alive() == []
+        assert list(cluster.temporary.iterdir()) == []
+
+
+def test_a_drain_is_bounded() -> None:
+    with Cluster("--tp", "1", "--drain-seconds", "0.5") as cluster, reading(cluster, 2000) as reader:
+        asked_at = time.monotonic()
+        cluster.process.send_signal(signal.SIGTERM)
+        assert cluster.wait() == 0
+        assert time.monotonic() - asked_at < 5
+        assert reader.finish_reason is None
+
+
+def test_a_second_interrupt_does_not_wait_for_anybody() -> None:
+    with Cluster("--tp", "1") as cluster, reading(cluster, 2000):
+        cluster.process.send_signal(signal.SIGINT)
+        wait_for(lambda: "Stopping (SIGINT)" in cluster.log, 2)
+        cluster.process.send_signal(signal.SIGINT)
+        assert cluster.wait(6) == 0
+        assert cluster.alive() == []

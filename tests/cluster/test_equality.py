@@ -1,0 +1,116 @@
+"""Sharing changes what is computed and stored, never what is answered.
+
+The same greedy requests, all at once, to four clusters: with and without prefix reuse, over one rank and
+over two, in float32. The texts must be equal; the physical blocks held must show that KV was shared.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import openai
+import pytest
+from cluster.harness import Cluster, wait_for
+
+CHUNK = 32
+PREFIX = "The following functions are part of the standard library and are described here in turn. " * 18
+ENDINGS = [f"Function number {i} returns" for i in range(6)]
+TOKENS = 24
+OPTIONS = ("--dtype", "float32", "--chunk-size", str(CHUNK), "--threads", "1")
+
+
+async def all_answers(cluster: Cluster) -> list[tuple[list[str], int]]:
+    """For each prompt: the tokens of its answer and its number of prompt tokens."""
+
+    async def answer(client: openai.AsyncOpenAI, ending: str) -> tuple[list[str], int]:
+        done = await client.completions.create(
+            model="trunkline-demo",
+            prompt=PREFIX + ending,
+            max_tokens=TOKENS,
+            temperature=0,
+            logprobs=1,
+            extra_body={"ignore_eos": True},
+        )
+        assert done.choices[0].logprobs is not None
+        assert done.usage is not None
+        return done.choices[0].logprobs.tokens or [], done.usage.prompt_tokens
+
+    async with cluster.async_client() as client:
+        return list(await asyncio.gather(*(answer(client, ending) for ending in ENDINGS)))
+
+
+@contextmanager
+def streams(cluster: Cluster) -> Iterator[None]:
+    """All prompts decode while the body runs."""
+    with cluster.client() as client:
+        opened = [
+            client.completions.create(
+                model="trunkline-demo",
+                prompt=PREFIX + ending,
+                max_tokens=1200,
+                stream=True,
+                extra_body={"ignore_eos": True},
+            )
+            for ending in ENDINGS
+        ]
+        try:
+            for stream in opened:
+                next(iter(stream))
+            wait_for(lambda: cluster.gauge("requests_running") == len(ENDINGS), 10)
+            yield
+        finally:
+            for stream in opened:
+                stream.close()
+    wait_for(cluster.is_idle, 10)
+
+
+@pytest.fixture(scope="module")
+def reference() -> list[tuple[list[str], int]]:
+    """One rank, nothing shared: the plainest way to compute it. Also: what nobody shares, everybody stores."""
+    with Cluster("--tp", "1", *OPTIONS, "--no-prefix-cache") as plain:
+        answers = asyncio.run(all_answers(plain))
+        with streams(plain):
+            shortest = min(count for _, count in answers) // CHUNK
+            wait_for(lambda: plain.blocks_in_use() >= len(ENDINGS) * shortest, 5)
+        assert plain.gauge("cached_tokens_total") == 0
+    return answers
+
+
+@pytest.mark.parametrize(("tp", "reuse"), [(1, True), (2, True), (2, False)])
+def test_answers_depend_neither_on_sharing_nor_on_ranks(
+    reference: list[tuple[list[str], int]], tp: int, reuse: bool
+) -> None:
+    switch = "--prefix-cache" if reuse else "--no-prefix-cache"
+    with Cluster("--tp", str(tp), *OPTIONS, switch) as cluster:
+        assert asyncio.run(all_answers(cluster)) == reference
+        assert asyncio.run(all_answers(cluster)) == reference  # the second time, from the cache
+        if not reuse:
+            wait_for(lambda: cluster.gauge("output_tokens_total") >= 2 * len(ENDINGS) * TOKENS, 5)
+            assert cluster.gauge("cached_tokens_total") == 0
+            return
+        prefix_blocks = reference[0][1] // CHUNK
+        # The first of all computes the prefix, the others find it.
+        expected = (2 * len(ENDINGS) - 1) * (prefix_blocks - 1) * CHUNK
+        wait_for(lambda: cluster.gauge("cached_tokens_total") >= expected, 5)
+        with streams(cluster):
+            # The prefix once, and for each request what only it has: some new tokens of a long answer.
+            grown = 1200 // CHUNK + 2
+            assert prefix_blocks <= cluster.blocks_in_use() <= prefix_blocks + len(ENDINGS) * grown
+            assert cluster.blocks_in_use() < len(ENDINGS) * prefix_blocks
+
+
+def test_two_groups_share_the_work() -> None:
+    with Cluster("--tp", "1", "--groups", "2") as cluster:
+        assert sorted(cluster.pids) == [
+            "controller-0",
+            "controller-1",
+            "router",
+            "supervisor",
+            "worker-0.0",
+            "worker-1.0",
+        ]
+        answers = asyncio.run(all_answers(cluster))
+        assert len(answers) == len(ENDINGS)
+        assert cluster.gauge("ready") == 2

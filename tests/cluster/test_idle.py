@@ -1,0 +1,37 @@
+"""An idle cluster waits for events; it does not look for them."""
+
+from __future__ import annotations
+
+import time
+
+import psutil
+from cluster.harness import Cluster, wait_for
+
+SECONDS = 5.0
+CPU_SECONDS_MAX = 0.02 * SECONDS
+"""2 % of one core, all processes together."""
+
+
+def cpu_seconds(cluster: Cluster) -> float:
+    times = [psutil.Process(pid).cpu_times() for pid in cluster.pids.values()]
+    return float(sum(t.user + t.system for t in times))
+
+
+def test_an_idle_cluster_uses_almost_no_cpu_time(cluster: Cluster) -> None:
+    wait_for(cluster.is_idle, 10)
+    before = cpu_seconds(cluster)
+    time.sleep(SECONDS)
+    assert cpu_seconds(cluster) - before < CPU_SECONDS_MAX
+
+
+def test_processes_are_named_by_role(cluster: Cluster) -> None:
+    lines = {name: " ".join(psutil.Process(pid).cmdline()) for name, pid in cluster.pids.items()}
+    for name, line in lines.items():
+        assert f"trunkline: {name.split('-')[0]}" in line
+    assert sorted(name.split("-")[0] for name in lines) == [
+        "controller",
+        "router",
+        "supervisor",
+        "worker",
+        "worker",
+    ]

@@ -1,0 +1,235 @@
+"""House style that no linter checks: sizes, imports' directions, what must not be in a file.
+
+The ratchet: `KNOWN` lists what is over a limit today, with its size. An entry may shrink or go, never grow;
+nothing may be added without a reason in the commit that does it.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import pytest
+
+ROOT: Final = Path(__file__).resolve().parents[1]
+PACKAGES: Final = ("controller", "worker", "router", "kvstore", "kernels", "deploy")
+SOURCE_FOLDERS: Final = (*PACKAGES, "tests", "benchmarks", "examples")
+
+FILE_LINES_MAX: Final = 500
+FUNCTION_LINES_MAX: Final = 70
+PARAMETERS_MAX: Final = 8
+ATTRIBUTES_MAX: Final = 15
+
+KNOWN: Final[dict[tuple[str, str], int]] = {
+    # A record with slots: everything about a sequence in one place is what keeps the scheduler readable.
+    ("controller/trunkline/controller/sequence.py", "attributes of Sequence"): 19,
+    # A command line has as many parameters as the command has options, each with its help.
+    ("deploy/trunkline/deploy/cli.py", "parameters of serve"): 19,
+    ("deploy/trunkline/deploy/cli.py", "lines of serve"): 90,
+}
+
+LATE_IMPORTS: Final = {
+    # Too slow to import for a command that may not need it.
+    "deploy/trunkline/deploy/models.py": {"huggingface_hub", "huggingface_hub.errors"},
+}
+"""Imports inside functions, by file."""
+
+ALLOWED_IMPORTS: Final = {
+    "kvstore": {"kvstore"},
+    "kernels": {"kernels", "kvstore"},
+    "controller": {"controller", "kvstore"},
+    "worker": {"worker", "kernels", "kvstore"},
+    "router": {"router", "controller", "kvstore"},
+    "deploy": set(PACKAGES),
+}
+"""Who may import whom (docs/architecture.md), besides the leaves."""
+LEAVES: Final = re.compile(r"trunkline\.(\w+\.messages|deploy\.process)")
+"""Import only each other; anyone may import them."""
+
+FORBIDDEN_TEXT: Final = re.compile(rf"/(?:home|Users|root|mnt)/\w|{re.escape(ROOT.as_posix())}/", re.ASCII)
+"""Paths of somebody's machine, this one's among them."""
+
+
+class Source(NamedTuple):
+    """A parsed Python file."""
+
+    path: str
+    text: str
+    tree: ast.Module
+
+
+@functools.cache
+def sources() -> tuple[Source, ...]:
+    found = []
+    for folder in SOURCE_FOLDERS:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            text = path.read_text()
+            found.append(Source(path.relative_to(ROOT).as_posix(), text, ast.parse(text)))
+    return tuple(found)
+
+
+def packaged() -> Iterator[Source]:
+    return (source for source in sources() if source.path.split("/")[0] in PACKAGES)
+
+
+def functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def own_attributes(node: ast.ClassDef) -> set[str]:
+    """Names assigned on `self` anywhere in the class."""
+    return {
+        target.attr
+        for target in ast.walk(node)
+        if isinstance(target, ast.Attribute)
+        and isinstance(target.ctx, ast.Store)
+        and isinstance(target.value, ast.Name)
+        and target.value.id == "self"
+    }
+
+
+def parameter_count(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    arguments = node.args
+    names = [a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+    return len([name for name in names if name not in ("self", "cls")])
+
+
+def sizes() -> Iterator[tuple[str, str, int, int]]:
+    """(file, what, size, limit) of everything that has a limit."""
+    for source in sources():
+        yield source.path, "lines", len(source.text.splitlines()), FILE_LINES_MAX
+        for function in functions(source.tree):
+            length = (function.end_lineno or 0) - function.lineno + 1
+            yield source.path, f"lines of {function.name}", length, FUNCTION_LINES_MAX
+            yield source.path, f"parameters of {function.name}", parameter_count(function), PARAMETERS_MAX
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.ClassDef):
+                yield source.path, f"attributes of {node.name}", len(own_attributes(node)), ATTRIBUTES_MAX
+
+
+def test_nothing_outgrows_its_limit() -> None:
+    over = {(path, what): size for path, what, size, limit in sizes() if size > limit}
+    too_big = [
+        f"{path}: {what}: {size}, allowed {KNOWN.get((path, what), 'the limit')}"
+        for (path, what), size in over.items()
+        if size > KNOWN.get((path, what), 0)
+    ]
+    assert too_big == []
+
+
+def test_the_ratchet_only_tightens() -> None:
+    actual = {(path, what): size for path, what, size, limit in sizes() if size > limit}
+    slack = {key: (known, actual.get(key)) for key, known in KNOWN.items() if actual.get(key) != known}
+    assert slack == {}, "these shrank: lower or remove their entries in KNOWN"
+
+
+def test_no_global_statements() -> None:
+    found = [s.path for s in sources() if any(isinstance(node, ast.Global) for node in ast.walk(s.tree))]
+    assert found == []
+
+
+def test_no_imports_inside_functions() -> None:
+    found = []
+    for source in packaged():
+        allowed = LATE_IMPORTS.get(source.path, set())
+        for function in functions(source.tree):
+            for node in ast.walk(function):
+                found += [f"{source.path}: {m}" for m in imported_modules(node) if m not in allowed]
+    assert found == []
+
+
+def imported_modules(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom) and node.module:
+        if node.module == "trunkline" or re.fullmatch(r"trunkline\.\w+", node.module):
+            return [f"{node.module}.{alias.name}" for alias in node.names]
+        return [node.module]
+    return []
+
+
+def is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+
+
+def test_dependencies_point_one_way() -> None:
+    found = []
+    for source in packaged():
+        package = source.path.split("/")[0]
+        module = source.path.removesuffix(".py").split("/", 1)[1].replace("/", ".")
+        is_leaf = LEAVES.fullmatch(module) is not None
+        for node in ast.walk(source.tree):
+            for name in imported_modules(node):
+                if not name.startswith("trunkline.") or LEAVES.match(name):
+                    continue
+                if is_leaf or name.split(".")[1] not in ALLOWED_IMPORTS[package]:
+                    found.append(f"{module} imports {name}")
+    assert found == []
+
+
+def test_no_broad_except_without_a_reason() -> None:
+    found = []
+    for source in packaged():
+        lines = source.text.splitlines()
+        for node in ast.walk(source.tree):
+            if not isinstance(node, ast.ExceptHandler):
+                continue
+            names = ast.unparse(node.type) if node.type else ""
+            raises = any(isinstance(inner, ast.Raise) for inner in ast.walk(node))
+            if not raises and (not node.type or re.search(r"\b(Base)?Exception\b", names)):
+                # A reason: words behind the `noqa`, or a comment in the line before or after.
+                near = lines[node.lineno - 2 : node.lineno + 1]
+                if not any(re.search(r"#\s*(noqa: ?\S+\s+)?\(?\w+ \w+", line) for line in near):
+                    found.append(f"{source.path}:{node.lineno}")
+    assert found == []
+
+
+def test_namespace_packages_have_no_init_files_of_their_own() -> None:
+    """`<folder>/__init__.py` or `<folder>/trunkline/__init__.py` would hide the other folders' packages."""
+    stray = [
+        path
+        for folder in PACKAGES
+        for path in (f"{folder}/__init__.py", f"{folder}/trunkline/__init__.py")
+        if (ROOT / path).exists()
+    ]
+    stray += [s.path for s in sources() if s.path.startswith("tests/") and s.path.endswith("__init__.py")]
+    assert stray == []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_package_is_typed_and_says_what_it_is(package: str) -> None:
+    folder = ROOT / package / "trunkline" / package
+    assert (folder / "py.typed").is_file()
+    for path in folder.rglob("*.py"):
+        assert ast.get_docstring(ast.parse(path.read_text())), f"{path.name} has no docstring"
+
+
+def test_no_paths_of_anybodys_machine() -> None:
+    this = Path(__file__).relative_to(ROOT).as_posix()
+    texts = {s.path: s.text for s in sources() if s.path != this}
+    for pattern in ("*.md", "*.toml", "*.txt", "Makefile", ".ci/*", "docs/**/*.md"):
+        texts.update({p.relative_to(ROOT).as_posix(): p.read_text() for p in ROOT.glob(pattern)})
+    found = [
+        f"{path}: {match[0]}"
+        for path, text in texts.items()
+        for match in [FORBIDDEN_TEXT.search(text)]
+        if match is not None
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize("role", ["router", "controller"])
+def test_router_and_controller_run_without_torch_and_kernels(role: str) -> None:
+    """They start in a second, and their memory is their own."""
+    code = (
+        f"import sys, trunkline.{role}.__main__; "
+        "print([m for m in sys.modules if m == 'torch' or m == 'transformers' or m == 'trunkline.kernels'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
