@@ -110,7 +110,8 @@ def test_a_drain_is_bounded() -> None:
         asked_at = time.monotonic()
         cluster.process.send_signal(signal.SIGTERM)
         assert cluster.wait() == 0
-        assert time.monotonic() - asked_at < 5
+        assert time.monotonic() - asked_at < 15  # the stream alone would take much longer
+        assert "while stopping" not in cluster.log  # nobody stumbles, even with a step under way
         assert reader.finish_reason is None
 
 
