@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
-from simulation.driver import Simulation
+from simulation.driver import Simulation, Stream
 from simulation.worker import expected_output
 
 from trunkline.controller.config import EngineConfig
+from trunkline.controller.engine import Engine, ProtocolError, Request
+from trunkline.controller.messages import StepResult, TopLogprobs
+from trunkline.controller.residence import Admission
+from trunkline.controller.sequence import Sequence
+from trunkline.kvstore.layout import pack_int32
+from trunkline.worker.messages import Sampling
 
 SMALL = EngineConfig(num_blocks=64, chunk_size=4, max_context=96, token_budget=24, max_rows=8)
 
@@ -115,6 +123,75 @@ def test_pool_pressure_preempts_the_newest_and_resumes_it() -> None:
     assert simulation.engine.scheduler.preemptions > 0
     verify_streams(simulation)
     assert [s.reason for s in simulation.streams.values()] == ["length"] * 3
+
+
+def test_preempted_prompt_does_not_count_its_own_work_as_cached() -> None:
+    simulation = Simulation(SMALL)
+    simulation.submit(list(range(60)), 3)
+    simulation.plan()
+    simulation.answer()
+    scheduler = simulation.engine.scheduler
+    scheduler.preempt(scheduler.prefilling[0], simulation.now)
+    simulation.run()
+    assert simulation.streams[1].cached_tokens == 0
+    assert simulation.workers.computed_tokens == 60 + 2  # what it had computed was found again
+    verify_streams(simulation)
+
+
+def test_matching_is_spread_over_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many long prompts that wait for one prefix do not hold up a plan, and all of them come to run."""
+    monkeypatch.setattr("trunkline.controller.scheduler.MATCHED_TOKENS_MAX", 50)
+    simulation = Simulation(SMALL)
+    looked_up: list[int] = []
+    admit = simulation.engine.scheduler.residence.admit
+
+    def counting(sequence: Sequence, *args: Any) -> Admission:
+        looked_up.append(sequence.tokens.count)
+        return admit(sequence, *args)
+
+    monkeypatch.setattr(simulation.engine.scheduler.residence, "admit", counting)
+    for i in range(7):
+        simulation.submit([*range(20), 20 + i], 2)
+    while not simulation.engine.is_idle:
+        looked_up.clear()
+        simulation.plan()
+        assert sum(looked_up) <= 2 * (50 + 21)  # two plans at most
+        simulation.answer()
+    verify_streams(simulation)
+    assert all(stream.reason == "length" for stream in simulation.streams.values())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"tokens": b"\x01\x00\x00"}, {"tokens": b""}, {"logprobs": {1: TopLogprobs(0.0, b"", b"")}}, {"step": 2}],
+)
+def test_impossible_results_are_refused(change: dict[str, Any]) -> None:
+    engine = Engine(SMALL)
+    request = Request(id=1, tokens=np.array([1, 2, 3], np.int32), max_tokens=2, sampling=Sampling())
+    engine.submit(request, 0.0)
+    assert engine.next_step(0.0) is not None
+    result = StepResult(step=1, epoch=1, tokens=pack_int32([7]), elapsed_us=1)
+    with pytest.raises(ProtocolError):
+        engine.step_done(msgspec.structs.replace(result, **change), 0.0)
+
+
+@pytest.mark.parametrize("given", [0, 1, 5, 11])
+def test_resumed_stream_continues_the_same_text(given: int) -> None:
+    simulation = Simulation(SMALL)
+    prompt = [1, 2, 3, 4, 5, 6]
+    text = expected_output(prompt, 0, 12)
+    request = Request(
+        id=1,
+        tokens=np.array(prompt + text[:given], np.int32),
+        max_tokens=12,
+        sampling=Sampling(),
+        prompt_len=len(prompt),
+    )
+    simulation.streams[1] = Stream(prompt, 0, 12, ())
+    simulation.engine.submit(request, 0.0)
+    simulation.run()
+    assert simulation.streams[1].output == text[given:]
+    assert simulation.streams[1].reason == "length"
 
 
 def test_sequence_that_needs_the_whole_pool() -> None:

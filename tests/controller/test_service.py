@@ -336,6 +336,127 @@ def test_garbage_does_no_harm(ranks: Ranks, router: Router) -> None:
     assert router.tokens[1] == expected_output([1, 2, 3], 0, 5)
 
 
+def test_nested_nonsense_does_no_harm(ranks: Ranks, router: Router) -> None:
+    """Fields beyond the known ones are skipped, at any depth but this."""
+    router.wait_state("ready")
+    router.socket.send(b"\x93\xa5abort\x01" + b"\x91" * 200_000 + b"\x01")
+    router.submit(1, [1, 2, 3], 5)
+    router.wait_finished(1)
+    assert router.tokens[1] == expected_output([1, 2, 3], 0, 5)
+
+
+def test_absurd_requests_are_refused_one_by_one(ranks: Ranks, router: Router) -> None:
+    router.wait_state("ready")
+    good = Submit(1, pack_int32([1, 2, 3]), 3, 5, Sampling())
+    absurd: list[dict[str, Any]] = [
+        {"stop_token_ids": [1 << 40]},
+        {"tokens": pack_int32([1, -2, 3])},
+        {"prompt_len": -9},
+        {"max_tokens": -(1 << 63)},
+        {"sampling": Sampling(temperature=float("nan"))},
+    ]
+    for number, change in enumerate(absurd, start=10):
+        router.send(msgspec.structs.replace(good, request=number, **change))
+        router.wait_finished(number)
+        assert router.finished[number][0] == "invalid"
+    router.send(msgspec.structs.replace(good, max_tokens=(1 << 64) - 1))
+    router.wait_finished(1)
+    assert len(router.tokens[1]) == 96 - 3
+
+
+def test_abort_reaches_no_other_router(ranks: Ranks, router: Router, config: ControllerConfig) -> None:
+    router.wait_state("ready")
+    second, third = Router(config), Router(config)
+    for other in (second, third):
+        other.wait_state("ready")
+    ranks.answer = False
+    third.submit(5, [1, 2, 3], 80)
+    while third.wait_state("ready").running != 1:
+        time.sleep(0.02)
+    for number in (2 << 32 | 5, 3 << 32 | 5, -(1 << 63)):  # bits that would turn index 1 into 3
+        router.send(Abort(number))
+    router.send(FlushCache(1))
+    while router.flushed is None:  # by then the aborts have been read
+        router.receive()
+    while third.socket.poll(200):
+        third.receive()
+    assert not third.finished
+    for other in (second, third):
+        other.close()
+
+
+def test_unreadable_report_fails_the_group(
+    config: ControllerConfig, controller: subprocess.Popen[bytes], router: Router
+) -> None:
+    ranks = start_ranks(config, answer=False)
+    router.wait_state("ready")
+    router.submit(1, [1, 2, 3], 9)
+    router.wait_state("ready")
+    ranks.report.send(b"\xc1")
+    router.wait_finished(1)
+    assert "decoded" in router.finished[1][1]
+    assert controller.wait(timeout=10) == 1
+    ranks.leave.set()
+    ranks.join()
+
+
+def test_too_few_blocks_are_reported(
+    config: ControllerConfig, controller: subprocess.Popen[bytes], router: Router
+) -> None:
+    ranks = Ranks(config)
+    router.wait_state("starting")
+    for rank in range(config.tp):
+        ranks.subscribe(rank)
+        ranks.send(WorkerReady(rank, config.epoch, os.getpid(), 1, 1, "simulated"))
+    ranks.start()
+    while router.state is None or router.state.status != "failed":
+        router.receive()
+    assert "at least 2 blocks" in router.state.detail
+    assert controller.wait(timeout=10) == 1
+    ranks.leave.set()
+    ranks.join()
+
+
+def test_ready_of_an_unknown_rank_does_not_count(
+    config: ControllerConfig, controller: subprocess.Popen[bytes], router: Router
+) -> None:
+    ranks = Ranks(config)
+    for rank in range(config.tp):
+        ranks.subscribe(rank)
+    ranks.say_ready(0)
+    ranks.say_ready(config.tp)
+    ranks.start()
+    time.sleep(0.3)
+    assert router.wait_state("starting").blocks_total == 0
+    ranks.say_ready(1)
+    assert router.wait_state("ready").blocks_total == BLOCKS
+    ranks.leave.set()
+    ranks.join()
+
+
+def test_draining_is_announced(ranks: Ranks, router: Router, controller: subprocess.Popen[bytes]) -> None:
+    """Without being asked: a router that waited for its next ping would go on sending requests."""
+    router.wait_state("ready")
+    ranks.answer = False
+    router.submit(1, [1, 2, 3], 80)
+    while router.wait_state("ready").running != 1:
+        time.sleep(0.02)
+    controller.send_signal(signal.SIGTERM)
+    router.receive(5)
+    while router.state is None or router.state.status != "draining":
+        router.receive(5)
+    controller.send_signal(signal.SIGTERM)  # do not wait any longer
+    router.wait_finished(1)
+    assert router.finished[1][0] == "engine_failed"
+    assert controller.wait(timeout=10) == 0
+
+
+def test_stop_before_the_workers_are_there(router: Router, controller: subprocess.Popen[bytes]) -> None:
+    router.wait_state("starting")
+    controller.send_signal(signal.SIGTERM)
+    assert controller.wait(timeout=5) == 0
+
+
 def test_sigterm_drains(ranks: Ranks, router: Router, controller: subprocess.Popen[bytes]) -> None:
     router.wait_state("ready")
     router.submit(1, [1, 2, 3, 4, 5], 60)
@@ -349,6 +470,17 @@ def test_sigterm_drains(ranks: Ranks, router: Router, controller: subprocess.Pop
         assert router.finished[2][0] == "draining"
     assert controller.wait(timeout=10) == 0
     assert ranks.shut_down.wait(5)
+
+
+def test_address_in_use_is_named(config: ControllerConfig, tmp_path: Path) -> None:
+    path = tmp_path / "controller.json"
+    unusable = msgspec.structs.replace(config, router_endpoint=f"ipc://{tmp_path}/nowhere/router")
+    path.write_bytes(msgspec.json.encode(unusable))
+    command = [sys.executable, "-m", "trunkline.controller", "--config", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
+    assert done.returncode == 1
+    assert "cannot listen" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_bad_configuration_is_named(tmp_path: Path) -> None:

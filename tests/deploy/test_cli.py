@@ -23,8 +23,9 @@ def trunkline(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[s
 
 
 def test_version() -> None:
-    done = trunkline("version")
-    assert (done.returncode, done.stdout) == (0, f"trunkline {version('trunkline')}\n")
+    for words in ("version", "--version"):
+        done = trunkline(words)
+        assert (done.returncode, done.stdout) == (0, f"trunkline {version('trunkline')}\n")
 
 
 def test_help_lists_commands_and_options_with_examples() -> None:

@@ -5,10 +5,19 @@ from __future__ import annotations
 import io
 import json
 import shlex
+from pathlib import Path
 
+import pytest
 from rich.console import Console
 
-from trunkline.deploy.display import TerminalReporter, curl_lines, describe_health, format_record, parse_log_line
+from trunkline.deploy.display import (
+    TerminalReporter,
+    chat_command,
+    curl_lines,
+    describe_health,
+    format_record,
+    parse_log_line,
+)
 from trunkline.deploy.lifecycle import Phase
 
 
@@ -33,6 +42,18 @@ def test_the_curl_command_is_not_wrapped() -> None:
     shown, out = reporter()
     shown.phase(Phase.SERVING)
     assert all(line in out.getvalue().splitlines() for line in curl_lines("http://127.0.0.1:8000", "m"))
+
+
+def test_the_chat_command_is_found_without_an_activated_environment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("sys.executable", str(tmp_path / ".venv/bin/python"))
+    monkeypatch.setattr("shutil.which", lambda _: None)
+    assert chat_command("http://127.0.0.1:8000") == f"{tmp_path}/.venv/bin/trunkline chat"
+    monkeypatch.chdir(tmp_path)
+    assert chat_command("http://127.0.0.1:9") == ".venv/bin/trunkline chat --url http://127.0.0.1:9"
+    monkeypatch.setattr("shutil.which", lambda _: "/usr/bin/trunkline")
+    assert chat_command("http://127.0.0.1:8000") == "trunkline chat"
 
 
 def test_lines_of_a_start_wait_until_it_serves() -> None:

@@ -35,13 +35,13 @@ from trunkline.deploy.sizes import format_bytes, parse_bytes
     ],
 )
 def test_sizes(text: str, count: int) -> None:
-    assert parse_bytes(text) == count
+    assert parse_bytes(text, "--kv-memory") == count
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "1 GiBs", "-1", "1,5G", "0", "0.1B", "1e9", "9" * 30, "٣"])
 def test_what_is_no_size(text: str) -> None:
-    with pytest.raises(UserError, match=r"size|less than"):
-        parse_bytes(text)
+    with pytest.raises(UserError, match=r"--kv-memory is .*(size|less than)"):
+        parse_bytes(text, "--kv-memory")
 
 
 @pytest.mark.parametrize(
@@ -68,10 +68,12 @@ def test_formatted_sizes(count: int, text: str) -> None:
         ({"max_context": 1}, "--max-context"),
         ({"max_context": 10**6}, "at most"),
         ({"kv_memory_bytes": 100}, "--kv-memory"),
+        ({"kv_memory_bytes": 1 << 50}, "2048 TiB in all; this machine has"),
+        ({"model": ""}, "MODEL is empty"),
         ({"model": "/nonexistent/folder"}, "no folder"),
         ({"model": __file__}, "is a file"),
         ({"log_level": "loud"}, "--log-level"),
-        ({"host": "203.0.113.7"}, "cannot listen"),
+        ({"host": "203.0.113.7"}, "cannot listen.*--host must be an address"),
     ],
 )
 def test_impossible_settings(change: dict[str, object], message: str) -> None:
@@ -171,6 +173,11 @@ def test_run_folders_are_private_short_lived_and_cleaned_after_a_kill(tmp_path: 
         assert living.exists()
         assert unrelated.exists()
     assert not living.exists()
+
+
+def test_no_place_for_a_run_folder_is_one_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="set TMPDIR"), run_folder(tmp_path / "missing"):
+        pass
 
 
 def test_socket_paths_fit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

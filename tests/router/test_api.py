@@ -124,13 +124,23 @@ def test_sampling_reaches_the_engine(http: httpx.Client, fake: FakeController) -
     assert submit.max_tokens == 4
 
 
-def test_defaults_and_drawn_seeds(http: httpx.Client, fake: FakeController) -> None:
+def test_defaults_and_drawn_seeds(http: httpx.Client, fake: FakeController, tokenizer: Tokenizer) -> None:
     for _ in range(2):
         assert http.post("/v1/completions", json={"prompt": "x", "top_k": -1}).status_code == 200
     first, second = (submit.sampling for submit in fake.behaviour.submits)
-    assert (first.temperature, first.top_p, first.top_k, first.logprobs) == (1.0, 1.0, 0, -1)
+    assert (first.top_p, first.top_k, first.logprobs) == (1.0, 0, -1)
+    assert first.temperature == tokenizer.files.defaults.temperature
     assert first.seed != second.seed
     assert 0 <= first.seed < 2**64
+
+
+@pytest.mark.parametrize("tiny", [5e-324, 1e-38, 9e-6])
+def test_a_temperature_too_small_to_divide_by_is_greedy(
+    http: httpx.Client, fake: FakeController, tiny: float
+) -> None:
+    assert http.post("/v1/completions", json={"prompt": "x", "temperature": tiny}).status_code == 200
+    [submit] = fake.behaviour.submits
+    assert submit.sampling.temperature == 0
 
 
 def test_stop_strings(http: httpx.Client, fake: FakeController) -> None:
@@ -252,6 +262,13 @@ def test_version_openapi_and_cache(http: httpx.Client) -> None:
     assert reference["schema"]["$ref"].rsplit("/", 1)[1] in schema["components"]["schemas"]
     for path in ("/reset_prefix_cache", "/flush_cache"):
         assert http.post(path).json() == {"blocks_freed": 7}
+
+
+def test_what_can_be_read_answers_get_and_head(http: httpx.Client) -> None:
+    for path in ("/", "/v1/models", "/health", "/version", "/metrics"):
+        assert [http.get(path).status_code, http.head(path).status_code] == [200, 200]
+        assert http.head(path).content == b""
+    assert http.get("/").json()["models"][0] == "demo"
 
 
 def test_metrics(http: httpx.Client, router: RunningRouter) -> None:

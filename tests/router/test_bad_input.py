@@ -11,9 +11,12 @@ import pytest
 from router.fake_controller import FakeController
 from router.harness import MESSAGES, VOCAB_SIZE, RunningRouter
 
+from trunkline.router.api.tokens import TOKENIZE_CHARACTERS_MAX
+
 CHAT: dict[str, Any] = {"messages": MESSAGES}
 PLAIN: dict[str, Any] = {"prompt": "x"}
 DEEP = json.loads("[" * 150 + "]" * 150)
+TOO_LONG = "a" * (TOKENIZE_CHARACTERS_MAX + 1)
 
 
 def _names(table: dict[str, list[Any]]) -> list[tuple[str, Any]]:
@@ -33,7 +36,7 @@ BOTH = _names(
         "ignore_eos": ["yes", 1],
         "presence_penalty": [-2.1, 2.1, "1"],
         "frequency_penalty": [-2.1, 2.1],
-        "repetition_penalty": [0, -1, 2.1],
+        "repetition_penalty": [0, -1, 1e-300, 2.1],
         "logit_bias": [{"a": 1}, {"5": 101}, {"5": "1"}, {"5": True}, {"99999": 1}, {"-1": 1}, [1], {"5": 1e999}],
         "skip_special_tokens": ["no"],
         "include_stop_str_in_output": [3],
@@ -247,12 +250,15 @@ def test_broken_http(router: RunningRouter, http: httpx.Client, raw: bytes) -> N
         ("/tokenize", {"prompt": "a", "messages": MESSAGES}, "prompt"),
         ("/tokenize", {"prompt": 5}, "prompt"),
         ("/tokenize", {"messages": []}, "messages"),
+        ("/tokenize", {"prompt": TOO_LONG}, "prompt"),
+        ("/tokenize", {"messages": [{"role": "user", "content": TOO_LONG}]}, "messages"),
         ("/detokenize", {}, "tokens"),
         ("/detokenize", {"tokens": [VOCAB_SIZE]}, "tokens"),
         ("/detokenize", {"tokens": [-1]}, "tokens"),
         ("/detokenize", {"tokens": "5"}, "tokens"),
         ("/detokenize", {"tokens": [1.5]}, "tokens[0]"),
     ],
+    ids=lambda value: str(value)[:60],  # an id with millions of characters helps nobody
 )
 def test_bad_tokenizer_requests(http: httpx.Client, path: str, body: dict[str, Any], param: str) -> None:
     response = http.post(path, json=body)

@@ -102,6 +102,17 @@ def write_model(folder: Path, **files: Any) -> Path:
     return folder
 
 
+@pytest.mark.parametrize(
+    ("generation", "temperature"),
+    [({"do_sample": False, "temperature": 0.6}, 0.0), ({"temperature": 0.6}, 0.6), ({}, 1.0)],
+)
+def test_a_model_that_says_not_to_sample_is_greedy_by_default(
+    tmp_path: Path, generation: dict[str, Any], temperature: float
+) -> None:
+    folder = write_model(tmp_path, generation_config=generation)
+    assert read_model_files(folder).defaults.temperature == temperature
+
+
 def test_reading_a_model_folder(tmp_path: Path) -> None:
     folder = write_model(
         tmp_path,

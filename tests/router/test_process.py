@@ -97,6 +97,8 @@ def test_what_does_not_finish_is_cut(place: Path, controller: FakeController, se
             time.sleep(0.3)
             process.send_signal(signal.SIGTERM)
         assert process.wait(5) == (1 if second else 0)
+        assert process.stderr is not None
+        assert b"Traceback" not in process.stderr.read()
         thread.join()
         if results:
             assert results[0].status_code == 503

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import msgspec
+import zmq
 
 from trunkline.controller.config import ConfigError, ControllerConfig
 from trunkline.controller.service import ControllerService
@@ -25,7 +26,12 @@ def main() -> int:
         print(f"controller: {arguments.config}: {error}", file=sys.stderr)
         return 2
     enter_role(f"controller {config.group}", parent_pid=config.parent_pid, log_level=config.log_level)
-    return ControllerService(config).run()
+    try:
+        service = ControllerService(config)
+    except zmq.ZMQError as error:  # an address in use, a folder that is not there, a path too long
+        print(f"controller: {arguments.config}: cannot listen: {error}", file=sys.stderr)
+        return 1
+    return service.run()
 
 
 if __name__ == "__main__":

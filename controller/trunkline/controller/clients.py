@@ -18,11 +18,14 @@ import zmq
 from trunkline.controller.engine import EngineOutputs
 from trunkline.controller.messages import RouterRequest, TopLogprobs
 from trunkline.controller.rows import Int64Array
+from trunkline.controller.submissions import NUMBER_BITS
 from trunkline.kvstore.layout import Int32Array, pack_int32
 from trunkline.router.messages import Finished, Outputs, RouterMessage, Started
 
-CLIENT_SHIFT: Final = 32
+CLIENT_SHIFT: Final = NUMBER_BITS
 NUMBER_MASK: Final = (1 << CLIENT_SHIFT) - 1
+MESSAGES_PER_TURN_MAX: Final = 1024
+"""So that a router that floods us cannot keep the workers waiting for their next plan."""
 
 log = structlog.get_logger()
 
@@ -48,8 +51,8 @@ class Clients:
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
         self.socket = context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        # Outputs must not be dropped; what a router that stops reading can pile up is bounded by its
-        # silence limit, after which its requests are aborted.
+        # Outputs must not be dropped. A router that hangs stops pinging as well: what can pile up for it
+        # is bounded by the silence limit, after which its requests are aborted.
         self.socket.setsockopt(zmq.SNDHWM, 0)
         self.socket.setsockopt(zmq.LINGER, 1000)
         self.socket.bind(endpoint)
@@ -60,8 +63,11 @@ class Clients:
         self._decoder: msgspec.msgpack.Decoder[RouterRequest] = msgspec.msgpack.Decoder(RouterRequest)
 
     def receive(self, now: float) -> Iterator[tuple[Client, RouterRequest]]:
-        """All waiting requests. A message that cannot be decoded is reported and skipped."""
-        while True:
+        """Waiting requests, `MESSAGES_PER_TURN_MAX` at most: the next poll returns at once if there are more.
+
+        A message that cannot be decoded is reported and skipped.
+        """
+        for _ in range(MESSAGES_PER_TURN_MAX):
             try:
                 identity, payload = self.socket.recv_multipart(zmq.NOBLOCK)[:2]
             except zmq.Again:
@@ -71,7 +77,7 @@ class Clients:
                 continue
             try:
                 message = self._decoder.decode(payload)
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 log.warning("router message cannot be decoded; ignored", error=str(error))
                 continue
             yield self._client(identity, now), message

@@ -89,6 +89,8 @@ class ControllerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_rows: int = 256
     max_waiting: int = 1024
     prefix_cache: bool = True
+    vocab_size: int = 0
+    """Requests with token ids from here on are refused. 0: unknown, ids are only checked to be ids."""
     epoch: int = 1
     debug_checks: bool = False
     """Check the engine's invariants after every step (slow: for tests and bug hunts)."""
@@ -113,6 +115,10 @@ class ControllerConfig(msgspec.Struct, frozen=True, kw_only=True):
             bytes.fromhex(self.model_fingerprint)
         except ValueError:
             raise ConfigError(f"model_fingerprint {self.model_fingerprint!r} is not hexadecimal") from None
+        _require(self.vocab_size >= 0, f"vocab_size is {self.vocab_size}; it counts tokens, or is 0 if unknown")
+        silence, drain = self.router_silence_seconds_max, self.drain_seconds
+        _require(silence > 0, f"router_silence_seconds_max is {silence}; routers ping once a second")
+        _require(drain >= 0, f"drain_seconds is {drain}; 0 ends running requests at once")
         self.engine(num_blocks=2).validate()
 
     def engine(self, num_blocks: int) -> EngineConfig:

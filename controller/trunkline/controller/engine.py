@@ -120,7 +120,7 @@ class Engine:
         problem = ""
         if request.id in self._sequences:
             problem = f"request id {request.id} is in use"
-        elif count == 0 or request.prompt_len == 0 or request.prompt_len > count:
+        elif count == 0 or not (request.prompt_len == -1 or 0 < request.prompt_len <= count):
             problem = f"the prompt is empty or its length ({request.prompt_len}) does not fit {count} tokens"
         elif request.max_tokens < 1:
             problem = f"max_tokens is {request.max_tokens}; at least 1 is needed"
@@ -185,7 +185,6 @@ class Engine:
         if sequence.started:
             return  # it comes back from a preemption
         sequence.started = True
-        sequence.cached_tokens = min(sequence.resident, sequence.prompt_len - 1)
         self.counters.prompt_tokens += sequence.prompt_len
         self.counters.cached_tokens += sequence.cached_tokens
         self._outputs.started.append(Started(sequence.request, sequence.cached_tokens))
@@ -194,7 +193,7 @@ class Engine:
         """Take in the tokens of the oldest unanswered step.
 
         Raises:
-            ProtocolError: it answers another step, or has the wrong number of tokens.
+            ProtocolError: it answers another step, or its tokens or log-probabilities do not fit the step.
         """
         if result.epoch != self.epoch:
             return  # from a group that was given up
@@ -202,11 +201,14 @@ class Engine:
             expected = self._inflight[0].step if self._inflight else "none"
             raise ProtocolError(f"the workers answered step {result.step}; expected was {expected}")
         rows = self._inflight.popleft().rows
-        tokens = unpack_int32(result.tokens)
-        if len(tokens) != len(rows):
-            raise ProtocolError(f"step {result.step} has {len(rows)} rows; {len(tokens)} tokens came back")
+        if len(result.tokens) != 4 * len(rows):
+            raise ProtocolError(
+                f"step {result.step} samples {len(rows)} int32 tokens; {len(result.tokens)} bytes came back"
+            )
+        if result.logprobs and not all(0 <= index < len(rows) for index in result.logprobs):
+            raise ProtocolError(f"step {result.step} has log-probabilities beyond its {len(rows)} tokens")
         if len(rows):
-            self._accept(rows, tokens, result.logprobs, now)
+            self._accept(rows, unpack_int32(result.tokens), result.logprobs, now)
 
     def _accept(
         self, rows: RowSet, tokens: Int32Array, logprobs: dict[int, TopLogprobs] | None, now: float

@@ -18,6 +18,8 @@ from trunkline.controller.messages import LoadProgress, StepResult, WorkerFailed
 from trunkline.worker.messages import PLAN_TOPIC, Shutdown, StepPlan, rank_topic
 
 PLANS_QUEUED_MAX = 16
+_HEARTBEAT_MS = 1000
+"""Over TCP a dead host closes nothing: silence is the only sign."""
 
 
 class GroupLostError(RuntimeError):
@@ -32,6 +34,9 @@ class WorkerGroup:
         self.plans.setsockopt(zmq.XPUB_NODROP, 1)
         self.plans.setsockopt(zmq.SNDHWM, PLANS_QUEUED_MAX)
         self.plans.setsockopt(zmq.LINGER, 1000)
+        if config.plan_endpoint.startswith("tcp:"):
+            self.plans.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+            self.plans.setsockopt(zmq.HEARTBEAT_TIMEOUT, 2 * _HEARTBEAT_MS)
         self.reports = context.socket(zmq.PULL)
         self.plans.bind(config.plan_endpoint)
         self.reports.bind(config.report_endpoint)
@@ -78,10 +83,11 @@ class WorkerGroup:
         except zmq.Again:
             raise GroupLostError("a rank takes no more step plans") from None
 
-    def shut_down(self, seconds_max: float = 5.0) -> None:
+    def shut_down(self, seconds_max: float = 3.0) -> None:
         """Ask all ranks to leave after the steps they have, and wait for them: a rank whose connection
-        closes first would take that for our death."""
-        self.plans.send_multipart([PLAN_TOPIC, self._encoder.encode(Shutdown())], zmq.NOBLOCK)
+        closes first would take that for our death. Bounded well below the supervisor's patience."""
+        with suppress(zmq.Again):  # a rank reads no more: it will not leave by itself, the others may
+            self.plans.send_multipart([PLAN_TOPIC, self._encoder.encode(Shutdown())], zmq.NOBLOCK)
         deadline = time.monotonic() + seconds_max
         while self._present and (left := deadline - time.monotonic()) > 0:
             self.plans.poll(int(left * 1000) + 1)
@@ -112,7 +118,7 @@ class WorkerGroup:
         """Read all waiting reports; the step results among them.
 
         Raises:
-            GroupLostError: a rank says that it cannot go on.
+            GroupLostError: a rank says that it cannot go on, or something that is no report.
         """
         results: list[StepResult] = []
         while True:
@@ -120,10 +126,12 @@ class WorkerGroup:
                 report = self._decoder.decode(self.reports.recv(zmq.NOBLOCK))
             except zmq.Again:
                 return results
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+                raise GroupLostError(f"a worker's report cannot be decoded: {error}") from error
             match report:
                 case StepResult():
                     results.append(report)
-                case WorkerReady() if report.epoch == self._epoch:
+                case WorkerReady() if report.epoch == self._epoch and 0 <= report.rank < self._tp:
                     self.ready[report.rank] = report
                 case LoadProgress():
                     self.progress[report.rank] = report

@@ -27,9 +27,6 @@ class Admission(Enum):
     """Somebody is computing a chunk of its prompt; it waits, holding nothing."""
 
 
-_NOTHING_KNOWN = Match([], None, None, 0)
-
-
 class Residence:
     """Moves blocks between the pool, the tree and sequences."""
 
@@ -58,7 +55,7 @@ class Residence:
         """
         root = self.tree.root(sequence.salt)
         tokens = sequence.tokens.to_bytes()
-        match = self.tree.match(root, tokens, draft.step) if self.prefix_cache else _NOTHING_KNOWN
+        match = self.tree.match(root, tokens, draft.step) if self.prefix_cache else Match([], None, None, 0)
         if match.pending is not None:
             sequence.waits_on = match.pending
             return Admission.PENDING

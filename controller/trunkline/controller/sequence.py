@@ -17,7 +17,7 @@ from trunkline.worker.messages import Sampling
 
 
 class Phase(Enum):
-    """Where a sequence is in its life; it may go from RUNNING back to WAITING by preemption."""
+    """Where a sequence is in its life; preemption takes it from PREFILL or DECODE back to WAITING."""
 
     WAITING = auto()
     PREFILL = auto()
@@ -104,8 +104,8 @@ class Sequence:
         """Tokens whose KV was found at admission."""
         self.computed = 0
         """Tokens whose KV exists or is planned, while in prefill."""
-        self.cached_tokens = 0
-        """`resident` of the first admission, as reported to the client."""
+        self.cached_tokens = -1
+        """Prompt tokens among `resident` at the first admission, as reported to the client; -1 before it."""
         self.started = False
 
     @property

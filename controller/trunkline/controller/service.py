@@ -20,11 +20,12 @@ import structlog
 import zmq
 
 from trunkline.controller.clients import CLIENT_SHIFT, Client, Clients
-from trunkline.controller.config import ControllerConfig
+from trunkline.controller.config import ConfigError, ControllerConfig
 from trunkline.controller.engine import Engine, ProtocolError, Request
 from trunkline.controller.group import GroupLostError, WorkerGroup
 from trunkline.controller.integrity import check_integrity
 from trunkline.controller.messages import Abort, FlushCache, Ping, RouterRequest, Submit
+from trunkline.controller.submissions import is_request_number, problem_of
 from trunkline.kvstore.layout import unpack_int32
 from trunkline.router.messages import Finished, FinishReason, Flushed, Outputs, State
 
@@ -70,27 +71,37 @@ class ControllerService:
             self.group.shut_down()
             log.info("stopped")
             return 0
-        except (GroupLostError, ProtocolError) as error:
+        except (GroupLostError, ProtocolError, ConfigError) as error:  # the last: too few blocks to start
             self._fail(str(error))
             return 1
         finally:
             self.group.close()
             self.clients.close()
             self.context.term()
+            signal.set_wakeup_fd(-1)
+            self._signals.close()
+            self._signal_writer.close()
 
     def _install_signals(self) -> None:
         self._signals.setblocking(False)
         self._signal_writer.setblocking(False)
         signal.set_wakeup_fd(self._signal_writer.fileno(), warn_on_full_buffer=False)
-        signal.signal(signal.SIGTERM, self._on_signal)
+        signal.signal(signal.SIGTERM, _wake)
         # Ctrl-C in a terminal reaches all processes; the supervisor alone decides what it means.
-        signal.signal(signal.SIGINT, signal.SIG_IGN if self.config.parent_pid else self._on_signal)
+        signal.signal(signal.SIGINT, signal.SIG_IGN if self.config.parent_pid else _wake)
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+    def _read_signals(self) -> bytes:
+        """Numbers of the signals that have arrived."""
+        with suppress(BlockingIOError):
+            return self._signals.recv(4096)
+        return b""
+
+    def _stop_requested(self) -> None:
+        """Drain; the second time, do not wait any longer."""
         if self.status in (Status.STARTING, Status.READY):
-            self.status = Status.DRAINING
-            self.detail = "the controller is stopping"
+            self.status, self.detail = Status.DRAINING, "the controller is stopping"
             self._drain_deadline = time.monotonic() + self.config.drain_seconds
+            self._broadcast_state()
         else:
             self._drain_deadline = 0.0
 
@@ -111,8 +122,9 @@ class ControllerService:
 
     def _turn(self) -> None:
         """Handle everything that has arrived, then plan, then publish."""
-        with suppress(BlockingIOError):
-            self._signals.recv(4096)
+        for number in self._read_signals():
+            if number in (signal.SIGTERM, signal.SIGINT):
+                self._stop_requested()
         now = time.monotonic()
         results = self.group.receive()
         if self.status is not Status.DRAINING or self.engine is not None:
@@ -157,7 +169,7 @@ class ControllerService:
             case Submit():
                 self._submit(client, message, now)
             case Abort():
-                if self.engine is not None:
+                if self.engine is not None and is_request_number(message.request):
                     self.engine.abort(client.index << CLIENT_SHIFT | message.request, now)
             case Ping():
                 self.clients.send(client, self._state(client))
@@ -187,8 +199,8 @@ class ControllerService:
             return Finished(message.request, FinishReason.DRAINING, self.detail)
         if self.engine is None:
             return Finished(message.request, FinishReason.ENGINE_FAILED, f"the group is starting: {self.detail}")
-        if len(message.tokens) % 4 or not 0 <= message.request < 1 << CLIENT_SHIFT:
-            return Finished(message.request, FinishReason.INVALID, "the message is malformed")
+        if problem := problem_of(message, self.config.vocab_size):
+            return Finished(message.request, FinishReason.INVALID, problem)
         return None
 
     def _forget(self, client: Client, now: float) -> None:
@@ -235,6 +247,10 @@ class ControllerService:
             self.engine.fail_all(reason)
             self._publish()
         self._broadcast_state()
+
+
+def _wake(number: int, frame: FrameType | None) -> None:
+    """Python wrote the signal's number to the wake-up socket: the loop acts on it between two turns' work."""
 
 
 _STATE_COUNTS = tuple(f for f in State.__struct_fields__ if f not in ("seq", "status", "detail"))

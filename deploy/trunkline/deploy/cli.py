@@ -34,8 +34,19 @@ _MEMORY = "Memory and batching"
 _SERVER = "Server"
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"trunkline {package_version('trunkline')}")
+        raise typer.Exit
+
+
 @app.callback()
-def root() -> None:
+def root(
+    _version: Annotated[
+        bool,
+        typer.Option("--version", help="Print the installed version.", callback=_print_version, is_eager=True),
+    ] = False,
+) -> None:
     """A distributed LLM serving cluster that never computes, stores or moves the same KV twice.
 
     [bold]Examples[/]
@@ -138,7 +149,7 @@ def serve(
     trunkline serve --groups 2 --tp 1 --port 9000 --served-model-name mine
     """
     given: dict[str, Any] = dict(locals())
-    given["kv_memory_bytes"] = _run(lambda: parse_bytes(kv_memory) if kv_memory else None)
+    given["kv_memory_bytes"] = _run(lambda: None if kv_memory is None else parse_bytes(kv_memory, "--kv-memory"))
     settings = ServeSettings(**{field.name: given[field.name] for field in fields(ServeSettings)})
     raise typer.Exit(_run(lambda: run_cluster(settings)))
 
@@ -171,7 +182,7 @@ def chat(
 @app.command(rich_help_panel="Commands")
 def version() -> None:
     """Print the installed version."""
-    typer.echo(f"trunkline {package_version('trunkline')}")
+    _print_version(True)
 
 
 def _run(action: Callable[[], T]) -> T:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import shlex
+import shutil
+import sys
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 from rich.console import Console
@@ -15,6 +19,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from trunkline.deploy.chat import DEFAULT_URL
 from trunkline.deploy.lifecycle import Phase
 
 _STYLES: Final = {"debug": "dim", "info": "", "warning": "yellow", "error": "bold red", "critical": "bold red"}
@@ -113,8 +118,9 @@ class TerminalReporter:
         self._console.print("\nAsk it something:\n", highlight=False)
         for line in curl_lines(self._url, self._model_name):
             self._console.print(line, soft_wrap=True, markup=False, highlight=False)
-        chat = "trunkline chat" if self._url == "http://127.0.0.1:8000" else f"trunkline chat --url {self._url}"
-        self._console.print(f"\nTalk to it:  {chat}", soft_wrap=True, markup=False, highlight=False)
+        self._console.print(
+            f"\nTalk to it:  {chat_command(self._url)}", soft_wrap=True, markup=False, highlight=False
+        )
         self._console.print("Stop it:     Ctrl-C\n", highlight=False)
 
     def _table(self) -> Table:
@@ -149,6 +155,16 @@ def format_record(record: Mapping[str, Any]) -> str:
     fields = " ".join(f"{key}={value}" for key, value in record.items() if key not in _HIDDEN_FIELDS)
     text = f"{record.get('level', 'info'):<7} {record['event']} {fields}".rstrip()
     return f"{text}\n{record['exception']}" if "exception" in record else text
+
+
+def chat_command(url: str) -> str:
+    """The chat client's command line. With the path of this installation unless the shell finds one itself:
+    after `make serve` the environment is not activated."""
+    program = shutil.which("trunkline") and "trunkline"
+    if program is None:
+        path = Path(sys.executable).with_name("trunkline")
+        program = str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+    return f"{shlex.quote(program)} chat" + ("" if url == DEFAULT_URL else f" --url {url}")
 
 
 def curl_lines(url: str, model_name: str) -> list[str]:

@@ -30,6 +30,8 @@ def resolve(model: str) -> Path:
     """
     if model == DEMO:
         return _checked(DEMO_FOLDER, DEMO)
+    if not model:
+        raise UserError("MODEL is empty; give 'demo', a folder in Hugging Face format, or a hub name OWNER/NAME")
     path = Path(model).expanduser()
     if path.is_dir():
         return _checked(path.resolve(), model)

@@ -21,6 +21,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+from trunkline.deploy.errors import UserError
+
 _PREFIX: Final = "trunkline-"
 _LOCK: Final = "lock"
 _SOCKET_PATH_BYTES_MAX: Final = 107  # sockaddr_un.sun_path without its terminating zero
@@ -51,10 +53,21 @@ def remove_stale(base: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def run_folder(base: Path | None = None) -> Iterator[Path]:
-    """A new, private, locked run folder; removed with everything in it at the end."""
-    base = base or base_folder()
-    remove_stale(base)
-    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
+    """A new, private, locked run folder; removed with everything in it at the end.
+
+    Raises:
+        UserError: there is no place where it could be made.
+    """
+    try:
+        base = base or base_folder()
+        remove_stale(base)
+        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
+    except OSError as error:
+        where = base or "the folders for temporary files"
+        raise UserError(
+            f"no folder for the cluster's sockets can be made in {where}: {error.strerror}; set TMPDIR to a "
+            "folder that can be written"
+        ) from error
     # Locked before it gets its name, so that a lock file that can be seen is a lock that is held.
     unnamed = folder / f"{_LOCK}.new"
     lock = os.open(unnamed, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
+import psutil
 from rich.console import Console
 
 from trunkline.controller.config import ConfigError, ControllerConfig
@@ -46,6 +47,7 @@ class ClusterPlan:
     dtype: str
     device: str
     max_context: int
+    vocab_size: int
     fingerprint: str
     port: int
 
@@ -93,6 +95,7 @@ def plan_cluster(settings: ServeSettings) -> ClusterPlan:
         dtype=dtype,
         device=device,
         max_context=max_context,
+        vocab_size=model.vocab_size,
         fingerprint=models.fingerprint(folder),
         port=free_port(settings.host, settings.port),
     )
@@ -189,6 +192,7 @@ def _group_configs(plan: ClusterPlan, group: int, folder: Path) -> Iterator[tupl
             max_rows=settings.max_batch,
             max_waiting=settings.max_waiting,
             prefix_cache=settings.prefix_cache,
+            vocab_size=plan.vocab_size,
             epoch=_FIRST_EPOCH,
             drain_seconds=settings.drain_seconds,
             parent_pid=os.getpid(),
@@ -221,13 +225,20 @@ def _group_configs(plan: ClusterPlan, group: int, folder: Path) -> Iterator[tupl
 
 
 def _check_kv_memory(settings: ServeSettings, model: ModelConfig, dtype: str, device: str) -> None:
-    """A worker needs room for two chunks at least; anything longer is refused request by request."""
+    """A worker needs room for two chunks at least; anything longer is refused request by request. And what
+    was asked for must exist; the default is not checked, for what is not used is never touched."""
     memory = settings.kv_memory_per_worker(device)
     chunk = model.kv_block_bytes(settings.chunk_size, settings.tp, dtype)
     if memory and memory < 2 * chunk:
         raise UserError(
             f"--kv-memory is {format_bytes(memory)}; a chunk of {settings.chunk_size} tokens takes "
             f"{format_bytes(chunk)} per worker and two are the least"
+        )
+    asked = (settings.kv_memory_bytes or 0) * settings.groups * settings.tp
+    if device == "cpu" and asked > (machine := psutil.virtual_memory().total):
+        raise UserError(
+            f"--kv-memory is {format_bytes(memory)} for each of {settings.groups * settings.tp} workers, "
+            f"{format_bytes(asked)} in all; this machine has {format_bytes(machine)} of memory"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 from dataclasses import dataclass
@@ -108,7 +109,12 @@ def free_port(host: str, port: int) -> int:
     except PermissionError as error:
         raise UserError(f"port {port} needs privileges; choose one above 1023 with --port") from error
     except OSError as error:
-        raise UserError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from error
+        advice = (
+            "choose another --port, or stop the process that has it"
+            if error.errno == errno.EADDRINUSE
+            else "--host must be an address of this machine, such as 127.0.0.1 or 0.0.0.0"
+        )
+        raise UserError(f"cannot listen on {host}:{port}: {error.strerror}; {advice}") from error
 
 
 def _at_least(option: str, value: int, least: int) -> None:

@@ -27,8 +27,8 @@ _UNITS: Final = {
 _SIZE: Final = re.compile(r"\s*(\d{1,18}(?:\.\d{1,9})?)\s*([a-zA-Z]*)\s*", re.ASCII)
 
 
-def parse_bytes(text: str) -> int:
-    """The number of bytes that `text` names.
+def parse_bytes(text: str, option: str) -> int:
+    """The number of bytes that `text`, the value of `option`, names.
 
     Raises:
         UserError: it is no size, or less than one byte.
@@ -36,10 +36,12 @@ def parse_bytes(text: str) -> int:
     match = _SIZE.fullmatch(text)
     unit = _UNITS.get(match[2].lower()) if match else None
     if match is None or unit is None:
-        raise UserError(f"{text!r} is not a size; write a number and a unit, such as 512MiB, 1GiB or 2GB")
+        raise UserError(
+            f"{option} is {text!r}, which is not a size; write a number and a unit, such as 512MiB, 1GiB or 2GB"
+        )
     count = int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
     if count < 1:
-        raise UserError(f"{text!r} is less than one byte")
+        raise UserError(f"{option} is {text!r}, which is less than one byte")
     return count
 
 

@@ -33,7 +33,7 @@ class FinishReason(StrEnum):
 
 
 class Started(msgspec.Struct, array_like=True, frozen=True):
-    """A request was admitted for the first time."""
+    """A request's whole prompt has been planned (once, whatever preemptions follow): its first token is next."""
 
     request: int
     cached_tokens: int

@@ -95,6 +95,8 @@ def _defaults(generation: dict[str, Any]) -> SamplingDefaults:
     known = {
         name: generation[name] for name in SamplingDefaults.__struct_fields__ if generation.get(name) is not None
     }
+    if generation.get("do_sample") is False:  # said, not left out: the model is meant to answer greedily
+        known["temperature"] = 0.0
     try:
         return msgspec.convert(known, SamplingDefaults)
     except msgspec.ValidationError as error:

@@ -15,6 +15,8 @@ from trunkline.worker.messages import Sampling
 
 _Value = TypeVar("_Value", int, float)
 
+GREEDY_BELOW = 1e-5
+"""Lower temperatures mean "always the likeliest token": divided by them, logits would leave float32."""
 COMPLETION_TOKENS_DEFAULT = 16
 """`max_tokens` of `/v1/completions` where none is given: OpenAI's and vLLM's."""
 
@@ -128,9 +130,10 @@ def _sampling(
     def given(value: _Value | None, default: _Value) -> _Value:
         return default if value is None else value
 
+    temperature = given(request.temperature, defaults.temperature)
     top_k = given(request.top_k, defaults.top_k)
     return Sampling(
-        temperature=given(request.temperature, defaults.temperature),
+        temperature=temperature if temperature >= GREEDY_BELOW else 0.0,
         top_p=given(request.top_p, defaults.top_p),
         top_k=max(top_k, 0),
         min_p=given(request.min_p, defaults.min_p),

@@ -134,8 +134,7 @@ def _handle_signals(
         if not drained.done():
             drained.set_result(False)
         service.cut_all()
-        server.should_exit = True
-        server.force_exit = True
+        server.should_exit = True  # not `force_exit`: that leaves the service open and its lifespan in a traceback
 
     loop.add_signal_handler(signal.SIGTERM, on_signal)
     # A terminal's Ctrl-C reaches every process of the group; supervised ones wait for the supervisor.

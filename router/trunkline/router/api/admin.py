@@ -1,4 +1,7 @@
-"""What operators and clients ask besides text: models, health, version, metrics, cache."""
+"""What operators and clients ask besides text: models, health, version, metrics, cache.
+
+What can be read answers HEAD as well: load balancers and `wget --spider` ask with it.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +30,23 @@ def _model_card(service: RouterService, name: str) -> dict[str, object]:
     }
 
 
+@routes.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
+async def index(request: Request) -> Response:
+    """What somebody sees who opens the printed address in a browser."""
+    service = service_of(request)
+    return JsonResponse(
+        {
+            "name": "trunkline",
+            "version": service.version,
+            "models": list(service.config.model_names),
+            "api": "/openapi.json",
+            "health": "/health",
+            "metrics": "/metrics",
+        }
+    )
+
+
+@routes.head("/v1/models", include_in_schema=False)
 @routes.get("/v1/models")
 async def models(request: Request) -> Response:
     """The served names."""
@@ -43,6 +63,7 @@ async def model(request: Request, model: str) -> Response:
     return JsonResponse(_model_card(service, model))
 
 
+@routes.head("/health", include_in_schema=False)
 @routes.get("/health")
 async def health(request: Request) -> Response:
     """200 if a token can be generated, else 503 with the reason."""
@@ -65,12 +86,14 @@ async def health(request: Request) -> Response:
     return JsonResponse(body, 200 if result.ok else 503, {} if result.ok else {"Retry-After": "1"})
 
 
+@routes.head("/version", include_in_schema=False)
 @routes.get("/version")
 async def version(request: Request) -> Response:
     """The package's version."""
     return JsonResponse({"version": service_of(request).version})
 
 
+@routes.head("/metrics", include_in_schema=False)
 @routes.get("/metrics")
 async def metrics(request: Request) -> Response:
     """Prometheus."""

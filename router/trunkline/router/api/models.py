@@ -18,6 +18,8 @@ STOP_CHARACTERS_MAX: Final = 1024
 LOGPROBS_MAX: Final = 20
 STOP_IDS_MAX: Final = 256
 LOGIT_BIAS_MAX: Final = 4096
+REPETITION_PENALTY_MIN: Final = 0.01
+"""Logits are divided by it; much less would take them out of float32's range."""
 
 
 def _clean_text(value: str) -> str:
@@ -136,7 +138,7 @@ class GenerationRequest(_Request):
     ignore_eos: bool | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=REPETITION_PENALTY_MIN, le=2)] | None = None
     logit_bias: Annotated[Any, BeforeValidator(_logit_bias, json_schema_input_type=dict[str, float] | None)] = {}
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None

@@ -1,0 +1,67 @@
+"""What a router may ask: a `Submit` that could harm the group is refused before the engine sees it.
+
+Routers check what clients send and answer in HTTP's words; this is the last line. Types have been checked when
+the message was decoded, but every number fits an `int` and NaN is a `float`. Past this point nobody checks
+again, and one number that a rank cannot handle would end the whole group with everybody's requests.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+from trunkline.controller.messages import Submit
+from trunkline.kvstore.layout import unpack_int32
+from trunkline.worker.messages import Sampling
+
+NUMBER_BITS: Final = 32
+"""Of a router's request numbers."""
+_INT32_MAX: Final = (1 << 31) - 1
+_FLOAT32_MAX: Final = 3.4028234e38
+_RANGES: Final[dict[str, tuple[float, float]]] = {
+    "temperature": (0.0, _FLOAT32_MAX),
+    "top_p": (0.0, 1.0),
+    "top_k": (0, _INT32_MAX),
+    "min_p": (0.0, 1.0),
+    "presence_penalty": (-_FLOAT32_MAX, _FLOAT32_MAX),
+    "frequency_penalty": (-_FLOAT32_MAX, _FLOAT32_MAX),
+    "repetition_penalty": (0.0, _FLOAT32_MAX),
+    "logprobs": (-1, _INT32_MAX),
+}
+"""What the workers' tensors can hold, not what makes sense. `seed` may be anything: workers mask it."""
+
+
+def is_request_number(number: int) -> bool:
+    """Whether a router may use this number; others would reach into another router's requests."""
+    return 0 <= number < 1 << NUMBER_BITS
+
+
+def problem_of(message: Submit, vocab_size: int) -> str:
+    """Why a request can never be given to the engine; "" if it can.
+
+    Args:
+        vocab_size: 0 if unknown.
+    """
+    if not is_request_number(message.request):
+        return f"request number {message.request} does not fit {NUMBER_BITS} bits"
+    if len(message.tokens) % 4:
+        return f"tokens are {len(message.tokens)} bytes, which is no array of int32"
+    tokens = unpack_int32(message.tokens)
+    id_max = vocab_size - 1 if vocab_size else _INT32_MAX
+    if len(tokens) and not (tokens.min() >= 0 and tokens.max() <= id_max):
+        return f"token ids from {tokens.min()} to {tokens.max()} were given; they are 0 to {id_max}"
+    stop = next((stop for stop in message.stop_token_ids if not 0 <= stop <= _INT32_MAX), None)
+    if stop is not None:
+        return f"stop token {stop} is not a token id; they are 0 to {_INT32_MAX}"
+    return _sampling_problem(message.sampling)
+
+
+def _sampling_problem(sampling: Sampling) -> str:
+    for name, (low, high) in _RANGES.items():
+        value = getattr(sampling, name)
+        if not low <= value <= high:  # also true of NaN
+            return f"{name} is {value}; allowed are {low} to {high}"
+    for token, bias in sampling.logit_bias.items():
+        if not math.isfinite(bias):
+            return f"logit_bias of token {token} is {bias}; it must be finite"
+    return ""

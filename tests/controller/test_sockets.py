@@ -1,0 +1,89 @@
+"""The controller's two ends of the wire by themselves: what a flood and a frozen host can do to them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from trunkline.controller.clients import MESSAGES_PER_TURN_MAX, Clients
+from trunkline.controller.config import ControllerConfig
+from trunkline.controller.group import GroupLostError, WorkerGroup
+from trunkline.controller.messages import Ping, WorkerReady
+
+Context = zmq.Context[zmq.Socket[bytes]]
+
+SUBSCRIBER = """
+import sys, time, zmq
+socket = zmq.Context().socket(zmq.SUB)
+socket.connect(sys.argv[1])
+socket.subscribe(b"plan")
+socket.subscribe(b"rank:0")
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def context() -> Iterator[Context]:
+    context: Context = zmq.Context()
+    yield context
+    context.destroy(linger=0)  # `term` would wait for ever for sockets that a failed test left open
+
+
+def test_flood_is_taken_in_portions(context: Context, tmp_path: Path) -> None:
+    """The loop must come to plan steps although a router sends faster than we read."""
+    clients = Clients(context, f"ipc://{tmp_path}/router")
+    router = context.socket(zmq.DEALER)
+    router.connect(f"ipc://{tmp_path}/router")
+    router.set(zmq.SNDHWM, 0)
+    total = 3 * MESSAGES_PER_TURN_MAX
+    for number in range(total):
+        router.send(msgspec.msgpack.encode(Ping(number)))
+    portions: list[int] = []
+    while sum(portions) < total:
+        assert clients.socket.poll(5000)
+        portions.append(sum(1 for _ in clients.receive(0.0)))
+    router.close(linger=0)
+    clients.close()
+    assert max(portions) <= MESSAGES_PER_TURN_MAX
+
+
+def test_frozen_rank_over_tcp_is_noticed(context: Context, tmp_path: Path) -> None:
+    """Nothing closes the connection of a host that lost its power; a stopped process looks the same."""
+    config = ControllerConfig(
+        plan_endpoint="tcp://127.0.0.1:*",
+        report_endpoint=f"ipc://{tmp_path}/report",
+        router_endpoint="ipc://unused",
+    )
+    group = WorkerGroup(context, config)
+    endpoint = group.plans.getsockopt_string(zmq.LAST_ENDPOINT)
+    rank = subprocess.Popen([sys.executable, "-c", SUBSCRIBER, endpoint])
+    report = context.socket(zmq.PUSH)
+    report.connect(config.report_endpoint)
+    report.send(msgspec.msgpack.encode(WorkerReady(0, 1, rank.pid, 8, 1, "simulated")))
+    try:
+        deadline = time.monotonic() + 20
+        while not group.is_complete and time.monotonic() < deadline:
+            group.plans.poll(50)
+            group.membership_events()
+            group.receive()
+        assert group.is_complete
+        time.sleep(1.5)  # a rank that lives answers heartbeats
+        group.membership_events()
+        os.kill(rank.pid, signal.SIGSTOP)
+        assert group.plans.poll(6000)
+        with pytest.raises(GroupLostError, match="rank 0"):
+            group.membership_events()
+    finally:
+        rank.kill()
+        rank.wait()
+        report.close(linger=0)
+        group.close()
