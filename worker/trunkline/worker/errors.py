@@ -29,3 +29,7 @@ class ParallelismError(ModelError):
 
 class CheckpointError(ModelError):
     """Weights that are missing, cut off or of the wrong shape."""
+
+
+class PeerLostError(WorkerError):
+    """A collective failed: another rank of the group died or cannot be reached."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import datetime
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Final
 
 import torch
@@ -15,11 +17,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trunkline.worker.config import WorkerConfig
-from trunkline.worker.errors import WorkerError
+from trunkline.worker.errors import PeerLostError, WorkerError
 
 _TIMEOUT: Final = datetime.timedelta(minutes=5)
 """For the rendezvous and for each collective: a peer's death is noticed at once (its connections close); this
 only bounds the wait for one that hangs, and must outlast slow loading on one rank."""
+
+
+@contextmanager
+def _peers() -> Iterator[None]:
+    """The seam at which the backends' errors, texts of their C++ sources, become ours."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerLostError("another rank of the group is gone or cannot be reached") from error
 
 
 class TensorParallel:
@@ -63,7 +74,8 @@ class TensorParallel:
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum over ranks, in place; returns `tensor`, contiguous."""
         if self._active:
-            dist.all_reduce(tensor)
+            with _peers():
+                dist.all_reduce(tensor)
         return tensor
 
     def all_gather(self, tensor: Tensor) -> Tensor:
@@ -71,7 +83,8 @@ class TensorParallel:
         if not self._active:
             return tensor[None]
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
-        dist.all_gather(parts, tensor.contiguous())
+        with _peers():
+            dist.all_gather(parts, tensor.contiguous())
         return torch.stack(parts)
 
     def gather_columns(self, tensor: Tensor) -> Tensor | None:
@@ -79,13 +92,15 @@ class TensorParallel:
         if not self._active:
             return tensor
         parts = [torch.empty_like(tensor) for _ in range(self.size)] if self.rank == 0 else None
-        dist.gather(tensor.contiguous(), parts, dst=0)
+        with _peers():
+            dist.gather(tensor.contiguous(), parts, dst=0)
         return torch.cat(parts, dim=1) if parts is not None else None
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Overwrite `tensor` with rank 0's, in place; returns it."""
         if self._active:
-            dist.broadcast(tensor, src=0)
+            with _peers():
+                dist.broadcast(tensor, src=0)
         return tensor
 
     def minimum(self, value: int) -> int:

@@ -21,7 +21,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from trunkline.controller.messages import LoadProgress, WorkerFailed, WorkerReady, WorkerReport
 from trunkline.worker.config import WorkerConfig
-from trunkline.worker.errors import PlanError
+from trunkline.worker.errors import PlanError, WorkerError
 from trunkline.worker.messages import PLAN_TOPIC, Shutdown, StepPlan, WorkerMessage, rank_topic
 from trunkline.worker.runner import Runner
 
@@ -157,7 +157,8 @@ def serve(config: WorkerConfig, load: Callable[[WorkerConfig, Callable[[str, flo
         return _loop(config, link, watchdog, runner)
     except Exception as error:  # whatever it is, the controller must hear of it
         log.error("rank failed", error=str(error), exc_info=True)
-        link.offer(WorkerFailed(config.rank, f"{type(error).__name__}: {error}"))
+        reason = str(error) if isinstance(error, WorkerError) else f"{type(error).__name__}: {error}"
+        link.offer(WorkerFailed(config.rank, reason))
         return 1
     finally:
         watchdog.stop(link)
