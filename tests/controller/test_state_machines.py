@@ -186,7 +186,7 @@ class EngineMachine(RuleBasedStateMachine):
 CHECKS = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
 
 
-@pytest.mark.parametrize(("machine", "examples"), [(TreeMachine, 150), (EngineMachine, 120)])
+@pytest.mark.parametrize(("machine", "examples"), [(TreeMachine, 150), (EngineMachine, 130)])
 def test_machine(machine: type[RuleBasedStateMachine], examples: int) -> None:
     """Over 10,000 steps each; `derandomize` makes a failure repeat."""
     case = machine.TestCase
