@@ -11,6 +11,7 @@ import msgspec
 from starlette.requests import Request
 
 from trunkline.router.api.models import Message
+from trunkline.router.api.responses import Usage, make_usage
 from trunkline.router.chat_template import ChatTemplateError
 from trunkline.router.errors import ApiError, bad_value
 from trunkline.router.generation import Generation
@@ -150,3 +151,8 @@ async def collect(service: RouterService, job: Job, arrived_at: float) -> tuple[
         generation.close()
     answer.text = "".join(parts)
     return generation, answer
+
+
+def usage_of(generation: Generation) -> Usage:
+    """What a generation has used so far."""
+    return make_usage(len(generation.job.prompt), generation.output_tokens, generation.cached_tokens)

@@ -20,6 +20,7 @@ from trunkline.router.api.common import (
     make_head,
     service_of,
     start,
+    usage_of,
 )
 from trunkline.router.api.connection import EventStream, while_connected
 from trunkline.router.api.logprobs import completion_logprobs
@@ -31,7 +32,6 @@ from trunkline.router.api.responses import (
     JsonResponse,
     Usage,
     event,
-    make_usage,
 )
 from trunkline.router.api.unsupported import check_supported
 from trunkline.router.generation import Generation
@@ -68,10 +68,6 @@ async def completions(request: Request) -> Response:
     return await while_connected(request, _whole(service, job, head, arrived_at))
 
 
-def _usage(generation: Generation) -> Usage:
-    return make_usage(len(generation.job.prompt), generation.output_tokens, generation.cached_tokens)
-
-
 async def _whole(service: RouterService, job: Job, head: Head, arrived_at: float) -> Response:
     generation, answer = await collect(service, job, arrived_at)
     logprobs = completion_logprobs(answer.logprobs, job.sampling.logprobs, service.tokenizer.vocabulary)
@@ -82,7 +78,7 @@ async def _whole(service: RouterService, job: Job, head: Head, arrived_at: float
             created=head.created,
             model=head.model,
             choices=[choice],
-            usage=_usage(generation),
+            usage=usage_of(generation),
             system_fingerprint=service.fingerprint,
         )
     )
@@ -111,5 +107,5 @@ async def _events(
         if delta.text or logprobs is not None or delta.finish is not None:
             yield chunk(CompletionChoice(text=delta.text, logprobs=logprobs, finish_reason=delta.finish))
     if include_usage:
-        yield chunk(usage=_usage(generation))
+        yield chunk(usage=usage_of(generation))
     yield DONE_EVENT
