@@ -117,8 +117,8 @@ def publish(out: Path, trainer: Trainer, corpus: Corpus, facts: list[Fact]) -> d
 def parse_options() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--minutes", type=float, default=60.0, help="training time to spend")
-    parser.add_argument("--steps", type=int, default=0, help="train so many steps instead")
+    parser.add_argument("--steps", type=int, default=4005, help="optimiser steps; as shipped by default")
+    parser.add_argument("--minutes", type=float, default=0.0, help="spend this time instead of steps")
     parser.add_argument("--threads", type=int, default=2, help="threads for torch")
     parser.add_argument("--out", type=Path, default=ROOT / "deploy/trunkline/deploy/demo_model")
     parser.add_argument("--work", type=Path, default=ROOT / ".cache/demo_model")
@@ -140,7 +140,8 @@ def main() -> None:
     model = LeanLlama(Shape())
     lay_out_heads(model)
     print(f"{len(facts)} objects, {len(mixture.stream)} tokens of library text", flush=True)
-    plan = Plan(options.steps, options.minutes, options.threads, seed=SEED)
+    steps = 0 if options.minutes else options.steps
+    plan = Plan(steps, options.minutes, options.threads, seed=SEED)
     trainer = Trainer(model, mixture, plan, options.work / "checkpoint.pt")
     if options.export_only:
         trainer.resume()
