@@ -22,6 +22,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from statistics import median
@@ -154,10 +155,14 @@ class Server:
     def __enter__(self) -> Server:
         begin = time.perf_counter()
         environment = {**os.environ, "TRUNKLINE_LOG": "console"}
-        self.process = subprocess.Popen(self.command, stdout=subprocess.DEVNULL, env=environment)
+        # What it prints is of interest only if it fails, and then it is the end of it.
+        self.log = tempfile.TemporaryFile()
+        self.process = subprocess.Popen(self.command, stdout=self.log, stderr=subprocess.STDOUT, env=environment)
         while True:
             if self.process.poll() is not None:
-                raise SystemExit(f"the server ended with code {self.process.returncode}")
+                self.log.seek(0)
+                last = self.log.read().decode(errors="replace")[-2000:]
+                raise SystemExit(f"the server ended with code {self.process.returncode}:\n{last}")
             try:
                 if httpx.get(f"{self.url}/health", timeout=5).status_code == 200:
                     break
