@@ -138,6 +138,11 @@ class Router:
             time.sleep(0.02)
         raise TimeoutError(f"the controller is not {status}: {self.state}")
 
+    def wait_running(self, count: int) -> None:
+        """Until the controller has admitted so many requests (a `State` may be older than our last message)."""
+        while self.wait_state("ready").running != count:
+            time.sleep(0.02)
+
     def wait_finished(self, *requests: int) -> None:
         while not set(requests) <= set(self.finished):
             self.receive()
@@ -265,7 +270,7 @@ def test_lost_rank_fails_streams_and_exits(
     ranks = start_ranks(config, answer=False)
     router.wait_state("ready")
     router.submit(1, [1, 2, 3], 9)
-    router.wait_state("ready")
+    router.wait_running(1)
     ranks.leave.set()  # its sockets close, as when the process is killed
     lost = time.monotonic()
     router.wait_finished(1)
@@ -281,6 +286,7 @@ def test_failed_rank_says_why(
     ranks = start_ranks(config, answer=False)
     router.wait_state("ready")
     router.submit(1, [1, 2, 3], 9)
+    router.wait_running(1)
     ranks.fail_with = "out of memory"
     router.wait_finished(1)
     assert router.finished[1] == ("engine_failed", "worker rank 1 failed: out of memory")
@@ -293,7 +299,7 @@ def test_wrong_step_number_fails_the_group(
     ranks = start_ranks(config, answer=False)
     router.wait_state("ready")
     router.submit(1, [1, 2, 3], 9)
-    router.wait_state("ready")
+    router.wait_running(1)
     ranks.send(StepResult(step=5, epoch=1, tokens=b"", elapsed_us=1))
     router.wait_finished(1)
     assert "step 5" in router.finished[1][1]
@@ -312,8 +318,7 @@ def test_silent_router_loses_its_requests(ranks: Ranks, router: Router, config: 
     router.wait_state("ready")
     ranks.answer = False  # the request cannot end by itself
     router.submit(1, [1, 2, 3], 80)
-    while router.wait_state("ready").running != 1:
-        time.sleep(0.02)
+    router.wait_running(1)
     other = Router(config)
     deadline = time.monotonic() + 10
     state = other.wait_state("ready")
@@ -391,7 +396,7 @@ def test_unreadable_report_fails_the_group(
     ranks = start_ranks(config, answer=False)
     router.wait_state("ready")
     router.submit(1, [1, 2, 3], 9)
-    router.wait_state("ready")
+    router.wait_running(1)
     ranks.report.send(b"\xc1")
     router.wait_finished(1)
     assert "decoded" in router.finished[1][1]
@@ -439,8 +444,7 @@ def test_draining_is_announced(ranks: Ranks, router: Router, controller: subproc
     router.wait_state("ready")
     ranks.answer = False
     router.submit(1, [1, 2, 3], 80)
-    while router.wait_state("ready").running != 1:
-        time.sleep(0.02)
+    router.wait_running(1)
     controller.send_signal(signal.SIGTERM)
     router.receive(5)
     while router.state is None or router.state.status != "draining":

@@ -197,6 +197,8 @@ class ControllerService:
     def _refusal(self, message: Submit) -> Finished | None:
         if self.status is Status.DRAINING:
             return Finished(message.request, FinishReason.DRAINING, self.detail)
+        if self.status is Status.FAILED:
+            return Finished(message.request, FinishReason.ENGINE_FAILED, self.detail)
         if self.engine is None:
             return Finished(message.request, FinishReason.ENGINE_FAILED, f"the group is starting: {self.detail}")
         if problem := problem_of(message, self.config.vocab_size):
@@ -246,6 +248,8 @@ class ControllerService:
         if self.engine is not None:
             self.engine.fail_all(reason)
             self._publish()
+        for client, message in self.clients.receive(time.monotonic()):
+            self._handle(client, message, time.monotonic())  # what had arrived unread gets its answer, too
         self._broadcast_state()
 
 
