@@ -21,7 +21,8 @@ from report import Report, parse_arguments
 from trunkline.controller.config import EngineConfig
 from trunkline.controller.engine import Engine, Request
 from trunkline.controller.messages import StepResult
-from trunkline.kvstore.layout import pack_int32, unpack_int32
+from trunkline.controller.sharing import tree_order
+from trunkline.kvstore.layout import Int32Array, pack_int32, unpack_int32
 from trunkline.router.messages import Outputs
 from trunkline.worker.messages import Sampling, StepPlan
 
@@ -142,11 +143,42 @@ def matching(report: Report, quick: bool) -> None:
         report.add(case, "match_time", median(times) * 1e3, "ms", repeats)
 
 
+def block_tables(blocks: int, shared: int, groups: int) -> Int32Array:
+    """Tables of 256 rows in random order; each of `groups` groups shares its first `shared` blocks."""
+    rng = np.random.default_rng(2)
+    rows = 256
+    tables = np.empty((rows, blocks), np.int32)
+    tables[:, :shared] = (np.arange(rows) % groups)[:, None] * blocks + np.arange(shared)
+    own = groups * blocks + rng.permutation(rows * (blocks - shared))
+    tables[:, shared:] = own.reshape(rows, -1)
+    return tables[rng.permutation(rows)]
+
+
+def tree_orders(report: Report, quick: bool) -> None:
+    """Sorting 256 rows into tree order, beside the obvious way (docs/decisions/0002-tree-order.md)."""
+    repeats = 20 if quick else 200
+    for blocks in (64, 512):
+        for shared, groups in ((0, 1), (16, 1), (blocks - 4, 1), (blocks - 4, 8)):
+            tables = block_tables(blocks, shared, groups)
+            times: dict[str, list[float]] = {"tree_order": [], "lexsort": []}
+            for _ in range(repeats):
+                start = time.perf_counter()
+                tree_order(tables)
+                middle = time.perf_counter()
+                np.lexsort(tables.T[::-1])
+                times["tree_order"].append(middle - start)
+                times["lexsort"].append(time.perf_counter() - middle)
+            for impl, values in times.items():
+                case = {"impl": impl, "blocks": blocks, "shared_blocks": shared, "groups": groups}
+                report.add(case, "order_time", median(values) * 1e6, "us", repeats)
+
+
 def main() -> None:
     arguments = parse_arguments(__doc__)
     report = Report("control_plane")
     decode_steps(report, arguments.quick)
     matching(report, arguments.quick)
+    tree_orders(report, arguments.quick)
     report.finish(arguments.json)
 
 
