@@ -54,7 +54,8 @@ class Report:
         """One figure: the median of `runs` runs unless the metric's name says otherwise."""
         self.results.append({"case": case, "metric": metric, "value": value, "unit": unit, "runs": runs})
 
-    def finish(self, path: Path | None) -> None:
+    def _print_long(self) -> None:
+        """One table, a row per figure."""
         keys = list(dict.fromkeys(key for result in self.results for key in result["case"]))
         print(f"| {' | '.join(keys)} | metric | value | unit | runs |")
         print("|" + "---|" * (len(keys) + 4))
@@ -62,6 +63,30 @@ class Report:
             cells = [str(result["case"].get(key, "")) for key in keys]
             print(f"| {' | '.join(cells)} | {result['metric']} | {result['value']:.4g} | ", end="")
             print(f"{result['unit']} | {result['runs']} |")
+
+    def _print_wide(self) -> None:
+        """A row per case, a column per metric; cases that are told apart by other keys get another table."""
+        tables: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+        for result in self.results:
+            tables.setdefault(tuple(result["case"]), []).append(result)
+        for keys, results in tables.items():
+            metrics = dict.fromkeys((result["metric"], result["unit"]) for result in results)
+            rows: dict[tuple[Any, ...], dict[str, Any]] = {}
+            for result in results:
+                row = rows.setdefault(tuple(result["case"].values()), {"runs": result["runs"]})
+                row[result["metric"]] = f"{result['value']:.4g}"
+            print(f"\n| {' | '.join([*keys, *(f'{name} ({unit})' for name, unit in metrics)])} | runs |")
+            print("|" + "---|" * (len(keys) + len(metrics) + 1))
+            for case, row in rows.items():
+                cells = [*map(str, case), *(row.get(name, "") for name, _ in metrics), str(row["runs"])]
+                print(f"| {' | '.join(cells)} |")
+
+    def finish(self, path: Path | None, *, wide: bool = False) -> None:
+        """Print the tables and, if there is a path, write the JSON form."""
+        if wide:
+            self._print_wide()
+        else:
+            self._print_long()
         machine = {
             "cpu": cpu_name(),
             "cores": os.cpu_count(),
