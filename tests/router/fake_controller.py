@@ -159,6 +159,8 @@ class FakeController:
             output_tokens=17,
             preemptions=0,
             steps=23,
+            plan_copies=2,
+            kv_bytes_read=29,
             evicted_blocks=0,
             max_context=behaviour.max_context,
         )

@@ -72,6 +72,10 @@ class EngineCounters:
     steps: int = 0
     row_set_changes: int = 0
     """Steps that carried a new row set; all others copy no plan (ChunkAttention §3.3)."""
+    plan_copies: int = 0
+    """Steps for which the workers rebuilt their decode plan: new rows, or a row that filled its block."""
+    kv_bytes_read: int = 0
+    """By decode attention on rank 0."""
 
 
 class Engine:
@@ -201,6 +205,8 @@ class Engine:
             expected = self._inflight[0].step if self._inflight else "none"
             raise ProtocolError(f"the workers answered step {result.step}; expected was {expected}")
         rows = self._inflight.popleft().rows
+        self.counters.plan_copies += result.plan_copies
+        self.counters.kv_bytes_read += result.kv_bytes_read
         if len(result.tokens) != 4 * len(rows):
             raise ProtocolError(
                 f"step {result.step} samples {len(rows)} int32 tokens; {len(result.tokens)} bytes came back"

@@ -90,6 +90,10 @@ class StepResult(msgspec.Struct, array_like=True, frozen=True, tag="result"):
     """Wall time of the step in the worker."""
     logprobs: dict[int, TopLogprobs] | None = None
     """By index into `tokens`, for the sequences that asked."""
+    plan_copies: int = 0
+    """1 if the decode plan was rebuilt for this step, 0 if the last was only advanced (ChunkAttention §3.3)."""
+    kv_bytes_read: int = 0
+    """KV that decode attention read on rank 0, all layers; a shared chunk that is read once counts once."""
 
 
 class WorkerFailed(msgspec.Struct, array_like=True, frozen=True, tag="failed"):

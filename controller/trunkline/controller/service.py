@@ -232,6 +232,8 @@ class ControllerService:
                 "output_tokens": engine.counters.output_tokens,
                 "preemptions": scheduler.preemptions,
                 "steps": engine.counters.steps,
+                "plan_copies": engine.counters.plan_copies,
+                "kv_bytes_read": engine.counters.kv_bytes_read,
                 "evicted_blocks": residence.tree.evicted_blocks,
                 "max_context": engine.config.longest_sequence,
             }

@@ -84,6 +84,10 @@ class State(msgspec.Struct, array_like=True, frozen=True, tag="state"):
     """… tokens sampled and published, …"""
     preemptions: int
     steps: int
+    plan_copies: int
+    """Steps for which the decode plan was rebuilt and copied to the kernels."""
+    kv_bytes_read: int
+    """By decode attention on rank 0."""
     evicted_blocks: int
     max_context: int
     """Longest prompt + output this group can hold, in tokens."""

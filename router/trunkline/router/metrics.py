@@ -31,6 +31,8 @@ _COUNTERS: Final = (
     ("output_tokens", "output_tokens", "Tokens sampled."),
     ("preemptions", "preemptions", "Requests that lost their blocks for a while."),
     ("steps", "steps", "Forward passes."),
+    ("plan_copies", "plan_copies", "Forward passes for which the decode plan was rebuilt."),
+    ("kv_bytes_read", "kv_read_bytes", "KV read by decode attention on rank 0."),
     ("evicted_blocks", "evicted_blocks", "Cached blocks given up for others."),
 )
 
