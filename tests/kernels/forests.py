@@ -1,135 +1,280 @@
-"""Random batches over paged KV, and dense attention in float64 that knows nothing of plans."""
+"""Random batches over paged KV: trees, modules shared by arbitrary rows, shifts, holes; and pools that hold them.
+
+Contexts are well-formed: every key acts at or before its row's query, and a row's tail, which grows, is its own.
+What no row covers is NaN, so that whoever reads it shows it.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Final, Literal, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trunkline.kernels.ops import AttentionSpec, make_angles, swap_halves
-from trunkline.kernels.plan import Segments
+from trunkline.kernels.ops import AttentionSpec, Kernels, KvPool
+from trunkline.kernels.plan import DecodePlan, PrefillPlan, Segments, WritePlan, build_decode_plan
+from trunkline.kvstore.layout import Int32Array
 
-SEGMENT_FIELDS = ("table_index", "block", "first", "count", "base", "shift")
+LAYERS: Final = 2
+"""Of every pool here; tests use layer 1 unless they say otherwise, so that a wrong offset shows."""
+
+
+class Range(NamedTuple):
+    """A token range of a block in a row's context, in the order of `Segments`' fields."""
+
+    table_index: int
+    block: int
+    first: int
+    tokens: int
+    base: int
+    shift: int
 
 
 @dataclass
 class Row:
-    """One query's context: ranges of blocks in order, and its position."""
+    """One sequence's context in order; its query is at `position`."""
 
-    segments: list[tuple[int, int, int, int, int, int]] = field(default_factory=list)
-    """`SEGMENT_FIELDS` each."""
+    ranges: list[Range] = field(default_factory=list)
     position: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return sum(r.tokens for r in self.ranges)
+
+    def grow(self) -> int:
+        """One more token in the tail, at the next position; returns its offset in the block."""
+        tail = self.ranges[-1]
+        self.ranges[-1] = tail._replace(tokens=tail.tokens + 1)
+        self.position += 1
+        return tail.first + tail.tokens
+
+    def key_positions(self) -> NDArray[np.int64]:
+        """Where each key acts."""
+        return np.concatenate(
+            [np.zeros(0, np.int64), *(np.arange(r.tokens) + (r.base + r.shift) for r in self.ranges)]
+        )
 
 
 @dataclass
 class Forest:
-    """A batch whose rows share prefixes."""
+    """A batch whose rows share parts of their contexts."""
 
+    chunk_size: int
     rows: list[Row]
     runs: NDArray[np.int32]
-    blocks: int
+    blocks: int = 0
 
     def segments(self) -> Segments:
-        row = [index for index, r in enumerate(self.rows) for _ in r.segments]
-        table = np.array([s for r in self.rows for s in r.segments], dtype=np.int32)
-        columns = {name: table[:, i].copy() for i, name in enumerate(SEGMENT_FIELDS)}
-        return Segments(row=np.array(row, dtype=np.int32), **columns)
+        row = np.array([index for index, r in enumerate(self.rows) for _ in r.ranges], dtype=np.int32)
+        table = _table(self.rows)
+        return Segments(row, *(table[:, column].copy() for column in range(len(Range._fields))))
 
     @property
     def positions(self) -> NDArray[np.int32]:
         return np.array([row.position for row in self.rows], dtype=np.int32)
 
+    def decode_plan(self) -> DecodePlan:
+        return build_decode_plan(self.segments(), self.positions, self.runs, self.chunk_size)
 
-def random_forest(
-    rng: np.random.Generator, rows: int, chunk_size: int, *, shifts: bool = False, holes: bool = False
-) -> Forest:
-    """Two-level trees: groups of rows share a prefix, pairs within a group share more, tails are private."""
-    forest = Forest([Row() for _ in range(rows)], np.zeros((0, 4), dtype=np.int32), 0)
-    runs: list[tuple[int, int, int, int]] = []
-    start = 0
-    while start < rows:
-        stop = min(rows, start + int(rng.integers(1, 7)))
-        depth = int(rng.integers(0, 9))
-        _share(forest, rng, (start, stop), (0, depth), chunk_size, holes)
-        runs += [(start, stop, 0, depth)] if depth and stop - start > 1 else []
-        for pair in range(start, stop - 1, 2):
-            more = int(rng.integers(0, 3))
-            _share(forest, rng, (pair, pair + 2), (depth, depth + more), chunk_size, holes)
-            runs += [(pair, pair + 2, depth, depth + more)] if more else []
-        start = stop
-    for row in forest.rows:
-        private = int(rng.integers(0, 3))
-        table = row.segments[-1][0] + 1 if row.segments else 0
-        for index in range(table, table + private + 1):
-            is_tail = index == table + private
-            count = int(rng.integers(1, chunk_size + 1)) if is_tail else chunk_size
-            row.segments.append((index, forest.blocks, 0, count, index * chunk_size, 0))
-            forest.blocks += 1
-        row.position = row.segments[-1][4] + row.segments[-1][3] - 1
-        if shifts and rng.random() < 0.7:
-            cut, shift = int(rng.integers(0, len(row.segments))), int(rng.integers(-40, 40))
-            moved = [(*s[:5], shift) if i < cut else s for i, s in enumerate(row.segments)]
-            row.segments = moved
+    def prefill_plan(self, counts: list[int]) -> PrefillPlan:
+        """The last `counts[i]` tokens of row i are its queries; they lie at consecutive positions."""
+        table = _table(self.rows)
+        positions = [np.arange(r.position - n + 1, r.position + 1) for r, n in zip(self.rows, counts, strict=True)]
+        return PrefillPlan(
+            chunk_size=self.chunk_size,
+            query_indptr=np.cumsum([0, *counts], dtype=np.int32),
+            query_position=np.concatenate(positions).astype(np.int32),
+            item_indptr=np.cumsum([0, *(len(row.ranges) for row in self.rows)], dtype=np.int32),
+            block=table[:, 1].copy(),
+            first=table[:, 2].copy(),
+            count=table[:, 3].copy(),
+            base=table[:, 4].copy(),
+            shift=table[:, 5].copy(),
+        )
+
+    def covered(self, spare: int = 0) -> NDArray[np.bool_]:
+        """`[blocks, chunk_size]`: what some row reads, and `spare` tokens after each tail."""
+        used = np.zeros((self.blocks, self.chunk_size), dtype=bool)
+        for row in self.rows:
+            for r in row.ranges:
+                used[r.block, r.first : r.first + r.tokens] = True
+            tail = row.ranges[-1]
+            used[tail.block, tail.first + tail.tokens :][:spare] = True
+        return used
+
+    def distinct_tokens(self) -> int:
+        """What a layer reads if all that is shared is read once."""
+        shared = {r[1:4] for row in self.rows for r in row.ranges[:-1]}
+        return sum(count for _, _, count in shared) + sum(row.ranges[-1].tokens for row in self.rows)
+
+
+def _table(rows: list[Row]) -> Int32Array:
+    return np.array([r for row in rows for r in row.ranges], dtype=np.int32).reshape(-1, len(Range._fields))
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a random forest may contain."""
+
+    rows: int
+    chunk_size: int
+    depth_max: int = 8
+    """Chunks of the outer shared prefix."""
+    private_max: int = 2
+    """Whole chunks of a row's own, before its tail."""
+    shifts: bool = False
+    holes: bool = False
+    modules: int = 0
+    """Parts that arbitrary rows share, wherever they are in each."""
+
+
+class _Builder:
+    def __init__(self, rng: np.random.Generator, shape: Shape) -> None:
+        self.rng = rng
+        self.shape = shape
+        self.forest = Forest(shape.chunk_size, [Row() for _ in range(shape.rows)], np.zeros((0, 4), np.int32))
+        self.ends = [0] * shape.rows
+        """First position behind what each row has."""
+
+    def append(self, rows: list[int], base: int, shifts: list[int], chunks: int) -> None:
+        """Give the rows the same new blocks; with holes, some are used in part."""
+        rng, size = self.rng, self.shape.chunk_size
+        for chunk in range(chunks):
+            first, count = 0, size
+            if self.shape.holes and size > 1 and rng.random() < 0.4:
+                first = int(rng.integers(0, size))
+                count = int(rng.integers(1, size - first + 1))
+            start = base + chunk * size + first
+            for row, shift in zip(rows, shifts, strict=True):
+                ranges = self.forest.rows[row].ranges
+                ranges.append(Range(len(ranges), self.forest.blocks, first, count, start, shift))
+                self.ends[row] = start + shift + count
+            self.forest.blocks += 1
+
+    def trees(self) -> list[tuple[int, int, int, int]]:
+        """Groups of rows share a prefix, pairs within a group share more; returns the runs."""
+        rng, runs, start = self.rng, [], 0
+        while start < self.shape.rows:
+            stop = min(self.shape.rows, start + int(rng.integers(1, 7)))
+            depth = int(rng.integers(0, self.shape.depth_max + 1))
+            self.append([*range(start, stop)], 0, [0] * (stop - start), depth)
+            runs += [(start, stop, 0, depth)] if depth and stop - start > 1 else []
+            for pair in range(start, stop - 1, 2):
+                more = int(rng.integers(0, 3))
+                self.append([pair, pair + 1], max(self.ends[pair], self.ends[pair + 1]), [0, 0], more)
+                runs += [(pair, pair + 2, depth, depth + more)] if more else []
+            start = stop
+        return runs
+
+    def modules(self) -> None:
+        rng, total = self.rng, self.shape.rows
+        for _ in range(self.shape.modules):
+            size = int(rng.integers(1, total + 1))
+            rows = sorted(rng.choice(total, size=size, replace=False).tolist())
+            if self.shape.shifts:
+                base = int(rng.integers(0, 200))
+                shifts = [self.ends[row] - base for row in rows]
+            else:
+                base, shifts = max(self.ends[row] for row in rows), [0] * size
+            self.append(rows, base, shifts, int(rng.integers(1, 4)))
+
+    def move(self, index: int) -> None:
+        """Let the first ranges of a row act elsewhere, as after a truncation or an insertion."""
+        row = self.forest.rows[index]
+        cut, shift = int(self.rng.integers(0, len(row.ranges) + 1)), int(self.rng.integers(-40, 40))
+        row.ranges[:cut] = [r._replace(shift=r.shift + shift) for r in row.ranges[:cut]]
+        self.ends[index] += max(0, shift)
+
+    def finish(self, index: int) -> None:
+        """A row's private chunks and its tail."""
+        rng, size = self.rng, self.shape.chunk_size
+        self.append([index], self.ends[index], [0], int(rng.integers(0, self.shape.private_max + 1)))
+        row, end = self.forest.rows[index], self.ends[index]
+        first = int(rng.integers(0, size)) if self.shape.holes and rng.random() < 0.2 else 0
+        count = int(rng.integers(1, size - first + 1))
+        row.ranges.append(Range(len(row.ranges), self.forest.blocks, first, count, end, 0))
+        row.position = end + count - 1
+        self.forest.blocks += 1
+
+
+def random_forest(rng: np.random.Generator, shape: Shape) -> Forest:
+    builder = _Builder(rng, shape)
+    runs = builder.trees()
+    builder.modules()
+    for index in range(shape.rows):
+        if shape.shifts and rng.random() < 0.6:
+            builder.move(index)
+        builder.finish(index)
+    forest = builder.forest
+    if shape.modules or rng.random() < 0.2:
+        # Modules lie at other places of each row's table: the hint is that anything may be shared.
+        runs = [(0, shape.rows, 0, max(len(row.ranges) for row in forest.rows))]
     forest.runs = np.array(runs, dtype=np.int32).reshape(-1, 4)
     return forest
 
 
-def _share(
-    forest: Forest,
-    rng: np.random.Generator,
-    rows: tuple[int, int],
-    table: tuple[int, int],
-    chunk_size: int,
-    holes: bool,
-) -> None:
-    """Give the rows the same blocks at these table entries; with holes, use only a part of some blocks."""
-    for index in range(*table):
-        first, count = 0, chunk_size
-        if holes and chunk_size > 1 and rng.random() < 0.4:
-            first = int(rng.integers(0, chunk_size))
-            count = int(rng.integers(1, chunk_size - first + 1))
-        for row in forest.rows[slice(*rows)]:
-            row.segments.append((index, forest.blocks, first, count, index * chunk_size + first, 0))
-        forest.blocks += 1
+def one_row(chunk_size: int, tokens: int, first_block: int = 0) -> Row:
+    """An ordinary context of so many tokens in consecutive blocks."""
+    starts = range(0, max(tokens, 1), chunk_size)
+    counts = [min(chunk_size, tokens - start) for start in starts]
+    ranges = [Range(i, first_block + i, 0, n, i * chunk_size, 0) for i, n in enumerate(counts)]
+    return Row(ranges, tokens - 1)
 
 
-def poisoned_pool(
-    forest: Forest, spec: AttentionSpec, layers: int, chunk_size: int, *, spare: int = 0, seed: int = 0
-) -> Tensor:
-    """float64 pool in which every slot that no row covers is NaN; `spare` tokens follow each tail."""
+def pool_data(forest: Forest, spec: AttentionSpec, dtype: torch.dtype, seed: int, *, spare: int = 0) -> Tensor:
+    """Contents in plain order, NaN where nothing is covered."""
     generator = torch.Generator().manual_seed(seed)
-    shape = (forest.blocks, layers, 2, spec.kv_heads, chunk_size, spec.head_dim)
-    pool = torch.full(shape, float("nan"), dtype=torch.float64)
-    for row in forest.rows:
-        for position, (_, block, first, count, _, _) in enumerate(row.segments):
-            extra = spare if position == len(row.segments) - 1 else 0
-            stop = min(chunk_size, first + count + extra)
-            part = pool[block, ..., first:stop, :]
-            filled = torch.randn(part.shape, generator=generator, dtype=torch.float64)
-            pool[block, ..., first:stop, :] = torch.where(part.isnan(), filled, part)
+    shape = (forest.blocks, LAYERS, 2, spec.kv_heads, forest.chunk_size, spec.head_dim)
+    data = torch.randn(shape, generator=generator, dtype=torch.float32).to(dtype)
+    used = torch.from_numpy(forest.covered(spare))[:, None, None, None, :, None]
+    return data.masked_fill_(~used, float("nan"))
+
+
+Filling = Literal["wrapped", "scattered", "written"]
+FILLINGS: Final[tuple[Filling, ...]] = ("wrapped", "scattered", "written")
+"""How a pool got its contents: kernels may hold what they wrote themselves in an order of their own."""
+
+
+def fill_pool(
+    kernels: Kernels, data: Tensor, spec: AttentionSpec, rng: np.random.Generator, filling: Filling
+) -> KvPool:
+    """A pool with such contents; `data` stays as it is."""
+    if filling == "wrapped":
+        return KvPool.wrap(data.clone())
+    pool = KvPool.wrap(torch.full_like(data, float("nan")))
+    if filling == "scattered":
+        blocks = rng.permutation(data.shape[0]).astype(np.int32)
+        kernels.scatter_blocks(pool, blocks, range(LAYERS), data[torch.from_numpy(blocks).long()])
+        return pool
+    chunk_size = data.shape[4]
+    slots = np.flatnonzero(~data[:, 0, 0, 0, :, 0].isnan().numpy().reshape(-1))
+    if rng.random() < 0.25:
+        slots = rng.permutation(slots)
+    for part in np.array_split(slots, min(len(slots), int(rng.integers(1, 4)))):
+        write_slots(kernels, pool, part, data[part // chunk_size, :, :, :, part % chunk_size], spec)
     return pool
 
 
-def rotate(x: Tensor, positions: Tensor, spec: AttentionSpec) -> Tensor:
-    """`x` `[tokens, heads, head_dim]` rotated by positions, float64."""
-    assert spec.inverse_frequencies is not None
-    angles = make_angles(positions, spec.inverse_frequencies)
-    return x * angles.cos + swap_halves(x) * angles.sin
+def write_slots(kernels: Kernels, pool: KvPool, slots: NDArray[np.int64], kv: Tensor, spec: AttentionSpec) -> None:
+    """Store tokens' keys and values `[tokens, layers, 2, kv_heads, head_dim]` as they are, in all layers."""
+    plan = WritePlan(pool.chunk_size, slots.astype(np.int32))
+    for layer in range(kv.shape[1]):
+        queries = torch.full((len(slots), spec.heads * spec.head_dim), float("nan"), dtype=kv.dtype)
+        qkv = torch.cat((queries, kv[:, layer].reshape(len(slots), -1)), dim=1)
+        kernels.write_kv(plan, qkv, None, pool, layer, spec)
 
 
-def dense_attention(row: Row, q: Tensor, pool: Tensor, layer: int, spec: AttentionSpec) -> Tensor:
-    """float64 `[heads, head_dim]`: every key turned to where it acts, one plain softmax."""
-    keys, values, shift = [], [], []
-    for _, block, first, count, _, moved in row.segments:
-        keys.append(pool[block, layer, 0, :, first : first + count].transpose(0, 1))
-        values.append(pool[block, layer, 1, :, first : first + count].transpose(0, 1))
-        shift += [moved] * count
-    k, v = torch.cat(keys), torch.cat(values)
-    if any(shift):
-        k = rotate(k, torch.tensor(shift), spec)
-    k, v = k.repeat_interleave(spec.group, dim=1), v.repeat_interleave(spec.group, dim=1)
-    scores = torch.einsum("hd,thd->ht", q, k) * spec.scale
-    return torch.einsum("ht,thd->hd", scores.softmax(dim=-1), v)
+def contents(kernels: Kernels, pool: KvPool) -> Tensor:
+    """The whole pool in plain order."""
+    out = torch.empty_like(pool.data)
+    blocks = np.arange(pool.blocks, dtype=np.int32)
+    kernels.gather_blocks(pool, blocks, range(pool.data.shape[1]), out)
+    return out
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Equal with NaN equal to NaN."""
+    return bool(((a == b) | (a.isnan() & b.isnan())).all())

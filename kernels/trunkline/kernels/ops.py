@@ -4,15 +4,13 @@ The PyTorch reference (`trunkline.kernels.reference`) is the specification of ea
 tested against it. Plans (`trunkline.kernels.plan`) are built on the host once per change and carry a `state`
 in which an implementation keeps what it derived from them.
 
-KV pool: one contiguous tensor `[blocks, layers, 2, kv_heads, chunk_size, head_dim]` (0 keys, 1 values), heads
-being those of this rank: one chunk is one contiguous region for tier moves, and a strided view per layer.
-Slots that no plan covers may contain anything, NaN included, and must not influence a result.
+Slots of the pool that no plan covers may contain anything, NaN included, and must not influence a result.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -30,9 +28,58 @@ class Angles(NamedTuple):
     """`[tokens, 1, rotary_dim]`, the first half negated."""
 
 
+@dataclass(frozen=True, slots=True)
+class KvPool:
+    """The device tier of the KV cache on one rank."""
+
+    data: Tensor
+    """`[blocks, layers, 2, kv_heads, chunk_size, head_dim]` (0 keys, 1 values), contiguous, heads being those of
+    this rank: one chunk is one contiguous region for tier moves, and a strided view per layer."""
+    packed: Tensor
+    """uint8 `[blocks, layers]`. 1: the block's tiles of that layer are permuted in place into an order private
+    to the kernels that wrote them. Everything but an op of those kernels reads such a block through
+    `gather_blocks`, which always gives the plain order."""
+
+    @classmethod
+    def wrap(cls, data: Tensor) -> KvPool:
+        """A pool around a tensor in plain order."""
+        return cls(data, torch.zeros(data.shape[:2], dtype=torch.uint8, device=data.device))
+
+    @property
+    def blocks(self) -> int:
+        return self.data.shape[0]
+
+    @property
+    def chunk_size(self) -> int:
+        return self.data.shape[4]
+
+
+class QkNorm(NamedTuple):
+    """RMS norm of each query and key head before rotation."""
+
+    q_weight: Tensor
+    """`[head_dim]`."""
+    k_weight: Tensor
+    """`[head_dim]`."""
+    eps: float
+
+
+Activation = Literal["silu", "gelu", "gelu_tanh"]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLinear:
+    """A linear layer in the form that its kernels want; made by `Kernels.pack_linear`, used with them only."""
+
+    out_features: int
+    in_features: int
+    data: Any
+    """Private to the kernels."""
+
+
 @dataclass(frozen=True)
 class AttentionSpec:
-    """What is constant over all attention calls of a model on this rank."""
+    """What is constant over all attention calls of a layer on this rank."""
 
     heads: int
     kv_heads: int
@@ -42,6 +89,12 @@ class AttentionSpec:
     """Multiplies the scores; usually `head_dim ** -0.5`."""
     inverse_frequencies: Tensor | None = None
     """float64 `[rotary_dim / 2]`, radians per position, for shifts; None: no rotary positions."""
+    alibi_slopes: Tensor | None = None
+    """float32 `[heads]`: `slope * (key position - query position)` is added to the score; None: no bias."""
+    window: int = 0
+    """A query sees the last `window` positions, its own included; 0: all before it."""
+    soft_cap: float = 0.0
+    """Scaled scores become `soft_cap * tanh(score / soft_cap)`, before a bias; 0: as they are."""
 
     @property
     def group(self) -> int:
@@ -65,6 +118,11 @@ class KernelCounters:
     def called(self, op: str) -> None:
         self.calls[op] = self.calls.get(op, 0) + 1
 
+    def reset(self) -> None:
+        """Forget everything, in place: parts of an implementation hold this object."""
+        self.calls.clear()
+        self.decode_plans = self.decode_tokens_read = self.decode_bytes_read = self.prefill_tokens_read = 0
+
 
 class Kernels(Protocol):
     """One implementation of all ops, for one device. Ops of one instance run on one thread."""
@@ -77,20 +135,21 @@ class Kernels(Protocol):
         plan: WritePlan,
         qkv: Tensor,
         angles: Angles | None,
-        kv_pool: Tensor,
+        pool: KvPool,
         layer: int,
         spec: AttentionSpec,
+        norm: QkNorm | None = None,
     ) -> Tensor:
         """Split, rotate and store in one go (PagedAttention §4.3 and §5.1: fused reshape and block write).
 
         Args:
             plan: where each token's key and value go.
             qkv: `[tokens, (heads + 2 * kv_heads) * head_dim]`, contiguous; queries and keys
-                are rotated in place.
+                are normalised and rotated in place.
             angles: rotary factors, None: nothing is rotated.
-            kv_pool: see the module's docstring.
             layer: index into the pool's second dimension.
             spec: head counts.
+            norm: applied to each query and key head before rotation.
 
         Returns:
             The rotated queries `[tokens, heads, head_dim]`, a view of `qkv`.
@@ -98,7 +157,7 @@ class Kernels(Protocol):
         ...
 
     def decode_attention(
-        self, plan: DecodePlan, q: Tensor, kv_pool: Tensor, layer: int, spec: AttentionSpec, out: Tensor
+        self, plan: DecodePlan, q: Tensor, pool: KvPool, layer: int, spec: AttentionSpec, out: Tensor
     ) -> None:
         """Two-phase attention of one query per row (ChunkAttention §3.2; PagedAttention §4.1 for the blocks).
 
@@ -110,7 +169,7 @@ class Kernels(Protocol):
         ...
 
     def prefill_attention(
-        self, plan: PrefillPlan, q: Tensor, kv_pool: Tensor, layer: int, spec: AttentionSpec, out: Tensor
+        self, plan: PrefillPlan, q: Tensor, pool: KvPool, layer: int, spec: AttentionSpec, out: Tensor
     ) -> None:
         """Attention of new tokens over their paged context and causally among themselves.
 
@@ -121,7 +180,7 @@ class Kernels(Protocol):
         """
         ...
 
-    def copy_blocks(self, kv_pool: Tensor, copies: Int32Array) -> None:
+    def copy_blocks(self, pool: KvPool, copies: Int32Array) -> None:
         """Copy token ranges between blocks, all layers (PagedAttention §4.3: fused block copy).
 
         Args:
@@ -133,15 +192,15 @@ class Kernels(Protocol):
         """
         ...
 
-    def gather_blocks(self, kv_pool: Tensor, blocks: Int32Array, layers: range, out: Tensor) -> None:
-        """Pack blocks' layers for tier moves.
+    def gather_blocks(self, pool: KvPool, blocks: Int32Array, layers: range, out: Tensor) -> None:
+        """Collect blocks' layers for tier moves, in plain order whatever the pool holds.
 
         Args:
             out: `[n, len(layers), 2, kv_heads, chunk_size, head_dim]`, overwritten.
         """
         ...
 
-    def scatter_blocks(self, kv_pool: Tensor, blocks: Int32Array, layers: range, data: Tensor) -> None:
+    def scatter_blocks(self, pool: KvPool, blocks: Int32Array, layers: range, data: Tensor) -> None:
         """The reverse of `gather_blocks`; `blocks` are distinct."""
         ...
 
@@ -153,12 +212,25 @@ class Kernels(Protocol):
         """Add `x` into `residual` (in place) and return its `rms_norm`."""
         ...
 
-    def rotary(self, x: Tensor, angles: Angles) -> None:
-        """Rotate `x` `[tokens, heads, head_dim]` in place; dimensions from `rotary_dim` on are left alone."""
+    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
+        """Prepare `y = x @ weight.T + bias`, once per layer; `weight` `[out, in]` is not kept if it was copied."""
         ...
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """`silu(gate) * up` for `[tokens, 2 * n]` holding gate, then up; returns `[tokens, n]`."""
+    def linear(self, x: Tensor, layer: PackedLinear, out_dtype: torch.dtype | None = None) -> Tensor:
+        """Apply it to `x` `[tokens, in]`, contiguous.
+
+        Returns:
+            `[tokens, out]`, in `out_dtype` (the type of `x`, or float32) or else in the type of `x`; sums are
+            in at least float32. A token's result does not depend on the other tokens beyond rounding.
+        """
+        ...
+
+    def pack_gated_linear(self, weight: Tensor, bias: Tensor | None, activation: Activation) -> PackedLinear:
+        """Prepare `activation(gate) * up` of `x @ weight.T + bias`; `weight` `[2 * n, in]` holds gate, then up."""
+        ...
+
+    def gated_linear(self, x: Tensor, layer: PackedLinear) -> Tensor:
+        """Apply it to `x` `[tokens, in]`; returns `[tokens, n]`."""
         ...
 
 

@@ -1,29 +1,47 @@
 """The PyTorch reference of every op: the specification, and what runs where no native kernels are.
 
-Any device and any floating type; half types are computed in float32. Attention is two-phase like the native
+Any device and any floating type; sums of half types are in float32. Attention is two-phase like the native
 kernels' (ChunkAttention §3.2), see `reference_decode`. Per-plan index tensors are made once, so that a layer
-costs a few torch calls whatever the batch.
+costs a few torch calls whatever the batch. Blocks are in plain order; one that other kernels have packed is
+refused.
 """
 
 from __future__ import annotations
+
+from typing import Final
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trunkline.kernels.ops import Angles, AttentionSpec, KernelCounters, swap_halves
+from trunkline.kernels.ops import (
+    Activation,
+    Angles,
+    AttentionSpec,
+    KernelCounters,
+    KvPool,
+    PackedLinear,
+    QkNorm,
+    swap_halves,
+)
 from trunkline.kernels.plan import DecodePlan, PrefillPlan, WritePlan
 from trunkline.kernels.reference_decode import DecodeState
 from trunkline.kernels.reference_prefill import PrefillState
+from trunkline.kernels.reference_scores import check_plain
 from trunkline.kvstore.layout import Int32Array
+
+WIDENED_ROWS: Final = 4096
+"""Rows of a half-type weight that are converted at a time for a float32 result."""
 
 
 class WriteState:
     """Index tensors of a `WritePlan`: only stored tokens, so that slot -1 costs nothing per layer."""
 
-    def __init__(self, plan: WritePlan, device: torch.device) -> None:
+    def __init__(self, plan: WritePlan, pool: KvPool) -> None:
+        device = pool.data.device
         stored = np.flatnonzero(plan.slots >= 0)
+        check_plain(pool, plan.slots[stored] // plan.chunk_size)
         slots = torch.from_numpy(plan.slots[stored].astype(np.int64)).to(device)
         self.tokens = None if len(stored) == len(plan.slots) else torch.from_numpy(stored).to(device)
         self.block = slots // plan.chunk_size
@@ -43,84 +61,122 @@ class ReferenceKernels:
         plan: WritePlan,
         qkv: Tensor,
         angles: Angles | None,
-        kv_pool: Tensor,
+        pool: KvPool,
         layer: int,
         spec: AttentionSpec,
+        norm: QkNorm | None = None,
     ) -> Tensor:
         self.counters.called("write_kv")
         state = plan.state
         if not isinstance(state, WriteState):
-            plan.state = state = WriteState(plan, kv_pool.device)
+            plan.state = state = WriteState(plan, pool)
         heads = qkv.view(qkv.shape[0], spec.heads + 2 * spec.kv_heads, spec.head_dim)
+        q, k = heads[:, : spec.heads], heads[:, spec.heads : spec.heads + spec.kv_heads]
+        if norm is not None:
+            q.copy_(_rms_norm(q, norm.q_weight, norm.eps))
+            k.copy_(_rms_norm(k, norm.k_weight, norm.eps))
         if angles is not None:
             _rotate(heads[:, : spec.heads + spec.kv_heads], angles)
         new = heads[:, spec.heads :].view(qkv.shape[0], 2, spec.kv_heads, spec.head_dim)
         if state.tokens is not None:
             new = new[state.tokens]
         # [blocks, chunk_size, 2, kv_heads, head_dim]: the two indexed dimensions in front.
-        kv_pool[:, layer].permute(0, 3, 1, 2, 4)[state.block, state.offset] = new
-        return heads[:, : spec.heads]
+        pool.data[:, layer].permute(0, 3, 1, 2, 4)[state.block, state.offset] = new
+        return q
 
     def decode_attention(
-        self, plan: DecodePlan, q: Tensor, kv_pool: Tensor, layer: int, spec: AttentionSpec, out: Tensor
+        self, plan: DecodePlan, q: Tensor, pool: KvPool, layer: int, spec: AttentionSpec, out: Tensor
     ) -> None:
         counters = self.counters
         counters.called("decode_attention")
         state = plan.state
         if not isinstance(state, DecodeState):
-            plan.state = state = DecodeState(plan, spec, kv_pool)
+            plan.state = state = DecodeState(plan, pool)
             counters.decode_plans += 1
         tokens = state.advance_to(plan.steps)
         counters.decode_tokens_read += tokens
-        counters.decode_bytes_read += tokens * 2 * spec.kv_heads * spec.head_dim * kv_pool.element_size()
-        state.attend(q, kv_pool, layer, out)
+        counters.decode_bytes_read += tokens * 2 * spec.kv_heads * spec.head_dim * pool.data.element_size()
+        state.attend(q, pool, layer, spec, out)
 
     def prefill_attention(
-        self, plan: PrefillPlan, q: Tensor, kv_pool: Tensor, layer: int, spec: AttentionSpec, out: Tensor
+        self, plan: PrefillPlan, q: Tensor, pool: KvPool, layer: int, spec: AttentionSpec, out: Tensor
     ) -> None:
         self.counters.called("prefill_attention")
         state = plan.state
         if not isinstance(state, PrefillState):
-            plan.state = state = PrefillState(plan, spec, kv_pool)
+            plan.state = state = PrefillState(plan, pool)
         self.counters.prefill_tokens_read += state.tokens_read
-        state.attend(q, kv_pool, layer, out)
+        state.attend(q, pool, layer, spec, out)
 
-    def copy_blocks(self, kv_pool: Tensor, copies: Int32Array) -> None:
+    def copy_blocks(self, pool: KvPool, copies: Int32Array) -> None:
         self.counters.called("copy_blocks")
-        blocks, chunk_size = kv_pool.shape[0], kv_pool.shape[4]
+        data, blocks, chunk_size = pool.data, pool.blocks, pool.chunk_size
         for source, destination, first, count in copies.tolist():
             if not (0 <= source < blocks and 0 <= destination < blocks):
                 raise ValueError(f"copy of block {source} to {destination}: the pool has {blocks} blocks")
             if not (first >= 0 and count > 0 and first + count <= chunk_size):
                 raise ValueError(f"copy of tokens [{first}, {first + count}): a block has {chunk_size}")
+        check_plain(pool, copies[:, :2].reshape(-1))
+        for source, destination, first, count in copies.tolist():
             chosen = slice(first, first + count)
-            kv_pool[destination, ..., chosen, :].copy_(kv_pool[source, ..., chosen, :])
+            data[destination, ..., chosen, :].copy_(data[source, ..., chosen, :])
 
-    def gather_blocks(self, kv_pool: Tensor, blocks: Int32Array, layers: range, out: Tensor) -> None:
+    def gather_blocks(self, pool: KvPool, blocks: Int32Array, layers: range, out: Tensor) -> None:
         self.counters.called("gather_blocks")
-        index = torch.from_numpy(blocks.astype(np.int64)).to(kv_pool.device)
-        out.copy_(kv_pool[:, layers.start : layers.stop].index_select(0, index))
+        check_plain(pool, blocks)
+        index = torch.from_numpy(blocks.astype(np.int64)).to(pool.data.device)
+        out.copy_(pool.data[:, layers.start : layers.stop].index_select(0, index))
 
-    def scatter_blocks(self, kv_pool: Tensor, blocks: Int32Array, layers: range, data: Tensor) -> None:
+    def scatter_blocks(self, pool: KvPool, blocks: Int32Array, layers: range, data: Tensor) -> None:
         self.counters.called("scatter_blocks")
-        index = torch.from_numpy(blocks.astype(np.int64)).to(kv_pool.device)
-        kv_pool[:, layers.start : layers.stop].index_copy_(0, index, data.to(kv_pool.device))
+        index = torch.from_numpy(blocks.astype(np.int64)).to(pool.data.device)
+        pool.data[:, layers.start : layers.stop].index_copy_(0, index, data.to(pool.data.device))
+        # Nothing of the old contents is left, in whatever order they were.
+        pool.packed[:, layers.start : layers.stop].index_fill_(0, index.to(pool.packed.device), 0)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        if x.dtype in (torch.float16, torch.bfloat16):
-            return F.rms_norm(x.float(), (x.shape[-1],), None, eps).to(x.dtype) * weight
-        return F.rms_norm(x, (x.shape[-1],), weight, eps)
+        self.counters.called("rms_norm")
+        return _rms_norm(x, weight, eps)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        self.counters.called("add_rms_norm")
         residual += x
-        return self.rms_norm(residual, weight, eps)
+        return _rms_norm(residual, weight, eps)
 
-    def rotary(self, x: Tensor, angles: Angles) -> None:
-        _rotate(x, angles)
+    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
+        return PackedLinear(weight.shape[0], weight.shape[1], (weight, bias))
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        half = gate_up.shape[-1] // 2
-        return F.silu(gate_up[..., :half]).mul_(gate_up[..., half:])
+    def linear(self, x: Tensor, layer: PackedLinear, out_dtype: torch.dtype | None = None) -> Tensor:
+        self.counters.called("linear")
+        weight, bias = layer.data
+        if out_dtype is None or out_dtype == x.dtype:
+            return F.linear(x, weight, bias)
+        # F.linear would round to the type of x first. Converted in parts: the output layer of a model is large.
+        wide = torch.promote_types(x.dtype, out_dtype)
+        out = torch.empty(x.shape[0], layer.out_features, dtype=out_dtype, device=x.device)
+        x = x.to(wide)
+        for start in range(0, layer.out_features, WIDENED_ROWS):
+            rows = slice(start, min(start + WIDENED_ROWS, layer.out_features))
+            out[:, rows] = F.linear(x, weight[rows].to(wide), None if bias is None else bias[rows].to(wide))
+        return out
+
+    def pack_gated_linear(self, weight: Tensor, bias: Tensor | None, activation: Activation) -> PackedLinear:
+        return PackedLinear(weight.shape[0] // 2, weight.shape[1], (weight, bias, activation))
+
+    def gated_linear(self, x: Tensor, layer: PackedLinear) -> Tensor:
+        self.counters.called("gated_linear")
+        weight, bias, activation = layer.data
+        gate_up = F.linear(x, weight, bias)
+        gate, up = gate_up[:, : layer.out_features], gate_up[:, layer.out_features :]
+        if activation == "silu":
+            return F.silu(gate).mul_(up)
+        return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none").mul_(up)
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    if x.dtype in (torch.float16, torch.bfloat16):
+        return F.rms_norm(x.float(), (x.shape[-1],), None, eps).to(x.dtype) * weight
+    return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
 def _rotate(x: Tensor, angles: Angles) -> None:

@@ -9,13 +9,15 @@
 Garbage in slots that no item covers cannot leak: its scores are masked and its values zeroed in the gathered
 copy (0 * NaN would be NaN).
 
+Layers share a plan's state but not always a spec (sliding windows on some layers): the state holds what follows
+from the plan and the pool's shape, a spec comes with each call.
+
 Floating point: a row's result depends on how its context is cut into partials, so on who shares it; equal up
 to rounding, not bit by bit.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -23,8 +25,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trunkline.kernels.ops import Angles, AttentionSpec, make_angles, swap_halves
+from trunkline.kernels.ops import AttentionSpec, KvPool
 from trunkline.kernels.plan import DecodePlan
+from trunkline.kernels.reference_scores import (
+    ShiftAngles,
+    adjust_scores,
+    check_plain,
+    compute_dtype,
+    needs_distance,
+    turn,
+)
 from trunkline.kernels.softmax_state import SoftmaxState, attend, merge
 from trunkline.kvstore.layout import Int32Array
 
@@ -35,21 +45,20 @@ RUN_ITEMS_MIN: Final = 4
 class DecodeState:
     """What the reference derives from a `DecodePlan`; private to `ReferenceKernels`."""
 
-    def __init__(self, plan: DecodePlan, spec: AttentionSpec, kv_pool: Tensor) -> None:
-        self.spec = spec
+    def __init__(self, plan: DecodePlan, pool: KvPool) -> None:
+        check_plain(pool, plan.block)
         self.count = plan.count.copy()
         self.tail_item = plan.tail_item
         self.steps = 0
         self.tokens = int(plan.count.sum())
-        geometry = _Geometry(kv_pool, spec)
         runs, rest = _split(plan)
         widths = np.diff(plan.row_indptr)[rest]
-        self.buckets = [_Bucket(plan, rest[widths == width], geometry) for width in np.unique(widths)]
-        self.parts: list[_Run | _Bucket] = [_Run(plan, items, geometry) for items in runs]
+        self.buckets = [_Bucket(plan, rest[widths == width], pool) for width in np.unique(widths)]
+        self.parts: list[_Run | _Bucket] = [_Run(plan, items, pool) for items in runs]
         self.parts += self.buckets
         self._refresh()
         row_of_partial = [part.rows for part in self.parts]
-        self.slots = _merge_slots(row_of_partial, plan.num_rows, kv_pool.device)
+        self.slots = _merge_slots(row_of_partial, plan.num_rows, pool.data.device)
         self.needs_empty = self.slots is not None and self.slots.numel() > sum(map(len, row_of_partial))
 
     def advance_to(self, steps: int) -> int:
@@ -60,17 +69,18 @@ class DecodeState:
             self.tokens += grown * len(self.tail_item)
             self.steps = steps
             self._refresh()
+            for part in self.parts:
+                part.distance.advance(grown)
         return self.tokens
 
     def _refresh(self) -> None:
         for bucket in self.buckets:
             bucket.refresh(self.count)
 
-    def attend(self, q: Tensor, kv_pool: Tensor, layer: int, out: Tensor) -> None:
+    def attend(self, q: Tensor, pool: KvPool, layer: int, spec: AttentionSpec, out: Tensor) -> None:
         """See `Kernels.decode_attention`."""
-        compute = torch.float32 if q.element_size() == 2 else q.dtype
-        scaled = q.to(compute) * self.spec.scale
-        parts = [part.attend(scaled, kv_pool, layer) for part in self.parts]
+        scaled = q.to(compute_dtype(q.dtype)) * spec.scale
+        parts = [part.attend(scaled, pool, layer, spec) for part in self.parts]
         if not parts:
             out.zero_()
             return
@@ -86,44 +96,51 @@ class DecodeState:
         out.copy_(states.output())
 
 
-@dataclass(frozen=True)
-class _Geometry:
-    """Shapes of the pool as the gathers need them."""
+class _Distance:
+    """Positions from the query to each key, `[..., rows, tokens]`; made only if a layer asks."""
 
-    kv_pool: Tensor
-    spec: AttentionSpec
+    def __init__(self, key_position: Int32Array, query_position: Int32Array, device: torch.device) -> None:
+        self._key_position = key_position
+        self._query_position = query_position
+        self._device = device
+        self._steps = 0
+        self._made: Tensor | None = None
 
-    def angles(self, shifts: Int32Array) -> Angles | None:
-        """Rotation by `-shift` of each (row of an) item; None if nothing is shifted."""
-        frequencies = self.spec.inverse_frequencies
-        if not shifts.any():
+    def advance(self, steps: int) -> None:
+        """Queries moved on by so many tokens."""
+        self._steps += steps
+        if self._made is not None:
+            self._made -= steps
+
+    def of(self, spec: AttentionSpec) -> Tensor | None:
+        if not needs_distance(spec):
             return None
-        if frequencies is None:
-            raise ValueError("a shift needs rotary positions")
-        angles = make_angles(torch.from_numpy(-shifts.astype(np.float64)), frequencies.double().cpu())
-        compute = torch.float32 if self.kv_pool.element_size() == 2 else self.kv_pool.dtype
-        return Angles(*(x.to(self.kv_pool.device, compute) for x in angles))
+        if self._made is None:
+            distance = self._key_position - self._query_position - np.int32(self._steps)
+            self._made = torch.from_numpy(distance).to(self._device)
+        return self._made
 
 
 class _Run:
     """Shared items with the same rows and shifts: the chunk-first phase."""
 
-    def __init__(self, plan: DecodePlan, items: NDArray[np.int64], geometry: _Geometry) -> None:
-        pool, spec = geometry.kv_pool, geometry.spec
-        device, heads, chunk_size = pool.device, spec.kv_heads, plan.chunk_size
+    def __init__(self, plan: DecodePlan, items: NDArray[np.int64], pool: KvPool) -> None:
+        _, layers, _, heads, chunk_size, _ = pool.data.shape
+        device = pool.data.device
         start, stop = plan.row_indptr[items[0]], plan.row_indptr[items[0] + 1]
         self.rows = plan.rows[start:stop].astype(np.int64)
         self.row_index = torch.from_numpy(self.rows).to(device)
-        self.angles = geometry.angles(plan.shifts[start:stop])
-        self.spec = spec
-        self.layers = pool.shape[1]
+        shifts = plan.shifts[start:stop]
+        self.angles = ShiftAngles(-shifts)
         # Rows of the pool seen as [blocks * layers * 2 * kv_heads, chunk_size * head_dim], head by head, so
         # that the gathered copy is [kv_heads, tokens, head_dim] without a transposition.
         blocks = torch.from_numpy(plan.block[items].astype(np.int64)).to(device)
-        first_rows = blocks * (self.layers * 2 * heads)
+        first_rows = blocks * (layers * 2 * heads)
         self.key_index = (first_rows + torch.arange(heads, device=device)[:, None]).view(-1)
-        offset = np.arange(chunk_size)
+        offset = np.arange(chunk_size, dtype=np.int32)
         first, count = plan.first[items, None], plan.count[items, None]
+        key_position = (plan.base[items, None] - first + offset).reshape(-1)
+        self.distance = _Distance(key_position + shifts[:, None], plan.query_position[self.rows, None], device)
         unused = ((offset < first) | (offset >= first + count)).reshape(-1)
         self.hidden = self.unused_rows = None
         if unused.any():
@@ -132,19 +149,22 @@ class _Run:
             self.hidden = torch.from_numpy(unused).to(device)
             self.unused_rows = torch.from_numpy(rows.reshape(-1)).to(device)
 
-    def attend(self, q: Tensor, kv_pool: Tensor, layer: int) -> SoftmaxState:
-        spec = self.spec
-        fine = kv_pool.view(-1, kv_pool.shape[4] * spec.head_dim)
+    def attend(self, q: Tensor, pool: KvPool, layer: int, spec: AttentionSpec) -> SoftmaxState:
+        fine = pool.data.view(-1, pool.chunk_size * spec.head_dim)
         index = self.key_index + layer * 2 * spec.kv_heads
         k = fine.index_select(0, index).view(spec.kv_heads, -1, spec.head_dim)
         v = fine.index_select(0, index + spec.kv_heads).view(spec.kv_heads, -1, spec.head_dim)
         if self.unused_rows is not None:
             v.view(-1, spec.head_dim).index_fill_(0, self.unused_rows, 0.0)
         rows = len(self.rows)
-        picked = _turn(q.index_select(0, self.row_index), self.angles)
+        picked = turn(q.index_select(0, self.row_index), self.angles.of(spec, pool))
         grouped = picked.view(rows, spec.kv_heads, spec.group, spec.head_dim).transpose(0, 1)
         grouped = grouped.reshape(spec.kv_heads, rows * spec.group, spec.head_dim)
-        state = attend(grouped, k.to(q.dtype), v.to(q.dtype), self.hidden)
+        scores = grouped @ k.to(q.dtype).transpose(-1, -2)
+        adjust_scores(scores.view(spec.kv_heads, rows, spec.group, -1), spec, self.distance.of(spec))
+        if self.hidden is not None:
+            scores.masked_fill_(self.hidden, float("-inf"))
+        state = attend(scores, v.to(q.dtype))
         return SoftmaxState(
             *(x.view(spec.kv_heads, rows, spec.group, *x.shape[2:]).transpose(0, 1).flatten(1, 2) for x in state)
         )
@@ -153,24 +173,28 @@ class _Run:
 class _Bucket:
     """Items that have equally many rows: the sequence-first phase (one row), and small shared items."""
 
-    def __init__(self, plan: DecodePlan, items: NDArray[np.int64], geometry: _Geometry) -> None:
-        pool = geometry.kv_pool
-        self.spec = geometry.spec
+    def __init__(self, plan: DecodePlan, items: NDArray[np.int64], pool: KvPool) -> None:
+        _, layers, _, self.kv_heads, self.chunk_size, head_dim = pool.data.shape
+        device = pool.data.device
         self.items = items
         self.first = plan.first[items]
         self.width = int(plan.row_indptr[items[0] + 1] - plan.row_indptr[items[0]])
-        entries = (plan.row_indptr[items, None] + np.arange(self.width)).reshape(-1)
-        self.rows = plan.rows[entries].astype(np.int64)
-        self.row_index = torch.from_numpy(self.rows).to(pool.device)
-        self.angles = geometry.angles(plan.shifts[entries])
+        entries = plan.row_indptr[items, None] + np.arange(self.width)
+        rows, shifts = plan.rows[entries], plan.shifts[entries]
+        self.rows = rows.reshape(-1).astype(np.int64)
+        self.row_index = torch.from_numpy(self.rows).to(device)
         self.is_identity = np.array_equal(self.rows, np.arange(plan.num_rows))
+        self.angles = ShiftAngles(-shifts.reshape(-1))
+        offset = np.arange(self.chunk_size, dtype=np.int32)
+        key_position = (plan.base[items] - self.first)[:, None] + offset
+        query_position = plan.query_position[rows][..., None]
+        self.distance = _Distance(key_position[:, None] + shifts[..., None], query_position, device)
         # Rows of the pool seen as [blocks * layers * 2, kv_heads * chunk_size * head_dim].
-        blocks = torch.from_numpy(plan.block[items].astype(np.int64)).to(pool.device)
-        self.key_index = blocks * (pool.shape[1] * 2)
-        self.chunk_size = plan.chunk_size
+        blocks = torch.from_numpy(plan.block[items].astype(np.int64)).to(device)
+        self.key_index = blocks * (layers * 2)
         # Kept between layers and steps: fresh pages for a copy this large cost more than the copy.
-        shape = (len(items), self.spec.kv_heads * self.chunk_size * self.spec.head_dim)
-        self.keys, self.values = pool.new_empty(shape), pool.new_empty(shape)
+        shape = (len(items), self.kv_heads * self.chunk_size * head_dim)
+        self.keys, self.values = pool.data.new_empty(shape), pool.data.new_empty(shape)
         self.hidden: Tensor | None = None
         self.unused_rows: Tensor | None = None
 
@@ -183,27 +207,32 @@ class _Bucket:
         if not len(item):
             self.hidden = self.unused_rows = None
             return
-        heads, device = self.spec.kv_heads, self.row_index.device
+        device = self.row_index.device
         self.hidden = torch.from_numpy(unused).to(device)[:, None, None]
         # Rows of the gathered values [items * kv_heads * chunk_size, head_dim].
-        rows = (item[:, None] * heads + np.arange(heads)) * self.chunk_size + token[:, None]
+        rows = (item[:, None] * self.kv_heads + np.arange(self.kv_heads)) * self.chunk_size + token[:, None]
         self.unused_rows = torch.from_numpy(rows.reshape(-1)).to(device)
 
-    def attend(self, q: Tensor, kv_pool: Tensor, layer: int) -> SoftmaxState:
-        spec, items, width = self.spec, len(self.items), self.width
-        coarse, index = kv_pool.view(-1, self.keys.shape[1]), self.key_index + layer * 2
+    def attend(self, q: Tensor, pool: KvPool, layer: int, spec: AttentionSpec) -> SoftmaxState:
+        items, width = len(self.items), self.width
+        coarse, index = pool.data.view(-1, self.keys.shape[1]), self.key_index + layer * 2
         torch.index_select(coarse, 0, index, out=self.keys)
         torch.index_select(coarse, 0, index + 1, out=self.values)
         if self.unused_rows is not None:
             self.values.view(-1, spec.head_dim).index_fill_(0, self.unused_rows, 0.0)
         shape = (items, spec.kv_heads, self.chunk_size, spec.head_dim)
         k, v = self.keys.view(shape).to(q.dtype), self.values.view(shape).to(q.dtype)
-        picked = _turn(q if self.is_identity else q.index_select(0, self.row_index), self.angles)
+        picked = turn(q if self.is_identity else q.index_select(0, self.row_index), self.angles.of(spec, pool))
         grouped = picked.view(items, width, spec.kv_heads, spec.group, spec.head_dim)
         if width > 1:
             grouped = grouped.transpose(1, 2)
         grouped = grouped.reshape(items, spec.kv_heads, width * spec.group, spec.head_dim)
-        state = attend(grouped, k, v, self.hidden)
+        scores = grouped @ k.transpose(-1, -2)
+        by_row = scores.view(items, spec.kv_heads, width, spec.group, self.chunk_size)
+        adjust_scores(by_row, spec, self.distance.of(spec))
+        if self.hidden is not None:
+            scores.masked_fill_(self.hidden, float("-inf"))
+        state = attend(scores, v)
         if width == 1:
             return SoftmaxState(*(x.flatten(1, 2) for x in state))
         return SoftmaxState(
@@ -214,15 +243,6 @@ class _Bucket:
                 for x in state
             )
         )
-
-
-def _turn(q: Tensor, angles: Angles | None) -> Tensor:
-    """Rotate queries `[entries, heads, head_dim]` by their angles: the shift of design.md, idea 5."""
-    if angles is None:
-        return q
-    width = angles.cos.shape[-1]
-    turned = q[..., :width] * angles.cos + swap_halves(q[..., :width]) * angles.sin
-    return turned if width == q.shape[-1] else torch.cat((turned, q[..., width:]), dim=-1)
 
 
 def _split(plan: DecodePlan) -> tuple[list[NDArray[np.int64]], NDArray[np.int64]]:

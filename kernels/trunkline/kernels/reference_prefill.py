@@ -2,69 +2,109 @@
 
 Entries are independent: what one computes does not depend on the others in the step. Only tokens that an
 item covers are gathered, so unused slots cannot leak. Keys of shifted items are turned in the gathered copy;
-the pool keeps them as they were computed.
+the pool keeps them as they were computed. A soft cap or a bias, which the fused attention does not take (or
+only as a matrix per head), is computed in blocks of queries.
+
+Layers share a plan's state, but not always a spec: see `reference_decode`.
 """
 
 from __future__ import annotations
+
+from typing import Final
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trunkline.kernels.ops import Angles, AttentionSpec, make_angles, swap_halves
+from trunkline.kernels.ops import AttentionSpec, KvPool
 from trunkline.kernels.plan import PrefillPlan
+from trunkline.kernels.reference_scores import ShiftAngles, adjust_scores, check_plain, compute_dtype, turn
+from trunkline.kernels.softmax_state import attend
+from trunkline.kvstore.layout import Int32Array
+
+SCORES_MAX: Final = 1 << 22
+"""Scores held at a time by the path without fused attention."""
 
 
 class PrefillState:
     """What the reference derives from a `PrefillPlan`; private to `ReferenceKernels`."""
 
-    def __init__(self, plan: PrefillPlan, spec: AttentionSpec, kv_pool: Tensor) -> None:
-        self.entries = [_Entry(plan, index, spec, kv_pool) for index in range(plan.num_entries)]
+    def __init__(self, plan: PrefillPlan, pool: KvPool) -> None:
+        check_plain(pool, plan.block)
+        self.entries = [_Entry(plan, index, pool) for index in range(plan.num_entries)]
         self.tokens_read = int(plan.count.sum())
 
-    def attend(self, q: Tensor, kv_pool: Tensor, layer: int, out: Tensor) -> None:
+    def attend(self, q: Tensor, pool: KvPool, layer: int, spec: AttentionSpec, out: Tensor) -> None:
         """See `Kernels.prefill_attention`."""
         for entry in self.entries:
-            entry.attend(q, kv_pool, layer, out)
+            entry.attend(q, pool, layer, spec, out)
+
+
+class _Mask:
+    """Which keys each query of an entry sees under a window."""
+
+    def __init__(
+        self, key_position: Int32Array, query_position: Int32Array, window: int, device: torch.device
+    ) -> None:
+        distance = key_position - query_position[:, None]
+        visible = distance <= 0
+        if window:
+            visible &= distance > -window
+        blind = ~visible.any(axis=1)
+        self.blind = torch.from_numpy(np.flatnonzero(blind)).to(device) if blind.any() else None
+        """Queries that see nothing: they attend to anything, and their results are replaced."""
+        visible[blind] = True
+        size = len(query_position)
+        self.is_causal = visible.shape == (size, size) and np.array_equal(visible, np.tri(size, dtype=np.bool_))
+        self.mask = None if self.is_causal or visible.all() else torch.from_numpy(visible).to(device)
 
 
 class _Entry:
     """Consecutive queries of one sequence and the keys they may see."""
 
-    def __init__(self, plan: PrefillPlan, index: int, spec: AttentionSpec, kv_pool: Tensor) -> None:
-        device, chunk_size = kv_pool.device, plan.chunk_size
+    def __init__(self, plan: PrefillPlan, index: int, pool: KvPool) -> None:
+        device, chunk_size = pool.data.device, plan.chunk_size
         self.queries = slice(int(plan.query_indptr[index]), int(plan.query_indptr[index + 1]))
         items = slice(int(plan.item_indptr[index]), int(plan.item_indptr[index + 1]))
         first, count = plan.first[items], plan.count[items]
         block, base, shift = plan.block[items], plan.base[items], plan.shift[items]
-        self.spec = spec
-        heads, layers = spec.kv_heads, kv_pool.shape[1]
+        _, layers, _, heads, _, _ = pool.data.shape
         # Rows of the pool seen as [blocks * layers * 2 * kv_heads, chunk_size * head_dim], head by head.
         first_rows = torch.from_numpy(block.astype(np.int64)).to(device) * (layers * 2 * heads)
         self.key_index = (first_rows + torch.arange(heads, device=device)[:, None]).view(-1)
         self.num_tokens = int(count.sum())
-        in_item = np.arange(self.num_tokens) - np.repeat(np.cumsum(count) - count, count)
+        in_item = np.arange(self.num_tokens, dtype=np.int32) - np.repeat(np.cumsum(count) - count, count)
         stored = np.repeat(np.arange(len(block)) * chunk_size + first, count) + in_item
         is_plain = np.array_equal(stored, np.arange(self.num_tokens))
         self.tokens = None if is_plain else torch.from_numpy(stored).to(device)
-        self.angles = _key_angles(np.repeat(shift, count), spec, kv_pool)
-        key_position = np.repeat(base + shift, count) + in_item
-        query_position = plan.query_position[self.queries]
-        visible = key_position <= query_position[:, None]
-        self.is_causal = np.array_equal(key_position, query_position)
-        self.mask = None if self.is_causal or visible.all() else torch.from_numpy(visible).to(device)
+        self.angles = ShiftAngles(np.repeat(shift, count))
+        self.key_position = (np.repeat(base + shift, count) + in_item).astype(np.int32)
+        self.query_position = plan.query_position[self.queries]
+        self.masks: dict[int, _Mask] = {}
 
-    def attend(self, q: Tensor, kv_pool: Tensor, layer: int, out: Tensor) -> None:
-        spec, count = self.spec, self.queries.stop - self.queries.start
-        fine = kv_pool.view(-1, kv_pool.shape[4] * spec.head_dim)
+    def attend(self, q: Tensor, pool: KvPool, layer: int, spec: AttentionSpec, out: Tensor) -> None:
+        if not self.num_tokens:
+            out[self.queries] = 0.0
+            return
+        fine = pool.data.view(-1, pool.chunk_size * spec.head_dim)
         index = self.key_index + layer * 2 * spec.kv_heads
-        k = self._select(fine.index_select(0, index))
-        v = self._select(fine.index_select(0, index + spec.kv_heads))
-        if self.angles is not None:
-            width = self.angles.cos.shape[-1]
-            turned = k[..., :width]
-            k[..., :width] = turned * self.angles.cos + swap_halves(turned) * self.angles.sin
+        k = self._select(fine.index_select(0, index), spec)
+        v = self._select(fine.index_select(0, index + spec.kv_heads), spec)
+        angles = self.angles.of(spec, pool)
+        if angles is not None:
+            k = turn(k.transpose(0, 1), angles).transpose(0, 1).to(q.dtype)
+        if spec.soft_cap or spec.alibi_slopes is not None:
+            self._in_blocks(q, k, v, spec, out)
+        else:
+            self._fused(q, k, v, spec, out)
+
+    def _fused(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, out: Tensor) -> None:
+        count = self.queries.stop - self.queries.start
+        mask = self.masks.get(spec.window)
+        if mask is None:
+            mask = _Mask(self.key_position, self.query_position, spec.window, q.device)
+            self.masks[spec.window] = mask
         # Batch dimension: KV heads; heads: the query heads of a group, for which K and V are not copied.
         grouped = q[self.queries].view(count, spec.kv_heads, spec.group, spec.head_dim).permute(1, 2, 0, 3)
         expanded = (spec.kv_heads, spec.group, self.num_tokens, spec.head_dim)
@@ -72,25 +112,35 @@ class _Entry:
             grouped,
             k[:, None].expand(expanded),
             v[:, None].expand(expanded),
-            attn_mask=self.mask,
-            is_causal=self.is_causal,
+            attn_mask=mask.mask,
+            is_causal=mask.is_causal,
             scale=spec.scale,
         )
+        if mask.blind is not None:
+            result.index_fill_(2, mask.blind, 0.0)
         out[self.queries] = result.permute(2, 0, 1, 3).reshape(count, spec.heads, spec.head_dim)
 
-    def _select(self, gathered: Tensor) -> Tensor:
+    def _in_blocks(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, out: Tensor) -> None:
+        dtype = compute_dtype(q.dtype)
+        k, v = k.to(dtype).transpose(-1, -2), v.to(dtype)
+        key_position = torch.from_numpy(self.key_position).to(q.device)
+        query_position = torch.from_numpy(self.query_position).to(q.device)[:, None]
+        step = max(1, SCORES_MAX // (spec.heads * self.num_tokens))
+        for start in range(self.queries.start, self.queries.stop, step):
+            chosen = slice(start, min(start + step, self.queries.stop))
+            rows = chosen.stop - start
+            grouped = q[chosen].to(dtype).view(rows, spec.kv_heads, spec.group, spec.head_dim).transpose(0, 1)
+            scores = (grouped * spec.scale).flatten(1, 2) @ k
+            by_row = scores.view(spec.kv_heads, rows, spec.group, -1)
+            distance = key_position - query_position[start - self.queries.start :][:rows]
+            adjust_scores(by_row, spec, distance)
+            by_row.masked_fill_((distance > 0)[:, None], float("-inf"))
+            result = attend(scores, v).output().view(spec.kv_heads, rows, spec.group, spec.head_dim)
+            out[chosen] = result.transpose(0, 1).flatten(1, 2).to(out.dtype)
+
+    def _select(self, gathered: Tensor, spec: AttentionSpec) -> Tensor:
         """The covered tokens `[kv_heads, tokens, head_dim]` of gathered blocks."""
-        by_head = gathered.view(self.spec.kv_heads, -1, self.spec.head_dim)
+        by_head = gathered.view(spec.kv_heads, -1, spec.head_dim)
         if self.tokens is None:
             return by_head[:, : self.num_tokens]
         return by_head.index_select(1, self.tokens)
-
-
-def _key_angles(shifts: np.ndarray, spec: AttentionSpec, kv_pool: Tensor) -> Angles | None:
-    if not shifts.any():
-        return None
-    if spec.inverse_frequencies is None:
-        raise ValueError("a shift needs rotary positions")
-    angles = make_angles(torch.from_numpy(shifts.astype(np.float64)), spec.inverse_frequencies.double().cpu())
-    # [tokens, 1, width] -> [tokens, width]: keys are gathered as [kv_heads, tokens, head_dim].
-    return Angles(*(x.squeeze(1).to(kv_pool.device, kv_pool.dtype) for x in angles))

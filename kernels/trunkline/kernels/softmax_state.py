@@ -27,15 +27,11 @@ class SoftmaxState(NamedTuple):
         return self.acc / self.total.clamp_min(torch.finfo(self.total.dtype).tiny).unsqueeze(-1)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None) -> SoftmaxState:
-    """Attention of `q` `[..., m, d]` (already scaled) over `k`, `v` `[..., n, d]`.
+def attend(scores: Tensor, v: Tensor) -> SoftmaxState:
+    """Weigh values `[..., n, d]` by scores `[..., m, n]`, which are overwritten.
 
-    Args:
-        hidden: bool, broadcastable to `[..., m, n]`: scores to leave out. Their values must be finite.
+    A key whose score is -inf is not seen, but its value must be finite; a query may see no key at all.
     """
-    scores = q @ k.transpose(-1, -2)
-    if hidden is not None:
-        scores.masked_fill_(hidden, float("-inf"))
     peak = scores.amax(dim=-1)
     weights = scores.sub_(_finite(peak).unsqueeze(-1)).exp_()
     return SoftmaxState(weights @ v, peak, weights.sum(dim=-1))

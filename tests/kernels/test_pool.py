@@ -1,0 +1,252 @@
+"""Writes, copies, gathers and scatters in any order, against a pool that is nothing but a tensor.
+
+Kernels may keep blocks that they wrote in an order of their own, so contents are compared through `gather_blocks`
+and through attention, never by looking into the pool.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernels.forests import Forest, Range, Row, contents, same_bits
+from kernels.implementations import DTYPES, REFERENCE, make_kernels
+from kernels.oracle import assert_as_exact_as, decode_oracle, make_spec
+from torch import Tensor
+
+from trunkline.kernels.ops import AttentionSpec, Kernels, KvPool
+from trunkline.kernels.plan import WritePlan
+
+BLOCKS: Final = 6
+LAYERS: Final = 3
+CHUNKS: Final = (1, 2, 7, 8, 16, 32, 64, 128)
+
+
+class Model:
+    """An implementation's pool beside the plain one; every operation goes to both."""
+
+    def __init__(
+        self, kernels: Kernels, spec: AttentionSpec, chunk_size: int, dtype: torch.dtype, seed: int
+    ) -> None:
+        self.kernels = kernels
+        self.spec = spec
+        self.rng = np.random.default_rng(seed)
+        shape = (BLOCKS, LAYERS, 2, spec.kv_heads, chunk_size, spec.head_dim)
+        self.plain = torch.full(shape, float("nan"), dtype=dtype)
+        self.pool = KvPool.wrap(self.plain.clone())
+
+    @property
+    def chunk_size(self) -> int:
+        return self.pool.chunk_size
+
+    def random(self, *shape: int) -> Tensor:
+        """Numbers that tell positions apart."""
+        return torch.from_numpy(self.rng.standard_normal(shape, dtype=np.float32)).to(self.plain.dtype)
+
+    def write(self, slots: list[int], layers: range) -> None:
+        """Store random keys and values; -1 is skipped."""
+        spec, plan = self.spec, WritePlan(self.chunk_size, np.array(slots, dtype=np.int32))
+        for layer in layers:
+            qkv = self.random(len(slots), (spec.heads + 2 * spec.kv_heads) * spec.head_dim)
+            heads = qkv.clone().view(len(slots), -1, spec.head_dim)[:, spec.heads :]
+            for token, slot in enumerate(slots):
+                if slot >= 0:
+                    kv = heads[token].view(2, spec.kv_heads, spec.head_dim)
+                    self.plain[slot // self.chunk_size, layer, :, :, slot % self.chunk_size] = kv
+            self.kernels.write_kv(plan, qkv, None, self.pool, layer, spec)
+
+    def fill(self, block: int) -> None:
+        """A whole block, in pieces as prefill and decode steps would write it."""
+        slots = [block * self.chunk_size + offset for offset in range(self.chunk_size)]
+        cut = int(self.rng.integers(0, len(slots) + 1))
+        for part in (slots[:cut], slots[cut:]):
+            if part:
+                self.write(part, range(LAYERS))
+
+    def overwrite(self) -> None:
+        """Some tokens anywhere, in full blocks and others; some layers."""
+        total = BLOCKS * self.chunk_size
+        count = int(self.rng.integers(1, min(total, 40) + 1))
+        slots = self.rng.choice(total, size=count, replace=False).tolist()
+        start = int(self.rng.integers(0, LAYERS))
+        self.write(
+            [slot if self.rng.random() < 0.9 else -1 for slot in slots],
+            range(start, int(self.rng.integers(start + 1, LAYERS + 1))),
+        )
+
+    def copy(self) -> None:
+        """Token ranges from some blocks to others, several to one destination and from one source."""
+        order = self.rng.permutation(BLOCKS)
+        sources, destinations = order[: BLOCKS // 2], order[BLOCKS // 2 :]
+        copies = []
+        for destination in destinations[: int(self.rng.integers(1, len(destinations) + 1))].tolist():
+            first = int(self.rng.integers(0, self.chunk_size))
+            count = int(self.rng.integers(1, self.chunk_size - first + 1))
+            if self.rng.random() < 0.3:
+                first, count = 0, self.chunk_size
+            copies.append([int(self.rng.choice(sources)), destination, first, count])
+        self.kernels.copy_blocks(self.pool, np.array(copies, dtype=np.int32))
+        for source, destination, first, count in copies:
+            chosen = slice(first, first + count)
+            self.plain[destination, ..., chosen, :] = self.plain[source, ..., chosen, :]
+
+    def scatter(self) -> None:
+        blocks = self.rng.permutation(BLOCKS)[: int(self.rng.integers(1, BLOCKS))].astype(np.int32)
+        layers = self.some_layers()
+        data = self.random(len(blocks), len(layers), *self.plain.shape[2:])
+        self.kernels.scatter_blocks(self.pool, blocks, layers, data.clone())
+        for index, block in enumerate(blocks.tolist()):
+            self.plain[block, layers.start : layers.stop] = data[index]
+
+    def gather(self) -> None:
+        blocks = self.rng.permutation(BLOCKS)[: int(self.rng.integers(1, BLOCKS))].astype(np.int32)
+        layers = self.some_layers()
+        out = torch.full((len(blocks), len(layers), *self.plain.shape[2:]), 7.0, dtype=self.plain.dtype)
+        self.kernels.gather_blocks(self.pool, blocks, layers, out)
+        want = self.plain[torch.from_numpy(blocks).long(), layers.start : layers.stop]
+        assert same_bits(out, want), f"blocks {blocks.tolist()}, layers {layers}"
+
+    def some_layers(self) -> range:
+        start = int(self.rng.integers(0, LAYERS))
+        return range(start, int(self.rng.integers(start + 1, LAYERS + 1)))
+
+    def attend(self) -> None:
+        """Two rows over all that is whole in a layer; each has a tail of its own, perhaps with a part unused."""
+        layer = int(self.rng.integers(0, LAYERS))
+        whole = ~self.plain[:, layer].isnan().flatten(1).any(dim=1)
+        blocks = whole.nonzero().flatten().tolist()
+        if len(blocks) < 2:
+            return
+        size, tails = self.chunk_size, blocks[-2:]
+        rows = []
+        for tail in tails:
+            table = [*blocks[:-2], tail]
+            ranges = [Range(i, block, 0, size, i * size, 0) for i, block in enumerate(table)]
+            used = int(self.rng.integers(1, size + 1))
+            ranges[-1] = ranges[-1]._replace(tokens=used)
+            rows.append(Row(ranges, (len(table) - 1) * size + used - 1))
+        runs = np.array([[0, 2, 0, len(blocks)]], dtype=np.int32)
+        forest = Forest(size, rows, runs, BLOCKS)
+        q = self.random(2, self.spec.heads, self.spec.head_dim)
+        out = torch.full_like(q, float("nan"))
+        self.kernels.decode_attention(forest.decode_plan(), q, self.pool, layer, self.spec, out)
+        exact, plain = decode_oracle(forest, q, self.plain, layer, self.spec)
+        assert_as_exact_as(out, exact, plain, sum_terms=rows[0].tokens)
+
+    def run(self, name: str) -> None:
+        if name == "fill":
+            self.fill(int(self.rng.integers(0, BLOCKS)))
+        else:
+            getattr(self, name)()
+
+
+OPERATIONS = ("fill", "fill", "overwrite", "copy", "scatter", "gather", "attend")
+
+
+def check(name: str, seed: int, chunk_size: int, dtype: torch.dtype, operations: list[str]) -> None:
+    kernels = make_kernels(name, threads=1 + seed % 2)
+    model = Model(kernels, make_spec(4, 2, (64, 80)[seed % 2]), chunk_size, dtype, seed)
+    for operation in operations:
+        model.run(operation)
+    assert same_bits(contents(kernels, model.pool), model.plain)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("chunk_size", CHUNKS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_operations_in_any_order(dtype: torch.dtype, chunk_size: int, seed: int, implementation: str) -> None:
+    rng = np.random.default_rng([chunk_size, seed])
+    check(implementation, seed, chunk_size, dtype, rng.choice(OPERATIONS, size=14).tolist())
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    chunk_size=st.integers(1, 65),
+    dtype=st.sampled_from(DTYPES),
+    operations=st.lists(st.sampled_from(OPERATIONS), min_size=1, max_size=12),
+)
+def test_any_operations(
+    implementation: str, seed: int, chunk_size: int, dtype: torch.dtype, operations: list[str]
+) -> None:
+    check(implementation, seed, chunk_size, dtype, operations)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 16, 64])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tokens_one_at_a_time_fill_a_block(dtype: torch.dtype, chunk_size: int, kernels: Kernels) -> None:
+    """As decode writes them; read back after each near the end, where a block may be put into another order."""
+    model = Model(kernels, make_spec(4, 2, 64), chunk_size, dtype, 1)
+    for token in range(chunk_size + 1):
+        model.write([chunk_size + token], range(LAYERS))
+        if token >= chunk_size - 2:
+            assert same_bits(contents(kernels, model.pool), model.plain)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_part_of_a_full_block_is_copied_to_an_open_one_and_back(dtype: torch.dtype, kernels: Kernels) -> None:
+    """Copy on write at a fork: the copy goes on, the original stays; then the copy's tokens return elsewhere."""
+    model = Model(kernels, make_spec(4, 2, 64), 32, dtype, 2)
+    model.fill(0)
+    model.fill(1)
+    model.write([2 * 32 + offset for offset in range(5)], range(LAYERS))
+    for copies in ([[0, 2, 5, 11]], [[0, 3, 0, 7], [1, 3, 7, 25]], [[2, 1, 3, 9], [3, 0, 0, 32]]):
+        kernels.copy_blocks(model.pool, np.array(copies, dtype=np.int32))
+        for source, destination, first, count in copies:
+            chosen = slice(first, first + count)
+            model.plain[destination, ..., chosen, :] = model.plain[source, ..., chosen, :]
+        assert same_bits(contents(kernels, model.pool), model.plain)
+    model.write([2 * 32 + offset for offset in range(16, 32)], range(LAYERS))
+    model.write([3 * 32 + 31, 32], range(LAYERS))
+    assert same_bits(contents(kernels, model.pool), model.plain)
+    model.attend()
+
+
+@pytest.mark.parametrize(
+    ("copy", "reason"),
+    [
+        ([0, 6, 0, 1], "6 blocks"),
+        ([-1, 1, 0, 1], "6 blocks"),
+        ([0, 1, 4, 5], "a block has 8"),
+        ([0, 1, 0, 0], "a block has 8"),
+        ([0, 1, -1, 3], "a block has 8"),
+    ],
+)
+def test_copies_outside_the_pool_are_refused(copy: list[int], reason: str, kernels: Kernels) -> None:
+    model = Model(kernels, make_spec(4, 2, 64), 8, torch.float32, 3)
+    model.fill(2)
+    with pytest.raises(ValueError, match=reason):
+        # The whole call is refused, its valid part too.
+        kernels.copy_blocks(model.pool, np.array([[2, 3, 0, 8], copy], dtype=np.int32))
+    assert same_bits(contents(kernels, model.pool), model.plain)
+
+
+def test_the_reference_refuses_packed_blocks() -> None:
+    """It cannot know their order; only overwriting a whole block is right whatever that was."""
+    kernels = make_kernels(REFERENCE)
+    model = Model(kernels, make_spec(4, 2, 64), 8, torch.float32, 4)
+    for block in range(BLOCKS):
+        model.fill(block)
+    model.pool.packed[2, 1] = 1
+    forest = Forest(8, [Row([Range(0, 2, 0, 8, 0, 0), Range(1, 3, 0, 1, 8, 0)], 8)], np.zeros((0, 4), np.int32), 6)
+    q = torch.randn(1, 4, 64)
+    refused = pytest.raises(ValueError, match="block 2 is packed")
+    with refused:
+        model.write([2 * 8], range(1, 2))
+    with refused:
+        kernels.copy_blocks(model.pool, np.array([[1, 2, 0, 3]], dtype=np.int32))
+    with refused:
+        kernels.copy_blocks(model.pool, np.array([[2, 1, 0, 3]], dtype=np.int32))
+    with refused:
+        contents(kernels, model.pool)
+    with refused:
+        kernels.decode_attention(forest.decode_plan(), q, model.pool, 1, model.spec, torch.empty_like(q))
+    with refused:
+        kernels.prefill_attention(forest.prefill_plan([1]), q, model.pool, 1, model.spec, torch.empty_like(q))
+    data = torch.randn(1, 2, *model.plain.shape[2:])
+    kernels.scatter_blocks(model.pool, np.array([2], dtype=np.int32), range(1, 3), data)
+    assert torch.equal(contents(kernels, model.pool)[2, 1:3], data[0])
