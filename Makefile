@@ -15,14 +15,18 @@ ARGS ?=
 # Options of pytest, e.g. make test TESTS="tests/controller -x"
 TESTS ?=
 
-.PHONY: help setup serve chat test check format demo-model pins clean
+# What the compiled library is made of: it is rebuilt when one of these changes.
+CSRC = $(shell find kernels/trunkline/kernels/csrc -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh')
+NATIVE := CMakeLists.txt $(wildcard $(addprefix kernels/trunkline/kernels/csrc/,common/* cpu/*.h cpu/*.cc cpu/levels/*))
+
+.PHONY: help setup serve chat test check check-native check-cuda format demo-model pins clean
 
 help: ## List the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
 
 setup: $(STAMP) ## Create .venv with pinned dependencies (quick when nothing changed)
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt $(NATIVE)
 	@if [ -z "$(PYTHON)" ]; then echo "Trunkline needs Python 3.11 or newer; name one with PYTHON=..." >&2; exit 1; fi
 	@[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
 	@echo "Installing pinned dependencies into $(VENV) (the first time: some minutes, about 200 MB)"
@@ -38,14 +42,26 @@ chat: $(STAMP) ## Talk to the served model
 check: $(STAMP) ## Style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $(CSRC)
 	$(BIN)/mypy
 
-test: check ## Style, types and the whole test suite
+check-native: $(STAMP) ## Compile the CPU kernels with warnings as errors and sanitizers, run their tests
+	$(BIN)/cmake -S . -B build/sanitized -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -DCMAKE_BUILD_TYPE=Debug \
+		-DTRUNKLINE_STRICT=ON -DTRUNKLINE_SANITIZE=address,undefined >/dev/null
+	$(BIN)/cmake --build build/sanitized -j 2
+	LD_PRELOAD=$$($${CXX:-c++} -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 \
+		TRUNKLINE_NATIVE_LIBRARY=build/sanitized/_native.so $(BIN)/python -m pytest -q -m sanitized tests/kernels
+
+check-cuda: $(STAMP) ## Compile the CUDA kernels for sm_80 and sm_90a with warnings as errors (needs nvcc)
+	$(BIN)/python -m trunkline.kernels.cuda_build --check
+
+test: check check-native ## Style, types, sanitizers and the whole test suite
 	$(BIN)/python -m pytest $(TESTS)
 
 format: $(STAMP) ## Rewrite the sources in the house format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CSRC)
 
 demo-model: $(STAMP) ## Train the demo model again, from the Python standard library
 	$(BIN)/python examples/demo_model/build.py $(ARGS)

@@ -123,6 +123,19 @@ def test_nothing_outgrows_its_limit() -> None:
     assert too_big == []
 
 
+def test_native_sources_keep_the_same_limits() -> None:
+    """What clang-format does not look at in C++ and CUDA."""
+    found = []
+    for path in sorted((ROOT / "kernels/trunkline/kernels/csrc").rglob("*.*")):
+        name, lines = path.relative_to(ROOT).as_posix(), path.read_text().splitlines()
+        if len(lines) > FILE_LINES_MAX:
+            found.append(f"{name}: {len(lines)} lines")
+        if path.suffix in (".h", ".cuh"):
+            found += [f"{name}: no #pragma once"] if "#pragma once" not in lines else []
+            found += [f"{name}: does not say what it is"] if not lines[0].startswith("// ") else []
+    assert found == []
+
+
 def test_the_ratchet_only_tightens() -> None:
     actual = {(path, what): size for path, what, size, limit in sizes() if size > limit}
     slack = {key: (known, actual.get(key)) for key, known in KNOWN.items() if actual.get(key) != known}

@@ -1,0 +1,126 @@
+// From a decode plan to pieces of work: the part of two-phase-partition attention that knows no hardware.
+//
+// Shared by the CPU and the CUDA kernels, so that its logic is tested without a GPU. Input: the items of
+// `trunkline/kernels/plan.py` (token ranges of blocks, each with the rows that read it). Output: *pieces*, each
+// a list of items that one worker reads in order for the same rows:
+//
+//      items   i0 i1 i2 i3 | i4 | i5 i6 | i7 i8 ...         rows of i0..i3: {0,1,2,3}, of i4: {0,1}, then private
+//              └─ run A ─┘  run B  row 0   row 1
+//      pieces  A[i0 i1] A[i2 i3] B+...                       long runs are cut, runs that do not pay are pushed
+//                                                            down to the runs (or rows) below them
+//
+// 1. Path compression: consecutive items with the same rows and shifts are one run.
+// 2. Cost rule: a run is packed (its rows' queries multiplied together) only if the bytes of KV that this saves
+//    exceed the bytes of the partial results that it adds; else its items are pushed down into the runs that
+//    follow it for its rows, and at last into each row's private piece, which exists anyway.
+// 3. Balance: pieces are cut to about equal cost, with a minimum length.
+// Each piece is done once per KV head.
+//
+// Partials: a row has one partial (O, m, n) per piece that it appears in. `entry_ordinal` numbers a row's partials
+// in the order of pieces; a row with a single one needs no merge.
+//
+// Batch-invariant mode: a row's context is cut after each `invariant_tokens`, counted along its own context, and
+// where its shift changes, and nowhere else; rows are packed only where such cuts agree as a whole. So how a
+// row's partials come about does not depend on who shares its prefix; merged in the order of ordinals, which
+// here is the order of the context, results are equal bit by bit.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace trunkline {
+
+// The arrays of a `DecodePlan`; see plan.py for their meaning.
+struct DecodeItems {
+  const int32_t* block;
+  const int32_t* first;
+  const int32_t* count;
+  const int32_t* base;
+  const int32_t* row_indptr;  // [items + 1]
+  const int32_t* rows;
+  const int32_t* shifts;
+  const int32_t* tail_item;       // [rows]
+  const int32_t* query_position;  // [rows]
+  int32_t items;
+  int32_t shared_items;
+  int32_t num_rows;
+};
+
+struct WorkOptions {
+  int32_t kv_heads = 1;
+  int32_t group = 1;             // query heads per KV head
+  int32_t kv_token_bytes = 0;    // K and V of one token and one KV head
+  int32_t partial_bytes = 0;     // moved to write, read and merge one partial of one query head
+  int32_t tile_rows = 0;         // most query vectors (rows * group) of a piece; 0: no limit
+  int32_t workers = 1;           // threads or thread blocks that take pieces
+  int32_t pieces_per_worker = 4; // aimed at
+  int32_t piece_tokens_min = 64; // no cut makes a piece shorter
+  int32_t invariant_tokens = 0;  // 0: off
+  bool share = true;             // false: every row reads all its items alone (sequence-first, the baseline)
+  int32_t vectors_per_read = 16; // query vectors whose arithmetic takes as long as reading their tokens
+};
+
+// Little-endian int32 words, position-independent: the same buffer is read on the host and on a device.
+enum WorkHeader : int32_t {
+  kWorkMagic = 0,     // kWorkMagicValue
+  kWorkWords,         // length of the buffer
+  kWorkPieces,
+  kWorkItems,         // with repetitions of pushed-down ones
+  kWorkEntries,
+  kWorkRows,
+  kWorkPartials,
+  kWorkTokens,        // read per KV head and layer, at step 0
+  kWorkWidest,        // most rows of a piece
+  kWorkPieceItems,    // offsets, in words, of the arrays from here on
+  kWorkPieceEntries,
+  kWorkItemBlock,
+  kWorkItemFirst,
+  kWorkItemCount,
+  kWorkItemBase,
+  kWorkItemTail,
+  kWorkEntryRow,
+  kWorkEntryShift,
+  kWorkEntryOrdinal,
+  kWorkRowPartials,
+  kWorkQueryPosition,
+  kWorkHeaderWords = 24,
+};
+constexpr int32_t kWorkMagicValue = 0x54504157;
+
+#if defined(__CUDACC__)
+#define TRUNKLINE_HOST_DEVICE __host__ __device__
+#else
+#define TRUNKLINE_HOST_DEVICE
+#endif
+
+// The arrays inside such a buffer.
+struct WorkView {
+  int32_t pieces, entries, rows, partials, tokens, widest;
+  const int32_t* piece_items;     // [pieces + 1] into the item arrays
+  const int32_t* piece_entries;   // [pieces + 1] into the entry arrays
+  const int32_t* item_block;
+  const int32_t* item_first;
+  const int32_t* item_count;      // at step 0
+  const int32_t* item_base;
+  const int32_t* item_tail;       // 1: grows by one token per step
+  const int32_t* entry_row;       // ascending within a piece
+  const int32_t* entry_shift;
+  const int32_t* entry_ordinal;   // this piece makes the row's partial number ...
+  const int32_t* row_partials;    // [rows + 1]: the row's partials are these slots
+  const int32_t* query_position;  // [rows], at step 0
+
+  TRUNKLINE_HOST_DEVICE explicit WorkView(const int32_t* w)
+      : pieces(w[kWorkPieces]), entries(w[kWorkEntries]), rows(w[kWorkRows]), partials(w[kWorkPartials]),
+        tokens(w[kWorkTokens]), widest(w[kWorkWidest]), piece_items(w + w[kWorkPieceItems]),
+        piece_entries(w + w[kWorkPieceEntries]), item_block(w + w[kWorkItemBlock]),
+        item_first(w + w[kWorkItemFirst]), item_count(w + w[kWorkItemCount]), item_base(w + w[kWorkItemBase]),
+        item_tail(w + w[kWorkItemTail]), entry_row(w + w[kWorkEntryRow]), entry_shift(w + w[kWorkEntryShift]),
+        entry_ordinal(w + w[kWorkEntryOrdinal]), row_partials(w + w[kWorkRowPartials]),
+        query_position(w + w[kWorkQueryPosition]) {}
+};
+
+// Throws std::invalid_argument for items that contradict each other.
+std::vector<int32_t> plan_decode_work(const DecodeItems& items, const WorkOptions& options);
+
+}  // namespace trunkline

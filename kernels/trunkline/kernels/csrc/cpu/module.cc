@@ -1,0 +1,94 @@
+// Exported functions that belong to no op: levels, contexts, the work planner.
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/function.h>
+#include <tvm/ffi/tvm_ffi.h>
+
+#include <cstring>
+#include <new>
+#include <stdexcept>
+
+#include "common/checks.h"
+#include "common/work_plan.h"
+#include "context.h"
+
+namespace trunkline {
+namespace {
+
+namespace ffi = tvm::ffi;
+
+int64_t cpu_level() { return static_cast<int64_t>(best_cpu_level()); }
+
+int64_t cpu_context_new(int64_t level, int64_t threads) {
+  if (level < 0 || level > cpu_level()) TVM_FFI_THROW(ValueError) << "level " << level << " does not run here";
+  if (threads < 1 || threads > 1024) TVM_FFI_THROW(ValueError) << threads << " threads; allowed are 1 to 1024";
+  return reinterpret_cast<int64_t>(new CpuContext(static_cast<CpuLevel>(level), static_cast<int>(threads)));
+}
+
+void cpu_context_delete(int64_t handle) { delete &context_of(handle); }
+
+struct HostAllocator {
+  void AllocData(DLTensor* tensor) {
+    size_t bytes = 4;
+    for (int i = 0; i < tensor->ndim; ++i) bytes *= static_cast<size_t>(tensor->shape[i]);
+    tensor->data = ::operator new(bytes, std::align_val_t{64});
+  }
+  void FreeData(DLTensor* tensor) { ::operator delete(tensor->data, std::align_val_t{64}); }
+};
+
+// `arrays`: block, first, count, base, row_indptr, rows, shifts, tail_item, query_position.
+ffi::Tensor plan_work(TensorView block, TensorView first, TensorView count, TensorView base, TensorView row_indptr,
+                      TensorView rows, TensorView shifts, TensorView tail_item, TensorView query_position,
+                      int64_t shared_items, ffi::Array<int64_t> options) {
+  DecodeItems items{};
+  items.block = int32_data(block, "block");
+  items.first = int32_data(first, "first");
+  items.count = int32_data(count, "count");
+  items.base = int32_data(base, "base");
+  items.row_indptr = int32_data(row_indptr, "row_indptr");
+  items.rows = int32_data(rows, "rows");
+  items.shifts = int32_data(shifts, "shifts");
+  items.tail_item = int32_data(tail_item, "tail_item");
+  items.query_position = int32_data(query_position, "query_position");
+  items.items = static_cast<int32_t>(block.numel());
+  items.shared_items = static_cast<int32_t>(shared_items);
+  items.num_rows = static_cast<int32_t>(query_position.numel());
+  require(first.numel() == block.numel() && count.numel() == block.numel() && base.numel() == block.numel() &&
+              row_indptr.numel() == block.numel() + 1,
+          "block, first, count and base must be equally long, row_indptr longer by one");
+  require(rows.numel() == shifts.numel() && rows.numel() == items.row_indptr[items.items],
+          "rows and shifts must be as long as row_indptr says");
+  require(tail_item.numel() == query_position.numel(), "tail_item and query_position must be equally long");
+  require(options.size() == 11, "eleven options are expected");
+  const auto option = [&](int i) { return static_cast<int32_t>(options[i]); };
+  WorkOptions chosen;
+  chosen.kv_heads = option(0);
+  chosen.group = option(1);
+  chosen.kv_token_bytes = option(2);
+  chosen.partial_bytes = option(3);
+  chosen.tile_rows = option(4);
+  chosen.workers = option(5);
+  chosen.pieces_per_worker = option(6);
+  chosen.piece_tokens_min = option(7);
+  chosen.invariant_tokens = option(8);
+  chosen.share = option(9) != 0;
+  chosen.vectors_per_read = option(10);
+  std::vector<int32_t> words;
+  try {
+    words = plan_decode_work(items, chosen);
+  } catch (const std::invalid_argument& error) {
+    TVM_FFI_THROW(ValueError) << error.what();
+  }
+  const int64_t length = static_cast<int64_t>(words.size());
+  ffi::Tensor result = ffi::Tensor::FromNDAlloc(HostAllocator(), ffi::ShapeView(&length, 1),
+                                                DLDataType{kDLInt, 32, 1}, DLDevice{kDLCPU, 0});
+  std::memcpy(result.data_ptr(), words.data(), words.size() * 4);
+  return result;
+}
+
+}  // namespace
+}  // namespace trunkline
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(cpu_level, trunkline::cpu_level)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(cpu_context_new, trunkline::cpu_context_new)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(cpu_context_delete, trunkline::cpu_context_delete)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan_work, trunkline::plan_work)

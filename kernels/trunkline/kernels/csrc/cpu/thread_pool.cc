@@ -1,0 +1,86 @@
+#include "thread_pool.h"
+
+#include <chrono>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace trunkline {
+namespace {
+
+constexpr uint32_t kStop = UINT32_MAX;
+constexpr auto kSpin = std::chrono::microseconds(50);
+
+void pause() {
+#if defined(__x86_64__)
+  _mm_pause();
+#endif
+}
+
+// Returns as soon as `word` is no longer `old`.
+uint32_t wait_for_change(const std::atomic<uint32_t>& word, uint32_t old) {
+  const auto deadline = std::chrono::steady_clock::now() + kSpin;
+  for (;;) {
+    for (int i = 0; i < 64; ++i) {
+      const uint32_t now = word.load(std::memory_order_acquire);
+      if (now != old) return now;
+      pause();
+    }
+    if (std::chrono::steady_clock::now() >= deadline) break;
+  }
+  for (;;) {
+    word.wait(old, std::memory_order_acquire);
+    const uint32_t now = word.load(std::memory_order_acquire);
+    if (now != old) return now;
+  }
+}
+
+}  // namespace
+
+ThreadPool::ThreadPool(int threads) {
+  for (int thread = 1; thread < threads; ++thread) workers_.emplace_back([this, thread] { work(thread); });
+}
+
+ThreadPool::~ThreadPool() {
+  generation_.store(kStop, std::memory_order_release);
+  generation_.notify_all();
+  for (std::thread& worker : workers_) worker.join();
+}
+
+void ThreadPool::run_on_all(int64_t units, Call call, void* context) {
+  call_ = call;
+  context_ = context;
+  units_ = units;
+  next_.store(0, std::memory_order_relaxed);
+  open_.store(true);
+  uint32_t generation = generation_.load(std::memory_order_relaxed) + 1;
+  if (generation == kStop) generation = 0;
+  generation_.store(generation, std::memory_order_release);
+  generation_.notify_all();
+  take(0);
+  open_.store(false);
+  for (uint32_t left = busy_.load(); left != 0;) left = wait_for_change(busy_, left);
+}
+
+void ThreadPool::work(int thread) {
+  uint32_t seen = 0;
+  for (;;) {
+    seen = wait_for_change(generation_, seen);
+    if (seen == kStop) return;
+    busy_.fetch_add(1);
+    if (open_.load()) take(thread);
+    busy_.fetch_sub(1);
+    busy_.notify_all();
+  }
+}
+
+void ThreadPool::take(int thread) {
+  for (;;) {
+    const int64_t unit = next_.fetch_add(1, std::memory_order_relaxed);
+    if (unit >= units_) return;
+    call_(context_, unit, thread);
+  }
+}
+
+}  // namespace trunkline

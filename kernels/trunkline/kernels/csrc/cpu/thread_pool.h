@@ -1,0 +1,57 @@
+// Threads of one rank that share a list of units: each takes the next by an atomic counter.
+//
+// Between calls a thread spins for at most 50 us (a decoder's ops follow each other within microseconds), then
+// sleeps in the kernel, so that an idle worker costs nothing. A call waits only for threads that joined it: one that
+// is not running just now, because cores are shared, holds nobody up.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <thread>
+#include <vector>
+
+namespace trunkline {
+
+class ThreadPool {
+ public:
+  // `threads` counts the caller.
+  explicit ThreadPool(int threads);
+  ~ThreadPool();
+  ThreadPool(const ThreadPool&) = delete;
+  ThreadPool& operator=(const ThreadPool&) = delete;
+
+  int threads() const { return static_cast<int>(workers_.size()) + 1; }
+
+  // Calls `body(unit, thread)` for every unit in [0, units), the units in ascending order of their start, and
+  // returns when all are done. Not reentrant. `body` must not throw.
+  template <class Body>
+  void run(int64_t units, Body&& body) {
+    if (units <= 1 || workers_.empty()) {
+      for (int64_t unit = 0; unit < units; ++unit) body(unit, 0);
+      return;
+    }
+    run_on_all(units, [](void* context, int64_t unit, int thread) {
+      (*static_cast<std::remove_reference_t<Body>*>(context))(unit, thread);
+    }, &body);
+  }
+
+ private:
+  using Call = void (*)(void* context, int64_t unit, int thread);
+
+  void run_on_all(int64_t units, Call call, void* context);
+  void work(int thread);
+  void take(int thread);
+
+  std::vector<std::thread> workers_;
+  Call call_ = nullptr;
+  void* context_ = nullptr;
+  int64_t units_ = 0;
+  alignas(64) std::atomic<int64_t> next_{0};
+  alignas(64) std::atomic<uint32_t> generation_{0};  // grows with every call; kStop ends the threads
+  // A thread joins by counting itself busy and then seeing `open_`; the caller closes, then waits for no busy ones.
+  // Both orders are sequentially consistent, so one of the two sees the other.
+  alignas(64) std::atomic<uint32_t> busy_{0};
+  std::atomic<bool> open_{false};
+};
+
+}  // namespace trunkline

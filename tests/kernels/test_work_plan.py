@@ -1,0 +1,268 @@
+"""The planner that CPU and CUDA kernels share, over random forests: whatever it decides, no token is lost."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from kernels.forests import Forest, Range, Row, Shape, random_forest
+from numpy.typing import NDArray
+
+from trunkline.kernels.native import WorkOptions, plan_decode_work
+from trunkline.kernels.plan import DecodePlan
+
+OPTIONS = WorkOptions(kv_heads=2, group=2, kv_token_bytes=512, partial_bytes=1024)
+HEADER = (
+    "magic words pieces items entries rows partials tokens widest piece_items piece_entries item_block item_first "
+    "item_count item_base item_tail entry_row entry_shift entry_ordinal row_partials query_position"
+).split()
+MAGIC = 0x54504157
+
+
+@dataclass
+class Piece:
+    """One piece, decoded."""
+
+    items: list[tuple[int, int, int, int, int]]
+    """Block, first, count, base, tail."""
+    entries: list[tuple[int, int, int]]
+    """Row, shift, ordinal."""
+
+    @property
+    def tokens(self) -> int:
+        return sum(item[2] for item in self.items)
+
+
+@dataclass
+class Work:
+    """The planner's buffer, decoded independently of `WorkView`."""
+
+    pieces: list[Piece]
+    tokens: int
+    row_partials: list[int]
+    query_position: list[int]
+
+
+def decode(words: NDArray[np.int32]) -> Work:
+    head = dict(zip(HEADER, words[: len(HEADER)].tolist(), strict=True))
+    assert head["magic"] == MAGIC
+    assert head["words"] == len(words)
+
+    def array(name: str, length: int) -> list[int]:
+        return [int(x) for x in words[head[name] : head[name] + length]]
+
+    pieces, items, entries, rows = (head[name] for name in ("pieces", "items", "entries", "rows"))
+    item_start, entry_start = array("piece_items", pieces + 1), array("piece_entries", pieces + 1)
+    item_names = ("item_block", "item_first", "item_count", "item_base", "item_tail")
+    item_rows = list(zip(*(array(name, items) for name in item_names), strict=True))
+    entry_names = ("entry_row", "entry_shift", "entry_ordinal")
+    entry_rows = list(zip(*(array(name, entries) for name in entry_names), strict=True))
+    decoded = [
+        Piece(item_rows[item_start[i] : item_start[i + 1]], entry_rows[entry_start[i] : entry_start[i + 1]])
+        for i in range(pieces)
+    ]
+    assert head["widest"] == max((len(piece.entries) for piece in decoded), default=0)
+    assert head["partials"] == len(entry_rows)
+    partials = array("row_partials", rows + 1)
+    return Work(decoded, head["tokens"], partials, array("query_position", rows))
+
+
+def work_of(plan: DecodePlan, options: WorkOptions = OPTIONS) -> Work:
+    return decode(plan_decode_work(plan, options).numpy())
+
+
+def check(work: Work, forest: Forest) -> None:
+    """Every row reads each of its ranges exactly once, and its partials are numbered in the order of pieces."""
+    read: list[Counter[tuple[int, ...]]] = [Counter() for _ in forest.rows]
+    ordinals: list[list[int]] = [[] for _ in forest.rows]
+    for piece in work.pieces:
+        rows = [row for row, _, _ in piece.entries]
+        assert rows == sorted(set(rows))
+        assert piece.items
+        for row, shift, ordinal in piece.entries:
+            ordinals[row].append(ordinal)
+            read[row].update((*item[:4], shift) for item in piece.items)
+            tails = [item for item in piece.items if item[4]]
+            assert all(item[:3] == forest.rows[row].ranges[-1][1:4] for item in tails)
+            assert not tails or len(rows) == 1
+    for index, context in enumerate(forest.rows):
+        assert read[index] == Counter(tuple(r[1:]) for r in context.ranges)
+        assert ordinals[index] == list(range(len(ordinals[index])))
+    assert np.diff(work.row_partials).tolist() == [len(numbers) for numbers in ordinals]
+    assert work.tokens == sum(piece.tokens for piece in work.pieces)
+    assert work.query_position == [row.position for row in forest.rows]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_nothing_is_lost_or_read_twice(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    shape = Shape(
+        rows=int(rng.choice([1, 2, 7, 40, 300])),
+        chunk_size=int(rng.choice([1, 4, 16, 64])),
+        shifts=seed % 2 == 1,
+        holes=seed % 3 == 1,
+        modules=seed % 4,
+    )
+    forest = random_forest(rng, shape)
+    plan = forest.decode_plan()
+    options = WorkOptions(
+        kv_heads=int(rng.integers(1, 9)),
+        group=int(rng.integers(1, 9)),
+        kv_token_bytes=int(rng.integers(1, 1000)),
+        partial_bytes=int(rng.integers(1, 3000)),
+        tile_rows=int(rng.choice([0, 8, 16, 64])),
+        workers=int(rng.choice([1, 2, 132])),
+        piece_tokens_min=int(rng.choice([1, 64, 256])),
+        invariant_tokens=int(rng.choice([0, 0, 64])),
+        share=bool(rng.random() < 0.8),
+    )
+    work = work_of(plan, options)
+    check(work, forest)
+    alone = sum(row.tokens for row in forest.rows)
+    assert work.tokens <= alone * (1 if not options.tile_rows else 2)
+    if not options.share:
+        assert work.tokens == alone
+        assert all(len(piece.entries) == 1 for piece in work.pieces)
+    if options.tile_rows:
+        assert all(len(piece.entries) * options.group <= options.tile_rows for piece in work.pieces)
+
+
+def test_shared_tokens_are_read_once_when_that_pays() -> None:
+    forest = random_forest(np.random.default_rng(1), Shape(rows=40, chunk_size=16))
+    plan = forest.decode_plan()
+    work = work_of(plan, replace(OPTIONS, partial_bytes=1))
+    check(work, forest)
+    assert work.tokens == plan.tokens_read
+    assert work_of(plan, replace(OPTIONS, share=False)).tokens > plan.tokens_read
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_only_runs_that_pay_are_packed(seed: int) -> None:
+    """Of the runs that stay packed, each saves more than it adds (no cuts: one worker)."""
+    forest = random_forest(np.random.default_rng(seed), Shape(rows=60, chunk_size=16, holes=True, modules=2))
+    plan = forest.decode_plan()
+    options = replace(OPTIONS, partial_bytes=4096)
+    work = work_of(plan, options)
+    check(work, forest)
+    packed = [piece for piece in work.pieces if len(piece.entries) > 1]
+    for piece in packed:
+        rows = len(piece.entries)
+        assert (rows - 1) * piece.tokens * options.kv_token_bytes > rows * options.group * options.partial_bytes
+    none = work_of(plan, replace(OPTIONS, partial_bytes=1 << 24))
+    check(none, forest)
+    assert all(len(piece.entries) == 1 for piece in none.pieces)
+
+
+def two_level(short: int, long: int, chunk: int) -> Forest:
+    """Four rows share `short` blocks; each pair of them then shares `long` more; then a tail each."""
+    rows, blocks = [Row() for _ in range(4)], 0
+    for index in range(short + long):
+        for members in [(0, 1, 2, 3)] if index < short else [(0, 1), (2, 3)]:
+            for member in members:
+                rows[member].ranges.append(Range(index, blocks, 0, chunk, index * chunk, 0))
+            blocks += 1
+    for row in rows:
+        row.ranges.append(Range(short + long, blocks, 0, 3, (short + long) * chunk, 0))
+        row.position = (short + long) * chunk + 2
+        blocks += 1
+    total = short + long
+    runs = [(0, 4, 0, short), (0, 2, short, total), (2, 4, short, total)]
+    return Forest(chunk, rows, np.array(runs, dtype=np.int32), blocks)
+
+
+def test_a_short_run_is_pushed_down_to_its_children_not_to_rows() -> None:
+    forest = two_level(1, 8, 16)
+    # 3 * 16 * 512 bytes saved against 4 * 2 * 4096 added: not worth a partial of its own.
+    work = work_of(forest.decode_plan(), replace(OPTIONS, partial_bytes=4096))
+    check(work, forest)
+    assert [(len(piece.entries), piece.tokens) for piece in work.pieces] == [(2, 144), (2, 144), *[(1, 3)] * 4]
+
+
+def test_long_runs_are_cut_to_equal_cost() -> None:
+    forest = two_level(64, 2, 64)
+    work = work_of(forest.decode_plan(), replace(OPTIONS, workers=16, piece_tokens_min=256))
+    check(work, forest)
+    shared = [piece for piece in work.pieces if len(piece.entries) == 4]
+    assert len(shared) > 8
+    assert max(piece.tokens for piece in shared) <= 2 * min(piece.tokens for piece in shared)
+    assert min(piece.tokens for piece in shared) >= 256
+
+
+def partition(work: Work, row: int) -> list[list[tuple[int, ...]]]:
+    """How a row's context is cut into partials, in the order in which they are merged."""
+    parts: dict[int, list[tuple[int, ...]]] = {}
+    for piece in work.pieces:
+        for entry, shift, ordinal in piece.entries:
+            if entry == row:
+                parts[ordinal] = [(*item, shift) for item in piece.items]
+    return [parts[ordinal] for ordinal in sorted(parts)]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_invariant_mode_cuts_a_row_alike_in_any_company(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    shape = Shape(rows=40, chunk_size=16, shifts=seed % 2 == 1, holes=seed % 3 == 1, modules=seed % 4)
+    forest = random_forest(rng, shape)
+    options = replace(OPTIONS, invariant_tokens=64, workers=int(rng.integers(1, 200)), tile_rows=16)
+    together = work_of(forest.decode_plan(), options)
+    check(together, forest)
+    for row in rng.choice(40, size=8, replace=False).tolist():
+        single = Forest(16, [forest.rows[row]], np.zeros((0, 4), dtype=np.int32), forest.blocks)
+        alone = work_of(single.decode_plan(), replace(options, workers=1))
+        assert partition(together, row) == partition(alone, 0)
+
+
+def test_an_empty_batch_is_an_empty_plan() -> None:
+    empty = np.zeros(0, dtype=np.int32)
+    zero = np.zeros(1, dtype=np.int32)
+    plan = DecodePlan(16, empty, empty, empty, empty, zero, empty, empty, 0, empty, empty, 0)
+    assert work_of(plan).pieces == []
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"rows": [0, 9]}, "names row 9; there are 2"),
+        ({"rows": [0, -1]}, "names row -1"),
+        ({"row_indptr": [0, 0, 2]}, "item 0 has no rows"),
+        ({"row_indptr": [1, 1, 2]}, "row_indptr must start at 0"),
+        ({"count": [1, -3]}, "item 1 has a negative"),
+        ({"tail_item": [0, 5]}, "the tail of row 1"),
+        ({"tail_item": [1, 1]}, "the tail of row 0"),
+        ({"count": [1]}, "equally long"),
+        ({"shifts": [0]}, "as long as row_indptr says"),
+    ],
+)
+def test_contradictions_are_named(change: dict[str, list[int]], sentence: str) -> None:
+    arrays = {
+        "block": [3, 4],
+        "first": [0, 0],
+        "count": [1, 2],
+        "base": [0, 0],
+        "row_indptr": [0, 1, 2],
+        "rows": [0, 1],
+        "shifts": [0, 0],
+        "tail_item": [0, 1],
+        "query_position": [0, 1],
+    } | change
+    columns: dict[str, Any] = {name: np.array(values, dtype=np.int32) for name, values in arrays.items()}
+    plan = DecodePlan(chunk_size=16, shared_items=0, steps_left=1, **columns)
+    with pytest.raises(ValueError, match=sentence):
+        plan_decode_work(plan, OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (replace(OPTIONS, kv_heads=0), "kv_heads and group"),
+        (replace(OPTIONS, workers=0), "workers"),
+        (replace(OPTIONS, tile_rows=1), "tile_rows"),
+    ],
+)
+def test_options_are_checked(options: WorkOptions, sentence: str) -> None:
+    plan = random_forest(np.random.default_rng(0), Shape(rows=3, chunk_size=16)).decode_plan()
+    with pytest.raises(ValueError, match=sentence):
+        plan_decode_work(plan, options)
