@@ -1,0 +1,132 @@
+"""The dense ops on CPUs: linear layers over prepacked weights and RMS norms, one native call each.
+
+The native side is `csrc/cpu/linear.h` (packed form, invariants) and `csrc/cpu/dense_norm.cc`. Everything here is
+on the path of each layer of each step, so it does nothing but allocate the output and call.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from trunkline.kernels.ops import Activation, KernelCounters, PackedLinear
+
+ACTIVATIONS: Final[dict[Activation, int]] = {"silu": 1, "gelu": 2, "gelu_tanh": 3}
+"""As `Activation` in `csrc/cpu/linear.h`; 0: not gated."""
+
+
+LARGE_PAGE_BYTES: Final = 2 << 20
+SLAB_BYTES: Final = 64 << 20
+"""Of address space; pages that no layer uses stay unmapped. Large enough that the memory is fresh, not reused."""
+
+
+class PackedMemory:
+    """Memory for packed layers, one after the other on large pages.
+
+    A layer on small pages reads 10 to 20 % slower, and most layers are too small to cover large pages of their
+    own. A slab lives as long as any layer in it.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self._large_pages = module.linear_large_pages
+        self._free = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, size: int) -> Tensor:
+        """uint8 `[size]`, aligned to a cache line."""
+        rounded = -(-size // 64) * 64
+        if rounded > SLAB_BYTES // 4:
+            return self._fresh(rounded)[:size]
+        if rounded > self._free.numel():
+            self._free = self._fresh(SLAB_BYTES)
+        taken, self._free = self._free[:size], self._free[rounded:]
+        return taken
+
+    def _fresh(self, size: int) -> Tensor:
+        pages = -(-size // LARGE_PAGE_BYTES)
+        memory = torch.empty((pages + 1) * LARGE_PAGE_BYTES, dtype=torch.uint8)
+        start = -memory.data_ptr() % LARGE_PAGE_BYTES
+        memory = memory[start : start + pages * LARGE_PAGE_BYTES]
+        self._large_pages(memory)
+        return memory
+
+
+class PackedWeight:
+    """What `PackedLinear.data` is: the memory of a packed layer and the native layer that points into it."""
+
+    __slots__ = ("__weakref__", "gated", "handle", "memory")
+
+    def __init__(self, memory: Tensor, handle: int, gated: bool) -> None:
+        self.memory = memory
+        self.handle = handle
+        self.gated = gated
+
+
+class DenseOps:
+    """The dense part of `trunkline.kernels.ops.Kernels`.
+
+    Args:
+        module: the compiled library.
+        context: handle of a `CpuContext` of it, which must outlive this object.
+        counters: told of every call.
+    """
+
+    def __init__(self, module: Any, context: int, counters: KernelCounters) -> None:
+        self._context = context
+        self._counters = counters
+        # Looking a function up costs more than calling it.
+        self._rms_norm = module.rms_norm
+        self._add_rms_norm = module.add_rms_norm
+        self._linear = module.linear
+        self._pack = module.linear_pack
+        self._packed_bytes = module.linear_packed_bytes
+        self._delete = module.linear_delete
+        self._memory = PackedMemory(module)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        self._counters.called("rms_norm")
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        self._rms_norm(self._context, x, weight, eps, out)
+        return out
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        self._counters.called("add_rms_norm")
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        self._add_rms_norm(self._context, x, residual, weight, eps, out)
+        return out
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
+        return self._packed(weight, bias, 0)
+
+    def linear(self, x: Tensor, layer: PackedLinear, out_dtype: torch.dtype | None = None) -> Tensor:
+        self._counters.called("linear")
+        x = x.contiguous()
+        out = torch.empty(x.shape[0], layer.out_features, dtype=out_dtype or x.dtype)
+        self._linear(self._context, layer.data.handle, x, out)
+        return out
+
+    def pack_gated_linear(self, weight: Tensor, bias: Tensor | None, activation: Activation) -> PackedLinear:
+        return self._packed(weight, bias, ACTIVATIONS[activation])
+
+    def gated_linear(self, x: Tensor, layer: PackedLinear) -> Tensor:
+        self._counters.called("gated_linear")
+        x = x.contiguous()
+        out = torch.empty(x.shape[0], layer.out_features, dtype=x.dtype)
+        self._linear(self._context, layer.data.handle, x, out)
+        return out
+
+    def _packed(self, weight: Tensor, bias: Tensor | None, activation: int) -> PackedLinear:
+        weight = weight.detach()
+        if weight.dim() == 2 and weight.stride(1) != 1:
+            weight = weight.contiguous()
+        widened = torch.empty(0) if bias is None else bias.detach().float().contiguous()
+        memory = self._memory.take(self._packed_bytes(weight, activation))
+        handle = self._pack(self._context, weight, widened, activation, memory)
+        packed = PackedWeight(memory, handle, activation != 0)
+        weakref.finalize(packed, self._delete, handle)
+        parts = 2 if activation else 1
+        return PackedLinear(weight.shape[0] // parts, weight.shape[1], packed)

@@ -1,0 +1,57 @@
+#include "dense_checks.h"
+
+#include <sstream>
+
+namespace trunkline {
+
+DenseType dense_type(const TensorView& tensor, const char* name) {
+  if (tensor.device().device_type != kDLCPU || !tensor.IsContiguous()) {
+    TVM_FFI_THROW(ValueError) << name << " must be a contiguous tensor in host memory";
+  }
+  if (is_bfloat16(tensor)) return DenseType::kBFloat16;
+  if (is_float32(tensor)) return DenseType::kFloat32;
+  if (is_float16(tensor)) return DenseType::kFloat16;
+  TVM_FFI_THROW(ValueError) << name << " is " << described(tensor)
+                            << "; allowed are float32, bfloat16 and float16";
+  return DenseType::kFloat32;  // not reached
+}
+
+std::string described(const TensorView& tensor) {
+  std::ostringstream text;
+  const int code = tensor.dtype().code;
+  text << (code == kDLFloat ? "float" : code == kDLBfloat ? "bfloat" : code == kDLInt ? "int" : "type ");
+  text << static_cast<int>(tensor.dtype().bits) << " [";
+  for (int i = 0; i < tensor.ndim(); ++i) text << (i > 0 ? ", " : "") << tensor.size(i);
+  text << "]";
+  return text.str();
+}
+
+const LinearTable& linear_table(CpuLevel level) {
+#if TRUNKLINE_LEVELS > 1
+  switch (level) {
+    case CpuLevel::kAvx2: return avx2::kLinearTable;
+    case CpuLevel::kAvx512: return avx512::kLinearTable;
+    case CpuLevel::kAvx512Bf16: return avx512bf16::kLinearTable;
+    default: break;
+  }
+#else
+  static_cast<void>(level);
+#endif
+  return portable::kLinearTable;
+}
+
+const NormTable& norm_table(CpuLevel level) {
+#if TRUNKLINE_LEVELS > 1
+  switch (level) {
+    case CpuLevel::kAvx2: return avx2::kNormTable;
+    case CpuLevel::kAvx512: return avx512::kNormTable;
+    case CpuLevel::kAvx512Bf16: return avx512bf16::kNormTable;
+    default: break;
+  }
+#else
+  static_cast<void>(level);
+#endif
+  return portable::kNormTable;
+}
+
+}  // namespace trunkline

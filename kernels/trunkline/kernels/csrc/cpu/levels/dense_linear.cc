@@ -1,0 +1,175 @@
+// One unit of a linear layer on one level: a block of rows times a range of panels.
+//
+// Per panel, the sum's dimension is cut into blocks whose part of the panel fits the first-level cache; all rows
+// of the block pass over it in tiles of registers, partial sums waiting in a buffer of the stack. The epilogue
+// then adds the bias, activates and rounds from that buffer.
+
+#include "cpu/linear_tile.h"
+
+namespace trunkline::TRUNKLINE_NAMESPACE {
+namespace {
+
+// Steps of a block, of 256 bytes: this block, the next one on its way in and the sums of a few tiles share the
+// first-level cache.
+constexpr int kBlockSteps = 64;
+
+int smaller(int64_t a, int64_t b) { return static_cast<int>(a < b ? a : b); }
+
+template <class T>
+void convert_row(const typename T::Storage* x, int64_t count, typename T::A* words, int64_t padded) {
+  float* floats = reinterpret_cast<float*>(words);
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) store(floats + i, T::load_floats(x + i));
+  for (; i < count; ++i) floats[i] = T::to_float(x[i]);
+  for (; i < padded; ++i) floats[i] = 0.0f;
+}
+
+// The rows in the form that the product reads: as they are where possible, else converted once per thread.
+template <class T>
+const typename T::A* prepare_rows(const LinearCall& call, int64_t row_begin, int64_t row_end, int64_t steps,
+                                  long& lda) {
+  const int64_t width = call.layer->in_features;
+  const auto* x = static_cast<const typename T::Storage*>(call.x) + row_begin * width;
+  if (T::kPlainA && width % T::kStep == 0) {
+    lda = width / T::kStep;
+    return reinterpret_cast<const typename T::A*>(x);
+  }
+  const int64_t words = steps * T::kWords;
+  lda = words;
+  ConvertedRows& converted = converted_rows(static_cast<size_t>((row_end - row_begin) * words) * 4);
+  auto* rows = static_cast<typename T::A*>(converted.words);
+  if (converted.serial == call.serial && converted.row_begin == row_begin) return rows;
+  for (int64_t row = 0; row < row_end - row_begin; ++row, x += width) {
+    if constexpr (T::kPlainA) {  // pairs, the last one half empty
+      std::memset(rows + row * words + words - 1, 0, 4);
+      std::memcpy(rows + row * words, x, static_cast<size_t>(width) * sizeof(*x));
+    } else {
+      convert_row<T>(x, width, rows + row * words, words);
+    }
+  }
+  converted.serial = call.serial;
+  converted.row_begin = row_begin;
+  return rows;
+}
+
+// While the rows of a batch pass over a block, its tiles share the lines of the next block among themselves and
+// ask for them: reading memory and multiplying overlap, which neither the processor's prefetching (it sees no
+// stream while a block is reused) nor its window (it is shorter than a tile) does. A step has four lines.
+template <class T>
+void multiply_panel(int rows, const typename T::A* a, long lda, const typename T::B* b, int width, int64_t steps,
+                    float* sums) {
+  if (rows <= kTileRows) {
+    const char* ahead = reinterpret_cast<const char*>(b) + kAheadBytes;
+    return linear_rows<T, 4>(rows, a, lda, b, width, static_cast<int>(steps), sums, false, ahead);
+  }
+  const int tiles = (rows + kTileRows - 1) / kTileRows;
+  for (int64_t start = 0; start < steps; start += kBlockSteps) {
+    const int count = smaller(kBlockSteps, steps - start);
+    const auto* block = b + start * width;
+    const char* next = reinterpret_cast<const char*>(block + kBlockSteps * width);
+    for (int tile = 0; tile < tiles; ++tile) {
+      const int first = rows * tile / tiles, last = rows * (tile + 1) / tiles;
+      const auto* tile_a = a + first * lda + start * T::kWords;
+      float* tile_sums = sums + first * kPanelWidth;
+      if (tiles < 4) {
+        const char* ahead = next + (tile & 1) * 128;
+        linear_rows<T, 2>(last - first, tile_a, lda, block, width, count, tile_sums, start > 0, ahead);
+      } else {
+        const char* ahead = next + (tile & 3) * 64;
+        linear_rows<T, 1>(last - first, tile_a, lda, block, width, count, tile_sums, start > 0, ahead);
+      }
+    }
+  }
+}
+
+template <class Out>
+TRUNKLINE_INLINE void store_lanes(typename Out::Storage* out, Vec x, int count) {
+  if (count >= kLanes) return Out::store_floats(out, x);
+  typename Out::Storage lanes[kLanes];
+  Out::store_floats(lanes, x);
+  std::memcpy(out, lanes, static_cast<size_t>(count) * sizeof(lanes[0]));
+}
+
+template <class Out>
+void store_sums(int rows, const float* sums, const float* bias, typename Out::Storage* out, int64_t ldo,
+                int count) {
+  for (int row = 0; row < rows; ++row, sums += kPanelWidth, out += ldo) {
+    for (int lane = 0; lane < count; lane += kLanes) {
+      Vec x = load(sums + lane);
+      if (bias != nullptr) x = add(x, load(bias + lane));
+      store_lanes<Out>(out + lane, x, count - lane);
+    }
+  }
+}
+
+template <class Out, Vec activate(Vec)>
+void store_gated(int rows, const float* gates, const float* ups, const float* bias, int width,
+                 typename Out::Storage* out, int64_t ldo, int count) {
+  for (int row = 0; row < rows; ++row, gates += kPanelWidth, ups += kPanelWidth, out += ldo) {
+    for (int lane = 0; lane < count; lane += kLanes) {
+      Vec gate = load(gates + lane), up = load(ups + lane);
+      if (bias != nullptr) gate = add(gate, load(bias + lane)), up = add(up, load(bias + width + lane));
+      store_lanes<Out>(out + lane, mul(activate(gate), up), count - lane);
+    }
+  }
+}
+
+template <class T>
+void gated_unit(const LinearCall& call, int rows, const typename T::A* a, long lda, int64_t row_begin,
+                int64_t panel_begin, int64_t panel_end) {
+  const LinearLayer& layer = *call.layer;
+  const int64_t steps = (layer.in_features + T::kStep - 1) / T::kStep;
+  alignas(64) float gates[kRowsMax * kPanelWidth], ups[kRowsMax * kPanelWidth];
+  for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
+    const int width = panel_width(layer.out_features, panel);
+    const auto* b = static_cast<const typename T::B*>(layer.panels) + 2 * panel * kPanelWidth * steps;
+    multiply_panel<T>(rows, a, lda, b, width, steps, gates);
+    multiply_panel<T>(rows, a, lda, b + width * steps, width, steps, ups);
+    const float* bias = layer.bias == nullptr ? nullptr : layer.bias + 2 * panel * kPanelWidth;
+    auto* out = static_cast<typename T::Storage*>(call.out) + row_begin * layer.out_features + panel * kPanelWidth;
+    const int count = smaller(kPanelWidth, layer.out_features - panel * kPanelWidth);
+    switch (layer.activation) {
+      case Activation::kGelu:
+        store_gated<T, gelu_erf>(rows, gates, ups, bias, width, out, layer.out_features, count);
+        break;
+      case Activation::kGeluTanh:
+        store_gated<T, gelu_tanh>(rows, gates, ups, bias, width, out, layer.out_features, count);
+        break;
+      default:
+        store_gated<T, silu>(rows, gates, ups, bias, width, out, layer.out_features, count);
+    }
+  }
+}
+
+template <class T>
+void linear_unit(const LinearCall& call, int64_t row_begin, int64_t row_end, int64_t panel_begin,
+                 int64_t panel_end) {
+  const LinearLayer& layer = *call.layer;
+  const int64_t steps = (layer.in_features + T::kStep - 1) / T::kStep;
+  const int rows = static_cast<int>(row_end - row_begin);
+  long lda;
+  const typename T::A* a = prepare_rows<T>(call, row_begin, row_end, steps, lda);
+  if (layer.activation != Activation::kNone) {
+    return gated_unit<T>(call, rows, a, lda, row_begin, panel_begin, panel_end);
+  }
+  alignas(64) float sums[kRowsMax * kPanelWidth];
+  for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
+    const auto* b = static_cast<const typename T::B*>(layer.panels) + panel * kPanelWidth * steps;
+    multiply_panel<T>(rows, a, lda, b, panel_width(layer.out_features, panel), steps, sums);
+    const float* bias = layer.bias == nullptr ? nullptr : layer.bias + panel * kPanelWidth;
+    const int64_t offset = row_begin * layer.out_features + panel * kPanelWidth;
+    const int count = smaller(kPanelWidth, layer.out_features - panel * kPanelWidth);
+    if (call.float_out) {
+      store_sums<Float32>(rows, sums, bias, static_cast<float*>(call.out) + offset, layer.out_features, count);
+    } else {
+      auto* out = static_cast<typename T::Storage*>(call.out) + offset;
+      store_sums<T>(rows, sums, bias, out, layer.out_features, count);
+    }
+  }
+}
+
+}  // namespace
+
+const LinearTable kLinearTable = {{linear_unit<Float32>, linear_unit<BFloat16>, linear_unit<Float16>}};
+
+}  // namespace trunkline::TRUNKLINE_NAMESPACE

@@ -1,0 +1,98 @@
+// Linear layers: handles of packed layers, checks of calls, and the split of the work over the threads.
+
+#include <tvm/ffi/function.h>
+#include <tvm/ffi/tvm_ffi.h>
+
+#include <algorithm>
+#include <atomic>
+#include <memory>
+#include <new>
+
+#include "context.h"
+#include "dense_checks.h"
+#include "linear_pack.h"
+
+namespace trunkline {
+namespace {
+
+// A unit for another thread has to be worth the few microseconds of handing it over.
+constexpr int64_t kUnitBytesMin = 64 * 1024;
+constexpr int64_t kUnitMultiplicationsMin = 1 << 18;
+constexpr int64_t kUnitsPerThread = 4;
+
+const LinearLayer& layer_of(int64_t handle) { return *reinterpret_cast<PackedLayer*>(handle); }
+
+void multiply(CpuContext& shared, const LinearCall& call) {
+  const LinearLayer& layer = *call.layer;
+  const LinearUnit unit = linear_table(shared.level).unit[static_cast<int>(layer.type)];
+  const int64_t panels = (layer.out_features + kPanelWidth - 1) / kPanelWidth;
+  const int64_t threads = shared.pool.threads();
+  const int64_t blocks = (call.rows + kRowsMax - 1) / kRowsMax;
+  int64_t groups = 1;  // of panels, per block of rows
+  if (threads > 1) {
+    const int64_t columns = layer.activation == Activation::kNone ? kPanelWidth : 2 * kPanelWidth;
+    const int64_t per_panel = std::max<int64_t>(1, layer.in_features * columns);
+    const int64_t element_bytes = layer.type == DenseType::kFloat32 ? 4 : 2;
+    const int64_t by_bytes = kUnitBytesMin / (per_panel * element_bytes);
+    const int64_t by_work = kUnitMultiplicationsMin / (per_panel * std::max<int64_t>(1, call.rows / blocks));
+    const int64_t panels_min = std::max<int64_t>(1, std::min(by_bytes, by_work));
+    const int64_t wanted = (threads * kUnitsPerThread + blocks - 1) / blocks;
+    groups = std::clamp<int64_t>(panels / panels_min, 1, wanted);
+  }
+  shared.pool.run(blocks * groups, [&](int64_t index, int) {
+    const int64_t block = index / groups, group = index % groups;
+    unit(call, call.rows * block / blocks, call.rows * (block + 1) / blocks, panels * group / groups,
+         panels * (group + 1) / groups);
+  });
+}
+
+void linear(int64_t context, int64_t handle, TensorView x, TensorView out) {
+  static std::atomic<int64_t> serial{0};
+  const LinearLayer& layer = layer_of(handle);
+  const DenseType type = dense_type(x, "x"), out_type = dense_type(out, "out");
+  if (type != layer.type || x.ndim() != 2 || x.size(1) != layer.in_features) {
+    TVM_FFI_THROW(ValueError) << "x is " << described(x) << "; the packed weight takes "
+                              << dense_type_name(layer.type) << " [tokens, " << layer.in_features << "]";
+  }
+  const bool widened = out_type == DenseType::kFloat32 && layer.activation == Activation::kNone;
+  const bool typed = out_type == type || widened;
+  if (!typed || out.ndim() != 2 || out.size(0) != x.size(0) || out.size(1) != layer.out_features) {
+    TVM_FFI_THROW(ValueError) << "out is " << described(out) << " for x " << described(x)
+                              << "; the packed weight gives [tokens, " << layer.out_features
+                              << "] in the type of x or, not gated, float32";
+  }
+  if (x.size(0) == 0) return;
+  LinearCall call{};
+  call.layer = &layer;
+  call.x = x.data_ptr();
+  call.out = out.data_ptr();
+  call.float_out = out_type == DenseType::kFloat32;
+  call.rows = x.size(0);
+  call.serial = serial.fetch_add(1, std::memory_order_relaxed) + 1;
+  multiply(context_of(context), call);
+}
+
+struct FreeAligned {
+  void operator()(char* p) const { ::operator delete(p, std::align_val_t{64}); }
+};
+
+}  // namespace
+
+ConvertedRows& converted_rows(size_t bytes) {
+  thread_local std::unique_ptr<char, FreeAligned> memory;
+  thread_local size_t capacity = 0;
+  thread_local ConvertedRows rows{nullptr, 0, 0};
+  if (bytes > capacity) {
+    const size_t grown = std::max(bytes, capacity * 2);
+    memory.reset();
+    capacity = 0;
+    memory.reset(static_cast<char*>(::operator new(grown, std::align_val_t{64})));
+    capacity = grown;
+    rows = ConvertedRows{memory.get(), 0, 0};
+  }
+  return rows;
+}
+
+}  // namespace trunkline
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(linear, trunkline::linear)

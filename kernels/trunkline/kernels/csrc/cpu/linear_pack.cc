@@ -1,0 +1,180 @@
+// Packing of a weight into panels (the layout is described in linear.h), and the life of the packed layer.
+//
+// Loading a model packs all of it, so this runs at the speed of memory: blocks of 64 rows times one cache line are
+// transposed, units of a panel go to all threads.
+
+#include "linear_pack.h"
+
+#include <sys/mman.h>
+#include <tvm/ffi/function.h>
+#include <tvm/ffi/tvm_ffi.h>
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+
+#include "context.h"
+#include "dense_checks.h"
+
+namespace trunkline {
+namespace {
+
+// Where a panel's rows come from: rows [first, first + count) of the weight, the rest up to `width` zeros.
+struct PanelRows {
+  const char* weight;
+  int64_t row_bytes;
+  int64_t count;
+  int width;
+};
+
+// Words of the panel: [steps][width]; a word is one element, or a pair of bf16.
+template <class Word>
+void pack_panel(const PanelRows& rows, int64_t in_bytes, Word* panel) {
+  constexpr int64_t kWordBytes = sizeof(Word);
+  constexpr int64_t kBlock = 64 / kWordBytes;  // steps of one cache line of the weight
+  const int64_t steps = (in_bytes + kWordBytes - 1) / kWordBytes, whole = in_bytes / kWordBytes;
+  for (int64_t start = 0; start < steps; start += kBlock) {
+    Word block[kBlock][kPanelWidth] = {};
+    const int64_t count = std::min(kBlock, whole - start);
+    for (int64_t row = 0; row < rows.count; ++row) {
+      const char* source = rows.weight + row * rows.row_bytes + start * kWordBytes;
+      for (int64_t i = 0; i < count; ++i) std::memcpy(&block[i][row], source + i * kWordBytes, kWordBytes);
+    }
+    if (start + kBlock > whole && in_bytes > whole * kWordBytes) {  // half a pair is left
+      for (int64_t row = 0; row < rows.count; ++row) {
+        const char* source = rows.weight + row * rows.row_bytes + whole * kWordBytes;
+        std::memcpy(&block[whole - start][row], source, static_cast<size_t>(in_bytes - whole * kWordBytes));
+      }
+    }
+    for (int64_t i = 0; i < std::min(kBlock, steps - start); ++i) {
+      std::memcpy(panel + (start + i) * rows.width, block[i], static_cast<size_t>(rows.width) * kWordBytes);
+    }
+  }
+}
+
+void pack_any(DenseType type, const PanelRows& rows, int64_t in_bytes, char* panel) {
+  if (type == DenseType::kFloat16) {
+    pack_panel(rows, in_bytes, reinterpret_cast<uint16_t*>(panel));
+  } else {
+    pack_panel(rows, in_bytes, reinterpret_cast<uint32_t*>(panel));
+  }
+}
+
+int64_t lane_bytes(DenseType type, int64_t in_features) {
+  if (type == DenseType::kFloat32) return in_features * 4;
+  return type == DenseType::kFloat16 ? in_features * 2 : (in_features + 1) / 2 * 4;
+}
+
+int64_t padded_lanes(int64_t out_features) {
+  return (out_features + kPanelQuantum - 1) / kPanelQuantum * kPanelQuantum;
+}
+
+// Asks for large pages under memory that was not touched yet, where the kernel gives them on request: a stream
+// of weights crosses a small page every tenth of a microsecond, and prefetching stops at each.
+void linear_large_pages(TensorView memory) {
+#ifdef MADV_HUGEPAGE
+  constexpr uintptr_t kLargePage = 2 << 20;
+  const uintptr_t data = reinterpret_cast<uintptr_t>(memory.data_ptr());
+  const uintptr_t begin = (data + kLargePage - 1) / kLargePage * kLargePage;
+  const uintptr_t end = (data + static_cast<uintptr_t>(memory.numel())) / kLargePage * kLargePage;
+  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);  // a wish; it may fail
+#else
+  static_cast<void>(memory);
+#endif
+}
+
+DenseType weight_type(const TensorView& weight, int64_t parts) {
+  const bool host = weight.device().device_type == kDLCPU;
+  if (!host || weight.ndim() != 2 || weight.size(0) % parts != 0 ||
+      (weight.size(1) > 1 && weight.stride(1) != 1)) {
+    TVM_FFI_THROW(ValueError) << "weight is " << described(weight) << "; allowed is a matrix in host memory with "
+                              << "contiguous rows" << (parts == 2 ? ", an even number of them" : "");
+  }
+  if (is_bfloat16(weight)) return DenseType::kBFloat16;
+  if (is_float32(weight)) return DenseType::kFloat32;
+  if (is_float16(weight)) return DenseType::kFloat16;
+  TVM_FFI_THROW(ValueError) << "weight is " << described(weight) << "; allowed are float32, bfloat16 and float16";
+  return DenseType::kFloat32;  // not reached
+}
+
+// Bytes that `linear_pack` needs for a weight.
+int64_t linear_packed_bytes(TensorView weight, int64_t gated) {
+  const int64_t parts = gated != 0 ? 2 : 1;
+  const DenseType type = weight_type(weight, parts);
+  return parts * padded_lanes(weight.size(0) / parts) * lane_bytes(type, weight.size(1));
+}
+
+void fill_panels(CpuContext& shared, const TensorView& weight, int64_t parts, const LinearLayer& layer,
+                 char* data) {
+  const int64_t in_bytes = layer.in_features * (layer.type == DenseType::kFloat32 ? 4 : 2);
+  const int64_t row_bytes = weight.stride(0) * (layer.type == DenseType::kFloat32 ? 4 : 2);
+  const int64_t per_lane = lane_bytes(layer.type, layer.in_features);
+  const int64_t panels = (layer.out_features + kPanelWidth - 1) / kPanelWidth;
+  shared.pool.run(panels * parts, [&](int64_t unit, int) {
+    const int64_t panel = unit / parts, part = unit % parts;
+    const int64_t first = part * layer.out_features + panel * kPanelWidth;
+    PanelRows rows{};
+    rows.weight = static_cast<const char*>(weight.data_ptr()) + first * row_bytes;
+    rows.row_bytes = row_bytes;
+    rows.count = std::min<int64_t>(kPanelWidth, layer.out_features - panel * kPanelWidth);
+    rows.width = panel_width(layer.out_features, panel);
+    const int64_t lanes_before = parts * panel * kPanelWidth + part * rows.width;
+    pack_any(layer.type, rows, in_bytes, data + lanes_before * per_lane);
+  });
+}
+
+void pad_bias(const TensorView& bias, int64_t parts, PackedLayer& layer) {
+  const bool fits = bias.ndim() == 1 && bias.size(0) == layer.out_features * parts;
+  if (!fits || !is_float32(bias) || !bias.IsContiguous()) {
+    TVM_FFI_THROW(ValueError) << "bias is " << described(bias) << "; expected is a contiguous float32 ["
+                              << layer.out_features * parts << "]";
+  }
+  const auto* values = static_cast<const float*>(bias.data_ptr());
+  layer.padded_bias.assign(static_cast<size_t>(parts * padded_lanes(layer.out_features)), 0.0f);
+  for (int64_t i = 0; i < layer.out_features * parts; ++i) {
+    const int64_t part = i / layer.out_features, output = i % layer.out_features;
+    const int64_t panel = output / kPanelWidth;
+    const int64_t place = parts * panel * kPanelWidth + part * panel_width(layer.out_features, panel) +
+                          output % kPanelWidth;
+    layer.padded_bias[static_cast<size_t>(place)] = values[i];
+  }
+  layer.bias = layer.padded_bias.data();
+}
+
+// Packs `weight` into `data` and returns the layer's handle; `data` must live as long as it. `bias` may be empty.
+int64_t linear_pack(int64_t context, TensorView weight, TensorView bias, int64_t activation, TensorView data) {
+  if (activation < 0 || activation > static_cast<int64_t>(Activation::kGeluTanh)) {
+    TVM_FFI_THROW(ValueError) << "there is no activation " << activation;
+  }
+  const int64_t parts = activation == 0 ? 1 : 2;
+  const int64_t bytes = linear_packed_bytes(weight, activation);
+  if (data.numel() != bytes || !has_dtype(data, kDLUInt, 8) || !data.IsContiguous() ||
+      reinterpret_cast<uintptr_t>(data.data_ptr()) % 64 != 0) {
+    TVM_FFI_THROW(ValueError) << "data must be an aligned uint8 tensor of " << bytes << " bytes";
+  }
+  auto layer = std::make_unique<PackedLayer>();
+  layer->type = weight_type(weight, parts);
+  layer->activation = static_cast<Activation>(activation);
+  layer->in_features = weight.size(1);
+  layer->out_features = weight.size(0) / parts;
+  layer->panels = data.data_ptr();
+  layer->bias = nullptr;
+  if (bias.numel() > 0) pad_bias(bias, parts, *layer);
+  fill_panels(context_of(context), weight, parts, *layer, static_cast<char*>(data.data_ptr()));
+  return reinterpret_cast<int64_t>(layer.release());
+}
+
+void linear_delete(int64_t handle) { delete reinterpret_cast<PackedLayer*>(handle); }
+
+}  // namespace
+
+const char* dense_type_name(DenseType type) {
+  return type == DenseType::kFloat32 ? "float32" : type == DenseType::kBFloat16 ? "bfloat16" : "float16";
+}
+
+}  // namespace trunkline
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(linear_packed_bytes, trunkline::linear_packed_bytes)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(linear_large_pages, trunkline::linear_large_pages)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(linear_pack, trunkline::linear_pack)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(linear_delete, trunkline::linear_delete)
