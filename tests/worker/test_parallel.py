@@ -1,4 +1,4 @@
-"""Tensor parallelism: real ranks over gloo give the logits of `transformers`."""
+"""Tensor parallelism: real ranks give the logits of `transformers`; shared memory does what gloo does."""
 
 from __future__ import annotations
 
@@ -11,29 +11,42 @@ import msgspec
 import pytest
 import torch
 from worker.checkpoints import make_checkpoint
-from worker.driver import Stream
+from worker.driver import Stream, run_config
 from worker.test_equality import LAYOUTS, largest_difference
 
 from trunkline.controller.messages import TopLogprobs
+from trunkline.kernels.native import LIBRARY_VARIABLE, library
+from trunkline.kernels.reference import ReferenceKernels
 from trunkline.worker.checkpoint import Shard, load_weights
+from trunkline.worker.errors import WorkerError
 from trunkline.worker.families import check_model
 from trunkline.worker.messages import Sampling
+from trunkline.worker.parallel import TensorParallel
 
 TESTS = Path(__file__).parents[1]
 CASES = {2: ("mha", "gqa", "mqa-tied", "biases", "llama3-rope"), 4: ("mha", "gqa", "mqa-tied")}
 """Head layouts with as many, fewer and far fewer KV heads than ranks; the vocabulary of 101 is padded."""
 
 
+def run_ranks(script: str, size: int, folder: Path, *arguments: str, **environment: str) -> list[int]:
+    """The exit codes of a script's ranks."""
+    command = [sys.executable, str(TESTS / "worker" / script)]
+    settings = {"PYTHONPATH": str(TESTS), "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1", **environment}
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(size), str(folder), *arguments], env={**os.environ, **settings})
+        for rank in range(size)
+    ]
+    try:
+        return [rank.wait(timeout=120) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
 @pytest.mark.parametrize("tp", [2, 4])
 def test_logits_equal_transformers(tp: int, tmp_path: Path) -> None:
     folders = [make_checkpoint(tmp_path / name, **LAYOUTS[name]) for name in CASES[tp]]
-    command = [sys.executable, str(TESTS / "worker" / "parallel_rank.py")]
-    environment = {**os.environ, "PYTHONPATH": str(TESTS), "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen([*command, str(rank), str(tp), str(tmp_path), *map(str, folders)], env=environment)
-        for rank in range(tp)
-    ]
-    assert [rank.wait(timeout=120) for rank in ranks] == [0] * tp
+    assert run_ranks("parallel_rank.py", tp, tmp_path, *map(str, folders)) == [0] * tp
     for folder in folders:
         data = (tmp_path / f"{folder.name}-{tp}.msgpack").read_bytes()
         reports = msgspec.msgpack.decode(data, type=list[tuple[list[int], list[int], list[TopLogprobs]]])
@@ -48,9 +61,9 @@ def test_logits_equal_transformers(tp: int, tmp_path: Path) -> None:
 def test_a_rank_reads_only_its_slices(name: str, tp: int, tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / name, **LAYOUTS[name])
     config = check_model(folder, tp, "float32")
-    device = torch.device("cpu")
+    device, kernels = torch.device("cpu"), ReferenceKernels()
     shards = [Shard(config, rank, tp) for rank in range(tp)]
-    loaded = [load_weights(folder, shard, torch.float32, device, lambda *_: None) for shard in shards]
+    loaded = [load_weights(folder, shard, torch.float32, device, kernels, lambda *_: None) for shard in shards]
     hidden, head_dim = config.hidden_size, config.head_dim
     queries, keys = config.heads * head_dim // tp, max(1, config.kv_heads // tp) * head_dim
     mlp = config.intermediate_size // tp
@@ -61,9 +74,57 @@ def test_a_rank_reads_only_its_slices(name: str, tp: int, tmp_path: Path) -> Non
         vocabulary = len(range(*shard.vocab_rows.indices(config.vocab_size)))
         floats = config.layers * layer + hidden + 2 * vocabulary * hidden
         assert weights.bytes_read == 4 * floats
-        assert weights.head.shape == (-(-config.vocab_size // tp), hidden)
+        head = weights.head
+        assert (head.out_features, head.in_features) == (-(-config.vocab_size // tp), hidden)
     # Together the ranks hold every row of the vocabulary once, and zeros behind it.
     table = torch.cat([weights.embedding for weights in loaded])
     assert not table[config.vocab_size :].any()
-    whole = load_weights(folder, Shard(config, 0, 1), torch.float32, device, lambda *_: None)
+    whole = load_weights(folder, Shard(config, 0, 1), torch.float32, device, kernels, lambda *_: None)
     assert torch.equal(table[: config.vocab_size], whole.embedding)
+
+
+needs_library = pytest.mark.skipif(library() is None, reason="the compiled kernels are not installed")
+
+
+@needs_library
+@pytest.mark.parametrize("size", [2, 3])
+def test_shared_memory_does_what_gloo_does(size: int, tmp_path: Path) -> None:
+    seed = 40 + size
+    print(f"seed {seed}")
+    assert run_ranks("collectives_rank.py", size, tmp_path, str(seed), "gloo", "shared") == [0] * size
+    gloo = [torch.load(tmp_path / f"gloo-{rank}.pt") for rank in range(size)]
+    shared = [torch.load(tmp_path / f"shared-{rank}.pt") for rank in range(size)]
+    for rank in range(size):
+        assert len(shared[rank]) == len(gloo[rank]) > 0
+        for ours, theirs in zip(shared[rank], gloo[rank], strict=True):
+            # Equal but for sums, in which gloo rounds after each rank, in an order of its own.
+            torch.testing.assert_close(
+                ours, theirs, rtol=2e-2 if ours.dtype == torch.bfloat16 else 2e-3, atol=5e-2
+            )
+            assert ours.dtype == theirs.dtype
+    for ours, others in zip(shared[0], zip(*shared[1:], strict=True), strict=True):
+        for other in others:
+            assert ours.shape != other.shape or torch.equal(ours, other)
+
+
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("shared", marks=needs_library)])
+def test_a_killed_rank_ends_the_others_wait(backend: str, tmp_path: Path) -> None:
+    assert run_ranks("collectives_rank.py", 3, tmp_path, "die", backend) == [7, 7, -9]
+
+
+def test_gloo_serves_without_the_library(tmp_path: Path) -> None:
+    missing = {LIBRARY_VARIABLE: str(tmp_path / "missing.so")}
+    assert run_ranks("collectives_rank.py", 2, tmp_path, "1", "auto=gloo", **missing) == [0, 0]
+
+
+@needs_library
+def test_shared_memory_is_the_default(tmp_path: Path) -> None:
+    assert run_ranks("collectives_rank.py", 2, tmp_path, "1", "auto=shared") == [0, 0]
+
+
+def test_shared_memory_asked_for_but_not_there(tmp_path: Path) -> None:
+    config = run_config(
+        tmp_path, force_collectives=True, collectives="shared", rendezvous=f"file://{tmp_path}/rendezvous"
+    )
+    with pytest.raises(WorkerError, match="for CPU ranks; device is 'cuda'"):
+        TensorParallel.connect(config, torch.device("cuda"))

@@ -11,6 +11,7 @@ from trunkline.worker.errors import ConfigError
 
 DTYPES: Final = ("float32", "bfloat16", "float16")
 DEVICES: Final = ("cpu", "cuda")
+COLLECTIVES: Final = ("auto", "gloo", "shared")
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -31,6 +32,10 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     dtype: str = "float32"
     """Of weights, activations and KV. Float32 by default: greedy output then does not depend on caching."""
     kernels: str = "auto"
+    """One of `trunkline.kernels.load.KERNEL_NAMES`."""
+    collectives: str = "auto"
+    """How ranks exchange: "auto" is NCCL between GPUs and shared memory (or else gloo) between CPUs; "shared"
+    insists on shared memory; "gloo" works everywhere, also for ranks that share a GPU, which NCCL refuses."""
     chunk_size: int = 64
     """Tokens per block; the controller's value."""
     pool_blocks: int = 0
@@ -62,6 +67,10 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             (0 <= self.rank < self.tp, f"rank is {self.rank}; it must be in [0, {self.tp})"),
             (self.device in DEVICES, f"device is {self.device!r}; allowed: {', '.join(DEVICES)}"),
             (self.dtype in DTYPES, f"dtype is {self.dtype!r}; allowed: {', '.join(DTYPES)}"),
+            (
+                self.collectives in COLLECTIVES,
+                f"collectives is {self.collectives!r}; allowed: {', '.join(COLLECTIVES)}",
+            ),
             (
                 1 <= self.chunk_size <= 1024,
                 f"chunk_size is {self.chunk_size}; allowed are 1 to 1024 tokens",
