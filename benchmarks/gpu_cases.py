@@ -1,0 +1,194 @@
+"""Parts of the GPU benchmark: the cells of ChunkAttention's Table 3, random batches, and how things are timed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trunkline.kernels.ops import AttentionSpec, KvPool
+from trunkline.kernels.plan import DecodePlan, Segments, build_decode_plan
+from trunkline.kvstore.layout import Int32Array
+
+CHUNK: Final = 64
+ROTATED_SETS: Final = 4
+"""Buffers used in turn, so that small cells do not measure the cache."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """`batch` rows of `n_p` tokens of which the first `n_s` are shared; float16 KV."""
+
+    n_p: int
+    n_s: int
+    heads: int
+    kv_heads: int
+    batch: int = 32
+    head_dim: int = 128
+
+    @property
+    def name(self) -> str:
+        return "MHA" if self.heads == self.kv_heads else f"GQA {self.heads}/{self.kv_heads}"
+
+    @property
+    def tail(self) -> int:
+        """Own tokens of a row; a decoding row always has one at least (its own last), also where all is shared."""
+        return max(1, self.n_p - self.n_s)
+
+    @property
+    def blocks(self) -> int:
+        return self.n_s // CHUNK + self.batch * -(-self.tail // CHUNK)
+
+    @property
+    def pool_bytes(self) -> int:
+        return self.blocks * CHUNK * self.kv_heads * self.head_dim * 4
+
+    @property
+    def floor_bytes(self) -> int:
+        """What a step has to read: shared KV once."""
+        return (self.n_s + self.batch * (self.n_p - self.n_s)) * self.kv_heads * self.head_dim * 4
+
+    def spec(self) -> AttentionSpec:
+        return AttentionSpec(self.heads, self.kv_heads, self.head_dim, self.head_dim**-0.5)
+
+    def tables(self) -> Int32Array:
+        """int32 `[batch, blocks of a row]`."""
+        shared = np.arange(self.n_s // CHUNK, dtype=np.int32)
+        own = np.arange(len(shared), self.blocks, dtype=np.int32).reshape(self.batch, -1)
+        return np.concatenate([np.broadcast_to(shared, (self.batch, len(shared))), own], axis=1)
+
+    @property
+    def last_page_tokens(self) -> int:
+        return (self.tail - 1) % CHUNK + 1
+
+    def plan(self) -> DecodePlan:
+        tables = self.tables()
+        width = tables.shape[1]
+        count = np.full(tables.shape, CHUNK, dtype=np.int32)
+        count[:, -1] = self.last_page_tokens
+        index = np.tile(np.arange(width, dtype=np.int32), self.batch)
+        zero = np.zeros(tables.size, dtype=np.int32)
+        segments = Segments(
+            row=np.repeat(np.arange(self.batch, dtype=np.int32), width),
+            table_index=index,
+            block=tables.reshape(-1),
+            first=zero,
+            count=count.reshape(-1),
+            base=index * np.int32(CHUNK),
+            shift=zero,
+        )
+        run = [[0, self.batch, 0, self.n_s // CHUNK]] if self.n_s else []
+        position = np.full(self.batch, self.n_s + self.tail - 1, dtype=np.int32)
+        return build_decode_plan(segments, position, np.array(run, dtype=np.int32).reshape(-1, 4), CHUNK)
+
+
+TABLE_3: Final = tuple(
+    Cell(n_p, n_p * quarters // 4, 32, kv_heads)
+    for kv_heads in (32, 8)
+    for n_p in (1024, 2048, 4096)
+    for quarters in (0, 2, 3, 4)
+)
+
+ACCEPT_US: Final[dict[tuple[int, int], tuple[int, ...]]] = {
+    (32, 1024): (165, 90, 52, 14),
+    (32, 2048): (321, 170, 95, 19),
+    (32, 4096): (633, 331, 180, 29),
+    (8, 1024): (48, 29, 20, 10),
+    (8, 2048): (87, 49, 31, 12),
+    (8, 4096): (165, 90, 52, 14),
+}
+GOAL_US: Final[dict[tuple[int, int], tuple[int, ...]]] = {
+    (32, 1024): (145, 78, 44, 10),
+    (32, 2048): (284, 149, 82, 15),
+    (32, 4096): (561, 292, 158, 23),
+    (8, 1024): (41, 24, 16, 7),
+    (8, 2048): (75, 42, 25, 8),
+    (8, 4096): (145, 78, 44, 10),
+}
+"""Set for an H200, by (KV heads, n_p), for n_s = 0, 1/2, 3/4 and all."""
+
+
+def target_us(table: dict[tuple[int, int], tuple[int, ...]], cell: Cell) -> int:
+    return table[cell.kv_heads, cell.n_p][(0, 2, 3, 4).index(4 * cell.n_s // cell.n_p)]
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """One set of what a step reads and writes."""
+
+    pool: KvPool
+    q: Tensor
+    out: Tensor
+
+
+def make_buffers(cell: Cell, seed: int) -> Buffers:
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    shape = (cell.blocks, 1, 2, cell.kv_heads, CHUNK, cell.head_dim)
+    data = torch.empty(shape, dtype=torch.float16, device="cuda")
+    data.normal_(generator=generator)
+    q = torch.empty(cell.batch, cell.heads, cell.head_dim, dtype=torch.float16, device="cuda")
+    q.normal_(generator=generator)
+    return Buffers(KvPool.wrap(data), q, torch.full_like(q, float("nan")))
+
+
+def exact_rows(cell: Cell, buffers: Buffers, rows: list[int]) -> Tensor:
+    """float64 `[rows, heads, head_dim]`: plain attention of some rows."""
+    group, results = cell.heads // cell.kv_heads, []
+    length = cell.n_s + cell.tail
+    for row in rows:
+        blocks = torch.from_numpy(cell.tables()[row].astype(np.int64)).cuda()
+        kv = buffers.pool.data[blocks, 0].double().permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :length]
+        k, v = kv.repeat_interleave(group, dim=1)
+        scores = torch.einsum("hd,htd->ht", buffers.q[row].double(), k) * cell.head_dim**-0.5
+        results.append(torch.einsum("ht,htd->hd", scores.softmax(dim=-1), v))
+    return torch.stack(results)
+
+
+def time_graph(calls: list[Callable[[], object]], runs: int = 21, batches: int = 3) -> float:
+    """Median microseconds per call, all calls in one CUDA graph: launches then cost what they do in a server."""
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for call in calls:
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return time_events(graph.replay, runs, batches) / len(calls)
+
+
+def time_events(call: Callable[[], object], runs: int = 21, batches: int = 3) -> float:
+    """Median microseconds of a call, each sample over `batches` calls."""
+    for _ in range(3):
+        call()
+    times: list[float] = []
+    for _ in range(runs):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
+        for _ in range(batches):
+            call()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop) * 1e3 / batches)
+    return median(times)
+
+
+def copy_bandwidth() -> float:
+    """Bytes per second of a device-to-device copy, read and written bytes counted."""
+    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * len(source) / (time_events(lambda: target.copy_(source)) * 1e-6)
+
+
+def matmul_rate() -> float:
+    """bfloat16 operations per second of a large product of random matrices."""
+    size = 8192
+    a, b = (torch.randn(size, size, device="cuda").bfloat16() for _ in range(2))
+    return 2 * size**3 / (time_events(lambda: torch.mm(a, b), runs=9) * 1e-6)

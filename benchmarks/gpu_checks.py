@@ -1,0 +1,196 @@
+"""Correctness on the GPU: every op of the CUDA kernels against the float64 reference, over random trees.
+
+Run alone (`python benchmarks/gpu_checks.py`) it does one small round: what `compute-sanitizer` is given.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trunkline.kernels.cuda import CudaKernels
+from trunkline.kernels.ops import AttentionSpec, KvPool, QkNorm, make_angles
+from trunkline.kernels.plan import DecodePlan, PrefillPlan, Segments, WritePlan, build_decode_plan
+from trunkline.kernels.reference import ReferenceKernels
+
+HEAD_DIMS = (64, 80, 96, 128, 256)
+LIMITS = {torch.float32: 2e-5, torch.bfloat16: 1.2e-2, torch.float16: 1.5e-3}
+"""Relative error, as norms: a few roundings of the type (queries, weights and results are rounded to it)."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A random batch: groups of rows with a common prefix, parts of blocks, shifts, and a tail each."""
+
+    spec: AttentionSpec
+    data: Tensor
+    """float64 pool; slots that nobody reads are NaN."""
+    segments: Segments
+    runs: np.ndarray[tuple[int, ...], np.dtype[np.int32]]
+    positions: np.ndarray[tuple[int, ...], np.dtype[np.int32]]
+    chunk: int
+
+    def decode_plan(self) -> DecodePlan:
+        return build_decode_plan(self.segments, self.positions, self.runs, self.chunk)
+
+    def prefill_plan(self, queries: int) -> PrefillPlan:
+        """The last tokens of each row, at most `queries`, and never more than its tail has."""
+        s, rows = self.segments, len(self.positions)
+        ends = np.flatnonzero(np.append(s.row[1:] != s.row[:-1], True))
+        counts = np.minimum(s.count[ends], queries)
+        position = np.concatenate(
+            [np.arange(p - n + 1, p + 1) for p, n in zip(self.positions, counts, strict=True)]
+        )
+        return PrefillPlan(
+            chunk_size=self.chunk,
+            query_indptr=np.cumsum([0, *counts], dtype=np.int32),
+            query_position=position.astype(np.int32),
+            item_indptr=np.searchsorted(s.row, np.arange(rows + 1)).astype(np.int32),
+            block=s.block,
+            first=s.first,
+            count=s.count,
+            base=s.base,
+            shift=s.shift,
+        )
+
+
+def random_trial(seed: int, head_dim: int, chunk: int = 64, rows: int = 37) -> Trial:
+    rng = np.random.default_rng(seed)
+    heads, kv_heads = ((8, 8), (8, 2), (6, 2), (4, 1))[seed % 4]
+    rotary = None if seed % 5 == 4 else 1000.0 ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    slopes = 2.0 ** -torch.arange(1.0, heads + 1) if rotary is None else None
+    spec = AttentionSpec(
+        heads, kv_heads, head_dim, head_dim**-0.5, rotary, slopes, (0, 0, 100)[seed % 3], (0.0, 20.0)[seed % 2]
+    )
+    table: list[tuple[int, ...]] = []  # row, table index, block, first, count, base, shift
+    runs, position, blocks, start = [], [], 0, 0
+    while start < rows:
+        stop = min(rows, start + int(rng.integers(1, 20)))
+        depth = int(rng.integers(0, 12))
+        prefix, end = [], 0
+        for index in range(depth):
+            first = int(rng.integers(0, chunk)) if rng.random() < 0.2 else 0
+            count = int(rng.integers(1, chunk - first + 1)) if first else chunk
+            prefix.append((index, blocks, first, count, end))
+            blocks, end = blocks + 1, end + count
+        runs += [(start, stop, 0, depth)] if depth else []
+        for row in range(start, stop):
+            # Moved as a whole, as after a truncation: shifts only where the context acts earlier.
+            shift = -int(rng.integers(0, 30)) if rng.random() < 0.3 else 0
+            table += [(row, *part, shift) for part in prefix]
+            count = int(rng.integers(1, chunk + 1))
+            table.append((row, depth, blocks, 0, count, end, 0))
+            position.append(end + count - 1)
+            blocks += 1
+        start = stop
+    columns = np.array(table, dtype=np.int32).T.copy()
+    data = torch.full((blocks, 2, 2, kv_heads, chunk, head_dim), float("nan"), dtype=torch.float64)
+    generator = torch.Generator().manual_seed(seed)
+    for _, _, block, first, count, _, _ in table:
+        part = data[block, ..., first : first + count, :]
+        part.copy_(torch.randn(part.shape, generator=generator, dtype=torch.float64))
+    to_int = np.array(runs, dtype=np.int32).reshape(-1, 4), np.array(position, dtype=np.int32)
+    return Trial(spec, data, Segments(*columns), *to_int, chunk)
+
+
+def relative_error(out: Tensor, exact: Tensor) -> float:
+    """Infinite if anything is NaN."""
+    error = float((out.double() - exact).norm() / exact.norm().clamp_min(1e-30))
+    return error if np.isfinite(error) else float("inf")
+
+
+def check_attention(seed: int, head_dim: int, dtype: torch.dtype) -> Iterator[tuple[str, float]]:
+    """(op, relative error) of decode, in both modes, and prefill."""
+    trial = random_trial(seed, head_dim)
+    rounded = trial.data.cuda().to(dtype)
+    pool, exact_pool = KvPool.wrap(rounded), KvPool.wrap(rounded.double())
+    for name in ("decode_attention", "decode_attention_invariant", "prefill_attention"):
+        kernels, reference = CudaKernels(invariant=name.endswith("invariant")), ReferenceKernels()
+        prefill = name == "prefill_attention"
+        count = len(trial.prefill_plan(40).query_position) if prefill else len(trial.positions)
+        q = torch.randn(count, trial.spec.heads, head_dim, device="cuda").to(dtype)
+        out = torch.full_like(q, float("nan"))
+        exact = torch.empty_like(q, dtype=torch.float64)
+        if prefill:
+            kernels.prefill_attention(trial.prefill_plan(40), q, pool, 1, trial.spec, out)
+            reference.prefill_attention(trial.prefill_plan(40), q.double(), exact_pool, 1, trial.spec, exact)
+        else:
+            kernels.decode_attention(trial.decode_plan(), q, pool, 1, trial.spec, out)
+            reference.decode_attention(trial.decode_plan(), q.double(), exact_pool, 1, trial.spec, exact)
+        yield name, relative_error(out, exact)
+
+
+def check_writes(seed: int, head_dim: int, dtype: torch.dtype) -> Iterator[tuple[str, float]]:
+    """The fused write with norms, copies, gathers and scatters."""
+    generator = torch.Generator().manual_seed(seed)
+    spec = AttentionSpec(6, 2, head_dim, 1.0)
+    qkv = torch.randn(19, 10 * head_dim, generator=generator).cuda().to(dtype)
+    weights = [torch.randn(head_dim, generator=generator).cuda().to(dtype) for _ in range(2)]
+    frequencies = 1000.0 ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    angles = make_angles(torch.arange(19) * 7, frequencies)
+    slots = np.random.default_rng(seed).permutation(6 * 16)[:19].astype(np.int32)
+    slots[::5] = -1
+    shape, results = (6, 3, 2, 2, 16, head_dim), []
+    for kernels, wide in ((CudaKernels(), dtype), (ReferenceKernels(), torch.float64)):
+        pool = KvPool.wrap(torch.zeros(shape, dtype=wide, device="cuda"))
+        moved = type(angles)(*(x.cuda().to(dtype).to(wide) for x in angles))
+        norm = QkNorm(weights[0].to(wide), weights[1].to(wide), 1e-5)
+        q = kernels.write_kv(WritePlan(16, slots), qkv.clone().to(wide), moved, pool, 1, spec, norm)
+        kernels.copy_blocks(pool, np.array([[0, 4, 3, 9], [1, 5, 0, 16]], dtype=np.int32))
+        part = torch.empty((3, 2, *shape[2:]), dtype=wide, device="cuda")
+        kernels.gather_blocks(pool, np.array([5, 1, 2], dtype=np.int32), range(1, 3), part)
+        kernels.scatter_blocks(pool, np.array([0, 3, 1], dtype=np.int32), range(2), part)
+        results.append((q, pool.data))
+    yield "write_kv", relative_error(results[0][0], results[1][0])
+    yield "pool_moves", relative_error(results[0][1], results[1][1])
+
+
+def check_dense(seed: int, dtype: torch.dtype) -> Iterator[tuple[str, float]]:
+    generator = torch.Generator().manual_seed(seed)
+    x, delta = (torch.randn(13, 200, generator=generator).cuda().to(dtype) for _ in range(2))
+    weight = torch.randn(200, generator=generator).cuda().to(dtype)
+    matrix = (torch.randn(320, 200, generator=generator) / 14).cuda().to(dtype)
+    kernels, reference = CudaKernels(), ReferenceKernels()
+    wide = (x.double(), weight.double(), 1e-5)
+    yield "rms_norm", relative_error(kernels.rms_norm(x, weight, 1e-5), reference.rms_norm(*wide))
+    summed = x.clone()
+    out = kernels.add_rms_norm(delta, summed, weight, 1e-5)
+    yield "add_rms_norm", relative_error(out, reference.rms_norm(summed.double(), weight.double(), 1e-5))
+    out = kernels.linear(x, kernels.pack_linear(matrix, None), torch.float32)
+    yield "linear", relative_error(out, x.double() @ matrix.double().T)
+    for activation in ("silu", "gelu", "gelu_tanh"):
+        gated = kernels.gated_linear(x, kernels.pack_gated_linear(matrix, None, activation))
+        packed = reference.pack_gated_linear(matrix.double(), None, activation)
+        yield f"gated_{activation}", relative_error(gated, reference.gated_linear(x.double(), packed))
+
+
+def check_all(seeds: int, head_dims: tuple[int, ...] = HEAD_DIMS) -> Iterator[tuple[str, torch.dtype, float, int]]:
+    """(op, type, largest relative error, trials)."""
+    worst: dict[tuple[str, torch.dtype], tuple[float, int]] = {}
+    for seed in range(seeds):
+        for dtype in LIMITS:
+            checks = [check_dense(seed, dtype)]
+            for head_dim in head_dims:
+                checks += [check_attention(seed, head_dim, dtype), check_writes(seed, head_dim, dtype)]
+            for name, error in (pair for check in checks for pair in check):
+                before, trials = worst.get((name, dtype), (0.0, 0))
+                worst[name, dtype] = (max(before, error), trials + 1)
+    for (name, dtype), (error, trials) in worst.items():
+        yield name, dtype, error, trials
+
+
+def main() -> None:
+    bad = [(name, dtype, error) for name, dtype, error, _ in check_all(1, (64, 128)) if not error <= LIMITS[dtype]]
+    torch.cuda.synchronize()
+    if bad:
+        sys.exit(f"wrong results: {bad}")
+    print("all results are right")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+// The C interface of the CUDA kernels: raw pointers, strides and a stream; mirrored in cuda_library.py.
+//
+// Every function only enqueues work on `stream` (a cudaStream_t): nothing waits, nothing is allocated, so all can
+// be captured in a CUDA graph. Pointers are device pointers unless said otherwise. Returns a cudaError_t, 0: fine.
+#pragma once
+
+#include <cstdint>
+
+namespace trunkline::cuda {
+
+enum DType : int32_t { kFloat32 = 0, kFloat16 = 1, kBfloat16 = 2 };
+enum Activation : int32_t { kSilu = 0, kGelu = 1, kGeluTanh = 2 };
+
+// One layer's attention over a work plan (common/work_plan.h). Decode, or with `causal` prefill.
+struct AttentionCall {
+  const void* q;                      // [rows, heads, head_dim], rotated
+  void* out;                          // likewise, overwritten
+  const void* pool;                   // [blocks, layers, 2, kv_heads, chunk_size, head_dim]
+  const int32_t* work;                // the plan's words
+  const int32_t* steps;               // how many tokens tails have grown by; null: none
+  float* partial_acc;                 // [partials, heads, head_dim]
+  float* partial_stats;               // [partials, heads, 2]: largest score (times log2 e), sum of weights
+  const float* alibi_slopes;          // [heads], or null
+  const double* inverse_frequencies;  // [rotary_half], or null
+  int64_t q_row_stride;               // in elements
+  int64_t out_row_stride;
+  int32_t dtype;
+  int32_t head_dim;
+  int32_t heads;
+  int32_t kv_heads;
+  int32_t chunk_size;
+  int32_t layers;
+  int32_t layer;
+  int32_t rotary_half;
+  int32_t window;      // 0: off
+  int32_t causal;      // 1: a key that acts after its query is hidden, as it always is with a window
+  int32_t rows;        // upper bound of the plan's rows, for the grid of the merge
+  int32_t tile_rows;   // these three as attention_shape gave them
+  int32_t stages;
+  int32_t grid;
+  int32_t shared_bytes;
+  float scale;
+  float soft_cap;      // 0: off
+};
+
+// How to launch attention on the current device; constant per (dtype, head_dim), so graphs stay valid.
+struct AttentionShape {
+  int32_t tile_rows;     // most query vectors of a tile: what the planner should aim at
+  int32_t tile_tokens;
+  int32_t stages;
+  int32_t shared_bytes;
+  int32_t grid;          // thread blocks that fit the device at once
+  int32_t is_matrix;     // 1: matrix units; 0: the general kernel
+};
+
+struct WriteCall {
+  void* qkv;            // [tokens, heads + 2 * kv_heads, head_dim], contiguous; q and k change in place
+  void* pool;
+  const int32_t* slots; // [tokens], -1: not stored
+  const void* cos;      // [tokens, 2 * rotary_half], or null
+  const void* sin;      // likewise, the first half negated
+  const void* q_weight; // [head_dim], or null: no norm
+  const void* k_weight;
+  int32_t dtype;
+  int32_t angle_dtype;  // dtype, or float32
+  int32_t tokens;
+  int32_t heads;
+  int32_t kv_heads;
+  int32_t head_dim;
+  int32_t chunk_size;
+  int32_t layers;
+  int32_t layer;
+  int32_t rotary_half;
+  float eps;
+};
+
+// Regions of equal size between two strided arrays: region i goes from source slot `source_index[i]` (null: i) to
+// `destination_index[i]` (null: i). Sizes and strides are multiples of 2 bytes.
+struct MoveCall {
+  const void* source;
+  void* destination;
+  const int32_t* source_index;
+  const int32_t* destination_index;
+  int64_t region_bytes;
+  int64_t source_stride_bytes;
+  int64_t destination_stride_bytes;
+  int32_t regions;
+};
+
+struct NormCall {
+  const void* x;       // [rows, width], contiguous
+  void* residual;      // likewise, x is added in place and the sum normalised; null: x is normalised
+  const void* weight;  // [width]
+  void* out;
+  int32_t dtype;
+  int32_t rows;
+  int32_t width;
+  float eps;
+};
+
+extern "C" {
+// Sizes of the structures above, in order, so that the caller can check its mirror of them. Host memory.
+void trunkline_struct_bytes(int32_t* sizes);
+const char* trunkline_error_string(int32_t error);
+// For the calling thread; this library has its own copy of the runtime, whose device may not be its caller's.
+int32_t trunkline_set_device(int32_t device);
+int32_t trunkline_attention_shape(int32_t dtype, int32_t head_dim, AttentionShape* shape);  // host memory
+int32_t trunkline_attention(const AttentionCall* call, void* stream);                       // call: host memory
+int32_t trunkline_add_steps(int32_t* steps, int32_t delta, void* stream);
+int32_t trunkline_write_kv(const WriteCall* call, void* stream);
+// copies: [n, 4] source block, destination block, first token, token count; all layers.
+int32_t trunkline_copy_blocks(void* pool, const int32_t* copies, int32_t n, int32_t tiles_per_block,
+                              int32_t chunk_size, int32_t token_bytes, void* stream);
+int32_t trunkline_move_regions(const MoveCall* call, void* stream);
+int32_t trunkline_rms_norm(const NormCall* call, void* stream);
+// gate_up: [rows, 2 * width]; out: [rows, width].
+int32_t trunkline_gated_activation(const void* gate_up, void* out, int32_t dtype, int32_t activation,
+                                   int32_t rows, int32_t width, void* stream);
+}
+
+}  // namespace trunkline::cuda

@@ -1,0 +1,164 @@
+// Attention's host side: which kernel, how many stages and thread blocks; and the merge of partials.
+#include "attention_general.cuh"
+#include "attention_instances.cuh"
+
+#include <algorithm>
+
+namespace trunkline::cuda {
+namespace {
+
+constexpr int kMatrixRows = 64;
+constexpr int kStagesMax = 4;
+
+AttentionKernel find_matrix_kernel(int32_t dtype, int32_t head_dim) {
+  if (dtype == kFloat32) return {nullptr, 0, 0, 0};
+  switch (head_dim) {
+    case 64: return attention_d64(dtype);
+    case 80: return attention_d80(dtype);
+    case 96: return attention_d96(dtype);
+    case 128: return attention_d128(dtype);
+    case 256: return attention_d256(dtype);
+    default: return {nullptr, 0, 0, 0};
+  }
+}
+
+using KernelPointer = void (*)(AttentionCall);
+
+KernelPointer general_kernel(int32_t dtype) {
+  if (dtype == kBfloat16) return attention_general_kernel<Bf16>;
+  return dtype == kFloat16 ? attention_general_kernel<Fp16> : attention_general_kernel<float>;
+}
+
+struct DeviceLimits {
+  int processors = 0, shared_per_block = 0, shared_per_processor = 0, shared_reserved = 0;
+};
+
+cudaError_t read_limits(DeviceLimits& limits) {
+  int device = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  const auto read = [&](int& value, cudaDeviceAttr attribute) {
+    if (error == cudaSuccess) error = cudaDeviceGetAttribute(&value, attribute, device);
+  };
+  read(limits.processors, cudaDevAttrMultiProcessorCount);
+  read(limits.shared_per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin);
+  read(limits.shared_per_processor, cudaDevAttrMaxSharedMemoryPerMultiprocessor);
+  read(limits.shared_reserved, cudaDevAttrReservedSharedMemoryPerBlock);
+  return error;
+}
+
+// Two thread blocks per processor hide each other's barriers, so they come before more stages; and large tiles
+// (they read shared KV once for more rows) before both.
+bool choose_stages(const AttentionKernel& kernel, const DeviceLimits& limits, AttentionShape& shape) {
+  for (int rows = kMatrixRows; rows >= 16; rows /= 2) {
+    for (int blocks = 2; blocks >= 1; --blocks) {
+      const int available = std::min(limits.shared_per_block,
+                                     limits.shared_per_processor / blocks - limits.shared_reserved);
+      const int stages = std::min(kStagesMax, (available - rows * kernel.row_bytes) / kernel.stage_bytes);
+      if (stages < 2) continue;
+      shape.tile_rows = rows;
+      shape.stages = stages;
+      shape.shared_bytes = stages * kernel.stage_bytes + rows * kernel.row_bytes;
+      return true;
+    }
+  }
+  return false;
+}
+
+// One warp per (row, head): the partials of a row, weighted in the order of their slots, so always alike.
+template <class T>
+__global__ void merge_kernel(const AttentionCall call) {
+  const WorkView work(call.work);
+  const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
+  const int64_t index = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kWarpLanes;
+  const int64_t row = index / call.heads;
+  const int head = static_cast<int>(index - row * call.heads), d = call.head_dim;
+  if (row >= work.rows) return;
+  const int start = work.row_partials[row], stop = work.row_partials[row + 1];
+  if (stop - start == 1) return;  // written as the output where it was computed
+  float peak = kNegativeInfinity;
+  for (int slot = start; slot < stop; ++slot) {
+    peak = fmaxf(peak, call.partial_stats[(static_cast<int64_t>(slot) * call.heads + head) * 2]);
+  }
+  const float reference = finite_peak(peak);
+  float total = 0.0f;
+  for (int slot = start; slot < stop; ++slot) {
+    const float* stats = call.partial_stats + (static_cast<int64_t>(slot) * call.heads + head) * 2;
+    total += stats[1] * exp2f(stats[0] - reference);
+  }
+  const float inverse = total == 0.0f ? 0.0f : 1.0f / total;
+  T* out = static_cast<T*>(call.out) + row * call.out_row_stride + static_cast<int64_t>(head) * d;
+  for (int i = lane; i < d; i += kWarpLanes) {
+    float sum = 0.0f;
+    for (int slot = start; slot < stop; ++slot) {
+      const int64_t partial = static_cast<int64_t>(slot) * call.heads + head;
+      sum += call.partial_acc[partial * d + i] * exp2f(call.partial_stats[partial * 2] - reference);
+    }
+    out[i] = from_float<T>(sum * inverse);
+  }
+}
+
+using MergePointer = void (*)(AttentionCall);
+
+MergePointer merge_of(int32_t dtype) {
+  if (dtype == kBfloat16) return merge_kernel<Bf16>;
+  return dtype == kFloat16 ? merge_kernel<Fp16> : merge_kernel<float>;
+}
+
+// By a kernel and not by a copy, so that in a captured graph every replay adds.
+__global__ void add_steps_kernel(int32_t* steps, int32_t delta) { *steps += delta; }
+
+}  // namespace
+
+extern "C" {
+
+int32_t trunkline_attention_shape(int32_t dtype, int32_t head_dim, AttentionShape* shape) {
+  if (head_dim < 1 || head_dim > kGeneralHeadDimMax || dtype < kFloat32 || dtype > kBfloat16) {
+    return cudaErrorInvalidValue;
+  }
+  DeviceLimits limits;
+  cudaError_t error = read_limits(limits);
+  if (error != cudaSuccess) return error;
+  const AttentionKernel matrix = find_matrix_kernel(dtype, head_dim);
+  KernelPointer kernel = matrix.kernel;
+  *shape = {};
+  if (kernel != nullptr && choose_stages(matrix, limits, *shape)) {
+    shape->tile_tokens = matrix.tile_tokens;
+    shape->is_matrix = 1;
+  } else {
+    kernel = general_kernel(dtype);
+    shape->tile_rows = kGeneralRows;
+    shape->tile_tokens = kGeneralTokens;
+    shape->stages = 1;
+    shape->shared_bytes = general_floats(head_dim) * static_cast<int>(sizeof(float));
+    if (shape->shared_bytes > limits.shared_per_block) return cudaErrorInvalidConfiguration;
+  }
+  error = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               shape->shared_bytes);
+  int blocks = 0;
+  if (error == cudaSuccess) {
+    error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads,
+                                                          static_cast<size_t>(shape->shared_bytes));
+  }
+  shape->grid = std::max(1, blocks) * limits.processors;
+  return error;
+}
+
+int32_t trunkline_attention(const AttentionCall* call, void* stream) {
+  const AttentionKernel matrix = find_matrix_kernel(call->dtype, call->head_dim);
+  // stages > 1 is what attention_shape says of the matrix kernels.
+  const bool is_matrix = matrix.kernel != nullptr && call->stages > 1;
+  const KernelPointer kernel = is_matrix ? matrix.kernel : general_kernel(call->dtype);
+  const cudaError_t error = launch(kernel, dim3(static_cast<unsigned>(call->grid)), kThreads,
+                                   static_cast<size_t>(call->shared_bytes), stream, *call);
+  if (error != cudaSuccess || call->partial_acc == nullptr) return error;
+  const int64_t pairs = static_cast<int64_t>(call->rows) * call->heads;
+  const dim3 grid(static_cast<unsigned>((pairs + kWarps - 1) / kWarps));
+  return launch(merge_of(call->dtype), grid, kThreads, 0, stream, *call);
+}
+
+int32_t trunkline_add_steps(int32_t* steps, int32_t delta, void* stream) {
+  return launch(add_steps_kernel, dim3(1), 1, 0, stream, steps, delta);
+}
+
+}  // extern "C"
+}  // namespace trunkline::cuda

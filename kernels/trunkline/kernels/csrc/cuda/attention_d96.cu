@@ -1,0 +1,8 @@
+// Attention on matrix units for head size 96.
+#include "attention_instances.cuh"
+
+namespace trunkline::cuda {
+
+AttentionKernel attention_d96(int32_t dtype) { return matrix_instance_of<96>(dtype); }
+
+}  // namespace trunkline::cuda

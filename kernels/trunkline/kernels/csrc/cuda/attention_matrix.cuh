@@ -1,0 +1,407 @@
+// Two-phase-partition attention on matrix units (ChunkAttention §3.2-3.3; the blocks of PagedAttention §4.1).
+//
+// A thread block of four warps takes a segment of the plan: 16, 32 or 64 query vectors (rows that share a run of
+// items, times the query heads of a KV head) against tiles of 64 tokens (32 for head sizes over 128):
+//
+//      global ──cp.async──► ring of `stages` tiles of K and V in shared memory, loaded ahead across segments
+//      scores   warp w: all vectors x tokens [16 w, 16 w + 16) of the tile       S = Q K^T
+//      softmax  peaks over the four warps through shared memory; weights P in 16 bits to shared memory
+//      output   warp w: all vectors x a quarter of the head dimension            O += P V
+//
+// So the output's accumulators are spread over the warps whatever the number of vectors, and a row's arithmetic,
+// element by element, is the same in a tile of 16, 32 or 64 vectors: what the batch-invariant mode relies on.
+//
+// Barriers per tile:  A  this tile has arrived for everyone, and everyone is done with the tile before it
+//                     B  all warps' peaks are in `peaks`
+//                     C  all of P is written
+// The stage that the tile before occupied is refilled after A; `peaks` is rewritten after the next A, P after the
+// next B.
+//
+// Tokens that no item covers are never read: their K and V are zeros in shared memory and their scores -inf.
+#pragma once
+
+#include "fragments.h"
+#include "tiles.cuh"
+
+namespace trunkline::cuda {
+
+// Where everything lies in dynamic shared memory, in bytes; the host computes the size from it.
+template <int D>
+struct MatrixLayout {
+  static constexpr int kTokens = D > 128 ? 32 : 64;
+  static constexpr int kStride = fragment::row_stride(D);             // of Q, K and V
+  static constexpr int kWeightStride = fragment::row_stride(kTokens);  // of P
+  static constexpr int kTensor = kTokens * kStride;                    // elements of one K or V tile
+  static constexpr int kStageBytes = 2 * kTensor * 2;
+  static constexpr int kRowBytes = kStride * 2 + kWeightStride * 2 + kWarps * 4 + RowTable::kArrays * 4;
+
+  static constexpr int bytes(int stages, int tile_rows) { return stages * kStageBytes + tile_rows * kRowBytes; }
+};
+
+template <class T, int D>
+struct MatrixShared {
+  using Layout = MatrixLayout<D>;
+  T* stages;
+  T* q;
+  T* weights;
+  float* peaks;  // [warps][capacity]
+  RowTable rows;
+  int capacity;
+
+  __device__ MatrixShared(unsigned char* memory, int stage_count, int tile_rows)
+      : stages(reinterpret_cast<T*>(memory)), q(stages + stage_count * 2 * Layout::kTensor),
+        weights(q + tile_rows * Layout::kStride),
+        peaks(reinterpret_cast<float*>(weights + tile_rows * Layout::kWeightStride)),
+        rows(reinterpret_cast<unsigned char*>(peaks + kWarps * tile_rows), tile_rows), capacity(tile_rows) {}
+};
+
+// Keeps `stages - 1` tiles under way. Every step closes exactly one group of copies, an empty one once there is
+// nothing left, so that the number of pending groups always tells which tile has arrived.
+template <class T, int D>
+class TileLoader {
+ public:
+  using Layout = MatrixLayout<D>;
+
+  __device__ TileLoader(const AttentionCall& call, const TileCursor& cursor, T* memory)
+      : call_(call), cursor_(cursor), memory_(memory), stages_(call.stages) {
+    more_ = cursor_.next_segment();
+    for (int i = 0; i < stages_ - 1; ++i) issue();
+  }
+
+  // The oldest tile under way: wait for this thread's part of it. A barrier must follow.
+  __device__ const T* wait() {
+    if (stages_ == 2) {
+      copy_async_wait<0>();
+    } else if (stages_ == 3) {
+      copy_async_wait<1>();
+    } else {
+      copy_async_wait<2>();
+    }
+    const T* stage = memory_ + read_ * 2 * Layout::kTensor;
+    read_ = read_ + 1 == stages_ ? 0 : read_ + 1;
+    return stage;
+  }
+
+  __device__ void issue() {
+    while (more_ && !cursor_.next_tile()) more_ = cursor_.next_segment();
+    if (more_) copy();
+    copy_async_commit();
+    write_ = write_ + 1 == stages_ ? 0 : write_ + 1;
+  }
+
+ private:
+  __device__ void copy() {
+    constexpr int kUnits = D / 8;  // of 16 bytes in a row
+    const T* pool = static_cast<const T*>(call_.pool);
+    const int64_t first = static_cast<int64_t>(cursor_.first()) * D;
+    const T* keys = pool + pool_tile(call_, cursor_.block(), 0, cursor_.kv_head()) + first;
+    const T* values = pool + pool_tile(call_, cursor_.block(), 1, cursor_.kv_head()) + first;
+    T* stage = memory_ + write_ * 2 * Layout::kTensor;
+    const int tokens = cursor_.tokens();
+#pragma unroll 4
+    for (int i = static_cast<int>(threadIdx.x); i < Layout::kTokens * kUnits; i += kThreads) {
+      const int token = i / kUnits, column = (i - token * kUnits) * 8;
+      const bool present = token < tokens;
+      const int source = present ? token * D + column : 0;
+      T* target = stage + token * Layout::kStride + column;
+      copy_async_16(target, keys + source, present);
+      copy_async_16(target + Layout::kTensor, values + source, present);
+    }
+  }
+
+  const AttentionCall& call_;
+  TileCursor cursor_;
+  T* memory_;
+  int stages_, read_ = 0, write_ = 0;
+  bool more_;
+};
+
+// One segment with 16 * MT vectors, padding included.
+template <class T, int D, int MT>
+class MatrixSegment {
+ public:
+  using Layout = MatrixLayout<D>;
+  using Shared = MatrixShared<T, D>;
+  static constexpr int kStride = Layout::kStride, kWeightStride = Layout::kWeightStride;
+  static constexpr int kTokenTiles = Layout::kTokens / (8 * kWarps);          // of a warp's strip: 2, or 1
+  static constexpr int kColumnTiles = (D / 8 + kWarps - 1) / kWarps;          // of a warp's part of O
+  static constexpr int kSteps = D / 16;                                       // k steps of the scores
+  static_assert(D % 16 == 0 && (kTokenTiles == 2 || (kTokenTiles == 1 && kSteps % 2 == 0)));
+
+  __device__ MatrixSegment(const AttentionCall& call, const Shared& shared)
+      : call_(call), shared_(shared), rule_(call), lane_(static_cast<int>(threadIdx.x) % kWarpLanes),
+        warp_(static_cast<int>(threadIdx.x) / kWarpLanes) {}
+
+  __device__ void run(TileCursor& tile, TileLoader<T, D>& loader, const WorkView& work, int steps) {
+    __syncthreads();  // the segment before is done with Q and the row table
+    shared_.rows.fill(tile, work, call_, steps, 16 * MT);
+    __syncthreads();
+    load_queries();
+    __syncthreads();
+    turn_queries(shared_.q, kStride, shared_.rows, call_, tile.vectors());
+    while (tile.next_tile()) {
+      const T* keys = loader.wait();
+      __syncthreads();  // A
+      loader.issue();
+      attend(tile, keys, keys + Layout::kTensor);
+    }
+    finish();
+  }
+
+ private:
+  __device__ void load_queries() {
+    constexpr int kUnits = D / 8;
+    const T* q = static_cast<const T*>(call_.q);
+    for (int i = static_cast<int>(threadIdx.x); i < 16 * MT * kUnits; i += kThreads) {
+      const int v = i / kUnits, column = (i - v * kUnits) * 8, row = shared_.rows.row[v];
+      uint4 x = make_uint4(0u, 0u, 0u, 0u);
+      if (row >= 0) {
+        const int64_t at = row * call_.q_row_stride + static_cast<int64_t>(shared_.rows.head[v]) * D + column;
+        x = *reinterpret_cast<const uint4*>(q + at);
+      }
+      *reinterpret_cast<uint4*>(shared_.q + v * kStride + column) = x;
+    }
+  }
+
+  __device__ void attend(const TileCursor& tile, const T* keys, const T* values) {
+    const int tokens = tile.tokens();
+    float scores[MT][kTokenTiles][4] = {};
+    if (warp_ * 8 * kTokenTiles < tokens) multiply_keys(scores, keys);
+    apply_rule(scores, tokens, tile.base());
+    share_peaks(scores);
+    __syncthreads();  // B
+    weigh(scores);
+    __syncthreads();  // C
+    multiply_values(values, tokens);
+  }
+
+  __device__ void multiply_keys(float (&scores)[MT][kTokenTiles][4], const T* keys) {
+    const T* strip = keys + warp_ * 8 * kTokenTiles * kStride;
+    const T* q = shared_.q + fragment::a_row(lane_) * kStride + fragment::a_column(lane_);
+    uint32_t a[4], b[4];
+    if constexpr (kTokenTiles == 2) {
+      strip += fragment::key_pair_token(lane_) * kStride + fragment::key_pair_column(lane_);
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k) {
+        load_matrices(b, strip + k * 16);
+#pragma unroll
+        for (int m = 0; m < MT; ++m) {
+          load_matrices(a, q + m * 16 * kStride + k * 16);
+          multiply_add<T>(scores[m][0], a, b[0], b[1]);
+          multiply_add<T>(scores[m][1], a, b[2], b[3]);
+        }
+      }
+    } else {
+      strip += fragment::key_single_token(lane_) * kStride + fragment::key_single_column(lane_);
+#pragma unroll
+      for (int k = 0; k < kSteps; k += 2) {
+        load_matrices(b, strip + k * 16);
+#pragma unroll
+        for (int m = 0; m < MT; ++m) {
+          load_matrices(a, q + m * 16 * kStride + k * 16);
+          multiply_add<T>(scores[m][0], a, b[0], b[1]);
+          load_matrices(a, q + m * 16 * kStride + (k + 1) * 16);
+          multiply_add<T>(scores[m][0], a, b[2], b[3]);
+        }
+      }
+    }
+  }
+
+  __device__ void apply_rule(float (&scores)[MT][kTokenTiles][4], int tokens, int base) {
+    const bool checks = tokens < Layout::kTokens || rule_.hides_some();
+#pragma unroll
+    for (int m = 0; m < MT; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int v = m * 16 + fragment::c_row(lane_) + 8 * half;
+        const int position = shared_.rows.position[v];
+        const float slope = shared_.rows.slope[v];
+#pragma unroll
+        for (int j = 0; j < kTokenTiles; ++j) {
+#pragma unroll
+          for (int c = 0; c < 2; ++c) {
+            const int token = (warp_ * kTokenTiles + j) * 8 + fragment::c_column(lane_) + c;
+            const int ahead = base + token - position;
+            float& score = scores[m][j][2 * half + c];
+            score = rule_.apply(score, slope, ahead);
+            if (checks && (token >= tokens || rule_.hides(ahead))) score = kNegativeInfinity;
+          }
+        }
+      }
+    }
+  }
+
+  // This warp's largest score of each vector.
+  __device__ void share_peaks(const float (&scores)[MT][kTokenTiles][4]) {
+#pragma unroll
+    for (int m = 0; m < MT; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float peak = kNegativeInfinity;
+#pragma unroll
+        for (int j = 0; j < kTokenTiles; ++j) {
+          peak = fmaxf(peak, fmaxf(scores[m][j][2 * half], scores[m][j][2 * half + 1]));
+        }
+        peak = fmaxf(peak, shuffle_xor(peak, 1));
+        peak = fmaxf(peak, shuffle_xor(peak, 2));
+        if ((lane_ & 3) == 0) {
+          shared_.peaks[warp_ * shared_.capacity + m * 16 + fragment::c_row(lane_) + 8 * half] = peak;
+        }
+      }
+    }
+  }
+
+  // Scores become weights, in shared memory for the other warps; older sums are scaled to the new peak.
+  __device__ void weigh(const float (&scores)[MT][kTokenTiles][4]) {
+#pragma unroll
+    for (int m = 0; m < MT; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int v = m * 16 + fragment::c_row(lane_) + 8 * half;
+        float peak = peak_[m][half];
+#pragma unroll
+        for (int w = 0; w < kWarps; ++w) peak = fmaxf(peak, shared_.peaks[w * shared_.capacity + v]);
+        const float reference = finite_peak(peak);
+        const float decay = exp2_approximate(peak_[m][half] - reference);
+        peak_[m][half] = peak;
+        float sum = total_[m][half] * decay;
+#pragma unroll
+        for (int j = 0; j < kTokenTiles; ++j) {
+          const float low = exp2_approximate(scores[m][j][2 * half] - reference);
+          const float high = exp2_approximate(scores[m][j][2 * half + 1] - reference);
+          sum += low + high;
+          const int column = (warp_ * kTokenTiles + j) * 8 + fragment::c_column(lane_);
+          *reinterpret_cast<uint32_t*>(shared_.weights + v * kWeightStride + column) = pack2<T>(low, high);
+        }
+        total_[m][half] = sum;
+#pragma unroll
+        for (int n = 0; n < kColumnTiles; ++n) {
+          acc_[m][n][2 * half] *= decay;
+          acc_[m][n][2 * half + 1] *= decay;
+        }
+      }
+    }
+  }
+
+  __device__ void multiply_values(const T* values, int tokens) {
+    const T* weights = shared_.weights + fragment::a_row(lane_) * kWeightStride + fragment::a_column(lane_);
+    const T* from = values + fragment::value_token(lane_) * kStride + warp_ * kColumnTiles * 8;
+#pragma unroll
+    for (int k = 0; k < Layout::kTokens; k += 32) {
+      if (k >= tokens) break;  // weights and values are zeros there
+      uint32_t a[MT][2][4];
+#pragma unroll
+      for (int m = 0; m < MT; ++m) {
+        load_matrices(a[m][0], weights + m * 16 * kWeightStride + k);
+        load_matrices(a[m][1], weights + m * 16 * kWeightStride + k + 16);
+      }
+#pragma unroll
+      for (int n = 0; n < kColumnTiles; ++n) {
+        if (warp_ * kColumnTiles + n >= D / 8) break;
+        uint32_t b[4];
+        load_matrices_transposed(b, from + k * kStride + n * 8);
+#pragma unroll
+        for (int m = 0; m < MT; ++m) {
+          multiply_add<T>(acc_[m][n], a[m][0], b[0], b[1]);
+          multiply_add<T>(acc_[m][n], a[m][1], b[2], b[3]);
+        }
+      }
+    }
+  }
+
+  // Sums over lanes and warps, in a fixed order, then the output or the partial.
+  __device__ void finish() {
+    // `peaks` is free: whoever reads it in the last tile does so before that tile's barrier C.
+#pragma unroll
+    for (int m = 0; m < MT; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float sum = total_[m][half];
+        sum += shuffle_xor(sum, 1);
+        sum += shuffle_xor(sum, 2);
+        if ((lane_ & 3) == 0) {
+          shared_.peaks[warp_ * shared_.capacity + m * 16 + fragment::c_row(lane_) + 8 * half] = sum;
+        }
+      }
+    }
+    __syncthreads();
+#pragma unroll
+    for (int m = 0; m < MT; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int v = m * 16 + fragment::c_row(lane_) + 8 * half;
+        if (shared_.rows.row[v] >= 0) store(m, half, v);
+      }
+    }
+  }
+
+  __device__ void store(int m, int half, int v) {
+    float total = 0.0f;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) total += shared_.peaks[w * shared_.capacity + v];
+    const int slot = shared_.rows.slot[v], head = shared_.rows.head[v];
+    const int64_t partial = static_cast<int64_t>(slot) * call_.heads + head;
+    const int first = warp_ * kColumnTiles * 8 + fragment::c_column(lane_);
+    T* out = static_cast<T*>(call_.out) + shared_.rows.row[v] * call_.out_row_stride
+             + static_cast<int64_t>(head) * D;
+    const float inverse = total == 0.0f ? 0.0f : 1.0f / total;
+#pragma unroll
+    for (int n = 0; n < kColumnTiles; ++n) {
+      if (warp_ * kColumnTiles + n >= D / 8) break;
+      const float low = acc_[m][n][2 * half], high = acc_[m][n][2 * half + 1];
+      if (slot < 0) {
+        *reinterpret_cast<uint32_t*>(out + first + n * 8) = pack2<T>(low * inverse, high * inverse);
+      } else {
+        *reinterpret_cast<float2*>(call_.partial_acc + partial * D + first + n * 8) = make_float2(low, high);
+      }
+    }
+    if (slot >= 0 && warp_ == 0 && (lane_ & 3) == 0) {
+      *reinterpret_cast<float2*>(call_.partial_stats + partial * 2) = make_float2(peak_[m][half], total);
+    }
+  }
+
+  const AttentionCall& call_;
+  const Shared& shared_;
+  const ScoreRule rule_;
+  const int lane_, warp_;
+  float acc_[MT][kColumnTiles][4] = {};
+  float peak_[MT][2];
+  float total_[MT][2] = {};
+
+ public:
+  __device__ void clear_peaks() {
+#pragma unroll
+    for (int m = 0; m < MT; ++m) peak_[m][0] = peak_[m][1] = kNegativeInfinity;
+  }
+};
+
+template <class T, int D, int MT>
+__device__ __forceinline__ void run_segment(const AttentionCall& call, const MatrixShared<T, D>& shared,
+                                            TileCursor& tile, TileLoader<T, D>& loader, const WorkView& work,
+                                            int steps) {
+  MatrixSegment<T, D, MT> segment(call, shared);
+  segment.clear_peaks();
+  segment.run(tile, loader, work, steps);
+}
+
+template <class T, int D>
+__global__ void __launch_bounds__(kThreads) attention_matrix_kernel(const AttentionCall call) {
+  const WorkView work(call.work);
+  const int steps = call.steps == nullptr ? 0 : *call.steps;
+  const MatrixShared<T, D> shared(dynamic_shared(), call.stages, call.tile_rows);
+  TileCursor tile(work, call, steps, MatrixLayout<D>::kTokens);
+  TileLoader<T, D> loader(call, tile, shared.stages);
+  while (tile.next_segment()) {
+    const int vectors = tile.vectors();
+    if (vectors <= 16) {
+      run_segment<T, D, 1>(call, shared, tile, loader, work, steps);
+    } else if (vectors <= 32) {
+      run_segment<T, D, 2>(call, shared, tile, loader, work, steps);
+    } else {
+      run_segment<T, D, 4>(call, shared, tile, loader, work, steps);
+    }
+  }
+  copy_async_wait<0>();
+}
+
+}  // namespace trunkline::cuda

@@ -1,0 +1,165 @@
+// Moving KV: the fused write (split, norm, rotate, store; PagedAttention §5.1), block copies of token ranges in
+// one launch (PagedAttention §4.3), and gathering and scattering of blocks for tier moves.
+#include <primitives.cuh>
+
+#include "api.h"
+
+#include <algorithm>
+
+namespace trunkline::cuda {
+namespace {
+
+constexpr int kWriteThreads = 128;
+constexpr int kWriteWarps = kWriteThreads / kWarpLanes;
+constexpr int kMoveThreads = 256;
+constexpr int kMoveBlocksMax = 1 << 16;
+
+__device__ __forceinline__ float warp_sum(float x) {
+  for (int mask = kWarpLanes / 2; mask > 0; mask /= 2) x += shuffle_xor(x, mask);
+  return x;
+}
+
+// One warp per (token, head). An element is read and written by one lane only, except in the sum of squares, whose
+// shuffles every lane passes before any lane writes.
+template <class T, class A>
+__global__ void __launch_bounds__(kWriteThreads) write_kernel(const WriteCall call) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
+  const int all_heads = call.heads + 2 * call.kv_heads, d = call.head_dim, half = call.rotary_half;
+  const int64_t index = static_cast<int64_t>(blockIdx.x) * kWriteWarps + threadIdx.x / kWarpLanes;
+  const int64_t token = index / all_heads;
+  if (token >= call.tokens) return;
+  const int head = static_cast<int>(index - token * all_heads);
+  const bool is_query = head < call.heads, is_value = head >= call.heads + call.kv_heads;
+  T* x = static_cast<T*>(call.qkv) + index * d;
+
+  T* stored = nullptr;
+  const int slot = call.slots[token];
+  if (!is_query && slot >= 0) {
+    const int64_t block = slot / call.chunk_size, offset = slot - block * call.chunk_size;
+    const int kv_head = head - call.heads - (is_value ? call.kv_heads : 0);
+    const int64_t tile = ((block * call.layers + call.layer) * 2 + (is_value ? 1 : 0)) * call.kv_heads + kv_head;
+    stored = static_cast<T*>(call.pool) + (tile * call.chunk_size + offset) * d;
+  }
+  if (is_value) {
+    if (stored == nullptr) return;
+    for (int i = lane; i < d; i += kWarpLanes) stored[i] = x[i];
+    return;
+  }
+
+  const T* weight = static_cast<const T*>(is_query ? call.q_weight : call.k_weight);
+  float norm = 1.0f;
+  if (weight != nullptr) {
+    float sum = 0.0f;
+    for (int i = lane; i < d; i += kWarpLanes) sum += to_float(x[i]) * to_float(x[i]);
+    norm = rsqrtf(warp_sum(sum) / static_cast<float>(d) + call.eps);
+  }
+  const auto read = [&](int i) {
+    const float value = to_float(x[i]) * norm;
+    return weight == nullptr ? value : value * to_float(weight[i]);
+  };
+  const auto write = [&](int i, float value) {
+    const T rounded = from_float<T>(value);
+    x[i] = rounded;
+    if (stored != nullptr) stored[i] = rounded;
+  };
+  const A* cosine = static_cast<const A*>(call.cos) + token * 2 * half;
+  const A* sine = static_cast<const A*>(call.sin) + token * 2 * half;
+  for (int i = lane; i < half; i += kWarpLanes) {
+    const float low = read(i), high = read(i + half);
+    write(i, low * to_float(cosine[i]) + high * to_float(sine[i]));
+    write(i + half, high * to_float(cosine[i + half]) + low * to_float(sine[i + half]));
+  }
+  for (int i = 2 * half + lane; i < d; i += kWarpLanes) write(i, read(i));
+}
+
+// Thread block (copy, tile): a range of tokens of a (layer, K or V, head) tile is contiguous.
+template <class Unit>
+__global__ void __launch_bounds__(kMoveThreads) copy_kernel(Unit* pool, const int32_t* copies, int tiles_per_block,
+                                                            int chunk_units, int token_units) {
+  const int copy = static_cast<int>(blockIdx.x) / tiles_per_block;
+  const int tile = static_cast<int>(blockIdx.x) - copy * tiles_per_block;
+  const int64_t source = copies[4 * copy], destination = copies[4 * copy + 1];
+  const int first = copies[4 * copy + 2] * token_units, count = copies[4 * copy + 3] * token_units;
+  const Unit* from = pool + (source * tiles_per_block + tile) * chunk_units + first;
+  Unit* to = pool + (destination * tiles_per_block + tile) * chunk_units + first;
+  for (int i = static_cast<int>(threadIdx.x); i < count; i += kMoveThreads) to[i] = from[i];
+}
+
+// Grid-stride over all units of all regions.
+template <class Unit>
+__global__ void __launch_bounds__(kMoveThreads) move_kernel(const MoveCall call) {
+  constexpr int64_t kSize = sizeof(Unit);
+  const int64_t region_units = call.region_bytes / kSize, total = region_units * call.regions;
+  const int64_t step = static_cast<int64_t>(gridDim.x) * kMoveThreads;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kMoveThreads + threadIdx.x; i < total; i += step) {
+    const int64_t region = i / region_units, offset = i - region * region_units;
+    const int64_t from = call.source_index == nullptr ? region : call.source_index[region];
+    const int64_t to = call.destination_index == nullptr ? region : call.destination_index[region];
+    static_cast<Unit*>(call.destination)[to * (call.destination_stride_bytes / kSize) + offset] =
+        static_cast<const Unit*>(call.source)[from * (call.source_stride_bytes / kSize) + offset];
+  }
+}
+
+bool divides(int64_t unit, const MoveCall& call) {
+  const auto source = reinterpret_cast<uintptr_t>(call.source);
+  const auto destination = reinterpret_cast<uintptr_t>(call.destination);
+  const auto all = static_cast<int64_t>(source | destination) | call.region_bytes | call.source_stride_bytes
+                   | call.destination_stride_bytes;
+  return all % unit == 0;
+}
+
+template <class T, class A>
+cudaError_t launch_write(const WriteCall& call, void* stream) {
+  const int64_t pairs = static_cast<int64_t>(call.tokens) * (call.heads + 2 * call.kv_heads);
+  const dim3 grid(static_cast<unsigned>((pairs + kWriteWarps - 1) / kWriteWarps));
+  return launch(write_kernel<T, A>, grid, kWriteThreads, 0, stream, call);
+}
+
+template <class T>
+cudaError_t launch_write_of(const WriteCall& call, void* stream) {
+  return call.angle_dtype == call.dtype ? launch_write<T, T>(call, stream) : launch_write<T, float>(call, stream);
+}
+
+}  // namespace
+
+extern "C" {
+
+int32_t trunkline_write_kv(const WriteCall* call, void* stream) {
+  if (call->tokens == 0) return cudaSuccess;
+  if (call->angle_dtype != call->dtype && call->angle_dtype != kFloat32) return cudaErrorInvalidValue;
+  switch (call->dtype) {
+    case kFloat32: return launch_write<float, float>(*call, stream);
+    case kFloat16: return launch_write_of<Fp16>(*call, stream);
+    case kBfloat16: return launch_write_of<Bf16>(*call, stream);
+    default: return cudaErrorInvalidValue;
+  }
+}
+
+int32_t trunkline_copy_blocks(void* pool, const int32_t* copies, int32_t n, int32_t tiles_per_block,
+                              int32_t chunk_size, int32_t token_bytes, void* stream) {
+  if (n == 0) return cudaSuccess;
+  const dim3 grid(static_cast<unsigned>(n) * static_cast<unsigned>(tiles_per_block));
+  // The pool's own address is aligned to 16 bytes (the caller checks), so tokens decide.
+  if (token_bytes % 16 == 0) {
+    const int units = token_bytes / 16;
+    return launch(copy_kernel<uint4>, grid, kMoveThreads, 0, stream, static_cast<uint4*>(pool), copies,
+                  tiles_per_block, chunk_size * units, units);
+  }
+  const int units = token_bytes / 2;
+  return launch(copy_kernel<uint16_t>, grid, kMoveThreads, 0, stream, static_cast<uint16_t*>(pool), copies,
+                tiles_per_block, chunk_size * units, units);
+}
+
+int32_t trunkline_move_regions(const MoveCall* call, void* stream) {
+  if (call->regions == 0 || call->region_bytes == 0) return cudaSuccess;
+  const bool wide = divides(16, *call);
+  if (!wide && !divides(2, *call)) return cudaErrorInvalidValue;
+  const int64_t units = call->region_bytes / (wide ? 16 : 2) * call->regions;
+  const int64_t blocks = std::min<int64_t>((units + kMoveThreads - 1) / kMoveThreads, kMoveBlocksMax);
+  const dim3 grid(static_cast<unsigned>(blocks));
+  return wide ? launch(move_kernel<uint4>, grid, kMoveThreads, 0, stream, *call)
+              : launch(move_kernel<uint16_t>, grid, kMoveThreads, 0, stream, *call);
+}
+
+}  // extern "C"
+}  // namespace trunkline::cuda

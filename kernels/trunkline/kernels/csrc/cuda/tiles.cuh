@@ -1,0 +1,199 @@
+// What both attention kernels share: which tiles a thread block reads, in which order, and who the rows are.
+//
+// A *unit* is (piece, KV head). A *segment* is a unit and up to `tile_rows` of its query vectors (rows * group of
+// query heads); almost always a unit is one segment. A *tile* is up to `tile_tokens` consecutive tokens of one
+// item. Thread block b does units b, b + grid, b + 2 * grid, …; the plan says how many there are, so a captured
+// graph follows a new plan.
+//
+// Invariant: the tiles of a row depend only on its own items, never on who shares them or on how rows are packed.
+// With equal arithmetic per row this makes results equal bit by bit wherever the cuts are equal (the planner's
+// batch-invariant mode).
+//
+// Everything here is uniform over the thread block: all threads compute the same.
+#pragma once
+
+#include <primitives.cuh>
+
+#include "../common/work_plan.h"
+#include "api.h"
+
+namespace trunkline::cuda {
+
+constexpr int kThreads = 128;
+constexpr int kWarps = kThreads / kWarpLanes;
+constexpr float kLog2E = 1.4426950408889634f;
+constexpr float kNegativeInfinity = -__builtin_inff();
+
+__device__ __forceinline__ int warp_min(int x) {
+  for (int mask = kWarpLanes / 2; mask > 0; mask /= 2) x = min(x, shuffle_xor(x, mask));
+  return x;
+}
+
+// Walks a thread block's segments and, within each, its tiles. The loader's and the consumer's cursor are two
+// objects of this class, so that both see the same sequence.
+class TileCursor {
+ public:
+  __device__ TileCursor(const WorkView& work, const AttentionCall& call, int steps, int tile_tokens)
+      : work_(work), group_(call.heads / call.kv_heads), kv_heads_(call.kv_heads), tile_rows_(call.tile_rows),
+        window_(call.window), steps_(steps), tile_tokens_(tile_tokens), units_(work.pieces * call.kv_heads),
+        unit_(static_cast<int>(blockIdx.x) - static_cast<int>(gridDim.x)) {}
+
+  // False: this thread block has no more.
+  __device__ bool next_segment() {
+    vector_start_ += tile_rows_;
+    if (vector_start_ >= vectors_) {
+      unit_ += static_cast<int>(gridDim.x);
+      if (unit_ >= units_) return false;
+      enter_unit();
+    }
+    item_ = item_start_ - 1;
+    item_tokens_ = offset_ = 0;
+    return true;
+  }
+
+  // The segment's next tile. False: it has no more.
+  __device__ bool next_tile() {
+    offset_ += tile_tokens_;
+    while (offset_ >= item_tokens_) {
+      if (++item_ >= item_stop_) return false;
+      offset_ = 0;
+      item_tokens_ = work_.item_count[item_] + (work_.item_tail[item_] ? steps_ : 0);
+      item_base_ = work_.item_base[item_];
+      // Behind every row's window: not even read.
+      if (window_ > 0 && item_base_ + item_tokens_ - 1 <= oldest_ - window_) item_tokens_ = 0;
+    }
+    return true;
+  }
+
+  // Of the segment.
+  __device__ int kv_head() const { return kv_head_; }
+  __device__ int entry(int vector) const { return entry_start_ + (vector_start_ + vector) / group_; }
+  __device__ int head(int vector) const { return kv_head_ * group_ + (vector_start_ + vector) % group_; }
+  __device__ int vectors() const { return min(vectors_ - vector_start_, tile_rows_); }
+
+  // Of the tile.
+  __device__ int tokens() const { return min(item_tokens_ - offset_, tile_tokens_); }
+  __device__ int base() const { return item_base_ + offset_; }
+  __device__ int block() const { return work_.item_block[item_]; }
+  __device__ int first() const { return work_.item_first[item_] + offset_; }
+
+ private:
+  __device__ void enter_unit() {
+    const int piece = unit_ / kv_heads_;
+    kv_head_ = unit_ - piece * kv_heads_;
+    entry_start_ = work_.piece_entries[piece];
+    const int entry_stop = work_.piece_entries[piece + 1];
+    item_start_ = work_.piece_items[piece];
+    item_stop_ = work_.piece_items[piece + 1];
+    vectors_ = (entry_stop - entry_start_) * group_;
+    vector_start_ = 0;
+    if (window_ > 0) {
+      oldest_ = INT32_MAX;
+      for (int e = entry_start_ + static_cast<int>(threadIdx.x % kWarpLanes); e < entry_stop; e += kWarpLanes) {
+        oldest_ = min(oldest_, work_.query_position[work_.entry_row[e]] + steps_ - work_.entry_shift[e]);
+      }
+      oldest_ = warp_min(oldest_);
+    }
+  }
+
+  WorkView work_;
+  int group_, kv_heads_, tile_rows_, window_, steps_, tile_tokens_, units_, unit_;
+  int kv_head_ = 0, entry_start_ = 0, item_start_ = 0, item_stop_ = 0;
+  int vectors_ = 0, vector_start_ = 0;
+  int oldest_ = 0;  // the query position, in keys' positions, of the row that looks back furthest
+  int item_ = 0, item_tokens_ = 0, item_base_ = 0, offset_ = 0;
+};
+
+// Elements before the (block, layer, K or V, head) tile of the pool; a tile is contiguous.
+__device__ __forceinline__ int64_t pool_tile(const AttentionCall& call, int block, int is_value, int kv_head) {
+  const int64_t index = ((static_cast<int64_t>(block) * call.layers + call.layer) * 2 + is_value) * call.kv_heads;
+  return (index + kv_head) * call.chunk_size * call.head_dim;
+}
+
+// What a segment's query vectors are, in shared memory, one element per vector.
+struct RowTable {
+  int* row;        // into q and out; -1: padding, never read and never written
+  int* head;
+  int* slot;       // of the partial, -1: the only one, written as the output
+  int* position;   // the query's position minus its shift: in the frame in which the item's keys were rotated
+  int* shift;
+  float* slope;    // of ALiBi, times log2 e
+
+  static constexpr int kArrays = 6;
+
+  __device__ RowTable(unsigned char* memory, int capacity)
+      : row(reinterpret_cast<int*>(memory)), head(row + capacity), slot(row + 2 * capacity),
+        position(row + 3 * capacity), shift(row + 4 * capacity),
+        slope(reinterpret_cast<float*>(row + 5 * capacity)) {}
+
+  // Needs a barrier before (others may still read) and after.
+  __device__ void fill(const TileCursor& tile, const WorkView& work, const AttentionCall& call, int steps,
+                       int padded) const {
+    for (int v = static_cast<int>(threadIdx.x); v < padded; v += kThreads) {
+      row[v] = slot[v] = -1;
+      head[v] = position[v] = shift[v] = 0;
+      slope[v] = 0.0f;
+      if (v >= tile.vectors()) continue;
+      const int entry = tile.entry(v), r = work.entry_row[entry];
+      row[v] = r;
+      head[v] = tile.head(v);
+      shift[v] = work.entry_shift[entry];
+      position[v] = work.query_position[r] + steps - shift[v];
+      if (work.row_partials[r + 1] - work.row_partials[r] > 1) {
+        slot[v] = work.row_partials[r] + work.entry_ordinal[entry];
+      }
+      if (call.alibi_slopes != nullptr) slope[v] = call.alibi_slopes[head[v]] * kLog2E;
+    }
+  }
+};
+
+// Turn the queries in shared memory by minus their shift (design.md, idea 5): pairs (i, i + rotary_half). Each
+// pair belongs to one thread. Without any shift it costs one comparison per vector.
+template <class T>
+__device__ void turn_queries(T* q, int stride, const RowTable& rows, const AttentionCall& call, int vectors) {
+  if (call.inverse_frequencies == nullptr) return;
+  const int half = call.rotary_half;
+  for (int v = static_cast<int>(threadIdx.x) / kWarpLanes; v < vectors; v += kWarps) {
+    const int shift = rows.shift[v];
+    if (shift == 0) continue;
+    for (int i = static_cast<int>(threadIdx.x) % kWarpLanes; i < half; i += kWarpLanes) {
+      // Reduced to one turn in float64: shifts reach 10^5 radians, of which a float32 keeps two digits.
+      constexpr double kTurn = 6.283185307179586476925287;
+      const double angle = -static_cast<double>(shift) * call.inverse_frequencies[i];
+      float sine, cosine;
+      sincosf(static_cast<float>(angle - kTurn * rint(angle / kTurn)), &sine, &cosine);
+      T* low = q + v * stride + i;
+      T* high = low + half;
+      const float a = to_float(*low), b = to_float(*high);
+      *low = from_float<T>(a * cosine - b * sine);
+      *high = from_float<T>(b * cosine + a * sine);
+    }
+  }
+}
+
+// Scores are kept times log2 e, so that weights are powers of two, here and in the merge.
+struct ScoreRule {
+  float scale, soft_cap, inverse_cap;
+  int window, causal;
+
+  __device__ explicit ScoreRule(const AttentionCall& call)
+      : scale(call.soft_cap > 0.0f ? call.scale : call.scale * kLog2E), soft_cap(call.soft_cap * kLog2E),
+        inverse_cap(call.soft_cap > 0.0f ? 1.0f / call.soft_cap : 0.0f), window(call.window),
+        causal(call.causal) {}
+
+  // `ahead`: the key's position minus the query's.
+  __device__ float apply(float product, float slope, int ahead) const {
+    float x = product * scale;
+    if (soft_cap > 0.0f) x = soft_cap * tanhf(x * inverse_cap);
+    return x + slope * static_cast<float>(ahead);
+  }
+  __device__ bool hides(int ahead) const {
+    return hides_some() && (ahead > 0 || (window > 0 && -ahead >= window));
+  }
+  __device__ bool hides_some() const { return window > 0 || causal != 0; }
+};
+
+// `-inf - -inf` would be NaN; with 0 subtracted instead, an empty state's weights are 2^-inf = 0.
+__device__ __forceinline__ float finite_peak(float peak) { return peak == kNegativeInfinity ? 0.0f : peak; }
+
+}  // namespace trunkline::cuda

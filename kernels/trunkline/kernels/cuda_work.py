@@ -1,0 +1,194 @@
+"""Work plans on the device: where decode's lies, and how prefill's is made.
+
+Decode: one buffer of fixed capacity holds [steps, padding, the plan's words]. It is overwritten only when the
+plan changes, by a copy on the stream from one of two pinned staging buffers; between changes a kernel adds to
+`steps`. A captured CUDA graph reads whatever plan and step the buffer holds when it is replayed, so it stays valid
+until a buffer has to grow (to the next power of two; `generation` tells).
+
+Prefill: the same words as decode's, so that one kernel serves both. A piece is a tile of consecutive queries of an
+entry and a run of items with equal shift; its rows see keys up to their own position (`causal`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from trunkline.kernels.plan import PrefillPlan
+
+# Words of the header (csrc/common/work_plan.h, WorkHeader).
+MAGIC: Final = 0x54504157
+HEADER_WORDS: Final = 24
+ROWS: Final = 5
+PARTIALS: Final = 6
+TOKENS: Final = 7
+STEPS_WORDS: Final = 4
+"""Words in front of the plan, so that it stays aligned to 16 bytes; the first is the number of steps."""
+MIN_WORDS: Final = 1 << 14
+
+
+def grown(capacity: int, needed: int, least: int) -> int:
+    """The next power of two, so that growing gets rare."""
+    return capacity if needed <= capacity else max(least, 1 << (needed - 1).bit_length())
+
+
+class Workspace:
+    """Partial results of attention, float32, shared by all layers: they are merged before the next one begins."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.generation = 0
+        """Counts reallocations: graphs captured before the last one are stale."""
+        self._memory = torch.empty(0, dtype=torch.float32, device=device)
+
+    def take(self, partials: int, heads: int, head_dim: int) -> tuple[int, int]:
+        """Addresses of the sums `[capacity, heads, head_dim]` and of the statistics `[capacity, heads, 2]`.
+
+        They do not depend on `partials` unless the memory has to grow: a captured graph holds them.
+        """
+        each = heads * (head_dim + 2)
+        size = grown(len(self._memory), partials * each, 1 << 20)
+        if size > len(self._memory):
+            self._memory = torch.empty(size, dtype=torch.float32, device=self._memory.device)
+            self.generation += 1
+        capacity = size // each
+        return self._memory.data_ptr(), self._memory.data_ptr() + 4 * capacity * heads * head_dim
+
+
+class DeviceWork:
+    """The decode plan's buffer."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.generation = 0
+        """As `Workspace.generation`."""
+        self._device = device
+        self._buffer = torch.empty(0, dtype=torch.int32, device=device)
+        self._staging: list[Tensor] = []
+        self._copied: list[torch.cuda.Event] = []
+        self._turn = 0
+
+    @property
+    def steps_address(self) -> int:
+        return self._buffer.data_ptr()
+
+    @property
+    def words_address(self) -> int:
+        return self._buffer.data_ptr() + 4 * STEPS_WORDS
+
+    def upload(self, words: Tensor, steps: int) -> None:
+        """Replace the plan, in stream order: work enqueued before still sees the old one."""
+        needed = STEPS_WORDS + len(words)
+        if needed > len(self._buffer):
+            self._grow(needed)
+        staging = self._staging[self._turn]
+        if self._copied:
+            self._copied[self._turn].synchronize()  # of the plan before the last one: almost always long done
+        staging[0] = steps
+        staging[STEPS_WORDS:needed] = words
+        self._buffer[:needed].copy_(staging[:needed], non_blocking=True)
+        if self._copied:
+            self._copied[self._turn].record()
+        self._turn ^= 1
+
+    def _grow(self, needed: int) -> None:
+        capacity = grown(len(self._buffer), needed, MIN_WORDS)
+        on_gpu = self._device.type == "cuda"
+        for event in self._copied:
+            event.synchronize()
+        self._buffer = torch.empty(capacity, dtype=torch.int32, device=self._device)
+        self._staging = [torch.zeros(capacity, dtype=torch.int32, pin_memory=on_gpu) for _ in range(2)]
+        self._copied = [torch.cuda.Event() for _ in range(2)] if on_gpu else []
+        self.generation += 1
+
+
+@dataclass(frozen=True)
+class PrefillCut:
+    """How prefill work is cut."""
+
+    rows_per_tile: int
+    """Queries of a piece."""
+    units_wanted: int
+    """Pieces below which long contexts are cut, so that all processors have work."""
+    piece_tokens_min: int
+    piece_tokens: int = 0
+    """Tokens of every piece, whatever the batch (batch-invariant mode); 0: off."""
+
+
+class PrefillWork:
+    """Words of a prefill plan (`work_plan.h`), and what the host must know of them."""
+
+    def __init__(self, plan: PrefillPlan, cut: PrefillCut) -> None:
+        self._plan = plan
+        self._items: list[NDArray[np.int64]] = []
+        """By piece: indices into the plan's items."""
+        self._rows: list[tuple[int, int]] = []
+        """By piece: its queries."""
+        self._shifts: list[int] = []
+        self._ordinals: list[int] = []
+        queries = len(plan.query_position)
+        self._row_counts = np.zeros(queries, dtype=np.int64)
+        tiles = [
+            (entry, start, min(start + cut.rows_per_tile, int(plan.query_indptr[entry + 1])))
+            for entry in range(plan.num_entries)
+            for start in range(int(plan.query_indptr[entry]), int(plan.query_indptr[entry + 1]), cut.rows_per_tile)
+        ]
+        pieces_per_tile = -(-cut.units_wanted // max(1, len(tiles)))
+        for entry, start, stop in tiles:
+            self._add_tile(entry, (start, stop), cut, pieces_per_tile)
+        self.rows = queries
+        self.partials = int(self._row_counts.sum())
+        self.needs_merge = self.partials > queries
+        self.tokens_read = int(plan.count.sum())
+
+    def _add_tile(self, entry: int, rows: tuple[int, int], cut: PrefillCut, pieces: int) -> None:
+        plan = self._plan
+        items = np.arange(int(plan.item_indptr[entry]), int(plan.item_indptr[entry + 1]))
+        last = int(plan.query_position[rows[0] : rows[1]].max())
+        items = items[plan.base[items].astype(np.int64) + plan.shift[items] <= last]
+        tokens = int(plan.count[items].sum())
+        length = cut.piece_tokens or max(cut.piece_tokens_min, -(-tokens // pieces))
+        ordinal = 0
+        # Runs of equal shift, each cut where its tokens pass a multiple of the length.
+        shifts = plan.shift[items]
+        breaks = np.flatnonzero(np.diff(shifts)) + 1
+        for run in np.split(items, breaks) if len(items) else [items]:
+            before = np.cumsum(plan.count[run]) - plan.count[run]
+            for part in np.split(run, np.flatnonzero(np.diff(before // length)) + 1):
+                self._items.append(part)
+                self._rows.append(rows)
+                self._shifts.append(int(plan.shift[part[0]]) if len(part) else 0)
+                self._ordinals.append(ordinal)
+                ordinal += 1
+        self._row_counts[rows[0] : rows[1]] = ordinal
+
+    def words(self) -> Tensor:
+        """int32, on the host."""
+        plan = self._plan
+        sizes = [len(items) for items in self._items]
+        widths = [stop - start for start, stop in self._rows]
+        items = np.concatenate([*self._items, np.zeros(0, dtype=np.int64)]).astype(np.int64)
+        entry_rows = [np.arange(start, stop) for start, stop in self._rows]
+        arrays = (
+            np.cumsum([0, *sizes]),
+            np.cumsum([0, *widths]),
+            plan.block[items],
+            plan.first[items],
+            plan.count[items],
+            plan.base[items],
+            np.zeros(len(items)),  # tails do not grow
+            np.concatenate([*entry_rows, np.zeros(0, dtype=np.int64)]),
+            np.repeat(self._shifts, widths),
+            np.repeat(self._ordinals, widths),
+            np.cumsum([0, *self._row_counts.tolist()]),
+            plan.query_position,
+        )
+        offsets = np.cumsum([HEADER_WORDS, *map(len, arrays)])
+        header = np.zeros(HEADER_WORDS, dtype=np.int32)
+        counts = (len(sizes), len(items), sum(widths), self.rows, self.partials, self.tokens_read)
+        header[: len(counts) + 3] = [MAGIC, offsets[-1], *counts, max(widths, default=0)]
+        header[len(counts) + 3 : len(counts) + 3 + len(arrays)] = offsets[:-1]
+        return torch.from_numpy(np.concatenate([header, *(array.astype(np.int32) for array in arrays)]))

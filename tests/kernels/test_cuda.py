@@ -1,0 +1,303 @@
+"""The CUDA kernels in the conformance tests of all implementations: emulated everywhere, on a GPU where one is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from kernels import test_decode, test_dense, test_pool, test_prefill, test_write_kv
+from kernels.cuda_emulated import (
+    A100,
+    ADA,
+    CXX,
+    H200,
+    configure,
+    emulated_library,
+    gpu_missing,
+    make_emulated,
+    make_gpu,
+)
+from kernels.forests import Forest, Range, Shape, one_row, pool_data, random_forest
+from kernels.implementations import HALF_TYPES
+from kernels.oracle import HEAD_DIMS, assert_as_exact_as, decode_oracle, make_spec
+from kernels.test_decode import Case, decode, make_case, random_case
+
+from trunkline.kernels.cuda import CudaKernels
+from trunkline.kernels.cuda_build import CudaBuildError
+from trunkline.kernels.cuda_library import CudaError
+from trunkline.kernels.ops import Kernels, KvPool, QkNorm
+from trunkline.kernels.plan import WritePlan
+
+pytestmark = pytest.mark.skipif(CXX is None, reason="no C++ compiler for the emulation")
+
+
+@pytest.fixture(
+    params=["emulated", pytest.param("gpu", marks=pytest.mark.skipif(bool(gpu_missing()), reason=gpu_missing()))]
+)
+def where(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def make(where: str, *, invariant: bool = False) -> Kernels:
+    return make_gpu(invariant=invariant) if where == "gpu" else make_emulated(invariant=invariant)
+
+
+@pytest.fixture
+def kernels(where: str) -> Kernels:
+    if where == "emulated":
+        configure(H200, 0)
+    return make(where)
+
+
+# Tests of all implementations that take the fixture above; the longest have shorter relatives below.
+test_a_shared_prefix_is_read_once = test_decode.test_a_shared_prefix_is_read_once
+test_rows_with_different_shifts_share_a_read = test_decode.test_rows_with_different_shifts_share_a_read
+test_a_wrong_run_costs_reads_not_results = test_decode.test_a_wrong_run_costs_reads_not_results
+test_layers_of_one_plan_may_differ = test_decode.test_layers_of_one_plan_may_differ
+test_a_row_that_sees_nothing_gives_zeros = test_decode.test_a_row_that_sees_nothing_gives_zeros
+test_a_row_without_tokens_gives_zeros = test_decode.test_a_row_without_tokens_gives_zeros
+test_a_broken_row_does_not_touch_others = test_decode.test_a_broken_row_does_not_touch_others
+test_heads_of_tiny_models = test_decode.test_heads_of_tiny_models
+test_shifts_need_positions = test_decode.test_shifts_need_positions
+test_prefill_layers_may_differ = test_prefill.test_layers_of_one_plan_may_differ
+test_queries_that_see_nothing_give_zeros = test_prefill.test_queries_that_see_nothing_give_zeros
+test_a_sequence_does_not_depend_on_its_neighbours = test_prefill.test_a_sequence_does_not_depend_on_its_neighbours
+test_prefill_shifts_need_positions = test_prefill.test_shifts_need_positions
+test_splits_normalises_rotates_and_stores = test_write_kv.test_splits_normalises_rotates_and_stores
+test_tokens_one_at_a_time_fill_a_block = test_pool.test_tokens_one_at_a_time_fill_a_block
+test_part_of_a_full_block_is_copied = test_pool.test_part_of_a_full_block_is_copied_to_an_open_one_and_back
+test_copies_outside_the_pool_are_refused = test_pool.test_copies_outside_the_pool_are_refused
+test_norms = test_dense.test_norms
+test_linear = test_dense.test_linear
+test_gated_linear = test_dense.test_gated_linear
+test_large_products_of_gates = test_dense.test_large_products_of_gates
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_forests(seed: int, kernels: Kernels) -> None:
+    test_decode.check(kernels, random_case(seed), seed)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(20, 400))
+def test_more_random_forests(seed: int, kernels: Kernels) -> None:
+    test_decode.check(kernels, random_case(seed), seed)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_sequences(seed: int, where: str, kernels: Kernels) -> None:
+    if where == "emulated" and seed in (3, 6, 9, 14):
+        pytest.skip("long; float32 and large heads are met in shorter ones")
+    test_prefill.test_random_sequences(seed, kernels)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(20, 400))
+def test_more_random_sequences(seed: int, kernels: Kernels) -> None:
+    test_prefill.test_random_sequences(seed, kernels)
+
+
+@pytest.mark.parametrize("dtype", HALF_TYPES)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("rows", [1, 9, 40])
+def test_every_tile_of_the_matrix_kernels(rows: int, head_dim: int, dtype: torch.dtype, kernels: Kernels) -> None:
+    """Tiles of 16, 32 and 64 query vectors, the last partly filled, on one prefix; tails of their own."""
+    chunk_size, shared = 32, 20
+    forest = Forest(
+        chunk_size, [one_row(chunk_size, shared * chunk_size) for _ in range(rows)], test_decode.no_runs()
+    )
+    for index, row in enumerate(forest.rows):
+        count = 1 + index % chunk_size
+        row.ranges.append(Range(shared, shared + index, 0, count, shared * chunk_size, 0))
+        row.position += count
+    forest.runs = np.array([[0, rows, 0, shared]], dtype=np.int32)
+    forest.blocks = shared + rows
+    case = make_case(forest, make_spec(2, 1, head_dim), dtype, rows)
+    assert_as_exact_as(
+        decode(kernels, case, KvPool.wrap(case.data)), case.exact, case.plain, sum_terms=case.sum_terms
+    )
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_invariant_mode_ignores_the_batch(seed: int, where: str) -> None:
+    """Bit by bit: a row alone, among sharers of its prefix, in another order, so in tiles of other sizes."""
+    rng, spec = np.random.default_rng(seed), make_spec(8, 2, (64, 128)[seed % 2], window=(0, 700)[seed // 2])
+    forest = random_forest(rng, Shape(12, 64, depth_max=16, private_max=3, shifts=seed > 0, holes=seed > 1))
+    case = make_case(forest, spec, HALF_TYPES[seed % 2], seed)
+    pool = KvPool.wrap(case.data)
+    whole = decode(make(where, invariant=True), case, pool)
+    assert_as_exact_as(whole, case.exact, case.plain, sum_terms=case.sum_terms)
+    for order in [[0], [3], [11], rng.permutation(12).tolist(), [7, 2, 4]]:
+        rows = [forest.rows[row] for row in order]
+        run = [[0, len(rows), 0, max(len(row.ranges) for row in rows)]]
+        part = Forest(64, rows, np.array(run, dtype=np.int32), forest.blocks)
+        if where == "emulated":
+            configure(A100, seed)
+        again = decode(make(where, invariant=True), replace(case, forest=part, q=case.q[order]), pool)
+        assert torch.equal(again, whole[order]), f"rows {order}"
+
+
+def growing_case(chunk_size: int, spare: int) -> Case:
+    forest = random_forest(np.random.default_rng(5), Shape(6, chunk_size))
+    for row in forest.rows:
+        tail = row.ranges[-1]
+        row.ranges[-1] = tail._replace(tokens=2)
+        row.position += 2 - tail.tokens
+    spec = make_spec(4, 2, 64)
+    data = pool_data(forest, spec, torch.bfloat16, 5, spare=spare)
+    case = make_case(forest, spec, torch.bfloat16, 5)
+    return replace(case, data=data)
+
+
+def test_plans_move_to_the_device_only_when_they_change(where: str) -> None:
+    """Steps are counted there; another plan and back again is right, and costs a copy each."""
+    kernels, case = make(where), growing_case(16, 6)
+    plan, other = case.forest.decode_plan(), random_case(4)
+    other_plan, other_pool = other.forest.decode_plan(), KvPool.wrap(other.data)
+    pool = KvPool.wrap(case.data)
+    for step, copies in enumerate([1, 1, 3, 3, 3]):
+        if step in (2, 3):  # two steps at once, as after graph replays that nobody looked at
+            plan.advance()
+            [row.grow() for row in case.forest.rows]
+        if step:
+            plan.advance()
+            [row.grow() for row in case.forest.rows]
+        if step == 2:
+            out = decode(kernels, other, other_pool, other_plan)
+            assert_as_exact_as(out, other.exact, other.plain, sum_terms=other.sum_terms)
+        want = make_case(case.forest, case.spec, torch.bfloat16, 5)
+        exact, plain = decode_oracle(case.forest, case.q, case.data, 1, case.spec)
+        assert_as_exact_as(decode(kernels, case, pool, plan), exact, plain, sum_terms=want.sum_terms)
+        assert kernels.counters.decode_plans == copies
+
+
+class Replayed:
+    """A captured step: the launches of a call, made again with the arguments they had."""
+
+    def __init__(self, kernels: CudaKernels, case: Case, pool: KvPool, monkeypatch: pytest.MonkeyPatch) -> None:
+        library, captured = emulated_library(), []
+        launch = library.call
+
+        def record(name: str, *arguments: Any) -> None:
+            captured.append((name, arguments))
+            launch(name, *arguments)
+
+        self.kernels, self.case, self.pool = kernels, case, pool
+        self.plan = case.forest.decode_plan()
+        decode(kernels, case, pool, self.plan)
+        self.grow()
+        # Under capture the merge is always launched, whatever this plan needs.
+        monkeypatch.setattr(CudaKernels, "_merges", lambda *_: True)
+        monkeypatch.setattr(library, "call", record)
+        self.q, self.out = case.q.clone(), torch.empty_like(case.q)
+        kernels.decode_attention(self.plan, self.q, pool, 1, case.spec, self.out)
+        monkeypatch.setattr(library, "call", launch)
+        self.launches = captured
+        assert [name for name, _ in self.launches] == ["add_steps", "attention"]
+
+    def grow(self) -> None:
+        self.plan.advance()
+        [row.grow() for row in self.case.forest.rows]
+
+    def replay(self) -> None:
+        self.out.fill_(float("nan"))
+        for name, arguments in self.launches:
+            emulated_library().call(name, *arguments)
+        self.kernels.note_replay(self.plan)
+
+    def check(self) -> None:
+        exact, plain = decode_oracle(self.case.forest, self.q, self.case.data, 1, self.case.spec)
+        assert_as_exact_as(self.out, exact, plain, sum_terms=self.case.sum_terms)
+
+
+def test_a_captured_step_follows_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replays see their step and whatever plan is in the buffer: never the one of the capture."""
+    configure(H200, 0)
+    kernels, case = make_emulated(), growing_case(16, 9)
+    step = Replayed(kernels, case, KvPool.wrap(case.data), monkeypatch)
+    step.check()
+    generation = kernels.graph_generation
+    for _ in range(3):
+        step.grow()
+        step.replay()
+        step.check()
+    assert kernels.counters.decode_plans == 1
+    # Another batch of as many rows in the same pool, no sharing planned: other pieces, other partials.
+    case.forest.rows.reverse()
+    case.forest.runs = test_decode.no_runs()
+    step.plan = case.forest.decode_plan()
+    for _ in range(2):
+        kernels.prepare_replay(step.plan, step.pool, case.spec)
+        step.grow()
+        step.replay()
+        step.check()
+    assert (kernels.graph_generation, kernels.counters.decode_plans) == (generation, 2)
+
+
+@pytest.mark.parametrize("device", [A100, ADA])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_devices_with_less_shared_memory(head_dim: int, device: tuple[int, int, int]) -> None:
+    """Other tiles, stages and numbers of thread blocks, and warps in other orders: the same results."""
+    forest = random_forest(np.random.default_rng(head_dim), Shape(11, 64, depth_max=12, shifts=True, holes=True))
+    case = make_case(forest, make_spec(8, 2, head_dim), torch.bfloat16, head_dim)
+    for seed in range(3):
+        configure(device, seed)
+        kernels = make_emulated()
+        shape = emulated_library().attention_shape(torch.bfloat16, head_dim)
+        assert shape.is_matrix
+        assert shape.stages >= 2
+        assert shape.shared_bytes <= device[1]
+        out = decode(kernels, case, KvPool.wrap(case.data))
+        assert_as_exact_as(out, case.exact, case.plain, sum_terms=case.sum_terms)
+
+
+@pytest.mark.parametrize("heads", [(71, 1), (128, 1)])
+def test_groups_larger_than_a_tile(heads: tuple[int, int], kernels: Kernels) -> None:
+    forest = random_forest(np.random.default_rng(0), Shape(3, 16))
+    for dtype in (torch.bfloat16, torch.float32):
+        case = make_case(forest, make_spec(*heads, 64), dtype, 0)
+        out = decode(kernels, case, KvPool.wrap(case.data))
+        assert_as_exact_as(out, case.exact, case.plain, sum_terms=case.sum_terms)
+
+
+def test_gathers_and_scatters_are_copies(kernels: Kernels) -> None:
+    data = torch.randn(6, 4, 2, 2, 3, 5).to(torch.bfloat16)  # sizes that are no multiples of 16 bytes
+    pool, blocks = KvPool.wrap(data.clone()), np.array([5, 0, 3], dtype=np.int32)
+    moved = torch.full((3, 2, 2, 2, 3, 5), float("nan"), dtype=data.dtype)
+    kernels.gather_blocks(pool, blocks, range(1, 3), moved)
+    assert torch.equal(moved, data[[5, 0, 3], 1:3])
+    target = KvPool.wrap(torch.zeros_like(data))
+    kernels.scatter_blocks(target, blocks, range(1, 3), moved)
+    expected = torch.zeros_like(data)
+    expected[[5, 0, 3], 1:3] = data[[5, 0, 3], 1:3]
+    assert torch.equal(target.data, expected)
+    with pytest.raises(ValueError, match="6 blocks"):
+        kernels.gather_blocks(pool, np.array([6], dtype=np.int32), range(4), moved)
+
+
+def test_what_cannot_be_computed_is_refused() -> None:
+    kernels = make_emulated()
+    forest = Forest(8, [one_row(8, 12)], test_decode.no_runs(), 2)
+    for dtype, head_dim, kind, sentence in (
+        (torch.float64, 64, ValueError, "float32, float16, bfloat16"),
+        (torch.float32, 512, CudaError, "invalid argument"),
+    ):
+        case = make_case(forest, make_spec(4, 2, head_dim), dtype, 0)
+        with pytest.raises(kind, match=sentence):
+            decode(kernels, case, KvPool.wrap(case.data))
+    case = make_case(forest, make_spec(4, 2, 64), torch.float32, 0)
+    with pytest.raises(ValueError, match="the KV pool is"):
+        decode(kernels, replace(case, q=case.q.half()), KvPool.wrap(case.data))
+    qkv, norm = torch.zeros(1, 8 * 64, dtype=torch.float16), QkNorm(torch.ones(64), torch.ones(64), 1e-5)
+    plan = WritePlan(8, np.zeros(1, dtype=np.int32))
+    with pytest.raises(ValueError, match="qkv must be"):
+        kernels.write_kv(plan, qkv, None, KvPool.wrap(case.data), 0, case.spec, norm)
+
+
+@pytest.mark.skipif(not gpu_missing(), reason="there is a GPU")
+def test_without_a_gpu_the_error_says_so() -> None:
+    with pytest.raises(CudaBuildError, match="no CUDA device"):
+        CudaKernels()
