@@ -50,7 +50,7 @@ check-native: $(STAMP) ## Compile the CPU kernels with warnings as errors and sa
 		-DTRUNKLINE_STRICT=ON -DTRUNKLINE_SANITIZE=address,undefined >/dev/null
 	$(BIN)/cmake --build build/sanitized -j 2
 	LD_PRELOAD=$$($${CXX:-c++} -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 \
-		TRUNKLINE_NATIVE_LIBRARY=build/sanitized/_native.so $(BIN)/python -m pytest -q -m sanitized tests/kernels
+		TRUNKLINE_NATIVE_LIBRARY=build/sanitized/_native.so $(BIN)/python -m pytest -q -m "sanitized and not soak" tests/kernels
 
 check-cuda: $(STAMP) ## Compile the CUDA kernels for sm_80 and sm_90a with warnings as errors (needs nvcc)
 	$(BIN)/python -m trunkline.kernels.cuda_build --check

@@ -1,15 +1,18 @@
 """A server as its clients see it: time to first token, cold and with a cached prefix; tokens per second; start.
 
-    python benchmarks/serving.py [--quick] [--json PATH] [--tp 2] [--dtype float32] [--base-url URL --vocab N]
+    python benchmarks/serving.py [--quick] [--json PATH] [--tp 2] [--dtype float32] [--model small]
+                                 [--base-url URL --vocab N]
 
-Without `--base-url` it starts `trunkline serve` (the demo model, or `--model FOLDER`) on a free loopback port,
-measures and stops it. With a URL it measures any server that speaks OpenAI's `/v1/completions` with prompts
-of token ids; start-up is then not measured. Prompts are random token ids from a seed.
+Without `--base-url` it starts `trunkline serve` (the demo model, `--model FOLDER`, or `--model small` for the
+random model of small_model.py) on a free loopback port, measures and stops it. With a URL it measures any server
+that speaks OpenAI's `/v1/completions` with prompts of token ids; start-up is then not measured. Prompts are random
+token ids from a seed.
 
-- ttft_cold: 1,500 tokens nobody has sent before, until the first streamed token.
+- ttft_cold: a prompt nobody has sent before (1,500 tokens; small: 2,048), until the first streamed token.
 - ttft_hit: the same prompt again, its last token exchanged, so that all but one token can be reused.
-- decode rate at batch b: b streams that share 1,000 cached tokens and have 16 of their own; tokens after the
-  first ones, divided by the time from the first token of any stream to the end of the last.
+- decode rate at batch b: b streams that share a cached prefix (1,000 tokens; small: 1,024) and have 16 tokens of
+  their own; tokens after the first ones, divided by the time from the first token of any stream to the end of the
+  last. whole_rate: all tokens by the time from the first request to the end.
 """
 
 from __future__ import annotations
@@ -30,9 +33,8 @@ from statistics import median
 import httpx
 import numpy as np
 from report import Report, argument_parser
+from small_model import VOCABULARY, small_model
 
-PROMPT_TOKENS = 1500
-PREFIX_TOKENS = 1000
 OWN_TOKENS = 16
 START_SECONDS_MAX = 120.0
 
@@ -86,25 +88,26 @@ class Prompts:
 
 
 async def measure_ttft(
-    client: httpx.AsyncClient, model: str, prompts: Prompts, runs: int
+    client: httpx.AsyncClient, model: str, prompts: Prompts, tokens: int, runs: int
 ) -> dict[str, list[float]]:
     times: dict[str, list[float]] = {"ttft_cold": [], "ttft_hit": []}
     for _ in range(runs):
-        prompt = prompts.take(PROMPT_TOKENS)
+        prompt = prompts.take(tokens)
         cold = await stream(client, model, prompt, 2)
         hit = await stream(client, model, [*prompt[:-1], prompts.take(1)[0]], 2)
         times["ttft_cold"].append(cold.first * 1e3)
         times["ttft_hit"].append(hit.first * 1e3)
-        if cold.cached > 64 or (hit.cached and hit.cached < PROMPT_TOKENS - 64):
+        if cold.cached > 64 or (hit.cached and hit.cached < tokens - 64):
             print(f"unexpected cache hits: cold {cold.cached}, hit {hit.cached} tokens", file=sys.stderr)
     return times
 
 
 async def measure_decode(
-    client: httpx.AsyncClient, model: str, prompts: Prompts, batch: int, max_tokens: int
+    client: httpx.AsyncClient, model: str, prompts: Prompts, batch: int, arguments: argparse.Namespace
 ) -> tuple[float, float]:
     """(decode rate, whole rate) in tokens per second."""
-    prefix = prompts.take(PREFIX_TOKENS)
+    max_tokens = arguments.output_tokens
+    prefix = prompts.take(arguments.prefix_tokens)
     await stream(client, model, prefix, 1)
     tasks = [stream(client, model, prefix + prompts.take(OWN_TOKENS), max_tokens) for _ in range(batch)]
     done = await asyncio.gather(*tasks)
@@ -122,15 +125,15 @@ async def measure(url: str, model: str, vocabulary: int, report: Report, argumen
     limits = httpx.Limits(max_connections=100)
     async with httpx.AsyncClient(base_url=url, timeout=300, limits=limits) as client:
         await stream(client, model, prompts.take(64), 8)  # warm-up
-        for metric, values in (await measure_ttft(client, model, prompts, runs)).items():
-            report.add({**case, "prompt_tokens": PROMPT_TOKENS}, metric, median(values), "ms", runs)
+        for metric, values in (await measure_ttft(client, model, prompts, arguments.prompt_tokens, runs)).items():
+            report.add({**case, "prompt_tokens": arguments.prompt_tokens}, metric, median(values), "ms", runs)
         rounds = 1 if arguments.quick else 3
         rates: dict[int, list[tuple[float, float]]] = {batch: [] for batch in (1, 8, 32)}
         for _ in range(rounds):
             for batch, pairs in rates.items():
-                pairs.append(await measure_decode(client, model, prompts, batch, arguments.output_tokens))
+                pairs.append(await measure_decode(client, model, prompts, batch, arguments))
         for batch, pairs in rates.items():
-            shape = {**case, "batch": batch, "shared_prefix": PREFIX_TOKENS}
+            shape = {**case, "batch": batch, "shared_prefix": arguments.prefix_tokens}
             report.add(shape, "decode_rate", median(pair[0] for pair in pairs), "tokens/s", rounds)
             report.add(shape, "whole_rate", median(pair[1] for pair in pairs), "tokens/s", rounds)
 
@@ -188,8 +191,10 @@ def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--base-url", default="", help="measure this server instead of starting one")
     parser.add_argument("--name", default="trunkline", help="`impl` in the results")
-    parser.add_argument("--model", default="", help="model folder to serve; default: the demo model")
-    parser.add_argument("--vocab", type=int, default=4096, help="token ids are drawn below this number")
+    parser.add_argument("--model", default="", help="folder to serve, or small; default: the demo model")
+    parser.add_argument("--vocab", type=int, default=0, help="token ids are drawn below; default: the model's")
+    parser.add_argument("--prompt-tokens", type=int, default=0, help="of the time to first token")
+    parser.add_argument("--prefix-tokens", type=int, default=0, help="shared in the decode rates")
     parser.add_argument("--tp", type=int, default=2)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--output-tokens", type=int, default=96)
@@ -197,6 +202,12 @@ def main() -> None:
     parser.add_argument("--serve-args", default="", help="more arguments for `trunkline serve`")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
+    small = arguments.model == "small"
+    arguments.vocab = arguments.vocab or (VOCABULARY if small else 4096)
+    arguments.prompt_tokens = arguments.prompt_tokens or (2048 if small else 1500)
+    arguments.prefix_tokens = arguments.prefix_tokens or (1024 if small else 1000)
+    if small and not arguments.base_url:
+        arguments.model = str(small_model())
     report = Report("serving")
     if arguments.base_url:
         url = arguments.base_url.removesuffix("/v1").rstrip("/")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from kernels.implementations import NAMES, make_kernels
+from kernels.implementations import NAMES, REFERENCE, make_kernels
 
 from trunkline.kernels.ops import Kernels
 
@@ -15,7 +15,10 @@ from trunkline.kernels.ops import Kernels
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Last, so that it varies fastest: what a test caches for its other parameters serves all implementations."""
     if "implementation" in metafunc.fixturenames:
-        metafunc.parametrize("implementation", NAMES)
+        native = pytest.mark.sanitized
+        metafunc.parametrize(
+            "implementation", [name if name == REFERENCE else pytest.param(name, marks=native) for name in NAMES]
+        )
 
 
 @pytest.fixture

@@ -17,7 +17,10 @@ from trunkline.kernels.cpu_dense import DenseOps
 from trunkline.kernels.ops import Activation, KernelCounters, PackedLinear
 from trunkline.kernels.reference import ReferenceKernels
 
-pytestmark = pytest.mark.skipif(not native.isa_levels(), reason="the compiled CPU kernels are not installed")
+pytestmark = [
+    pytest.mark.sanitized,
+    pytest.mark.skipif(not native.isa_levels(), reason="the compiled CPU kernels are not installed"),
+]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROUNDING = {torch.float32: 2**-24, torch.bfloat16: 2**-8, torch.float16: 2**-11}

@@ -30,7 +30,10 @@ from trunkline.kernels.shared_group import (
     create_file,
 )
 
-pytestmark = pytest.mark.skipif(library() is None, reason="the compiled kernels are not installed")
+pytestmark = [
+    pytest.mark.sanitized,
+    pytest.mark.skipif(library() is None, reason="the compiled kernels are not installed"),
+]
 
 SLOT_BYTES = 8192
 """Small, so that ordinary messages take several rounds; 32 KiB and more go by parts when there are three ranks."""

@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 from trunkline.kernels.native import WorkOptions, plan_decode_work
 from trunkline.kernels.plan import DecodePlan
 
+pytestmark = pytest.mark.sanitized
+
 OPTIONS = WorkOptions(kv_heads=2, group=2, kv_token_bytes=512, partial_bytes=1024)
 HEADER = (
     "magic words pieces items entries rows partials tokens widest piece_items piece_entries item_block item_first "

@@ -21,7 +21,7 @@ def main() -> None:
         rendezvous = f"file://{folder}/rendezvous-{checkpoint.name}-{tp}"
         config = run_config(checkpoint, rank=rank, tp=tp, rendezvous=rendezvous)
         runner = Runner.load(config, lambda *_: None)
-        runner.kv_pool.fill_(float("nan"))
+        runner.pool.data.fill_(float("nan"))
         streams = generate(runner)
         # Without log-probabilities the ranks agree on the largest logit among themselves.
         plain = generate(runner, Sampling(temperature=0), first_step=runner.steps + 1)

@@ -57,7 +57,7 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     if name == "sharded":
         assert len(list(folder.glob("*.safetensors"))) > 2
     runner = Runner.load(run_config(folder), lambda *_: None)
-    runner.kv_pool.fill_(float("nan"))  # nothing that was not written may be read
+    runner.pool.data.fill_(float("nan"))  # nothing that was not written may be read
     for stream in generate(runner):
         assert largest_difference(folder, stream) <= 1e-4
 

@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def simulate(folder: Path, prompts: dict[int, list[int]], blocks: int) -> tuple[list[list[int]], Simulation]:
     """Sampled output of all prompts (by seed), submitted together."""
     runner = Runner.load(run_config(folder, pool_blocks=blocks), lambda *_: None)
-    runner.kv_pool.fill_(float("nan"))
+    runner.pool.data.fill_(float("nan"))
     simulation = Simulation(EngineConfig(num_blocks=blocks, chunk_size=8, max_context=400))
     simulation.workers = RealWorkers(runner)  # type: ignore[assignment]
     ids = [simulation.submit(prompt, 20, seed=seed) for seed, prompt in prompts.items()]

@@ -95,7 +95,7 @@ def serve(
         str | None, typer.Option(help="The name that clients use for the model.", rich_help_panel=_MODEL)
     ] = None,
     kernels: Annotated[
-        str, typer.Option(help="Implementation of attention and KV operations.", rich_help_panel=_MODEL)
+        str, typer.Option(help="auto (the fastest that runs), cpu, cuda or reference.", rich_help_panel=_MODEL)
     ] = ServeSettings.kernels,
     chunk_size: Annotated[
         int, typer.Option(help="Tokens per KV chunk.", rich_help_panel=_MEMORY)

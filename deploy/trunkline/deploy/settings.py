@@ -12,7 +12,7 @@ from trunkline.deploy.errors import UserError
 
 DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
 DEVICES: Final = ("auto", "cpu", "cuda")
-KERNELS: Final = ("auto", "reference")
+KERNELS: Final = ("auto", "cpu", "cuda", "reference")
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 
 _KV_MEMORY_CPU: Final = 1 << 30

@@ -4,25 +4,52 @@ from __future__ import annotations
 
 from typing import Final
 
+import structlog
+
+from trunkline.kernels.cpu import CpuKernels
+from trunkline.kernels.cuda import CudaKernels
+from trunkline.kernels.cuda_build import CudaBuildError
+from trunkline.kernels.native import NativeLibraryError, library
 from trunkline.kernels.ops import Kernels
 from trunkline.kernels.reference import ReferenceKernels
 
-KERNEL_NAMES: Final = ("auto", "reference")
+KERNEL_NAMES: Final = ("auto", "cpu", "cuda", "reference")
 """What `load_kernels` takes; "auto" is the fastest that runs on the device."""
+
+log = structlog.get_logger()
 
 
 class KernelsUnavailableError(Exception):
     """The kernels asked for do not exist or cannot run here."""
 
 
-def load_kernels(name: str, device: str) -> Kernels:
-    """The ops for a device ("cpu" or "cuda").
+def load_kernels(name: str, device: str, threads: int = 1) -> Kernels:
+    """The ops for a device.
+
+    Args:
+        name: one of `KERNEL_NAMES`. "auto" falls back to the reference, with one warning, where the device's own
+            kernels were not built.
+        device: "cpu" or "cuda".
+        threads: of this rank, for kernels that have their own.
 
     Raises:
-        KernelsUnavailableError: unknown name.
+        KernelsUnavailableError: an unknown name, kernels of another device, or kernels that are not built.
     """
     if name not in KERNEL_NAMES:
-        raise KernelsUnavailableError(
-            f"no kernels {name!r} for device {device!r}; there are: {', '.join(KERNEL_NAMES)}"
-        )
-    return ReferenceKernels()
+        raise KernelsUnavailableError(f"no kernels {name!r}; there are: {', '.join(KERNEL_NAMES)}")
+    if name == "reference":
+        return ReferenceKernels()
+    if name not in ("auto", device):
+        raise KernelsUnavailableError(f"kernels {name!r} do not run on device {device!r}")
+    try:
+        if device == "cuda":
+            return CudaKernels()
+        if library() is None:
+            raise NativeLibraryError("the compiled CPU kernels are not installed")
+        return CpuKernels(threads=threads)
+    except (NativeLibraryError, CudaBuildError) as error:
+        remedy = "reinstall trunkline where a C++20 compiler is" if device == "cpu" else "see docs/kernels.md"
+        if name != "auto":
+            raise KernelsUnavailableError(f"{error}; {remedy}, or use --kernels reference") from error
+        log.warning("slow reference kernels are used", reason=str(error), remedy=remedy)
+        return ReferenceKernels()

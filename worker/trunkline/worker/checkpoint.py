@@ -2,7 +2,8 @@
 
 Column-parallel matrices (queries, keys, values, gate, up, embedding, head) are split by output rows,
 row-parallel ones (attention output, down) by input columns. KV heads fewer than ranks are replicated. The
-vocabulary is padded to a multiple of the ranks. Matrices that read the same input are fused into one.
+vocabulary is padded to a multiple of the ranks. Matrices that read the same input are fused into one, and each
+is packed for the kernels at once, so that no more than one exists in two forms.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from trunkline.kernels.ops import Kernels, PackedLinear
 from trunkline.worker.errors import CheckpointError
 from trunkline.worker.families import ModelConfig
 from trunkline.worker.tensor_index import read_tensor_index
@@ -25,25 +27,18 @@ Progress = Callable[[str, float], None]
 """Called with a stage's name and the fraction done."""
 
 
-class Linear(NamedTuple):
-    """`y = x @ weight.T + bias`; weight `[out, in]` of this rank."""
-
-    weight: Tensor
-    bias: Tensor | None
-
-
 @dataclass(frozen=True)
 class LayerWeights:
     """One decoder layer on one rank."""
 
     attention_norm: Tensor
-    qkv: Linear
+    qkv: PackedLinear
     """`[(heads + 2 * kv_heads) * head_dim, hidden]`: queries, keys, values."""
-    attention_out: Linear
+    attention_out: PackedLinear
     mlp_norm: Tensor
-    gate_up: Linear
-    """`[2 * intermediate, hidden]`: gate, up."""
-    down: Linear
+    gate_up: PackedLinear
+    """`[2 * intermediate, hidden]`: gate, up, and the activation."""
+    down: PackedLinear
 
 
 @dataclass(frozen=True)
@@ -54,8 +49,8 @@ class Weights:
     """`[padded vocabulary / tp, hidden]`."""
     layers: list[LayerWeights]
     final_norm: Tensor
-    head: Tensor
-    """`[padded vocabulary / tp, hidden]`; the embedding itself if they are tied."""
+    head: PackedLinear
+    """`[padded vocabulary / tp, hidden]`; of the embedding if they are tied."""
     bytes_read: int
     """From the files, for this shard."""
 
@@ -109,16 +104,16 @@ class Shard:
 
 
 def load_weights(
-    folder: Path, shard: Shard, dtype: torch.dtype, device: torch.device, progress: Progress
+    folder: Path, shard: Shard, dtype: torch.dtype, device: torch.device, kernels: Kernels, progress: Progress
 ) -> Weights:
-    """Read this rank's slices of a checkpoint that `check_model` has accepted.
+    """Read this rank's slices of a checkpoint that `check_model` has accepted, packed for `kernels`.
 
     Raises:
         CheckpointError: a file that cannot be read.
     """
     try:
         with ExitStack() as stack:
-            reader = _Reader(folder, shard, dtype, device, stack)
+            reader = _Reader(folder, shard, (dtype, device), kernels, stack)
             return reader.read(progress)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{folder}: {error}") from error
@@ -128,14 +123,19 @@ class _Reader:
     """Reads slices by name, opening each file once, and counts bytes."""
 
     def __init__(
-        self, folder: Path, shard: Shard, dtype: torch.dtype, device: torch.device, stack: ExitStack
+        self,
+        folder: Path,
+        shard: Shard,
+        target: tuple[torch.dtype, torch.device],
+        kernels: Kernels,
+        stack: ExitStack,
     ) -> None:
         self._index = read_tensor_index(folder)
         self._files: dict[Path, Any] = {}
         self._stack = stack
         self._shard = shard
-        self._dtype = dtype
-        self._device = device
+        self._dtype, self._device = target
+        self._kernels = kernels
         self._bytes_read = 0
 
     def read(self, progress: Progress) -> Weights:
@@ -145,12 +145,12 @@ class _Reader:
         for layer in range(shard.config.layers):
             layers.append(self._layer(names.layer.format(layer)))
             progress("loading weights", (layer + 1) / shard.config.layers)
-        tied = shard.config.tied_embeddings
+        head = embedding if shard.config.tied_embeddings else self._vocabulary(f"{names.head}.weight")
         return Weights(
             embedding=embedding,
             layers=layers,
             final_norm=self._slice(f"{names.final_norm}.weight"),
-            head=embedding if tied else self._vocabulary(f"{names.head}.weight"),
+            head=self._kernels.pack_linear(head, None),
             bytes_read=self._bytes_read,
         )
 
@@ -162,24 +162,25 @@ class _Reader:
         gate_up = [(prefix + names.gate, mlp), (prefix + names.up, mlp)]
         return LayerWeights(
             attention_norm=self._slice(f"{prefix}{names.attention_norm}.weight"),
-            qkv=self._column_parallel(qkv, config.attention_bias),
+            qkv=self._kernels.pack_linear(*self._column_parallel(qkv, config.attention_bias)),
             attention_out=self._row_parallel(prefix + names.attention_out, queries, config.attention_out_bias),
             mlp_norm=self._slice(f"{prefix}{names.mlp_norm}.weight"),
-            gate_up=self._column_parallel(gate_up, config.mlp_bias),
+            gate_up=self._kernels.pack_gated_linear(*self._column_parallel(gate_up, config.mlp_bias), "silu"),
             down=self._row_parallel(prefix + names.down, mlp, config.mlp_bias),
         )
 
-    def _column_parallel(self, parts: list[tuple[str, slice]], bias: bool) -> Linear:
+    def _column_parallel(self, parts: list[tuple[str, slice]], bias: bool) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias."""
         weight = torch.cat([self._slice(f"{name}.weight", rows) for name, rows in parts])
         if not bias:
-            return Linear(weight, None)
-        return Linear(weight, torch.cat([self._slice(f"{name}.bias", rows) for name, rows in parts]))
+            return weight, None
+        return weight, torch.cat([self._slice(f"{name}.bias", rows) for name, rows in parts])
 
-    def _row_parallel(self, name: str, columns: slice, bias: bool) -> Linear:
+    def _row_parallel(self, name: str, columns: slice, bias: bool) -> PackedLinear:
         # The bias is added once: the ranks' results are summed.
         has_bias = bias and self._shard.rank == 0
         weight = self._slice(f"{name}.weight", columns=columns)
-        return Linear(weight, self._slice(f"{name}.bias") if has_bias else None)
+        return self._kernels.pack_linear(weight, self._slice(f"{name}.bias") if has_bias else None)
 
     def _vocabulary(self, name: str) -> Tensor:
         rows = self._slice(name, self._shard.vocab_rows)

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trunkline.kernels.ops import Angles, AttentionSpec, Kernels, make_angles
+from trunkline.kernels.ops import Angles, AttentionSpec, Kernels, KvPool, make_angles
 from trunkline.worker.batch import Batch
 from trunkline.worker.checkpoint import LayerWeights, Shard, Weights
 from trunkline.worker.parallel import TensorParallel
@@ -28,19 +28,19 @@ class Decoder:
     """One rank's part of the model. Not reentrant; call under `torch.inference_mode`."""
 
     def __init__(
-        self, shard: Shard, weights: Weights, kernels: Kernels, group: TensorParallel, kv_pool: Tensor
+        self, shard: Shard, weights: Weights, kernels: Kernels, group: TensorParallel, pool: KvPool
     ) -> None:
         """
         Args:
-            kv_pool: `[blocks, layers, 2, kv_heads of the rank, chunk_size, head_dim]`, in the weights' dtype.
+            pool: with the rank's KV heads, in the weights' dtype.
         """
         config = shard.config
         self.shard = shard
         self.weights = weights
         self._kernels = kernels
         self._group = group
-        self.kv_pool = kv_pool
-        self._frequencies = inverse_frequencies(config.rope, config.head_dim).to(kv_pool.device)
+        self.pool = pool
+        self._frequencies = inverse_frequencies(config.rope, config.head_dim).to(pool.data.device)
         self._spec = AttentionSpec(
             heads=shard.heads,
             kv_heads=shard.kv_heads,
@@ -80,7 +80,7 @@ class Decoder:
 
     def _angles(self, positions: Tensor) -> Angles:
         angles = make_angles(positions, self._frequencies, self.shard.config.rope.attention_factor)
-        dtype = self.kv_pool.dtype
+        dtype = self.pool.data.dtype
         return Angles(angles.cos.to(dtype), angles.sin.to(dtype))
 
     def _embed(self, ids: Tensor) -> Tensor:
@@ -94,8 +94,8 @@ class Decoder:
         return self._group.all_reduce(x.masked_fill_(foreign[:, None], 0.0))
 
     def _attention(self, x: Tensor, layer: int, weights: LayerWeights, batch: Batch, angles: Angles) -> Tensor:
-        kernels, spec, pool = self._kernels, self._spec, self.kv_pool
-        qkv = F.linear(x, *weights.qkv)
+        kernels, spec, pool = self._kernels, self._spec, self.pool
+        qkv = kernels.linear(x, weights.qkv)
         q = kernels.write_kv(batch.write, qkv, angles, pool, layer, spec)
         out = x.new_empty(x.shape[0], spec.heads, spec.head_dim)
         rows = batch.num_rows
@@ -103,14 +103,14 @@ class Decoder:
             kernels.decode_attention(batch.decode, q[:rows], pool, layer, spec, out[:rows])
         if batch.prefill is not None:
             kernels.prefill_attention(batch.prefill, q[rows:], pool, layer, spec, out[rows:])
-        return self._group.all_reduce(F.linear(out.view(x.shape[0], -1), *weights.attention_out))
+        return self._group.all_reduce(kernels.linear(out.view(x.shape[0], -1), weights.attention_out))
 
     def _mlp(self, x: Tensor, weights: LayerWeights) -> Tensor:
-        inner = self._kernels.silu_mul(F.linear(x, *weights.gate_up))
-        return self._group.all_reduce(F.linear(inner, *weights.down))
+        kernels = self._kernels
+        return self._group.all_reduce(kernels.linear(kernels.gated_linear(x, weights.gate_up), weights.down))
 
     def _logits(self, x: Tensor) -> Tensor:
-        logits = F.linear(x, self.weights.head).float()
+        logits = self._kernels.linear(x, self.weights.head, torch.float32)
         rows = self.shard.vocab_rows
         present = rows.stop - rows.start
         if present < self.shard.vocab_size:
@@ -118,8 +118,8 @@ class Decoder:
         return logits
 
 
-def make_kv_pool(shard: Shard, blocks: int, chunk_size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def make_kv_pool(shard: Shard, blocks: int, chunk_size: int, dtype: torch.dtype, device: torch.device) -> KvPool:
     """The KV pool of a rank, uninitialised: ops ignore slots that nothing was written to."""
     config = shard.config
     shape = (blocks, config.layers, 2, shard.kv_heads, chunk_size, config.head_dim)
-    return torch.empty(shape, dtype=dtype, device=device)
+    return KvPool.wrap(torch.empty(shape, dtype=dtype, device=device))

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from trunkline.controller.messages import StepResult, TopLogprobs
-from trunkline.kernels.load import load_kernels
-from trunkline.kernels.ops import KernelCounters, Kernels
+from trunkline.kernels.load import KernelsUnavailableError, load_kernels
+from trunkline.kernels.ops import Kernels, KvPool
 from trunkline.kernels.plan import PrefillPlan, WritePlan
 from trunkline.kvstore.layout import Int32Array, pack_int32, unpack_int32
 from trunkline.worker.batch import Batch, BatchBuilder
@@ -46,7 +46,7 @@ class Runner:
         self._decoder = decoder
         self._group = group
         self.kernels = kernels
-        device = decoder.kv_pool.device
+        device = decoder.pool.data.device
         self._sequences = SequenceTable(self.num_blocks)
         self._batches = BatchBuilder(self._sequences, config.chunk_size, device)
         self._vocab_size = decoder.shard.config.vocab_size
@@ -67,10 +67,10 @@ class Runner:
         torch.set_num_threads(config.threads)
         progress("joining the group", 0.0)
         group = TensorParallel.connect(config, device)
-        kernels = load_kernels(config.kernels, config.device)
+        kernels = _kernels(config)
         shard = Shard(model, config.rank, config.tp)
         dtype = TORCH_DTYPES[config.dtype]
-        weights = load_weights(Path(config.model), shard, dtype, device, progress)
+        weights = load_weights(Path(config.model), shard, dtype, device, kernels, progress)
         blocks = group.minimum(_pool_blocks(config, model, device))
         if blocks < 1:
             raise ConfigError("the KV pool has no room for a single block; give it more memory")
@@ -81,17 +81,17 @@ class Runner:
 
     @property
     def num_blocks(self) -> int:
-        return self._decoder.kv_pool.shape[0]
+        return self._decoder.pool.blocks
 
     @property
     def block_bytes(self) -> int:
-        pool = self._decoder.kv_pool
-        return pool[0].numel() * pool.element_size()
+        data = self._decoder.pool.data
+        return data[0].numel() * data.element_size()
 
     @property
-    def kv_pool(self) -> Tensor:
-        """`[blocks, layers, 2, kv_heads, chunk_size, head_dim]`."""
-        return self._decoder.kv_pool
+    def pool(self) -> KvPool:
+        """The rank's KV."""
+        return self._decoder.pool
 
     @property
     def weight_bytes_read(self) -> int:
@@ -116,8 +116,8 @@ class Runner:
         """Meet torch's and the collectives' one-time costs now rather than in the first request."""
         zero, two = np.zeros(1, dtype=np.int32), np.array([0, 1], dtype=np.int32)
         batch = Batch(
-            ids=torch.zeros(1, dtype=torch.int64, device=self.kv_pool.device),
-            positions=torch.zeros(1, dtype=torch.int64, device=self.kv_pool.device),
+            ids=torch.zeros(1, dtype=torch.int64, device=self.pool.data.device),
+            positions=torch.zeros(1, dtype=torch.int64, device=self.pool.data.device),
             num_rows=0,
             write=WritePlan(self._config.chunk_size, zero),
             decode=None,
@@ -129,7 +129,7 @@ class Runner:
             logit_rows=None,
         )
         self._decoder.forward(batch)
-        self.kernels.counters = KernelCounters()
+        self.kernels.counters.reset()
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult | None:
@@ -143,6 +143,8 @@ class Runner:
                 state is then undefined: it must stop.
         """
         started = time.perf_counter_ns()
+        counters = self.kernels.counters
+        copies_before, bytes_before = counters.decode_plans, counters.decode_bytes_read
         if plan.epoch != self._config.epoch:
             raise PlanError(f"plan of epoch {plan.epoch}; this rank belongs to epoch {self._config.epoch}")
         if plan.step != self._step + 1:
@@ -157,11 +159,19 @@ class Runner:
         if self._group.rank != 0:
             return None
         elapsed_us = (time.perf_counter_ns() - started) // 1000
-        return StepResult(plan.step, plan.epoch, pack_int32(tokens), elapsed_us, logprobs)
+        return StepResult(
+            step=plan.step,
+            epoch=plan.epoch,
+            tokens=pack_int32(tokens),
+            elapsed_us=elapsed_us,
+            logprobs=logprobs,
+            plan_copies=counters.decode_plans - copies_before,
+            kv_bytes_read=counters.decode_bytes_read - bytes_before,
+        )
 
     def _copy(self, copies: Int32Array) -> None:
         try:
-            self.kernels.copy_blocks(self.kv_pool, copies)
+            self.kernels.copy_blocks(self.pool, copies)
         except ValueError as error:
             raise PlanError(str(error)) from error
 
@@ -221,6 +231,13 @@ def _device(config: WorkerConfig) -> torch.device:
     device = torch.device("cuda", config.rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
+
+
+def _kernels(config: WorkerConfig) -> Kernels:
+    try:
+        return load_kernels(config.kernels, config.device, config.threads)
+    except KernelsUnavailableError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _pool_blocks(config: WorkerConfig, model: ModelConfig, device: torch.device) -> int:

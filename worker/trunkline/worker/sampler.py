@@ -167,7 +167,13 @@ class _Penalties:
 
 
 def first_argmax(values: Tensor) -> Tensor:
-    """int64 `[rows]`: index of the largest value of each row, the lowest one on a tie."""
+    """int64 `[rows]`: index of the largest value of each row, the lowest one on a tie.
+
+    A row with NaN gives some index that exists.
+    """
+    if values.device.type == "cpu":
+        # Some twenty times faster than torch, and which of several maxima it returns is specified.
+        return torch.from_numpy(values.numpy().argmax(axis=-1))
     best = values.amax(dim=-1, keepdim=True)
     # NaN equals nothing, so a row of NaN gives index 0: an id that exists.
     return (values == best).to(torch.uint8).argmax(dim=-1)

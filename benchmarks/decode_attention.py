@@ -1,0 +1,275 @@
+"""Decode attention on a CPU: one step's attention of a batch whose rows share a prefix (ChunkAttention, Table 3).
+
+    python benchmarks/decode_attention.py [--quick] [--json PATH] [--part grid|merge|diverge|batch|chunks]
+
+Without `--part`, all parts one after the other. A row's context is `n_p` tokens, of which the first `n_s` are
+shared by all rows, and one token of its own. Implementations, interleaved in rounds within a cell:
+
+- tpp: two-phase partition, what the engine uses.
+- sequence_first: the same kernels without batching over rows, on the same shared pages (the paper's PagedAttn*).
+- tpp_buffer: partial results through a temporary buffer instead of in place (part `merge`).
+- sdpa_fp32, sdpa_bf16: torch over private contiguous copies, which is all that torch can do; independent of `n_s`.
+- read_bandwidth, matmul_bf16: what this machine gives at most, measured in the same run.
+
+The pool has several layers, used in turn, so that what one call reads has left the caches before it is read again,
+as in a model. Time of one thread is CPU time, of several wall time; medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Final
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from report import Report, argument_parser
+from torch import Tensor
+
+from trunkline.kernels.cpu import CpuKernels
+from trunkline.kernels.ops import AttentionSpec, KvPool
+from trunkline.kernels.plan import DecodePlan, Segments, build_decode_plan
+
+POOL_BYTES_MIN: Final = 192 << 20
+"""Several times the last-level cache: what a round of layers reads at least, where layers are many enough."""
+LAYERS_MAX: Final = 24
+SCATTER_BLOCKS: Final = 64
+PARTS: Final = ("grid", "merge", "diverge", "batch", "chunks")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One cell."""
+
+    n_p: int
+    n_s: int
+    batch: int = 32
+    heads: int = 8
+    kv_heads: int = 8
+    d: int = 128
+    threads: int = 1
+    chunk: int = 64
+
+    @property
+    def distinct_tokens(self) -> int:
+        """Tokens of KV that exist."""
+        return self.n_s + self.batch * (self.n_p - self.n_s + 1)
+
+    @property
+    def layer_bytes(self) -> int:
+        return self.distinct_tokens * self.kv_heads * self.d * 2 * 2
+
+    @property
+    def flops(self) -> int:
+        return self.batch * (self.n_p + 1) * self.heads * self.d * 4
+
+
+def make_plan(case: Case) -> tuple[DecodePlan, int]:
+    """The plan, and the number of blocks it uses."""
+    chunk, total = case.chunk, case.n_p + 1
+    table = -(-total // chunk)
+    shared = case.n_s // chunk
+    own = table - shared
+    index = np.tile(np.arange(table), case.batch)
+    row = np.repeat(np.arange(case.batch), table)
+    block = np.where(index < shared, index, shared + row * own + index - shared)
+    count = np.where(index == table - 1, total - (table - 1) * chunk, chunk)
+    zeros = np.zeros(len(row))
+    columns = (row, index, block, zeros, count, index * chunk, zeros)
+    segments = Segments(*(column.astype(np.int32) for column in columns))
+    runs = np.array([[0, case.batch, 0, shared]] if shared and case.batch > 1 else [], dtype=np.int32).reshape(
+        -1, 4
+    )
+    positions = np.full(case.batch, total - 1, dtype=np.int32)
+    return build_decode_plan(segments, positions, runs, chunk), shared + case.batch * own
+
+
+class Setup:
+    """Inputs of a cell: pool, queries, plans."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.plan, blocks = make_plan(case)
+        self.layers = max(2, min(LAYERS_MAX, math.ceil(POOL_BYTES_MIN / case.layer_bytes)))
+        shape = (blocks, self.layers, 2, case.kv_heads, case.chunk, case.d)
+        self.pool = KvPool.wrap(torch.zeros(shape, dtype=torch.bfloat16))
+        self.spec = AttentionSpec(case.heads, case.kv_heads, case.d, case.d**-0.5)
+        generator = torch.Generator().manual_seed(0)
+        self.q = torch.randn(case.batch, case.heads, case.d, generator=generator).bfloat16()
+        data = torch.randn((SCATTER_BLOCKS, *shape[1:]), generator=generator).bfloat16()
+        kernels = CpuKernels(threads=2)
+        for begin in range(0, blocks, SCATTER_BLOCKS):
+            ids = np.arange(begin, min(begin + SCATTER_BLOCKS, blocks), dtype=np.int32)
+            kernels.scatter_blocks(self.pool, ids, range(self.layers), data[: len(ids)])
+        # Open tails are in plain order.
+        self.pool.packed[torch.from_numpy(self.plan.block[self.plan.tail_item]).long()] = 0
+
+    def runner(self, **options: object) -> Callable[[], None]:
+        """Attention of one layer after the other, one per call."""
+        kernels = CpuKernels(threads=self.case.threads, **options)  # type: ignore[arg-type]
+        plan, out = replace(self.plan, state=None), torch.empty_like(self.q)
+        layer = 0
+
+        def run() -> None:
+            nonlocal layer
+            kernels.decode_attention(plan, self.q, self.pool, layer, self.spec, out)
+            layer = (layer + 1) % self.layers
+
+        return run
+
+
+def timed(run: Callable[[], object], threads: int) -> float:
+    """Microseconds of one call."""
+    clock = time.process_time if threads == 1 else time.perf_counter
+    start = clock()
+    run()
+    return (clock() - start) * 1e6
+
+
+def measure(runs: Mapping[str, Callable[[], object]], threads: int, rounds: int) -> dict[str, float]:
+    """Median microseconds of each, interleaved."""
+    torch.set_num_threads(threads)
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for run in runs.values():
+        run()
+    for _ in range(rounds):
+        for name, run in runs.items():
+            times[name].append(timed(run, threads))
+    return {name: median(values) for name, values in times.items()}
+
+
+def rounds_for(case: Case, quick: bool) -> int:
+    """More rounds for short cells."""
+    reads = case.layer_bytes / 30e3  # microseconds
+    return int(min(60, max(5, (50e3 if quick else 400e3) / reads)))
+
+
+def case_of(case: Case, impl: str) -> dict[str, object]:
+    return {"impl": impl, **vars(case)}
+
+
+def sdpa(case: Case, dtype: torch.dtype) -> Callable[[], Tensor]:
+    shape = (case.batch, case.kv_heads, case.n_p + 1, case.d)
+    pattern = torch.randn(1, case.kv_heads, case.n_p + 1, case.d)
+    k, v = (pattern.to(dtype).expand(shape).contiguous() for _ in range(2))
+    q = torch.randn(case.batch, case.heads, 1, case.d).to(dtype)
+    return lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=case.heads != case.kv_heads)
+
+
+def ceilings(report: Report, threads: int, quick: bool) -> tuple[float, float]:
+    """(bytes/us read, FLOPs/us of a bf16 matmul): the machine's limits at this number of threads."""
+    torch.set_num_threads(threads)
+    big, size = torch.ones(64 << 20), 2048
+    a, b = torch.randn(size, size).bfloat16(), torch.randn(size, size).bfloat16()
+    times = measure({"read": big.sum, "matmul": lambda: a @ b}, threads, 5 if quick else 15)
+    bandwidth, flops = big.numel() * 4 / times["read"], 2 * size**3 / times["matmul"]
+    report.add({"impl": "read_bandwidth", "threads": threads}, "bandwidth", bandwidth / 1e3, "GB/s", 5)
+    report.add({"impl": "matmul_bf16", "threads": threads}, "rate", flops / 1e3, "GFLOP/s", 5)
+    return bandwidth, flops
+
+
+def grid(report: Report, quick: bool) -> None:
+    lengths = (1024, 4096) if quick else (1024, 2048, 4096)
+    widths = (128,) if quick else (64, 128)
+    for threads in (1, 2):
+        bandwidth, flops = ceilings(report, threads, quick)
+        for heads in (8, 32):
+            for d in widths:
+                for n_p in lengths:
+                    base = Case(n_p, 0, heads=heads, d=d, threads=threads)
+                    torch_times = {} if quick and n_p > 1024 else torch_baselines(report, base, quick)
+                    for n_s in (0, n_p // 2, n_p // 4 * 3, n_p):
+                        case = replace(base, n_s=n_s)
+                        cell(report, case, (bandwidth, flops), torch_times, quick)
+
+
+def torch_baselines(report: Report, case: Case, quick: bool) -> dict[str, float]:
+    times: dict[str, float] = {}
+    for name, dtype, rounds in (("sdpa_fp32", torch.float32, 5), ("sdpa_bf16", torch.bfloat16, 3)):
+        run = sdpa(case, dtype)
+        times |= measure({name: run}, case.threads, 2 if quick else rounds)
+        report.add(case_of(case, name), "time_us", times[name], "us", 2 if quick else rounds)
+    return times
+
+
+def cell(
+    report: Report, case: Case, limits: tuple[float, float], torch_times: dict[str, float], quick: bool
+) -> None:
+    setup, rounds = Setup(case), rounds_for(case, quick)
+    runs = {"tpp": setup.runner(), "sequence_first": setup.runner(share=False)}
+    times = measure(runs, case.threads, rounds)
+    for name, value in times.items():
+        report.add(case_of(case, name), "time_us", value, "us", rounds)
+    tpp = times["tpp"]
+    shown = case_of(case, "tpp")
+    report.add(shown, "of_read_bandwidth", case.layer_bytes / tpp / limits[0], "ratio", rounds)
+    report.add(shown, "of_matmul", case.flops / tpp / limits[1], "ratio", rounds)
+    report.add(shown, "speedup_over_sequence_first", times["sequence_first"] / tpp, "ratio", rounds)
+    if "sdpa_fp32" in torch_times:
+        report.add(shown, "speedup_over_sdpa_fp32", torch_times["sdpa_fp32"] / tpp, "ratio", rounds)
+
+
+def merge(report: Report, quick: bool) -> None:
+    """B9: partials merged in place against a temporary buffer."""
+    for threads in (1, 2):
+        for n_p, n_s in ((1024, 0), (1024, 512), (4096, 2048), (4096, 4096)):
+            case = Case(n_p, n_s, threads=threads)
+            setup = Setup(case)
+            runs = {"tpp": setup.runner(), "tpp_buffer": setup.runner(merge="buffer")}
+            rounds = rounds_for(case, quick)
+            for name, value in measure(runs, threads, rounds).items():
+                report.add({"part": "merge", **case_of(case, name)}, "time_us", value, "us", rounds)
+
+
+def diverge(report: Report, quick: bool) -> None:
+    """B12: rows share 2,048 tokens and have n_c of their own."""
+    for n_c in (1, 64, 512) if quick else (1, 64, 128, 256, 384, 512):
+        case = Case(2048 + n_c - 1, 2048)
+        setup = Setup(case)
+        rounds = rounds_for(case, quick)
+        runs = {"tpp": setup.runner(), "sequence_first": setup.runner(share=False)}
+        for name, value in measure(runs, 1, rounds).items():
+            shown = {"part": "diverge", "n_c": n_c, **case_of(case, name)}
+            report.add(shown, "rate", case.batch / value * 1e6, "tokens/s of one layer", rounds)
+
+
+def batch(report: Report, quick: bool) -> None:
+    """B12: b from 1 to 96 rows that share 2,048 of 2,304 tokens."""
+    for rows in (1, 8, 96) if quick else (1, 2, 4, 8, 16, 32, 64, 96):
+        case = Case(2304, 2048, batch=rows)
+        setup = Setup(case)
+        rounds = rounds_for(case, quick)
+        runs = {"tpp": setup.runner(), "sequence_first": setup.runner(share=False)}
+        for name, value in measure(runs, 1, rounds).items():
+            shown = {"part": "batch", **case_of(case, name)}
+            report.add(shown, "rate", rows / value * 1e6, "tokens/s of one layer", rounds)
+
+
+def chunks(report: Report, quick: bool) -> None:
+    """Chunk sizes, without sharing and with three quarters shared."""
+    for chunk in (16, 64) if quick else (16, 32, 64, 128):
+        for n_s in (0, 1536):
+            case = Case(2048, n_s, chunk=chunk)
+            rounds = rounds_for(case, quick)
+            times = measure({"tpp": Setup(case).runner()}, 1, rounds)
+            report.add({"part": "chunks", **case_of(case, "tpp")}, "time_us", times["tpp"], "us", rounds)
+
+
+def main() -> None:
+    parser = argument_parser(__doc__)
+    parser.add_argument("--part", choices=PARTS, help="only this part")
+    arguments: argparse.Namespace = parser.parse_args()
+    report = Report("decode_attention")
+    parts = {"grid": grid, "merge": merge, "diverge": diverge, "batch": batch, "chunks": chunks}
+    for name in [arguments.part] if arguments.part else PARTS:
+        parts[name](report, arguments.quick)
+    report.finish(arguments.json)
+
+
+if __name__ == "__main__":
+    main()

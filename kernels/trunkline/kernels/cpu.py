@@ -1,0 +1,339 @@
+"""The ops on CPUs: attention, blocks and (from `cpu_dense`) linear layers and norms, by the compiled library.
+
+Each op is one native call; what it needs of a plan is derived once and kept in the plan's `state`. Decode
+attention is two-phase-partition (ChunkAttention §3.2) over the pieces of `csrc/common/work_plan.h`; partial
+results are merged in place, serialised per row, or by way of a buffer (for comparison). Chunks are packed in
+place when they are full, see `csrc/cpu/attention.h`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from trunkline.kernels.cpu_dense import DenseOps
+from trunkline.kernels.native import ISA_LEVELS, WorkOptions, chosen_level, library, plan_decode_work
+from trunkline.kernels.ops import Angles, AttentionSpec, KernelCounters, KvPool, QkNorm
+from trunkline.kernels.plan import DecodePlan, PrefillPlan, WritePlan
+from trunkline.kvstore.layout import Int32Array
+
+INVARIANT_TOKENS: Final = 512
+VECTORS_PER_READ: Final = 8
+"""Query vectors whose products take about as long as reading their tokens: 40 GB/s against 300 GFLOP/s."""
+TILE_VECTORS: Final = 256
+"""Most query vectors of a piece: their accumulators stay in the second-level cache."""
+NONE: Final = torch.empty(0)
+"""In place of an optional tensor."""
+
+# Words of the header (csrc/common/work_plan.h, WorkHeader).
+WORK_ENTRIES: Final = 4
+WORK_TOKENS: Final = 7
+WORK_ENTRY_ROW: Final = 16
+WORK_ENTRY_SHIFT: Final = 17
+
+
+class ShiftTable:
+    """Angles by which queries are turned for shifted items, one per distinct shift; made per frequency tensor."""
+
+    def __init__(self, shifts: NDArray[np.int32]) -> None:
+        self.distinct, self.index = np.unique(shifts, return_inverse=True)
+        self._made: list[tuple[Tensor, Tensor]] = []
+
+    def angles(self, frequencies: Tensor) -> Tensor:
+        """float32 `[shifts, 2, rotary_dim / 2]`: cosines and sines of turning back by the shift."""
+        for known, angles in self._made:
+            if known is frequencies:
+                return angles
+        exact = -self.distinct.astype(np.float64)[:, None] * frequencies.double().cpu().numpy()
+        angles = torch.from_numpy(np.stack((np.cos(exact), np.sin(exact)), axis=1).astype(np.float32))
+        self._made.append((frequencies, angles))
+        return angles
+
+
+def turns_queries(spec: AttentionSpec) -> bool:
+    """Whether shifted items need turned queries; under ALiBi a shift acts by positions alone.
+
+    Raises:
+        ValueError: positions do not enter the scores relatively.
+    """
+    if spec.inverse_frequencies is None and spec.alibi_slopes is None:
+        raise ValueError("a shift needs rotary positions or ALiBi; this layer's attention has neither")
+    return spec.inverse_frequencies is not None
+
+
+class DecodeWork:
+    """A decode plan's pieces for certain head counts."""
+
+    def __init__(self, plan: DecodePlan, options: WorkOptions) -> None:
+        self.words = plan_decode_work(plan, options)
+        words = self.words.numpy()
+        self.tokens = int(words[WORK_TOKENS])
+        self.shifts: ShiftTable | None = None
+        self.entry_query = self.turns = NONE
+        entries = int(words[WORK_ENTRIES])
+        shift = words[words[WORK_ENTRY_SHIFT] :][:entries]
+        moved = np.flatnonzero(shift)
+        if not len(moved):
+            return
+        # Entries of one row with the same shift use the same turned query.
+        row = words[words[WORK_ENTRY_ROW] :][:entries][moved].astype(np.int64)
+        pairs, slot = np.unique((row << 32) + shift[moved], return_inverse=True)
+        pair_row = (pairs + (1 << 31)) >> 32
+        self.shifts = ShiftTable((pairs - (pair_row << 32)).astype(np.int32))
+        self.turns = torch.from_numpy(np.stack((pair_row, self.shifts.index), axis=1).astype(np.int32))
+        entry_query = np.full(entries, -1, dtype=np.int32)
+        entry_query[moved] = slot
+        self.entry_query = torch.from_numpy(entry_query)
+
+
+@dataclass
+class DecodeState:
+    """What `CpuKernels` derives from a `DecodePlan`."""
+
+    last_block: int
+    has_shifts: bool
+    works: dict[tuple[int, int, int], DecodeWork] = field(default_factory=dict)
+    """By KV heads, query heads and bytes of a token: layers may differ."""
+
+
+class PrefillState:
+    """What `CpuKernels` derives from a `PrefillPlan`: its arrays in one tensor (`csrc/cpu/attention.cc`)."""
+
+    def __init__(self, plan: PrefillPlan) -> None:
+        _check_items(plan.block, plan.first, plan.count, plan.chunk_size)
+        self.shifts = ShiftTable(plan.shift) if plan.shift.any() else None
+        item_angle = np.full(len(plan.block), -1)
+        if self.shifts is not None:
+            item_angle = np.where(plan.shift != 0, self.shifts.index, -1)
+        arrays = (
+            np.array([plan.num_entries, len(plan.query_position), len(plan.block)]),
+            plan.query_indptr,
+            plan.item_indptr,
+            plan.query_position,
+            plan.block,
+            plan.first,
+            plan.count,
+            plan.base,
+            plan.shift,
+            item_angle,
+        )
+        self.words = torch.from_numpy(np.concatenate([array.astype(np.int32) for array in arrays]))
+        self.tokens_read = int(plan.count.sum())
+        self.last_block = int(plan.block.max(initial=-1))
+
+
+class WriteState:
+    """What `CpuKernels` derives from a `WritePlan`."""
+
+    def __init__(self, plan: WritePlan) -> None:
+        self.slots = torch.from_numpy(np.array(plan.slots, dtype=np.int32))
+
+
+class CpuKernels:
+    """Implements `trunkline.kernels.ops.Kernels`."""
+
+    name = "cpu"
+
+    def __init__(
+        self,
+        isa: str | None = None,
+        threads: int = 1,
+        *,
+        invariant: bool = False,
+        share: bool = True,
+        merge: Literal["in_place", "buffer"] = "in_place",
+    ) -> None:
+        """
+        Args:
+            isa: one of `native.isa_levels()`; None: the environment's choice, else the best.
+            threads: that share the work of each op, the caller's included.
+            invariant: a row's decode result is then the same bit for bit whatever else is in the batch.
+            share: False: every row reads all its tokens alone (the sequence-first baseline).
+            merge: where partial results of decode attention meet; the buffer is for comparison.
+
+        Raises:
+            NativeLibraryError: the library is not installed, or the level does not run here.
+        """
+        level = chosen_level(isa)
+        module: Any = library()
+        self.isa = ISA_LEVELS[level]
+        self.counters = KernelCounters()
+        self._context = context = module.cpu_context_new(level, threads)
+        weakref.finalize(self, module.cpu_context_delete, context)
+        self._threads, self._share, self._buffered = threads, share, merge == "buffer"
+        self._invariant_tokens = INVARIANT_TOKENS if invariant else 0
+        # Looking functions up costs more than calling them.
+        self._module = module
+        self._write_kv, self._decode = module.write_kv, module.decode_attention
+        dense = DenseOps(module, context, self.counters)
+        self.rms_norm, self.add_rms_norm = dense.rms_norm, dense.add_rms_norm
+        self.pack_linear, self.linear = dense.pack_linear, dense.linear
+        self.pack_gated_linear, self.gated_linear = dense.pack_gated_linear, dense.gated_linear
+
+    def write_kv(
+        self,
+        plan: WritePlan,
+        qkv: Tensor,
+        angles: Angles | None,
+        pool: KvPool,
+        layer: int,
+        spec: AttentionSpec,
+        norm: QkNorm | None = None,
+    ) -> Tensor:
+        self.counters.called("write_kv")
+        state = plan.state
+        if not isinstance(state, WriteState):
+            plan.state = state = WriteState(plan)
+        cos, sin = (NONE, NONE) if angles is None else angles
+        q_weight, k_weight, eps = (NONE, NONE, 0.0) if norm is None else norm
+        self._write_kv(
+            self._context, state.slots, qkv, cos, sin, pool.data, pool.packed, layer, q_weight, k_weight, eps
+        )
+        return qkv.view(qkv.shape[0], -1, spec.head_dim)[:, : spec.heads]
+
+    def decode_attention(
+        self, plan: DecodePlan, q: Tensor, pool: KvPool, layer: int, spec: AttentionSpec, out: Tensor
+    ) -> None:
+        counters = self.counters
+        counters.called("decode_attention")
+        work, steps = self._decode_work(plan, pool, spec), plan.steps
+        tokens = work.tokens + steps * plan.num_rows
+        data, slopes = pool.data, spec.alibi_slopes
+        counters.decode_tokens_read += tokens
+        counters.decode_bytes_read += tokens * 2 * spec.kv_heads * spec.head_dim * data.element_size()
+        turned = entry_query = NONE
+        if work.shifts is not None and turns_queries(spec):
+            assert spec.inverse_frequencies is not None
+            entry_query = work.entry_query
+            turned = q.new_empty((len(work.turns), spec.heads, spec.head_dim))
+            angles = work.shifts.angles(spec.inverse_frequencies)
+            self._module.turn_queries(self._context, q, work.turns, angles, turned)
+        self._decode(
+            self._context,
+            work.words,
+            q,
+            data,
+            pool.packed,
+            layer,
+            steps,
+            out,
+            spec.scale,
+            spec.soft_cap,
+            spec.window,
+            NONE if slopes is None else slopes,
+            entry_query,
+            turned,
+            self._buffered,
+            self._invariant_tokens > 0,
+        )
+
+    def _decode_work(self, plan: DecodePlan, pool: KvPool, spec: AttentionSpec) -> DecodeWork:
+        state = plan.state
+        if not isinstance(state, DecodeState):
+            _check_items(plan.block, plan.first, plan.count, plan.chunk_size)
+            tails = (plan.first + plan.count)[plan.tail_item]
+            if int(tails.max(initial=0)) + plan.steps_left > plan.chunk_size:
+                raise ValueError(f"a tail does not have room for {plan.steps_left} more tokens")
+            plan.state = state = DecodeState(int(plan.block.max(initial=-1)), bool(plan.shifts.any()))
+            self.counters.decode_plans += 1
+        shape = pool.data.shape
+        _check_pool(shape, plan.chunk_size, state.last_block)
+        if plan.steps > plan.steps_left:
+            raise ValueError(f"decode plan is valid for {plan.steps_left} steps, not for {plan.steps}")
+        token_bytes = 2 * spec.head_dim * pool.data.element_size()
+        key = (spec.kv_heads, spec.heads, token_bytes)
+        work = state.works.get(key)
+        if work is None:
+            options = WorkOptions(
+                kv_heads=spec.kv_heads,
+                group=spec.group,
+                kv_token_bytes=token_bytes,
+                partial_bytes=2 * 4 * (spec.head_dim + 2),
+                tile_rows=max(TILE_VECTORS, spec.group),
+                workers=self._threads,
+                invariant_tokens=self._invariant_tokens,
+                share=self._share,
+                vectors_per_read=VECTORS_PER_READ,
+            )
+            state.works[key] = work = DecodeWork(plan, options)
+        return work
+
+    def prefill_attention(
+        self, plan: PrefillPlan, q: Tensor, pool: KvPool, layer: int, spec: AttentionSpec, out: Tensor
+    ) -> None:
+        self.counters.called("prefill_attention")
+        state = plan.state
+        if not isinstance(state, PrefillState):
+            plan.state = state = PrefillState(plan)
+        _check_pool(pool.data.shape, plan.chunk_size, state.last_block)
+        self.counters.prefill_tokens_read += state.tokens_read
+        angles = NONE
+        if state.shifts is not None and turns_queries(spec):
+            assert spec.inverse_frequencies is not None
+            angles = state.shifts.angles(spec.inverse_frequencies)
+        self._module.prefill_attention(
+            self._context,
+            state.words,
+            q,
+            pool.data,
+            pool.packed,
+            layer,
+            out,
+            spec.scale,
+            spec.soft_cap,
+            spec.window,
+            NONE if spec.alibi_slopes is None else spec.alibi_slopes,
+            angles,
+        )
+
+    def copy_blocks(self, pool: KvPool, copies: Int32Array) -> None:
+        self.counters.called("copy_blocks")
+        self._module.copy_blocks(self._context, pool.data, pool.packed, _int32(copies))
+
+    def gather_blocks(self, pool: KvPool, blocks: Int32Array, layers: range, out: Tensor) -> None:
+        self.counters.called("gather_blocks")
+        plain = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
+        self._module.gather_blocks(
+            self._context, pool.data, pool.packed, _int32(blocks), layers.start, layers.stop, plain
+        )
+        if plain is not out:
+            out.copy_(plain)
+
+    def scatter_blocks(self, pool: KvPool, blocks: Int32Array, layers: range, data: Tensor) -> None:
+        self.counters.called("scatter_blocks")
+        self._module.scatter_blocks(
+            self._context,
+            pool.data,
+            pool.packed,
+            _int32(blocks),
+            layers.start,
+            layers.stop,
+            data.cpu().contiguous(),
+        )
+
+
+def _int32(array: Int32Array) -> Tensor:
+    return torch.from_numpy(np.array(array, dtype=np.int32))
+
+
+def _check_items(block: Int32Array, first: Int32Array, count: Int32Array, chunk_size: int) -> None:
+    """The native code reads what items say without looking again."""
+    if not len(block):
+        return
+    if int(block.min()) < 0 or int(first.min()) < 0 or int(count.min()) < 0:
+        raise ValueError("an item has a negative block, first or count")
+    if int((first.astype(np.int64) + count).max()) > chunk_size:
+        raise ValueError(f"an item reaches beyond its block of {chunk_size} tokens")
+
+
+def _check_pool(shape: torch.Size, chunk_size: int, last_block: int) -> None:
+    if shape[4] != chunk_size:
+        raise ValueError(f"the plan is for blocks of {chunk_size} tokens, the pool has blocks of {shape[4]}")
+    if last_block >= shape[0]:
+        raise ValueError(f"the plan reads block {last_block}: the pool has {shape[0]} blocks")

@@ -1,0 +1,159 @@
+// What the level-independent part of the attention and block ops passes to the part that is compiled per level.
+//
+// Plain data only, and no function that the linker could merge over levels (see simd.h).
+//
+// The pool is `[blocks, layers, 2, kv_heads, chunk, d]`; a *tile* is the `chunk * d` elements of one block, layer,
+// K or V, and head. Where `PoolView::packable`, a full chunk's tiles are permuted in place once it is sealed, into
+// the form of gemm.h's B, the same at every level:
+//
+//                  K (scores: lanes along tokens)      V (outputs: lanes along d)
+//      bfloat16    [d / 2][chunk][2]                   [chunk / 2][d][2]
+//      others      [d][chunk]                          [chunk][d], as it is
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "common/work_plan.h"
+
+namespace trunkline {
+
+enum KvType : int { kKvFloat32 = 0, kKvFloat16 = 1, kKvBFloat16 = 2, kKvTypes = 3 };
+
+constexpr int kTokenStep = 16;     // packed tiles are read in so many tokens, at every level
+// Keys between two updates of a row's softmax state. Many query vectors: the fewer updates the better. Few: a
+// short group's tiles, those being fetched included, fit the first-level cache.
+constexpr int kGroupTokens = 128, kShortGroupTokens = 64;
+constexpr int kManyVectors = 16;
+constexpr int kScoreStride = kGroupTokens + kTokenStep;
+constexpr int kRowBlock = 48;      // query vectors whose scores are held at a time
+constexpr int kTotalLanes = 16;    // a row's sum of weights is kept per lane
+
+struct PoolView {
+  char* data;
+  uint8_t* packed;  // [blocks, layers]
+  int64_t blocks, layers, kv_heads, chunk, head_dim;
+  int64_t element_bytes, tile_bytes;
+  KvType type;
+  bool packable;
+};
+
+// What an `AttentionSpec` does to a score.
+struct ScoreRule {
+  float scale;
+  float soft_cap;       // 0: none
+  int32_t window;       // 0: none
+  const float* slopes;  // [heads] or null
+};
+
+// One partial result of one query head, `state_floats` long: sum of weighted values, peak, total. The weights are
+// 2^(score - peak), scores being multiplied by log2(e), here as everywhere.
+constexpr int64_t state_floats(int64_t head_dim) { return (head_dim + 15) / 16 * 16 + 16; }
+
+struct DecodeCall {
+  PoolView pool;
+  ScoreRule rule;
+  WorkView work;
+  int32_t layer = 0, steps = 0, group = 1;
+  const char* q = nullptr;
+  int64_t q_stride = 0;  // bytes from row to row
+  char* out = nullptr;
+  int64_t out_stride = 0;
+  const int32_t* entry_query = nullptr;  // [entries]: slot in `turned`, -1: the row's own query; null: all -1
+  const char* turned = nullptr;          // [slots, heads, d]
+  float* states = nullptr;
+  bool invariant = false;  // nothing may depend on how many rows share a piece
+  uint32_t* turns = nullptr;  // [rows, kv_heads]: partials merged so far; null: partials go to a buffer
+};
+
+// A piece for some heads. Several heads: at most kRowBlock query vectors in all.
+struct DecodeUnit {
+  int32_t piece, head, heads;
+};
+
+struct PrefillCall {
+  PoolView pool;
+  ScoreRule rule;
+  int32_t layer, group, block_tokens, entries;
+  const char* q;
+  int64_t q_stride;
+  char* out;
+  int64_t out_stride;
+  const int32_t *query_indptr, *query_position, *item_indptr, *block, *first, *count, *base, *shift;
+  const int32_t* item_angle;  // index into `angles`, -1: not turned
+  const float* angles;        // [n, 2, rotary_dim / 2]: cosines, sines of -shift
+  int32_t half_rotary;
+};
+
+struct PrefillUnit {
+  int32_t entry, head, first_query, queries;
+};
+
+struct TurnCall {
+  const char* q;
+  int64_t q_stride, heads, head_dim, half_rotary;
+  const int32_t* turns;  // [slots, 2]: row, index of angles
+  const float* angles;
+  char* turned;
+};
+
+struct WriteCall {
+  PoolView pool;
+  int32_t layer, heads, rotary_dim;
+  const int32_t* slots;
+  char* qkv;
+  const char *cos, *sin;            // [tokens, rotary_dim] or null
+  bool wide_angles;                 // float32, else the type of qkv
+  const char *q_weight, *k_weight;  // [head_dim] or null
+  float eps;
+};
+
+// One per level. `type` tables: by KvType.
+struct AttentionTable {
+  size_t (*unit_scratch_bytes)(int64_t vectors, int64_t head_dim);
+  void (*decode_unit[kKvTypes])(const DecodeCall& call, const DecodeUnit& unit, char* scratch);
+  void (*decode_merge[kKvTypes])(const DecodeCall& call, int64_t row);  // the buffer's second pass
+  void (*prefill_unit[kKvTypes])(const PrefillCall& call, const PrefillUnit& unit, char* scratch);
+  void (*turn_query[kKvTypes])(const TurnCall& call, int64_t slot);
+};
+
+struct BlockTable {
+  // `scratch`: of `block_scratch_bytes`.
+  void (*write_token[kKvTypes])(const WriteCall& call, int64_t token, char* scratch);
+  void (*pack_tile[kKvTypes])(char* tile, bool is_value, int64_t chunk, int64_t head_dim, char* scratch);
+  void (*unpack_tile[kKvTypes])(const char* tile, char* plain, bool is_value, int64_t chunk, int64_t head_dim);
+};
+
+// The machine's limits, for benchmarks.
+struct LimitTable {
+  uint32_t (*read_words)(const uint32_t* words, int64_t count);
+  // Returns the floating-point operations done. `scratch`: kLimitScratchBytes, zero.
+  double (*multiply[kKvTypes])(int64_t repeats, char* scratch);
+};
+constexpr size_t kLimitScratchBytes = 1 << 16;
+
+// Returns when `*turn` is `wanted`. Waits without giving up the core for long.
+void wait_for_turn(const uint32_t* turn, uint32_t wanted);
+
+namespace portable {
+const AttentionTable* attention_table();
+const BlockTable* block_table();
+const LimitTable* limit_table();
+}  // namespace portable
+namespace avx2 {
+const AttentionTable* attention_table();
+const BlockTable* block_table();
+const LimitTable* limit_table();
+}  // namespace avx2
+namespace avx512 {
+const AttentionTable* attention_table();
+const BlockTable* block_table();
+const LimitTable* limit_table();
+}  // namespace avx512
+namespace avx512bf16 {
+const AttentionTable* attention_table();
+const BlockTable* block_table();
+const LimitTable* limit_table();
+}  // namespace avx512bf16
+
+}  // namespace trunkline

@@ -1,0 +1,97 @@
+#include "attention_checks.h"
+
+namespace trunkline {
+
+KvType kv_type_of(const TensorView& tensor, const char* name) {
+  if (tensor.device().device_type != kDLCPU) TVM_FFI_THROW(ValueError) << name << " must be in host memory";
+  if (is_bfloat16(tensor)) return kKvBFloat16;
+  if (is_float32(tensor)) return kKvFloat32;
+  if (is_float16(tensor)) return kKvFloat16;
+  TVM_FFI_THROW(ValueError) << name << " has elements of " << static_cast<int>(tensor.dtype().bits)
+                            << " bits and type code " << static_cast<int>(tensor.dtype().code)
+                            << "; the CPU kernels take float32, bfloat16 and float16";
+  return kKvFloat32;  // not reached
+}
+
+PoolView pool_of(const TensorView& data, const TensorView& packed, int64_t layer) {
+  PoolView pool{};
+  pool.type = kv_type_of(data, "the pool");
+  if (data.ndim() != 6 || data.size(2) != 2 || !data.IsContiguous()) {
+    TVM_FFI_THROW(ValueError) << "the pool must be contiguous, [blocks, layers, 2, kv_heads, chunk, head_dim]";
+  }
+  pool.blocks = data.size(0), pool.layers = data.size(1), pool.kv_heads = data.size(3);
+  pool.chunk = data.size(4), pool.head_dim = data.size(5);
+  if (!has_dtype(packed, kDLUInt, 8) || !packed.IsContiguous() || packed.ndim() != 2 ||
+      packed.size(0) != pool.blocks || packed.size(1) != pool.layers) {
+    TVM_FFI_THROW(ValueError) << "the pool's packed flags must be contiguous uint8 [" << pool.blocks << ", "
+                              << pool.layers << "]";
+  }
+  if (layer < 0 || layer >= pool.layers) {
+    TVM_FFI_THROW(ValueError) << "layer " << layer << ": the pool has " << pool.layers << " layers";
+  }
+  pool.data = bytes_of(data);
+  pool.packed = reinterpret_cast<uint8_t*>(bytes_of(packed));
+  pool.element_bytes = pool.type == kKvFloat32 ? 4 : 2;
+  pool.tile_bytes = pool.chunk * pool.head_dim * pool.element_bytes;
+  pool.packable = pool.chunk % kTokenStep == 0 && pool.head_dim % 16 == 0;
+  if (pool.head_dim % 2 != 0 || reinterpret_cast<uintptr_t>(pool.data) % 4 != 0) {
+    TVM_FFI_THROW(ValueError) << "head_dim " << pool.head_dim << " must be even, and the pool aligned to 4 bytes";
+  }
+  return pool;
+}
+
+int64_t vectors_stride(const TensorView& tensor, const PoolView& pool, const char* name) {
+  const bool fits = tensor.ndim() == 3 && kv_type_of(tensor, name) == pool.type &&
+                    tensor.size(2) == pool.head_dim && tensor.size(1) % pool.kv_heads == 0 && tensor.size(1) > 0 &&
+                    tensor.stride(2) == 1 && (tensor.size(1) == 1 || tensor.stride(1) == pool.head_dim);
+  const int64_t stride = fits ? tensor.stride(0) * pool.element_bytes : 0;
+  if (!fits || stride % 4 != 0 || reinterpret_cast<uintptr_t>(bytes_of(tensor)) % 4 != 0) {
+    TVM_FFI_THROW(ValueError) << name << " must be [n, heads, " << pool.head_dim
+                              << "] in the pool's type, heads a multiple of " << pool.kv_heads << " and adjoining";
+  }
+  return stride;
+}
+
+const AttentionTable& attention_table_of(const CpuContext& context) {
+#if TRUNKLINE_LEVELS > 1
+  switch (context.level) {
+    case CpuLevel::kAvx2: return *avx2::attention_table();
+    case CpuLevel::kAvx512: return *avx512::attention_table();
+    case CpuLevel::kAvx512Bf16: return *avx512bf16::attention_table();
+    default: break;
+  }
+#else
+  static_cast<void>(context);
+#endif
+  return *portable::attention_table();
+}
+
+const BlockTable& block_table_of(const CpuContext& context) {
+#if TRUNKLINE_LEVELS > 1
+  switch (context.level) {
+    case CpuLevel::kAvx2: return *avx2::block_table();
+    case CpuLevel::kAvx512: return *avx512::block_table();
+    case CpuLevel::kAvx512Bf16: return *avx512bf16::block_table();
+    default: break;
+  }
+#else
+  static_cast<void>(context);
+#endif
+  return *portable::block_table();
+}
+
+const LimitTable& limit_table_of(const CpuContext& context) {
+#if TRUNKLINE_LEVELS > 1
+  switch (context.level) {
+    case CpuLevel::kAvx2: return *avx2::limit_table();
+    case CpuLevel::kAvx512: return *avx512::limit_table();
+    case CpuLevel::kAvx512Bf16: return *avx512bf16::limit_table();
+    default: break;
+  }
+#else
+  static_cast<void>(context);
+#endif
+  return *portable::limit_table();
+}
+
+}  // namespace trunkline

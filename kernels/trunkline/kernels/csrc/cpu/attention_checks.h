@@ -1,0 +1,31 @@
+// Tensors of the attention and block ops, checked and turned into the plain data of attention.h.
+#pragma once
+
+#include <tvm/ffi/container/tensor.h>
+
+#include <cstdint>
+
+#include "attention.h"
+#include "common/checks.h"
+#include "context.h"
+
+namespace trunkline {
+
+// A ValueError for any other type than float32, float16 and bfloat16.
+KvType kv_type_of(const TensorView& tensor, const char* name);
+
+// `pool` and `packed` of a KvPool on the CPU. `layer` must be one of its layers.
+PoolView pool_of(const TensorView& data, const TensorView& packed, int64_t layer);
+
+// `[n, heads, d]` of the pool's type, heads adjoining; returns the bytes from one to the next of n.
+int64_t vectors_stride(const TensorView& tensor, const PoolView& pool, const char* name);
+
+const AttentionTable& attention_table_of(const CpuContext& context);
+const BlockTable& block_table_of(const CpuContext& context);
+const LimitTable& limit_table_of(const CpuContext& context);
+
+inline char* bytes_of(const TensorView& tensor) {
+  return static_cast<char*>(tensor.data_ptr()) + tensor.byte_offset();
+}
+
+}  // namespace trunkline

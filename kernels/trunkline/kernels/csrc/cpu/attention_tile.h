@@ -1,0 +1,309 @@
+// Attention of a block of query vectors over groups of keys: online softmax, for decode and prefill alike.
+//
+//      scores S = Q K      gemm.h, keys as B                    [rows, columns]
+//      scale, cap, bias, masks (only where there are any), peak, weights P = 2^(S - peak), in place
+//      acc  += P V         gemm.h, values as B                  [rows, d]
+//
+// The state of a row is ChunkAttention's (O, m, n) in base 2: acc, peak, total. A row whose keys are all hidden
+// has the empty state (0, -inf, 0). `peak` is a reference, not always the maximum: it moves, and acc is rescaled,
+// only when a score exceeds it by kPeakSlack, which costs no accuracy in float32.
+//
+// A unit attends for one head with many query vectors, or for several heads with few: the tiles of adjoining heads
+// adjoin in memory, and where reading is what takes time, long sweeps are read faster than single tiles.
+//
+// Batch invariance: no instruction mixes rows, and what is skipped is skipped only where it adds exactly nothing.
+#pragma once
+
+#include "attention.h"
+#include "attention_group.h"
+
+namespace trunkline::TRUNKLINE_NAMESPACE {
+namespace {
+
+constexpr float kPeakSlack = 8.0f;
+
+// The memory of a unit: query vectors, their states, one group of keys. All pointers are 64-byte aligned.
+struct UnitMemory {
+  const void** query_rows;    // [vectors] of T::A
+  const void** weight_rows;   // [kRowBlock] of T::A
+  float* acc;                 // [vectors, padded d]
+  float* total;               // [vectors, kTotalLanes]
+  float* peak;                // [vectors]
+  float* slope;               // [vectors], times log2(e)
+  float* position;            // [vectors]: of the query, in the frame of the keys
+  float* queries;             // [vectors, padded d]: where T::A is not what memory holds; turned ones
+  float* scores;              // [kRowBlock, kScoreStride]
+  float *valid, *key_position;  // [kScoreStride]
+  char* keys;                 // scratch of a Group
+  char* values;
+};
+
+TRUNKLINE_INLINE char* carve(char*& at, size_t bytes) {
+  char* start = at;
+  at += (bytes + 63) / 64 * 64;
+  return start;
+}
+
+// Lays the memory out from `base`; returns its end.
+inline char* lay_out(UnitMemory& memory, char* base, long vectors, long head_dim) {
+  const size_t n = static_cast<size_t>(vectors), padded = static_cast<size_t>(round_up(head_dim, 16));
+  char* at = base;
+  memory.query_rows = reinterpret_cast<const void**>(carve(at, n * sizeof(void*)));
+  memory.weight_rows = reinterpret_cast<const void**>(carve(at, kRowBlock * sizeof(void*)));
+  memory.acc = reinterpret_cast<float*>(carve(at, n * padded * 4));
+  memory.total = reinterpret_cast<float*>(carve(at, n * kTotalLanes * 4));
+  memory.peak = reinterpret_cast<float*>(carve(at, n * 4));
+  memory.slope = reinterpret_cast<float*>(carve(at, n * 4));
+  memory.position = reinterpret_cast<float*>(carve(at, n * 4));
+  memory.queries = reinterpret_cast<float*>(carve(at, n * padded * 4));
+  memory.scores = reinterpret_cast<float*>(carve(at, kRowBlock * kScoreStride * 4));
+  memory.valid = reinterpret_cast<float*>(carve(at, kScoreStride * 4));
+  memory.key_position = reinterpret_cast<float*>(carve(at, kScoreStride * 4));
+  memory.keys = carve(at, padded * kScoreStride * 4);
+  memory.values = carve(at, kScoreStride * padded * 4);
+  return at;
+}
+
+// What is done to the scores of a group beyond scaling.
+struct Adjustment {
+  bool any;
+  bool scales;           // scores come out scaled; else only masked, so that a mask that hides nothing of a row
+                         // leaves its bits alone
+  bool bias;             // slopes
+  float lower, upper;    // distances key - query in [lower, upper) are visible
+};
+
+template <class T>
+class AttentionUnit {
+ public:
+  using A = typename T::A;
+  using B = typename T::B;
+  using Storage = typename T::Storage;
+  static constexpr bool kPackedWeights = T::kStep == 2 && T::kPlainA;  // P as pairs of bfloat16
+
+  // `vectors` query vectors for each of `heads` KV heads from `head` on, numbered head by head. Several heads: at
+  // most kRowBlock in all, and chunks of whole token steps.
+  TRUNKLINE_INLINE AttentionUnit(const PoolView& pool, const ScoreRule& rule, long layer, long head, int heads,
+                                 int vectors, int group_tokens, char* scratch)
+      : reader_(pool, layer, group_tokens), pool_(pool), rule_(rule), d_(static_cast<int>(pool.head_dim)),
+        padded_(static_cast<int>(round_up(pool.head_dim, 16))), head_(head), heads_(heads), vectors_(vectors) {
+    lay_out(memory_, scratch, heads * vectors, d_);
+    group_.valid = memory_.valid, group_.position = memory_.key_position;
+    group_.key_scratch = reinterpret_cast<B*>(memory_.keys);
+    group_.value_scratch = reinterpret_cast<B*>(memory_.values);
+  }
+
+  UnitMemory& memory() { return memory_; }
+  int padded() const { return padded_; }
+
+  // Empties the states. Query vectors, positions and slopes (where the rule needs them) are the caller's to set.
+  void reset() {
+    const int all = heads_ * vectors_;
+    std::memset(memory_.acc, 0, static_cast<size_t>(all) * padded_ * 4);
+    std::memset(memory_.total, 0, static_cast<size_t>(all) * kTotalLanes * 4);
+    for (int i = 0; i < all; ++i) memory_.peak[i] = kMinusInfinity;
+  }
+
+  // Query vector `i` is `q`, as it is in memory.
+  TRUNKLINE_INLINE void set_query(int i, const char* q) {
+    if constexpr (T::kPlainA) {
+      memory_.query_rows[i] = q;
+    } else {
+      float* row = memory_.queries + i * padded_;
+      const Storage* from = reinterpret_cast<const Storage*>(q);
+      int j = 0;
+      for (; j + kLanes <= d_; j += kLanes) store(row + j, T::load_floats(from + j));
+      for (; j < d_; ++j) row[j] = T::to_float(from[j]);
+      memory_.query_rows[i] = row;
+    }
+  }
+
+  // Attends to everything that `at` yields. `causal`: keys after the query are hidden.
+  void attend(Cursor& at, bool causal, int32_t query_lowest, int32_t query_highest) {
+    while (reader_.next(at, head_, group_)) {
+      if (group_.size == 0) continue;
+      const Adjustment how = adjustment(causal, query_lowest, query_highest);
+      if (heads_ > 1) {
+        attend_heads(how, at);
+        continue;
+      }
+      reader_.load_keys(group_, head_);
+      reader_.load_values(group_, head_);
+      for (int first = 0; first < vectors_; first += kRowBlock) {
+        const int rows = vectors_ - first < kRowBlock ? vectors_ - first : kRowBlock;
+        const Cursor* next = first == 0 ? &at : nullptr;  // fetched once
+        score(0, first, rows, 0, next);
+        weigh(first, rows, how);
+        accumulate(0, first, rows, 0, next);
+      }
+    }
+  }
+
+  TRUNKLINE_INLINE float total(int i) const {
+    float sum = 0.0f;
+    const float* lanes = memory_.total + i * kTotalLanes;
+    for (int lane = 0; lane < kTotalLanes; lane += kLanes) sum += reduce_add(load(lanes + lane));
+    return sum;
+  }
+
+  // The result of query vector `i`; zeros if it saw nothing.
+  TRUNKLINE_INLINE void write_output(int i, char* out) const {
+    write_normalised<T>(memory_.acc + i * padded_, total(i), d_, out);
+  }
+
+  template <class U>
+  TRUNKLINE_INLINE static void write_normalised(const float* acc, float total, int d, char* out) {
+    const float factor = total == 0.0f ? 0.0f : 1.0f / total;
+    auto* to = reinterpret_cast<typename U::Storage*>(out);
+    int j = 0;
+    for (; j + kLanes <= d; j += kLanes) U::store_floats(to + j, mul(load(acc + j), set1(factor)));
+    for (; j < d; ++j) to[j] = U::from_float(acc[j] * factor);
+  }
+
+ private:
+  TRUNKLINE_INLINE Adjustment adjustment(bool causal, int32_t query_lowest, int32_t query_highest) const {
+    Adjustment how{};
+    how.bias = rule_.slopes != nullptr;
+    how.lower = kMinusInfinity, how.upper = __builtin_inff();
+    if (causal && group_.highest > query_lowest) how.upper = 1.0f;
+    const int64_t before_window = static_cast<int64_t>(query_highest) - rule_.window;
+    if (rule_.window > 0 && group_.lowest <= before_window) how.lower = 1.0f - static_cast<float>(rule_.window);
+    how.scales = how.bias || rule_.soft_cap != 0.0f;
+    how.any = how.scales || how.upper == 1.0f || how.lower > kMinusInfinity || !group_.all_valid;
+    return how;
+  }
+
+  void attend_heads(const Adjustment& how, const Cursor& next) {
+    for (int h = 0; h < heads_; ++h) {
+      reader_.load_keys(group_, head_ + h);
+      score(h, h * vectors_, vectors_, h * vectors_, &next);
+    }
+    weigh(0, heads_ * vectors_, how);
+    for (int h = 0; h < heads_; ++h) {
+      reader_.load_values(group_, head_ + h);
+      accumulate(h, h * vectors_, vectors_, h * vectors_, &next);
+    }
+  }
+
+  // Bytes from a part's tile to the one that is read after it: that of the next head, or else of the next stage or
+  // group, which starts at `next`; 0: do not fetch.
+  TRUNKLINE_INLINE long ahead_of(int p, int h, bool value, const Cursor* next) const {
+    const Part<T>& part = group_.parts[p];
+    if (next == nullptr || !part.packed) return 0;
+    const long tile = pool_.tile_bytes;
+    if (h + 1 < heads_) return tile;
+    if (heads_ > 1 && !value) return (pool_.kv_heads - heads_ + 1) * tile;
+    const int item = next->item + p;
+    if (item >= next->end) return 0;
+    const long blocks = static_cast<long>(next->block[item]) - part.block;
+    const long tiles = blocks * pool_.layers * 2 * pool_.kv_heads;
+    return (heads_ > 1 ? tiles - pool_.kv_heads - heads_ + 1 : tiles) * tile;
+  }
+
+  // Scores of query vectors [first, first + rows) go to the rows of `scores` from `to` on.
+  TRUNKLINE_INLINE void score(int h, int first, int rows, int to, const Cursor* next) {
+    const A* const* queries = reinterpret_cast<const A* const*>(memory_.query_rows) + first;
+    for (int p = 0; p < group_.size; ++p) {
+      const Part<T>& part = group_.parts[p];
+      gemm<T>(rows, part.columns, d_ / T::kStep, queries, part.keys, part.key_stride,
+              memory_.scores + to * kScoreStride + part.column, kScoreStride, false,
+              ahead_of(p, h, false, next));
+    }
+  }
+
+  // Scores of query vectors [first, first + rows), which start at row 0, become weights.
+  void weigh(int first, int rows, const Adjustment& how) {
+    const float factor = how.scales ? 1.0f : rule_.scale * kLog2E;
+    for (int i = 0; i < rows; ++i) {
+      float* scores = memory_.scores + i * kScoreStride;
+      if (how.any) adjust(scores, first + i, how);
+      softmax(scores, first + i, factor);
+    }
+  }
+
+  // Weights in the rows from `from` on, times values, are added to query vectors [first, first + rows).
+  TRUNKLINE_INLINE void accumulate(int h, int first, int rows, int from, const Cursor* next) {
+    const A** weights = reinterpret_cast<const A**>(memory_.weight_rows);
+    for (int p = 0; p < group_.size; ++p) {
+      const Part<T>& part = group_.parts[p];
+      const int word = kPackedWeights ? part.value_column / 2 : part.value_column;
+      for (int i = 0; i < rows; ++i) {
+        weights[i] = reinterpret_cast<const A*>(memory_.scores + (from + i) * kScoreStride) + word;
+      }
+      gemm<T>(rows, padded_, part.value_steps, weights, part.values, padded_, memory_.acc + first * padded_,
+              padded_, true, ahead_of(p, h, true, next));
+    }
+  }
+
+  // Scores become -inf where hidden; where the rule has more than a scale, what it says, times log2(e).
+  void adjust(float* scores, int row, const Adjustment& how) {
+    const bool capped = rule_.soft_cap != 0.0f;
+    const float factor = capped ? rule_.scale / rule_.soft_cap : how.scales ? rule_.scale * kLog2E : 1.0f;
+    const Vec scale = set1(factor);
+    const Vec cap = set1(rule_.soft_cap * kLog2E), hidden = set1(kMinusInfinity);
+    const Vec slope = set1(how.bias ? memory_.slope[row] : 0.0f), query = set1(memory_.position[row]);
+    const Vec lower = set1(how.lower), upper = set1(how.upper);
+    const bool by_position = how.bias || how.upper == 1.0f || how.lower > kMinusInfinity;
+    for (int c = 0; c < group_.columns; c += kLanes) {
+      Vec x = mul(load(scores + c), scale);
+      if (capped) x = mul(tanh(x), cap);
+      if (by_position) {
+        const Vec distance = sub(load(group_.position + c), query);
+        if (how.bias) x = fma(slope, distance, x);
+        x = keep_between(x, distance, lower, upper, hidden);
+      }
+      if (!group_.all_valid) x = keep_between(x, load(group_.valid + c), set1(0.5f), set1(2.0f), hidden);
+      store(scores + c, x);
+    }
+  }
+
+  // Scores times `factor` become weights, in place, in the form of A.
+  TRUNKLINE_INLINE void softmax(float* scores, int row, float factor) {
+    const int columns = group_.columns;
+    Vec top = load(scores);
+    for (int c = kLanes; c < columns; c += kLanes) top = max(top, load(scores + c));
+    const float largest = reduce_max(top) * factor;
+    float peak = memory_.peak[row];
+    if (largest > peak + kPeakSlack) {
+      if (peak != kMinusInfinity) rescale(row, peak - largest);
+      memory_.peak[row] = peak = largest;
+    }
+    const Vec offset = set1(peak == kMinusInfinity ? 0.0f : -peak), scale = set1(factor);
+    float* lanes = memory_.total + row * kTotalLanes;
+    Vec sums[kTotalLanes / kLanes];
+    for (int i = 0; i < kTotalLanes / kLanes; ++i) sums[i] = load(lanes + i * kLanes);
+    for (int c = 0; c < columns; c += kTotalLanes) {
+      for (int i = 0; i < kTotalLanes / kLanes; ++i) {
+        const int at = c + i * kLanes;
+        const Vec weight = exp2(fma(load(scores + at), scale, offset));
+        sums[i] = add(sums[i], weight);
+        if constexpr (kPackedWeights) {
+          store_bf16(reinterpret_cast<uint16_t*>(scores) + at, weight);
+        } else {
+          store(scores + at, weight);
+        }
+      }
+    }
+    for (int i = 0; i < kTotalLanes / kLanes; ++i) store(lanes + i * kLanes, sums[i]);
+  }
+
+  void rescale(int row, float exponent) {
+    const Vec factor = exp2(set1(exponent));
+    float* acc = memory_.acc + row * padded_;
+    for (int j = 0; j < padded_; j += kLanes) store(acc + j, mul(load(acc + j), factor));
+    float* lanes = memory_.total + row * kTotalLanes;
+    for (int j = 0; j < kTotalLanes; j += kLanes) store(lanes + j, mul(load(lanes + j), factor));
+  }
+
+  GroupReader<T> reader_;
+  const PoolView& pool_;
+  const ScoreRule& rule_;
+  const int d_, padded_;
+  const long head_;
+  const int heads_, vectors_;  // per head
+  UnitMemory memory_;
+  Group<T> group_;
+};
+
+}  // namespace
+}  // namespace trunkline::TRUNKLINE_NAMESPACE
