@@ -25,13 +25,13 @@ using Clock = std::chrono::steady_clock;
 
 constexpr uint64_t kMagic = 0x31505247534c5254;  // "TRLSGRP1"
 constexpr std::chrono::microseconds kSpin{50};
+// Waking a sleeper takes longer than a decoder's ops between two collectives: two ranks that sleep for each other once
+// would go on doing so at every call. So a wait first offers its core to whoever wants it, and looks again.
+constexpr std::chrono::microseconds kYield{2000};
 constexpr int kPausesPerLook = 16;  // looks at the clock are dearer than looks at the counter
 constexpr std::chrono::milliseconds kCheckPeersEvery{100};
 constexpr int kCpuWords = 16;
 constexpr size_t kPageBytes = 4096;
-// Somebody else has the cores if this many waits in a row outlast the spinning; then only every so many-th spins.
-constexpr uint32_t kFailedSpinsMax = 8;
-constexpr uint32_t kSpinEvery = 16;
 // From here on two rounds with less reading beat one round, measured with 4 and with 8 ranks.
 constexpr int64_t kPartsBytesMin = 32 * 1024;
 
@@ -266,19 +266,16 @@ void SharedGroup::await(int peer, uint32_t round) {
 }
 
 bool SharedGroup::spin_until_reached(int peer, uint32_t round) {
-  if (!spins_ || (failed_spins_ >= kFailedSpinsMax && ++failed_spins_ % kSpinEvery != 0)) return false;
   const std::atomic<uint32_t>& word = ranks_[peer].word;
-  const auto until = Clock::now() + kSpin;
-  do {
-    for (int i = 0; i < kPausesPerLook; ++i) {
-      relax();
-      if (reached(word.load(std::memory_order_acquire), round)) {
-        failed_spins_ = 0;
-        return true;
-      }
+  const auto start = Clock::now();
+  for (auto now = start; now < start + kYield; now = Clock::now()) {
+    if (spins_ && now < start + kSpin) {
+      for (int i = 0; i < kPausesPerLook; ++i) relax();
+    } else {
+      sched_yield();
     }
-  } while (Clock::now() < until);
-  ++failed_spins_;
+    if (reached(word.load(std::memory_order_acquire), round)) return true;
+  }
   return false;
 }
 

@@ -15,9 +15,9 @@
 // Order and equality. Sums are taken in the order of ranks and in float32 (float64 for float64), whoever takes
 // them, so every rank gets the same bits. Beside the slot stands the call it belongs to; all who wait compare it.
 //
-// Waiting. A rank spins for at most 50 us, then sleeps on the counter it waits for (a futex); only then does the
-// counter's owner make a system call to wake it. With fewer cores than ranks nobody spins, and hardly anybody
-// while spinning keeps failing: on a busy machine it takes the core from the very rank that is waited for.
+// Waiting. A rank spins for at most 50 us (not at all with fewer cores than ranks), then yields its core between
+// looks for at most 2 ms, then sleeps on the counter it waits for (a futex); only then does the counter's owner make
+// a system call to wake it.
 //
 // Death. Every rank holds a robust mutex in the file. The kernel gives it up when the owner dies, zombie or not,
 // and before it tears down the owner's memory, which takes seconds for a large KV pool (file locks and sockets are
@@ -118,7 +118,6 @@ class SharedGroup {
   uint32_t round_ = 0;    // the last one that this rank began
   uint32_t settled_ = 0;  // every peer has reached it, with the same call
   bool spins_ = false;
-  uint32_t failed_spins_ = 0;  // in a row
   std::atomic<bool> in_use_{false};
 };
 
