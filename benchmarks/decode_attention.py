@@ -1,9 +1,9 @@
 """Decode attention on a CPU: one step's attention of a batch whose rows share a prefix (ChunkAttention, Table 3).
 
-    python benchmarks/decode_attention.py [--quick] [--json PATH] [--part grid|merge|diverge|batch|chunks]
+    python benchmarks/decode_attention.py [--quick] [--json PATH] [--part NAME] [--threads 1|2]
 
-Without `--part`, all parts one after the other. A row's context is `n_p` tokens, of which the first `n_s` are
-shared by all rows, and one token of its own. Implementations, interleaved in rounds within a cell:
+Parts: grid, merge, diverge, batch, chunks; all without `--part`. A row's context is `n_p` tokens, of which the first
+`n_s` are shared by all rows, and one token of its own. Implementations, interleaved in rounds within a cell:
 
 - tpp: two-phase partition, what the engine uses.
 - sequence_first: the same kernels without batching over rows, on the same shared pages (the paper's PagedAttn*).
@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -32,6 +32,7 @@ from report import Report, argument_parser
 from torch import Tensor
 
 from trunkline.kernels.cpu import CpuKernels
+from trunkline.kernels.native import isa_levels, library
 from trunkline.kernels.ops import AttentionSpec, KvPool
 from trunkline.kernels.plan import DecodePlan, Segments, build_decode_plan
 
@@ -165,18 +166,23 @@ def ceilings(report: Report, threads: int, quick: bool) -> tuple[float, float]:
     """(bytes/us read, FLOPs/us of a bf16 matmul): the machine's limits at this number of threads."""
     torch.set_num_threads(threads)
     big, size = torch.ones(64 << 20), 2048
+    module: Any = library()
+    context = module.cpu_context_new(len(isa_levels()) - 1, threads)
     a, b = torch.randn(size, size).bfloat16(), torch.randn(size, size).bfloat16()
-    times = measure({"read": big.sum, "matmul": lambda: a @ b}, threads, 5 if quick else 15)
+    times = measure(
+        {"read": lambda: module.limit_read(context, big), "matmul": lambda: a @ b}, threads, 5 if quick else 15
+    )
+    module.cpu_context_delete(context)
     bandwidth, flops = big.numel() * 4 / times["read"], 2 * size**3 / times["matmul"]
     report.add({"impl": "read_bandwidth", "threads": threads}, "bandwidth", bandwidth / 1e3, "GB/s", 5)
     report.add({"impl": "matmul_bf16", "threads": threads}, "rate", flops / 1e3, "GFLOP/s", 5)
     return bandwidth, flops
 
 
-def grid(report: Report, quick: bool) -> None:
+def grid(report: Report, quick: bool, threads_wanted: int | None) -> None:
     lengths = (1024, 4096) if quick else (1024, 2048, 4096)
     widths = (128,) if quick else (64, 128)
-    for threads in (1, 2):
+    for threads in (threads_wanted,) if threads_wanted else (1, 2):
         bandwidth, flops = ceilings(report, threads, quick)
         for heads in (8, 32):
             for d in widths:
@@ -263,11 +269,15 @@ def chunks(report: Report, quick: bool) -> None:
 def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--part", choices=PARTS, help="only this part")
+    parser.add_argument("--threads", type=int, choices=(1, 2), help="of the grid; default: both")
     arguments: argparse.Namespace = parser.parse_args()
     report = Report("decode_attention")
-    parts = {"grid": grid, "merge": merge, "diverge": diverge, "batch": batch, "chunks": chunks}
+    parts = {"merge": merge, "diverge": diverge, "batch": batch, "chunks": chunks}
     for name in [arguments.part] if arguments.part else PARTS:
-        parts[name](report, arguments.quick)
+        if name == "grid":
+            grid(report, arguments.quick, arguments.threads)
+        else:
+            parts[name](report, arguments.quick)
     report.finish(arguments.json)
 
 

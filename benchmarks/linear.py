@@ -74,12 +74,8 @@ class Arm:
     def __init__(self, threads: int) -> None:
         self.threads = threads
         module: Any = native.library()
-        self._context = module.cpu_context_new(native.chosen_level(None), threads)
-        self.ops = DenseOps(module, self._context, KernelCounters())
+        self.ops = DenseOps(module, native.NativeContext(None, threads), KernelCounters())
         torch.set_num_threads(threads)
-
-    def close(self) -> None:
-        native.library().cpu_context_delete(self._context)
 
     def clock(self) -> float:
         return time.process_time() if self.threads == 1 else time.perf_counter()

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trunkline.kernels.native import NativeLibraryError, library
+from trunkline.kernels.native import NativeLibraryError, chosen_level
 from trunkline.kernels.shared_group import (
     CollectiveMismatchError,
     GroupFileError,
@@ -46,13 +46,15 @@ _T = TypeVar("_T")
 log = structlog.get_logger()
 
 
-def _translated(error: RuntimeError) -> WorkerError:
-    """The backends' errors, texts of C++ sources, as ours."""
+def _translated(error: RuntimeError) -> Exception:
+    """The backends' errors, texts of C++ sources, as ours; what is no error of a backend as it is."""
     if isinstance(error, CollectiveMismatchError):
         return WorkerError(str(error))
     if isinstance(error, PeerGoneError):
         return PeerLostError(str(error))
-    return PeerLostError("another rank of the group is gone or cannot be reached")
+    if isinstance(error, dist.DistError) or _GLOO in str(error):
+        return PeerLostError("another rank of the group is gone or cannot be reached")
+    return error
 
 
 @contextmanager
@@ -246,9 +248,10 @@ def _exchange(value: _T, size: int) -> list[_T]:
 def _native_problem() -> str:
     """Why this rank cannot use the compiled kernels, empty if it can."""
     try:
-        return "" if library() is not None else "the compiled CPU kernels are not installed"
+        chosen_level(None)
     except NativeLibraryError as error:
-        return str(error)
+        return f"{error}; {error.remedy}"
+    return ""
 
 
 def _first_problem(problems: list[str]) -> str:

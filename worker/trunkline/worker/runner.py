@@ -64,10 +64,11 @@ class Runner:
         """
         model = check_model(Path(config.model), config.tp, config.dtype)
         device = _device(config)
-        torch.set_num_threads(config.threads)
         progress("joining the group", 0.0)
         group = TensorParallel.connect(config, device)
         kernels = _kernels(config)
+        # The native kernels have threads of their own; torch's would wait for work by spinning on their cores.
+        torch.set_num_threads(1 if kernels.name == "cpu" else config.threads)
         shard = Shard(model, config.rank, config.tp)
         dtype = TORCH_DTYPES[config.dtype]
         weights = load_weights(Path(config.model), shard, dtype, device, kernels, progress)
