@@ -2,8 +2,8 @@
 
     python benchmarks/decode_attention.py [--quick] [--json PATH] [--part NAME] [--threads 1|2]
 
-Parts: grid, merge, diverge, batch, chunks; all without `--part`. A row's context is `n_p` tokens, of which the first
-`n_s` are shared by all rows, and one token of its own. Implementations, interleaved in rounds within a cell:
+Parts: grid, merge, diverge, batch, chunks; all without `--part`. A row's context is `n_p` tokens, of which the
+first `n_s` are shared by all rows, and one token of its own. Implementations, interleaved in rounds within a cell:
 
 - tpp: two-phase partition, what the engine uses.
 - sequence_first: the same kernels without batching over rows, on the same shared pages (the paper's PagedAttn*).
@@ -32,6 +32,7 @@ from report import Report, argument_parser
 from torch import Tensor
 
 from trunkline.kernels.cpu import CpuKernels
+from trunkline.kernels.large_pages import advise_large_pages
 from trunkline.kernels.native import isa_levels, library
 from trunkline.kernels.ops import AttentionSpec, KvPool
 from trunkline.kernels.plan import DecodePlan, Segments, build_decode_plan
@@ -98,7 +99,9 @@ class Setup:
         self.plan, blocks = make_plan(case)
         self.layers = max(2, min(LAYERS_MAX, math.ceil(POOL_BYTES_MIN / case.layer_bytes)))
         shape = (blocks, self.layers, 2, case.kv_heads, case.chunk, case.d)
-        self.pool = KvPool.wrap(torch.zeros(shape, dtype=torch.bfloat16))
+        data = torch.empty(shape, dtype=torch.bfloat16)
+        advise_large_pages(data)  # as the worker does
+        self.pool = KvPool.wrap(data)
         self.spec = AttentionSpec(case.heads, case.kv_heads, case.d, case.d**-0.5)
         generator = torch.Generator().manual_seed(0)
         self.q = torch.randn(case.batch, case.heads, case.d, generator=generator).bfloat16()

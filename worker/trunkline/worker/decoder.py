@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trunkline.kernels.large_pages import advise_large_pages
 from trunkline.kernels.ops import Angles, AttentionSpec, Kernels, KvPool, make_angles
 from trunkline.worker.batch import Batch
 from trunkline.worker.checkpoint import LayerWeights, Shard, Weights
@@ -122,4 +123,6 @@ def make_kv_pool(shard: Shard, blocks: int, chunk_size: int, dtype: torch.dtype,
     """The KV pool of a rank, uninitialised: ops ignore slots that nothing was written to."""
     config = shard.config
     shape = (blocks, config.layers, 2, shard.kv_heads, chunk_size, config.head_dim)
-    return KvPool.wrap(torch.empty(shape, dtype=dtype, device=device))
+    data = torch.empty(shape, dtype=dtype, device=device)
+    advise_large_pages(data)
+    return KvPool.wrap(data)

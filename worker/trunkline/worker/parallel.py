@@ -46,24 +46,28 @@ _T = TypeVar("_T")
 log = structlog.get_logger()
 
 
-def _translated(error: RuntimeError) -> Exception:
-    """The backends' errors, texts of C++ sources, as ours; what is no error of a backend as it is."""
+def _translated(error: RuntimeError, backend: str) -> Exception:
+    """A backend's error, the text of a C++ source, as ours; one that says nothing of the peers as it is."""
     if isinstance(error, CollectiveMismatchError):
         return WorkerError(str(error))
     if isinstance(error, PeerGoneError):
         return PeerLostError(str(error))
-    if isinstance(error, dist.DistError) or _GLOO in str(error):
+    # Gloo has no type of its own for what goes wrong between ranks.
+    if isinstance(error, dist.DistError) or backend == "gloo":
         return PeerLostError("another rank of the group is gone or cannot be reached")
     return error
 
 
 @contextmanager
-def _peers() -> Iterator[None]:
-    """The seam at which errors of the backends become ours."""
+def _peers(backend: str) -> Iterator[None]:
+    """The seam at which errors of the backends become ours; nothing but the backend's call belongs inside."""
     try:
         yield
     except RuntimeError as error:
-        raise _translated(error) from error
+        translated = _translated(error, backend)
+        if translated is error:
+            raise
+        raise translated from error
 
 
 class TensorParallel:
@@ -122,8 +126,7 @@ class TensorParallel:
         Raises:
             WorkerError: not every rank can, though it is required.
         """
-        with _peers():
-            shared, problem = _join_shared_group(self.rank, self.size)
+        shared, problem = _join_shared_group(self.rank, self.size)
         if shared is not None:
             self._shared, self.backend = shared, "shared"
         elif required:
@@ -137,10 +140,10 @@ class TensorParallel:
             # Dozens of times per step: no context manager here.
             try:
                 self._shared.all_reduce(tensor)
-            except RuntimeError as error:
-                raise _translated(error) from error
+            except (PeerGoneError, CollectiveMismatchError) as error:
+                raise _translated(error, self.backend) from error
         elif self.backend != "none":
-            with _peers(), self._in_place(tensor) as operand:
+            with self._in_place(tensor) as operand, _peers(self.backend):
                 dist.all_reduce(operand)
         return tensor
 
@@ -149,10 +152,11 @@ class TensorParallel:
         if self.backend == "none":
             return tensor[None]
         operand = self._operand(tensor)
-        with _peers():
-            if self._shared is not None:
+        if self._shared is not None:
+            with _peers(self.backend):
                 return self._shared.all_gather(operand)
-            parts = [torch.empty_like(operand) for _ in range(self.size)]
+        parts = [torch.empty_like(operand) for _ in range(self.size)]
+        with _peers(self.backend):
             dist.all_gather(parts, operand)
         return torch.stack(parts).to(self.device)
 
@@ -161,20 +165,21 @@ class TensorParallel:
         if self.backend == "none":
             return tensor
         operand = self._operand(tensor)
-        with _peers():
-            if self._shared is not None:
+        if self._shared is not None:
+            with _peers(self.backend):
                 return self._shared.gather_columns(operand)
-            parts = [torch.empty_like(operand) for _ in range(self.size)] if self.rank == 0 else None
+        parts = [torch.empty_like(operand) for _ in range(self.size)] if self.rank == 0 else None
+        with _peers(self.backend):
             dist.gather(operand, parts, dst=0)
         return torch.cat(parts, dim=1).to(self.device) if parts is not None else None
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Overwrite `tensor` with rank 0's, in place; it must be contiguous and is returned."""
         if self._shared is not None:
-            with _peers():
+            with _peers(self.backend):
                 self._shared.broadcast(tensor)
         elif self.backend != "none":
-            with _peers(), self._in_place(tensor) as operand:
+            with self._in_place(tensor) as operand, _peers(self.backend):
                 dist.broadcast(operand, src=0)
         return tensor
 
@@ -241,7 +246,8 @@ def _join_shared_group(rank: int, size: int) -> tuple[SharedGroup | None, str]:
 def _exchange(value: _T, size: int) -> list[_T]:
     """Every rank's value, by rank."""
     values: list[_T] = [value] * size
-    dist.all_gather_object(values, value)
+    with _peers("gloo"):
+        dist.all_gather_object(values, value)
     return values
 
 
