@@ -6,10 +6,12 @@ In this order, each part with a share of the time, and the JSON written again af
 
 1. correctness of every op against the float64 reference over random trees; `compute-sanitizer` on a small round;
 2. ceilings of this machine: copy bandwidth, bfloat16 matrix product;
-3. decode attention, Table 3 of ChunkAttention (b = 32, d = 128, float16) with 32 and with 8 KV heads: ours first,
-   with the planner's time apart, then each baseline, which is dropped after its first failure or timeout;
-4. the whole engine (demo model, float32): greedy tokens on the GPU against those on the CPU, with NCCL forced at
-   one rank, and with two ranks that share the GPU over gloo.
+3. decode attention, Table 3 of ChunkAttention (b = 32, d = 128, float16) with 32 and with 8 KV heads: ours in
+   every cell, with the planner's time apart, then each baseline in a process of its own;
+4. the whole engine (demo model): greedy tokens in float32 on the GPU against those on the CPU, with NCCL forced at
+   one rank, and with two ranks that share the GPU over gloo; in bfloat16 against the reference kernels there.
+
+A part that fails is recorded as a problem, and the next one begins.
 
 A row whose context is all shared has one more token of its own: in a server its newest one always is.
 Exit code: 0, 1 if anything is wrong (speed is reported, not judged), 2 without a GPU.
@@ -18,60 +20,68 @@ Exit code: 0, 1 if anything is wrong (speed is reported, not judged), 2 without 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from gpu_baselines import BASELINES, Calls, has_flashinfer
 from gpu_cases import (
     ACCEPT_US,
     GOAL_US,
-    ROTATED_SETS,
     TABLE_3,
     Buffers,
     Cell,
+    cache_bytes,
+    captured,
     copy_bandwidth,
-    exact_rows,
     make_buffers,
     matmul_rate,
+    replay_error,
     target_us,
-    time_graph,
+    time_events,
 )
-from gpu_checks import LIMITS, check_all, relative_error
+from gpu_checks import LIMITS, check_all
 from report import Report, argument_parser, commit, cpu_name
 
 from trunkline.kernels.cuda import CudaKernels
+from trunkline.kernels.cuda_build import CudaBuildError, find_compiler
+from trunkline.kernels.cuda_library import CudaError
+
+T = TypeVar("T")
 
 FOLDER = Path(__file__).parent
 DEMO_MODEL = FOLDER.parent / "deploy" / "trunkline" / "deploy" / "demo_model"
-BASELINE_SECONDS = 60
-"""For one cell of a baseline; the first compiles."""
-
-
-class OutOfTimeError(Exception):
-    """A part used up its time."""
-
-
-@contextmanager
-def time_box(seconds: float) -> Iterator[None]:
-    def stop(*_: object) -> None:
-        raise OutOfTimeError(f"stopped after {seconds:.0f} s")
-
-    signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, max(0.1, seconds))
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+BASELINE_SECONDS = 75
+"""For all cells of a baseline; the first compiles."""
+ENGINE_SECONDS = 70
+"""Kept for the engine while baselines run."""
+PART_ERRORS = (
+    RuntimeError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    OSError,
+    ImportError,
+    AssertionError,
+    LookupError,
+    CudaError,
+    CudaBuildError,
+    subprocess.SubprocessError,
+)
+"""What a part may fail with, so that the ones after it are still run."""
+BFLOAT16_EQUAL = 0.7
+"""Share of greedy tokens before a text's first difference that has to agree between two kernels in bfloat16."""
 
 
 class GpuRun(Report):
@@ -96,6 +106,14 @@ class GpuRun(Report):
         print(f"WRONG: {sentence}", flush=True)
         self.problems.append(sentence)
         self.write()
+
+    def part(self, name: str, do: Callable[..., T], *arguments: Any) -> T | None:
+        """None if it failed."""
+        try:
+            return do(*arguments)
+        except PART_ERRORS as error:
+            self.problem(f"{name}: {type(error).__name__}: {str(error)[-1500:]}")
+            return None
 
     def note(self, sentence: str) -> None:
         print(f"note: {sentence}", flush=True)
@@ -146,15 +164,27 @@ def check_correctness(run: GpuRun, quick: bool) -> None:
             run.problem(f"{name} in {kind} is off by {error:.2e}")
 
 
+def find_sanitizer() -> str | None:
+    compiler = find_compiler()
+    beside = None if compiler is None else compiler.path.resolve().with_name("compute-sanitizer")
+    return str(beside) if beside is not None and beside.is_file() else shutil.which("compute-sanitizer")
+
+
 def sanitize(run: GpuRun) -> None:
-    tool = shutil.which("compute-sanitizer")
+    tool = find_sanitizer()
     if tool is None:
         run.note("compute-sanitizer is not installed; memory accesses were not checked")
         return
+    # torch's allocator would hide accesses beyond a tensor inside its own large blocks.
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     for check in ("memcheck", "racecheck"):
-        command = [tool, "--tool", check, "--error-exitcode", "9", sys.executable, str(FOLDER / "gpu_checks.py")]
+        # Errors of calls: torch and its libraries probe for what may be missing.
+        command = [tool, "--tool", check, "--error-exitcode", "9", "--report-api-errors", "no"]
+        command += [sys.executable, str(FOLDER / "gpu_checks.py")]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=75, check=False)
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=75, check=False, env=environment
+            )
         except subprocess.TimeoutExpired:
             run.note(f"compute-sanitizer {check} was stopped after 75 s")
             continue
@@ -185,20 +215,17 @@ def case_of(cell: Cell, impl: str) -> dict[str, Any]:
     }
 
 
-def measure_ours(run: GpuRun, cell: Cell, sets: list[Buffers], share: bool) -> float:
+def measure_ours(run: GpuRun, cell: Cell, sets: list[Buffers], share: bool) -> None:
     kernels, plan, spec = CudaKernels(share=share), cell.plan(), cell.spec()
     name = "tpp" if share else "sequence_first"
-    buffers = sets[0]
-    kernels.decode_attention(plan, buffers.q, buffers.pool, 0, spec, buffers.out)
-    rows = [0, cell.batch // 2, cell.batch - 1]
-    error = relative_error(buffers.out[rows], exact_rows(cell, buffers, rows))
+    calls: Calls = [partial(kernels.decode_attention, plan, each.q, each.pool, 0, spec, each.out) for each in sets]
+    graph = captured(calls)
+    error = replay_error(graph, cell, sets)
     if not error <= LIMITS[torch.float16]:
         run.problem(f"{name} at {cell} is off by {error:.2e}")
-    calls: Calls = [partial(kernels.decode_attention, plan, each.q, each.pool, 0, spec, each.out) for each in sets]
-    taken = time_graph(calls)
-    run.add(case_of(cell, name), "time_us", taken, "us", 21)
+    run.add(case_of(cell, name), "time_us", time_events(graph.replay) / len(sets), "us", 21)
     if share:
-        times = []
+        times, buffers = [], sets[0]
         for _ in range(5):
             fresh = cell.plan()
             torch.cuda.synchronize()
@@ -206,57 +233,100 @@ def measure_ours(run: GpuRun, cell: Cell, sets: list[Buffers], share: bool) -> f
             kernels.decode_attention(fresh, buffers.q, buffers.pool, 0, spec, buffers.out)
             times.append((time.perf_counter() - start) * 1e6)
         run.add(case_of(cell, "planner"), "time_us", sorted(times)[2], "us", 5)
-    return taken
+
+
+def measure_cell(run: GpuRun, cell: Cell) -> None:
+    count = cell.rotated_sets(cache_bytes())
+    needed = cell.pool_bytes * (count + 1)
+    if needed > torch.cuda.mem_get_info()[0]:
+        run.note(f"{cell} needs {needed / 1e9:.0f} GB of memory")
+        return
+    sets = [make_buffers(cell, seed) for seed in range(count)]
+    for share in (True, False):
+        measure_ours(run, cell, sets, share)
 
 
 def measure_table(run: GpuRun, bandwidth: float, quick: bool) -> None:
-    cells = [cell for cell in TABLE_3 if not quick or cell.n_p == 2048]
-    print("\n## Decode attention, µs per layer\n")
-    columns = ["tpp", "floor here", "accept", "goal", "sequence_first", *BASELINES]
-    print(f"| heads | n_p | n_s | {' | '.join(columns)} |\n|{'---|' * (len(columns) + 3)}")
-    dropped: dict[str, str] = (
-        {}
-        if has_flashinfer()
-        else {name: "flashinfer cannot be imported" for name in BASELINES if name.startswith("flashinfer")}
-    )
-    for cell in cells:
-        if run.seconds_left < 60:
-            run.note(f"no time was left for {cell} and what follows it")
+    chosen = [index for index, cell in enumerate(TABLE_3) if not quick or cell.n_p == 2048]
+    for index in chosen:
+        if run.seconds_left < ENGINE_SECONDS:
+            run.note(f"no time was left for {TABLE_3[index]} and what follows it")
             break
-        needed = cell.pool_bytes * (ROTATED_SETS + 1)
-        if needed > torch.cuda.mem_get_info()[0]:
-            run.note(f"{cell} needs {needed / 1e9:.0f} GB of memory")
-            continue
-        sets = [make_buffers(cell, seed) for seed in range(ROTATED_SETS)]
-        ours = measure_ours(run, cell, sets, True)
+        run.part(f"{TABLE_3[index]}", measure_cell, run, TABLE_3[index])
+        run.part("freeing memory", torch.cuda.empty_cache)
+    print_table(run, bandwidth, chosen)
+    for name in BASELINES:
+        run.part(name, measure_baseline, run, name, chosen)
+    print_table(run, bandwidth, chosen)
+
+
+def print_table(run: GpuRun, bandwidth: float, chosen: list[int]) -> None:
+    print("\n## Decode attention, µs per layer\n")
+    columns = ["tpp", "floor here", "accept", "goal", "sequence_first", "planner", *BASELINES]
+    print(f"| heads | n_p | n_s | {' | '.join(columns)} |\n|{'---|' * (len(columns) + 3)}")
+    for cell in (TABLE_3[index] for index in chosen):
+
+        def taken(name: str, cell: Cell = cell) -> str:
+            case = case_of(cell, name)
+            values = [r["value"] for r in run.results if r["case"] == case and r["metric"] == "time_us"]
+            return f"{values[0]:.1f}" if values else "–"
+
         # A copy reads as much as it writes; a pass that only reads is bound by about the same total.
-        floor = cell.floor_bytes / bandwidth * 1e6
-        line = [f"{ours:.1f}", f"{floor:.1f}", str(target_us(ACCEPT_US, cell)), str(target_us(GOAL_US, cell))]
-        line.append(f"{measure_ours(run, cell, sets, False):.1f}")
-        line += [measure_baseline(run, cell, sets, name, dropped) for name in BASELINES]
+        line = [taken("tpp"), f"{cell.floor_bytes / bandwidth * 1e6:.1f}"]
+        line += [str(target_us(ACCEPT_US, cell)), str(target_us(GOAL_US, cell))]
+        line += [taken(name) for name in columns[4:]]
         print(f"| {cell.name} | {cell.n_p} | {cell.n_s} | {' | '.join(line)} |", flush=True)
-        del sets
-        torch.cuda.empty_cache()
 
 
-def measure_baseline(run: GpuRun, cell: Cell, sets: list[Buffers], name: str, dropped: dict[str, str]) -> str:
-    if name in dropped or (name == "flashinfer_cascade" and not cell.n_s) or run.seconds_left < 45:
-        return "–"
-    try:
-        with time_box(min(BASELINE_SECONDS, run.seconds_left - 40)):
-            taken = time_graph(BASELINES[name](cell, sets))
-    except (OutOfTimeError, RuntimeError, ValueError, TypeError, AttributeError, OSError) as error:
-        # Another project's interface: whatever it raises is its entry in the table.
-        dropped[name] = f"{type(error).__name__}: {error}"
-        run.note(f"{name} is left out from {cell} on: {dropped[name][:300]}")
-        return "–"
-    run.add(case_of(cell, name), "time_us", taken, "us", 21)
-    return f"{taken:.1f}"
+def measure_baseline(run: GpuRun, name: str, chosen: list[int]) -> None:
+    if name.startswith("flashinfer") and not has_flashinfer():
+        run.note(f"{name}: flashinfer cannot be imported")
+        return
+    seconds = min(BASELINE_SECONDS, run.seconds_left - ENGINE_SECONDS)
+    if seconds < 5:
+        run.note(f"no time was left for {name}")
+        return
+    cells = [index for index in chosen if name != "flashinfer_cascade" or TABLE_3[index].n_s]
+    command = [sys.executable, str(FOLDER / "gpu_baselines.py"), name, ",".join(map(str, cells))]
+    with tempfile.TemporaryFile("w+") as lines, tempfile.TemporaryFile("w+") as errors:
+        running = subprocess.Popen(command, stdout=lines, stderr=errors, start_new_session=True)
+        try:
+            code: int | None = running.wait(seconds)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(running.pid, signal.SIGKILL)  # with the compilers that it may have started
+            running.wait()
+        lines.seek(0)
+        errors.seek(0)
+        got = [json.loads(line) for line in lines.read().splitlines() if line.startswith('{"cell"')]
+        said = errors.read()[-300:].strip()
+    for result in got:
+        cell = TABLE_3[result["cell"]]
+        if "failure" in result:
+            run.note(f"{name} at {cell}: {result['failure'][:300]}")
+        else:
+            run.add(case_of(cell, name), "time_us", result["time_us"], "us", 21)
+    if code != 0:
+        end = f"was stopped after {seconds:.0f} s" if code is None else f"ended with {code}: {said}"
+        run.note(f"{name} {end}; {len(got)} of {len(cells)} cells are there")
 
 
-def generate(model: Path, device: str, ranks: int, collectives: str, seconds: float) -> dict[str, Any]:
+class Engine(NamedTuple):
+    """How the engine is run."""
+
+    device: str
+    kernels: str
+    dtype: str = "float32"
+    ranks: int = 1
+    collectives: str = "none"
+
+
+def generate(model: Path, engine: Engine, seconds: float) -> dict[str, Any]:
     """Tokens of the engine, one process per rank."""
-    command = [sys.executable, str(FOLDER / "gpu_engine.py"), str(model), device]
+    device, kernels, dtype, ranks, collectives = engine
+    command = [sys.executable, str(FOLDER / "gpu_engine.py"), str(model), device, kernels, dtype]
     with tempfile.TemporaryDirectory() as folder:
         running = [
             subprocess.Popen(
@@ -279,31 +349,46 @@ def generate(model: Path, device: str, ranks: int, collectives: str, seconds: fl
 
 
 def check_engine(run: GpuRun, model: Path) -> None:
-    print("\n## The engine, greedy tokens in float32\n")
-    try:
-        expected = generate(model, "cpu", 1, "none", 90)
-    except (RuntimeError, subprocess.TimeoutExpired) as error:
-        run.problem(f"the engine on the CPU: {error}")
-        return
-    for name, ranks, collectives in (
-        ("TP = 1", 1, "none"),
-        ("TP = 1 with NCCL", 1, "auto"),
-        ("TP = 2 over gloo", 2, "gloo"),
+    print("\n## The engine, greedy tokens\n")
+    expected = generate(model, Engine("cpu", "cpu"), 90)["tokens"]
+    for name, engine in (
+        ("TP = 1", Engine("cuda", "cuda")),
+        ("TP = 1 with NCCL", Engine("cuda", "cuda", collectives="auto")),
+        ("TP = 2 over gloo", Engine("cuda", "cuda", ranks=2, collectives="gloo")),
     ):
-        if run.seconds_left < 5:
-            run.note(f"no time was left for the engine, {name}")
-            continue
-        try:
-            got = generate(model, "cuda", ranks, collectives, min(90, run.seconds_left))
-        except (RuntimeError, subprocess.TimeoutExpired) as error:
-            run.problem(f"the engine, {name}: {error}")
-            continue
-        same = sum(ours == theirs for ours, theirs in zip(got["tokens"], expected["tokens"], strict=True))
-        total = len(expected["tokens"])
-        print(f"{name}: {same} of {total} texts equal those of the CPU; kernels {got['kernels']}", flush=True)
-        run.add({"engine": name}, "equal_texts", same / total, "", total)
-        if same != total or got["kernels"] != "cuda":
-            run.problem(f"the engine, {name}: {same} of {total} texts are equal; kernels {got['kernels']}")
+        run.part(f"the engine, {name}", compare_engine, run, model, (name, engine, expected, 1.0))
+    run.part("the engine in bfloat16", check_bfloat16, run, model)
+
+
+def check_bfloat16(run: GpuRun, model: Path) -> None:
+    """Against the reference kernels on the same GPU. A rounding may tip a choice; a wrong kernel tips them all."""
+    reference = Engine("cuda", "reference", "bfloat16")
+    expected = generate(model, reference, min(90, max(5, run.seconds_left)))["tokens"]
+    compare = (
+        "TP = 1, bfloat16 against the reference",
+        reference._replace(kernels="cuda"),
+        expected,
+        BFLOAT16_EQUAL,
+    )
+    compare_engine(run, model, compare)
+
+
+def compare_engine(run: GpuRun, model: Path, compare: tuple[str, Engine, list[list[int]], float]) -> None:
+    """By the share of tokens before each text's first difference: what comes after it has another context."""
+    name, engine, expected, least = compare
+    if run.seconds_left < 5:
+        run.note(f"no time was left for the engine, {name}")
+        return
+    got = generate(model, engine, min(90, run.seconds_left))
+    total = sum(map(len, expected))
+    same = sum(
+        len(list(takewhile(lambda pair: pair[0] == pair[1], zip(ours, theirs, strict=True))))
+        for ours, theirs in zip(got["tokens"], expected, strict=True)
+    )
+    print(f"{name}: {same} of {total} tokens until the first difference; kernels {got['kernels']}", flush=True)
+    run.add({"engine": name}, "equal_tokens", same / total, "", total)
+    if same < least * total or got["kernels"] != engine.kernels:
+        run.problem(f"the engine, {name}: {same} of {total} tokens are equal; kernels {got['kernels']}")
 
 
 def main() -> None:
@@ -317,14 +402,14 @@ def main() -> None:
     run = GpuRun(arguments.seconds, arguments.json)
     print(f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}, commit {commit_once()}")
     start = time.perf_counter()
-    CudaKernels()
+    run.part("making the kernels", CudaKernels)
     run.note(f"the kernels were ready after {time.perf_counter() - start:.0f} s")
-    check_correctness(run, arguments.quick)
-    bandwidth = measure_ceilings(run)
-    measure_table(run, bandwidth, arguments.quick)
-    check_engine(run, arguments.model)
+    run.part("correctness", check_correctness, run, arguments.quick)
+    bandwidth = run.part("ceilings", measure_ceilings, run) or float("nan")
+    run.part("decode attention", measure_table, run, bandwidth, arguments.quick)
+    run.part("the engine", check_engine, run, arguments.model)
     if run.seconds_left > 80:
-        sanitize(run)
+        run.part("compute-sanitizer", sanitize, run)
     else:
         run.note("no time was left for compute-sanitizer")
     run.write()

@@ -1,19 +1,37 @@
 """Others' decode attention for the GPU benchmark: torch, and FlashInfer where it can be imported.
 
-Each gives a list of calls, one per set of rotated buffers, for `gpu_cases.time_graph`.
+    python benchmarks/gpu_baselines.py NAME CELLS
+
+Runs one of them in a process of its own, so that whatever it does to the device or to the process ends with it.
+CELLS are indices into `gpu_cases.TABLE_3`, with commas. A line of JSON per cell: what was measured, or why not.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
+import subprocess
+import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from gpu_cases import CHUNK, Buffers, Cell
+from gpu_cases import (
+    CHUNK,
+    TABLE_3,
+    Buffers,
+    Cell,
+    cache_bytes,
+    captured,
+    make_buffers,
+    replay_error,
+    time_events,
+)
+from gpu_checks import LIMITS
 from torch import Tensor
 
 Calls = list[Callable[[], object]]
@@ -25,6 +43,11 @@ def has_flashinfer() -> bool:
     return importlib.util.find_spec("flashinfer") is not None
 
 
+def _sdpa_into(out: Tensor, q: Tensor, kv: Tensor) -> None:
+    """The copy is of the queries' size: nothing, beside the dense KV."""
+    out.copy_(F.scaled_dot_product_attention(q, kv[0], kv[1], enable_gqa=True)[:, :, 0])
+
+
 def torch_sdpa(cell: Cell, sets: list[Buffers]) -> Calls:
     """Every row's KV dense in memory, which no server has; it reads shared tokens once per row."""
     calls: Calls = []
@@ -33,7 +56,7 @@ def torch_sdpa(cell: Cell, sets: list[Buffers]) -> Calls:
         kv = buffers.pool.data[tables, 0]  # [batch, blocks, 2, kv_heads, chunk, d]
         dense = kv.permute(2, 0, 3, 1, 4, 5).flatten(3, 4)[..., : cell.n_s + cell.tail, :].contiguous()
         q = buffers.q[:, :, None]
-        calls.append(lambda q=q, kv=dense: F.scaled_dot_product_attention(q, kv[0], kv[1], enable_gqa=True))  # type: ignore[misc]
+        calls.append(partial(_sdpa_into, buffers.out, q, dense))
     return calls
 
 
@@ -68,7 +91,7 @@ def flashinfer_batch_attention(cell: Cell, sets: list[Buffers]) -> Calls:
     shape = (cell.heads, cell.kv_heads, cell.head_dim, cell.head_dim, CHUNK)
     types = {"q_data_type": torch.float16, "kv_data_type": torch.float16}
     wrapper.plan(queries, indptr, indices, lengths, *shape, causal=False, **types)
-    return [lambda b=b: wrapper.run(b.q, b.pool.data[:, 0]) for b in sets]  # type: ignore[misc]
+    return [lambda b=b: wrapper.run(b.q, b.pool.data[:, 0], out=b.out) for b in sets]  # type: ignore[misc]
 
 
 def flashinfer_cascade(cell: Cell, sets: list[Buffers]) -> Calls:
@@ -94,7 +117,8 @@ def flashinfer_cascade(cell: Cell, sets: list[Buffers]) -> Calls:
         CHUNK,
         q_data_type=torch.float16,
     )
-    return [lambda b=b: wrapper.run(b.q, b.pool.data[:, 0]) for b in sets]  # type: ignore[misc]
+    # The merge of levels allocates its result.
+    return [lambda b=b: b.out.copy_(wrapper.run(b.q, b.pool.data[:, 0])) for b in sets]  # type: ignore[misc]
 
 
 BASELINES: Final[dict[str, Callable[[Cell, list[Buffers]], Calls]]] = {
@@ -103,3 +127,41 @@ BASELINES: Final[dict[str, Callable[[Cell, list[Buffers]], Calls]]] = {
     "flashinfer_cascade": flashinfer_cascade,
     "torch_sdpa": torch_sdpa,
 }
+
+FOREIGN_ERRORS: Final = (
+    RuntimeError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    OSError,
+    ImportError,
+    AssertionError,
+    LookupError,
+    subprocess.SubprocessError,
+)
+"""Other projects' code, which also runs compilers: whatever it raises is its entry in the table."""
+
+
+def measure(name: str, cell: Cell) -> dict[str, float]:
+    """Microseconds per call, and the relative error of what the timed graph wrote."""
+    sets = [make_buffers(cell, seed) for seed in range(cell.rotated_sets(cache_bytes()))]
+    graph = captured(BASELINES[name](cell, sets))
+    error = replay_error(graph, cell, sets)
+    if not error <= LIMITS[torch.float16]:
+        raise ValueError(f"off by {error:.2e}")
+    return {"time_us": time_events(graph.replay) / len(sets), "error": error}
+
+
+def main() -> None:
+    name, cells = sys.argv[1], [int(index) for index in sys.argv[2].split(",")]
+    for index in cells:
+        try:
+            result: dict[str, object] = {**measure(name, TABLE_3[index])}
+        except FOREIGN_ERRORS as error:
+            result = {"failure": f"{type(error).__name__}: {error}"[:500]}
+        print(json.dumps({"cell": index, **result}), flush=True)
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

@@ -9,6 +9,7 @@ from typing import Final
 
 import numpy as np
 import torch
+from gpu_checks import relative_error
 from torch import Tensor
 
 from trunkline.kernels.ops import AttentionSpec, KvPool
@@ -16,8 +17,14 @@ from trunkline.kernels.plan import DecodePlan, Segments, build_decode_plan
 from trunkline.kvstore.layout import Int32Array
 
 CHUNK: Final = 64
-ROTATED_SETS: Final = 4
+ROTATED_SETS_MIN: Final = 4
 """Buffers used in turn, so that small cells do not measure the cache."""
+CACHE_TIMES: Final = 3
+"""How often what a rotation reads must fill the L2 cache."""
+SAMPLE_US: Final = 1000.0
+"""Least length of a timed sample: events tell about 0.5 µs apart."""
+ENQUEUE_CYCLES: Final = 2_000_000
+"""For which the device is kept busy (about 1 ms) while the host enqueues a sample: launches are not measured."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +59,9 @@ class Cell:
     def floor_bytes(self) -> int:
         """What a step has to read: shared KV once."""
         return (self.n_s + self.batch * (self.n_p - self.n_s)) * self.kv_heads * self.head_dim * 4
+
+    def rotated_sets(self, cache_bytes: int) -> int:
+        return max(ROTATED_SETS_MIN, -(-CACHE_TIMES * cache_bytes // self.floor_bytes))
 
     def spec(self) -> AttentionSpec:
         return AttentionSpec(self.heads, self.kv_heads, self.head_dim, self.head_dim**-0.5)
@@ -149,8 +159,12 @@ def exact_rows(cell: Cell, buffers: Buffers, rows: list[int]) -> Tensor:
     return torch.stack(results)
 
 
-def time_graph(calls: list[Callable[[], object]], runs: int = 21, batches: int = 3) -> float:
-    """Median microseconds per call, all calls in one CUDA graph: launches then cost what they do in a server."""
+def cache_bytes() -> int:
+    return int(torch.cuda.get_device_properties(0).L2_cache_size)
+
+
+def captured(calls: list[Callable[[], object]]) -> torch.cuda.CUDAGraph:
+    """All calls in one graph: launches then cost what they do in a server."""
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -161,23 +175,38 @@ def time_graph(calls: list[Callable[[], object]], runs: int = 21, batches: int =
     with torch.cuda.graph(graph):
         for call in calls:
             call()
-    return time_events(graph.replay, runs, batches) / len(calls)
+    return graph
 
 
-def time_events(call: Callable[[], object], runs: int = 21, batches: int = 3) -> float:
-    """Median microseconds of a call, each sample over `batches` calls."""
-    for _ in range(3):
+def replay_error(graph: torch.cuda.CUDAGraph, cell: Cell, sets: list[Buffers]) -> float:
+    """Relative error of what a replay writes, of some rows of some sets; infinite if anything is not written."""
+    for buffers in sets:
+        buffers.out.fill_(float("nan"))
+    graph.replay()
+    torch.cuda.synchronize()
+    if not all(bool(buffers.out.isfinite().all()) for buffers in sets):
+        return float("inf")
+    rows = [0, cell.batch // 2, cell.batch - 1]
+    return max(relative_error(each.out[rows], exact_rows(cell, each, rows)) for each in (sets[0], sets[-1]))
+
+
+def time_events(call: Callable[[], object], runs: int = 21) -> float:
+    """Median microseconds of a call, each sample over as many calls as take a millisecond."""
+    call()
+    batches = max(1, -(-int(SAMPLE_US) // max(1, int(_sample(call, 3)))))
+    return median(_sample(call, batches) for _ in range(runs))
+
+
+def _sample(call: Callable[[], object], batches: int) -> float:
+    """Microseconds of a call, over `batches` in a row."""
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    torch.cuda._sleep(ENQUEUE_CYCLES)  # type: ignore[no-untyped-call]
+    start.record()
+    for _ in range(batches):
         call()
-    times: list[float] = []
-    for _ in range(runs):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        start.record()
-        for _ in range(batches):
-            call()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop) * 1e3 / batches)
-    return median(times)
+    stop.record()
+    stop.synchronize()
+    return float(start.elapsed_time(stop)) * 1e3 / batches
 
 
 def copy_bandwidth() -> float:

@@ -1,6 +1,6 @@
 """One rank of the whole engine for the GPU benchmark: generates greedily and prints the token ids as JSON.
 
-    python benchmarks/gpu_engine.py MODEL DEVICE RANK TP COLLECTIVES RENDEZVOUS
+    python benchmarks/gpu_engine.py MODEL DEVICE KERNELS DTYPE RANK TP COLLECTIVES RENDEZVOUS
 
 COLLECTIVES is `none`, or a value of `WorkerConfig.collectives` to force them. The plans are those of a controller
 with one request after the other: prompts with a common prefix, computed once, then all rows decode together.
@@ -55,7 +55,7 @@ def generate(runner: Runner, vocabulary: int) -> list[list[int]]:
 
 
 def main() -> None:
-    model, device, rank, tp, collectives, rendezvous = sys.argv[1:7]
+    model, device, kernels, dtype, rank, tp, collectives, rendezvous = sys.argv[1:9]
     forced = collectives != "none"
     config = WorkerConfig(
         model=model,
@@ -64,7 +64,8 @@ def main() -> None:
         rank=int(rank),
         tp=int(tp),
         device=device,
-        kernels=device,
+        dtype=dtype,
+        kernels=kernels,
         collectives=collectives if forced else "auto",
         chunk_size=CHUNK,
         pool_blocks=256,

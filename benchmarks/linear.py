@@ -215,7 +215,6 @@ def run(arguments: argparse.Namespace) -> None:
         for threads in (1, 2):
             arm = Arm(threads)
             run_arm(arm, dtype, arguments, report)
-            arm.close()
     report.finish(arguments.json)
 
 

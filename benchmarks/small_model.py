@@ -1,8 +1,8 @@
 """The model that serving benchmarks compare engines with: a random Llama of 110 million parameters.
 
 Too large for the caches of a small machine, small enough to build in seconds. Hidden size 768, 12 layers, 12
-heads over 4 KV heads, MLP 2,400, vocabulary 16,384, untied, bfloat16: 110.4 million parameters. Its tokenizer knows one word per id, so that prompts
-of ids and prompts of text are the same.
+heads over 4 KV heads, MLP 2,400, vocabulary 16,384, untied, bfloat16: 110.4 million parameters. Its tokenizer
+knows one word per id, so that prompts of ids and prompts of text are the same.
 """
 
 from __future__ import annotations

@@ -65,15 +65,8 @@ def test_they_are_the_default_and_pack_full_chunks(folder: Path) -> None:
     assert packed[streams[0].blocks[:4]].all()
     assert not packed[streams[1].blocks[-1]].any(), "an open tail stays in plain order"
     assert set(runner.kernels.counters.calls) == {
-        *(
-            "write_kv",
-            "decode_attention",
-            "prefill_attention",
-            "linear",
-            "gated_linear",
-            "rms_norm",
-            "add_rms_norm",
-        ),
+        *("write_kv", "decode_attention", "prefill_attention"),
+        *("linear", "gated_linear", "rms_norm", "add_rms_norm"),
     }
 
 
@@ -100,7 +93,8 @@ def test_bytes_read_and_plans_copied(kernels: str, folder: Path) -> None:
     counters = runner.kernels.counters
     assert counters.decode_bytes_read == counters.decode_tokens_read * 2 * KV_HEADS * HEAD_DIM * 4
     alone = sum(LAYERS * sum(len(s.prompt) + n for n in range(1, 33)) for s in streams[1:])
-    # While all three decode (not the first steps, nor what some decode beyond 33), two of three copies of 64 prefix tokens are saved.
+    # While all three decode, two of three copies of 64 prefix tokens are saved. Fewer steps than 32: they join one
+    # after the other, and whoever is done decodes on until all are.
     saved = LAYERS * 2 * 4 * CHUNK * 26
     assert counters.decode_tokens_read <= alone - saved
     steps = counters.calls["decode_attention"] // LAYERS
