@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -41,13 +40,11 @@ class Level(NamedTuple):
 
 
 @pytest.fixture(params=[(isa, threads) for isa in native.isa_levels() for threads in (1, 3)], ids=str)
-def level(request: pytest.FixtureRequest) -> Iterator[Level]:
+def level(request: pytest.FixtureRequest) -> Level:
     isa, threads = request.param
     module: Any = native.library()
-    context = module.cpu_context_new(native.chosen_level(isa), threads)
     counters = KernelCounters()
-    yield Level(DenseOps(module, context, counters), counters, threads)
-    module.cpu_context_delete(context)
+    return Level(DenseOps(module, native.NativeContext(isa, threads), counters), counters, threads)
 
 
 def generator(seed: int) -> torch.Generator:

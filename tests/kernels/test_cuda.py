@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,11 +26,15 @@ from kernels.implementations import HALF_TYPES
 from kernels.oracle import HEAD_DIMS, assert_as_exact_as, decode_oracle, make_spec
 from kernels.test_decode import Case, decode, make_case, random_case
 
+from trunkline.kernels import cuda, native
 from trunkline.kernels.cuda import CudaKernels
 from trunkline.kernels.cuda_build import CudaBuildError
 from trunkline.kernels.cuda_library import CudaError
+from trunkline.kernels.cuda_work import Workspace
 from trunkline.kernels.ops import Kernels, KvPool, QkNorm
 from trunkline.kernels.plan import WritePlan
+
+F32 = torch.float32
 
 pytestmark = pytest.mark.skipif(CXX is None, reason="no C++ compiler for the emulation")
 
@@ -178,63 +183,145 @@ class Replayed:
     """A captured step: the launches of a call, made again with the arguments they had."""
 
     def __init__(self, kernels: CudaKernels, case: Case, pool: KvPool, monkeypatch: pytest.MonkeyPatch) -> None:
-        library, captured = emulated_library(), []
+        self.kernels, self.case, self.pool = kernels, case, pool
+        self.plan = case.forest.decode_plan()
+        self.q, self.out = case.q.clone(), torch.empty_like(case.q)
+        self.launches: list[tuple[str, tuple[Any, ...]]] = []
+        self._monkeypatch = monkeypatch
+
+    def capture(self) -> None:
+        library = emulated_library()
         launch = library.call
 
         def record(name: str, *arguments: Any) -> None:
-            captured.append((name, arguments))
+            self.launches.append((name, arguments))
             launch(name, *arguments)
 
-        self.kernels, self.case, self.pool = kernels, case, pool
-        self.plan = case.forest.decode_plan()
-        decode(kernels, case, pool, self.plan)
-        self.grow()
-        # Under capture the merge is always launched, whatever this plan needs.
-        monkeypatch.setattr(CudaKernels, "_merges", lambda *_: True)
-        monkeypatch.setattr(library, "call", record)
-        self.q, self.out = case.q.clone(), torch.empty_like(case.q)
-        kernels.decode_attention(self.plan, self.q, pool, 1, case.spec, self.out)
-        monkeypatch.setattr(library, "call", launch)
-        self.launches = captured
-        assert [name for name, _ in self.launches] == ["add_steps", "attention"]
+        with self._monkeypatch.context() as patch:
+            patch.setattr(self.kernels, "_is_capturing", lambda: True)
+            patch.setattr(library, "call", record)
+            self.kernels.decode_attention(self.plan, self.q, self.pool, 1, self.case.spec, self.out)
 
-    def grow(self) -> None:
-        self.plan.advance()
-        [row.grow() for row in self.case.forest.rows]
+    def grow(self, tokens: int = 1) -> None:
+        for _ in range(tokens):
+            self.plan.advance()
+            for row in self.case.forest.rows:
+                row.grow()
 
     def replay(self) -> None:
+        """What an engine does for every step."""
+        self.kernels.prepare_replay(self.plan, self.pool, self.case.spec)
         self.out.fill_(float("nan"))
         for name, arguments in self.launches:
             emulated_library().call(name, *arguments)
-        self.kernels.note_replay(self.plan)
 
     def check(self) -> None:
         exact, plain = decode_oracle(self.case.forest, self.q, self.case.data, 1, self.case.spec)
         assert_as_exact_as(self.out, exact, plain, sum_terms=self.case.sum_terms)
 
 
-def test_a_captured_step_follows_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replays see their step and whatever plan is in the buffer: never the one of the capture."""
+@pytest.fixture
+def step(monkeypatch: pytest.MonkeyPatch) -> Replayed:
     configure(H200, 0)
-    kernels, case = make_emulated(), growing_case(16, 9)
-    step = Replayed(kernels, case, KvPool.wrap(case.data), monkeypatch)
+    case = growing_case(16, 9)
+    return Replayed(make_emulated(), case, KvPool.wrap(case.data), monkeypatch)
+
+
+def test_a_captured_step_follows_the_plan(step: Replayed) -> None:
+    """Replays see their step and whatever plan is in the buffer: never the one of the capture."""
+    kernels, case = step.kernels, step.case
+    kernels.prepare_replay(step.plan, step.pool, case.spec)
+    step.capture()
+    # Only attention, with its merge: nothing that would count or copy again in every replay.
+    assert [name for name, _ in step.launches] == ["attention"]
+    assert step.launches[0][1][0]._obj.partial_acc is not None
     step.check()
     generation = kernels.graph_generation
-    for _ in range(3):
-        step.grow()
+    for grown in (0, 1, 1, 2):
+        step.grow(grown)
         step.replay()
         step.check()
     assert kernels.counters.decode_plans == 1
-    # Another batch of as many rows in the same pool, no sharing planned: other pieces, other partials.
+    # Another batch of as many rows in the same pool, no sharing planned: other pieces, other partials. It is
+    # first replayed as it is, then grown.
     case.forest.rows.reverse()
     case.forest.runs = test_decode.no_runs()
     step.plan = case.forest.decode_plan()
-    for _ in range(2):
-        kernels.prepare_replay(step.plan, step.pool, case.spec)
-        step.grow()
+    for grown in (0, 1, 1):
+        step.grow(grown)
         step.replay()
         step.check()
     assert (kernels.graph_generation, kernels.counters.decode_plans) == (generation, 2)
+
+
+def test_nothing_is_brought_to_the_device_in_a_capture(step: Replayed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new plan, a new step, more memory, slots: each would be wrong in every replay, so it is refused."""
+    kernels, spec = step.kernels, step.case.spec
+    before = step.case.data.clone()
+    with pytest.raises(CudaError, match="run the step once, or prepare_replay, before it is captured"):
+        step.capture()
+    kernels.prepare_replay(step.plan, step.pool, spec)
+    step.grow()
+    with pytest.raises(CudaError, match="plan or its step is not on the device"):
+        step.capture()
+    assert not step.launches
+    kernels.prepare_replay(step.plan, step.pool, spec)
+    monkeypatch.setattr(kernels, "_workspace", Workspace(torch.device("cpu")))
+    with pytest.raises(CudaError, match="has to grow"):
+        step.capture()
+    monkeypatch.setattr(kernels, "_is_capturing", lambda: True)
+    qkv = torch.ones(1, 8 * 64, dtype=torch.bfloat16)
+    with pytest.raises(CudaError, match="indices are not on the device"):
+        kernels.write_kv(WritePlan(16, np.zeros(1, dtype=np.int32)), qkv, None, step.pool, 0, spec)
+    assert torch.equal(step.case.data.nan_to_num(), before.nan_to_num())
+
+
+def test_two_users_of_a_plan_count_its_steps_apart(step: Replayed) -> None:
+    """What a device holds is known to whoever put it there, not to the plan."""
+    case, plan, others = step.case, step.plan, (step.kernels, make_emulated(), make_emulated(share=False))
+    for _ in range(3):
+        for kernels in others:
+            exact, plain = decode_oracle(case.forest, case.q, case.data, 1, case.spec)
+            assert_as_exact_as(decode(kernels, case, step.pool, plan), exact, plain, sum_terms=case.sum_terms)
+        step.grow()
+    tokens = [kernels.counters.decode_tokens_read for kernels in others]
+    assert tokens[0] == tokens[1] < tokens[2]
+
+
+def test_head_sizes_of_one_kernel_keep_its_largest_limit() -> None:
+    """The general kernel serves all of them: asking about a small one must not take memory from a large one."""
+    for device in (H200, ADA):
+        configure(device, 0)
+        kernels = make_emulated()
+        for head_dim in (256, 24, 256):
+            case = make_case(
+                Forest(8, [one_row(8, 12)], test_decode.no_runs(), 2), make_spec(2, 1, head_dim), F32, 0
+            )
+            out = decode(kernels, case, KvPool.wrap(case.data))
+            assert_as_exact_as(out, case.exact, case.plain, sum_terms=case.sum_terms)
+
+
+def test_the_planner_is_asked_for_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "library", lambda: None)
+    with pytest.raises(CudaBuildError, match="planner is not installed"):
+        make_emulated()
+
+
+def test_a_driver_that_refuses_is_a_missing_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that `--kernels auto` falls back to the reference."""
+
+    class Refusing:
+        path = Path("library.so")
+
+        def call(self, *_: object) -> None:
+            raise CudaError("CUDA driver version is insufficient for CUDA runtime version")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(cuda, "_library_for", lambda _: Refusing())
+    with pytest.raises(CudaBuildError, match="driver version is insufficient"):
+        CudaKernels()
 
 
 @pytest.mark.parametrize("device", [A100, ADA])
@@ -295,6 +382,72 @@ def test_what_cannot_be_computed_is_refused() -> None:
     plan = WritePlan(8, np.zeros(1, dtype=np.int32))
     with pytest.raises(ValueError, match="qkv must be"):
         kernels.write_kv(plan, qkv, None, KvPool.wrap(case.data), 0, case.spec, norm)
+
+
+def test_what_lies_outside_is_refused_before_anything_is_written() -> None:
+    kernels, spec = make_emulated(), make_spec(4, 2, 64)
+    case = make_case(Forest(8, [one_row(8, 12), one_row(8, 9)], test_decode.no_runs(), 2), spec, torch.float16, 0)
+    pool, before = KvPool.wrap(case.data), case.data.clone()
+
+    def write(
+        slots: list[int], tokens: int = 2, chunk_size: int = 8, layer: int = 0, kind: Any = np.int32
+    ) -> None:
+        qkv = torch.ones(tokens, 8 * 64, dtype=torch.float16)
+        kernels.write_kv(WritePlan(chunk_size, np.array(slots, dtype=kind)), qkv, None, pool, layer, spec)
+
+    end, layers = pool.blocks * 8, case.data.shape[1]
+    for arguments, sentence in (
+        (([1],), "1 slots for 2 tokens"),
+        (([0, end],), f"the pool has {end}"),
+        (([0, -2],), f"the pool has {end}"),
+        (([0, 1], 2, 16), "for blocks of 16"),
+        (([0, 1], 2, 8, layers), f"layer {layers}"),
+        (([0, 1], 2, 8, 0, np.int64), "slots must be int32"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            write(*arguments)
+    blocks, part = np.array([1], dtype=np.int32), torch.ones(1, 1, *case.data.shape[2:], dtype=torch.float16)
+    for moved, of, sentence in (
+        (part.expand(2, -1, -1, -1, -1, -1), range(1), "layers of blocks are"),
+        (part, range(layers, layers + 1), "moved in order"),
+        (part, range(-1, 0), "moved in order"),
+        (part, range(0, 2, 2), "moved in order"),
+    ):
+        for move in (kernels.scatter_blocks, kernels.gather_blocks):
+            with pytest.raises(ValueError, match=sentence):
+                move(pool, blocks, of, moved)
+    out = torch.empty_like(case.q)
+    for q, to in ((case.q[:1], out), (case.q, out[:1])):
+        with pytest.raises(ValueError, match="1 rows, the plan 2"):
+            kernels.decode_attention(case.forest.decode_plan(), q, pool, 0, spec, to)
+    small = KvPool.wrap(case.data[:1])
+    with pytest.raises(ValueError, match="the pool has 1 blocks"):
+        kernels.decode_attention(case.forest.decode_plan(), case.q, small, 0, spec, out)
+    odd = torch.zeros(case.data.numel() + 1, dtype=torch.float16)[1:].view(case.data.shape)
+    with pytest.raises(ValueError, match="aligned to 16 bytes"):
+        kernels.copy_blocks(KvPool.wrap(odd), np.array([[0, 1, 0, 8]], dtype=np.int32))
+    assert torch.equal(pool.data.nan_to_num(), before.nan_to_num())
+
+
+def test_arrays_may_be_read_only(kernels: Kernels) -> None:
+    """As those that arrive in messages are."""
+    pool, spec = KvPool.wrap(torch.zeros(3, 1, 2, 2, 8, 64)), make_spec(4, 2, 64)
+    slots, copies, blocks = np.array([5], np.int32), np.array([[0, 1, 5, 1]], np.int32), np.array([1], np.int32)
+    for array in (slots, copies, blocks):
+        array.flags.writeable = False
+    kernels.write_kv(WritePlan(8, slots), torch.ones(1, 8 * 64), None, pool, 0, spec)
+    kernels.copy_blocks(pool, copies)
+    out = torch.empty(1, 1, 2, 2, 8, 64)
+    kernels.gather_blocks(pool, blocks, range(1), out)
+    assert torch.equal(out[0], pool.data[1])
+    assert int(out.sum()) == 2 * 2 * 64
+    case = make_case(Forest(8, [one_row(8, 12)], test_decode.no_runs(), 2), spec, F32, 0)
+    plan = case.forest.decode_plan()
+    for value in vars(plan).values():
+        if isinstance(value, np.ndarray):
+            value.flags.writeable = False
+    found = decode(kernels, case, KvPool.wrap(case.data), plan)
+    assert_as_exact_as(found, case.exact, case.plain, sum_terms=case.sum_terms)
 
 
 @pytest.mark.skipif(not gpu_missing(), reason="there is a GPU")

@@ -15,7 +15,7 @@ from trunkline.kernels.cuda_build import CudaBuildError
 HOPPER = (9, 0)
 FAKE_NVCC = """#!/bin/sh
 if [ "$1" = --version ]; then echo "nvcc {version}"; exit 0; fi
-echo run >> {log}
+echo run "$@" >> {log}
 while [ $# -gt 0 ]; do
   case "$1" in -o) shift; out="$1";; *.cu) source="$1";; esac
   shift
@@ -109,6 +109,28 @@ def test_a_prebuilt_library_needs_no_compiler(toolchain: Toolchain, monkeypatch:
         cuda_build.library_path(HOPPER)
 
 
+def test_a_prebuilt_library_of_a_lower_minor_serves(toolchain: Toolchain, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But not of another major, nor of a higher minor, nor one for a single device (90a)."""
+    prebuilt = toolchain.folder / "prebuilt"
+    prebuilt.mkdir()
+    for built in [cuda_build.library_path(capability) for capability in ((8, 0), (8, 6), HOPPER)]:
+        built.rename(prebuilt / built.name)
+    monkeypatch.setattr(cuda_build, "find_compiler", lambda: None)
+    for capability, arch in (((8, 0), "80"), ((8, 6), "86"), ((8, 9), "86"), (HOPPER, "90a")):
+        assert f"-{arch}-" in cuda_build.library_path(capability).name
+    for other in ((9, 1), (10, 0)):
+        with pytest.raises(CudaBuildError, match="no nvcc"):
+            cuda_build.library_path(other)
+
+
+def test_only_the_check_turns_warnings_into_errors(toolchain: Toolchain) -> None:
+    cuda_build.library_path(HOPPER)
+    assert "-Werror" not in toolchain.log.read_text()
+    cuda_build.check(["80"])
+    strict = [line for line in toolchain.log.read_text().splitlines() if "-Werror all-warnings" in line]
+    assert len(strict) == 2  # the sources; the link warns of nothing
+
+
 def test_a_cached_library_outlives_its_compiler(toolchain: Toolchain, monkeypatch: pytest.MonkeyPatch) -> None:
     built = cuda_build.library_path(HOPPER)
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
@@ -162,11 +184,13 @@ def test_devices_have_architectures() -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(cuda_build.find_compiler() is None, reason="no nvcc")
 def test_every_kernel_compiles_without_warnings(capsys: pytest.CaptureFixture[str]) -> None:
-    """`make check-cuda`; the result is kept in the user's cache, so that it is quick while nothing changed."""
+    """`make check-cuda`; the result is kept in the user's cache, so that it is quick while nothing changed.
+
+    Under a name of its own: what users build may have had warnings.
+    """
     compiler = cuda_build.find_compiler()
     assert compiler is not None
     for arch in cuda_build.CHECKED_ARCHITECTURES:
-        library = cuda_build.build(
-            arch, cuda_build.cache_folder() / cuda_build.library_name(arch, compiler), compiler
-        )
+        target = cuda_build.cache_folder() / f"strict-{cuda_build.library_name(arch, compiler)}"
+        library = cuda_build.build(arch, target, compiler, cuda_build.STRICT)
         assert library.stat().st_size > 100_000

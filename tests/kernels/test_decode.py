@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -36,6 +36,7 @@ from kernels.oracle import (
 )
 from torch import Tensor
 
+from trunkline.kernels.cpu import CpuKernels
 from trunkline.kernels.ops import AttentionSpec, Kernels, KvPool
 from trunkline.kernels.plan import DecodePlan
 
@@ -360,3 +361,30 @@ def test_invariant_mode_ignores_the_batch(seed: int, level: str) -> None:
             make_kernels(level, 1 + threads % 3, True), replace(case, forest=part, q=case.q[order]), pool
         )
         assert torch.equal(again, whole[order]), f"rows {order}"
+
+
+@pytest.mark.parametrize("level", NATIVE)
+@pytest.mark.parametrize("merge", ["in_place", "buffer"])
+def test_a_broken_row_is_not_empty(merge: Literal["in_place", "buffer"], level: str) -> None:
+    """Its first pieces are out of its window, the scores of the last are NaN."""
+    spec, forest = make_spec(4, 2, 64, window=30), Forest(16, [one_row(16, 800)], np.zeros((0, 4), np.int32), 51)
+    pool = KvPool.wrap(pool_data(forest, spec, torch.float32, 0))
+    q, out = torch.full((1, 4, 64), float("nan")), torch.zeros(1, 4, 64)
+    CpuKernels(isa=level, threads=3, merge=merge).decode_attention(forest.decode_plan(), q, pool, 1, spec, out)
+    assert bool(out.isnan().all())
+
+
+@pytest.mark.skipif(not NATIVE, reason="the compiled kernels are not installed")
+def test_kernels_of_different_settings_share_a_plan() -> None:
+    """Each gets the work that it would get from a plan of its own."""
+    spec = make_spec(4, 2, 64)
+    rows = [one_row(16, 640) for _ in range(4)]
+    forest = Forest(16, rows, np.array([[0, 4, 0, 39]], dtype=np.int32), 41)
+    pool, plan = KvPool.wrap(pool_data(forest, spec, torch.float32, 0)), forest.decode_plan()
+    q, out = torch.randn(4, 4, 64), torch.empty(4, 4, 64)
+    for share in (False, True, False):
+        shared, own = CpuKernels(share=share), CpuKernels(share=share)
+        shared.decode_attention(plan, q, pool, 1, spec, out)
+        own.decode_attention(forest.decode_plan(), q, pool, 1, spec, out)
+        assert shared.counters.decode_tokens_read == own.counters.decode_tokens_read
+        assert (own.counters.decode_tokens_read == 4 * 640) == (not share)

@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -10,10 +19,10 @@ from kernels.implementations import NATIVE
 from kernels.oracle import make_spec
 from structlog.testing import capture_logs
 
-from trunkline.kernels import load
+from trunkline.kernels import load, native
 from trunkline.kernels.cpu import CpuKernels
 from trunkline.kernels.load import KERNEL_NAMES, KernelsUnavailableError, load_kernels
-from trunkline.kernels.native import ISA_VARIABLE, NativeLibraryError
+from trunkline.kernels.native import ISA_VARIABLE, LIBRARY_VARIABLE, REINSTALL, NativeLibraryError
 from trunkline.kernels.ops import Kernels, KvPool
 from trunkline.kernels.plan import WritePlan
 
@@ -59,6 +68,113 @@ def test_an_unknown_level_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ISA_VARIABLE, "avx1024")
     with pytest.raises(NativeLibraryError, match=f"'avx1024' does not run here; there are: {', '.join(NATIVE)}"):
         CpuKernels()
+
+
+@pytest.fixture
+def fresh_library() -> Iterator[None]:
+    """The library is looked for again, here and afterwards."""
+    native.library.cache_clear()
+    yield
+    native.library.cache_clear()
+
+
+@pytest.mark.usefixtures("fresh_library")
+@pytest.mark.parametrize("name", ["auto", "cpu"])
+@pytest.mark.parametrize(("exists", "reason"), [(False, "does not exist"), (True, "cannot be loaded")])
+def test_an_unusable_library_is_no_missing_one(
+    exists: bool, reason: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "other.so"
+    if exists:
+        path.write_text("no library")
+    monkeypatch.setenv(LIBRARY_VARIABLE, str(path))
+    with pytest.raises(KernelsUnavailableError, match=f"other.so {reason}.*correct or unset {LIBRARY_VARIABLE}"):
+        load_kernels(name, "cpu")
+
+
+@needs_native
+@pytest.mark.usefixtures("fresh_library")
+def test_a_library_of_other_sources_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "INTERFACE_VERSION", native.INTERFACE_VERSION + 1)
+    with pytest.raises(KernelsUnavailableError, match=f"was built from other sources; .*({REINSTALL}|unset)"):
+        load_kernels("auto", "cpu")
+
+
+@needs_native
+def test_a_wrong_level_is_no_missing_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ISA_VARIABLE, "avx1024")
+    with pytest.raises(KernelsUnavailableError, match=f"'avx1024' does not.*correct or unset {ISA_VARIABLE}"):
+        load_kernels("auto", "cpu")
+
+
+TOO_MANY_THREADS = """
+import resource
+from trunkline.kernels.load import KernelsUnavailableError, load_kernels
+load_kernels("cpu", "cpu")
+pages = int(open("/proc/self/statm").read().split()[0])
+used = pages * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (256 << 20), -1))
+for _ in range(3):
+    try:
+        load_kernels("auto", "cpu", threads=1000)
+    except KernelsUnavailableError as error:
+        print(error)
+print(load_kernels("auto", "cpu", threads=3).name)
+"""
+
+
+@needs_native
+def test_threads_that_cannot_be_started() -> None:
+    done = subprocess.run([sys.executable, "-c", TOO_MANY_THREADS], capture_output=True, text=True, check=True)
+    *errors, name = done.stdout.splitlines()
+    assert len(errors) == 3
+    for error in errors:
+        assert error.startswith("1000 threads cannot be started")
+        assert "use fewer threads" in error
+    assert name == "cpu"
+
+
+@needs_native
+def test_an_op_keeps_what_it_needs_alive() -> None:
+    kernels = CpuKernels(threads=2)
+    layer, linear = kernels.pack_linear(torch.eye(64), None), kernels.linear
+    context = weakref.ref(kernels._context)
+    del kernels
+    gc.collect()
+    assert context() is not None
+    x = torch.arange(128.0).view(2, 64)
+    assert torch.equal(linear(x, layer), x)
+    del linear
+    gc.collect()
+    assert context() is None
+
+
+@needs_native
+def test_concurrent_use_is_refused() -> None:
+    kernels, weight, stop = CpuKernels(), torch.ones(16), threading.Event()
+    busy: Any = native.library().limit_multiply
+    busy.release_gil = True
+
+    def occupy() -> None:
+        while not stop.is_set():
+            try:
+                busy(kernels._context.handle, weight, 10_000)
+            except RuntimeError:  # the other one was first
+                continue
+
+    def call_often() -> None:
+        for _ in range(1_000_000):
+            kernels.rms_norm(torch.ones(2, 16), weight, 1e-5)
+
+    thread = threading.Thread(target=occupy)
+    thread.start()
+    try:
+        with pytest.raises(RuntimeError, match="in use by another thread"):
+            call_often()
+    finally:
+        stop.set()
+        thread.join()
+    kernels.rms_norm(torch.ones(2, 16), weight, 1e-5)
 
 
 def test_every_op_is_counted(kernels: Kernels) -> None:

@@ -214,6 +214,7 @@ def test_part_of_a_full_block_is_copied_to_an_open_one_and_back(dtype: torch.dty
         ([0, 1, 4, 5], "a block has 8"),
         ([0, 1, 0, 0], "a block has 8"),
         ([0, 1, -1, 3], "a block has 8"),
+        ([0, 1, 1, 2**31 - 1], "a block has 8"),
     ],
 )
 def test_copies_outside_the_pool_are_refused(copy: list[int], reason: str, kernels: Kernels) -> None:

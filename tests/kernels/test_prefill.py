@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from kernels.forests import FILLINGS, Forest, Range, Row, Shape, fill_pool, one_row, pool_data, random_forest
-from kernels.implementations import DTYPES, REFERENCE, make_kernels
+from kernels.implementations import DTYPES, NATIVE, REFERENCE, make_kernels
 from kernels.oracle import (
     HEAD_DIMS,
     alibi_slopes,
@@ -192,6 +192,20 @@ def test_float64_of_the_reference(seed: int) -> None:
     case = make_case(forest, counts, spec, torch.float64, seed)
     out = prefill(make_kernels(REFERENCE), case, KvPool.wrap(case.data), forest.prefill_plan(counts))
     torch.testing.assert_close(out, case.exact, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("level", NATIVE)
+@pytest.mark.parametrize("field", ["query_indptr", "item_indptr"])
+@pytest.mark.parametrize("change", ["short", "late", "falls"])
+def test_broken_offsets_are_refused(change: str, field: str, level: str) -> None:
+    forest = Forest(8, [one_row(8, 12), one_row(8, 20, 2)], np.zeros((0, 4), dtype=np.int32), 5)
+    case = make_case(forest, [2, 3], make_spec(4, 2, 64), torch.float32, 0)
+    plan = forest.prefill_plan(case.counts)
+    end = int(getattr(plan, field)[-1])
+    changed = {"short": [0, 1, end - 1], "late": [1, 1, end], "falls": [0, end + 5, end]}[change]
+    setattr(plan, field, np.array(changed, dtype=np.int32))
+    with pytest.raises(ValueError, match=f"{field} must ascend from 0 to {end}"):
+        prefill(make_kernels(level), case, KvPool.wrap(case.data), plan)
 
 
 def test_shifts_need_positions(kernels: Kernels) -> None:

@@ -156,3 +156,17 @@ def _open_tail_if_full(row: Row, forest: Forest) -> None:
 def _last_offset(row: Row) -> int:
     tail = row.ranges[-1]
     return tail.first + tail.tokens - 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_last_slot_named_twice_is_sealed_once(dtype: torch.dtype, kernels: Kernels) -> None:
+    torch.manual_seed(1)
+    spec, chunk = make_spec(2, 2, 32), 16
+    qkv = torch.randn(chunk, 6 * 32).to(dtype)
+    pool = KvPool.wrap(torch.zeros(1, 1, 2, 2, chunk, 32, dtype=dtype))
+    slots = np.array([*range(chunk), chunk - 1], dtype=np.int32)
+    kernels.write_kv(WritePlan(chunk, slots), torch.cat((qkv, qkv[-1:])), None, pool, 0, spec)
+    held = torch.empty(1, 1, 2, 2, chunk, 32, dtype=dtype)
+    kernels.gather_blocks(pool, np.zeros(1, dtype=np.int32), range(1), held)
+    expected = qkv.view(chunk, 3, 2, 32)[:, 1:].permute(1, 2, 0, 3)
+    assert same_bits(held[0, 0], expected)

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -15,10 +16,11 @@ from worker.driver import Stream, run_config
 from worker.test_equality import LAYOUTS, largest_difference
 
 from trunkline.controller.messages import TopLogprobs
-from trunkline.kernels.native import LIBRARY_VARIABLE, library
+from trunkline.kernels.native import ISA_VARIABLE, LIBRARY_VARIABLE, library
 from trunkline.kernels.reference import ReferenceKernels
+from trunkline.kernels.shared_group import CollectiveMismatchError, PeerGoneError
 from trunkline.worker.checkpoint import Shard, load_weights
-from trunkline.worker.errors import WorkerError
+from trunkline.worker.errors import PeerLostError, WorkerError
 from trunkline.worker.families import check_model
 from trunkline.worker.messages import Sampling
 from trunkline.worker.parallel import TensorParallel
@@ -115,6 +117,41 @@ def test_a_killed_rank_ends_the_others_wait(backend: str, tmp_path: Path) -> Non
 def test_gloo_serves_without_the_library(tmp_path: Path) -> None:
     missing = {LIBRARY_VARIABLE: str(tmp_path / "missing.so")}
     assert run_ranks("collectives_rank.py", 2, tmp_path, "1", "auto=gloo", **missing) == [0, 0]
+
+
+@needs_library
+def test_a_wrong_level_is_seen_by_all_ranks(tmp_path: Path) -> None:
+    assert run_ranks("collectives_rank.py", 2, tmp_path, "1", "auto=gloo", **{ISA_VARIABLE: "avx1024"}) == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("backend", "raised", "seen"),
+    [
+        ("shared", PeerGoneError("rank 1 is gone"), PeerLostError),
+        ("shared", CollectiveMismatchError("calls differ"), WorkerError),
+        ("shared", RuntimeError("not enough memory"), RuntimeError),
+        ("nccl", torch.distributed.DistBackendError("NCCL error"), PeerLostError),
+        ("nccl", RuntimeError("not enough memory"), RuntimeError),
+        ("gloo", RuntimeError("Connection closed by peer"), PeerLostError),
+    ],
+)
+def test_only_what_peers_did_is_their_fault(
+    backend: str, raised: RuntimeError, seen: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise raised
+
+    names = ("all_reduce", "all_gather", "gather", "gather_columns", "broadcast")
+    group = TensorParallel(0, 2, torch.device("cpu"), backend=backend)
+    if backend == "shared":
+        group._shared = SimpleNamespace(**dict.fromkeys(names, fail))  # type: ignore[assignment]
+    else:
+        for name in set(names) - {"gather_columns"}:
+            monkeypatch.setattr(torch.distributed, name, fail)
+    for call in (group.all_reduce, group.all_gather, group.gather_columns, group.broadcast):
+        with pytest.raises((RuntimeError, WorkerError)) as caught:
+            call(torch.ones(2, 2))
+        assert type(caught.value) is seen
 
 
 @needs_library

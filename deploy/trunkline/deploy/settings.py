@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import errno
-import os
 import socket
 from dataclasses import dataclass
 from typing import Final
 
+from trunkline.deploy.cores import available_cores
 from trunkline.deploy.errors import UserError
 
 DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
@@ -83,7 +83,7 @@ class ServeSettings:
 
     def threads_per_worker(self) -> int:
         """`threads`, or an equal share of the cores this process may use."""
-        return self.threads or max(1, len(os.sched_getaffinity(0)) // (self.groups * self.tp))
+        return self.threads or max(1, available_cores() // (self.groups * self.tp))
 
     def kv_memory_per_worker(self, device: str) -> int:
         """`kv_memory_bytes`; else on CPUs 1 GiB, enough for long contexts of a small model on any laptop, and

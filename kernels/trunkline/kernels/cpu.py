@@ -8,7 +8,6 @@ place when they are full, see `csrc/cpu/attention.h`.
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trunkline.kernels.cpu_dense import DenseOps
-from trunkline.kernels.native import ISA_LEVELS, WorkOptions, chosen_level, library, plan_decode_work
+from trunkline.kernels.native import ISA_LEVELS, NativeContext, WorkOptions, library, plan_decode_work
 from trunkline.kernels.ops import Angles, AttentionSpec, KernelCounters, KvPool, QkNorm
 from trunkline.kernels.plan import DecodePlan, PrefillPlan, WritePlan
 from trunkline.kvstore.layout import Int32Array
@@ -98,8 +97,8 @@ class DecodeState:
 
     last_block: int
     has_shifts: bool
-    works: dict[tuple[int, int, int], DecodeWork] = field(default_factory=dict)
-    """By KV heads, query heads and bytes of a token: layers may differ."""
+    works: dict[WorkOptions, DecodeWork] = field(default_factory=dict)
+    """Layers may differ, and so may the kernels that use the plan."""
 
 
 class PrefillState:
@@ -107,6 +106,8 @@ class PrefillState:
 
     def __init__(self, plan: PrefillPlan) -> None:
         _check_items(plan.block, plan.first, plan.count, plan.chunk_size)
+        _check_indptr("query_indptr", plan.query_indptr, len(plan.query_position))
+        _check_indptr("item_indptr", plan.item_indptr, len(plan.block))
         self.shifts = ShiftTable(plan.shift) if plan.shift.any() else None
         item_angle = np.full(len(plan.block), -1)
         if self.shifts is not None:
@@ -135,6 +136,34 @@ class WriteState:
         self.slots = torch.from_numpy(np.array(plan.slots, dtype=np.int32))
 
 
+class Planning:
+    """How certain kernels want decode plans cut."""
+
+    def __init__(self, threads: int, invariant_tokens: int, share: bool) -> None:
+        self.invariant_tokens = invariant_tokens
+        self._threads = threads
+        self._share = share
+        self._made: dict[tuple[int, int, int, int], WorkOptions] = {}
+
+    def options(self, spec: AttentionSpec, element_bytes: int) -> WorkOptions:
+        """The same object for the same arguments: this is asked for each layer of each step."""
+        key = (spec.kv_heads, spec.heads, spec.head_dim, element_bytes)
+        made = self._made.get(key)
+        if made is None:
+            made = self._made[key] = WorkOptions(
+                kv_heads=spec.kv_heads,
+                group=spec.group,
+                kv_token_bytes=2 * spec.head_dim * element_bytes,
+                partial_bytes=2 * 4 * (spec.head_dim + 2),
+                tile_rows=max(TILE_VECTORS, spec.group),
+                workers=self._threads,
+                invariant_tokens=self.invariant_tokens,
+                share=self._share,
+                vectors_per_read=VECTORS_PER_READ,
+            )
+        return made
+
+
 class CpuKernels:
     """Implements `trunkline.kernels.ops.Kernels`."""
 
@@ -158,16 +187,14 @@ class CpuKernels:
             merge: where partial results of decode attention meet; the buffer is for comparison.
 
         Raises:
-            NativeLibraryError: the library is not installed, or the level does not run here.
+            NativeLibraryError: no library, a level that does not run here, or threads that cannot be started.
         """
-        level = chosen_level(isa)
+        self._context = context = NativeContext(isa, threads)
         module: Any = library()
-        self.isa = ISA_LEVELS[level]
+        self.isa = ISA_LEVELS[context.level]
         self.counters = KernelCounters()
-        self._context = context = module.cpu_context_new(level, threads)
-        weakref.finalize(self, module.cpu_context_delete, context)
-        self._threads, self._share, self._buffered = threads, share, merge == "buffer"
-        self._invariant_tokens = INVARIANT_TOKENS if invariant else 0
+        self._planning = Planning(threads, INVARIANT_TOKENS if invariant else 0, share)
+        self._buffered = merge == "buffer"
         # Looking functions up costs more than calling them.
         self._module = module
         self._write_kv, self._decode = module.write_kv, module.decode_attention
@@ -192,9 +219,8 @@ class CpuKernels:
             plan.state = state = WriteState(plan)
         cos, sin = (NONE, NONE) if angles is None else angles
         q_weight, k_weight, eps = (NONE, NONE, 0.0) if norm is None else norm
-        self._write_kv(
-            self._context, state.slots, qkv, cos, sin, pool.data, pool.packed, layer, q_weight, k_weight, eps
-        )
+        handle, data, packed = self._context.handle, pool.data, pool.packed
+        self._write_kv(handle, state.slots, qkv, cos, sin, data, packed, layer, q_weight, k_weight, eps)
         return qkv.view(qkv.shape[0], -1, spec.head_dim)[:, : spec.heads]
 
     def decode_attention(
@@ -213,9 +239,9 @@ class CpuKernels:
             entry_query = work.entry_query
             turned = q.new_empty((len(work.turns), spec.heads, spec.head_dim))
             angles = work.shifts.angles(spec.inverse_frequencies)
-            self._module.turn_queries(self._context, q, work.turns, angles, turned)
+            self._module.turn_queries(self._context.handle, q, work.turns, angles, turned)
         self._decode(
-            self._context,
+            self._context.handle,
             work.words,
             q,
             data,
@@ -230,7 +256,7 @@ class CpuKernels:
             entry_query,
             turned,
             self._buffered,
-            self._invariant_tokens > 0,
+            self._planning.invariant_tokens > 0,
         )
 
     def _decode_work(self, plan: DecodePlan, pool: KvPool, spec: AttentionSpec) -> DecodeWork:
@@ -246,22 +272,10 @@ class CpuKernels:
         _check_pool(shape, plan.chunk_size, state.last_block)
         if plan.steps > plan.steps_left:
             raise ValueError(f"decode plan is valid for {plan.steps_left} steps, not for {plan.steps}")
-        token_bytes = 2 * spec.head_dim * pool.data.element_size()
-        key = (spec.kv_heads, spec.heads, token_bytes)
-        work = state.works.get(key)
+        options = self._planning.options(spec, pool.data.element_size())
+        work = state.works.get(options)
         if work is None:
-            options = WorkOptions(
-                kv_heads=spec.kv_heads,
-                group=spec.group,
-                kv_token_bytes=token_bytes,
-                partial_bytes=2 * 4 * (spec.head_dim + 2),
-                tile_rows=max(TILE_VECTORS, spec.group),
-                workers=self._threads,
-                invariant_tokens=self._invariant_tokens,
-                share=self._share,
-                vectors_per_read=VECTORS_PER_READ,
-            )
-            state.works[key] = work = DecodeWork(plan, options)
+            state.works[options] = work = DecodeWork(plan, options)
         return work
 
     def prefill_attention(
@@ -278,7 +292,7 @@ class CpuKernels:
             assert spec.inverse_frequencies is not None
             angles = state.shifts.angles(spec.inverse_frequencies)
         self._module.prefill_attention(
-            self._context,
+            self._context.handle,
             state.words,
             q,
             pool.data,
@@ -294,13 +308,13 @@ class CpuKernels:
 
     def copy_blocks(self, pool: KvPool, copies: Int32Array) -> None:
         self.counters.called("copy_blocks")
-        self._module.copy_blocks(self._context, pool.data, pool.packed, _int32(copies))
+        self._module.copy_blocks(self._context.handle, pool.data, pool.packed, _int32(copies))
 
     def gather_blocks(self, pool: KvPool, blocks: Int32Array, layers: range, out: Tensor) -> None:
         self.counters.called("gather_blocks")
         plain = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
         self._module.gather_blocks(
-            self._context, pool.data, pool.packed, _int32(blocks), layers.start, layers.stop, plain
+            self._context.handle, pool.data, pool.packed, _int32(blocks), layers.start, layers.stop, plain
         )
         if plain is not out:
             out.copy_(plain)
@@ -308,7 +322,7 @@ class CpuKernels:
     def scatter_blocks(self, pool: KvPool, blocks: Int32Array, layers: range, data: Tensor) -> None:
         self.counters.called("scatter_blocks")
         self._module.scatter_blocks(
-            self._context,
+            self._context.handle,
             pool.data,
             pool.packed,
             _int32(blocks),
@@ -330,6 +344,12 @@ def _check_items(block: Int32Array, first: Int32Array, count: Int32Array, chunk_
         raise ValueError("an item has a negative block, first or count")
     if int((first.astype(np.int64) + count).max()) > chunk_size:
         raise ValueError(f"an item reaches beyond its block of {chunk_size} tokens")
+
+
+def _check_indptr(name: str, indptr: Int32Array, length: int) -> None:
+    """As `_check_items`."""
+    if not len(indptr) or indptr[0] != 0 or indptr[-1] != length or bool((indptr[1:] < indptr[:-1]).any()):
+        raise ValueError(f"{name} must ascend from 0 to {length}")
 
 
 def _check_pool(shape: torch.Size, chunk_size: int, last_block: int) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from trunkline.kernels.native import NativeContext
 from trunkline.kernels.ops import Activation, KernelCounters, PackedLinear
 
 ACTIVATIONS: Final[dict[Activation, int]] = {"silu": 1, "gelu": 2, "gelu_tanh": 3}
@@ -69,12 +70,13 @@ class DenseOps:
 
     Args:
         module: the compiled library.
-        context: handle of a `CpuContext` of it, which must outlive this object.
+        context: of it.
         counters: told of every call.
     """
 
-    def __init__(self, module: Any, context: int, counters: KernelCounters) -> None:
-        self._context = context
+    def __init__(self, module: Any, context: NativeContext, counters: KernelCounters) -> None:
+        self._context = context  # kept alive: bound ops outlive the object they were taken from
+        self._handle = context.handle
         self._counters = counters
         # Looking a function up costs more than calling it.
         self._rms_norm = module.rms_norm
@@ -89,14 +91,14 @@ class DenseOps:
         self._counters.called("rms_norm")
         x = x.contiguous()
         out = torch.empty_like(x)
-        self._rms_norm(self._context, x, weight, eps, out)
+        self._rms_norm(self._handle, x, weight, eps, out)
         return out
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         self._counters.called("add_rms_norm")
         x = x.contiguous()
         out = torch.empty_like(x)
-        self._add_rms_norm(self._context, x, residual, weight, eps, out)
+        self._add_rms_norm(self._handle, x, residual, weight, eps, out)
         return out
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
@@ -106,7 +108,7 @@ class DenseOps:
         self._counters.called("linear")
         x = x.contiguous()
         out = torch.empty(x.shape[0], layer.out_features, dtype=out_dtype or x.dtype)
-        self._linear(self._context, layer.data.handle, x, out)
+        self._linear(self._handle, layer.data.handle, x, out)
         return out
 
     def pack_gated_linear(self, weight: Tensor, bias: Tensor | None, activation: Activation) -> PackedLinear:
@@ -116,7 +118,7 @@ class DenseOps:
         self._counters.called("gated_linear")
         x = x.contiguous()
         out = torch.empty(x.shape[0], layer.out_features, dtype=x.dtype)
-        self._linear(self._context, layer.data.handle, x, out)
+        self._linear(self._handle, layer.data.handle, x, out)
         return out
 
     def _packed(self, weight: Tensor, bias: Tensor | None, activation: int) -> PackedLinear:
@@ -125,7 +127,7 @@ class DenseOps:
             weight = weight.contiguous()
         widened = torch.empty(0) if bias is None else bias.detach().float().contiguous()
         memory = self._memory.take(self._packed_bytes(weight, activation))
-        handle = self._pack(self._context, weight, widened, activation, memory)
+        handle = self._pack(self._handle, weight, widened, activation, memory)
         packed = PackedWeight(memory, handle, activation != 0)
         weakref.finalize(packed, self._delete, handle)
         parts = 2 if activation else 1

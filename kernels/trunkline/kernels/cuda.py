@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from ctypes import byref
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -21,19 +20,40 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trunkline.kernels import native
 from trunkline.kernels.cuda_build import CudaBuildError, library_path
+from trunkline.kernels.cuda_checks import (
+    check_copies,
+    check_heads,
+    check_items,
+    check_moved,
+    check_pool,
+    check_queries,
+    check_shifts,
+    check_slots,
+    check_written,
+)
 from trunkline.kernels.cuda_library import (
     ACTIVATION_NUMBERS,
     DTYPE_NUMBERS,
     AttentionCall,
     AttentionShape,
+    CudaError,
     CudaLibrary,
     MoveCall,
     NormCall,
     WriteCall,
 )
-from trunkline.kernels.cuda_work import PARTIALS, TOKENS, DeviceWork, PrefillCut, PrefillWork, Workspace
-from trunkline.kernels.native import WorkOptions, plan_decode_work
+from trunkline.kernels.cuda_work import (
+    DecodeWork,
+    DeviceWork,
+    PrefillCut,
+    PrefillDeviceWork,
+    PrefillWork,
+    WorkKey,
+    Workspace,
+    refuse_capture,
+)
 from trunkline.kernels.ops import (
     Activation,
     Angles,
@@ -51,31 +71,6 @@ INVARIANT_TOKENS: Final = 512
 VECTORS_PER_READ: Final = 128
 """Query vectors whose products take about as long as reading their tokens (kernels.md: 790 TFLOP/s, 4.3 TB/s)."""
 PIECES_PER_WORKER: Final = 2
-ALIGNMENT: Final = 16
-"""Bytes; of everything that kernels read in 16-byte units."""
-
-
-class DecodeWork:
-    """A decode plan's words for certain head counts; private to `CudaKernels`."""
-
-    def __init__(self, plan: DecodePlan, key: tuple[int, int, torch.dtype], words: Tensor) -> None:
-        self.key = key
-        self.words = words
-        self.partials = int(words[PARTIALS])
-        self.tokens = int(words[TOKENS])
-        self.needs_merge = self.partials != plan.num_rows
-        self.has_shifts = bool(plan.shifts.any())
-        self.device_steps = plan.steps
-
-
-@dataclass(frozen=True)
-class PrefillDeviceWork:
-    """A prefill plan's words on the device, for certain head counts."""
-
-    key: tuple[int, int, torch.dtype]
-    work: PrefillWork
-    words: Tensor
-    has_shifts: bool
 
 
 class CudaKernels:
@@ -99,15 +94,12 @@ class CudaKernels:
             share: False: every row reads all its tokens alone (the sequence-first baseline).
 
         Raises:
-            CudaBuildError: no device, or no library for it.
+            CudaBuildError: no device, no library that runs on it, or no planner.
         """
         self.counters = KernelCounters()
-        if library is None:
-            if not torch.cuda.is_available():
-                raise CudaBuildError("torch finds no CUDA device here")
-            library = _library_for(torch.cuda.get_device_capability())
-            library.call("set_device", torch.cuda.current_device())
-        self._library = library
+        self._library = _library_of_device() if library is None else library
+        if native.library() is None:
+            raise CudaBuildError("the compiled library that holds the planner is not installed")
         self._stream = stream or _current_stream
         self._is_capturing = torch.cuda.is_current_stream_capturing if stream is None else lambda: False
         self._invariant_tokens = INVARIANT_TOKENS if invariant else 0
@@ -116,7 +108,6 @@ class CudaKernels:
         self._constants: dict[int, tuple[Tensor, Tensor]] = {}
         self._workspace: Workspace | None = None
         self._device_work: DeviceWork | None = None
-        self._resident: DecodeWork | None = None
 
     # --- attention
 
@@ -125,37 +116,28 @@ class CudaKernels:
     ) -> None:
         counters = self.counters
         counters.called("decode_attention")
-        shape = self._shape(pool, spec)
-        state = self._decode_state(plan, pool, spec, shape)
-        _check_shifts(state.has_shifts, spec)
-        device_work = self._place(plan, state, pool.data.device)
+        call = self._attention_call(plan, q, pool, layer, spec, out)
+        state = self._decode_state(plan, pool, spec)
+        check_shifts(state.has_shifts, spec)
+        device_work = self._place(plan, state, pool, spec)
         tokens = state.tokens + plan.steps * plan.num_rows
         counters.decode_tokens_read += tokens
         counters.decode_bytes_read += tokens * 2 * spec.kv_heads * spec.head_dim * pool.data.element_size()
-        call = self._attention_call(q, pool, layer, spec, shape, out)
         call.work, call.steps = device_work.words_address, device_work.steps_address
-        call.rows = plan.num_rows
-        if self._merges(state):
+        # While a graph is captured the merge always comes along: a later plan may need it.
+        if state.needs_merge or self._is_capturing():
             self._take_workspace(call, state.partials, pool.data.device)
         self._library.call("attention", byref(call), self._stream())
 
-    def _merges(self, state: DecodeWork) -> bool:
-        """While a graph is captured the merge always comes along: a later plan may need it."""
-        return state.needs_merge or self._is_capturing()
-
     def prepare_replay(self, plan: DecodePlan, pool: KvPool, spec: AttentionSpec) -> None:
-        """Before a captured step with as many rows is replayed for another plan: bring it to where the graph
-        looks. Where that made `graph_generation` change, the step has to be captured again instead."""
-        state = self._decode_state(plan, pool, spec, self._shape(pool, spec))
-        self._place(plan, state, pool.data.device)
-        if self._workspace is None:
-            self._workspace = Workspace(pool.data.device)
-        self._workspace.take(state.partials, spec.heads, spec.head_dim)
+        """Before every replay of a captured step: bring the plan and its step to where the graph looks.
 
-    def note_replay(self, plan: DecodePlan) -> None:
-        """A captured step was replayed, so the device's step counter has moved on to `plan.steps` by itself."""
-        if isinstance(plan.state, DecodeWork):
-            plan.state.device_steps = plan.steps
+        The plan may be another than the captured one, of as many rows. Where this made `graph_generation` change,
+        the step has to be captured again instead.
+        """
+        check_pool(pool, plan.chunk_size)
+        self._constants_of(spec, pool.data.device)
+        self._place(plan, self._decode_state(plan, pool, spec), pool, spec)
 
     @property
     def graph_generation(self) -> int:
@@ -166,12 +148,11 @@ class CudaKernels:
         self, plan: PrefillPlan, q: Tensor, pool: KvPool, layer: int, spec: AttentionSpec, out: Tensor
     ) -> None:
         self.counters.called("prefill_attention")
-        shape = self._shape(pool, spec)
-        state = self._prefill_state(plan, pool, spec, shape)
-        _check_shifts(state.has_shifts, spec)
+        call = self._attention_call(plan, q, pool, layer, spec, out)
+        state = self._prefill_state(plan, pool, spec)
+        check_shifts(state.has_shifts, spec)
         self.counters.prefill_tokens_read += state.work.tokens_read
-        call = self._attention_call(q, pool, layer, spec, shape, out)
-        call.work, call.rows, call.causal = state.words.data_ptr(), state.work.rows, 1
+        call.work, call.causal = state.words.data_ptr(), 1
         if state.work.needs_merge:
             self._take_workspace(call, state.work.partials, pool.data.device)
         self._library.call("attention", byref(call), self._stream())
@@ -179,79 +160,96 @@ class CudaKernels:
     def _shape(self, pool: KvPool, spec: AttentionSpec) -> AttentionShape:
         key = (pool.data.dtype, spec.head_dim)
         if key not in self._shapes:
-            if pool.data.dtype not in DTYPE_NUMBERS:
-                raise ValueError(f"KV of type {pool.data.dtype}; the CUDA kernels take float32, float16, bfloat16")
+            refuse_capture(self._is_capturing(), "the attention kernel is not loaded yet")
             self._shapes[key] = self._library.attention_shape(*key)
         return self._shapes[key]
 
-    def _decode_state(
-        self, plan: DecodePlan, pool: KvPool, spec: AttentionSpec, shape: AttentionShape
-    ) -> DecodeWork:
-        key = (spec.heads, spec.kv_heads, pool.data.dtype)
-        state = plan.state
-        if isinstance(state, DecodeWork) and state.key == key:
-            return state
-        options = WorkOptions(
+    def _work_key(self, pool: KvPool, spec: AttentionSpec) -> WorkKey:
+        shape = self._shape(pool, spec)
+        return WorkKey(
+            heads=spec.heads,
             kv_heads=spec.kv_heads,
-            group=spec.group,
-            kv_token_bytes=2 * spec.head_dim * pool.data.element_size(),
-            partial_bytes=2 * 4 * (spec.head_dim + 2),
-            tile_rows=max(shape.tile_rows, spec.group),
-            workers=shape.grid,
-            pieces_per_worker=PIECES_PER_WORKER,
-            piece_tokens_min=PIECE_TOKENS_MIN,
+            head_dim=spec.head_dim,
+            dtype=pool.data.dtype,
+            device=pool.data.device,
+            tile_rows=shape.tile_rows,
+            grid=shape.grid,
             invariant_tokens=self._invariant_tokens,
             share=self._share,
-            vectors_per_read=VECTORS_PER_READ,
         )
-        plan.state = state = DecodeWork(plan, key, plan_decode_work(plan, options))
+
+    def _decode_state(self, plan: DecodePlan, pool: KvPool, spec: AttentionSpec) -> DecodeWork:
+        key, state = self._work_key(pool, spec), plan.state
+        if not isinstance(state, DecodeWork) or state.key != key:
+            options = native.WorkOptions(
+                kv_heads=spec.kv_heads,
+                group=spec.group,
+                kv_token_bytes=2 * spec.head_dim * pool.data.element_size(),
+                partial_bytes=2 * 4 * (spec.head_dim + 2),
+                tile_rows=max(key.tile_rows, spec.group),
+                workers=key.grid,
+                pieces_per_worker=PIECES_PER_WORKER,
+                piece_tokens_min=PIECE_TOKENS_MIN,
+                invariant_tokens=self._invariant_tokens,
+                share=self._share,
+                vectors_per_read=VECTORS_PER_READ,
+            )
+            plan.state = state = DecodeWork(plan, key, native.plan_decode_work(plan, options))
+        check_items(pool, state.last_block)
         return state
 
-    def _place(self, plan: DecodePlan, state: DecodeWork, device: torch.device) -> DeviceWork:
+    def _place(self, plan: DecodePlan, state: DecodeWork, pool: KvPool, spec: AttentionSpec) -> DeviceWork:
         """Bring the plan and its step to the device, if they are not there ("lazy copy", ChunkAttention §3.3)."""
-        if self._device_work is None:
-            self._device_work = DeviceWork(device)
-        if self._resident is not state:
-            self._device_work.upload(state.words, plan.steps)
+        if plan.steps > plan.steps_left:
+            raise ValueError(f"decode plan is valid for {plan.steps_left} steps, not for {plan.steps}")
+        work = self._device_work
+        if work is None:
+            work = self._device_work = DeviceWork(pool.data.device)
+        if work.resident is state and work.steps == plan.steps:
+            return work
+        # An upload or a count in the graph would be repeated by every replay.
+        refuse_capture(self._is_capturing(), "the plan or its step is not on the device yet")
+        if work.resident is not state:
+            # Before any capture, and also where this plan needs none: a captured step always merges.
+            self._reserve(pool.data.device).take(state.partials, spec.heads, spec.head_dim)
+            work.upload(state, plan.steps)
             self.counters.decode_plans += 1
-            self._resident = state
-        elif state.device_steps != plan.steps:
-            delta = plan.steps - state.device_steps
-            self._library.call("add_steps", self._device_work.steps_address, delta, self._stream())
-        state.device_steps = plan.steps
-        return self._device_work
+        else:
+            self._library.call("add_steps", work.steps_address, plan.steps - work.steps, self._stream())
+            work.steps = plan.steps
+        return work
 
-    def _prefill_state(
-        self, plan: PrefillPlan, pool: KvPool, spec: AttentionSpec, shape: AttentionShape
-    ) -> PrefillDeviceWork:
-        key = (spec.heads, spec.kv_heads, pool.data.dtype)
-        state = plan.state
-        if isinstance(state, PrefillDeviceWork) and state.key == key:
-            return state
-        cut = PrefillCut(
-            rows_per_tile=max(1, shape.tile_rows // spec.group),
-            units_wanted=-(-PIECES_PER_WORKER * shape.grid // spec.kv_heads),
-            piece_tokens_min=PIECE_TOKENS_MIN,
-            piece_tokens=self._invariant_tokens,
-        )
-        work = PrefillWork(plan, cut)
-        words = work.words().to(pool.data.device)
-        plan.state = state = PrefillDeviceWork(key, work, words, bool(plan.shift.any()))
+    def _prefill_state(self, plan: PrefillPlan, pool: KvPool, spec: AttentionSpec) -> PrefillDeviceWork:
+        key, state = self._work_key(pool, spec), plan.state
+        if not isinstance(state, PrefillDeviceWork) or state.key != key:
+            refuse_capture(self._is_capturing(), "the prefill plan is not on the device yet")
+            cut = PrefillCut(
+                rows_per_tile=max(1, key.tile_rows // spec.group),
+                units_wanted=-(-PIECES_PER_WORKER * key.grid // spec.kv_heads),
+                piece_tokens_min=PIECE_TOKENS_MIN,
+                piece_tokens=self._invariant_tokens,
+            )
+            work = PrefillWork(plan, cut)
+            words = work.words().to(pool.data.device)
+            plan.state = state = PrefillDeviceWork(key, work, words, plan)
+        check_items(pool, state.last_block)
         return state
 
     def _attention_call(
-        self, q: Tensor, pool: KvPool, layer: int, spec: AttentionSpec, shape: AttentionShape, out: Tensor
+        self,
+        plan: DecodePlan | PrefillPlan,
+        q: Tensor,
+        pool: KvPool,
+        layer: int,
+        spec: AttentionSpec,
+        out: Tensor,
     ) -> AttentionCall:
-        data = pool.data
-        if q.dtype != data.dtype or out.dtype != data.dtype:
-            raise ValueError(f"queries are {q.dtype} and results {out.dtype}, but the KV pool is {data.dtype}")
-        if data.shape[3] != spec.kv_heads or data.shape[5] != spec.head_dim or not data.is_contiguous():
-            raise ValueError(f"a pool of shape {tuple(data.shape)} does not fit {spec.kv_heads} x {spec.head_dim}")
+        data, rows = pool.data, len(plan.query_position)
+        check_pool(pool, plan.chunk_size)
+        check_heads(pool, layer, spec)
+        shape = self._shape(pool, spec)
         for name, x in (("q", q), ("out", out)):
-            if x.shape[1:] != (spec.heads, spec.head_dim) or x.stride()[1:] != (spec.head_dim, 1):
-                raise ValueError(f"{name} of shape {tuple(x.shape)}, strides {x.stride()}: heads must be dense")
-            if shape.is_matrix and (x.data_ptr() % ALIGNMENT or x.stride(0) * x.element_size() % ALIGNMENT):
-                raise ValueError(f"rows of {name} must be aligned to {ALIGNMENT} bytes")
+            check_queries(name, x, pool, spec, (rows, bool(shape.is_matrix)))
         call = AttentionCall(
             q=q.data_ptr(),
             out=out.data_ptr(),
@@ -266,6 +264,7 @@ class CudaKernels:
             layers=data.shape[1],
             layer=layer,
             window=spec.window,
+            rows=rows,
             tile_rows=shape.tile_rows,
             stages=shape.stages,
             grid=shape.grid,
@@ -273,26 +272,43 @@ class CudaKernels:
             scale=spec.scale,
             soft_cap=spec.soft_cap,
         )
+        call.inverse_frequencies, call.alibi_slopes = self._constants_of(spec, data.device)
         if spec.inverse_frequencies is not None:
-            call.inverse_frequencies = self._constant(spec.inverse_frequencies, torch.float64, data.device)
             call.rotary_half = len(spec.inverse_frequencies)
-        if spec.alibi_slopes is not None:
-            call.alibi_slopes = self._constant(spec.alibi_slopes, torch.float32, data.device)
         return call
+
+    def _constants_of(self, spec: AttentionSpec, device: torch.device) -> tuple[int | None, int | None]:
+        """Addresses of inverse frequencies and ALiBi slopes."""
+        frequencies, slopes = spec.inverse_frequencies, spec.alibi_slopes
+        return (
+            None if frequencies is None else self._constant(frequencies, torch.float64, device),
+            None if slopes is None else self._constant(slopes, torch.float32, device),
+        )
 
     def _constant(self, x: Tensor, dtype: torch.dtype, device: torch.device) -> int:
         """Address of a tensor of a spec on the device; copied once."""
         known = self._constants.get(id(x))
         if known is None or known[0] is not x:
+            refuse_capture(self._is_capturing(), "a constant of the model is not on the device yet")
             # The original is kept as well, so that its id is not given to another.
             known = self._constants[id(x)] = (x, x.to(device, dtype).contiguous())
         return known[1].data_ptr()
 
-    def _take_workspace(self, call: AttentionCall, partials: int, device: torch.device) -> None:
+    def _reserve(self, device: torch.device) -> Workspace:
         if self._workspace is None:
             self._workspace = Workspace(device)
-        addresses = self._workspace.take(partials, call.heads, call.head_dim)
-        call.partial_acc, call.partial_stats = addresses
+        return self._workspace
+
+    def _take_workspace(self, call: AttentionCall, partials: int, device: torch.device) -> None:
+        workspace = self._reserve(device)
+        grows = not workspace.fits(partials, call.heads, call.head_dim)
+        refuse_capture(grows and self._is_capturing(), "the memory for partial results has to grow")
+        call.partial_acc, call.partial_stats = workspace.take(partials, call.heads, call.head_dim)
+
+    def _indices(self, values: Int32Array, device: torch.device) -> Tensor:
+        """int32, on the device. Copied first: the caller's array may be read-only, which torch does not like."""
+        refuse_capture(self._is_capturing(), "indices are not on the device yet")
+        return torch.from_numpy(np.array(values, dtype=np.int32)).to(device, non_blocking=True)
 
     # --- the KV pool
 
@@ -308,11 +324,13 @@ class CudaKernels:
     ) -> Tensor:
         self.counters.called("write_kv")
         data, tokens = pool.data, qkv.shape[0]
-        if qkv.dtype != data.dtype or not qkv.is_contiguous():
-            raise ValueError(f"qkv must be contiguous and {data.dtype} like the pool, not {qkv.dtype}")
+        check_pool(pool, plan.chunk_size)
+        check_heads(pool, layer, spec)
+        check_written(plan, qkv, pool, spec)
         slots = plan.state
-        if not isinstance(slots, Tensor):
-            plan.state = slots = torch.from_numpy(plan.slots).to(data.device, non_blocking=True)
+        if not isinstance(slots, Tensor) or slots.device != data.device:
+            check_slots(plan, pool)
+            plan.state = slots = self._indices(plan.slots, data.device)
         call = WriteCall(
             qkv=qkv.data_ptr(),
             pool=data.data_ptr(),
@@ -341,15 +359,12 @@ class CudaKernels:
 
     def copy_blocks(self, pool: KvPool, copies: Int32Array) -> None:
         self.counters.called("copy_blocks")
-        blocks, layers, _, kv_heads, chunk_size, head_dim = pool.data.shape
-        for source, destination, first, count in copies.tolist():
-            if not (0 <= source < blocks and 0 <= destination < blocks):
-                raise ValueError(f"copy of block {source} to {destination}: the pool has {blocks} blocks")
-            if not (first >= 0 and count > 0 and first + count <= chunk_size):
-                raise ValueError(f"copy of tokens [{first}, {first + count}): a block has {chunk_size}")
+        _, layers, _, kv_heads, chunk_size, head_dim = pool.data.shape
+        check_pool(pool, chunk_size)
+        check_copies(pool, copies)
         if not len(copies):
             return
-        on_device = torch.from_numpy(np.ascontiguousarray(copies, dtype=np.int32)).to(pool.data.device)
+        on_device = self._indices(copies, pool.data.device)
         token_bytes = head_dim * pool.data.element_size()
         tiles = layers * 2 * kv_heads
         pointers = (pool.data.data_ptr(), on_device.data_ptr())
@@ -357,39 +372,28 @@ class CudaKernels:
 
     def gather_blocks(self, pool: KvPool, blocks: Int32Array, layers: range, out: Tensor) -> None:
         self.counters.called("gather_blocks")
-        index = self._block_index(pool, blocks)
+        check_moved(pool, blocks, layers, out)
+        index = self._indices(blocks, pool.data.device)
         on_device = out.device == pool.data.device and out.is_contiguous()
         target = out if on_device else torch.empty(out.shape, dtype=pool.data.dtype, device=pool.data.device)
-        call = self._move(pool, layers, target)
+        call = MoveCall(region_bytes=len(layers) * _layer_bytes(pool), regions=len(blocks))
         call.source, call.destination = self._layer_address(pool, layers), target.data_ptr()
         call.source_stride_bytes, call.destination_stride_bytes = _block_bytes(pool), call.region_bytes
-        call.source_index, call.regions = index.data_ptr(), len(blocks)
+        call.source_index = index.data_ptr()
         self._library.call("move_regions", byref(call), self._stream())
         if not on_device:
             out.copy_(target)
 
     def scatter_blocks(self, pool: KvPool, blocks: Int32Array, layers: range, data: Tensor) -> None:
         self.counters.called("scatter_blocks")
-        index = self._block_index(pool, blocks)
         source = data.to(pool.data.device, pool.data.dtype).contiguous()
-        call = self._move(pool, layers, source)
+        check_moved(pool, blocks, layers, source)
+        index = self._indices(blocks, pool.data.device)
+        call = MoveCall(region_bytes=len(layers) * _layer_bytes(pool), regions=len(blocks))
         call.source, call.destination = source.data_ptr(), self._layer_address(pool, layers)
         call.source_stride_bytes, call.destination_stride_bytes = call.region_bytes, _block_bytes(pool)
-        call.destination_index, call.regions = index.data_ptr(), len(blocks)
+        call.destination_index = index.data_ptr()
         self._library.call("move_regions", byref(call), self._stream())
-
-    def _block_index(self, pool: KvPool, blocks: Int32Array) -> Tensor:
-        if len(blocks) and not (int(blocks.min()) >= 0 and int(blocks.max()) < pool.blocks):
-            raise ValueError(
-                f"blocks {int(blocks.min())} to {int(blocks.max())}: the pool has {pool.blocks} blocks"
-            )
-        return torch.from_numpy(np.ascontiguousarray(blocks, dtype=np.int32)).to(pool.data.device)
-
-    def _move(self, pool: KvPool, layers: range, moved: Tensor) -> MoveCall:
-        expected = (len(layers), *pool.data.shape[2:])
-        if tuple(moved.shape[1:]) != expected or moved.dtype != pool.data.dtype:
-            raise ValueError(f"layers of blocks are {pool.data.dtype} {expected}, not {tuple(moved.shape[1:])}")
-        return MoveCall(region_bytes=len(layers) * _layer_bytes(pool))
 
     def _layer_address(self, pool: KvPool, layers: range) -> int:
         return pool.data.data_ptr() + layers.start * _layer_bytes(pool)
@@ -453,6 +457,23 @@ class CudaKernels:
         return out
 
 
+def _library_of_device() -> CudaLibrary:
+    """The library for the current device, known to run on it.
+
+    Raises:
+        CudaBuildError: no device, no library for it, or a driver that does not take it.
+    """
+    if not torch.cuda.is_available():
+        raise CudaBuildError("torch finds no CUDA device here")
+    library = _library_for(torch.cuda.get_device_capability())
+    try:
+        library.call("set_device", torch.cuda.current_device())
+        library.attention_shape(torch.bfloat16, 128)  # the first to load kernels
+    except CudaError as error:
+        raise CudaBuildError(f"{library.path} does not run here, perhaps for an old driver: {error}") from error
+    return library
+
+
 @functools.cache
 def _library_for(capability: tuple[int, int]) -> CudaLibrary:
     return CudaLibrary(library_path(capability))
@@ -468,8 +489,3 @@ def _layer_bytes(pool: KvPool) -> int:
 
 def _block_bytes(pool: KvPool) -> int:
     return pool.data.shape[1] * _layer_bytes(pool)
-
-
-def _check_shifts(has_shifts: bool, spec: AttentionSpec) -> None:
-    if has_shifts and spec.inverse_frequencies is None and spec.alibi_slopes is None:
-        raise ValueError("a shift needs rotary positions or ALiBi; this layer's attention has neither")

@@ -42,11 +42,11 @@ OLDEST: Final = (8, 0)
 FLAGS: Final = (
     "-std=c++20",
     "-O3",
-    "-Werror",
-    "all-warnings",
     "-Xcompiler",
     "-Wall,-Wextra,-fPIC",
 )
+STRICT: Final = ("-Werror", "all-warnings")
+"""For developers only: a newer nvcc may warn of more, and a user's first use must not fail for that."""
 
 
 class CudaBuildError(Exception):
@@ -74,6 +74,14 @@ def architecture(capability: tuple[int, int]) -> str:
         )
     suffix = "a" if capability == (9, 0) else ""
     return f"{capability[0]}{capability[1]}{suffix}"
+
+
+def _compatible(capability: tuple[int, int]) -> list[str]:
+    """Other architectures whose code the device runs, best first: lower minors of its major. Those with an "a"
+    run on nothing but their own device."""
+    major, minor = capability
+    lower = (architecture((major, other)) for other in reversed(range(minor)))
+    return [arch for arch in lower if not arch.endswith("a")]
 
 
 def cache_folder() -> Path:
@@ -127,13 +135,16 @@ def library_path(capability: tuple[int, int]) -> Path:
     """
     arch = architecture(capability)
     prefix = _prefix(arch)
-    for folder in (PREBUILT, cache_folder()):
-        # Whichever nvcc made it; a toolkit that was removed since leaves a usable library.
-        known = sorted(folder.glob(f"{prefix}-*.so"))
-        if known and (folder == PREBUILT or find_compiler() is None):
+    for candidate in (arch, *_compatible(capability)):
+        known = sorted(PREBUILT.glob(f"{_prefix(candidate)}-*.so"))
+        if known:
             return known[-1]
     compiler = find_compiler()
     if compiler is None:
+        # Whichever nvcc made it; a toolkit that was removed since leaves a usable library.
+        known = sorted(cache_folder().glob(f"{prefix}-*.so"))
+        if known:
+            return known[-1]
         raise CudaBuildError(
             f"there are no CUDA kernels for sm_{arch} and no nvcc to compile them; install it with "
             "`pip install 'trunkline[nvcc]'` (cuda-toolkit[nvcc,cccl,cudart]), or install the CUDA toolkit and "
@@ -142,8 +153,11 @@ def library_path(capability: tuple[int, int]) -> Path:
     return build(arch, cache_folder() / library_name(arch, compiler), compiler)
 
 
-def build(arch: str, target: Path, compiler: Compiler) -> Path:
+def build(arch: str, target: Path, compiler: Compiler, flags: tuple[str, ...] = ()) -> Path:
     """Make `target` unless it is there already; of several processes one works, the others wait for it.
+
+    Args:
+        flags: besides `FLAGS`.
 
     Raises:
         CudaBuildError: nvcc fails, or the folder cannot be written.
@@ -155,7 +169,7 @@ def build(arch: str, target: Path, compiler: Compiler) -> Path:
         with _locked(target.with_suffix(".lock")):
             if not target.exists():
                 with tempfile.TemporaryDirectory(dir=target.parent, prefix=".build-") as folder:
-                    made = _compile(arch, Path(folder), compiler)
+                    made = _compile(arch, Path(folder), compiler, flags)
                     os.replace(made, target)
     except OSError as error:
         raise CudaBuildError(f"the CUDA kernels cannot be built in {target.parent}: {error}") from error
@@ -169,13 +183,11 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _compile(arch: str, folder: Path, compiler: Compiler) -> Path:
+def _compile(arch: str, folder: Path, compiler: Compiler, flags: tuple[str, ...]) -> Path:
     """Compile every source and link them; the files of head sizes take the longest, so side by side."""
     code = f"-gencode=arch=compute_{arch},code=sm_{arch}"
-    jobs = [
-        [compiler.path, *FLAGS, code, "-I", SOURCES / "device", "-c", source, "-o", folder / f"{source.stem}.o"]
-        for source in sorted(SOURCES.glob("*.cu"))
-    ]
+    command = [compiler.path, *FLAGS, *flags, code, "-I", SOURCES / "device"]
+    jobs = [[*command, "-c", source, "-o", folder / f"{source.stem}.o"] for source in sorted(SOURCES.glob("*.cu"))]
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
         list(pool.map(_run, jobs))
     library = folder / "library.so"
@@ -206,7 +218,7 @@ def check(architectures: list[str]) -> None:
     for arch in architectures:
         start = time.perf_counter()
         with tempfile.TemporaryDirectory() as folder:
-            size = _compile(arch, Path(folder), compiler).stat().st_size
+            size = _compile(arch, Path(folder), compiler, STRICT).stat().st_size
         print(f"sm_{arch}: {size / 1e6:.1f} MB in {time.perf_counter() - start:.0f} s")
 
 

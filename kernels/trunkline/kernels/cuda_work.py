@@ -3,7 +3,8 @@
 Decode: one buffer of fixed capacity holds [steps, padding, the plan's words]. It is overwritten only when the
 plan changes, by a copy on the stream from one of two pinned staging buffers; between changes a kernel adds to
 `steps`. A captured CUDA graph reads whatever plan and step the buffer holds when it is replayed, so it stays valid
-until a buffer has to grow (to the next power of two; `generation` tells).
+until a buffer has to grow (to the next power of two; `generation` tells). The graph itself changes neither: both
+are brought up to date before each replay (`CudaKernels.prepare_replay`), and during a capture that is an error.
 
 Prefill: the same words as decode's, so that one kernel serves both. A piece is a tile of consecutive queries of an
 entry and a run of items with equal shift; its rows see keys up to their own position (`causal`).
@@ -12,14 +13,15 @@ entry and a run of items with equal shift; its rows see keys up to their own pos
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trunkline.kernels.plan import PrefillPlan
+from trunkline.kernels.cuda_library import CudaError
+from trunkline.kernels.plan import DecodePlan, PrefillPlan
 
 # Words of the header (csrc/common/work_plan.h, WorkHeader).
 MAGIC: Final = 0x54504157
@@ -37,6 +39,42 @@ def grown(capacity: int, needed: int, least: int) -> int:
     return capacity if needed <= capacity else max(least, 1 << (needed - 1).bit_length())
 
 
+def refuse_capture(refused: bool, why: str) -> None:
+    """
+    Raises:
+        CudaError: a graph is being captured.
+    """
+    if refused:
+        raise CudaError(f"{why}: run the step once, or prepare_replay, before it is captured in a graph")
+
+
+class WorkKey(NamedTuple):
+    """Everything but the plan that decides how its work is cut and where it lies."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    tile_rows: int
+    grid: int
+    invariant_tokens: int
+    share: bool
+
+
+class DecodeWork:
+    """A decode plan's words; private to `CudaKernels`."""
+
+    def __init__(self, plan: DecodePlan, key: WorkKey, words: Tensor) -> None:
+        self.key = key
+        self.words = words
+        self.partials = int(words[PARTIALS])
+        self.tokens = int(words[TOKENS])
+        self.needs_merge = self.partials != plan.num_rows
+        self.has_shifts = bool(plan.shifts.any())
+        self.last_block = int(plan.block.max(initial=-1))
+
+
 class Workspace:
     """Partial results of attention, float32, shared by all layers: they are merged before the next one begins."""
 
@@ -44,6 +82,9 @@ class Workspace:
         self.generation = 0
         """Counts reallocations: graphs captured before the last one are stale."""
         self._memory = torch.empty(0, dtype=torch.float32, device=device)
+
+    def fits(self, partials: int, heads: int, head_dim: int) -> bool:
+        return partials * heads * (head_dim + 2) <= len(self._memory) > 0
 
     def take(self, partials: int, heads: int, head_dim: int) -> tuple[int, int]:
         """Addresses of the sums `[capacity, heads, head_dim]` and of the statistics `[capacity, heads, 2]`.
@@ -65,6 +106,10 @@ class DeviceWork:
     def __init__(self, device: torch.device) -> None:
         self.generation = 0
         """As `Workspace.generation`."""
+        self.resident: DecodeWork | None = None
+        """Whose words are there."""
+        self.steps = 0
+        """The step that is there."""
         self._device = device
         self._buffer = torch.empty(0, dtype=torch.int32, device=device)
         self._staging: list[Tensor] = []
@@ -79,8 +124,9 @@ class DeviceWork:
     def words_address(self) -> int:
         return self._buffer.data_ptr() + 4 * STEPS_WORDS
 
-    def upload(self, words: Tensor, steps: int) -> None:
+    def upload(self, work: DecodeWork, steps: int) -> None:
         """Replace the plan, in stream order: work enqueued before still sees the old one."""
+        words = work.words
         needed = STEPS_WORDS + len(words)
         if needed > len(self._buffer):
             self._grow(needed)
@@ -93,6 +139,7 @@ class DeviceWork:
         if self._copied:
             self._copied[self._turn].record()
         self._turn ^= 1
+        self.resident, self.steps = work, steps
 
     def _grow(self, needed: int) -> None:
         capacity = grown(len(self._buffer), needed, MIN_WORDS)
@@ -101,7 +148,7 @@ class DeviceWork:
             event.synchronize()
         self._buffer = torch.empty(capacity, dtype=torch.int32, device=self._device)
         self._staging = [torch.zeros(capacity, dtype=torch.int32, pin_memory=on_gpu) for _ in range(2)]
-        self._copied = [torch.cuda.Event() for _ in range(2)] if on_gpu else []
+        self._copied = [torch.cuda.Event() for _ in range(2)] if on_gpu else []  # type: ignore[no-untyped-call]
         self.generation += 1
 
 
@@ -192,3 +239,14 @@ class PrefillWork:
         header[: len(counts) + 3] = [MAGIC, offsets[-1], *counts, max(widths, default=0)]
         header[len(counts) + 3 : len(counts) + 3 + len(arrays)] = offsets[:-1]
         return torch.from_numpy(np.concatenate([header, *(array.astype(np.int32) for array in arrays)]))
+
+
+class PrefillDeviceWork:
+    """A prefill plan's words on the device; private to `CudaKernels`."""
+
+    def __init__(self, key: WorkKey, work: PrefillWork, words: Tensor, plan: PrefillPlan) -> None:
+        self.key = key
+        self.work = work
+        self.words = words
+        self.has_shifts = bool(plan.shift.any())
+        self.last_block = int(plan.block.max(initial=-1))

@@ -9,7 +9,7 @@ import structlog
 from trunkline.kernels.cpu import CpuKernels
 from trunkline.kernels.cuda import CudaKernels
 from trunkline.kernels.cuda_build import CudaBuildError
-from trunkline.kernels.native import NativeLibraryError, library
+from trunkline.kernels.native import REINSTALL, NativeLibraryError, library
 from trunkline.kernels.ops import Kernels
 from trunkline.kernels.reference import ReferenceKernels
 
@@ -33,7 +33,8 @@ def load_kernels(name: str, device: str, threads: int = 1) -> Kernels:
         threads: of this rank, for kernels that have their own.
 
     Raises:
-        KernelsUnavailableError: an unknown name, kernels of another device, or kernels that are not built.
+        KernelsUnavailableError: an unknown name, kernels of another device, kernels that were asked for by name
+            but not built, or ones that were built and cannot be used: nobody shall take the slow ones for them.
     """
     if name not in KERNEL_NAMES:
         raise KernelsUnavailableError(f"no kernels {name!r}; there are: {', '.join(KERNEL_NAMES)}")
@@ -44,12 +45,14 @@ def load_kernels(name: str, device: str, threads: int = 1) -> Kernels:
     try:
         if device == "cuda":
             return CudaKernels()
-        if library() is None:
-            raise NativeLibraryError("the compiled CPU kernels are not installed")
-        return CpuKernels(threads=threads)
-    except (NativeLibraryError, CudaBuildError) as error:
-        remedy = "reinstall trunkline where a C++20 compiler is" if device == "cpu" else "see docs/kernels.md"
-        if name != "auto":
-            raise KernelsUnavailableError(f"{error}; {remedy}, or use --kernels reference") from error
-        log.warning("slow reference kernels are used", reason=str(error), remedy=remedy)
-        return ReferenceKernels()
+        if library() is not None:
+            return CpuKernels(threads=threads)
+        reason, remedy = "the compiled CPU kernels are not installed", REINSTALL
+    except NativeLibraryError as error:
+        raise KernelsUnavailableError(f"{error}; {error.remedy}, or use --kernels reference") from error
+    except CudaBuildError as error:
+        reason, remedy = str(error), "see docs/kernels.md"
+    if name != "auto":
+        raise KernelsUnavailableError(f"{reason}; {remedy}, or use --kernels reference")
+    log.warning("slow reference kernels are used", reason=reason, remedy=remedy)
+    return ReferenceKernels()

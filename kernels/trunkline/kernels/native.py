@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -31,8 +32,22 @@ LIBRARY_VARIABLE: Final = "TRUNKLINE_NATIVE_LIBRARY"
 """Environment variable with the path of another build of the library (sanitizers, development)."""
 
 
+INTERFACE_VERSION: Final = 1
+"""What `interface_version` of a library of these sources returns (`csrc/cpu/module.cc`)."""
+
+REINSTALL: Final = "reinstall trunkline where a C++20 compiler is"
+
+
 class NativeLibraryError(Exception):
-    """The compiled library is missing or unusable, or a level was asked for that does not run here."""
+    """The compiled library is missing or unusable, or cannot do here what was asked for.
+
+    Attributes:
+        remedy: what its user can do, an imperative without a full stop.
+    """
+
+    def __init__(self, message: str, remedy: str = REINSTALL) -> None:
+        super().__init__(message)
+        self.remedy = remedy
 
 
 @functools.cache
@@ -40,15 +55,26 @@ def library() -> Any:
     """The loaded library (a `tvm_ffi.Module`), None if it was not built.
 
     Raises:
-        NativeLibraryError: it is there but cannot be loaded.
+        NativeLibraryError: it is there, or the environment says that it is, but it cannot be used.
     """
     path = _library_path()
     if path is None:
         return None
+    forced = os.environ.get(LIBRARY_VARIABLE)
+    remedy = f"correct or unset {LIBRARY_VARIABLE}" if forced else REINSTALL
+    if not path.exists():
+        raise NativeLibraryError(f"{path} does not exist", remedy)
     try:
-        return tvm_ffi.load_module(str(path))
+        module = tvm_ffi.load_module(str(path))
     except (OSError, RuntimeError) as error:
-        raise NativeLibraryError(f"{path} cannot be loaded: {error}") from error
+        raise NativeLibraryError(f"{path} cannot be loaded: {error}", remedy) from error
+    try:
+        version = module.interface_version()
+    except AttributeError:
+        version = 0
+    if version != INTERFACE_VERSION:
+        raise NativeLibraryError(f"{path} was built from other sources", remedy)
+    return module
 
 
 def _library_path() -> Path | None:
@@ -78,8 +104,34 @@ def chosen_level(isa: str | None) -> int:
         raise NativeLibraryError("the compiled CPU kernels are not installed")
     wanted = isa or os.environ.get(ISA_VARIABLE) or levels[0]
     if wanted not in levels:
-        raise NativeLibraryError(f"CPU level {wanted!r} does not run here; there are: {', '.join(levels)}")
+        remedy = "choose one of these" if isa else f"correct or unset {ISA_VARIABLE}"
+        raise NativeLibraryError(f"CPU level {wanted!r} does not run here; there are: {', '.join(levels)}", remedy)
     return ISA_LEVELS.index(wanted)
+
+
+class NativeContext:
+    """A `CpuContext` of the library: a level, threads, scratch memory.
+
+    Whatever calls the library with `handle` holds this object: when nobody does, the context is deleted.
+    """
+
+    def __init__(self, isa: str | None, threads: int) -> None:
+        """
+        Args:
+            isa: as for `chosen_level`.
+            threads: that share the work of each op, the caller's included.
+
+        Raises:
+            NativeLibraryError: no library, a level that does not run here, or threads that cannot be started.
+            ValueError: fewer than one thread, or more than 1024.
+        """
+        self.level = chosen_level(isa)
+        module = library()
+        try:
+            self.handle: int = module.cpu_context_new(self.level, threads)
+        except RuntimeError as error:
+            raise NativeLibraryError(str(error), "use fewer threads") from error
+        weakref.finalize(self, module.cpu_context_delete, self.handle)
 
 
 @dataclass(frozen=True)
@@ -113,7 +165,9 @@ def plan_decode_work(plan: DecodePlan, options: WorkOptions) -> Tensor:
     if module is None:
         raise NativeLibraryError("the compiled CPU kernels, which hold the planner, are not installed")
     arrays = (plan.block, plan.first, plan.count, plan.base, plan.row_indptr, plan.rows, plan.shifts)
-    tensors = [torch.from_numpy(np.ascontiguousarray(a)) for a in (*arrays, plan.tail_item, plan.query_position)]
+    # "W": a read-only array is copied, for torch has no read-only tensors.
+    writable = (np.require(a, requirements=["C", "W"]) for a in (*arrays, plan.tail_item, plan.query_position))
+    tensors = [torch.from_numpy(array) for array in writable]
     values = [int(getattr(options, name)) for name in WorkOptions.__dataclass_fields__]
     words: Tensor = from_dlpack(module.plan_work(*tensors, plan.shared_items, values))
     return words

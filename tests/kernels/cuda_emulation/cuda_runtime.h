@@ -27,6 +27,7 @@
 #define __host__
 #define __forceinline__ inline
 #define __launch_bounds__(threads)
+#define __grid_constant__
 
 using cudaStream_t = void*;
 enum cudaError_t : int { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorInvalidConfiguration = 9 };
@@ -36,7 +37,14 @@ enum cudaDeviceAttr {
   cudaDevAttrMaxSharedMemoryPerMultiprocessor,
   cudaDevAttrReservedSharedMemoryPerBlock,
 };
-enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
+enum cudaFuncAttribute {
+  cudaFuncAttributeMaxDynamicSharedMemorySize,
+  cudaFuncAttributePreferredSharedMemoryCarveout
+};
+constexpr int cudaSharedmemCarveoutMaxShared = 100;
+struct cudaFuncAttributes {
+  int maxDynamicSharedSizeBytes = 0;
+};
 
 struct dim3 {
   unsigned x, y, z;
@@ -54,6 +62,8 @@ struct alignas(8) float2 {
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline int min(int a, int b) { return a < b ? a : b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 
 namespace emulation {
@@ -127,7 +137,9 @@ class ThreadBlock {
 };
 
 ThreadBlock& block();
-void launch(dim3 grid, int threads, size_t shared_bytes, const std::function<void()>& kernel);
+// Refuses more shared memory than `kernel` was allowed, as the runtime does; the most recent limit counts.
+cudaError_t launch(const void* kernel, dim3 grid, int threads, size_t shared_bytes,
+                   const std::function<void()>& body);
 uint3 thread_index();
 uint3 block_index();
 uint3 grid_size();
@@ -144,6 +156,7 @@ cudaError_t cudaGetDevice(int* device);
 cudaError_t cudaSetDevice(int device);
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device);
 cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute attribute, int value);
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* kernel);
 const char* cudaGetErrorString(cudaError_t error);
 template <class Kernel>
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Kernel, int, size_t shared_bytes) {

@@ -2,11 +2,20 @@
 #include "cuda_runtime.h"
 
 #include <algorithm>
+#include <map>
 
 namespace emulation {
 namespace {
 
 constexpr size_t kStackBytes = 64 * 1024;
+constexpr int kSharedAlwaysAllowed = 48 * 1024;
+
+std::map<const void*, int> shared_allowed;  // by kernel
+
+int shared_limit(const void* kernel) {
+  const auto found = shared_allowed.find(kernel);
+  return found == shared_allowed.end() ? kSharedAlwaysAllowed : std::max(kSharedAlwaysAllowed, found->second);
+}
 
 struct Launch {
   ThreadBlock* block = nullptr;
@@ -44,7 +53,9 @@ uint3 grid_size() { return active.grid_size; }
 ThreadBlock::ThreadBlock(int threads, size_t shared_bytes, const std::function<void()>& kernel,
                          std::mt19937& random)
     : shared_memory_(new unsigned char[shared_bytes + 16]),
-      combine_(static_cast<size_t>((threads + kLanes - 1) / kLanes)), kernel_(kernel), random_(random) {
+      combine_(static_cast<size_t>((threads + kLanes - 1) / kLanes)),
+      kernel_(kernel),
+      random_(random) {
   const auto address = reinterpret_cast<uintptr_t>(shared_memory_.get());
   shared_.reset(shared_memory_.get() + (16 - address % 16) % 16);
   std::memset(shared_.get(), 0xff, shared_bytes);
@@ -118,15 +129,18 @@ void ThreadBlock::run() {
   }
 }
 
-void launch(dim3 grid, int threads, size_t shared_bytes, const std::function<void()>& kernel) {
+cudaError_t launch(const void* kernel, dim3 grid, int threads, size_t shared_bytes,
+                   const std::function<void()>& body) {
   std::mt19937 random(device().seed++);
+  if (static_cast<int>(shared_bytes) > shared_limit(kernel)) return cudaErrorInvalidValue;
   if (static_cast<int>(shared_bytes) > device().shared_per_block) fail("more shared memory than the device has");
   for (unsigned x = 0; x < grid.x; ++x) {
-    ThreadBlock thread_block(threads, shared_bytes, kernel, random);
+    ThreadBlock thread_block(threads, shared_bytes, body, random);
     active = {&thread_block, {x, 0, 0}, {grid.x, 1, 1}};
     thread_block.run();
   }
   active = {};
+  return cudaSuccess;
 }
 
 }  // namespace emulation
@@ -149,7 +163,17 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   return cudaSuccess;
 }
 
-cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return cudaSuccess; }
+cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute attribute, int value) {
+  if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize) return cudaSuccess;
+  if (value > emulation::device().shared_per_block) return cudaErrorInvalidValue;
+  emulation::shared_allowed[kernel] = value;
+  return cudaSuccess;
+}
+
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* kernel) {
+  attributes->maxDynamicSharedSizeBytes = emulation::shared_limit(kernel);
+  return cudaSuccess;
+}
 
 const char* cudaGetErrorString(cudaError_t error) {
   return error == cudaErrorInvalidValue ? "invalid argument" : "invalid configuration argument";

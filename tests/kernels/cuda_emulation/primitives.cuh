@@ -187,8 +187,8 @@ inline float exp2_approximate(float x) { return std::exp2(x); }
 template <class... Parameters, class... Arguments>
 cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, int threads, size_t shared_bytes, void*,
                    const Arguments&... arguments) {
-  emulation::launch(grid, threads, shared_bytes, [&] { kernel(arguments...); });
-  return cudaSuccess;
+  return emulation::launch(reinterpret_cast<const void*>(kernel), grid, threads, shared_bytes,
+                           [&] { kernel(arguments...); });
 }
 
 }  // namespace trunkline::cuda

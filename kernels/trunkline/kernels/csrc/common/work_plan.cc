@@ -47,7 +47,8 @@ class Planner {
 
   void check() const {
     if (options_.kv_heads < 1 || options_.group < 1) fail("kv_heads and group must be positive");
-    if (options_.workers < 1 || options_.pieces_per_worker < 1) fail("workers and pieces_per_worker must be positive");
+    if (options_.workers < 1 || options_.pieces_per_worker < 1)
+      fail("workers and pieces_per_worker must be positive");
     if (options_.tile_rows != 0 && options_.tile_rows < options_.group) {
       fail("tile_rows must hold at least the group of one row");
     }
@@ -154,7 +155,8 @@ class Planner {
   void push_down(std::vector<Run>& runs, std::vector<Run>& alone, std::vector<std::vector<Run>>& others) const {
     std::vector<std::vector<int32_t>> runs_of_row(static_cast<size_t>(in_.num_rows));
     for (size_t index = 0; index < runs.size(); ++index) {
-      for (int32_t row : runs[index].rows) runs_of_row[static_cast<size_t>(row)].push_back(static_cast<int32_t>(index));
+      for (int32_t row : runs[index].rows)
+        runs_of_row[static_cast<size_t>(row)].push_back(static_cast<int32_t>(index));
     }
     for (size_t index = 0; index < runs.size(); ++index) {
       if (is_worth_packing(runs[index])) continue;
@@ -308,7 +310,8 @@ class Planner {
         part.items = run.items;
         part.tokens = run.tokens;
         part.rows.assign(run.rows.begin() + static_cast<long>(begin), run.rows.begin() + static_cast<long>(end));
-        part.shifts.assign(run.shifts.begin() + static_cast<long>(begin), run.shifts.begin() + static_cast<long>(end));
+        part.shifts.assign(run.shifts.begin() + static_cast<long>(begin),
+                           run.shifts.begin() + static_cast<long>(end));
         tiled.push_back(std::move(part));
       }
     }

@@ -49,30 +49,30 @@ struct DecodeItems {
 
 struct WorkOptions {
   int32_t kv_heads = 1;
-  int32_t group = 1;             // query heads per KV head
-  int32_t kv_token_bytes = 0;    // K and V of one token and one KV head
-  int32_t partial_bytes = 0;     // moved to write, read and merge one partial of one query head
-  int32_t tile_rows = 0;         // most query vectors (rows * group) of a piece; 0: no limit
-  int32_t workers = 1;           // threads or thread blocks that take pieces
-  int32_t pieces_per_worker = 4; // aimed at
-  int32_t piece_tokens_min = 64; // no cut makes a piece shorter
-  int32_t invariant_tokens = 0;  // 0: off
-  bool share = true;             // false: every row reads all its items alone (sequence-first, the baseline)
-  int32_t vectors_per_read = 16; // query vectors whose arithmetic takes as long as reading their tokens
+  int32_t group = 1;              // query heads per KV head
+  int32_t kv_token_bytes = 0;     // K and V of one token and one KV head
+  int32_t partial_bytes = 0;      // moved to write, read and merge one partial of one query head
+  int32_t tile_rows = 0;          // most query vectors (rows * group) of a piece; 0: no limit
+  int32_t workers = 1;            // threads or thread blocks that take pieces
+  int32_t pieces_per_worker = 4;  // aimed at
+  int32_t piece_tokens_min = 64;  // no cut makes a piece shorter
+  int32_t invariant_tokens = 0;   // 0: off
+  bool share = true;              // false: every row reads all its items alone (sequence-first, the baseline)
+  int32_t vectors_per_read = 16;  // query vectors whose arithmetic takes as long as reading their tokens
 };
 
 // Little-endian int32 words, position-independent: the same buffer is read on the host and on a device.
 enum WorkHeader : int32_t {
-  kWorkMagic = 0,     // kWorkMagicValue
-  kWorkWords,         // length of the buffer
+  kWorkMagic = 0,  // kWorkMagicValue
+  kWorkWords,      // length of the buffer
   kWorkPieces,
-  kWorkItems,         // with repetitions of pushed-down ones
+  kWorkItems,  // with repetitions of pushed-down ones
   kWorkEntries,
   kWorkRows,
   kWorkPartials,
-  kWorkTokens,        // read per KV head and layer, at step 0
-  kWorkWidest,        // most rows of a piece
-  kWorkPieceItems,    // offsets, in words, of the arrays from here on
+  kWorkTokens,      // read per KV head and layer, at step 0
+  kWorkWidest,      // most rows of a piece
+  kWorkPieceItems,  // offsets, in words, of the arrays from here on
   kWorkPieceEntries,
   kWorkItemBlock,
   kWorkItemFirst,
@@ -97,26 +97,37 @@ constexpr int32_t kWorkMagicValue = 0x54504157;
 // The arrays inside such a buffer.
 struct WorkView {
   int32_t pieces, entries, rows, partials, tokens, widest;
-  const int32_t* piece_items;     // [pieces + 1] into the item arrays
-  const int32_t* piece_entries;   // [pieces + 1] into the entry arrays
+  const int32_t* piece_items;    // [pieces + 1] into the item arrays
+  const int32_t* piece_entries;  // [pieces + 1] into the entry arrays
   const int32_t* item_block;
   const int32_t* item_first;
-  const int32_t* item_count;      // at step 0
+  const int32_t* item_count;  // at step 0
   const int32_t* item_base;
-  const int32_t* item_tail;       // 1: grows by one token per step
-  const int32_t* entry_row;       // ascending within a piece
+  const int32_t* item_tail;  // 1: grows by one token per step
+  const int32_t* entry_row;  // ascending within a piece
   const int32_t* entry_shift;
   const int32_t* entry_ordinal;   // this piece makes the row's partial number ...
   const int32_t* row_partials;    // [rows + 1]: the row's partials are these slots
   const int32_t* query_position;  // [rows], at step 0
 
   TRUNKLINE_HOST_DEVICE explicit WorkView(const int32_t* w)
-      : pieces(w[kWorkPieces]), entries(w[kWorkEntries]), rows(w[kWorkRows]), partials(w[kWorkPartials]),
-        tokens(w[kWorkTokens]), widest(w[kWorkWidest]), piece_items(w + w[kWorkPieceItems]),
-        piece_entries(w + w[kWorkPieceEntries]), item_block(w + w[kWorkItemBlock]),
-        item_first(w + w[kWorkItemFirst]), item_count(w + w[kWorkItemCount]), item_base(w + w[kWorkItemBase]),
-        item_tail(w + w[kWorkItemTail]), entry_row(w + w[kWorkEntryRow]), entry_shift(w + w[kWorkEntryShift]),
-        entry_ordinal(w + w[kWorkEntryOrdinal]), row_partials(w + w[kWorkRowPartials]),
+      : pieces(w[kWorkPieces]),
+        entries(w[kWorkEntries]),
+        rows(w[kWorkRows]),
+        partials(w[kWorkPartials]),
+        tokens(w[kWorkTokens]),
+        widest(w[kWorkWidest]),
+        piece_items(w + w[kWorkPieceItems]),
+        piece_entries(w + w[kWorkPieceEntries]),
+        item_block(w + w[kWorkItemBlock]),
+        item_first(w + w[kWorkItemFirst]),
+        item_count(w + w[kWorkItemCount]),
+        item_base(w + w[kWorkItemBase]),
+        item_tail(w + w[kWorkItemTail]),
+        entry_row(w + w[kWorkEntryRow]),
+        entry_shift(w + w[kWorkEntryShift]),
+        entry_ordinal(w + w[kWorkEntryOrdinal]),
+        row_partials(w + w[kWorkRowPartials]),
         query_position(w + w[kWorkQueryPosition]) {}
 };
 

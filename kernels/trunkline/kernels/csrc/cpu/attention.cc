@@ -86,7 +86,8 @@ void decode_attention(int64_t handle, TensorView work, TensorView q, TensorView 
                       int64_t layer, int64_t steps, TensorView out, double scale, double soft_cap, int64_t window,
                       TensorView slopes, TensorView entry_query, TensorView turned, bool buffered,
                       bool invariant) {
-  CpuContext& context = context_of(handle);
+  const ContextUse use(handle);
+  CpuContext& context = use.context();
   const int32_t* words = int32_data(work, "work");
   require(work.numel() >= kWorkHeaderWords && words[kWorkMagic] == kWorkMagicValue &&
               words[kWorkWords] == work.numel(),
@@ -113,8 +114,8 @@ void decode_attention(int64_t handle, TensorView work, TensorView q, TensorView 
   prepare_states(context, call, heads, buffered);
   for (int32_t row = 0; row < call.work.rows; ++row) {
     if (call.work.row_partials[row] == call.work.row_partials[row + 1]) {
-      std::memset(call.out + row * call.out_stride, 0, static_cast<size_t>(heads * call.pool.head_dim *
-                                                                           call.pool.element_bytes));
+      std::memset(call.out + row * call.out_stride, 0,
+                  static_cast<size_t>(heads * call.pool.head_dim * call.pool.element_bytes));
     }
   }
   const AttentionTable& table = attention_table_of(context);
@@ -123,9 +124,8 @@ void decode_attention(int64_t handle, TensorView work, TensorView q, TensorView 
   const auto unit = table.decode_unit[call.pool.type];
   const DecodeUnit* units = nullptr;
   const int64_t count = list_decode_units(context, call, &units);
-  context.pool.run(count, [&](int64_t number, int thread) {
-    unit(call, units[number], context.thread_scratch[static_cast<size_t>(thread)].reserve(bytes));
-  });
+  context.reserve_scratch(bytes);
+  context.pool.run(count, [&](int64_t number, int thread) { unit(call, units[number], context.scratch(thread)); });
   if (buffered) {
     const auto merge = table.decode_merge[call.pool.type];
     context.pool.run(call.work.rows, [&](int64_t row, int) { merge(call, row); });
@@ -133,7 +133,8 @@ void decode_attention(int64_t handle, TensorView work, TensorView q, TensorView 
 }
 
 void turn_queries(int64_t handle, TensorView q, TensorView turns, TensorView angles, TensorView turned) {
-  CpuContext& context = context_of(handle);
+  const ContextUse use(handle);
+  CpuContext& context = use.context();
   TurnCall call{};
   const KvType type = kv_type_of(q, "q");
   const int64_t element_bytes = type == kKvFloat32 ? 4 : 2;
@@ -206,7 +207,8 @@ int64_t list_prefill_units(CpuContext& context, const PrefillCall& call, const P
 void prefill_attention(int64_t handle, TensorView words, TensorView q, TensorView data, TensorView packed,
                        int64_t layer, TensorView out, double scale, double soft_cap, int64_t window,
                        TensorView slopes, TensorView angles) {
-  CpuContext& context = context_of(handle);
+  const ContextUse use(handle);
+  CpuContext& context = use.context();
   PrefillCall call{};
   int64_t queries = 0;
   call.pool = pool_of(data, packed, layer);
@@ -231,12 +233,11 @@ void prefill_attention(int64_t handle, TensorView words, TensorView q, TensorVie
   const PrefillUnit* units = nullptr;
   const int64_t count = list_prefill_units(context, call, &units);
   const AttentionTable& table = attention_table_of(context);
-  const size_t bytes = table.unit_scratch_bytes(static_cast<int64_t>(call.block_tokens) * call.group,
-                                                call.pool.head_dim);
+  const size_t bytes =
+      table.unit_scratch_bytes(static_cast<int64_t>(call.block_tokens) * call.group, call.pool.head_dim);
   const auto unit = table.prefill_unit[call.pool.type];
-  context.pool.run(count, [&](int64_t number, int thread) {
-    unit(call, units[number], context.thread_scratch[static_cast<size_t>(thread)].reserve(bytes));
-  });
+  context.reserve_scratch(bytes);
+  context.pool.run(count, [&](int64_t number, int thread) { unit(call, units[number], context.scratch(thread)); });
 }
 
 }  // namespace

@@ -20,14 +20,14 @@ namespace trunkline {
 
 enum KvType : int { kKvFloat32 = 0, kKvFloat16 = 1, kKvBFloat16 = 2, kKvTypes = 3 };
 
-constexpr int kTokenStep = 16;     // packed tiles are read in so many tokens, at every level
+constexpr int kTokenStep = 16;  // packed tiles are read in so many tokens, at every level
 // Keys between two updates of a row's softmax state. Many query vectors: the fewer updates the better. Few: a
 // short group's tiles, those being fetched included, fit the first-level cache.
 constexpr int kGroupTokens = 128, kShortGroupTokens = 64;
 constexpr int kManyVectors = 16;
 constexpr int kScoreStride = kGroupTokens + kTokenStep;
-constexpr int kRowBlock = 48;      // query vectors whose scores are held at a time
-constexpr int kTotalLanes = 16;    // a row's sum of weights is kept per lane
+constexpr int kRowBlock = 48;    // query vectors whose scores are held at a time
+constexpr int kTotalLanes = 16;  // a row's sum of weights is kept per lane
 
 struct PoolView {
   char* data;
@@ -48,7 +48,7 @@ struct ScoreRule {
 
 // One partial result of one query head, `state_floats` long: sum of weighted values, peak, total. The weights are
 // 2^(score - peak), scores being multiplied by log2(e), here as everywhere.
-constexpr int64_t state_floats(int64_t head_dim) { return (head_dim + 15) / 16 * 16 + 16; }
+static constexpr int64_t state_floats(int64_t head_dim) { return (head_dim + 15) / 16 * 16 + 16; }
 
 struct DecodeCall {
   PoolView pool;
@@ -62,7 +62,7 @@ struct DecodeCall {
   const int32_t* entry_query = nullptr;  // [entries]: slot in `turned`, -1: the row's own query; null: all -1
   const char* turned = nullptr;          // [slots, heads, d]
   float* states = nullptr;
-  bool invariant = false;  // nothing may depend on how many rows share a piece
+  bool invariant = false;     // nothing may depend on how many rows share a piece
   uint32_t* turns = nullptr;  // [rows, kv_heads]: partials merged so far; null: partials go to a buffer
 };
 

@@ -33,7 +33,7 @@ struct Part {
   const typename T::B* values;  // lanes along d, `padded d` per step
   int column, columns;          // columns is a multiple of kTokenStep
   int value_column, value_steps;
-  int block, token, stop;       // tokens [token, stop) of a block
+  int block, token, stop;  // tokens [token, stop) of a block
   bool packed;
 };
 
@@ -52,12 +52,12 @@ struct Cursor {
 template <class T>
 struct Group {
   Part<T> parts[kGroupTokens / kTokenStep];
-  int size;          // parts
-  int columns;       // multiple of kTokenStep
+  int size;     // parts
+  int columns;  // multiple of kTokenStep
   bool all_valid;
-  float* valid;      // [kGroupTokens]: 1 or 0
-  float* position;   // [kGroupTokens]
-  int32_t lowest, highest;  // positions
+  float* valid;                  // [kGroupTokens]: 1 or 0
+  float* position;               // [kGroupTokens]
+  int32_t lowest, highest;       // positions
   typename T::B* key_scratch;    // [steps of d][kScoreStride]
   typename T::B* value_scratch;  // [kGroupTokens / kStep][padded d]
 };
@@ -70,7 +70,11 @@ class GroupReader {
   static constexpr bool kPairs = T::kStep == 2;
 
   TRUNKLINE_INLINE GroupReader(const PoolView& pool, long layer, int tokens)
-      : pool_(pool), tokens_(tokens), layer_(layer), d_(pool.head_dim), padded_(round_up(pool.head_dim, 16)),
+      : pool_(pool),
+        tokens_(tokens),
+        layer_(layer),
+        d_(pool.head_dim),
+        padded_(round_up(pool.head_dim, 16)),
         aligned_(pool.chunk % kTokenStep == 0) {}
 
   // The next group; false: nothing is left. A group may be empty if all its tokens are out of sight. Without

@@ -18,7 +18,8 @@ constexpr int64_t kReadWords = 1 << 16;
 
 // Reads all of a contiguous tensor once, by all threads; returns something that depends on every word.
 int64_t limit_read(int64_t handle, TensorView tensor) {
-  CpuContext& context = context_of(handle);
+  const ContextUse use(handle);
+  CpuContext& context = use.context();
   require(tensor.IsContiguous(), "the tensor must be contiguous");
   const int64_t count = tensor.numel() * tensor.dtype().bits / 32;
   const auto* words = reinterpret_cast<const uint32_t*>(bytes_of(tensor));
@@ -34,7 +35,8 @@ int64_t limit_read(int64_t handle, TensorView tensor) {
 // Multiplies within the first-level cache, `repeats` times on every thread, in the type of `like`; returns the
 // floating-point operations done.
 double limit_multiply(int64_t handle, TensorView like, int64_t repeats) {
-  CpuContext& context = context_of(handle);
+  const ContextUse use(handle);
+  CpuContext& context = use.context();
   const auto multiply = limit_table_of(context).multiply[kv_type_of(like, "like")];
   const int64_t threads = context.pool.threads();
   for (Scratch& scratch : context.thread_scratch) {
@@ -42,8 +44,7 @@ double limit_multiply(int64_t handle, TensorView like, int64_t repeats) {
   }
   std::vector<double> done(static_cast<size_t>(threads), 0.0);  // by unit: one thread may take several
   context.pool.run(threads, [&](int64_t unit, int thread) {
-    char* scratch = context.thread_scratch[static_cast<size_t>(thread)].reserve(kLimitScratchBytes);
-    done[static_cast<size_t>(unit)] = multiply(repeats, scratch);
+    done[static_cast<size_t>(unit)] = multiply(repeats, context.scratch(thread));
   });
   return std::accumulate(done.begin(), done.end(), 0.0);
 }

@@ -24,17 +24,17 @@ constexpr float kPeakSlack = 8.0f;
 
 // The memory of a unit: query vectors, their states, one group of keys. All pointers are 64-byte aligned.
 struct UnitMemory {
-  const void** query_rows;    // [vectors] of T::A
-  const void** weight_rows;   // [kRowBlock] of T::A
-  float* acc;                 // [vectors, padded d]
-  float* total;               // [vectors, kTotalLanes]
-  float* peak;                // [vectors]
-  float* slope;               // [vectors], times log2(e)
-  float* position;            // [vectors]: of the query, in the frame of the keys
-  float* queries;             // [vectors, padded d]: where T::A is not what memory holds; turned ones
-  float* scores;              // [kRowBlock, kScoreStride]
+  const void** query_rows;      // [vectors] of T::A
+  const void** weight_rows;     // [kRowBlock] of T::A
+  float* acc;                   // [vectors, padded d]
+  float* total;                 // [vectors, kTotalLanes]
+  float* peak;                  // [vectors]
+  float* slope;                 // [vectors], times log2(e)
+  float* position;              // [vectors]: of the query, in the frame of the keys
+  float* queries;               // [vectors, padded d]: where T::A is not what memory holds; turned ones
+  float* scores;                // [kRowBlock, kScoreStride]
   float *valid, *key_position;  // [kScoreStride]
-  char* keys;                 // scratch of a Group
+  char* keys;                   // scratch of a Group
   char* values;
 };
 
@@ -67,10 +67,10 @@ inline char* lay_out(UnitMemory& memory, char* base, long vectors, long head_dim
 // What is done to the scores of a group beyond scaling.
 struct Adjustment {
   bool any;
-  bool scales;           // scores come out scaled; else only masked, so that a mask that hides nothing of a row
-                         // leaves its bits alone
-  bool bias;             // slopes
-  float lower, upper;    // distances key - query in [lower, upper) are visible
+  bool scales;         // scores come out scaled; else only masked, so that a mask that hides nothing of a row
+                       // leaves its bits alone
+  bool bias;           // slopes
+  float lower, upper;  // distances key - query in [lower, upper) are visible
 };
 
 template <class T>
@@ -85,8 +85,14 @@ class AttentionUnit {
   // most kRowBlock in all, and chunks of whole token steps.
   TRUNKLINE_INLINE AttentionUnit(const PoolView& pool, const ScoreRule& rule, long layer, long head, int heads,
                                  int vectors, int group_tokens, char* scratch)
-      : reader_(pool, layer, group_tokens), pool_(pool), rule_(rule), d_(static_cast<int>(pool.head_dim)),
-        padded_(static_cast<int>(round_up(pool.head_dim, 16))), head_(head), heads_(heads), vectors_(vectors) {
+      : reader_(pool, layer, group_tokens),
+        pool_(pool),
+        rule_(rule),
+        d_(static_cast<int>(pool.head_dim)),
+        padded_(static_cast<int>(round_up(pool.head_dim, 16))),
+        head_(head),
+        heads_(heads),
+        vectors_(vectors) {
     lay_out(memory_, scratch, heads * vectors, d_);
     group_.valid = memory_.valid, group_.position = memory_.key_position;
     group_.key_scratch = reinterpret_cast<B*>(memory_.keys);
@@ -206,8 +212,7 @@ class AttentionUnit {
     for (int p = 0; p < group_.size; ++p) {
       const Part<T>& part = group_.parts[p];
       gemm<T>(rows, part.columns, d_ / T::kStep, queries, part.keys, part.key_stride,
-              memory_.scores + to * kScoreStride + part.column, kScoreStride, false,
-              ahead_of(p, h, false, next));
+              memory_.scores + to * kScoreStride + part.column, kScoreStride, false, ahead_of(p, h, false, next));
     }
   }
 

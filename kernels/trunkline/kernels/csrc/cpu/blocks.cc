@@ -8,6 +8,7 @@
 #include <tvm/ffi/function.h>
 #include <tvm/ffi/tvm_ffi.h>
 
+#include <algorithm>
 #include <cstring>
 
 #include "attention_checks.h"
@@ -28,16 +29,19 @@ uint8_t& flag_of(const PoolView& pool, int64_t block, int64_t layer) {
 
 // One op's access to the pool.
 struct Blocks {
+  const ContextUse use;
   CpuContext& context;
   const PoolView pool;
   const BlockTable& table;
 
-  int64_t tiles() const { return 2 * pool.kv_heads; }
-  char* scratch(int thread) const {
+  Blocks(int64_t handle, const TensorView& data, const TensorView& packed, int64_t layer)
+      : use(handle), context(use.context()), pool(pool_of(data, packed, layer)), table(block_table_of(context)) {
     // A tile, or the angles of a token.
-    return context.thread_scratch[static_cast<size_t>(thread)].reserve(
-        static_cast<size_t>(pool.tile_bytes + 8 * pool.head_dim + 64));
+    context.reserve_scratch(static_cast<size_t>(pool.tile_bytes + 8 * pool.head_dim + 64));
   }
+
+  int64_t tiles() const { return 2 * pool.kv_heads; }
+  char* scratch(int thread) const { return context.scratch(thread); }
 
   template <class Body>
   void run(int64_t units, int64_t elements_each, Body&& body) const {
@@ -66,11 +70,6 @@ struct Blocks {
   }
 };
 
-Blocks blocks_of(int64_t handle, const TensorView& data, const TensorView& packed, int64_t layer) {
-  CpuContext& context = context_of(handle);
-  return {context, pool_of(data, packed, layer), block_table_of(context)};
-}
-
 // Brings packed blocks that are about to be written in part into plain order.
 void unpack_written(const Blocks& blocks, const int32_t* slots, int64_t tokens, int64_t layer) {
   const PoolView& pool = blocks.pool;
@@ -83,9 +82,8 @@ void unpack_written(const Blocks& blocks, const int32_t* slots, int64_t tokens, 
     if (whole) {
       flag_of(pool, block, layer) = 0;
     } else {
-      blocks.run(blocks.tiles(), pool.tile_bytes, [&](int64_t tile, int thread) {
-        blocks.unpack_tile_of(block, layer, tile, thread);
-      });
+      blocks.run(blocks.tiles(), pool.tile_bytes,
+                 [&](int64_t tile, int thread) { blocks.unpack_tile_of(block, layer, tile, thread); });
       flag_of(pool, block, layer) = 0;
     }
   }
@@ -102,6 +100,9 @@ void seal_written(const Blocks& blocks, const int32_t* slots, int64_t tokens, in
       sealed[count++] = static_cast<int32_t>(slots[i] / pool.chunk);
     }
   }
+  // A slot may be named twice; packing what is packed would scramble it.
+  std::sort(sealed, sealed + count);
+  count = std::unique(sealed, sealed + count) - sealed;
   blocks.run(count * blocks.tiles(), pool.tile_bytes, [&](int64_t unit, int thread) {
     blocks.pack_tile_of(sealed[unit / blocks.tiles()], layer, unit % blocks.tiles(), thread);
   });
@@ -133,7 +134,7 @@ void set_norm(WriteCall& call, const TensorView& q_weight, const TensorView& k_w
 
 void write_kv(int64_t handle, TensorView slots, TensorView qkv, TensorView cos, TensorView sin, TensorView data,
               TensorView packed, int64_t layer, TensorView q_weight, TensorView k_weight, double eps) {
-  const Blocks blocks = blocks_of(handle, data, packed, layer);
+  const Blocks blocks(handle, data, packed, layer);
   const PoolView& pool = blocks.pool;
   WriteCall call{};
   call.pool = pool;
@@ -180,13 +181,14 @@ void copy_part(const Blocks& blocks, const int32_t* copy, int64_t layer, int thr
 }
 
 void copy_blocks(int64_t handle, TensorView data, TensorView packed, TensorView copies) {
-  const Blocks blocks = blocks_of(handle, data, packed, 0);
+  const Blocks blocks(handle, data, packed, 0);
   const PoolView& pool = blocks.pool;
   const int32_t* copy = int32_data(copies, "copies");
   require(copies.ndim() == 2 && copies.size(1) == 4, "copies must be int32 [n, 4]");
   const int64_t count = copies.size(0);
   for (int64_t i = 0; i < count; ++i) {
-    const int32_t *c = copy + 4 * i, first = c[2], last = c[2] + c[3];
+    const int32_t* c = copy + 4 * i;
+    const int64_t first = c[2], last = first + c[3];
     if (c[0] < 0 || c[0] >= pool.blocks || c[1] < 0 || c[1] >= pool.blocks) {
       TVM_FFI_THROW(ValueError) << "copy of block " << c[0] << " to " << c[1] << ": the pool has " << pool.blocks
                                 << " blocks";
@@ -236,7 +238,7 @@ Move check_move(const PoolView& pool, const TensorView& blocks, int64_t start, i
 
 void gather_blocks(int64_t handle, TensorView data, TensorView packed, TensorView chosen, int64_t start,
                    int64_t stop, TensorView out) {
-  const Blocks blocks = blocks_of(handle, data, packed, 0);
+  const Blocks blocks(handle, data, packed, 0);
   const PoolView& pool = blocks.pool;
   const Move move = check_move(pool, chosen, start, stop, out);
   const int64_t tiles = blocks.tiles();
@@ -256,7 +258,7 @@ void gather_blocks(int64_t handle, TensorView data, TensorView packed, TensorVie
 
 void scatter_blocks(int64_t handle, TensorView data, TensorView packed, TensorView chosen, int64_t start,
                     int64_t stop, TensorView source) {
-  const Blocks blocks = blocks_of(handle, data, packed, 0);
+  const Blocks blocks(handle, data, packed, 0);
   const PoolView& pool = blocks.pool;
   const Move move = check_move(pool, chosen, start, stop, source);
   const int64_t tiles = blocks.tiles();

@@ -15,7 +15,8 @@ namespace {
 constexpr int64_t kUnitElements = 16384;
 
 void run_norm(int64_t context, NormCall call, DenseType type, int64_t rows) {
-  CpuContext& shared = context_of(context);
+  const ContextUse use(context);
+  CpuContext& shared = use.context();
   const NormRows norm = norm_table(shared.level).rows[static_cast<int>(type)];
   const int64_t rows_per_unit = std::max<int64_t>(1, kUnitElements / std::max<int64_t>(1, call.width));
   if (rows <= rows_per_unit || shared.pool.threads() == 1) return norm(call, 0, rows);

@@ -21,8 +21,8 @@ struct Float32 {
   using Storage = float;  // in memory, of queries, keys, weights
   using A = float;
   using B = float;
-  static constexpr int kStep = 1;    // elements of k per step
-  static constexpr int kWords = 1;   // words of A per step
+  static constexpr int kStep = 1;        // elements of k per step
+  static constexpr int kWords = 1;       // words of A per step
   static constexpr bool kPlainA = true;  // A has the form of Storage
   TRUNKLINE_INLINE static float to_float(float x) { return x; }
   TRUNKLINE_INLINE static float from_float(float x) { return x; }

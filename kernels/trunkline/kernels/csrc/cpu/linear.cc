@@ -4,8 +4,6 @@
 #include <tvm/ffi/tvm_ffi.h>
 
 #include <algorithm>
-#include <atomic>
-#include <memory>
 #include <new>
 
 #include "context.h"
@@ -20,11 +18,29 @@ constexpr int64_t kUnitBytesMin = 64 * 1024;
 constexpr int64_t kUnitMultiplicationsMin = 1 << 18;
 constexpr int64_t kUnitsPerThread = 4;
 
+// `ConvertedRows` at the start of a thread's memory; what follows is aligned like it.
+constexpr size_t kHeaderBytes = 64;
+static_assert(sizeof(ConvertedRows) <= kHeaderBytes);
+
 const LinearLayer& layer_of(int64_t handle) { return *reinterpret_cast<PackedLayer*>(handle); }
+
+// Every thread's memory for converted rows, empty; false: none is needed.
+bool prepare_conversion(CpuContext& shared, const LinearCall& call, const LinearTable& table) {
+  const int64_t words = table.row_words[static_cast<int>(call.layer->type)](call.layer->in_features);
+  if (words == 0) return false;
+  shared.reserve_scratch(kHeaderBytes + static_cast<size_t>(std::min<int64_t>(call.rows, kRowsMax) * words) * 4);
+  for (int thread = 0; thread < shared.pool.threads(); ++thread) {
+    char* memory = shared.scratch(thread);
+    new (memory) ConvertedRows{-1, memory + kHeaderBytes};
+  }
+  return true;
+}
 
 void multiply(CpuContext& shared, const LinearCall& call) {
   const LinearLayer& layer = *call.layer;
-  const LinearUnit unit = linear_table(shared.level).unit[static_cast<int>(layer.type)];
+  const LinearTable& table = linear_table(shared.level);
+  const LinearUnit unit = table.unit[static_cast<int>(layer.type)];
+  const bool converts = prepare_conversion(shared, call, table);
   const int64_t panels = (layer.out_features + kPanelWidth - 1) / kPanelWidth;
   const int64_t threads = shared.pool.threads();
   const int64_t blocks = (call.rows + kRowsMax - 1) / kRowsMax;
@@ -39,15 +55,15 @@ void multiply(CpuContext& shared, const LinearCall& call) {
     const int64_t wanted = (threads * kUnitsPerThread + blocks - 1) / blocks;
     groups = std::clamp<int64_t>(panels / panels_min, 1, wanted);
   }
-  shared.pool.run(blocks * groups, [&](int64_t index, int) {
+  shared.pool.run(blocks * groups, [&](int64_t index, int thread) {
     const int64_t block = index / groups, group = index % groups;
     unit(call, call.rows * block / blocks, call.rows * (block + 1) / blocks, panels * group / groups,
-         panels * (group + 1) / groups);
+         panels * (group + 1) / groups,
+         converts ? reinterpret_cast<ConvertedRows*>(shared.scratch(thread)) : nullptr);
   });
 }
 
 void linear(int64_t context, int64_t handle, TensorView x, TensorView out) {
-  static std::atomic<int64_t> serial{0};
   const LinearLayer& layer = layer_of(handle);
   const DenseType type = dense_type(x, "x"), out_type = dense_type(out, "out");
   if (type != layer.type || x.ndim() != 2 || x.size(1) != layer.in_features) {
@@ -68,31 +84,11 @@ void linear(int64_t context, int64_t handle, TensorView x, TensorView out) {
   call.out = out.data_ptr();
   call.float_out = out_type == DenseType::kFloat32;
   call.rows = x.size(0);
-  call.serial = serial.fetch_add(1, std::memory_order_relaxed) + 1;
-  multiply(context_of(context), call);
+  const ContextUse use(context);
+  multiply(use.context(), call);
 }
-
-struct FreeAligned {
-  void operator()(char* p) const { ::operator delete(p, std::align_val_t{64}); }
-};
 
 }  // namespace
-
-ConvertedRows& converted_rows(size_t bytes) {
-  thread_local std::unique_ptr<char, FreeAligned> memory;
-  thread_local size_t capacity = 0;
-  thread_local ConvertedRows rows{nullptr, 0, 0};
-  if (bytes > capacity) {
-    const size_t grown = std::max(bytes, capacity * 2);
-    memory.reset();
-    capacity = 0;
-    memory.reset(static_cast<char*>(::operator new(grown, std::align_val_t{64})));
-    capacity = grown;
-    rows = ConvertedRows{memory.get(), 0, 0};
-  }
-  return rows;
-}
-
 }  // namespace trunkline
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(linear, trunkline::linear)

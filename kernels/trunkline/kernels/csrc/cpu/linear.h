@@ -39,7 +39,7 @@ struct LinearLayer {
   DenseType type;
   Activation activation;  // kNone: not gated
   int64_t in_features;
-  int64_t out_features;     // of the result, so half the weight's rows where gated
+  int64_t out_features;  // of the result, so half the weight's rows where gated
   const void* panels;
   const float* bias;  // per panel, padded like it and interleaved like it; null: none
 };
@@ -50,15 +50,23 @@ struct LinearCall {
   void* out;      // [rows, out_features]
   bool float_out;
   int64_t rows;
-  int64_t serial;  // differs between calls: what a thread converted for an earlier call is stale
+};
+
+// A thread's memory during one call for a block of rows in the form that the product reads, if it is another one
+// than theirs: a thread that takes several panels of a block converts it once.
+struct ConvertedRows {
+  int64_t row_begin;  // of the block that is there; -1: none yet
+  void* words;        // [rows, LinearTable::row_words]
 };
 
 // Rows [row_begin, row_end), at most kRowsMax, times panels [panel_begin, panel_end); gated ones count in pairs.
 using LinearUnit = void (*)(const LinearCall& call, int64_t row_begin, int64_t row_end, int64_t panel_begin,
-                            int64_t panel_end);
+                            int64_t panel_end, ConvertedRows* converted);
 
 struct LinearTable {
   LinearUnit unit[kDenseTypes];
+  // 32-bit words of a converted row; 0: rows are read as they are.
+  int64_t (*row_words[kDenseTypes])(int64_t in_features);
 };
 
 struct NormCall {
@@ -97,16 +105,8 @@ extern const NormTable kNormTable;
 const LinearTable& linear_table(CpuLevel level);
 const NormTable& norm_table(CpuLevel level);
 
-// Scratch memory of the calling thread for converted rows, kept between calls and grown as needed.
-struct ConvertedRows {
-  void* words;
-  int64_t serial;     // of the call whose rows these are
-  int64_t row_begin;
-};
-ConvertedRows& converted_rows(size_t bytes);
-
 // Lanes of panel `panel` of a layer with `out_features` outputs.
-constexpr int panel_width(int64_t out_features, int64_t panel) {
+static constexpr int panel_width(int64_t out_features, int64_t panel) {
   const int64_t left = out_features - panel * kPanelWidth;
   if (left >= kPanelWidth) return kPanelWidth;
   return static_cast<int>((left + kPanelQuantum - 1) / kPanelQuantum * kPanelQuantum);

@@ -134,8 +134,8 @@ void pad_bias(const TensorView& bias, int64_t parts, PackedLayer& layer) {
   for (int64_t i = 0; i < layer.out_features * parts; ++i) {
     const int64_t part = i / layer.out_features, output = i % layer.out_features;
     const int64_t panel = output / kPanelWidth;
-    const int64_t place = parts * panel * kPanelWidth + part * panel_width(layer.out_features, panel) +
-                          output % kPanelWidth;
+    const int64_t place =
+        parts * panel * kPanelWidth + part * panel_width(layer.out_features, panel) + output % kPanelWidth;
     layer.padded_bias[static_cast<size_t>(place)] = values[i];
   }
   layer.bias = layer.padded_bias.data();
@@ -160,7 +160,8 @@ int64_t linear_pack(int64_t context, TensorView weight, TensorView bias, int64_t
   layer->panels = data.data_ptr();
   layer->bias = nullptr;
   if (bias.numel() > 0) pad_bias(bias, parts, *layer);
-  fill_panels(context_of(context), weight, parts, *layer, static_cast<char*>(data.data_ptr()));
+  const ContextUse use(context);
+  fill_panels(use.context(), weight, parts, *layer, static_cast<char*>(data.data_ptr()));
   return reinterpret_cast<int64_t>(layer.release());
 }
 

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <new>
 #include <stdexcept>
+#include <system_error>
 
 #include "common/checks.h"
 #include "common/work_plan.h"
@@ -16,15 +17,26 @@ namespace {
 
 namespace ffi = tvm::ffi;
 
+// To be raised, here and in native.py, with every change to the functions that Python calls: a library that was
+// not rebuilt after an update must be refused, not called with other arguments than it takes.
+constexpr int64_t kInterfaceVersion = 1;
+
+int64_t interface_version() { return kInterfaceVersion; }
+
 int64_t cpu_level() { return static_cast<int64_t>(best_cpu_level()); }
 
 int64_t cpu_context_new(int64_t level, int64_t threads) {
   if (level < 0 || level > cpu_level()) TVM_FFI_THROW(ValueError) << "level " << level << " does not run here";
   if (threads < 1 || threads > 1024) TVM_FFI_THROW(ValueError) << threads << " threads; allowed are 1 to 1024";
-  return reinterpret_cast<int64_t>(new CpuContext(static_cast<CpuLevel>(level), static_cast<int>(threads)));
+  try {
+    return reinterpret_cast<int64_t>(new CpuContext(static_cast<CpuLevel>(level), static_cast<int>(threads)));
+  } catch (const std::system_error& error) {
+    TVM_FFI_THROW(RuntimeError) << threads << " threads cannot be started: " << error.what();
+  }
+  return 0;  // not reached
 }
 
-void cpu_context_delete(int64_t handle) { delete &context_of(handle); }
+void cpu_context_delete(int64_t handle) { delete reinterpret_cast<CpuContext*>(handle); }
 
 struct HostAllocator {
   void AllocData(DLTensor* tensor) {
@@ -88,6 +100,7 @@ ffi::Tensor plan_work(TensorView block, TensorView first, TensorView count, Tens
 }  // namespace
 }  // namespace trunkline
 
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(interface_version, trunkline::interface_version)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cpu_level, trunkline::cpu_level)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cpu_context_new, trunkline::cpu_context_new)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cpu_context_delete, trunkline::cpu_context_delete)

@@ -27,6 +27,9 @@ class Scratch {
     return memory_;
   }
 
+  // What `reserve` returned last.
+  char* memory() const { return memory_; }
+
  private:
   void release() {
     if (memory_ != nullptr) ::operator delete(memory_, std::align_val_t{64});

@@ -25,8 +25,8 @@ using Clock = std::chrono::steady_clock;
 
 constexpr uint64_t kMagic = 0x31505247534c5254;  // "TRLSGRP1"
 constexpr std::chrono::microseconds kSpin{50};
-// Waking a sleeper takes longer than a decoder's ops between two collectives: two ranks that sleep for each other once
-// would go on doing so at every call. So a wait first offers its core to whoever wants it, and looks again.
+// Waking a sleeper takes longer than a decoder's ops between two collectives: two ranks that sleep for each other
+// once would go on doing so at every call. So a wait first offers its core to whoever wants it, and looks again.
 constexpr std::chrono::microseconds kYield{2000};
 constexpr int kPausesPerLook = 16;  // looks at the clock are dearer than looks at the counter
 constexpr std::chrono::milliseconds kCheckPeersEvery{100};
@@ -143,7 +143,10 @@ void SharedGroup::create(const std::string& path, int size, int64_t slot_bytes) 
   const OpenFile file(path, O_RDWR | O_CREAT | O_EXCL);
   try {
     // Not ftruncate alone: on a full file system the first write would then kill the writer.
-    const int failure = posix_fallocate(file, 0, static_cast<off_t>(bytes));
+    int failure = 0;
+    do {
+      failure = posix_fallocate(file, 0, static_cast<off_t>(bytes));
+    } while (failure == EINTR);
     if (failure != 0) throw_errno(failure, "no room for " + std::to_string(bytes) + " bytes in " + path);
     void* memory = mmap(nullptr, states, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
     if (memory == MAP_FAILED) throw_errno(errno, "cannot map " + path);

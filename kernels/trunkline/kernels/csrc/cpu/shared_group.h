@@ -16,8 +16,8 @@
 // them, so every rank gets the same bits. Beside the slot stands the call it belongs to; all who wait compare it.
 //
 // Waiting. A rank spins for at most 50 us (not at all with fewer cores than ranks), then yields its core between
-// looks for at most 2 ms, then sleeps on the counter it waits for (a futex); only then does the counter's owner make
-// a system call to wake it.
+// looks for at most 2 ms, then sleeps on the counter it waits for (a futex); only then does the counter's owner
+// make a system call to wake it.
 //
 // Death. Every rank holds a robust mutex in the file. The kernel gives it up when the owner dies, zombie or not,
 // and before it tears down the owner's memory, which takes seconds for a large KV pool (file locks and sockets are

@@ -135,9 +135,8 @@ void shared_group_gather_columns(int64_t handle, TensorView part, TensorView all
   const bool receives = group->rank() == 0;
   require(!receives || bytes_of(all) == bytes_of(part) * group->size(), "all must hold every rank's columns");
   const int64_t row_bytes = part.size(0) == 0 ? 0 : bytes_of(part) / part.size(0);
-  translated([&] {
-    group->gather_columns(data_of(part), part.size(0), row_bytes, receives ? data_of(all) : nullptr);
-  });
+  translated(
+      [&] { group->gather_columns(data_of(part), part.size(0), row_bytes, receives ? data_of(all) : nullptr); });
 }
 
 void shared_group_broadcast(int64_t handle, TensorView tensor) {

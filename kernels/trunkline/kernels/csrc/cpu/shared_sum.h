@@ -9,17 +9,13 @@ namespace trunkline {
 
 enum class ElementType : uint32_t { kFloat32, kBFloat16, kFloat16, kFloat64, kBytes };
 
-constexpr int64_t element_bytes(ElementType type) {
+static constexpr int64_t element_bytes(ElementType type) {
   switch (type) {
-    case ElementType::kFloat32:
-      return 4;
+    case ElementType::kFloat32: return 4;
     case ElementType::kBFloat16:
-    case ElementType::kFloat16:
-      return 2;
-    case ElementType::kFloat64:
-      return 8;
-    case ElementType::kBytes:
-      break;
+    case ElementType::kFloat16: return 2;
+    case ElementType::kFloat64: return 8;
+    case ElementType::kBytes: break;
   }
   return 1;
 }

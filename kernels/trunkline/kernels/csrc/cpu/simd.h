@@ -122,9 +122,7 @@ TRUNKLINE_INLINE float reduce_max(Vec x) {
   x = max(x, swap_pairs(x));
   return _mm512_cvtss_f32(max(x, swap_ones(x)));
 }
-TRUNKLINE_INLINE Vec iota() {
-  return _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-}
+TRUNKLINE_INLINE Vec iota() { return _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }
 // `x` where lower <= index < upper, lane by lane, else `other`.
 TRUNKLINE_INLINE Vec keep_between(Vec x, Vec index, Vec lower, Vec upper, Vec other) {
   const __mmask16 from = _mm512_cmp_ps_mask(index, lower, _CMP_GE_OQ);

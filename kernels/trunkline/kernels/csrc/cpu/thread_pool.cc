@@ -39,11 +39,19 @@ uint32_t wait_for_change(const std::atomic<uint32_t>& word, uint32_t old) {
 }  // namespace
 
 ThreadPool::ThreadPool(int threads) {
-  for (int thread = 1; thread < threads; ++thread) workers_.emplace_back([this, thread] { work(thread); });
+  workers_.reserve(static_cast<size_t>(threads - 1));
+  try {
+    for (int thread = 1; thread < threads; ++thread) workers_.emplace_back([this, thread] { work(thread); });
+  } catch (...) {
+    stop();  // the destructor does not run, and that of a thread that was not joined ends the process
+    throw;
+  }
 }
 
-ThreadPool::~ThreadPool() {
-  generation_.store(kStop, std::memory_order_release);
+ThreadPool::~ThreadPool() { stop(); }
+
+void ThreadPool::stop() {
+  generation_.store(kStop);
   generation_.notify_all();
   for (std::thread& worker : workers_) worker.join();
 }
@@ -56,7 +64,7 @@ void ThreadPool::run_on_all(int64_t units, Call call, void* context) {
   open_.store(true);
   uint32_t generation = generation_.load(std::memory_order_relaxed) + 1;
   if (generation == kStop) generation = 0;
-  generation_.store(generation, std::memory_order_release);
+  generation_.store(generation);
   generation_.notify_all();
   take(0);
   open_.store(false);

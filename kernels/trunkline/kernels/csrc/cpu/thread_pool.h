@@ -1,8 +1,9 @@
 // Threads of one rank that share a list of units: each takes the next by an atomic counter.
 //
 // Between calls a thread spins for at most 50 us (a decoder's ops follow each other within microseconds), then
-// sleeps in the kernel, so that an idle worker costs nothing. A call waits only for threads that joined it: one that
-// is not running just now, because cores are shared, holds nobody up.
+// sleeps in the kernel, so that an idle worker costs nothing. A call waits for the threads that joined it, even if
+// one of them has lost its core to another process; one that was not awake in time does not join and holds nobody
+// up.
 #pragma once
 
 #include <atomic>
@@ -14,7 +15,7 @@ namespace trunkline {
 
 class ThreadPool {
  public:
-  // `threads` counts the caller.
+  // `threads` counts the caller. Throws std::system_error, with no thread left, if one cannot be started.
   explicit ThreadPool(int threads);
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;
@@ -30,9 +31,12 @@ class ThreadPool {
       for (int64_t unit = 0; unit < units; ++unit) body(unit, 0);
       return;
     }
-    run_on_all(units, [](void* context, int64_t unit, int thread) {
-      (*static_cast<std::remove_reference_t<Body>*>(context))(unit, thread);
-    }, &body);
+    run_on_all(
+        units,
+        [](void* context, int64_t unit, int thread) {
+          (*static_cast<std::remove_reference_t<Body>*>(context))(unit, thread);
+        },
+        &body);
   }
 
  private:
@@ -40,6 +44,7 @@ class ThreadPool {
 
   void run_on_all(int64_t units, Call call, void* context);
   void work(int thread);
+  void stop();
   void take(int thread);
 
   std::vector<std::thread> workers_;
@@ -47,9 +52,12 @@ class ThreadPool {
   void* context_ = nullptr;
   int64_t units_ = 0;
   alignas(64) std::atomic<int64_t> next_{0};
-  alignas(64) std::atomic<uint32_t> generation_{0};  // grows with every call; kStop ends the threads
-  // A thread joins by counting itself busy and then seeing `open_`; the caller closes, then waits for no busy ones.
-  // Both orders are sequentially consistent, so one of the two sees the other.
+  // Grows with every call; kStop ends the threads. Stored sequentially consistently: notify_all looks whether
+  // anybody sleeps, and with a mere release it may look before the store. A thread that read the old value and
+  // goes to sleep just then would be missed, and sleep through the call or for ever.
+  alignas(64) std::atomic<uint32_t> generation_{0};
+  // A thread joins by counting itself busy and then seeing `open_`; the caller closes, then waits for no busy
+  // ones. Both orders are sequentially consistent, so one of the two sees the other.
   alignas(64) std::atomic<uint32_t> busy_{0};
   std::atomic<bool> open_{false};
 };

@@ -32,34 +32,34 @@ struct AttentionCall {
   int32_t layers;
   int32_t layer;
   int32_t rotary_half;
-  int32_t window;      // 0: off
-  int32_t causal;      // 1: a key that acts after its query is hidden, as it always is with a window
-  int32_t rows;        // upper bound of the plan's rows, for the grid of the merge
-  int32_t tile_rows;   // these three as attention_shape gave them
+  int32_t window;     // 0: off
+  int32_t causal;     // 1: a key that acts after its query is hidden, as it always is with a window
+  int32_t rows;       // upper bound of the plan's rows, for the grid of the merge
+  int32_t tile_rows;  // these three as attention_shape gave them
   int32_t stages;
   int32_t grid;
   int32_t shared_bytes;
   float scale;
-  float soft_cap;      // 0: off
+  float soft_cap;  // 0: off
 };
 
 // How to launch attention on the current device; constant per (dtype, head_dim), so graphs stay valid.
 struct AttentionShape {
-  int32_t tile_rows;     // most query vectors of a tile: what the planner should aim at
+  int32_t tile_rows;  // most query vectors of a tile: what the planner should aim at
   int32_t tile_tokens;
   int32_t stages;
   int32_t shared_bytes;
-  int32_t grid;          // thread blocks that fit the device at once
-  int32_t is_matrix;     // 1: matrix units; 0: the general kernel
+  int32_t grid;       // thread blocks that fit the device at once
+  int32_t is_matrix;  // 1: matrix units; 0: the general kernel
 };
 
 struct WriteCall {
-  void* qkv;            // [tokens, heads + 2 * kv_heads, head_dim], contiguous; q and k change in place
+  void* qkv;  // [tokens, heads + 2 * kv_heads, head_dim], contiguous; q and k change in place
   void* pool;
-  const int32_t* slots; // [tokens], -1: not stored
-  const void* cos;      // [tokens, 2 * rotary_half], or null
-  const void* sin;      // likewise, the first half negated
-  const void* q_weight; // [head_dim], or null: no norm
+  const int32_t* slots;  // [tokens], -1: not stored
+  const void* cos;       // [tokens, 2 * rotary_half], or null
+  const void* sin;       // likewise, the first half negated
+  const void* q_weight;  // [head_dim], or null: no norm
   const void* k_weight;
   int32_t dtype;
   int32_t angle_dtype;  // dtype, or float32
@@ -114,8 +114,8 @@ int32_t trunkline_copy_blocks(void* pool, const int32_t* copies, int32_t n, int3
 int32_t trunkline_move_regions(const MoveCall* call, void* stream);
 int32_t trunkline_rms_norm(const NormCall* call, void* stream);
 // gate_up: [rows, 2 * width]; out: [rows, width].
-int32_t trunkline_gated_activation(const void* gate_up, void* out, int32_t dtype, int32_t activation,
-                                   int32_t rows, int32_t width, void* stream);
+int32_t trunkline_gated_activation(const void* gate_up, void* out, int32_t dtype, int32_t activation, int32_t rows,
+                                   int32_t width, void* stream);
 }
 
 }  // namespace trunkline::cuda

@@ -51,8 +51,8 @@ cudaError_t read_limits(DeviceLimits& limits) {
 bool choose_stages(const AttentionKernel& kernel, const DeviceLimits& limits, AttentionShape& shape) {
   for (int rows = kMatrixRows; rows >= 16; rows /= 2) {
     for (int blocks = 2; blocks >= 1; --blocks) {
-      const int available = std::min(limits.shared_per_block,
-                                     limits.shared_per_processor / blocks - limits.shared_reserved);
+      const int available =
+          std::min(limits.shared_per_block, limits.shared_per_processor / blocks - limits.shared_reserved);
       const int stages = std::min(kStagesMax, (available - rows * kernel.row_bytes) / kernel.stage_bytes);
       if (stages < 2) continue;
       shape.tile_rows = rows;
@@ -66,7 +66,7 @@ bool choose_stages(const AttentionKernel& kernel, const DeviceLimits& limits, At
 
 // One warp per (row, head): the partials of a row, weighted in the order of their slots, so always alike.
 template <class T>
-__global__ void merge_kernel(const AttentionCall call) {
+__global__ void merge_kernel(const __grid_constant__ AttentionCall call) {
   const WorkView work(call.work);
   const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
   const int64_t index = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kWarpLanes;
@@ -107,6 +107,22 @@ MergePointer merge_of(int32_t dtype) {
 // By a kernel and not by a copy, so that in a captured graph every replay adds.
 __global__ void add_steps_kernel(int32_t* steps, int32_t delta) { *steps += delta; }
 
+// Kernels are loaded at their first use, which must not be while a graph is captured.
+cudaError_t load(const void* kernel) {
+  cudaFuncAttributes attributes;
+  return cudaFuncGetAttributes(&attributes, kernel);
+}
+
+// Per kernel and device, the last call wins: `shared_bytes` must be the same whoever asks.
+cudaError_t allow_shared(const void* kernel, int shared_bytes) {
+  const cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+  // A hint: the L1 cache has nothing to keep, for tiles are read once, past it.
+  return error != cudaSuccess ? error
+                              : cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                                     cudaSharedmemCarveoutMaxShared);
+}
+
 }  // namespace
 
 extern "C" {
@@ -120,10 +136,12 @@ int32_t trunkline_attention_shape(int32_t dtype, int32_t head_dim, AttentionShap
   if (error != cudaSuccess) return error;
   const AttentionKernel matrix = find_matrix_kernel(dtype, head_dim);
   KernelPointer kernel = matrix.kernel;
+  int shared_allowed = 0;
   *shape = {};
   if (kernel != nullptr && choose_stages(matrix, limits, *shape)) {
     shape->tile_tokens = matrix.tile_tokens;
     shape->is_matrix = 1;
+    shared_allowed = shape->shared_bytes;
   } else {
     kernel = general_kernel(dtype);
     shape->tile_rows = kGeneralRows;
@@ -131,9 +149,13 @@ int32_t trunkline_attention_shape(int32_t dtype, int32_t head_dim, AttentionShap
     shape->stages = 1;
     shape->shared_bytes = general_floats(head_dim) * static_cast<int>(sizeof(float));
     if (shape->shared_bytes > limits.shared_per_block) return cudaErrorInvalidConfiguration;
+    // One kernel for all head sizes: the limit of the largest, or that for a smaller one would undo it.
+    shared_allowed =
+        std::min(general_floats(kGeneralHeadDimMax) * static_cast<int>(sizeof(float)), limits.shared_per_block);
   }
-  error = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               shape->shared_bytes);
+  error = allow_shared(reinterpret_cast<const void*>(kernel), shared_allowed);
+  if (error == cudaSuccess) error = load(reinterpret_cast<const void*>(merge_of(dtype)));
+  if (error == cudaSuccess) error = load(reinterpret_cast<const void*>(add_steps_kernel));
   int blocks = 0;
   if (error == cudaSuccess) {
     error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads,

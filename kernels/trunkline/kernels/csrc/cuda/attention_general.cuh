@@ -15,12 +15,12 @@ constexpr int kGeneralHeadDimMax = 256;
 
 // Floats of shared memory. Rows of K are one float longer than the head: 32 lanes on 32 tokens hit 32 banks.
 constexpr int general_floats(int d) {
-  return kGeneralRows * d                              // Q
-         + kGeneralTokens * (d + 1)                    // K
-         + kGeneralTokens * d                          // V
-         + kGeneralRows * d                            // O
-         + kGeneralRows * kGeneralTokens               // P
-         + kGeneralRows * 3                            // peak, total, decay
+  return kGeneralRows * d                 // Q
+         + kGeneralTokens * (d + 1)       // K
+         + kGeneralTokens * d             // V
+         + kGeneralRows * d               // O
+         + kGeneralRows * kGeneralTokens  // P
+         + kGeneralRows * 3               // peak, total, decay
          + kGeneralRows * RowTable::kArrays;
 }
 
@@ -28,13 +28,20 @@ template <class T>
 class GeneralSegment {
  public:
   __device__ GeneralSegment(const AttentionCall& call, unsigned char* memory)
-      : call_(call), rule_(call), d_(call.head_dim), q_(reinterpret_cast<float*>(memory)),
-        keys_(q_ + kGeneralRows * d_), values_(keys_ + kGeneralTokens * (d_ + 1)),
-        acc_(values_ + kGeneralTokens * d_), weights_(acc_ + kGeneralRows * d_),
-        peak_(weights_ + kGeneralRows * kGeneralTokens), total_(peak_ + kGeneralRows),
+      : call_(call),
+        rule_(call),
+        d_(call.head_dim),
+        q_(reinterpret_cast<float*>(memory)),
+        keys_(q_ + kGeneralRows * d_),
+        values_(keys_ + kGeneralTokens * (d_ + 1)),
+        acc_(values_ + kGeneralTokens * d_),
+        weights_(acc_ + kGeneralRows * d_),
+        peak_(weights_ + kGeneralRows * kGeneralTokens),
+        total_(peak_ + kGeneralRows),
         decay_(total_ + kGeneralRows),
         rows_(reinterpret_cast<unsigned char*>(decay_ + kGeneralRows), kGeneralRows),
-        lane_(static_cast<int>(threadIdx.x) % kWarpLanes), warp_(static_cast<int>(threadIdx.x) / kWarpLanes) {}
+        lane_(static_cast<int>(threadIdx.x) % kWarpLanes),
+        warp_(static_cast<int>(threadIdx.x) / kWarpLanes) {}
 
   __device__ void run(TileCursor& tile, const WorkView& work, int steps) {
     const int vectors = tile.vectors();
@@ -59,8 +66,8 @@ class GeneralSegment {
  private:
   __device__ void start(int vectors) {
     for (int v = warp_; v < vectors; v += kWarps) {
-      const T* q = static_cast<const T*>(call_.q) + rows_.row[v] * call_.q_row_stride
-                   + static_cast<int64_t>(rows_.head[v]) * d_;
+      const T* q = static_cast<const T*>(call_.q) + rows_.row[v] * call_.q_row_stride +
+                   static_cast<int64_t>(rows_.head[v]) * d_;
       for (int i = lane_; i < d_; i += kWarpLanes) {
         q_[v * d_ + i] = to_float(q[i]);
         acc_[v * d_ + i] = 0.0f;
@@ -103,7 +110,7 @@ class GeneralSegment {
     // The shuffles above: every lane has read peak_[v] by now.
     if (lane_ == 0) {
       decay_[v] = exp2f(before - finite_peak(peak));
-      total_[v] = total_[v] * decay_[v] + sum;
+      total_[v] = __fmaf_rn(total_[v], decay_[v], sum);
       peak_[v] = peak;
     }
   }
@@ -145,7 +152,7 @@ class GeneralSegment {
 };
 
 template <class T>
-__global__ void __launch_bounds__(kThreads) attention_general_kernel(const AttentionCall call) {
+__global__ void __launch_bounds__(kThreads) attention_general_kernel(const __grid_constant__ AttentionCall call) {
   const WorkView work(call.work);
   const int steps = call.steps == nullptr ? 0 : *call.steps;
   TileCursor tile(work, call, steps, kGeneralTokens);

@@ -29,7 +29,7 @@ namespace trunkline::cuda {
 template <int D>
 struct MatrixLayout {
   static constexpr int kTokens = D > 128 ? 32 : 64;
-  static constexpr int kStride = fragment::row_stride(D);             // of Q, K and V
+  static constexpr int kStride = fragment::row_stride(D);              // of Q, K and V
   static constexpr int kWeightStride = fragment::row_stride(kTokens);  // of P
   static constexpr int kTensor = kTokens * kStride;                    // elements of one K or V tile
   static constexpr int kStageBytes = 2 * kTensor * 2;
@@ -49,10 +49,12 @@ struct MatrixShared {
   int capacity;
 
   __device__ MatrixShared(unsigned char* memory, int stage_count, int tile_rows)
-      : stages(reinterpret_cast<T*>(memory)), q(stages + stage_count * 2 * Layout::kTensor),
+      : stages(reinterpret_cast<T*>(memory)),
+        q(stages + stage_count * 2 * Layout::kTensor),
         weights(q + tile_rows * Layout::kStride),
         peaks(reinterpret_cast<float*>(weights + tile_rows * Layout::kWeightStride)),
-        rows(reinterpret_cast<unsigned char*>(peaks + kWarps * tile_rows), tile_rows), capacity(tile_rows) {}
+        rows(reinterpret_cast<unsigned char*>(peaks + kWarps * tile_rows), tile_rows),
+        capacity(tile_rows) {}
 };
 
 // Keeps `stages - 1` tiles under way. Every step closes exactly one group of copies, an empty one once there is
@@ -123,13 +125,16 @@ class MatrixSegment {
   using Layout = MatrixLayout<D>;
   using Shared = MatrixShared<T, D>;
   static constexpr int kStride = Layout::kStride, kWeightStride = Layout::kWeightStride;
-  static constexpr int kTokenTiles = Layout::kTokens / (8 * kWarps);          // of a warp's strip: 2, or 1
-  static constexpr int kColumnTiles = (D / 8 + kWarps - 1) / kWarps;          // of a warp's part of O
-  static constexpr int kSteps = D / 16;                                       // k steps of the scores
+  static constexpr int kTokenTiles = Layout::kTokens / (8 * kWarps);  // of a warp's strip: 2, or 1
+  static constexpr int kColumnTiles = (D / 8 + kWarps - 1) / kWarps;  // of a warp's part of O
+  static constexpr int kSteps = D / 16;                               // k steps of the scores
   static_assert(D % 16 == 0 && (kTokenTiles == 2 || (kTokenTiles == 1 && kSteps % 2 == 0)));
 
   __device__ MatrixSegment(const AttentionCall& call, const Shared& shared)
-      : call_(call), shared_(shared), rule_(call), lane_(static_cast<int>(threadIdx.x) % kWarpLanes),
+      : call_(call),
+        shared_(shared),
+        rule_(call),
+        lane_(static_cast<int>(threadIdx.x) % kWarpLanes),
         warp_(static_cast<int>(threadIdx.x) / kWarpLanes) {}
 
   __device__ void run(TileCursor& tile, TileLoader<T, D>& loader, const WorkView& work, int steps) {
@@ -264,7 +269,7 @@ class MatrixSegment {
         const float reference = finite_peak(peak);
         const float decay = exp2_approximate(peak_[m][half] - reference);
         peak_[m][half] = peak;
-        float sum = total_[m][half] * decay;
+        float sum = 0.0f;
 #pragma unroll
         for (int j = 0; j < kTokenTiles; ++j) {
           const float low = exp2_approximate(scores[m][j][2 * half] - reference);
@@ -273,7 +278,7 @@ class MatrixSegment {
           const int column = (warp_ * kTokenTiles + j) * 8 + fragment::c_column(lane_);
           *reinterpret_cast<uint32_t*>(shared_.weights + v * kWeightStride + column) = pack2<T>(low, high);
         }
-        total_[m][half] = sum;
+        total_[m][half] = __fmaf_rn(total_[m][half], decay, sum);
 #pragma unroll
         for (int n = 0; n < kColumnTiles; ++n) {
           acc_[m][n][2 * half] *= decay;
@@ -342,8 +347,8 @@ class MatrixSegment {
     const int slot = shared_.rows.slot[v], head = shared_.rows.head[v];
     const int64_t partial = static_cast<int64_t>(slot) * call_.heads + head;
     const int first = warp_ * kColumnTiles * 8 + fragment::c_column(lane_);
-    T* out = static_cast<T*>(call_.out) + shared_.rows.row[v] * call_.out_row_stride
-             + static_cast<int64_t>(head) * D;
+    T* out =
+        static_cast<T*>(call_.out) + shared_.rows.row[v] * call_.out_row_stride + static_cast<int64_t>(head) * D;
     const float inverse = total == 0.0f ? 0.0f : 1.0f / total;
 #pragma unroll
     for (int n = 0; n < kColumnTiles; ++n) {
@@ -385,7 +390,7 @@ __device__ __forceinline__ void run_segment(const AttentionCall& call, const Mat
 }
 
 template <class T, int D>
-__global__ void __launch_bounds__(kThreads) attention_matrix_kernel(const AttentionCall call) {
+__global__ void __launch_bounds__(kThreads) attention_matrix_kernel(const __grid_constant__ AttentionCall call) {
   const WorkView work(call.work);
   const int steps = call.steps == nullptr ? 0 : *call.steps;
   const MatrixShared<T, D> shared(dynamic_shared(), call.stages, call.tile_rows);

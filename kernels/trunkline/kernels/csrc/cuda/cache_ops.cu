@@ -22,7 +22,7 @@ __device__ __forceinline__ float warp_sum(float x) {
 // One warp per (token, head). An element is read and written by one lane only, except in the sum of squares, whose
 // shuffles every lane passes before any lane writes.
 template <class T, class A>
-__global__ void __launch_bounds__(kWriteThreads) write_kernel(const WriteCall call) {
+__global__ void __launch_bounds__(kWriteThreads) write_kernel(const __grid_constant__ WriteCall call) {
   const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
   const int all_heads = call.heads + 2 * call.kv_heads, d = call.head_dim, half = call.rotary_half;
   const int64_t index = static_cast<int64_t>(blockIdx.x) * kWriteWarps + threadIdx.x / kWarpLanes;
@@ -74,8 +74,8 @@ __global__ void __launch_bounds__(kWriteThreads) write_kernel(const WriteCall ca
 
 // Thread block (copy, tile): a range of tokens of a (layer, K or V, head) tile is contiguous.
 template <class Unit>
-__global__ void __launch_bounds__(kMoveThreads) copy_kernel(Unit* pool, const int32_t* copies, int tiles_per_block,
-                                                            int chunk_units, int token_units) {
+__global__ void __launch_bounds__(kMoveThreads)
+    copy_kernel(Unit* pool, const int32_t* copies, int tiles_per_block, int chunk_units, int token_units) {
   const int copy = static_cast<int>(blockIdx.x) / tiles_per_block;
   const int tile = static_cast<int>(blockIdx.x) - copy * tiles_per_block;
   const int64_t source = copies[4 * copy], destination = copies[4 * copy + 1];
@@ -103,8 +103,8 @@ __global__ void __launch_bounds__(kMoveThreads) move_kernel(const MoveCall call)
 bool divides(int64_t unit, const MoveCall& call) {
   const auto source = reinterpret_cast<uintptr_t>(call.source);
   const auto destination = reinterpret_cast<uintptr_t>(call.destination);
-  const auto all = static_cast<int64_t>(source | destination) | call.region_bytes | call.source_stride_bytes
-                   | call.destination_stride_bytes;
+  const auto all = static_cast<int64_t>(source | destination) | call.region_bytes | call.source_stride_bytes |
+                   call.destination_stride_bytes;
   return all % unit == 0;
 }
 

@@ -53,8 +53,8 @@ __device__ __forceinline__ float activate(float x, int activation) {
 }
 
 template <class T>
-__global__ void __launch_bounds__(kGateThreads) gate_kernel(const T* gate_up, T* out, int activation, int width,
-                                                            int64_t total) {
+__global__ void __launch_bounds__(kGateThreads)
+    gate_kernel(const T* gate_up, T* out, int activation, int width, int64_t total) {
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kGateThreads + threadIdx.x;
   if (i >= total) return;
   const int64_t row = i / width, gate = i + row * width;  // row * 2 * width + column
@@ -88,8 +88,8 @@ int32_t trunkline_rms_norm(const NormCall* call, void* stream) {
   }
 }
 
-int32_t trunkline_gated_activation(const void* gate_up, void* out, int32_t dtype, int32_t activation,
-                                   int32_t rows, int32_t width, void* stream) {
+int32_t trunkline_gated_activation(const void* gate_up, void* out, int32_t dtype, int32_t activation, int32_t rows,
+                                   int32_t width, void* stream) {
   const int64_t total = static_cast<int64_t>(rows) * width;
   if (total == 0) return cudaSuccess;
   switch (dtype) {

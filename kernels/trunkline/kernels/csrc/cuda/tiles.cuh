@@ -7,7 +7,8 @@
 //
 // Invariant: the tiles of a row depend only on its own items, never on who shares them or on how rows are packed.
 // With equal arithmetic per row this makes results equal bit by bit wherever the cuts are equal (the planner's
-// batch-invariant mode).
+// batch-invariant mode). So roundings are spelled out (__fmul_rn, __fmaf_rn) wherever a compiler might fuse a
+// product and a sum in one instantiation and not in another.
 //
 // Everything here is uniform over the thread block: all threads compute the same.
 #pragma once
@@ -34,8 +35,14 @@ __device__ __forceinline__ int warp_min(int x) {
 class TileCursor {
  public:
   __device__ TileCursor(const WorkView& work, const AttentionCall& call, int steps, int tile_tokens)
-      : work_(work), group_(call.heads / call.kv_heads), kv_heads_(call.kv_heads), tile_rows_(call.tile_rows),
-        window_(call.window), steps_(steps), tile_tokens_(tile_tokens), units_(work.pieces * call.kv_heads),
+      : work_(work),
+        group_(call.heads / call.kv_heads),
+        kv_heads_(call.kv_heads),
+        tile_rows_(call.tile_rows),
+        window_(call.window),
+        steps_(steps),
+        tile_tokens_(tile_tokens),
+        units_(work.pieces * call.kv_heads),
         unit_(static_cast<int>(blockIdx.x) - static_cast<int>(gridDim.x)) {}
 
   // False: this thread block has no more.
@@ -112,18 +119,21 @@ __device__ __forceinline__ int64_t pool_tile(const AttentionCall& call, int bloc
 
 // What a segment's query vectors are, in shared memory, one element per vector.
 struct RowTable {
-  int* row;        // into q and out; -1: padding, never read and never written
+  int* row;  // into q and out; -1: padding, never read and never written
   int* head;
-  int* slot;       // of the partial, -1: the only one, written as the output
-  int* position;   // the query's position minus its shift: in the frame in which the item's keys were rotated
+  int* slot;      // of the partial, -1: the only one, written as the output
+  int* position;  // the query's position minus its shift: in the frame in which the item's keys were rotated
   int* shift;
-  float* slope;    // of ALiBi, times log2 e
+  float* slope;  // of ALiBi, times log2 e
 
   static constexpr int kArrays = 6;
 
   __device__ RowTable(unsigned char* memory, int capacity)
-      : row(reinterpret_cast<int*>(memory)), head(row + capacity), slot(row + 2 * capacity),
-        position(row + 3 * capacity), shift(row + 4 * capacity),
+      : row(reinterpret_cast<int*>(memory)),
+        head(row + capacity),
+        slot(row + 2 * capacity),
+        position(row + 3 * capacity),
+        shift(row + 4 * capacity),
         slope(reinterpret_cast<float*>(row + 5 * capacity)) {}
 
   // Needs a barrier before (others may still read) and after.
@@ -161,12 +171,12 @@ __device__ void turn_queries(T* q, int stride, const RowTable& rows, const Atten
       constexpr double kTurn = 6.283185307179586476925287;
       const double angle = -static_cast<double>(shift) * call.inverse_frequencies[i];
       float sine, cosine;
-      sincosf(static_cast<float>(angle - kTurn * rint(angle / kTurn)), &sine, &cosine);
+      sincosf(static_cast<float>(fma(-kTurn, rint(angle / kTurn), angle)), &sine, &cosine);
       T* low = q + v * stride + i;
       T* high = low + half;
       const float a = to_float(*low), b = to_float(*high);
-      *low = from_float<T>(a * cosine - b * sine);
-      *high = from_float<T>(b * cosine + a * sine);
+      *low = from_float<T>(__fmaf_rn(a, cosine, -__fmul_rn(b, sine)));
+      *high = from_float<T>(__fmaf_rn(b, cosine, __fmul_rn(a, sine)));
     }
   }
 }
@@ -177,15 +187,17 @@ struct ScoreRule {
   int window, causal;
 
   __device__ explicit ScoreRule(const AttentionCall& call)
-      : scale(call.soft_cap > 0.0f ? call.scale : call.scale * kLog2E), soft_cap(call.soft_cap * kLog2E),
-        inverse_cap(call.soft_cap > 0.0f ? 1.0f / call.soft_cap : 0.0f), window(call.window),
+      : scale(call.soft_cap > 0.0f ? call.scale : call.scale * kLog2E),
+        soft_cap(call.soft_cap * kLog2E),
+        inverse_cap(call.soft_cap > 0.0f ? 1.0f / call.soft_cap : 0.0f),
+        window(call.window),
         causal(call.causal) {}
 
   // `ahead`: the key's position minus the query's.
   __device__ float apply(float product, float slope, int ahead) const {
-    float x = product * scale;
-    if (soft_cap > 0.0f) x = soft_cap * tanhf(x * inverse_cap);
-    return x + slope * static_cast<float>(ahead);
+    float x = __fmul_rn(product, scale);
+    if (soft_cap > 0.0f) x = __fmul_rn(soft_cap, tanhf(__fmul_rn(x, inverse_cap)));
+    return __fmaf_rn(slope, static_cast<float>(ahead), x);
   }
   __device__ bool hides(int ahead) const {
     return hides_some() && (ahead > 0 || (window > 0 && -ahead >= window));

@@ -52,7 +52,8 @@ TRUNKLINE_INLINE State state_at(float* states, int64_t index, int padded) {
 // to = to merged with (acc, peak, total).
 TRUNKLINE_INLINE void merge_into(const State& to, const float* acc, float peak, float total, int padded) {
   const float highest = *to.peak > peak ? *to.peak : peak;
-  if (highest == kMinusInfinity) return;  // both empty
+  // Both empty, unless a score was not a number: then the totals are not zero, and must not become a row of zeros.
+  if (highest == kMinusInfinity && *to.total == 0.0f && total == 0.0f) return;
   const Vec mine = exp2(set1(*to.peak - highest)), other = exp2(set1(peak - highest));
   for (int j = 0; j < padded; j += kLanes) {
     store(to.acc + j, fma(load(to.acc + j), mine, mul(load(acc + j), other)));
@@ -141,8 +142,17 @@ void decode_unit(const DecodeCall& call, const DecodeUnit& chosen, char* scratch
     }
   }
   unit.reset();
-  Cursor at{work.item_block, work.item_first, work.item_count, work.item_base, work.item_tail, call.steps,
-            work.piece_items[chosen.piece], work.piece_items[chosen.piece + 1], 0, INT32_MIN, INT32_MAX};
+  Cursor at{work.item_block,
+            work.item_first,
+            work.item_count,
+            work.item_base,
+            work.item_tail,
+            call.steps,
+            work.piece_items[chosen.piece],
+            work.piece_items[chosen.piece + 1],
+            0,
+            INT32_MIN,
+            INT32_MAX};
   const bool windowed = call.rule.window > 0;
   if (windowed) at.see_from = lowest - call.rule.window + 1, at.see_to = highest;
   unit.attend(at, windowed, lowest, highest);

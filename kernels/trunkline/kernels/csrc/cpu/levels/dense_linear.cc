@@ -24,21 +24,26 @@ void convert_row(const typename T::Storage* x, int64_t count, typename T::A* wor
   for (; i < padded; ++i) floats[i] = 0.0f;
 }
 
+template <class T>
+int64_t row_words(int64_t in_features) {
+  if (T::kPlainA && in_features % T::kStep == 0) return 0;
+  return (in_features + T::kStep - 1) / T::kStep * T::kWords;
+}
+
 // The rows in the form that the product reads: as they are where possible, else converted once per thread.
 template <class T>
-const typename T::A* prepare_rows(const LinearCall& call, int64_t row_begin, int64_t row_end, int64_t steps,
-                                  long& lda) {
+const typename T::A* prepare_rows(const LinearCall& call, int64_t row_begin, int64_t row_end,
+                                  ConvertedRows* converted, long& lda) {
   const int64_t width = call.layer->in_features;
   const auto* x = static_cast<const typename T::Storage*>(call.x) + row_begin * width;
-  if (T::kPlainA && width % T::kStep == 0) {
+  const int64_t words = row_words<T>(width);
+  if (words == 0) {
     lda = width / T::kStep;
     return reinterpret_cast<const typename T::A*>(x);
   }
-  const int64_t words = steps * T::kWords;
   lda = words;
-  ConvertedRows& converted = converted_rows(static_cast<size_t>((row_end - row_begin) * words) * 4);
-  auto* rows = static_cast<typename T::A*>(converted.words);
-  if (converted.serial == call.serial && converted.row_begin == row_begin) return rows;
+  auto* rows = static_cast<typename T::A*>(converted->words);
+  if (converted->row_begin == row_begin) return rows;
   for (int64_t row = 0; row < row_end - row_begin; ++row, x += width) {
     if constexpr (T::kPlainA) {  // pairs, the last one half empty
       std::memset(rows + row * words + words - 1, 0, 4);
@@ -47,8 +52,7 @@ const typename T::A* prepare_rows(const LinearCall& call, int64_t row_begin, int
       convert_row<T>(x, width, rows + row * words, words);
     }
   }
-  converted.serial = call.serial;
-  converted.row_begin = row_begin;
+  converted->row_begin = row_begin;
   return rows;
 }
 
@@ -135,20 +139,19 @@ void gated_unit(const LinearCall& call, int rows, const typename T::A* a, long l
       case Activation::kGeluTanh:
         store_gated<T, gelu_tanh>(rows, gates, ups, bias, width, out, layer.out_features, count);
         break;
-      default:
-        store_gated<T, silu>(rows, gates, ups, bias, width, out, layer.out_features, count);
+      default: store_gated<T, silu>(rows, gates, ups, bias, width, out, layer.out_features, count);
     }
   }
 }
 
 template <class T>
 void linear_unit(const LinearCall& call, int64_t row_begin, int64_t row_end, int64_t panel_begin,
-                 int64_t panel_end) {
+                 int64_t panel_end, ConvertedRows* converted) {
   const LinearLayer& layer = *call.layer;
   const int64_t steps = (layer.in_features + T::kStep - 1) / T::kStep;
   const int rows = static_cast<int>(row_end - row_begin);
   long lda;
-  const typename T::A* a = prepare_rows<T>(call, row_begin, row_end, steps, lda);
+  const typename T::A* a = prepare_rows<T>(call, row_begin, row_end, converted, lda);
   if (layer.activation != Activation::kNone) {
     return gated_unit<T>(call, rows, a, lda, row_begin, panel_begin, panel_end);
   }
@@ -170,6 +173,7 @@ void linear_unit(const LinearCall& call, int64_t row_begin, int64_t row_end, int
 
 }  // namespace
 
-const LinearTable kLinearTable = {{linear_unit<Float32>, linear_unit<BFloat16>, linear_unit<Float16>}};
+const LinearTable kLinearTable = {{linear_unit<Float32>, linear_unit<BFloat16>, linear_unit<Float16>},
+                                  {row_words<Float32>, row_words<BFloat16>, row_words<Float16>}};
 
 }  // namespace trunkline::TRUNKLINE_NAMESPACE

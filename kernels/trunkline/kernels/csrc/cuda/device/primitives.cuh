@@ -100,7 +100,7 @@ template <class T>
 __device__ __forceinline__ void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
 template <>
 __device__ __forceinline__ void multiply_add<Bf16>(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
-                                                  uint32_t b1) {
+                                                   uint32_t b1) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
       "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
@@ -109,7 +109,7 @@ __device__ __forceinline__ void multiply_add<Bf16>(float (&c)[4], const uint32_t
 }
 template <>
 __device__ __forceinline__ void multiply_add<Fp16>(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
-                                                  uint32_t b1) {
+                                                   uint32_t b1) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
       "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
@@ -133,8 +133,15 @@ __device__ __forceinline__ float exp2_approximate(float x) {
 template <class... Parameters, class... Arguments>
 cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, int threads, size_t shared_bytes, void* stream,
                    const Arguments&... arguments) {
-  kernel<<<grid, threads, shared_bytes, static_cast<cudaStream_t>(stream)>>>(arguments...);
-  return cudaGetLastError();
+  // The launch's own result, not cudaGetLastError(): that may be of a call long before.
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid;
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = static_cast<cudaStream_t>(stream);
+  const cudaError_t error = cudaLaunchKernelEx(&config, kernel, arguments...);
+  if (error != cudaSuccess) static_cast<void>(cudaGetLastError());  // reported here, so not to anyone else
+  return error;
 }
 
 }  // namespace trunkline::cuda
