@@ -49,8 +49,10 @@ check-native: $(STAMP) ## Compile the CPU kernels with warnings as errors and sa
 	$(BIN)/cmake -S . -B build/sanitized -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -DCMAKE_BUILD_TYPE=Debug \
 		-DTRUNKLINE_STRICT=ON -DTRUNKLINE_SANITIZE=address,undefined >/dev/null
 	$(BIN)/cmake --build build/sanitized -j 2
-	LD_PRELOAD=$$($${CXX:-c++} -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 \
-		TRUNKLINE_NATIVE_LIBRARY=build/sanitized/_native.so $(BIN)/python -m pytest -q -m "sanitized and not soak" tests/kernels
+	LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so) $$($${CXX:-c++} -print-file-name=libstdc++.so.6)" \
+		ASAN_OPTIONS=detect_leaks=0 \
+		TRUNKLINE_NATIVE_LIBRARY=build/sanitized/_native.so $(BIN)/python -m pytest -q --capture=sys \
+		-m "sanitized and not soak" tests/kernels
 
 check-cuda: $(STAMP) ## Compile the CUDA kernels for sm_80 and sm_90a with warnings as errors (needs nvcc)
 	$(BIN)/python -m trunkline.kernels.cuda_build --check
