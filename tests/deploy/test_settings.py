@@ -61,6 +61,7 @@ def test_formatted_sizes(count: int, text: str) -> None:
         ({"dtype": "int8"}, "--dtype"),
         ({"device": "tpu"}, "--device"),
         ({"kernels": "magic"}, "--kernels"),
+        ({"kernels": "cuda", "device": "cpu"}, "--kernels is cuda, but the model runs on device cpu"),
         ({"port": 70000}, "--port"),
         ({"chunk_size": 0}, "--chunk-size"),
         ({"token_budget": 8, "max_batch": 8}, "--token-budget"),

@@ -77,6 +77,10 @@ def plan_cluster(settings: ServeSettings) -> ClusterPlan:
     settings.validate()
     folder = models.resolve(settings.model)
     device = _resolve_device(settings.device)
+    if settings.kernels in ("cpu", "cuda") and settings.kernels != device:
+        raise UserError(
+            f"--kernels is {settings.kernels}, but the model runs on device {device}; use --kernels auto"
+        )
     dtype = models.resolve_dtype(folder, settings.dtype, device)
     try:
         model = check_model(folder, settings.tp, dtype)
