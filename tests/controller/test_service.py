@@ -16,7 +16,8 @@ import msgspec
 import numpy as np
 import pytest
 import zmq
-from simulation.worker import SimulatedWorkers, expected_output
+from simulation.oracle import expected_output
+from simulation.worker import SimulatedWorkers
 
 from trunkline.controller.config import ControllerConfig
 from trunkline.controller.messages import Abort, FlushCache, Ping, StepResult, Submit, WorkerFailed, WorkerReady

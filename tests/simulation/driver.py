@@ -1,18 +1,42 @@
-"""Drives an engine with simulated workers, step by step, with up to two steps in flight."""
+"""Drives an engine with simulated workers, step by step, with up to two steps in flight.
+
+What clients see is collected in `Stream`s, and every rule of `Outputs` is asserted on the way: nothing comes
+twice, out of order, or after an end. `verify` compares a stream with its oracle.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import TypedDict, Unpack
 
 import numpy as np
+from simulation.model import prefix_hash, prompt_score
+from simulation.oracle import beam_search, expected_output
 from simulation.worker import SimulatedWorkers
 
 from trunkline.controller.config import EngineConfig
-from trunkline.controller.engine import Engine, Request
+from trunkline.controller.engine import Engine, EngineOutputs
 from trunkline.controller.integrity import check_integrity
-from trunkline.controller.messages import StepResult
-from trunkline.worker.messages import Sampling
+from trunkline.controller.messages import BeamSearch, Grammar, GrammarReady, PromptLogprobs, StepResult
+from trunkline.controller.samples import sample_seed
+from trunkline.controller.sequence import Request
+from trunkline.kvstore.layout import unpack_int32
+from trunkline.router.messages import Finished, FinishReason, Hypothesis
+from trunkline.worker.messages import CompileGrammar, Sampling
+
+
+class Options(TypedDict, total=False):
+    """What a request may have besides its prompt and length."""
+
+    seed: int
+    stop_ids: tuple[int, ...]
+    salt: bytes
+    n: int
+    beam: BeamSearch | None
+    priority: int
+    prompt_logprobs: int
+    grammar: Grammar | None
 
 
 @dataclass
@@ -23,9 +47,32 @@ class Stream:
     seed: int
     max_tokens: int
     stop_ids: tuple[int, ...]
-    output: list[int] = field(default_factory=list)
+    n: int = 1
+    beam: BeamSearch | None = None
+    prompt_logprobs: int = -1
+    outputs: list[list[int]] = field(default_factory=list)
+    """By sample."""
+    reasons: dict[int, str] = field(default_factory=dict)
+    """By sample that ended."""
+    hypotheses: list[Hypothesis] | None = None
+    scored: dict[int, tuple[float, int, list[int], list[float]]] = field(default_factory=dict)
+    """By prompt position."""
     cached_tokens: int | None = None
-    reason: str | None = None
+    ended: Finished | None = None
+    """The message that ended the whole request."""
+
+    def __post_init__(self) -> None:
+        self.outputs = [[] for _ in range(1 if self.beam else self.n)]
+
+    @property
+    def output(self) -> list[int]:
+        """Of the first sample."""
+        return self.outputs[0]
+
+    @property
+    def reason(self) -> str | None:
+        """Why the request ended; None while it has not."""
+        return self.ended.reason if self.ended else None
 
 
 class Simulation:
@@ -33,32 +80,33 @@ class Simulation:
 
     def __init__(self, config: EngineConfig, *, check: bool = True) -> None:
         self.engine = Engine(config)
-        self.workers = SimulatedWorkers(config.num_blocks, config.chunk_size)
+        self.workers = SimulatedWorkers(config.num_blocks, config.chunk_size, config.host_slots)
         self.streams: dict[int, Stream] = {}
         self.results: deque[StepResult] = deque()
+        self.grammars: dict[int, CompileGrammar] = {}
+        """Sent to the workers, not yet compiled."""
         self.now = 0.0
         self.check = check
         self.next_id = 1
+        self._ended: list[int] = []
 
-    def submit(
-        self,
-        prompt: list[int],
-        max_tokens: int = 8,
-        *,
-        seed: int = 0,
-        stop_ids: tuple[int, ...] = (),
-        salt: bytes = b"",
-    ) -> int:
+    def submit(self, prompt: list[int], max_tokens: int = 8, **options: Unpack[Options]) -> int:
         request_id = self.next_id
         self.next_id += 1
-        self.streams[request_id] = Stream(prompt, seed, max_tokens, stop_ids)
+        seed, stop_ids = options.get("seed", 0), options.get("stop_ids", ())
+        n, beam, scored = options.get("n", 1), options.get("beam"), options.get("prompt_logprobs", -1)
+        self.streams[request_id] = Stream(prompt, seed, max_tokens, stop_ids, n, beam, scored)
         request = Request(
             id=request_id,
             tokens=np.array(prompt, np.int32),
             max_tokens=max_tokens,
-            sampling=Sampling(seed=seed),
+            sampling=Sampling(seed=seed, prompt_logprobs=scored),
             stop_ids=stop_ids,
-            salt=salt,
+            salt=options.get("salt", b""),
+            n=n,
+            beam=beam,
+            priority=options.get("priority", 0),
+            grammar=options.get("grammar"),
         )
         self.engine.submit(request, self.now)
         self._collect()
@@ -66,6 +114,14 @@ class Simulation:
 
     def abort(self, request_id: int) -> None:
         self.engine.abort(request_id, self.now)
+        self._collect()
+
+    def compiled(self, grammar: int, problem: str = "") -> None:
+        """The workers report a grammar."""
+        del self.grammars[grammar]
+        if not problem and grammar in self.workers.grammars:
+            self.workers.grammars[grammar] = True
+        self.engine.grammar_ready(GrammarReady(grammar, problem), self.now)
         self._collect()
 
     def step(self) -> bool:
@@ -76,11 +132,20 @@ class Simulation:
 
     def plan(self) -> bool:
         planned = False
-        while (plan := self.engine.next_step(self.now)) is not None:
+        while True:
+            self._send_grammars()
+            plan = self.engine.next_step(self.now)
+            self._verify()
+            if plan is None:
+                return planned
             self.results.append(self.workers.execute(plan))
             planned = True
-            self._verify()
-        return planned
+
+    def _send_grammars(self) -> None:
+        for message in self.engine.grammar_messages():
+            self.workers.prepare(message)
+            if isinstance(message, CompileGrammar):
+                self.grammars[message.grammar] = message
 
     def answer(self) -> bool:
         if not self.results:
@@ -91,15 +156,29 @@ class Simulation:
         return True
 
     def run(self, steps_max: int = 100_000) -> None:
-        """Until everything ended."""
+        """Until everything ended. Grammars are compiled when nothing else can go on."""
         for _ in range(steps_max):
-            if not self.step() and self.engine.is_idle:
+            if self.step():
+                continue
+            if self.grammars:
+                self.compiled(next(iter(self.grammars)))
+            elif self.engine.is_idle:
                 return
+            else:
+                # Only a result, a request or a grammar makes the service plan again: it would wait for ever.
+                raise AssertionError(f"requests {self.engine.request_ids()} wait, and nothing runs")
         raise AssertionError(f"requests are still running after {steps_max} steps")
+
+    def take_ended(self) -> list[int]:
+        """Requests that have ended since the last call."""
+        ended, self._ended = self._ended, []
+        return ended
 
     def _verify(self) -> None:
         if self.check:
             check_integrity(self.engine.scheduler)
+
+    # Collecting
 
     def _collect(self) -> None:
         outputs = self.engine.outputs()
@@ -109,12 +188,98 @@ class Simulation:
             stream = self.streams[started.request]
             assert stream.cached_tokens is None, "a request started twice"
             stream.cached_tokens = started.cached_tokens
-        for requests, tokens in zip(outputs.requests, outputs.tokens, strict=True):
-            for request, token in zip(requests.tolist(), tokens.tolist(), strict=True):
-                stream = self.streams[request]
-                assert stream.reason is None, "a token after the end"
-                stream.output.append(token)
+        self._collect_tokens(outputs)
+        for scored in outputs.prompt_logprobs:
+            self._collect_scores(self.streams[scored.request], scored.logprobs)
+        for found in outputs.beams:
+            stream = self.streams[found.request]
+            assert stream.hypotheses is None, "a beam search has two results"
+            stream.hypotheses = found.hypotheses
         for finished in outputs.finished:
-            stream = self.streams[finished.request]
-            assert stream.reason is None, "a request ended twice"
-            stream.reason = finished.reason
+            self._collect_end(self.streams[finished.request], finished)
+
+    def _collect_tokens(self, outputs: EngineOutputs) -> None:
+        for requests, samples, tokens in zip(outputs.requests, outputs.samples, outputs.tokens, strict=True):
+            rows = list(zip(requests.tolist(), samples.tolist(), strict=True))
+            assert len(set(rows)) == len(rows), "a sample has two tokens in one result"
+            for (request, sample), token in zip(rows, tokens.tolist(), strict=True):
+                stream = self.streams[request]
+                assert stream.ended is None, "a token after the end"
+                assert sample not in stream.reasons, "a token after a sample's end"
+                assert stream.cached_tokens is not None, "a token before the start"
+                assert stream.beam is None, "a beam search has no stream of tokens"
+                stream.outputs[sample].append(token)
+
+    def _collect_scores(self, stream: Stream, scores: PromptLogprobs) -> None:
+        assert stream.ended is None, "a score after the end"
+        values = np.frombuffer(scores.token_logprobs, "<f4").tolist()
+        ids = unpack_int32(scores.top_ids).reshape(len(values), -1).tolist()
+        tops = np.frombuffer(scores.top_logprobs, "<f4").reshape(len(values), -1).tolist()
+        rows = zip(values, unpack_int32(scores.ranks).tolist(), ids, tops, strict=True)
+        for position, row in enumerate(rows, scores.start):
+            assert stream.scored.setdefault(position, row) == row, "a position is scored in two ways"
+
+    def _collect_end(self, stream: Stream, finished: Finished) -> None:
+        assert stream.ended is None, "a request ended twice"
+        if stream.beam is None and finished.reason in (FinishReason.STOP, FinishReason.LENGTH):
+            sample = 0 if stream.n == 1 else finished.sample
+            assert 0 <= sample < stream.n
+            assert sample not in stream.reasons, "a sample ended twice"
+            stream.reasons[sample] = finished.reason
+            if len(stream.reasons) < stream.n:
+                return
+        else:
+            assert finished.sample == -1, "a request that ends whole ends with all its samples"
+        stream.ended = finished
+        self._ended.append(finished.request)
+
+
+def verify(stream: Stream, longest: int) -> None:
+    """A stream that ended is what its oracle says, or, where it was aborted, a part of that.
+
+    Args:
+        longest: tokens of prompt and output that the group allows.
+    """
+    assert stream.ended is not None
+    limit = min(stream.max_tokens, longest - len(stream.prompt))
+    if stream.reason in (FinishReason.INVALID, FinishReason.QUEUE_FULL):
+        assert not any(stream.outputs)
+        return
+    if stream.beam is None:
+        for sample, output in enumerate(stream.outputs):
+            expected = expected_output(stream.prompt, sample_seed(stream.seed, sample), limit, stream.stop_ids)
+            if sample in stream.reasons:
+                assert output == expected
+                stopped = expected[-1] in stream.stop_ids
+                assert stream.reasons[sample] == (FinishReason.STOP if stopped else FinishReason.LENGTH)
+            else:
+                assert stream.reason == FinishReason.ABORT
+                assert output == expected[: len(output)]
+    elif stream.reason != FinishReason.ABORT:
+        assert stream.reason in (FinishReason.STOP, FinishReason.LENGTH)
+        _verify_search(stream, limit)
+    if stream.prompt_logprobs >= 0:
+        _verify_scores(stream)
+
+
+def _verify_search(stream: Stream, limit: int) -> None:
+    assert stream.beam is not None
+    assert stream.hypotheses is not None, "a beam search ended without results"
+    expected = beam_search(stream.prompt, stream.beam, limit, stream.stop_ids, stream.n).hypotheses
+    found = [
+        (unpack_int32(h.tokens).tolist(), np.float32(h.score), np.float32(h.logprob)) for h in stream.hypotheses
+    ]
+    assert found == [(h.tokens, np.float32(h.score), np.float32(h.logprob)) for h in expected]
+    for hypothesis, (tokens, _, _) in zip(stream.hypotheses, found, strict=True):
+        stopped = tokens[-1] in stream.stop_ids
+        assert hypothesis.reason == (FinishReason.STOP if stopped else FinishReason.LENGTH)
+
+
+def _verify_scores(stream: Stream) -> None:
+    """Every position of a prompt that was computed is scored, as the model says."""
+    if stream.reason != FinishReason.ABORT:
+        assert sorted(stream.scored) == list(range(1, len(stream.prompt)))
+    for position, row in stream.scored.items():
+        past = prefix_hash(stream.prompt[:position])
+        expected = prompt_score(past, stream.prompt[position], stream.prompt_logprobs)
+        assert row == expected, f"position {position} of a prompt is scored wrongly"

@@ -1,90 +1,80 @@
 """A worker group without a model: it obeys step plans and checks that every token sees its own past.
 
-Instead of keys and values a slot of the simulated pool holds the hash of all tokens up to its position, and
-the hash before it. A step walks each sequence's whole context through its block table and must find an
-unbroken chain of hashes: any wrong sharing, copy, eviction or reuse of a block shows at once. The next token
-is a function of the prefix hash and the seed, so a stream's text does not depend on what else ran, was
-preempted or was cached.
+It follows the contract in `trunkline.worker.messages`, and asserts whatever a correct plan promises: tables
+without holes, blocks written by one sequence only, forks that share what they should, runs that agree, searches
+that are whole. Its pool (`simulation.pool`) holds hashes, its model (`simulation.model`) says what comes next.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from hashlib import blake2b
+from collections import Counter
+from collections.abc import Callable
 
+import msgspec
 import numpy as np
+from simulation.beams import Resident, Searches
+from simulation.model import extend_hash, next_token, prompt_score
+from simulation.pool import SimulatedPool
 
-from trunkline.controller.messages import StepResult
+from trunkline.controller.messages import BeamStep, PromptLogprobs, StepResult
 from trunkline.kvstore.layout import pack_int32, unpack_int32
-from trunkline.worker.messages import Join, StepPlan
+from trunkline.worker.messages import CompileGrammar, ForgetGrammar, Fork, Join, Sampling, StepPlan
 
-VOCABULARY = 50
-
-
-def extend_hash(previous: bytes, token: int) -> bytes:
-    return blake2b(previous + token.to_bytes(4, "little"), digest_size=8).digest()
-
-
-def next_token(prefix_hash: bytes, seed: int) -> int:
-    """What the simulated model says after this prefix."""
-    return int.from_bytes(prefix_hash, "little") % (VOCABULARY + seed % 7)
-
-
-def expected_output(prompt: list[int], seed: int, max_tokens: int, stop_ids: tuple[int, ...] = ()) -> list[int]:
-    """The stream that a request must produce, whatever the schedule."""
-    current = b""
-    for token in prompt:
-        current = extend_hash(current, token)
-    output: list[int] = []
-    while len(output) < max_tokens:
-        token = next_token(current, seed)
-        output.append(token)
-        if token in stop_ids:
-            break
-        current = extend_hash(current, token)
-    return output
-
-
-@dataclass
-class _Resident:
-    seed: int
-    first: int
-    tokens: list[int]
-    """From position `first` on."""
-    table: list[int]
-    hashes: list[bytes] = field(default_factory=list)
+MOVE_US = 10
+"""A save or load of one block."""
 
 
 class SimulatedWorkers:
-    """Executes plans in order; counts what real workers would have computed and copied."""
+    """Executes plans in order; counts what real workers would have computed, copied and held."""
 
-    def __init__(self, num_blocks: int, chunk_size: int) -> None:
+    def __init__(self, num_blocks: int, chunk_size: int, host_slots: int = 0) -> None:
         self.chunk_size = chunk_size
-        self.pool: list[list[tuple[bytes, bytes] | None]] = [[None] * chunk_size for _ in range(num_blocks)]
-        self.residents: dict[int, _Resident] = {}
+        self.pool = SimulatedPool(num_blocks, chunk_size, host_slots)
+        self.residents: dict[int, Resident] = {}
+        self.searches = Searches(chunk_size)
+        self.grammars: dict[int, bool] = {}
+        """Those announced; True once they are compiled."""
         self.rows: list[int] = []
         self.runs = np.empty((0, 4), np.int32)
         self.last_step = 0
-        self.written: dict[tuple[int, int], tuple[int, int]] = {}
-        """(block, offset) → (step, stay) of the last write: one step's rows do not see each other's."""
+        self.holders: Counter[int] = Counter()
+        """By block, the entries of residents' tables that name it while the step computes."""
         self.computed_tokens = 0
         self.written_tokens = 0
-        self.copied_tokens = 0
         self.max_rows = 0
+        self.observer: Callable[[StepPlan], None] | None = None
+        """Called after each step."""
+
+    @property
+    def copied_tokens(self) -> int:
+        return self.pool.copied_tokens
+
+    @property
+    def blocks_held(self) -> tuple[int, int]:
+        """(physical, logical): different blocks in the residents' tables, entries of these tables."""
+        entries = [block for resident in self.residents.values() for block in resident.table]
+        return len(set(entries)), len(entries)
+
+    def prepare(self, message: CompileGrammar | ForgetGrammar) -> None:
+        """What comes on the plan topic between steps."""
+        if isinstance(message, CompileGrammar):
+            assert message.grammar not in self.grammars, "a grammar is compiled twice"
+            assert message.grammar > 0
+            self.grammars[message.grammar] = False
+        else:
+            del self.grammars[message.grammar]
 
     def execute(self, plan: StepPlan) -> StepResult:
         assert plan.step == self.last_step + 1, "a step plan was lost"
         self.last_step = plan.step
-        for stay in unpack_int32(plan.leaves).tolist():
-            del self.residents[stay]
+        self._leave(unpack_int32(plan.leaves).tolist())
         for join in plan.joins:
             self._join(join)
-        copies = unpack_int32(plan.copies, 4).tolist()
-        targets = {target for _, target, _, _ in copies}
-        assert not targets & {source for source, _, _, _ in copies}, "copies of one launch depend on each other"
-        for source, target, first, count in copies:
-            self.pool[target][first : first + count] = self.pool[source][first : first + count]
-            self.copied_tokens += count
+        saves, loads = unpack_int32(plan.saves, 3).tolist(), unpack_int32(plan.loads, 3).tolist()
+        self.pool.save(saves)
+        self.pool.load(loads)
+        self.pool.copy(self.searches.take_copies())
+        self.pool.copy(unpack_int32(plan.copies, 4).tolist())
         for stay, index, block in unpack_int32(plan.blocks, 3).tolist():
             table = self.residents[stay].table
             assert index <= len(table), "a block table has a hole"
@@ -93,78 +83,187 @@ class SimulatedWorkers:
             assert plan.runs is not None
             self.rows = unpack_int32(plan.rows).tolist()
             self.runs = unpack_int32(plan.runs, 4)
-        self._check_runs()
-        self.max_rows = max(self.max_rows, len(self.rows))
-        tokens = self._compute(plan)
-        return StepResult(step=plan.step, epoch=plan.epoch, tokens=pack_int32(tokens), elapsed_us=1)
+        assert self.rows or plan.prefill or plan.joins, "a step does nothing"
+        self._check_batch()
+        result = self._compute(plan, MOVE_US * (len(saves) + len(loads)))
+        if self.observer is not None:
+            self.observer(plan)
+        return result
+
+    def _leave(self, stays: list[int]) -> None:
+        seats = [seat for stay in stays if (seat := self.residents[stay].seat) is not None]
+        for stay in stays:
+            del self.residents[stay]
+        self.searches.leave(seats)
 
     def _join(self, join: Join) -> None:
         assert join.sequence not in self.residents
-        tokens = unpack_int32(join.tokens).tolist()
-        table = unpack_int32(join.blocks).tolist()
-        self.residents[join.sequence] = _Resident(join.sampling.seed, join.first, tokens, table)
+        grammar = join.sampling.grammar
+        assert not grammar or self.grammars.get(grammar), "a sequence follows a grammar that nobody compiled"
+        assert not grammar or join.first == 0, "a grammar needs the whole output"
+        self._enter(
+            join.sequence,
+            Resident(
+                join.sampling,
+                join.prompt_len,
+                join.first,
+                unpack_int32(join.tokens).tolist(),
+                unpack_int32(join.blocks).tolist(),
+                join.seat,
+            ),
+        )
 
-    def _compute(self, plan: StepPlan) -> list[int]:
-        work = [(stay, None, 1, None, 1) for stay in self.rows]
-        items = [*work, *(tuple(item) for item in unpack_int32(plan.prefill, 5).tolist())]
-        sampled: list[tuple[int, int]] = []
-        for stay, start, count, write_from, sample in items:
+    def _enter(self, stay: int, resident: Resident) -> None:
+        self.residents[stay] = resident
+        if resident.seat is not None:
+            self.searches.sit(stay, resident.seat)
+
+    def _check_batch(self) -> None:
+        """What must hold before anything is computed."""
+        self.max_rows = max(self.max_rows, len(self.rows))
+        assert len(set(self.rows)) == len(self.rows), "a sequence has two rows"
+        followed = {resident.sampling.grammar for resident in self.residents.values()} - {0}
+        assert followed <= set(self.grammars), "a grammar is forgotten that somebody follows"
+        self.searches.check_together(self.rows, self.residents)
+        self._check_runs()
+        self.holders = Counter()
+        for resident in self.residents.values():
+            self.holders.update(resident.table)
+
+    def _check_runs(self) -> None:
+        """Rows of a run agree on its blocks, those of searches excepted; nested runs cover disjoint ranges."""
+        covered: set[tuple[int, int]] = set()
+        for first, stop, start, end in self.runs.tolist():
+            assert stop - first >= 2
+            assert start < end
+            members = [self.residents[stay] for stay in self.rows[first:stop]]
+            assert len(members) == stop - first, "a run covers rows that are not there"
+            assert all(len(member.table) >= end for member in members), "a run goes beyond a table"
+            tables = [member.table[start:end] for member in members if member.seat is None]
+            assert all(table == tables[0] for table in tables), "rows of a run read different blocks"
+            cells = {(row, index) for row in range(first, stop) for index in range(start, end)}
+            assert not cells & covered, "a block would be read twice for a row"
+            covered |= cells
+
+    # Computing
+
+    def _compute(self, plan: StepPlan, moved_us: int) -> StepResult:
+        prefill = unpack_int32(plan.prefill, 5).tolist()
+        assert len({item[0] for item in prefill} | set(self.rows)) == len(prefill) + len(self.rows), (
+            "a sequence has two entries in one step"
+        )
+        hashes: dict[int, bytes] = {}
+        for stay in self.rows:
+            position = self.residents[stay].total - 1
+            hashes[stay] = self._run(stay, position, 1, position)
+        scored: dict[int, PromptLogprobs] = {}
+        for stay, start, count, write_from, sample in prefill:
             resident = self.residents[stay]
-            at = resident.first + len(resident.tokens) - 1 if start is None else start
-            last = self._walk(stay, at)
-            for position in range(at, at + count):
-                write = write_from is None or position >= write_from
-                last = self._position(stay, position, last, write=write)
+            assert count > 0
+            assert start + count <= resident.total, "a prompt is computed beyond its end"
+            assert not sample or start + count == resident.total, "a token is sampled inside of a prompt"
+            if resident.sampling.prompt_logprobs >= 0 and (report := self._score(stay, start, count)):
+                scored[stay] = report
+            last = self._run(stay, start, count, write_from)
             if sample:
-                sampled.append((stay, next_token(last, resident.seed)))
-        for stay, token in sampled:
-            self.residents[stay].tokens.append(token)
-        return [token for _, token in sampled]
+                hashes[stay] = last
+        tokens, beams = self._sample(plan, hashes)
+        return StepResult(
+            step=plan.step,
+            epoch=plan.epoch,
+            tokens=pack_int32(tokens),
+            elapsed_us=1 + moved_us,
+            beams=beams or None,
+            prompt_logprobs=scored or None,
+            moved_us=moved_us,
+        )
 
-    def _slot(self, resident: _Resident, position: int) -> tuple[int, int]:
-        return resident.table[position // self.chunk_size], position % self.chunk_size
-
-    def _walk(self, stay: int, count: int) -> bytes:
-        """Attend over positions `[0, count)`; the hash of all their tokens."""
-        current = b""
-        for position in range(count):
-            entry = self._read(stay, position)
-            assert entry[1] == current, "a token attends to KV of another past"
-            current = entry[0]
-        return current
-
-    def _read(self, stay: int, position: int) -> tuple[bytes, bytes]:
-        block, offset = self._slot(self.residents[stay], position)
-        entry = self.pool[block][offset]
-        assert entry is not None, "a token attends to KV that nobody computed"
-        step, writer = self.written.get((block, offset), (0, 0))
-        assert step < self.last_step or writer == stay, "a step reads what another sequence computes in it"
-        return entry
+    def _run(self, stay: int, start: int, count: int, write_from: int) -> bytes:
+        """Compute positions from `start` on; the hash of all tokens up to the last."""
+        resident = self.residents[stay]
+        assert resident.computed in (None, start), "a sequence computes something twice or not at all"
+        resident.computed = start + count
+        last = self.pool.walk(resident.table, start, self.last_step, stay)
+        for position in range(start, start + count):
+            last = self._position(stay, position, last, write=position >= write_from)
+        return last
 
     def _position(self, stay: int, position: int, past: bytes, *, write: bool) -> bytes:
         """Compute a position after `past`, then store (or, unstored, find) its entry."""
         resident = self.residents[stay]
         current = extend_hash(past, resident.tokens[position - resident.first])
+        block, offset = resident.table[position // self.chunk_size], position % self.chunk_size
         if write:
-            block, offset = self._slot(resident, position)
-            self.pool[block][offset] = (current, past)
-            self.written[block, offset] = (self.last_step, stay)
+            assert self.holders[block] == 1, "a sequence writes to a block that others refer to"
+            self.pool.write(block, offset, (current, past), self.last_step, stay)
             self.written_tokens += 1
-        assert self._read(stay, position) == (current, past), (
-            "a token that is not stored differs from the stored one"
-        )
+        else:
+            stored = self.pool.read(block, offset, self.last_step, stay)
+            assert stored == (current, past), "a token that is not stored differs from the stored one"
         self.computed_tokens += 1
         return current
 
-    def _check_runs(self) -> None:
-        """Rows of a run agree on its blocks; nested runs cover disjoint table ranges."""
-        covered: set[tuple[int, int]] = set()
-        for first, stop, start, end in self.runs.tolist():
-            assert stop - first >= 2
-            assert start < end
-            tables = [self.residents[stay].table[start:end] for stay in self.rows[first:stop]]
-            assert all(table == tables[0] and len(table) == end - start for table in tables)
-            for row in range(first, stop):
-                for index in range(start, end):
-                    assert (row, index) not in covered, "a block would be read twice for a row"
-                    covered.add((row, index))
+    def _score(self, stay: int, start: int, count: int) -> PromptLogprobs | None:
+        """Scores of the prompt tokens after positions `[start, start + count)`."""
+        resident = self.residents[stay]
+        stop = min(start + count + 1, resident.prompt_len)
+        if stop <= start + 1:
+            return None
+        past = self.pool.walk(resident.table, start, self.last_step, stay)
+        scores = []
+        for position in range(start, stop - 1):
+            past = extend_hash(past, resident.tokens[position - resident.first])
+            following = resident.tokens[position + 1 - resident.first]
+            scores.append(prompt_score(past, following, resident.sampling.prompt_logprobs))
+        values, ranks, ids, tops = zip(*scores, strict=True)
+        return PromptLogprobs(
+            start=start + 1,
+            token_logprobs=np.array(values, "<f4").tobytes(),
+            ranks=pack_int32(ranks),
+            top_ids=pack_int32([x for row in ids for x in row]),
+            top_logprobs=np.array([x for row in tops for x in row], "<f4").tobytes(),
+        )
+
+    # Sampling
+
+    def _sample(self, plan: StepPlan, hashes: dict[int, bytes]) -> tuple[list[int], dict[int, BeamStep]]:
+        """Tokens in the order of the result: rows, prompts that end, forks."""
+        order = list(hashes)
+        for fork in plan.forks:
+            self._fork(fork, hashes)
+            order.append(fork.child)
+        forked = {fork.child: fork.parent for fork in plan.forks}
+        sampled: dict[int, int] = {}
+        for stay in order:
+            if self.residents[stay].seat is None:
+                sampled[stay] = next_token(hashes[forked.get(stay, stay)], self.residents[stay].sampling.seed)
+        for stay, token in sampled.items():
+            self.residents[stay].tokens.append(token)
+        beams: dict[int, BeamStep] = {}
+        groups = {seat.group: None for stay in order if (seat := self.residents[stay].seat) is not None}
+        for group in groups:
+            beams[group], chosen = self.searches.advance(group, hashes, self.residents)
+            sampled.update(chosen)
+        return [sampled[stay] for stay in order], beams
+
+    def _fork(self, fork: Fork, hashes: dict[int, bytes]) -> None:
+        parent = self.residents[fork.parent]
+        assert fork.parent in hashes, "a fork comes out of a sequence that samples nothing"
+        assert fork.parent not in self.rows, "a fork comes out of a row"
+        assert fork.child not in self.residents
+        table = unpack_int32(fork.blocks).tolist()
+        whole, rest = divmod(parent.total, self.chunk_size)
+        assert table[:whole] == parent.table[:whole], "a fork does not share its parent's blocks"
+        assert len(table) <= whole + bool(rest), "a fork has blocks that nobody needs yet"
+        assert all(self.holders[block] == 0 for block in table[whole:]), "a fork's tail is not its own"
+        self.holders.update(table)
+        assert (parent.seat is None) == (fork.seat is None)
+        sampling = parent.sampling if fork.seat else _with_seed(parent.sampling, fork.seed)
+        child = Resident(
+            sampling, parent.prompt_len, parent.first, list(parent.tokens), table, fork.seat, parent.total
+        )
+        self._enter(fork.child, child)
+
+
+def _with_seed(sampling: Sampling, seed: int) -> Sampling:
+    return msgspec.structs.replace(sampling, seed=seed)

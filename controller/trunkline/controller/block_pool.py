@@ -1,7 +1,9 @@
-"""The device blocks of a group: which are free (PagedAttention §4.2; ChunkAttention §3.1's pool allocator).
+"""The device blocks of a group: which are free, and how many hold each (PagedAttention §4.2 and §4.4).
 
-Blocks are ids: the memory lies in the workers, the same id on every rank. Invariant: a block is either
-free here or owned by exactly one chunk of the tree or one sequence (checked by `integrity`).
+Blocks are ids: the memory lies in the workers, the same id on every rank (ChunkAttention §3.1's pool
+allocator). A chunk of the tree holds its block once, whoever refers to the chunk. A block outside the tree
+is held by one sequence, or by several beams of one search. Invariant: a block's count equals its holders, and
+it is free exactly at zero (checked by `integrity`).
 """
 
 from __future__ import annotations
@@ -10,27 +12,43 @@ from trunkline.kvstore.layout import BlockId
 
 
 class BlockPool:
-    """Free list of `num_blocks` ids. Reuses the latest freed first: its memory is the warmest."""
+    """Reference counts and the free list of `num_blocks` ids. The latest freed is reused first: the warmest."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self._free = [BlockId(i) for i in range(num_blocks - 1, -1, -1)]
+        self._holders = [0] * num_blocks
 
     @property
     def free_count(self) -> int:
         return len(self._free)
 
     def allocate(self) -> BlockId:
-        """Take a free block.
+        """Take a free block; the caller is its one holder.
 
         Raises:
             IndexError: none is free; callers make room first.
         """
-        return self._free.pop()
+        block = self._free.pop()
+        self._holders[block] = 1
+        return block
+
+    def share(self, block: BlockId) -> None:
+        """One holder more of a block that is held."""
+        assert self._holders[block] > 0, "a free block cannot be shared"
+        self._holders[block] += 1
 
     def release(self, block: BlockId) -> None:
-        """Give a block back. Its content may still be read by steps already sent: they run before any reuse."""
-        self._free.append(block)
+        """One holder less; the last one frees the block. Steps already sent may still read it: they run before
+        any reuse."""
+        assert self._holders[block] > 0, "a free block cannot be released"
+        self._holders[block] -= 1
+        if not self._holders[block]:
+            self._free.append(block)
+
+    def holders(self, block: BlockId) -> int:
+        """How many hold it; 0: it is free."""
+        return self._holders[block]
 
     def free_blocks(self) -> frozenset[BlockId]:
         """The free ids, for checks."""

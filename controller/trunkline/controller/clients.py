@@ -7,20 +7,20 @@ service keeps no table of requests. Each router has its own sequence of messages
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import msgspec
 import numpy as np
 import structlog
 import zmq
+from msgspec.structs import replace
 
 from trunkline.controller.engine import EngineOutputs
 from trunkline.controller.messages import RouterRequest, TopLogprobs
-from trunkline.controller.rows import Int64Array
 from trunkline.controller.submissions import NUMBER_BITS
-from trunkline.kvstore.layout import Int32Array, pack_int32
-from trunkline.router.messages import Finished, Outputs, RouterMessage, Started
+from trunkline.kvstore.layout import pack_int32
+from trunkline.router.messages import BeamsFound, Finished, Outputs, PromptScored, RouterMessage, Started
 
 CLIENT_SHIFT: Final = NUMBER_BITS
 NUMBER_MASK: Final = (1 << CLIENT_SHIFT) - 1
@@ -43,6 +43,51 @@ class Client:
     def next_seq(self) -> int:
         self.seq += 1
         return self.seq
+
+
+@dataclass(slots=True)
+class _Part:
+    """What one router gets of the engine's outputs; fields as in `Outputs`, requests by the router's numbers."""
+
+    requests: bytes = b""
+    tokens: bytes = b""
+    samples: bytes = b""
+    logprobs: dict[int, TopLogprobs] | None = None
+    started: list[Started] = field(default_factory=list)
+    finished: list[Finished] = field(default_factory=list)
+    beams: list[BeamsFound] = field(default_factory=list)
+    prompt_logprobs: list[PromptScored] = field(default_factory=list)
+
+    def message(self, seq: int) -> Outputs:
+        return Outputs(
+            seq=seq,
+            requests=self.requests,
+            tokens=self.tokens,
+            started=self.started,
+            finished=self.finished,
+            logprobs=self.logprobs,
+            samples=self.samples,
+            beams=self.beams,
+            prompt_logprobs=self.prompt_logprobs,
+        )
+
+
+def _split(outputs: EngineOutputs) -> dict[int, _Part]:
+    """Everything but the tokens, by router."""
+    parts: dict[int, _Part] = {}
+
+    def part(request: int) -> _Part:
+        return parts.setdefault(request >> CLIENT_SHIFT, _Part())
+
+    for started in outputs.started:
+        part(started.request).started.append(replace(started, request=started.request & NUMBER_MASK))
+    for finished in outputs.finished:
+        part(finished.request).finished.append(replace(finished, request=finished.request & NUMBER_MASK))
+    for beams in outputs.beams:
+        part(beams.request).beams.append(replace(beams, request=beams.request & NUMBER_MASK))
+    for scored in outputs.prompt_logprobs:
+        part(scored.request).prompt_logprobs.append(replace(scored, request=scored.request & NUMBER_MASK))
+    return parts
 
 
 class Clients:
@@ -114,64 +159,39 @@ class Clients:
 
     def publish(self, outputs: EngineOutputs) -> None:
         """Send each router its part of what happened."""
-        parts: dict[int, tuple[list[Started], list[Finished]]] = {}
-        for started in outputs.started:
-            part = parts.setdefault(started.request >> CLIENT_SHIFT, ([], []))
-            part[0].append(Started(started.request & NUMBER_MASK, started.cached_tokens))
-        for finished in outputs.finished:
-            part = parts.setdefault(finished.request >> CLIENT_SHIFT, ([], []))
-            part[1].append(Finished(finished.request & NUMBER_MASK, finished.reason, finished.detail))
+        parts = _split(outputs)
         # Tokens of older results go first, in messages of their own; starts go before, ends after all.
-        for index, (started_part, _) in parts.items():
-            if started_part and len(outputs.tokens) > 1:
-                self._send_outputs(index, started=started_part)
-                parts[index] = ([], parts[index][1])
+        for index, part in parts.items():
+            if part.started and len(outputs.tokens) > 1:
+                self._send_outputs(index, _Part(started=part.started))
+                part.started = []
         last = len(outputs.tokens) - 1
-        for at, (requests, tokens) in enumerate(zip(outputs.requests, outputs.tokens, strict=True)):
-            ends = parts if at == last else {}
-            self._send_tokens(requests, tokens, outputs.logprobs[at], ends)
-        for index, (started_part, finished_part) in parts.items():
-            self._send_outputs(index, started=started_part, finished=finished_part)
+        for at in range(len(outputs.tokens)):
+            self._send_tokens(outputs, at, parts if at == last else {})
+        for index, part in parts.items():
+            self._send_outputs(index, part)
 
-    def _send_tokens(
-        self,
-        requests: Int64Array,
-        tokens: Int32Array,
-        logprobs: dict[int, TopLogprobs] | None,
-        parts: dict[int, tuple[list[Started], list[Finished]]],
-    ) -> None:
+    def _send_tokens(self, outputs: EngineOutputs, at: int, parts: dict[int, _Part]) -> None:
         """One result's tokens to their routers; what is in `parts` travels along and is taken out."""
+        requests, samples, tokens = outputs.requests[at], outputs.samples[at], outputs.tokens[at]
+        logprobs = outputs.logprobs[at]
         owners = requests >> CLIENT_SHIFT
         for index in np.unique(owners).tolist():
             mine = owners == index
-            started, finished = parts.pop(index, ([], []))
-            own_logprobs = None
+            part = parts.pop(index, None) or _Part()
+            part.requests = (requests[mine] & NUMBER_MASK).astype("<u4").tobytes()
+            part.tokens = pack_int32(tokens[mine])
+            if samples[mine].any():
+                part.samples = samples[mine].astype("<u2").tobytes()
             if logprobs:
                 position = np.cumsum(mine) - 1
-                own_logprobs = {int(position[i]): value for i, value in logprobs.items() if mine[i]}
-            self._send_outputs(
-                index,
-                requests=(requests[mine] & NUMBER_MASK).astype("<u4").tobytes(),
-                tokens=pack_int32(tokens[mine]),
-                started=started,
-                finished=finished,
-                logprobs=own_logprobs or None,
-            )
+                part.logprobs = {int(position[i]): value for i, value in logprobs.items() if mine[i]} or None
+            self._send_outputs(index, part)
 
-    def _send_outputs(
-        self,
-        index: int,
-        *,
-        requests: bytes = b"",
-        tokens: bytes = b"",
-        started: list[Started] | None = None,
-        finished: list[Finished] | None = None,
-        logprobs: dict[int, TopLogprobs] | None = None,
-    ) -> None:
+    def _send_outputs(self, index: int, part: _Part) -> None:
         client = self._by_index.get(index)
         if client is not None:
-            message = Outputs(client.next_seq(), requests, tokens, started or [], finished or [], logprobs)
-            self.send(client, message)
+            self.send(client, part.message(client.next_seq()))
 
     def close(self) -> None:
         self.socket.close()

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from typing import Final
+
 import msgspec
 
 from trunkline.kvstore.layout import blocks_for
+
+PREEMPTIONS: Final = ("auto", "swap", "recompute")
 
 
 class ConfigError(ValueError):
@@ -35,6 +40,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Steps sent but not answered: 2 lets planning of step k + 1 overlap execution of step k."""
     prefix_cache: bool = True
     """Off: every request computes all its KV and gives it back when it ends (for comparison)."""
+    preemption: str = "auto"
+    """What becomes of a preempted request's chunks when their blocks are needed: "swap" copies them to the host
+    pool, "recompute" drops them, "auto" does what was measured to be faster (PagedAttention §4.5)."""
+    host_slots: int = 0
+    """Blocks that the workers' host pools hold; the smallest number that any rank has."""
+    swap_us_per_block: float = 0.0
+    """Measured by the workers at their start: a save and a load of one block."""
+    target_itl_ms: float = 0.0
+    """Time between two tokens of a stream that prefill should not exceed (soft); 0: no target."""
     model_fingerprint: bytes = b""
     """Digest of weights and configuration; part of every chunk's name."""
     dtype: str = "float32"
@@ -56,6 +70,23 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             "or a full batch would leave no room for prefill",
         )
         _require(self.max_waiting >= 1, f"max_waiting is {self.max_waiting}; at least 1 request must wait")
+        _require(
+            self.preemption in PREEMPTIONS,
+            f"preemption is {self.preemption!r}; allowed are {', '.join(PREEMPTIONS)}",
+        )
+        _require(self.host_slots >= 0, f"host_slots is {self.host_slots}; it counts blocks")
+        _require(
+            self.preemption != "swap" or self.host_slots > 0,
+            "preemption is 'swap', but the workers have no host pool; give them host memory",
+        )
+        _require(
+            self.preemption != "swap" or self.prefix_cache,
+            "preemption is 'swap', but without the prefix cache nothing is found again",
+        )
+        _require(
+            0 <= self.target_itl_ms < math.inf,
+            f"target_itl_ms is {self.target_itl_ms}; it is a time in milliseconds, 0 for no target",
+        )
         _require(
             1 <= self.max_inflight_steps <= 2,
             f"max_inflight_steps is {self.max_inflight_steps}; step sockets hold 1 or 2 unanswered steps",
@@ -89,6 +120,8 @@ class ControllerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_rows: int = 256
     max_waiting: int = 1024
     prefix_cache: bool = True
+    preemption: str = "auto"
+    target_itl_ms: float = 0.0
     vocab_size: int = 0
     """Requests with token ids from here on are refused. 0: unknown, ids are only checked to be ids."""
     epoch: int = 1
@@ -119,12 +152,16 @@ class ControllerConfig(msgspec.Struct, frozen=True, kw_only=True):
         silence, drain = self.router_silence_seconds_max, self.drain_seconds
         _require(silence > 0, f"router_silence_seconds_max is {silence}; routers ping once a second")
         _require(drain >= 0, f"drain_seconds is {drain}; 0 ends running requests at once")
-        self.engine(num_blocks=2).validate()
+        self.engine(num_blocks=2, host_slots=1).validate()
 
-    def engine(self, num_blocks: int) -> EngineConfig:
-        """The engine's limits, once the workers have said how many blocks they hold."""
+    def engine(self, num_blocks: int, host_slots: int = 0, swap_us_per_block: float = 0.0) -> EngineConfig:
+        """The engine's limits, once the workers have said what they hold."""
         return EngineConfig(
             num_blocks=num_blocks,
+            host_slots=host_slots,
+            swap_us_per_block=swap_us_per_block,
+            preemption=self.preemption,
+            target_itl_ms=self.target_itl_ms,
             chunk_size=self.chunk_size,
             max_context=self.max_context,
             token_budget=self.token_budget,

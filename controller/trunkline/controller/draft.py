@@ -8,7 +8,7 @@ from trunkline.controller.rows import NO_ROWS, RowSet
 from trunkline.controller.sequence import Sequence
 from trunkline.controller.tree import Node
 from trunkline.kvstore.layout import Int32Array, pack_int32
-from trunkline.worker.messages import Join, StepPlan
+from trunkline.worker.messages import Fork, Join, StepPlan
 
 
 @dataclass(slots=True)
@@ -16,8 +16,11 @@ class PlanDraft:
     """What step `step` will tell the workers. See `StepPlan` for the meaning and order of the fields."""
 
     step: int
+    chunk_size: int
     leaves: list[int] = field(default_factory=list)
     joins: list[Join] = field(default_factory=list)
+    saves: list[tuple[int, int, int]] = field(default_factory=list)
+    loads: list[tuple[int, int, int]] = field(default_factory=list)
     copies: list[tuple[int, int, int, int]] = field(default_factory=list)
     blocks: list[tuple[int, int, int]] = field(default_factory=list)
     prefill: list[tuple[int, int, int, int, int]] = field(default_factory=list)
@@ -26,8 +29,19 @@ class PlanDraft:
     """Set if `rows` differs from the previous step's."""
     sampling: list[Sequence] = field(default_factory=list)
     """Sequences whose last prefill chunk this is, in the order of `prefill`."""
+    forks: list[Fork] = field(default_factory=list)
+    forked: list[Sequence] = field(default_factory=list)
+    """The children, in the order of `forks`."""
+    scored: dict[int, int] = field(default_factory=dict)
+    """Stay → request of the prompts whose tokens are scored in this step."""
     copy_sources: list[Node] = field(default_factory=list)
     """Held until the plan is complete, so that no block of this plan is both a copy's source and reused."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the workers would do nothing."""
+        told = self.joins or self.saves or self.loads or self.copies or self.blocks
+        return not (self.prefill or len(self.rows) or told)
 
     def message(self, epoch: int) -> StepPlan:
         changed = self.new_runs is not None
@@ -36,12 +50,20 @@ class PlanDraft:
             epoch=epoch,
             leaves=pack_int32(self.leaves) if self.leaves else b"",
             joins=self.joins,
+            saves=pack_int32([x for save in self.saves for x in save]) if self.saves else b"",
+            loads=pack_int32([x for load in self.loads for x in load]) if self.loads else b"",
             copies=pack_int32([x for copy in self.copies for x in copy]) if self.copies else b"",
             blocks=pack_int32([x for block in self.blocks for x in block]) if self.blocks else b"",
             prefill=pack_int32([x for item in self.prefill for x in item]) if self.prefill else b"",
             rows=self.rows.stays.astype("<i4").tobytes() if changed else None,
             runs=pack_int32(self.new_runs) if self.new_runs is not None else None,
+            forks=self.forks,
         )
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Prompt tokens that the step computes."""
+        return sum(count for _, _, count, _, _ in self.prefill)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,4 +72,10 @@ class InflightStep:
 
     step: int
     rows: RowSet
-    """Decode rows, then the sequences whose prefill ended: the order of `StepResult.tokens`."""
+    """Decode rows, the sequences whose prefill ended, forks: the order of `StepResult.tokens`."""
+    decode_rows: int
+    prefill_tokens: int
+    moved_blocks: int
+    """Saves and loads."""
+    scored: dict[int, int]
+    """See `PlanDraft`."""

@@ -1,7 +1,7 @@
 """The engine of a group: requests in, step plans out; results in, tokens out. Pure and deterministic.
 
     submit, abort ─►┌────────┐─► next_step() ─► StepPlan ─► workers
-                    │ Engine │
+    grammar_ready ─►│ Engine │─► grammar_messages()       ─► workers
     step_done ─────►└────────┘─► outputs() ─► routers
 
 No sockets, clocks, threads or randomness: time comes as `now` (seconds, any origin), so that tests drive
@@ -12,54 +12,47 @@ on, and what it computed for rows that ended in step k is discarded when its res
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+import msgspec
 import numpy as np
 
 from trunkline.controller.config import EngineConfig
 from trunkline.controller.draft import InflightStep, PlanDraft
-from trunkline.controller.messages import StepResult, TopLogprobs
-from trunkline.controller.rows import Int64Array, RowSet
+from trunkline.controller.grammars import GrammarBook
+from trunkline.controller.limits import problem_of_request
+from trunkline.controller.messages import BeamStep, GrammarReady, PromptLogprobs, StepResult, TopLogprobs
+from trunkline.controller.rows import BEAM, Int64Array, RowSet
 from trunkline.controller.scheduler import Scheduler
-from trunkline.controller.sequence import Phase, Sequence
+from trunkline.controller.sequence import Request, Sequence, SequenceGroup
 from trunkline.kvstore.layout import Int32Array, unpack_int32
-from trunkline.router.messages import Finished, FinishReason, Started
-from trunkline.worker.messages import Sampling, StepPlan
+from trunkline.router.messages import BeamsFound, Finished, FinishReason, PromptScored, Started
+from trunkline.worker.messages import CompileGrammar, ForgetGrammar, StepPlan
 
 
 class ProtocolError(RuntimeError):
     """The workers answered something that no correct worker answers; the group cannot be trusted."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """What the engine needs to know of a request; ids are the caller's, unique among live requests."""
-
-    id: int
-    tokens: Int32Array
-    max_tokens: int
-    sampling: Sampling
-    prompt_len: int = -1
-    """-1: all of `tokens`."""
-    stop_ids: tuple[int, ...] = ()
-    salt: bytes = b""
-
-
 @dataclass(slots=True)
 class EngineOutputs:
-    """What happened since the last call of `outputs`. Meaning in order: started, tokens, finished."""
+    """What happened since the last call of `outputs`. Meaning in order: started, tokens, beams, finished."""
 
     started: list[Started] = field(default_factory=list)
     requests: list[Int64Array] = field(default_factory=list)
-    """Per result: request of each token …"""
+    """Per result: request of each token, …"""
+    samples: list[Int64Array] = field(default_factory=list)
+    """… which of its samples it belongs to, …"""
     tokens: list[Int32Array] = field(default_factory=list)
     """… and the tokens."""
     logprobs: list[dict[int, TopLogprobs] | None] = field(default_factory=list)
     """Per result: by index into its tokens."""
+    prompt_logprobs: list[PromptScored] = field(default_factory=list)
+    beams: list[BeamsFound] = field(default_factory=list)
     finished: list[Finished] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.started or self.tokens or self.finished)
+        return bool(self.started or self.tokens or self.prompt_logprobs or self.beams or self.finished)
 
 
 @dataclass(slots=True)
@@ -87,7 +80,8 @@ class Engine:
         self.epoch = epoch
         self.scheduler = Scheduler(config)
         self.counters = EngineCounters()
-        self._sequences: dict[int, Sequence] = {}
+        self.grammars = GrammarBook()
+        self._groups: dict[int, SequenceGroup] = {}
         self._inflight: deque[InflightStep] = deque()
         self._step = 0
         self._arrivals = 0
@@ -98,11 +92,11 @@ class Engine:
     @property
     def is_idle(self) -> bool:
         """Nothing runs, waits or is in flight."""
-        return not self._sequences and not self._inflight
+        return not self._groups and not self._inflight
 
     def request_ids(self) -> list[int]:
         """Requests that have not ended."""
-        return list(self._sequences)
+        return list(self._groups)
 
     def submit(self, request: Request, now: float) -> None:
         """Queue a request. One that cannot run gets its `Finished` at once, with the reason."""
@@ -110,31 +104,32 @@ class Engine:
         if refusal is not None:
             self._outputs.finished.append(refusal)
             return
-        prompt_len = request.prompt_len if request.prompt_len >= 0 else len(request.tokens)
-        limit = min(prompt_len + request.max_tokens, self.config.longest_sequence)
         self._arrivals += 1
-        sequence = Sequence(request.id, self._arrivals, request.tokens, prompt_len, limit, request.sampling)
-        sequence.stop_ids = request.stop_ids
-        sequence.salt = request.salt
-        self._sequences[request.id] = sequence
-        self.scheduler.waiting[request.id] = sequence
+        prompt_len = request.prompt_len if request.prompt_len >= 0 else len(request.tokens)
+        if request.beam is not None and len(request.tokens) > prompt_len:
+            # A search that comes from elsewhere starts again: only its own beams could say what came of it.
+            request = replace(request, tokens=request.tokens[:prompt_len])
+        limit = min(prompt_len + request.max_tokens, self.config.longest_sequence)
+        sampling = request.sampling
+        entry = None
+        if request.grammar is not None:
+            entry = self.grammars.use(request.grammar, request.id)
+            sampling = msgspec.structs.replace(sampling, grammar=entry.id)
+        group = SequenceGroup(request, self._arrivals, limit, sampling)
+        self._groups[request.id] = group
+        self.scheduler.queue.add(group)
+        if entry is not None:
+            group.waits_for_grammar = not entry.ready
+            if entry.problem:
+                self._refuse_grammar(group, entry.problem, now)
 
     def _refusal(self, request: Request) -> Finished | None:
-        count, longest = len(request.tokens), self.config.longest_sequence
-        problem = ""
-        if request.id in self._sequences:
-            problem = f"request id {request.id} is in use"
-        elif count == 0 or not (request.prompt_len == -1 or 0 < request.prompt_len <= count):
-            problem = f"the prompt is empty or its length ({request.prompt_len}) does not fit {count} tokens"
-        elif request.max_tokens < 1:
-            problem = f"max_tokens is {request.max_tokens}; at least 1 is needed"
-        elif count >= longest:
-            problem = f"the prompt has {count} tokens; this group holds {longest}, prompt and output together"
-        elif 0 <= request.prompt_len <= count - request.max_tokens:
-            problem = f"{count - request.prompt_len} output tokens are given; max_tokens is {request.max_tokens}"
+        if request.id in self._groups:
+            return Finished(request.id, FinishReason.INVALID, f"request id {request.id} is in use")
+        problem, param = problem_of_request(request, self.config)
         if problem:
-            return Finished(request.id, FinishReason.INVALID, problem)
-        if len(self.scheduler.waiting) >= self.config.max_waiting:
+            return Finished(request.id, FinishReason.INVALID, problem, param=param)
+        if self.scheduler.waiting_count >= self.config.max_waiting:
             return Finished(
                 request.id, FinishReason.QUEUE_FULL, f"{self.config.max_waiting} requests are waiting already"
             )
@@ -142,36 +137,67 @@ class Engine:
 
     def abort(self, request_id: int, now: float) -> None:
         """End a request; its computed KV stays cached. An unknown id (it has just ended) is fine."""
-        sequence = self._sequences.get(request_id)
-        if sequence is not None:
-            self._end(sequence, FinishReason.ABORT, now)
+        group = self._groups.get(request_id)
+        if group is not None:
+            self._end_group(group, Finished(request_id, FinishReason.ABORT), now)
 
     def flush_cache(self) -> int:
         """Drop every chunk that no running sequence holds; blocks freed."""
-        return self.scheduler.residence.tree.evict(self.config.num_blocks)
+        return self.scheduler.residence.tree.flush()
 
     def fail_all(self, detail: str) -> None:
         """The workers are gone: every request ends with `ENGINE_FAILED`, all KV is lost."""
-        for sequence in self._sequences.values():
-            self._outputs.finished.append(Finished(sequence.request, FinishReason.ENGINE_FAILED, detail))
-            sequence.phase = Phase.ENDED
-        self._sequences.clear()
+        for group in self._groups.values():
+            self._outputs.finished.append(Finished(group.id, FinishReason.ENGINE_FAILED, detail))
+        self._groups.clear()
         self._inflight.clear()
         self.scheduler = Scheduler(self.config)
+        self.grammars = GrammarBook()
+
+    # Grammars
+
+    def grammar_messages(self) -> list[CompileGrammar | ForgetGrammar]:
+        """What the workers must be told, in order and before the next plan."""
+        return self.grammars.messages()
+
+    def grammar_ready(self, message: GrammarReady, now: float) -> None:
+        """The workers have compiled a grammar, or cannot: those who waited for it go on, or end."""
+        entry = self.grammars.ready(message)
+        if entry is None:
+            return
+        for request in sorted(entry.users):
+            group = self._groups[request]
+            group.waits_for_grammar = False
+            if entry.problem:
+                self._refuse_grammar(group, entry.problem, now)
+
+    def _refuse_grammar(self, group: SequenceGroup, problem: str, now: float) -> None:
+        grammar = group.request.grammar
+        assert grammar is not None
+        self._end_group(group, Finished(group.id, FinishReason.INVALID, problem, param=grammar.param), now)
 
     # Steps
 
     def next_step(self, now: float) -> StepPlan | None:
         """The next plan to broadcast, or None: nothing to do, or two steps are unanswered."""
-        if not self._sequences or len(self._inflight) >= self.config.max_inflight_steps:
+        if not self._groups or len(self._inflight) >= self.config.max_inflight_steps:
             return None
         draft = self.scheduler.plan(self._step + 1, now)
         if draft is None:
             return None
         self._step += 1
-        self._inflight.append(InflightStep(draft.step, self._result_rows(draft)))
+        self._inflight.append(
+            InflightStep(
+                step=draft.step,
+                rows=self._result_rows(draft),
+                decode_rows=len(draft.rows),
+                prefill_tokens=draft.prefill_tokens,
+                moved_blocks=len(draft.saves) + len(draft.loads),
+                scored=draft.scored,
+            )
+        )
         for sequence in draft.sampling:
-            self._note_started(sequence)
+            self._note_started(sequence.group)
         self.counters.steps += 1
         self.counters.row_set_changes += draft.new_runs is not None
         return draft.message(self.epoch)
@@ -179,57 +205,88 @@ class Engine:
     def _result_rows(self, draft: PlanDraft) -> RowSet:
         if not draft.sampling:
             return draft.rows
+        new = [sequence.slot for sequence in draft.sampling + draft.forked]
+        added = self.scheduler.rows.row_set(np.array(new, np.intp))
+        old = draft.rows
         return RowSet(
-            np.append(draft.rows.slots, [s.slot for s in draft.sampling]),
-            np.append(draft.rows.stays, [s.stay for s in draft.sampling]),
-            np.append(draft.rows.requests, [s.request for s in draft.sampling]),
+            np.append(old.slots, added.slots),
+            np.append(old.stays, added.stays),
+            np.append(old.requests, added.requests),
+            np.append(old.samples, added.samples),
         )
 
-    def _note_started(self, sequence: Sequence) -> None:
-        if sequence.started:
+    def _note_started(self, group: SequenceGroup) -> None:
+        if group.started:
             return  # it comes back from a preemption
-        sequence.started = True
-        self.counters.prompt_tokens += sequence.prompt_len
-        self.counters.cached_tokens += sequence.cached_tokens
-        self._outputs.started.append(Started(sequence.request, sequence.cached_tokens))
+        group.started = True
+        self.counters.prompt_tokens += group.prompt_len
+        self.counters.cached_tokens += group.cached_tokens
+        self._outputs.started.append(Started(group.id, group.cached_tokens))
 
     def step_done(self, result: StepResult, now: float) -> None:
         """Take in the tokens of the oldest unanswered step.
 
         Raises:
-            ProtocolError: it answers another step, or its tokens or log-probabilities do not fit the step.
+            ProtocolError: it answers another step, or what it brings does not fit the step.
         """
         if result.epoch != self.epoch:
             return  # from a group that was given up
         if not self._inflight or self._inflight[0].step != result.step:
             expected = self._inflight[0].step if self._inflight else "none"
             raise ProtocolError(f"the workers answered step {result.step}; expected was {expected}")
-        rows = self._inflight.popleft().rows
+        step = self._inflight.popleft()
+        rows = step.rows
         self.counters.plan_copies += result.plan_copies
         self.counters.kv_bytes_read += result.kv_bytes_read
+        self.scheduler.costs.observe(
+            rows=step.decode_rows,
+            prefill_tokens=step.prefill_tokens,
+            elapsed_us=result.elapsed_us,
+            moved_blocks=step.moved_blocks,
+            moved_us=result.moved_us,
+        )
         if len(result.tokens) != 4 * len(rows):
             raise ProtocolError(
                 f"step {result.step} samples {len(rows)} int32 tokens; {len(result.tokens)} bytes came back"
             )
         if result.logprobs and not all(0 <= index < len(rows) for index in result.logprobs):
             raise ProtocolError(f"step {result.step} has log-probabilities beyond its {len(rows)} tokens")
+        self._score(step, result.prompt_logprobs or {})
         if len(rows):
             self._accept(rows, unpack_int32(result.tokens), result.logprobs, now)
+        if result.beams:
+            self._advance_searches(result.beams, now)
+
+    def _score(self, step: InflightStep, scores: dict[int, PromptLogprobs]) -> None:
+        for stay, logprobs in scores.items():
+            request = step.scored.get(stay)
+            if request is None:
+                raise ProtocolError(
+                    f"step {step.step} scores a prompt of sequence {stay}, which asked for nothing"
+                )
+            if request in self._groups:
+                self._outputs.prompt_logprobs.append(PromptScored(request, logprobs))
 
     def _accept(
         self, rows: RowSet, tokens: Int32Array, logprobs: dict[int, TopLogprobs] | None, now: float
     ) -> None:
         state = self.scheduler.rows
         valid, slots, stopped = state.accept(rows, tokens)
-        requests = rows.requests
+        counts = valid
+        if (rows.samples == BEAM).any():
+            counts = valid & (rows.samples != BEAM)
+            own = rows.samples[valid] != BEAM
+            slots, stopped = slots[own], stopped[own]
+        requests, samples = rows.requests, rows.samples
         if len(slots) != len(rows):
             if logprobs:
-                position = np.cumsum(valid) - 1
-                logprobs = {int(position[i]): value for i, value in logprobs.items() if valid[i]}
-            requests, tokens = requests[valid], tokens[valid]
+                position = np.cumsum(counts) - 1
+                logprobs = {int(position[i]): value for i, value in logprobs.items() if counts[i]}
+            requests, samples, tokens = requests[counts], samples[counts], tokens[counts]
         if not len(slots):
             return
         self._outputs.requests.append(requests)
+        self._outputs.samples.append(samples)
         self._outputs.tokens.append(tokens)
         self._outputs.logprobs.append(logprobs)
         self.counters.output_tokens += len(slots)
@@ -240,18 +297,44 @@ class Engine:
         for index in np.flatnonzero(ended).tolist():
             sequence = state.sequences[slots[index]]
             assert sequence is not None
-            self._end(sequence, FinishReason.STOP if stopped[index] else FinishReason.LENGTH, now)
+            self._end_sequence(sequence, FinishReason.STOP if stopped[index] else FinishReason.LENGTH, now)
 
-    def _end(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
+    def _advance_searches(self, steps: dict[int, BeamStep], now: float) -> None:
+        for search_id, step in steps.items():
+            group = self.scheduler.forks.searches.get(search_id)
+            if group is None or group.search is None:
+                continue  # it has left meanwhile
+            try:
+                parents = group.search.advance(step)
+            except ValueError as error:
+                raise ProtocolError(f"search {search_id}: {error}") from error
+            self.counters.output_tokens += group.search.width
+            if parents:
+                self.scheduler.move_beams(group, parents, now)
+            if not group.search.done:
+                continue
+            hypotheses = group.search.hypotheses()
+            self._outputs.beams.append(BeamsFound(group.id, hypotheses))
+            self._end_group(group, Finished(group.id, hypotheses[0].reason), now)
+
+    def _end_sequence(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
+        """A sample has ended by itself; the request with its last one."""
+        group = sequence.group
+        if len(group.members) == 1:
+            sample = -1 if group.request.n == 1 else sequence.sample
+            self._end_group(group, Finished(group.id, reason, sample=sample), now)
+            return
+        self.scheduler.end(sequence, now)
+        self._outputs.finished.append(Finished(group.id, reason, sample=sequence.sample))
+
+    def _end_group(self, group: SequenceGroup, finished: Finished, now: float) -> None:
         """The one place where a request ends: everything it holds is released exactly once."""
-        del self._sequences[sequence.request]
-        if sequence.phase is Phase.WAITING:
-            if self.scheduler.waiting.pop(sequence.request, None) is None:
-                self.scheduler.preempted.remove(sequence)
-        else:
-            self.scheduler.release(sequence, now)
-        sequence.phase = Phase.ENDED
-        self._outputs.finished.append(Finished(sequence.request, reason))
+        del self._groups[group.id]
+        for sequence in reversed(group.members.copy()):
+            self.scheduler.end(sequence, now)
+        if group.request.grammar is not None:
+            self.grammars.leave(group.request.grammar, group.id)
+        self._outputs.finished.append(finished)
 
     def outputs(self) -> EngineOutputs | None:
         """What happened since the last call, or None."""

@@ -14,8 +14,15 @@ import msgspec
 import zmq
 
 from trunkline.controller.config import ControllerConfig
-from trunkline.controller.messages import LoadProgress, StepResult, WorkerFailed, WorkerReady, WorkerReport
-from trunkline.worker.messages import PLAN_TOPIC, Shutdown, StepPlan, rank_topic
+from trunkline.controller.messages import (
+    GrammarReady,
+    LoadProgress,
+    StepResult,
+    WorkerFailed,
+    WorkerReady,
+    WorkerReport,
+)
+from trunkline.worker.messages import PLAN_TOPIC, Shutdown, WorkerMessage, rank_topic
 
 PLANS_QUEUED_MAX = 16
 _HEARTBEAT_MS = 1000
@@ -59,6 +66,16 @@ class WorkerGroup:
         """Blocks that every rank can hold."""
         return min(report.num_blocks for report in self.ready.values())
 
+    @property
+    def host_slots(self) -> int:
+        """Blocks that every rank's host pool holds."""
+        return min(report.host_slots for report in self.ready.values())
+
+    @property
+    def swap_us_per_block(self) -> float:
+        """Time of the slowest rank."""
+        return max(report.swap_us_per_block for report in self.ready.values())
+
     def describe(self) -> str:
         """For the person who waits: what each rank is doing."""
         parts = []
@@ -72,14 +89,14 @@ class WorkerGroup:
                 parts.append(f"rank {rank} starting")
         return ", ".join(parts)
 
-    def send(self, plan: StepPlan) -> None:
-        """Broadcast a plan.
+    def send(self, message: WorkerMessage) -> None:
+        """Broadcast a plan, or what concerns grammars.
 
         Raises:
             GroupLostError: a rank has stopped reading.
         """
         try:
-            self.plans.send_multipart([PLAN_TOPIC, self._encoder.encode(plan)], zmq.NOBLOCK)
+            self.plans.send_multipart([PLAN_TOPIC, self._encoder.encode(message)], zmq.NOBLOCK)
         except zmq.Again:
             raise GroupLostError("a rank takes no more step plans") from None
 
@@ -114,13 +131,13 @@ class WorkerGroup:
                 self._present.discard(rank)
                 raise GroupLostError(f"worker rank {rank} is gone (its connection closed)")
 
-    def receive(self) -> list[StepResult]:
-        """Read all waiting reports; the step results among them.
+    def receive(self) -> list[StepResult | GrammarReady]:
+        """Read all waiting reports; those among them that are for the engine.
 
         Raises:
             GroupLostError: a rank says that it cannot go on, or something that is no report.
         """
-        results: list[StepResult] = []
+        results: list[StepResult | GrammarReady] = []
         while True:
             try:
                 report = self._decoder.decode(self.reports.recv(zmq.NOBLOCK))
@@ -129,7 +146,7 @@ class WorkerGroup:
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 raise GroupLostError(f"a worker's report cannot be decoded: {error}") from error
             match report:
-                case StepResult():
+                case StepResult() | GrammarReady():
                     results.append(report)
                 case WorkerReady() if report.epoch == self._epoch and 0 <= report.rank < self._tp:
                     self.ready[report.rank] = report

@@ -1,19 +1,28 @@
 """The engine's invariants, checked whole: after every step in tests, and in debug mode in production.
 
-1. Every block is in exactly one place: the pool's free list, one chunk of the tree, one sequence.
-2. A chunk's `holders` equal the sequences whose path ends there; `active` follows from them.
+1. A block is held as often as there are holders of it: the chunk of the tree that has it, each sequence that has
+   it in its table or among its tails; and it is free exactly if there is none.
+2. A chunk's `holders` equal the sequences whose path ends there; `active` follows from them. What eviction could
+   free is counted right: inactive chunks on the device, whose blocks nobody else holds.
 3. A pending chunk has only pending chunks below it, and a running sequence ends there or below.
 4. A child list is sorted and complete; full chunks have `chunk_size` tokens, shorter ones no children.
-5. A row's block table equals its sequence's path and private blocks, and covers what it knows.
+5. Above a chunk on the device all are on the device. A chunk that is not is on the host, ready, and not in use.
+6. A slot of the host pool is free or holds one chunk's copy, which may be dropped exactly if nobody claims the
+   chunk. Claims are those of waiting sequences, they cover paths from the root on, and all of them find slots.
+7. A row's block table equals its sequence's path and private blocks (a beam's: has as many), and covers what it
+   knows.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 
+from trunkline.controller.block_pool import BlockPool
+from trunkline.controller.residence import Residence
 from trunkline.controller.scheduler import Scheduler
-from trunkline.controller.sequence import Sequence
-from trunkline.controller.tree import PENDING, ChunkTree, Node
+from trunkline.controller.sequence import Phase, Sequence
+from trunkline.controller.tree import NO_SLOT, PENDING, ChunkTree, Node
+from trunkline.kvstore.layout import BlockId
 from trunkline.kvstore.names import chunk_name
 
 
@@ -28,7 +37,12 @@ def _check(condition: object, message: str) -> None:
 
 def running_sequences(scheduler: Scheduler) -> list[Sequence]:
     """Everyone who owns blocks."""
-    return [s for s in scheduler.rows.sequences if s is not None] + scheduler.prefilling
+    return scheduler.running()
+
+
+def waiting_sequences(scheduler: Scheduler) -> list[Sequence]:
+    """Everyone who may have a claim."""
+    return [member for group in scheduler.queue for member in group.members if member.phase is Phase.WAITING]
 
 
 def check_integrity(scheduler: Scheduler) -> None:
@@ -38,20 +52,39 @@ def check_integrity(scheduler: Scheduler) -> None:
         IntegrityError: with the first one that is broken.
     """
     running = running_sequences(scheduler)
-    _check_blocks(scheduler, running)
-    _check_tree(scheduler.residence.tree, running)
+    check_residence(scheduler.residence, running, waiting_sequences(scheduler))
     _check_rows(scheduler)
 
 
-def _check_blocks(scheduler: Scheduler, running: list[Sequence]) -> None:
-    pool, tree = scheduler.residence.pool, scheduler.residence.tree
-    owners = Counter(pool.free_blocks())
-    owners.update(node.block for node in tree.nodes())
+def check_residence(residence: Residence, running: list[Sequence], waiting: list[Sequence]) -> None:
+    """Check what concerns blocks, chunks and slots (1 to 6).
+
+    Raises:
+        IntegrityError: with the first one that is broken.
+    """
+    _check_blocks(residence.pool, residence.tree, running)
+    _check_tree(residence.tree, running)
+    _check_device(residence.pool, residence.tree)
+    _check_host(residence.tree)
+    _check_claims(residence.tree, running, waiting)
+
+
+def _check_blocks(pool: BlockPool, tree: ChunkTree, running: list[Sequence]) -> None:
+    owners = Counter(node.block for node in tree.nodes() if node.on_device)
+    twice = [block for block, count in owners.items() if count > 1]
+    _check(not twice, f"blocks of more than one chunk: {twice}")
     for sequence in running:
         owners.update(sequence.private)
-    twice = [block for block, count in owners.items() if count > 1]
-    _check(not twice, f"blocks in more than one place: {twice}")
-    _check(len(owners) == pool.num_blocks, f"{pool.num_blocks - len(owners)} blocks are lost")
+        owners.update(sequence.tails)
+    for index in range(pool.num_blocks):
+        block = BlockId(index)
+        _check(
+            pool.holders(block) == owners[block], f"{pool.holders(block)} hold block {block}, not {owners[block]}"
+        )
+    free = pool.free_blocks()
+    _check(len(free) == pool.free_count, "a block is free twice")
+    _check(len(free) + len(+owners) == pool.num_blocks, "a held block is free, or a block is lost")
+    _check(not free & owners.keys(), f"blocks are free and held: {free & owners.keys()}")
 
 
 def _check_tree(tree: ChunkTree, running: list[Sequence]) -> None:
@@ -88,6 +121,56 @@ def _check_node(tree: ChunkTree, node: Node, holders: int) -> None:
         _check(waiting, "a ready chunk is below a pending one")
 
 
+def _check_device(pool: BlockPool, tree: ChunkTree) -> None:
+    evictable = 0
+    for node in [*tree.roots(), *tree.nodes()]:
+        below = sum(child.on_device for child in node.children.values())
+        _check(
+            node.device_children == below,
+            f"a chunk counts {node.device_children} on the device below, not {below}",
+        )
+        if node.parent is None:
+            continue
+        if not node.on_device:
+            _check(not below, "a chunk on the device is below one that is not")
+            _check(node.slot != NO_SLOT, "a chunk is nowhere")
+            _check(node.ready_step != PENDING and not node.active, "a chunk on the host only is in use")
+        elif not node.active:
+            evictable += 1
+            _check(pool.holders(node.block) == 1, "an idle chunk's block is held by somebody else, too")
+    _check(evictable == tree.evictable, f"the tree counts {tree.evictable} evictable blocks and has {evictable}")
+
+
+def _check_host(tree: ChunkTree) -> None:
+    slots = tree.host
+    free = slots.free_slots()
+    owners = {node.slot: node for node in tree.nodes() if node.slot != NO_SLOT}
+    copies = sum(node.slot != NO_SLOT for node in tree.nodes())
+    _check(copies == len(owners) == slots.used_count, "a slot holds more than one chunk, or nobody's")
+    _check(len(free) == slots.free_count, "a slot is free twice")
+    _check(not free & owners.keys(), "a used slot is free")
+    _check(len(free) + copies == slots.capacity, f"{slots.capacity - len(free) - copies} slots are lost")
+    for slot, node in owners.items():
+        _check(slots.owner(slot) is node, "a slot's owner is another chunk")
+        _check(slots.is_droppable(slot) == (not node.claims), "a claimed copy may be dropped, or an idle one not")
+
+
+def _check_claims(tree: ChunkTree, running: list[Sequence], waiting: list[Sequence]) -> None:
+    _check(not any(sequence.claim for sequence in running), "a running sequence has a claim")
+    claims = Counter(id(node) for sequence in waiting for node in sequence.claim or ())
+    claimed = 0
+    for node in tree.nodes():
+        claimed += node.claims > 0
+        _check(
+            node.claims == claims[id(node)], f"a chunk has {node.claims} claims, counted are {claims[id(node)]}"
+        )
+        assert node.parent is not None
+        over = node.parent.parent is None or node.parent.claims >= node.claims
+        _check(over, "a claimed chunk is below one that is not")
+    _check(claimed == tree.claimed_count, f"the tree counts {tree.claimed_count} claimed chunks and has {claimed}")
+    _check(claimed <= tree.host.capacity, "more chunks are claimed than the host pool holds")
+
+
 def _check_rows(scheduler: Scheduler) -> None:
     rows = scheduler.rows
     for slot, sequence in enumerate(rows.sequences):
@@ -97,7 +180,10 @@ def _check_rows(scheduler: Scheduler) -> None:
         table = sequence.block_table()
         count = int(rows.block_counts[slot])
         _check(sequence.slot == slot, f"slot {slot} and its sequence disagree")
-        _check(rows.tables[slot, :count].tolist() == table, f"the table of slot {slot} is not its sequence's")
+        if sequence.seat is None:
+            _check(rows.tables[slot, :count].tolist() == table, f"the table of slot {slot} is not its sequence's")
+        else:  # where beams are, the workers know first: the rows have a hint
+            _check(count == len(table), f"slot {slot} has {count} blocks and its beam {len(table)}")
         needed = int(max(rows.planned[slot], rows.known[slot] - 1))
         _check(count * rows.chunk_size >= needed, f"slot {slot} has too few blocks")
         _check(rows.known[slot] <= rows.planned[slot] + 1, f"slot {slot} knows tokens nobody computed")

@@ -10,6 +10,26 @@ import msgspec
 from trunkline.worker.messages import Sampling
 
 
+class Grammar(msgspec.Struct, array_like=True, frozen=True):
+    """What the output must look like; kinds as in `trunkline.worker.messages.CompileGrammar`."""
+
+    kind: str
+    text: str
+    param: str = "response_format"
+    """The client's parameter, for the error if it cannot be compiled."""
+
+
+class BeamSearch(msgspec.Struct, array_like=True, frozen=True):
+    """Beam search instead of sampling, as `transformers` defines it (PagedAttention §4.4)."""
+
+    width: int
+    length_penalty: float = 1.0
+    """A hypothesis' score is its sum of log-probabilities divided by its output length to this power."""
+    early_stopping: bool | None = False
+    """True: stop at `width` hypotheses; False: when the best beam is not likely to improve on them; None
+    ("never"): when it cannot."""
+
+
 class Submit(msgspec.Struct, array_like=True, frozen=True, tag="submit"):
     """A router asks for tokens. Answered by `Started` or `Finished`, then by token outputs."""
 
@@ -26,6 +46,13 @@ class Submit(msgspec.Struct, array_like=True, frozen=True, tag="submit"):
     """Sampling one of these ends the request (the model's own end tokens are among them, unless ignored)."""
     salt: bytes = b""
     """Requests share KV only under the same salt."""
+    n: int = 1
+    """Samples to draw (or, of a beam search, hypotheses to return). Sample i > 0 has a seed derived from
+    `sampling.seed` and i (`trunkline.controller.samples.sample_seed`)."""
+    beam: BeamSearch | None = None
+    priority: int = 0
+    """Smaller goes first; equal ones in order of arrival."""
+    grammar: Grammar | None = None
 
 
 class Abort(msgspec.Struct, array_like=True, frozen=True, tag="abort"):
@@ -59,6 +86,32 @@ class TopLogprobs(msgspec.Struct, array_like=True, frozen=True):
     """float32, little-endian."""
 
 
+class PromptLogprobs(msgspec.Struct, array_like=True, frozen=True):
+    """Log-probabilities of prompt tokens at consecutive positions (position 0 has none)."""
+
+    start: int
+    """Position of the first one."""
+    token_logprobs: bytes
+    """float32 `[n]`, of the prompt's own tokens."""
+    ranks: bytes
+    """int32 `[n]`, of the prompt's own tokens, 1 the likeliest."""
+    top_ids: bytes
+    """int32 `[n, count]`, most likely first."""
+    top_logprobs: bytes
+    """float32 `[n, count]`."""
+
+
+class BeamStep(msgspec.Struct, array_like=True, frozen=True):
+    """How a beam search can go on, best first. The first `width` that are no stop tokens are the next beams."""
+
+    parents: bytes
+    """int32 `[candidates]`, indices of beams."""
+    tokens: bytes
+    """int32 `[candidates]`."""
+    scores: bytes
+    """float32 `[candidates]`, sums of log-probabilities."""
+
+
 class WorkerReady(msgspec.Struct, array_like=True, frozen=True, tag="ready"):
     """A rank has loaded its shard and subscribed. The group starts when all ranks have said so."""
 
@@ -69,6 +122,10 @@ class WorkerReady(msgspec.Struct, array_like=True, frozen=True, tag="ready"):
     block_bytes: int
     """Bytes of one block on this rank."""
     device: str
+    host_slots: int = 0
+    """Blocks that its host pool holds."""
+    swap_us_per_block: float = 0.0
+    """Measured at the start: one save and one load of a block."""
 
 
 class LoadProgress(msgspec.Struct, array_like=True, frozen=True, tag="progress"):
@@ -85,7 +142,8 @@ class StepResult(msgspec.Struct, array_like=True, frozen=True, tag="result"):
     step: int
     epoch: int
     tokens: bytes
-    """int32 sampled token ids: first the decode rows in order, then the prefill entries with `sample` 1."""
+    """int32 sampled token ids: first the decode rows in order, then the prefill entries with `sample` 1, then the
+    forks."""
     elapsed_us: int
     """Wall time of the step in the worker."""
     logprobs: dict[int, TopLogprobs] | None = None
@@ -94,6 +152,19 @@ class StepResult(msgspec.Struct, array_like=True, frozen=True, tag="result"):
     """1 if the decode plan was rebuilt for this step, 0 if the last was only advanced (ChunkAttention §3.3)."""
     kv_bytes_read: int = 0
     """KV that decode attention read on rank 0, all layers; a shared chunk that is read once counts once."""
+    beams: dict[int, BeamStep] | None = None
+    """By search. The tokens of its rows stand in `tokens`, too."""
+    prompt_logprobs: dict[int, PromptLogprobs] | None = None
+    """By sequence, for the prompt positions that this step computed."""
+    moved_us: int = 0
+    """Wall time of the step's saves and loads, part of `elapsed_us`."""
+
+
+class GrammarReady(msgspec.Struct, array_like=True, frozen=True, tag="grammar_ready"):
+    """Rank 0 has compiled a grammar, or cannot."""
+
+    grammar: int
+    problem: str = ""
 
 
 class WorkerFailed(msgspec.Struct, array_like=True, frozen=True, tag="failed"):
@@ -103,4 +174,4 @@ class WorkerFailed(msgspec.Struct, array_like=True, frozen=True, tag="failed"):
     reason: str
 
 
-WorkerReport = WorkerReady | LoadProgress | StepResult | WorkerFailed
+WorkerReport = WorkerReady | LoadProgress | StepResult | GrammarReady | WorkerFailed

@@ -1,13 +1,19 @@
 """How a sequence comes to own chunks and blocks, and how it lets go of them.
 
 The three acts of ChunkAttention §3.1 (insert a path, append to the leaf chunk, remove the path) on top of
-the tree: `admit`, `seal`, `leave`. They keep the promise that no KV is computed or stored twice: admission
-reuses every matching token, sealing merges equal chunks, leaving keeps what was computed as cache.
+the tree: `admit`, `seal`, `leave`; and `fork`, which makes samples and beams of one prompt (PagedAttention
+§4.4). They keep the promise that no KV is computed or stored twice: admission reuses every matching token, sealing
+merges equal chunks, a fork shares all blocks but the tail, leaving keeps what was computed as cache.
+
+Swapping (§4.5) is in here as two sides of residency: `leave` with a claim has chunks saved when their blocks are
+needed, and `admit` has chunks loaded that it finds on the host only.
 """
 
 from __future__ import annotations
 
 from enum import Enum, auto
+
+import msgspec
 
 from trunkline.controller.block_pool import BlockPool
 from trunkline.controller.draft import PlanDraft
@@ -30,9 +36,16 @@ class Admission(Enum):
 class Residence:
     """Moves blocks between the pool, the tree and sequences."""
 
-    def __init__(self, pool: BlockPool, tree: ChunkTree, *, prefix_cache: bool) -> None:
+    def __init__(self, pool: BlockPool, tree: ChunkTree, *, prefix_cache: bool, host_slots: int = 0) -> None:
+        """
+        Args:
+            prefix_cache: without it nothing that was let go of is ever found again, on the host neither.
+            host_slots: blocks that the host pool holds.
+        """
         self.pool = pool
         self.tree = tree
+        if prefix_cache:
+            tree.add_host_pool(host_slots)
         self.chunk_size = tree.chunk_size
         self.prefix_cache = prefix_cache
         self.next_stay = 1
@@ -42,19 +55,66 @@ class Residence:
         """Blocks that are free or can be made free without touching a running sequence."""
         return self.pool.free_count + self.tree.evictable
 
-    def make_room(self, blocks: int) -> bool:
-        """Evict until `blocks` are free; False if that is not possible."""
-        missing = blocks - self.pool.free_count
-        return missing <= 0 or self.tree.evict(missing) == missing
+    def make_room(self, blocks: int, draft: PlanDraft | None = None) -> bool:
+        """Evict until `blocks` are free; False if that is not possible.
 
-    def admit(self, sequence: Sequence, spare: int, now: float, draft: PlanDraft) -> Admission:
+        With a draft, claimed chunks are saved in that plan before their blocks are used again; without, dropped.
+        """
+        missing = blocks - self.pool.free_count
+        return missing <= 0 or self.tree.evict(missing, draft) == missing
+
+    def fits_group(self, sequences: list[Sequence], spare: int, step: int) -> bool:
+        """Whether all these sequences of a group can be admitted one after the other (gang scheduling, §4.5).
+
+        Holds if nothing else runs, `spare` is 0 and the group's blocks are no more than the pool's.
+        """
+        return self._group_blocks(sequences, step) + spare <= self.available
+
+    def _group_blocks(self, sequences: list[Sequence], step: int) -> int:
+        """Blocks that admitting all these sequences takes from `available`, at most.
+
+        Full chunks on which they agree from the start count once: the first computes them, or has them loaded, and
+        the others find them. Chunks that a running sequence holds on the device count nothing; idle ones do: they
+        can no longer be evicted then.
+        """
+        size = 4 * self.chunk_size
+        prefixes: dict[tuple[int, bytes], int] = {}
+        """(number of the prefix before it, chunk) → number of the prefix, consecutive from 1."""
+        active = private = 0
+        for sequence in sequences:
+            full = self._shareable_tokens(sequence) // self.chunk_size if self.prefix_cache else 0
+            private += sequence.blocks_needed(self.chunk_size) - full
+            tokens = sequence.tokens.to_bytes(0, full * self.chunk_size)
+            node, prefix = self.tree.find_root(sequence.salt), 0
+            for at in range(0, len(tokens), size):
+                key = tokens[at : at + size]
+                node = node.children.get(key) if node is not None else None
+                if node is not None and node.ready_step >= step:
+                    node = None  # whoever computes it may be gone before it is done
+                known = prefixes.get((prefix, key))
+                if known is None:
+                    known = prefixes[prefix, key] = len(prefixes) + 1
+                    active += node is not None and node.on_device and node.active > 0
+                prefix = known
+        return len(prefixes) - active + private
+
+    def _shareable_tokens(self, sequence: Sequence) -> int:
+        """Tokens whose blocks may be another's. A beam that comes back stores its last token when it decodes, as
+        all rows do: into a block of its own."""
+        returns = sequence.group.request.beam is not None and sequence.tokens.count > sequence.prompt_len
+        return sequence.tokens.count - returns
+
+    def admit(self, sequence: Sequence, spare: int, now: float, draft: PlanDraft, tails: int = 0) -> Admission:
         """Reserve all that the sequence's known tokens need beyond what the tree has, or nothing.
+
+        A sequence is not to leave again in the plan in which it was admitted.
 
         Args:
             spare: blocks that must stay available for the growth of running sequences.
+            tails: blocks reserved in `sequence.tails` for sequences that will fork from it.
         """
         root = self.tree.root(sequence.salt)
-        tokens = sequence.tokens.to_bytes()
+        tokens = sequence.tokens.to_bytes(0, self._shareable_tokens(sequence))
         match = self.tree.match(root, tokens, draft.step) if self.prefix_cache else Match([], None, None, 0)
         if match.pending is not None:
             sequence.waits_on = match.pending
@@ -63,11 +123,13 @@ class Residence:
         self.tree.hold(anchor)
         if match.partial is not None:
             self.tree.hold(match.partial)
-        needed = sequence.blocks_needed(self.chunk_size) - len(match.path)
-        adopt = match.partial is not None and self._adoptable(match.partial, match.partial_tokens)
-        if self.available < needed - adopt + spare and match.partial is not None and not adopt:
+        absent = [node for node in match.path if not node.on_device]
+        needed = sequence.blocks_needed(self.chunk_size) - len(match.path) + len(absent) + tails
+        adopt = self._adoptable(sequence, match)
+        copied = match.partial if match.partial is not None and match.partial.on_device and not adopt else None
+        if copied is not None and self.available < needed + spare:
             # A copy needs its source beside its destination: in a full pool do without.
-            self.tree.release(match.partial, now)
+            self.tree.release(copied, now)
             match.partial, match.partial_tokens = None, 0
         if self.available < needed - adopt + spare:
             if match.partial is not None:
@@ -76,53 +138,73 @@ class Residence:
             return Admission.NO_BLOCKS
         sequence.root = root
         sequence.path = match.path
-        blocks = self._first_block(match, adopt, now, draft)
-        made = self.make_room(needed - len(blocks))
-        assert made
-        blocks += [self.pool.allocate() for _ in range(needed - len(blocks))]
-        self._copy_head(match, adopt, blocks, draft)
+        blocks = self._allocate(match, absent, needed, adopt, now, draft)
+        sequence.tails = [blocks.pop() for _ in range(tails)]
         sequence.resident = len(match.path) * self.chunk_size + match.partial_tokens
-        self._insert_pending(sequence, tokens, blocks, now)
+        self._insert_pending(sequence, blocks, now)
         self.tree.release(anchor, now)
+        self.drop_claim(sequence)
         self._enter(sequence, draft)
         return Admission.ADMITTED
 
-    def _adoptable(self, leaf: Node, agreed: int) -> bool:
-        """A finished tail that is wholly wanted and held by nobody but this admission changes hands."""
-        return agreed == leaf.token_count < self.chunk_size and leaf.active == 1 and not leaf.children
+    def _adoptable(self, sequence: Sequence, match: Match) -> bool:
+        """A finished tail that is wholly wanted, and held or claimed by nobody else, changes hands."""
+        leaf = match.partial
+        if leaf is None or not leaf.on_device or leaf.children or leaf.active > 1:
+            return False
+        others = leaf.claims - (sequence.claim is not None and leaf in sequence.claim)
+        return match.partial_tokens == leaf.token_count < self.chunk_size and not others
 
-    def _first_block(self, match: Match, adopt: bool, now: float, draft: PlanDraft) -> list[BlockId]:
-        if match.partial is None:
-            return []
-        if adopt:
-            self.tree.release(match.partial, now)
-            return [self.tree.remove(match.partial)]
-        draft.copy_sources.append(match.partial)
-        return []
+    def _allocate(
+        self, match: Match, absent: list[Node], needed: int, adopt: bool, now: float, draft: PlanDraft
+    ) -> list[BlockId]:
+        """Blocks for what is matched but not on the device, and the sequence's own; returns its own, in order.
 
-    def _copy_head(self, match: Match, adopt: bool, blocks: list[BlockId], draft: PlanDraft) -> None:
-        if match.partial is not None and not adopt:
-            draft.copies.append((match.partial.block, blocks[0], 0, match.partial_tokens))
+        The head of a differing chunk comes into the first of them: it is there already, or copied, or loaded.
+        """
+        head, blocks = match.partial, list[BlockId]()
+        if head is not None and adopt:
+            self.tree.release(head, now)
+            blocks.append(self.tree.remove(head))
+        made = self.make_room(needed - len(blocks), draft)
+        assert made
+        for node in reversed(absent):
+            self.tree.place(node, self.pool.allocate())
+            self.tree.load(node, node.block, draft)
+        blocks += [self.pool.allocate() for _ in range(needed - len(absent) - len(blocks))]
+        if head is None or adopt:
+            return blocks
+        if head.on_device:
+            draft.copies.append((head.block, blocks[0], 0, match.partial_tokens))
+            draft.copy_sources.append(head)
+        else:
+            # What the slot holds beyond the common head is written over by the sequence's own tokens.
+            self.tree.load(head, blocks[0], draft)
+            self.tree.release(head, now)
+        return blocks
 
-    def _insert_pending(self, sequence: Sequence, tokens: bytes, blocks: list[BlockId], now: float) -> None:
+    def _insert_pending(self, sequence: Sequence, blocks: list[BlockId], now: float) -> None:
         """Name the full chunks this sequence will compute, so that others wait for them; the rest is private."""
-        size = 4 * self.chunk_size
-        full = sequence.tokens.count // self.chunk_size if self.prefix_cache else 0
+        full = self._shareable_tokens(sequence) // self.chunk_size if self.prefix_cache else 0
         new = list(blocks)
         while len(sequence.path) < full:
-            at = len(sequence.path) * size
-            node = self.tree.insert(sequence.anchor, tokens[at : at + size], new.pop(0), PENDING, now)
-            sequence.path.append(node)
+            at = len(sequence.path) * self.chunk_size
+            key = sequence.tokens.to_bytes(at, at + self.chunk_size)
+            sequence.path.append(self.tree.insert(sequence.anchor, key, new.pop(0), PENDING, now))
         sequence.private = new
         self.tree.hold(sequence.anchor)
 
     def _enter(self, sequence: Sequence, draft: PlanDraft) -> None:
         total = sequence.tokens.count
         # With everything cached the last token is still computed, without storing it: its logits are needed.
-        sequence.computed = min(sequence.resident, total - 1)
+        # So are the logits of a whole prompt whose tokens are scored.
+        sequence.computed = 0 if sequence.recompute_from_start else min(sequence.resident, total - 1)
         sequence.stay = self.next_stay
         self.next_stay += 1
-        first = 0 if sequence.sampling.needs_history else sequence.computed
+        sampling = sequence.sampling
+        if sampling.prompt_logprobs >= 0 and not sequence.recompute_from_start:
+            sampling = msgspec.structs.replace(sampling, prompt_logprobs=-1)  # they have been reported
+        first = 0 if sampling.needs_history else sequence.computed
         draft.joins.append(
             Join(
                 sequence=sequence.stay,
@@ -130,9 +212,31 @@ class Residence:
                 first=first,
                 prompt_len=sequence.prompt_len,
                 blocks=pack_int32(sequence.block_table()),
-                sampling=sequence.sampling,
+                sampling=sampling,
+                seat=sequence.seat,
             )
         )
+
+    def fork(self, parent: Sequence, child: Sequence, tail: BlockId | None) -> None:
+        """Let `child` share all that `parent` holds of its tokens, which are wholly computed or planned.
+
+        Args:
+            tail: if they end within a chunk, one of the blocks that were reserved as the parent's `tails`, taken
+                out of them: it becomes the child's last. Else None.
+        """
+        full, rest = divmod(parent.tokens.count, self.chunk_size)
+        assert len(parent.path) + len(parent.private) == full + (rest > 0), "the parent grew before its fork"
+        assert (tail is None) == (rest == 0), "a tail is wanted exactly if the tokens end within a chunk"
+        assert all(node.ready_step != PENDING for node in parent.path), "a pending chunk has one producer"
+        child.root = parent.root
+        child.path = list(parent.path)
+        child.private = parent.private[: full - len(parent.path)]
+        for block in child.private:
+            self.pool.share(block)
+        if tail is not None:
+            child.private.append(tail)
+        child.resident, child.computed = parent.resident, parent.computed
+        self.tree.hold(child.anchor)
 
     def mark_ready(self, sequence: Sequence, step: int) -> None:
         """Publish the chunks whose last token is computed by `step`, which is being planned."""
@@ -144,7 +248,8 @@ class Residence:
     def seal(self, sequence: Sequence, kv_tokens: int, now: float) -> list[tuple[int, BlockId]]:
         """Move private chunks that are full and computed into the tree.
 
-        If the tree already has an equal chunk, ours is given back and theirs is used.
+        If the tree already has an equal chunk on the device, our reference is given back and theirs is used. The
+        block may be the same: beams of a search refer to full blocks together before one of them names them.
 
         Returns:
             block-table entries that changed by such merging: (index, block).
@@ -160,16 +265,24 @@ class Residence:
                 self.tree.absorb_prefixes(node)
             elif node.ready_step == PENDING:
                 break  # its producer is not done; ours stays private and is tried again later
+            elif not node.on_device:
+                self.tree.place(node, sequence.private.pop(0))
             else:
-                self.pool.release(sequence.private.pop(0))
-                merged.append((index, node.block))
+                block = sequence.private.pop(0)
+                self.pool.release(block)
+                if block != node.block:
+                    merged.append((index, node.block))
             self.tree.hold(node)
             self.tree.release(anchor, now)
             sequence.path.append(node)
         return merged
 
-    def leave(self, sequence: Sequence, kv_tokens: int, now: float) -> None:
-        """Let go of everything; KV of the first `kv_tokens` tokens stays cached while there is room."""
+    def leave(self, sequence: Sequence, kv_tokens: int, now: float, *, claim: bool = False) -> None:
+        """Let go of everything; KV of the first `kv_tokens` tokens stays cached while there is room.
+
+        Args:
+            claim: the sequence comes back: until `drop_claim` its chunks are saved when their blocks are needed.
+        """
         keep = len(sequence.path)
         while keep and sequence.path[keep - 1].ready_step == PENDING:
             keep -= 1
@@ -181,19 +294,36 @@ class Residence:
         sequence.private = [self.tree.remove(node) for node in reversed(unfinished)][::-1] + sequence.private
         if self.prefix_cache:
             self.seal(sequence, kv_tokens, now)
-            self._keep_tail(sequence, kv_tokens, now)
-        for block in sequence.private:
+            tail = self._keep_tail(sequence, kv_tokens, now)
+            if claim:
+                self.drop_claim(sequence)
+                sequence.claim = self.tree.claim(sequence.path + tail)
+        for block in sequence.private + sequence.tails:
             self.pool.release(block)
         self.tree.release(sequence.anchor, now)
-        sequence.path, sequence.private = [], []
+        sequence.path, sequence.private, sequence.tails = [], [], []
 
-    def _keep_tail(self, sequence: Sequence, kv_tokens: int, now: float) -> None:
-        """The computed head of the first chunk that is not full becomes a partial leaf."""
+    def drop_claim(self, sequence: Sequence) -> None:
+        """The sequence has come back, or ended while it waited: nobody waits for its chunks any more."""
+        if sequence.claim is not None:
+            self.tree.unclaim(sequence.claim)
+            sequence.claim = None
+
+    def _keep_tail(self, sequence: Sequence, kv_tokens: int, now: float) -> list[Node]:
+        """The computed head of the first chunk that is not full becomes a partial leaf; returns who has it now."""
         start = len(sequence.path) * self.chunk_size
         stop = min(kv_tokens, start + self.chunk_size)
         if stop - start >= self.chunk_size or stop <= start or not sequence.private:
-            return
+            return []
         key = sequence.tokens.to_bytes(start, stop)
-        if self.tree.covered_by_sibling(sequence.anchor, key) is None:
-            leaf = self.tree.insert(sequence.anchor, key, sequence.private.pop(0), 0, now)
-            self.tree.absorb_prefixes(leaf)
+        leaf = self.tree.covered_by_sibling(sequence.anchor, key)
+        shared = self.pool.holders(sequence.private[0]) > 1
+        if leaf is not None:
+            if leaf.key == key and not (leaf.on_device or shared):
+                self.tree.place(leaf, sequence.private.pop(0))
+            return [leaf] if leaf.ready_step != PENDING else []
+        if shared:
+            return []  # a fork is still to be copied from it; a chunk's block is held by nobody besides
+        leaf = self.tree.insert(sequence.anchor, key, sequence.private.pop(0), 0, now)
+        self.tree.absorb_prefixes(leaf)
+        return [leaf]

@@ -21,23 +21,28 @@ from trunkline.kvstore.layout import NO_BLOCK, BlockId, Int32Array
 Int64Array = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
 
+BEAM: Final = -1
+"""`RowSet.samples` of a beam."""
 STOP_IDS_INLINE: Final = 8
 """Stop tokens per row that are compared as arrays; rows with more are looked up one by one."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowSet:
-    """Slots that a step decodes, in tree order, with what was true of them then."""
+    """Slots that a step decodes, in tree order, with what was true of them then. All arrays are `[rows]`."""
 
     slots: NDArray[np.intp]
     stays: Int64Array
     requests: Int64Array
+    samples: Int64Array
+    """Which of its request's samples a row is; `BEAM` for a beam, whose tokens are not yet any's output."""
 
     def __len__(self) -> int:
         return len(self.slots)
 
 
-NO_ROWS: Final = RowSet(np.empty(0, np.intp), np.empty(0, np.int64), np.empty(0, np.int64))
+_NONE: Final = np.empty(0, np.int64)
+NO_ROWS: Final = RowSet(np.empty(0, np.intp), _NONE, _NONE, _NONE)
 
 
 class DecodeRows:
@@ -52,6 +57,7 @@ class DecodeRows:
         self.sequences: list[Sequence | None] = [None] * capacity
         self.stays: Int64Array = np.zeros(capacity, np.int64)
         self.requests: Int64Array = np.zeros(capacity, np.int64)
+        self.samples: Int64Array = np.zeros(capacity, np.int64)
         self.known: Int64Array = np.zeros(capacity, np.int64)
         self.planned: Int64Array = np.zeros(capacity, np.int64)
         self.limit: Int64Array = np.zeros(capacity, np.int64)
@@ -68,23 +74,33 @@ class DecodeRows:
         return len(self._free)
 
     def add(self, sequence: Sequence) -> int:
-        """Give a sequence whose last prefill chunk is being planned a slot."""
+        """Give a sequence whose last prefill chunk is being planned a slot; or one that has come back with all but
+        its last token computed (`Sequence.prefill_stop`)."""
         slot = self._free.pop()
         sequence.slot = slot
         self.sequences[slot] = sequence
         self.stays[slot] = sequence.stay
         self.requests[slot] = sequence.request
-        self.known[slot] = self.planned[slot] = sequence.tokens.count
-        self.limit[slot] = sequence.limit
+        self.samples[slot] = sequence.sample if sequence.seat is None else BEAM
+        self.known[slot] = sequence.tokens.count
+        self.planned[slot] = sequence.prefill_stop
+        self.limit[slot] = sequence.group.limit
         table = sequence.block_table()
         self.tables[slot, : len(table)] = table
         self.block_counts[slot] = len(table)
-        inline = len(sequence.stop_ids) <= STOP_IDS_INLINE
-        if inline:
-            self._stop_ids[slot, : len(sequence.stop_ids)] = sequence.stop_ids
+        # A search decides itself what a stop token means.
+        stop_ids = sequence.group.request.stop_ids if sequence.seat is None else ()
+        if len(stop_ids) <= STOP_IDS_INLINE:
+            self._stop_ids[slot, : len(stop_ids)] = stop_ids
         else:
-            self._many_stops[slot] = frozenset(sequence.stop_ids)
+            self._many_stops[slot] = frozenset(stop_ids)
         return slot
+
+    def read_alike(self, leader: Sequence, others: list[Sequence], blocks: int) -> None:
+        """Plan the first `blocks` table entries of some beams as one run, whichever of them are the same: only the
+        workers know that in time. From here on these entries are a hint, not the beams' tables."""
+        for sequence in others:
+            self.tables[sequence.slot, :blocks] = self.tables[leader.slot, :blocks]
 
     def remove(self, sequence: Sequence) -> None:
         """Take the slot back after the sequence's known tokens were flushed to it."""
@@ -126,7 +142,11 @@ class DecodeRows:
         order = tree_order(tables)
         ordered = slots[order]
         runs = shared_runs(tables[order], self.block_counts[ordered])
-        return RowSet(ordered, self.stays[ordered], self.requests[ordered]), runs
+        return self.row_set(ordered), runs
+
+    def row_set(self, slots: NDArray[np.intp]) -> RowSet:
+        """The rows in these slots, in this order, as they are now."""
+        return RowSet(slots, self.stays[slots], self.requests[slots], self.samples[slots])
 
     def accept(self, rows: RowSet, tokens: Int32Array) -> tuple[BoolArray, NDArray[np.intp], BoolArray]:
         """Take in the tokens sampled for a row set.

@@ -1,78 +1,102 @@
 """Who computes what in the next step: first come first served, decode first, prefill in chunks.
 
 PagedAttention §4.5 with iteration-level batching: every running row decodes one token; what is left of the
-token budget goes to prompts in order of arrival. Admission reserves all blocks of a prompt at once, so
-nobody who holds blocks waits for blocks. When a growing row finds none, idle cache goes first, then the
-newest sequence is preempted: it lets go of its path and later matches its own prefix like any newcomer.
+token budget goes to prompts in order of priority, then arrival. Admission reserves all blocks of a prompt at once,
+so nobody who holds blocks waits for blocks. When a growing row finds none, idle cache goes first, then the newest
+group is preempted whole: it lets go of its paths and later matches its own prefixes like any newcomer.
 
-Progress: the oldest sequence is never preempted and always fits (checked at submission), so it ends; then
-the next is the oldest. Preempted sequences resume before new ones start.
+Progress: the oldest group (of the best priority) is never preempted and always fits (checked at submission), so it
+ends; then the next is the oldest. Preempted groups resume before new ones of their priority start.
 """
 
 from __future__ import annotations
 
-from bisect import insort
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Final
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from trunkline.controller.block_pool import BlockPool
 from trunkline.controller.config import EngineConfig
+from trunkline.controller.costs import StepCosts
 from trunkline.controller.draft import PlanDraft
+from trunkline.controller.groups import Forks, move_beams, restore_output
+from trunkline.controller.pacing import prefill_budget
+from trunkline.controller.queue import RequestQueue
 from trunkline.controller.residence import Admission, Residence
 from trunkline.controller.rows import NO_ROWS, DecodeRows
-from trunkline.controller.sequence import Phase, Sequence
+from trunkline.controller.sequence import Phase, Sequence, SequenceGroup
 from trunkline.controller.tree import ChunkTree
 
 MATCHED_TOKENS_MAX: Final = 1 << 19
 """Tokens of waiting prompts that are matched with the tree in one step; the other prompts' turn comes in the
 next. 1,000 prompts of 32K tokens that wait for one prefix took 80 ms at once, and every stream waited for that."""
+SCORED_TOKENS_MAX: Final = 256
+"""Tokens in one step of a prompt whose tokens are scored: each needs a row of logits as wide as the vocabulary."""
+
+
+@dataclass(slots=True)
+class SchedulerCounters:
+    """Totals since the start."""
+
+    preemptions: int = 0
+    """Groups taken out, …"""
+    swapped: int = 0
+    """… of them with a claim on the host pool."""
 
 
 class Scheduler:
-    """Queues and running sets of a group. Pure; `now` is used for eviction order only."""
+    """Queue and running sets of a group of workers. Pure; `now` is used for eviction order only."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         pool = BlockPool(config.num_blocks)
         tree = ChunkTree(pool, config.chunk_size, config.model_fingerprint, config.dtype)
-        self.residence = Residence(pool, tree, prefix_cache=config.prefix_cache)
+        self.residence = Residence(pool, tree, prefix_cache=config.prefix_cache, host_slots=config.host_slots)
+        self.costs = StepCosts(config.swap_us_per_block)
         self.rows = DecodeRows(config.max_rows, config.chunk_size, config.max_blocks_per_sequence)
-        self.waiting: dict[int, Sequence] = {}
-        """By request, in order of arrival."""
-        self.preempted: list[Sequence] = []
-        """In order of arrival; before all of `waiting`."""
+        self.queue = RequestQueue()
         self.prefilling: list[Sequence] = []
         """Admitted, prompt not wholly planned; in order of admission."""
+        self.parked: list[Sequence] = []
+        """Beams that have come back and wait for the others of their search."""
+        self.forks = Forks()
+        self.counters = SchedulerCounters()
         self.row_set = NO_ROWS
         self._rows_changed = False
         self._left: list[int] = []
         self._merged: list[tuple[int, int, int]] = []
         self._blocked: tuple[int, int] | None = None
         """(request, blocks available) of the last admission that failed for lack of blocks."""
-        self.preemptions = 0
 
     @property
     def running_count(self) -> int:
-        return self.config.max_rows - self.rows.free_count + len(self.prefilling)
+        """Sequences that hold blocks."""
+        return self.config.max_rows - self.rows.free_count + len(self.prefilling) + len(self.parked)
 
     @property
     def waiting_count(self) -> int:
-        return len(self.waiting) + len(self.preempted)
+        """Requests of which a sequence waits."""
+        return len(self.queue)
 
     def plan(self, step: int, now: float) -> PlanDraft | None:
         """The next step, or None if nothing can be computed."""
-        draft = PlanDraft(step)
+        draft = PlanDraft(step, self.config.chunk_size)
         self._grow(draft, now)
+        copied = self.forks.copy_tails(draft)
+        self._unpark(step)
         if self._rows_changed:
             self.row_set, draft.new_runs = self.rows.arrange(self.rows.active_slots())
         draft.rows = self.row_set
         self._prefill(draft, now)
         for source in draft.copy_sources:
             self.residence.tree.release(source, now)
-        if not draft.prefill and not len(draft.rows):
+        for block in copied:
+            self.residence.pool.release(block)
+        if draft.is_empty:
             # The workers have not heard of the empty row set: the next plan will tell them.
             return None
         self._rows_changed = False
@@ -92,24 +116,37 @@ class Scheduler:
         if draft.sampling:
             self._rows_changed = True
 
+    # Growth and preemption
+
     def _grow(self, draft: PlanDraft, now: float) -> None:
-        """Give every row that begins a new chunk in this step its block, oldest first."""
+        """Give every row that begins a new chunk in this step its block, oldest group first."""
         slots = self.rows.active_slots() if self._rows_changed else self.row_set.slots
         starting = slots[
             self.rows.planned[slots] == self.rows.block_counts[slots] * np.int64(self.config.chunk_size)
         ]
         if not len(starting):
             return
-        for sequence in sorted(self._sequences(starting), key=lambda s: s.arrival):
-            while sequence.slot >= 0 and not self.residence.make_room(1):
+        groups: dict[int, list[Sequence]] = {}
+        for sequence in sorted(self._sequences(starting), key=lambda s: (s.group.rank, s.sample)):
+            groups.setdefault(sequence.request, []).append(sequence)
+        for members in groups.values():
+            group = members[0].group
+            while members[0].slot >= 0 and not self.residence.make_room(len(members), draft):
                 self.preempt(self._newest(), now)
-            if sequence.slot < 0:
+            if members[0].slot < 0:
                 continue  # it was the newest itself
-            block = self.residence.pool.allocate()
-            index = int(self.rows.block_counts[sequence.slot])
-            sequence.private.append(block)
-            self.rows.set_block(sequence.slot, index, block)
-            draft.blocks.append((sequence.stay, index, block))
+            for sequence in members:
+                self._append_block(sequence, draft)
+            if group.search is not None:
+                self.rows.read_alike(members[0], members[1:], int(self.rows.block_counts[members[0].slot]) - 1)
+                self._rows_changed = True
+
+    def _append_block(self, sequence: Sequence, draft: PlanDraft) -> None:
+        block = self.residence.pool.allocate()
+        index = int(self.rows.block_counts[sequence.slot])
+        sequence.private.append(block)
+        self.rows.set_block(sequence.slot, index, block)
+        draft.blocks.append((sequence.stay, index, block))
 
     def _sequences(self, slots: NDArray[np.intp]) -> Iterator[Sequence]:
         for slot in slots.tolist():
@@ -117,31 +154,85 @@ class Scheduler:
             assert sequence is not None
             yield sequence
 
-    def _newest(self) -> Sequence:
-        running = [s for s in self.rows.sequences if s is not None] + self.prefilling
-        return max(running, key=lambda s: s.arrival)
+    def running(self) -> list[Sequence]:
+        """Everyone who holds blocks."""
+        return [s for s in self.rows.sequences if s is not None] + self.prefilling + self.parked
 
-    def preempt(self, sequence: Sequence, now: float) -> None:
-        """Take a running sequence out whole; it resumes before anything new starts."""
-        self.release(sequence, now)
-        sequence.phase = Phase.WAITING
-        insort(self.preempted, sequence, key=lambda s: s.arrival)
-        self.preemptions += 1
+    def _newest(self) -> SequenceGroup:
+        return max((s.group for s in self.running()), key=lambda group: group.rank)
 
-    def release(self, sequence: Sequence, now: float) -> None:
-        """Take a running sequence out of the batch; what it computed stays cached."""
+    def preempt(self, group: SequenceGroup, now: float) -> None:
+        """Take a group out whole; it resumes before anything new of its priority starts."""
+        claim = self._swaps(group)
+        for sequence in reversed(group.members):  # children first: a tail that they still share is not cached
+            if sequence.stay:
+                self.release(sequence, now, claim=claim)
+            sequence.phase = Phase.WAITING
+        if group.members[0].tokens.count == group.prompt_len and group.request.width > 1:
+            # Nothing tells the samples apart yet: they will fork again.
+            for sequence in group.members[1:]:
+                self.residence.drop_claim(sequence)
+            del group.members[1:]
+            group.forked = False
+        if not group.queued:
+            group.preempted = True
+            self.queue.add(group)
+        self.counters.preemptions += 1
+        self.counters.swapped += claim
+
+    def _swaps(self, group: SequenceGroup) -> bool:
+        """Whether the group's chunks should go to the host pool when their blocks are needed."""
+        if self.config.preemption == "recompute" or not (self.config.host_slots and self.config.prefix_cache):
+            return False
+        if self.config.preemption == "swap":
+            return True
+        running = [s for s in group.members if s.stay]
+        blocks = len({block for s in running for block in s.block_table()})
+        return self.costs.prefers_swap(blocks * self.config.chunk_size, blocks)
+
+    def release(self, sequence: Sequence, now: float, *, claim: bool = False, ends: bool = False) -> None:
+        """Take a running sequence out of the batch; what it computed stays cached.
+
+        Args:
+            claim: it comes back and wants to find its chunks, in the host pool if need be.
+            ends: it does not come back.
+
+        A tail counts only if it is known what is in it. A child's is empty until the plan after its fork. A beam's
+        is what the last result says once the next step is planned, in which the workers copy tails about, and
+        only until the step after that, which may be on its way when a search is aborted.
+        """
         if sequence.slot >= 0:
-            slot = sequence.slot
-            kv_tokens = int(min(self.rows.planned[slot], self.rows.known[slot]))
+            planned, known = int(self.rows.planned[sequence.slot]), int(self.rows.known[sequence.slot])
+            kv_tokens = min(planned, known)
             self.rows.remove(sequence)
             self._rows_changed = True
+            settled = not sequence.tails
+            if sequence.seat is not None:
+                output_tokens = restore_output(sequence)
+                settled = not ends and planned == known and output_tokens > 0
+            if not settled:
+                kv_tokens -= kv_tokens % self.config.chunk_size
+        elif sequence.phase is Phase.PARKED:
+            kv_tokens = sequence.computed
+            self.parked.remove(sequence)
         else:
             kv_tokens = max(sequence.computed, sequence.resident)
             self.prefilling.remove(sequence)
         self._left.append(sequence.stay)
         self._merged = [change for change in self._merged if change[0] != sequence.stay]
-        self.residence.leave(sequence, kv_tokens, now)
-        sequence.stay = 0
+        self.residence.leave(sequence, kv_tokens, now, claim=claim)
+        self.forks.end_stay(sequence)
+
+    def end(self, sequence: Sequence, now: float) -> None:
+        """A sequence has ended, wherever it is; the group, if it was the last one, too."""
+        group = sequence.group
+        if sequence.stay:
+            self.release(sequence, now, ends=True)
+        self.residence.drop_claim(sequence)
+        sequence.phase = Phase.ENDED
+        group.members.remove(sequence)
+        if group.queued and not any(member.phase is Phase.WAITING for member in group.members):
+            self.queue.remove(group)
 
     def seal(self, slot: int, kv_tokens: int, now: float) -> None:
         """A row's chunk is full: name it and share it."""
@@ -155,71 +246,156 @@ class Scheduler:
             self._merged.append((sequence.stay, index, block))
             self._rows_changed = True
 
+    def move_beams(self, group: SequenceGroup, parents: list[int], now: float) -> None:
+        """The workers moved the beams of a search at the end of the step whose result came last."""
+        stored = int(self.rows.known[group.members[0].slot]) - 1
+        move_beams(group.members, parents, stored, self.residence, now)
+
+    # Prefill and admission
+
     def _prefill(self, draft: PlanDraft, now: float) -> None:
-        budget = self.config.token_budget - len(draft.rows)
+        budget = prefill_budget(
+            self.costs,
+            len(draft.rows),
+            1000.0 * self.config.target_itl_ms,
+            self.config.token_budget - len(draft.rows),
+            self.config.chunk_size,
+        )
         for sequence in list(self.prefilling):
             if budget <= 0:
                 return
             budget -= self._prefill_chunk(sequence, budget, draft)
         matched = 0
-        for sequence in self._candidates():
-            if budget <= 0 or matched >= MATCHED_TOKENS_MAX or len(self.prefilling) >= self.rows.free_count:
+        for group in self._candidates():
+            if budget <= 0 or matched >= MATCHED_TOKENS_MAX:
                 return
-            if sequence.waits_on is not None and self._still_pending(sequence, draft.step):
+            if group.waits_for_grammar:
                 continue
-            sequence.waits_on = None
-            matched += sequence.tokens.count
-            outcome = self.residence.admit(sequence, self._spare_blocks(), now, draft)
-            if outcome is Admission.NO_BLOCKS:
-                self._blocked = (sequence.request, self.residence.available)
-                return  # nobody overtakes: that would starve long prompts
-            if outcome is Admission.ADMITTED:
-                self._admitted(sequence)
-                budget -= self._prefill_chunk(sequence, budget, draft)
+            if not self._may_start(group, draft.step):
+                return  # nobody overtakes: that would starve large requests
+            for sequence in list(group.members):
+                if sequence.phase is not Phase.WAITING or self._still_pending(sequence, draft.step):
+                    continue
+                sequence.waits_on = None
+                matched += sequence.tokens.count
+                outcome = self._admit(sequence, now, draft)
+                if outcome is Admission.NO_BLOCKS:
+                    self._blocked = (group.id, self.residence.available)
+                    return
+                if outcome is Admission.ADMITTED:
+                    budget -= self._prefill_chunk(sequence, budget, draft)
+                if budget <= 0:
+                    break
 
-    def _candidates(self) -> list[Sequence]:
+    def _candidates(self) -> list[SequenceGroup]:
         """Who may start now, in order; nobody while the first of them still lacks blocks."""
-        if not self.preempted and not self.waiting:
+        first = self.queue.first
+        if first is None:
             return []
-        first = self.preempted[0] if self.preempted else next(iter(self.waiting.values()))
-        if self._blocked == (first.request, self.residence.available) and self.running_count:
+        if self._blocked == (first.id, self.residence.available) and self.running_count:
             return []
-        return [*self.preempted, *self.waiting.values()]
+        return list(self.queue)
 
-    def _spare_blocks(self) -> int:
-        """Headroom so that a newcomer is not preempted at once by the growth of those who run.
+    def _may_start(self, group: SequenceGroup, step: int) -> bool:
+        """Whether all of a group fits the rows and, if several sequences come back at once, the pool."""
+        if any(sequence.stay for sequence in group.members):
+            return True  # the others of it were let in together with those that run
+        if self.rows.free_count - self._rows_promised() < group.rows_needed:
+            return False
+        if len(group.members) == 1:
+            return True
+        return self.residence.fits_group(group.members, self._spare_blocks(group), step)
 
-        A block for every fourth: with chunks of 64 tokens a row asks for one each 64 steps.
+    def _rows_promised(self) -> int:
+        """Rows that those who hold blocks, and the rest of their groups, will need beyond those they have."""
+        groups = {s.group.id: s.group for s in (*self.prefilling, *self.parked)}
+        groups |= {g.id: g for g in self.queue if g.preempted and any(s.stay for s in g.members)}
+        return sum(g.rows_needed - sum(s.slot >= 0 for s in g.members) for g in groups.values())
+
+    def _spare_blocks(self, group: SequenceGroup) -> int:
+        """Headroom so that a newcomer is not preempted at once by the growth of others who run.
+
+        A block for every fourth: with chunks of 64 tokens a row asks for one each 64 steps. Those of its own group
+        do not count: what the group needs at its longest fits, but perhaps nothing beyond that.
         """
-        return -(-self.running_count // 4)
+        others = self.running_count - sum(sequence.stay > 0 for sequence in group.members)
+        return -(-others // 4)
 
     def _still_pending(self, sequence: Sequence, step: int) -> bool:
         node = sequence.waits_on
-        return node is not None and node.parent is not None and node.ready_step >= step
+        return bool(node is not None and node.parent is not None and node.ready_step >= step)
 
-    def _admitted(self, sequence: Sequence) -> None:
-        if sequence.request in self.waiting:
-            del self.waiting[sequence.request]
-        else:
-            self.preempted.remove(sequence)
-        if sequence.cached_tokens < 0:
+    def _admit(self, sequence: Sequence, now: float, draft: PlanDraft) -> Admission:
+        group = sequence.group
+        if group.request.beam is not None and not any(s.stay for s in group.members):
+            self.forks.take_seats(group)
+        partial = sequence.tokens.count % self.config.chunk_size
+        tails = 0 if group.forked or not partial else group.request.width - 1
+        outcome = self.residence.admit(sequence, self._spare_blocks(group), now, draft, tails)
+        if outcome is not Admission.ADMITTED:
+            if not any(member.stay for member in group.members):
+                for member in group.members:
+                    self.forks.end_stay(member)  # its search has not come in, after all
+            return outcome
+        if group.cached_tokens < 0:
             # Now, not when the prompt is done: after a preemption it would find what it computed itself.
-            sequence.cached_tokens = min(sequence.resident, sequence.prompt_len - 1)
+            found = 0 if sequence.recompute_from_start else sequence.resident
+            group.cached_tokens = min(found, group.prompt_len - 1)
         sequence.phase = Phase.PREFILL
         self.prefilling.append(sequence)
+        if not any(member.phase is Phase.WAITING for member in group.members):
+            self.queue.remove(group)
+        return outcome
 
     def _prefill_chunk(self, sequence: Sequence, budget: int, draft: PlanDraft) -> int:
         """Plan the next part of a prompt; returns its tokens."""
-        start, total = sequence.computed, sequence.tokens.count
-        tokens = min(budget, total - start)
-        last = start + tokens == total
-        draft.prefill.append((sequence.stay, start, tokens, max(start, sequence.resident), int(last)))
+        group = sequence.group
+        start, stop = sequence.computed, sequence.prefill_stop
+        scored = sequence.recompute_from_start
+        tokens = min(budget, stop - start, SCORED_TOKENS_MAX if scored else budget)
+        last = start + tokens == stop
+        samples = last and stop == sequence.tokens.count
+        if tokens:
+            write_from = max(start, sequence.resident)
+            draft.prefill.append((sequence.stay, start, tokens, write_from, int(samples)))
+            if scored:
+                draft.scored[sequence.stay] = group.id
         sequence.computed = start + tokens
         if self.config.prefix_cache:
             self.residence.mark_ready(sequence, draft.step)
-        if last:
-            self.prefilling.remove(sequence)
-            sequence.phase = Phase.DECODE
-            self.rows.add(sequence)
-            draft.sampling.append(sequence)
+        if not last:
+            return tokens
+        self.prefilling.remove(sequence)
+        group.prompt_scored = True
+        if scored:
+            # Not again after a preemption: the workers score what is computed of such a prompt.
+            sequence.sampling = msgspec.structs.replace(sequence.sampling, prompt_logprobs=-1)
+        if not samples:
+            sequence.phase = Phase.PARKED
+            self.parked.append(sequence)
+            return tokens
+        sequence.phase = Phase.DECODE
+        self.rows.add(sequence)
+        draft.sampling.append(sequence)
+        if not group.forked:
+            self.forks.fork(sequence, draft, self.residence, self.rows)
         return tokens
+
+    def _unpark(self, step: int) -> None:
+        """Let the searches go on whose beams have all come back."""
+        if not self.parked:
+            return
+        for group in {s.group.id: s.group for s in self.parked}.values():
+            if any(member.phase is not Phase.PARKED for member in group.members):
+                continue
+            for sequence in group.members:
+                self.parked.remove(sequence)
+                sequence.phase = Phase.DECODE
+                self.rows.add(sequence)
+                # The last token's KV is stored in this step: with it its chunk may be full.
+                sequence.computed = sequence.tokens.count
+                if self.config.prefix_cache:
+                    self.residence.mark_ready(sequence, step)
+            full = (group.members[0].tokens.count - 1) // self.config.chunk_size
+            self.rows.read_alike(group.members[0], group.members[1:], full)
+            self._rows_changed = True

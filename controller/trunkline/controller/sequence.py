@@ -1,32 +1,68 @@
-"""A sequence: tokens, limits, and what it owns of the tree and the pool.
+"""Requests, their sequence groups, and sequences: tokens, limits, and what each owns of the tree and the pool.
 
-Its context is `path` (whole chunks in the tree, shared with whoever has the same tokens) followed by
+      Request ──► SequenceGroup ──► Sequence 0 … n−1
+                  rank, limits      tokens, path, private blocks, stay in the batch
+
+A group is what is scheduled: its samples or beams are admitted, preempted and brought back together
+(PagedAttention §4.5, gang scheduling). It begins with one sequence, the prompt's; the others fork from it when the
+prompt is computed.
+
+A sequence's context is `path` (whole chunks in the tree, shared with whoever has the same tokens) followed by
 `private` blocks (chunks not yet full, or not yet known in full). Only `path[-1]` is held: the tree keeps
-what is above a held node. Later issues give a request several sequences (samples, beams).
+what is above a held node.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum, auto
 
 import numpy as np
 
+from trunkline.controller.beam_search import BeamHistory
+from trunkline.controller.messages import BeamSearch, Grammar
 from trunkline.controller.tree import Node
 from trunkline.kvstore.layout import BlockId, Int32Array, blocks_for
-from trunkline.worker.messages import Sampling
+from trunkline.worker.messages import BeamSeat, Sampling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What the engine needs to know of a request; ids are the caller's, unique among live requests."""
+
+    id: int
+    tokens: Int32Array
+    max_tokens: int
+    sampling: Sampling
+    prompt_len: int = -1
+    """-1: all of `tokens`."""
+    stop_ids: tuple[int, ...] = ()
+    salt: bytes = b""
+    n: int = 1
+    """Samples, or hypotheses of a beam search."""
+    beam: BeamSearch | None = None
+    priority: int = 0
+    grammar: Grammar | None = None
+
+    @property
+    def width(self) -> int:
+        """Sequences that decode at once."""
+        return self.n if self.beam is None else self.beam.width
 
 
 class Phase(Enum):
-    """Where a sequence is in its life; preemption takes it from PREFILL or DECODE back to WAITING."""
+    """Where a sequence is in its life; preemption takes it from the middle ones back to WAITING."""
 
     WAITING = auto()
     PREFILL = auto()
+    PARKED = auto()
+    """A beam that has come back and waits for the others of its search, holding its blocks."""
     DECODE = auto()
     ENDED = auto()
 
 
 class TokenBuffer:
-    """Append-only int32 tokens with amortised growth."""
+    """int32 tokens that grow at the end, with amortised growth."""
 
     __slots__ = ("_data", "count")
 
@@ -43,6 +79,10 @@ class TokenBuffer:
         self._data[self.count : needed] = tokens
         self.count = needed
 
+    def truncate(self, count: int) -> None:
+        """Forget the tokens from index `count` on."""
+        self.count = min(self.count, count)
+
     def view(self, start: int = 0, stop: int | None = None) -> Int32Array:
         return self._data[start : self.count if stop is None else stop]
 
@@ -51,44 +91,103 @@ class TokenBuffer:
         return self.view(start, stop).astype("<i4", copy=False).tobytes()
 
 
-class Sequence:
-    """One stream of tokens. State is changed by the scheduler and the engine only."""
+class SequenceGroup:
+    """A request while it lives. State is changed by the scheduler and the engine only."""
 
     __slots__ = (
         "arrival",
         "cached_tokens",
-        "computed",
+        "forked",
         "limit",
+        "members",
+        "preempted",
+        "prompt_len",
+        "prompt_scored",
+        "queued",
+        "request",
+        "search",
+        "started",
+        "waits_for_grammar",
+    )
+
+    def __init__(self, request: Request, arrival: int, limit: int, sampling: Sampling) -> None:
+        """
+        Args:
+            arrival: rank in the first-come-first-served order; kept through preemption.
+            limit: total tokens at which each sequence ends.
+            sampling: the request's, with what the engine added to it.
+        """
+        self.request = request
+        self.arrival = arrival
+        self.limit = limit
+        self.prompt_len = request.prompt_len if request.prompt_len >= 0 else len(request.tokens)
+        self.preempted = False
+        self.queued = False
+        """Whether a sequence of it waits, so that it is in the queue."""
+        self.forked = request.width == 1
+        """Whether all sequences exist that ever will."""
+        self.started = False
+        self.cached_tokens = -1
+        """Prompt tokens found at the first admission, as reported to the client; -1 before it."""
+        self.prompt_scored = request.sampling.prompt_logprobs < 0
+        """Whether the log-probabilities of the whole prompt have been computed, if they were asked for."""
+        self.waits_for_grammar = False
+        self.search: BeamHistory | None = None
+        """Of a beam search."""
+        self.members: list[Sequence] = [Sequence(self, 0, TokenBuffer(request.tokens), sampling)]
+        """Sequences that have not ended; of a beam search in the order of the beams."""
+
+    @property
+    def id(self) -> int:
+        """The request's."""
+        return self.request.id
+
+    @property
+    def key(self) -> tuple[int, bool, int]:
+        """Order in the queue: by priority; who was preempted before who is new; by arrival."""
+        return self.request.priority, not self.preempted, self.arrival
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Order among those who run: the largest is preempted first."""
+        return self.request.priority, self.arrival
+
+    @property
+    def rows_needed(self) -> int:
+        """Sequences that will decode at once."""
+        return len(self.members) if self.forked else self.request.width
+
+
+class Sequence:
+    """One stream of tokens. State is changed by the scheduler and the engine only."""
+
+    __slots__ = (
+        "claim",
+        "computed",
+        "group",
         "path",
         "phase",
         "private",
-        "prompt_len",
-        "request",
         "resident",
         "root",
-        "salt",
+        "sample",
         "sampling",
+        "seat",
         "slot",
-        "started",
         "stay",
-        "stop_ids",
+        "tails",
         "tokens",
         "waits_on",
     )
 
-    def __init__(
-        self, request: int, arrival: int, tokens: Int32Array, prompt_len: int, limit: int, sampling: Sampling
-    ) -> None:
-        self.request = request
-        self.arrival = arrival
-        """Rank in the first-come-first-served order; kept through preemption."""
-        self.tokens = TokenBuffer(tokens)
-        self.prompt_len = prompt_len
-        self.limit = limit
-        """Total tokens at which the sequence ends."""
+    def __init__(self, group: SequenceGroup, sample: int, tokens: TokenBuffer, sampling: Sampling) -> None:
+        self.group = group
+        self.sample = sample
+        """Index among the request's samples; of a beam search, of the beam."""
+        self.tokens = tokens
         self.sampling = sampling
-        self.stop_ids: tuple[int, ...] = ()
-        self.salt = b""
+        self.seat: BeamSeat | None = None
+        """Its place in a beam search, for this stay."""
         self.root: Node
         """Set at admission."""
         self.waits_on: Node | None = None
@@ -100,13 +199,43 @@ class Sequence:
         """Index in `DecodeRows` from its last prefill step on."""
         self.path: list[Node] = []
         self.private: list[BlockId] = []
+        self.tails: list[BlockId] = []
+        """Before a fork, blocks reserved for the children's tails; of a child, the parent's tail that is still to
+        be copied into its own."""
         self.resident = 0
         """Tokens whose KV was found at admission."""
         self.computed = 0
         """Tokens whose KV exists or is planned, while in prefill."""
-        self.cached_tokens = -1
-        """Prompt tokens among `resident` at the first admission, as reported to the client; -1 before it."""
-        self.started = False
+        self.claim: list[Node] | None = None
+        """While preempted: the chunks that it wants to find again (PagedAttention §4.5, swapping)."""
+
+    @property
+    def request(self) -> int:
+        return self.group.id
+
+    @property
+    def arrival(self) -> int:
+        return self.group.arrival
+
+    @property
+    def prompt_len(self) -> int:
+        return self.group.prompt_len
+
+    @property
+    def salt(self) -> bytes:
+        return self.group.request.salt
+
+    @property
+    def recompute_from_start(self) -> bool:
+        """Whether every prompt position must be computed, because the prompt's tokens are to be scored."""
+        return not self.group.prompt_scored
+
+    @property
+    def prefill_stop(self) -> int:
+        """Tokens to compute before it decodes. A beam that comes back leaves its last token to the step in which
+        all beams of its search are sampled from."""
+        returns = self.seat is not None and self.tokens.count > self.prompt_len
+        return self.tokens.count - returns
 
     @property
     def anchor(self) -> Node:

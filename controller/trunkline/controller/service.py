@@ -21,10 +21,19 @@ import zmq
 
 from trunkline.controller.clients import CLIENT_SHIFT, Client, Clients
 from trunkline.controller.config import ConfigError, ControllerConfig
-from trunkline.controller.engine import Engine, ProtocolError, Request
+from trunkline.controller.engine import Engine, ProtocolError
 from trunkline.controller.group import GroupLostError, WorkerGroup
 from trunkline.controller.integrity import check_integrity
-from trunkline.controller.messages import Abort, FlushCache, Ping, RouterRequest, Submit
+from trunkline.controller.messages import (
+    Abort,
+    FlushCache,
+    GrammarReady,
+    Ping,
+    RouterRequest,
+    StepResult,
+    Submit,
+)
+from trunkline.controller.sequence import Request
 from trunkline.controller.submissions import is_request_number, problem_of
 from trunkline.kvstore.layout import unpack_int32
 from trunkline.router.messages import Finished, FinishReason, Flushed, Outputs, State
@@ -133,7 +142,11 @@ class ControllerService:
             self._try_start()
         else:
             for result in results:
-                self.engine.step_done(result, now)
+                match result:
+                    case StepResult():
+                        self.engine.step_done(result, now)
+                    case GrammarReady():
+                        self.engine.grammar_ready(result, now)
                 if self.config.debug_checks:
                     check_integrity(self.engine.scheduler)
         for client, message in self.clients.receive(now):
@@ -149,7 +162,8 @@ class ControllerService:
         self.detail = self.group.describe()
         if not self.group.is_complete:
             return
-        self.engine = Engine(self.config.engine(self.group.num_blocks), self.config.epoch)
+        limits = self.config.engine(self.group.num_blocks, self.group.host_slots, self.group.swap_us_per_block)
+        self.engine = Engine(limits, self.config.epoch)
         self.status, self.detail = Status.READY, ""
         log.info("ready", blocks=self.group.num_blocks, max_context=self.engine.config.longest_sequence)
         self._broadcast_state()
@@ -157,6 +171,8 @@ class ControllerService:
     def _plan(self, now: float) -> None:
         if self.engine is None:
             return
+        for message in self.engine.grammar_messages():
+            self.group.send(message)
         while (plan := self.engine.next_step(now)) is not None:
             self.group.send(plan)
 
@@ -191,6 +207,10 @@ class ControllerService:
             prompt_len=message.prompt_len,
             stop_ids=tuple(message.stop_token_ids),
             salt=message.salt,
+            n=message.n,
+            beam=message.beam,
+            priority=message.priority,
+            grammar=message.grammar,
         )
         self.engine.submit(request, now)
 
@@ -230,12 +250,20 @@ class ControllerService:
                 "prompt_tokens": engine.counters.prompt_tokens,
                 "cached_tokens": engine.counters.cached_tokens,
                 "output_tokens": engine.counters.output_tokens,
-                "preemptions": scheduler.preemptions,
+                "preemptions": scheduler.counters.preemptions,
                 "steps": engine.counters.steps,
                 "plan_copies": engine.counters.plan_copies,
                 "kv_bytes_read": engine.counters.kv_bytes_read,
                 "evicted_blocks": residence.tree.evicted_blocks,
                 "max_context": engine.config.longest_sequence,
+                "blocks_logical": sum(len(s.path) + len(s.private) for s in scheduler.running()),
+                "forks": scheduler.forks.count,
+                "swapped": scheduler.counters.swapped,
+                "blocks_saved": residence.tree.saved_blocks,
+                "blocks_loaded": residence.tree.loaded_blocks,
+                "host_slots": engine.config.host_slots,
+                "host_slots_free": residence.tree.host.free_count,
+                "max_rows": engine.config.max_rows,
             }
         return State(seq=client.next_seq(), status=self.status, detail=self.detail, **counts)
 

@@ -11,6 +11,7 @@ import math
 from typing import Final
 
 from trunkline.controller.messages import Submit
+from trunkline.kvstore.beams import candidate_count
 from trunkline.kvstore.layout import unpack_int32
 from trunkline.worker.messages import Sampling
 
@@ -18,6 +19,7 @@ NUMBER_BITS: Final = 32
 """Of a router's request numbers."""
 _INT32_MAX: Final = (1 << 31) - 1
 _FLOAT32_MAX: Final = 3.4028234e38
+GRAMMAR_KINDS: Final = ("json_schema", "json_object", "regex", "ebnf", "choice", "structural_tag")
 _RANGES: Final[dict[str, tuple[float, float]]] = {
     "temperature": (0.0, _FLOAT32_MAX),
     "top_p": (0.0, 1.0),
@@ -27,6 +29,8 @@ _RANGES: Final[dict[str, tuple[float, float]]] = {
     "frequency_penalty": (-_FLOAT32_MAX, _FLOAT32_MAX),
     "repetition_penalty": (0.0, _FLOAT32_MAX),
     "logprobs": (-1, _INT32_MAX),
+    "min_tokens": (0, _INT32_MAX),
+    "prompt_logprobs": (-1, _INT32_MAX),
 }
 """What the workers' tensors can hold, not what makes sense. `seed` may be anything: workers mask it."""
 
@@ -53,10 +57,20 @@ def problem_of(message: Submit, vocab_size: int) -> str:
     stop = next((stop for stop in message.stop_token_ids if not 0 <= stop <= _INT32_MAX), None)
     if stop is not None:
         return f"stop token {stop} is not a token id; they are 0 to {_INT32_MAX}"
-    return _sampling_problem(message.sampling)
+    if not -_INT32_MAX <= message.priority <= _INT32_MAX:
+        return f"priority is {message.priority}; allowed are {-_INT32_MAX} to {_INT32_MAX}"
+    if message.beam is not None and not math.isfinite(message.beam.length_penalty):
+        return f"length_penalty is {message.beam.length_penalty}; it must be finite"
+    if message.beam is not None and vocab_size:
+        candidates = candidate_count(message.beam.width, len(message.stop_token_ids))
+        if candidates > vocab_size:
+            return f"a search of width {message.beam.width} looks at {candidates} tokens; there are {vocab_size}"
+    if message.grammar is not None and message.grammar.kind not in GRAMMAR_KINDS:
+        return f"grammars of kind {message.grammar.kind!r} are unknown; known are {', '.join(GRAMMAR_KINDS)}"
+    return _sampling_problem(message.sampling, id_max)
 
 
-def _sampling_problem(sampling: Sampling) -> str:
+def _sampling_problem(sampling: Sampling, id_max: int) -> str:
     for name, (low, high) in _RANGES.items():
         value = getattr(sampling, name)
         if not low <= value <= high:  # also true of NaN
@@ -64,4 +78,16 @@ def _sampling_problem(sampling: Sampling) -> str:
     for token, bias in sampling.logit_bias.items():
         if not math.isfinite(bias):
             return f"logit_bias of token {token} is {bias}; it must be finite"
+    for name in ("stop_ids", "allowed_ids"):
+        packed = getattr(sampling, name)
+        if len(packed) % 4:
+            return f"{name} are {len(packed)} bytes, which is no array of int32"
+    ids = [*unpack_int32(sampling.stop_ids).tolist(), *unpack_int32(sampling.allowed_ids).tolist()]
+    ids += [token for word in sampling.bad_words for token in word]
+    if any(not 0 <= token <= id_max for token in ids):
+        return f"ids outside the vocabulary (0 to {id_max}) are given as stop, bad or allowed tokens"
+    if any(not word for word in sampling.bad_words):
+        return "bad_words has an empty one"
+    if sampling.grammar:
+        return "grammars are named by the controller, not by routers"
     return ""

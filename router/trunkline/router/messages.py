@@ -10,7 +10,7 @@ from enum import StrEnum
 
 import msgspec
 
-from trunkline.controller.messages import TopLogprobs
+from trunkline.controller.messages import PromptLogprobs, TopLogprobs
 
 
 class FinishReason(StrEnum):
@@ -47,6 +47,37 @@ class Finished(msgspec.Struct, array_like=True, frozen=True):
     reason: str
     """A `FinishReason`."""
     detail: str = ""
+    sample: int = -1
+    """Which of its samples ended; the request ends with its last one. -1: all of it."""
+    param: str = ""
+    """The client's parameter that is wrong, if `reason` is `INVALID` and one is."""
+
+
+class Hypothesis(msgspec.Struct, array_like=True, frozen=True):
+    """One result of a beam search."""
+
+    tokens: bytes
+    """int32 output, its stop token included."""
+    score: float
+    """Sum of log-probabilities, divided by length to the power of the length penalty."""
+    logprob: float
+    """The sum."""
+    reason: str
+    """`STOP` or `LENGTH`."""
+
+
+class BeamsFound(msgspec.Struct, array_like=True, frozen=True):
+    """A beam search's results, best first; its `Finished` follows."""
+
+    request: int
+    hypotheses: list[Hypothesis]
+
+
+class PromptScored(msgspec.Struct, array_like=True, frozen=True):
+    """Some positions of a request's prompt were scored. After a preemption a position may come again."""
+
+    request: int
+    logprobs: PromptLogprobs
 
 
 class Outputs(msgspec.Struct, array_like=True, frozen=True, tag="outputs"):
@@ -54,13 +85,17 @@ class Outputs(msgspec.Struct, array_like=True, frozen=True, tag="outputs"):
 
     seq: int
     requests: bytes = b""
-    """uint32 little-endian: for each token, the request it belongs to (each at most once)."""
+    """uint32 little-endian: for each token, the request it belongs to (each sample at most once)."""
     tokens: bytes = b""
     """int32."""
     started: list[Started] = []
     finished: list[Finished] = []
     logprobs: dict[int, TopLogprobs] | None = None
     """By index into `tokens`."""
+    samples: bytes = b""
+    """uint16 little-endian: for each token, the sample of its request; empty: 0 for all."""
+    beams: list[BeamsFound] = []
+    prompt_logprobs: list[PromptScored] = []
 
 
 class State(msgspec.Struct, array_like=True, frozen=True, tag="state"):
@@ -91,6 +126,21 @@ class State(msgspec.Struct, array_like=True, frozen=True, tag="state"):
     evicted_blocks: int
     max_context: int
     """Longest prompt + output this group can hold, in tokens."""
+    blocks_logical: int = 0
+    """Entries of all running sequences' block tables: what they would hold if none shared (`blocks_total -
+    blocks_free - blocks_cached` is what they do hold)."""
+    forks: int = 0
+    """Sequences that came out of another's prompt."""
+    swapped: int = 0
+    """Preemptions that chose the host pool, …"""
+    blocks_saved: int = 0
+    """… device blocks copied to it, …"""
+    blocks_loaded: int = 0
+    """… and back."""
+    host_slots: int = 0
+    host_slots_free: int = 0
+    max_rows: int = 0
+    """Sequences that can decode at once: the most samples or beams a request may have."""
 
 
 class Flushed(msgspec.Struct, array_like=True, frozen=True, tag="flushed"):

@@ -38,11 +38,45 @@ class Sampling(msgspec.Struct, array_like=True, frozen=True):
     """Added to the logits before anything else."""
     logprobs: int = -1
     """Number of most likely tokens reported beside the sampled one's; -1: no log-probabilities at all."""
+    min_tokens: int = 0
+    """Before so many output tokens none of `stop_ids` is sampled."""
+    stop_ids: bytes = b""
+    """int32 ids that would end the sequence; given only where `min_tokens` or a grammar needs them."""
+    bad_words: list[list[int]] = []
+    """Token sequences that are never completed: the last id is forbidden where the others stand before it."""
+    allowed_ids: bytes = b""
+    """int32: only these are ever sampled; empty: all."""
+    prompt_logprobs: int = -1
+    """Most likely tokens reported at each prompt position beside the prompt's own; -1: no report."""
+    grammar: int = 0
+    """Id of the grammar (`CompileGrammar`) that the output follows; 0: none."""
 
     @property
     def needs_history(self) -> bool:
         """Whether the worker must know all earlier tokens, not only those still to be computed."""
-        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+        return (
+            self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+            or self.repetition_penalty != 1.0
+            or self.grammar != 0
+            or any(len(word) > 1 for word in self.bad_words)
+        )
+
+
+class BeamSeat(msgspec.Struct, array_like=True, frozen=True):
+    """A sequence's place in a beam search (PagedAttention §4.4). Its members are sampled from together."""
+
+    group: int
+    """Id of the search during this stay; never used twice within an epoch."""
+    index: int
+    """Rank of the beam, 0 the best."""
+    width: int
+    score: float = 0.0
+    """Sum of the log-probabilities of its output so far."""
+    candidates: int = 0
+    """Continuations to report per step, best first: enough that `width` of them are no stop tokens."""
+    stop_ids: bytes = b""
+    """int32: a continuation by one of these ends a hypothesis and is no beam of the next step."""
 
 
 class Join(msgspec.Struct, array_like=True, frozen=True):
@@ -61,10 +95,29 @@ class Join(msgspec.Struct, array_like=True, frozen=True):
     sampling: Sampling
     extents: bytes = b""
     """int32 `[n, 5]` (`trunkline.kvstore.layout.Extent`); empty: `PLAIN_LAYOUT`."""
+    seat: BeamSeat | None = None
+
+
+class Fork(msgspec.Struct, array_like=True, frozen=True):
+    """A second sequence comes out of one whose prompt ends in this step (PagedAttention §4.4: `fork`).
+
+    Its first token is drawn in this step from the parent's logits; from then on it is a sequence like any other.
+    The parent's last block, if it is not full, is copied by the next plan's `copies`, not by the fork; for
+    the beams of a search, whose parents only the workers know in time, the workers copy it themselves.
+    """
+
+    parent: int
+    child: int
+    blocks: bytes
+    """int32 block table of the child: the parent's full blocks, then a block of its own for a tail."""
+    seed: int
+    """The child's; everything else of its sampling is the parent's."""
+    seat: BeamSeat | None = None
 
 
 class StepPlan(msgspec.Struct, array_like=True, frozen=True, tag="step"):
-    """One forward pass. Applied in this order: leaves, joins, copies, blocks, then prefill and decode."""
+    """One forward pass. Applied in this order: leaves, joins, saves, loads, the copies that beams of the last step
+    left to do, copies, blocks, then prefill and decode, then forks."""
 
     step: int
     """Consecutive from 1 within an epoch; a gap means a lost plan, and a rank that sees one stops."""
@@ -72,6 +125,10 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True, tag="step"):
     leaves: bytes = b""
     """int32 ids of sequences to forget."""
     joins: list[Join] = []
+    saves: bytes = b""
+    """int32 `[n, 3]`: block, host slot, generation: device to host, before anything overwrites the block."""
+    loads: bytes = b""
+    """int32 `[n, 3]`: block, host slot, generation: host to device, after all saves."""
     copies: bytes = b""
     """int32 `[n, 4]`: source block, destination block, first token, token count (`copy_blocks`)."""
     blocks: bytes = b""
@@ -87,11 +144,31 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True, tag="step"):
     of its `Join.tokens`): sampled tokens never travel to the controller and back."""
     runs: bytes | None = None
     """int32 `[n, 4]`: row_start, row_stop, table_start, table_stop: rows whose tables agree there, so that
-    the kernel reads those blocks once for all of them. Sent with `rows`; None: as in the last step."""
+    the kernel reads those blocks once for all of them. Sent with `rows`; None: as in the last step.
+
+    A hint: for the beams of a search they cover every full block of the tables, and the workers find out which
+    of them are the same."""
+    forks: list[Fork] = []
+    """Of sequences whose prefill entry has `sample` 1."""
 
 
 class Shutdown(msgspec.Struct, array_like=True, frozen=True, tag="shutdown"):
     """Leave after the steps received so far."""
 
 
-WorkerMessage = StepPlan | Shutdown
+class CompileGrammar(msgspec.Struct, array_like=True, frozen=True, tag="grammar"):
+    """Prepare a grammar beside the steps; rank 0 answers `GrammarReady`. Sent before any `Join` that names it."""
+
+    grammar: int
+    kind: str
+    """"json_schema", "json_object", "regex", "ebnf", "choice" (a JSON list of strings) or "structural_tag"."""
+    text: str
+
+
+class ForgetGrammar(msgspec.Struct, array_like=True, frozen=True, tag="forget"):
+    """No sequence uses the grammar any more."""
+
+    grammar: int
+
+
+WorkerMessage = StepPlan | Shutdown | CompileGrammar | ForgetGrammar

@@ -1,0 +1,86 @@
+"""The grammars that requests ask for: each is compiled once, and kept while somebody may need it again. Pure.
+
+A request with a grammar waits in the queue, holding nothing, until the workers have compiled it beside their
+steps; so nobody's tokens wait for somebody's schema.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Final
+
+from trunkline.controller.messages import Grammar, GrammarReady
+from trunkline.worker.messages import CompileGrammar, ForgetGrammar
+
+IDLE_MAX: Final = 64
+"""Compiled grammars kept though nobody uses them: clients send the same schema again and again."""
+
+
+@dataclass(slots=True)
+class GrammarEntry:
+    """A grammar that the workers know."""
+
+    id: int
+    grammar: Grammar
+    ready: bool = False
+    problem: str = ""
+    """Why it cannot be compiled."""
+    users: set[int] = field(default_factory=set)
+    """Requests."""
+
+
+class GrammarBook:
+    """By content and by id. Ids are never used twice."""
+
+    def __init__(self) -> None:
+        self._by_content: OrderedDict[tuple[str, str], GrammarEntry] = OrderedDict()
+        """The least recently asked for first."""
+        self._by_id: dict[int, GrammarEntry] = {}
+        self._next_id = 1
+        self._messages: list[CompileGrammar | ForgetGrammar] = []
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def use(self, grammar: Grammar, request: int) -> GrammarEntry:
+        """The grammar's entry, with the request among its users."""
+        key = (grammar.kind, grammar.text)
+        entry = self._by_content.get(key)
+        if entry is None:
+            entry = GrammarEntry(self._next_id, grammar)
+            self._next_id += 1
+            self._by_content[key] = self._by_id[entry.id] = entry
+            self._messages.append(CompileGrammar(entry.id, grammar.kind, grammar.text))
+        self._by_content.move_to_end(key)
+        entry.users.add(request)
+        return entry
+
+    def leave(self, grammar: Grammar, request: int) -> None:
+        """The request has ended."""
+        entry = self._by_content.get((grammar.kind, grammar.text))
+        if entry is None:
+            return
+        entry.users.discard(request)
+        if entry.problem and not entry.users:
+            self._forget(entry)  # nothing was kept of it; a corrected worker may succeed
+        idle = [other for other in self._by_content.values() if not other.users and other.ready]
+        for other in idle[: max(0, len(idle) - IDLE_MAX)]:
+            self._forget(other)
+
+    def ready(self, message: GrammarReady) -> GrammarEntry | None:
+        """The workers have compiled one, or cannot; None: nobody knows it."""
+        entry = self._by_id.get(message.grammar)
+        if entry is not None:
+            entry.ready, entry.problem = True, message.problem
+        return entry
+
+    def _forget(self, entry: GrammarEntry) -> None:
+        del self._by_id[entry.id]
+        del self._by_content[entry.grammar.kind, entry.grammar.text]
+        self._messages.append(ForgetGrammar(entry.id))
+
+    def messages(self) -> list[CompileGrammar | ForgetGrammar]:
+        """What the workers must be told since the last call, before the next plan."""
+        messages, self._messages = self._messages, []
+        return messages

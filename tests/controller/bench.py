@@ -1,0 +1,87 @@
+"""A residence to try things on, one sequence and one plan at a time."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from trunkline.controller.block_pool import BlockPool
+from trunkline.controller.draft import PlanDraft
+from trunkline.controller.integrity import check_residence
+from trunkline.controller.messages import BeamSearch
+from trunkline.controller.residence import Admission, Residence
+from trunkline.controller.sequence import Request, Sequence, SequenceGroup, TokenBuffer
+from trunkline.controller.tree import ChunkTree
+from trunkline.worker.messages import Sampling
+
+CHUNK = 4
+
+
+def make_residence(num_blocks: int, host_slots: int, *, prefix_cache: bool = True) -> Residence:
+    pool = BlockPool(num_blocks)
+    return Residence(pool, ChunkTree(pool, CHUNK), prefix_cache=prefix_cache, host_slots=host_slots)
+
+
+def make_sequence(
+    tokens: list[int],
+    *,
+    request: int = 1,
+    n: int = 1,
+    salt: bytes = b"",
+    beam: BeamSearch | None = None,
+    output: int = 0,
+) -> Sequence:
+    """A sequence whose last `output` tokens are no prompt."""
+    asked = Request(
+        id=request,
+        tokens=np.array(tokens[: len(tokens) - output], np.int32),
+        max_tokens=100,
+        sampling=Sampling(),
+        salt=salt,
+        n=n,
+        beam=beam,
+    )
+    group = SequenceGroup(asked, request, 1000, asked.sampling)
+    group.members[0].tokens = TokenBuffer(np.array(tokens, np.int32))
+    return group.members[0]
+
+
+class Bench:
+    """One plan after the other for single sequences; a plan computes all that was admitted in it."""
+
+    def __init__(self, num_blocks: int, host_slots: int) -> None:
+        self.residence = make_residence(num_blocks, host_slots)
+        self.tree = self.residence.tree
+        self.step = 0
+
+    def plan(self) -> PlanDraft:
+        self.step += 1
+        return PlanDraft(self.step, CHUNK)
+
+    def admit(self, sequence: Sequence, draft: PlanDraft | None = None, *, tails: int = 0) -> PlanDraft:
+        draft = draft or self.plan()
+        assert self.residence.admit(sequence, 0, self.step, draft, tails) is Admission.ADMITTED
+        sequence.computed = sequence.tokens.count
+        self.residence.mark_ready(sequence, self.step)
+        for source in draft.copy_sources:
+            self.tree.release(source, self.step)
+        draft.copy_sources = []
+        return draft
+
+    def leave(self, sequence: Sequence, *, claim: bool = False) -> None:
+        self.residence.leave(sequence, sequence.computed, self.step, claim=claim)
+
+    def cache(self, tokens: list[int], *, claim: bool = False, draft: PlanDraft | None = None) -> Sequence:
+        """A sequence that has come and gone."""
+        sequence = make_sequence(tokens, request=self.step + 100)
+        self.admit(sequence, draft)
+        self.leave(sequence, claim=claim)
+        return sequence
+
+    def squeeze(self, blocks: int) -> PlanDraft:
+        """A plan that needs so many blocks, and gives them back."""
+        draft = self.plan()
+        assert self.residence.make_room(blocks, draft)
+        return draft
+
+    def check(self, running: list[Sequence], waiting: list[Sequence]) -> None:
+        check_residence(self.residence, running, waiting)

@@ -1,0 +1,147 @@
+"""Beam searches in the simulated workers: candidates, the moves of beams, and the copies they leave to do.
+
+What every rank must do by the contract of `BeamSeat`, `Fork` and `StepPlan` (trunkline.worker.messages).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from simulation.model import VOCABULARY, log_probabilities
+
+from trunkline.controller.messages import BeamStep
+from trunkline.kvstore.beams import assign_tails, choose_beams
+from trunkline.kvstore.layout import blocks_for, pack_int32, unpack_int32
+from trunkline.worker.messages import BeamSeat, Sampling
+
+
+@dataclass
+class Resident:
+    """A sequence as the workers mirror it."""
+
+    sampling: Sampling
+    prompt_len: int
+    first: int
+    tokens: list[int]
+    """From position `first` on."""
+    table: list[int]
+    seat: BeamSeat | None = None
+    computed: int | None = None
+    """Positions before this one were computed or found; None: nothing is planned for it yet."""
+
+    @property
+    def total(self) -> int:
+        return self.first + len(self.tokens)
+
+
+@dataclass
+class Search:
+    """The members of one beam search, by index."""
+
+    width: int
+    candidates: int
+    stop_ids: bytes
+    members: dict[int, int] = field(default_factory=dict)
+    """Index → stay."""
+    scores: dict[int, np.float32] = field(default_factory=dict)
+    copies: list[tuple[int, int, int, int]] = field(default_factory=list)
+    """What the last move left to do at the start of the next step."""
+
+    def sit(self, stay: int, seat: BeamSeat) -> None:
+        assert (seat.width, seat.candidates, seat.stop_ids) == (self.width, self.candidates, self.stop_ids)
+        assert 0 <= seat.index < self.width
+        assert seat.index not in self.members, "two members have one seat"
+        self.members[seat.index] = stay
+        self.scores[seat.index] = np.float32(seat.score)
+
+
+class Searches:
+    """All searches in the batch."""
+
+    def __init__(self, chunk_size: int) -> None:
+        self.chunk_size = chunk_size
+        self.by_group: dict[int, Search] = {}
+        self._ended: set[int] = set()
+        self.moves = 0
+
+    def sit(self, stay: int, seat: BeamSeat) -> None:
+        """A member joins or is forked."""
+        assert seat.group not in self._ended, "a search's id was used twice"
+        search = self.by_group.setdefault(seat.group, Search(seat.width, seat.candidates, seat.stop_ids))
+        search.sit(stay, seat)
+
+    def leave(self, seats: list[BeamSeat]) -> None:
+        """Members leave; all of a search at once, and the copies it had left to do are forgotten with it."""
+        for seat in seats:
+            del self.by_group[seat.group].members[seat.index]
+        for group in {seat.group for seat in seats}:
+            assert not self.by_group[group].members, "a part of a beam search left"
+            del self.by_group[group]
+            self._ended.add(group)
+
+    def take_copies(self) -> list[tuple[int, int, int, int]]:
+        """What the moves of the last step left to do."""
+        copies = [copy for search in self.by_group.values() for copy in search.copies]
+        for search in self.by_group.values():
+            search.copies = []
+        return copies
+
+    def check_together(self, rows: list[int], residents: dict[int, Resident]) -> None:
+        """All members of a search decode in the same steps."""
+        present = set(rows)
+        groups = {seat.group for stay in rows if (seat := residents[stay].seat) is not None}
+        for group in groups:
+            search = self.by_group[group]
+            assert set(search.members) == set(range(search.width)), "a search decodes without some of its beams"
+            assert set(search.members.values()) <= present, "a part of a beam search decodes"
+            assert len({residents[stay].total for stay in search.members.values()}) == 1
+
+    def advance(
+        self, group: int, hashes: dict[int, bytes], residents: dict[int, Resident]
+    ) -> tuple[BeamStep, dict[int, int]]:
+        """Choose the next beams and move contents of members accordingly.
+
+        Args:
+            hashes: by stay, of all tokens so far: of every member, or of the first one where the prompt ends.
+
+        Returns:
+            the candidates; by stay, the token that its new content ends with.
+        """
+        search = self.by_group[group]
+        indices = sorted(i for i, stay in search.members.items() if stay in hashes)
+        assert indices in ([0], list(range(search.width))), "candidates come from all beams or from the prompt"
+        scores = np.stack(
+            [log_probabilities(hashes[search.members[i]]) + search.scores[i] for i in indices], dtype=np.float32
+        )
+        flat = scores.reshape(-1)
+        best = np.argsort(-flat, kind="stable")[: search.candidates]
+        parents = np.array(indices, np.int32)[best // VOCABULARY]
+        tokens = (best % VOCABULARY).astype(np.int32)
+        step = BeamStep(pack_int32(parents), pack_int32(tokens), flat[best].astype("<f4").tobytes())
+        chosen = choose_beams(tokens, unpack_int32(search.stop_ids), search.width)
+        sampled = self._move(search, parents[chosen].tolist(), tokens[chosen].tolist(), residents)
+        search.scores = dict(enumerate(flat[best[chosen]]))
+        return step, sampled
+
+    def _move(
+        self, search: Search, parents: list[int], tokens: list[int], residents: dict[int, Resident]
+    ) -> dict[int, int]:
+        members = [residents[search.members[i]] for i in range(search.width)]
+        computed = members[0].total
+        assert all(len(member.table) == blocks_for(computed, self.chunk_size) for member in members), (
+            "a beam's table does not fit what it has computed"
+        )
+        old = [(member.first, member.tokens, member.table) for member in members]
+        tails = assign_tails(parents)
+        filled = computed % self.chunk_size
+        for member, parent, token, tail in zip(members, parents, tokens, tails, strict=True):
+            first, past, table = old[parent]
+            member.first, member.tokens, member.table = first, [*past, token], list(table)
+            if filled:
+                own = old[tail][2][-1]
+                if tail != parent:
+                    search.copies.append((table[-1], own, 0, filled))
+                member.table[-1] = own
+        self.moves += 1
+        return {search.members[i]: token for i, token in enumerate(tokens)}

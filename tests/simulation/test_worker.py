@@ -1,0 +1,130 @@
+"""The simulated workers themselves: what plans written by hand give, and how wrong ones are noticed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from simulation.model import prefix_hash, prompt_score
+from simulation.oracle import beam_search, expected_output
+from simulation.worker import SimulatedWorkers
+
+from trunkline.controller.messages import BeamSearch
+from trunkline.kvstore.beams import assign_tails, candidate_count
+from trunkline.kvstore.layout import pack_int32, unpack_int32
+from trunkline.worker.messages import BeamSeat, Fork, Join, Sampling, StepPlan
+
+CHUNK = 4
+PROMPT = [11, 12, 13, 14, 15, 16]
+
+
+def workers() -> SimulatedWorkers:
+    return SimulatedWorkers(num_blocks=16, chunk_size=CHUNK, host_slots=4)
+
+
+def join(blocks: list[int], sampling: Sampling | None = None, seat: BeamSeat | None = None) -> Join:
+    return Join(1, pack_int32(PROMPT), 0, len(PROMPT), pack_int32(blocks), sampling or Sampling(seed=5), seat=seat)
+
+
+def prompt_step(joined: Join, forks: list[Fork]) -> StepPlan:
+    return StepPlan(1, 1, joins=[joined], prefill=pack_int32([1, 0, len(PROMPT), 0, 1]), forks=forks)
+
+
+def decode(step: int, rows: list[int], copies: tuple[int, ...] = (), blocks: tuple[int, ...] = ()) -> StepPlan:
+    return StepPlan(step, 1, copies=pack_int32(copies), blocks=pack_int32(blocks), rows=pack_int32(rows), runs=b"")
+
+
+def test_forks_draw_from_the_parents_logits_and_go_their_own_way() -> None:
+    group = workers()
+    forks = [Fork(1, 2, pack_int32([0, 2]), 6), Fork(1, 3, pack_int32([0, 3]), 7)]
+    tokens = [unpack_int32(group.execute(prompt_step(join([0, 1]), forks)).tokens).tolist()]
+    tokens.append(
+        unpack_int32(group.execute(decode(2, [3, 1, 2], copies=(1, 2, 0, 2, 1, 3, 0, 2))).tokens).tolist()
+    )
+    tokens[1] = [tokens[1][1], tokens[1][2], tokens[1][0]]
+    expected = [expected_output(PROMPT, seed, 2) for seed in (5, 6, 7)]
+    assert [list(pair) for pair in zip(*tokens, strict=True)] == expected
+    assert group.blocks_held == (4, 6)
+
+
+def test_a_forgotten_copy_of_a_tail_is_noticed() -> None:
+    group = workers()
+    group.execute(prompt_step(join([0, 1]), [Fork(1, 2, pack_int32([0, 2]), 6)]))
+    with pytest.raises(AssertionError, match="nobody computed"):
+        group.execute(decode(2, [1, 2]))
+
+
+@pytest.mark.parametrize(("blocks", "message"), [([0, 1], "its own"), ([3, 2], "does not share")])
+def test_a_wrong_fork_is_noticed(blocks: list[int], message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        workers().execute(prompt_step(join([0, 1]), [Fork(1, 2, pack_int32(blocks), 6)]))
+
+
+def test_two_sequences_that_write_to_one_block_are_noticed() -> None:
+    group = workers()
+    group.execute(prompt_step(join([0, 1]), []))
+    other = Join(2, pack_int32(PROMPT), 0, len(PROMPT), pack_int32([0, 1]), Sampling())
+    with pytest.raises(AssertionError, match="others refer to"):
+        group.execute(StepPlan(2, 1, joins=[other], prefill=pack_int32([2, 5, 1, 5, 1])))
+
+
+def test_host_slots_keep_generations_apart() -> None:
+    group = workers()
+    group.execute(prompt_step(join([0, 1]), []))
+    pool = group.pool
+    pool.save([(0, 3, 1)])
+    pool.load([(5, 3, 1)])
+    assert pool.walk([5], CHUNK, step=2, stay=1) == prefix_hash(PROMPT[:CHUNK])
+    with pytest.raises(AssertionError, match="old generation"):
+        pool.save([(0, 3, 1)])
+    with pytest.raises(AssertionError, match="no 4"):
+        pool.save([(0, 4, 1)])
+    with pytest.raises(AssertionError, match="another generation"):
+        pool.load([(5, 3, 2)])
+    with pytest.raises(AssertionError, match="nobody saved"):
+        pool.load([(5, 2, 1)])
+
+
+def test_prompt_positions_are_scored_by_the_logits_before_them() -> None:
+    group = workers()
+    joined = join([0, 1], Sampling(prompt_logprobs=2))
+    first = group.execute(StepPlan(1, 1, joins=[joined], prefill=pack_int32([1, 0, 2, 0, 0])))
+    second = group.execute(StepPlan(2, 1, prefill=pack_int32([1, 2, 4, 2, 1])))
+    assert first.prompt_logprobs is not None
+    assert second.prompt_logprobs is not None
+    scores = [first.prompt_logprobs[1], second.prompt_logprobs[1]]
+    assert [score.start for score in scores] == [1, 3]
+    found = [x for score in scores for x in np.frombuffer(score.token_logprobs, "<f4").tolist()]
+    assert found == [prompt_score(prefix_hash(PROMPT[:p]), PROMPT[p], 2)[0] for p in range(1, len(PROMPT))]
+
+
+def test_beams_move_with_their_blocks() -> None:
+    """Four steps of a search of width 2; the workers copy tails themselves."""
+    width, group = 2, workers()
+    seats = [BeamSeat(9, i, width, 0.0, candidate_count(width, 0)) for i in range(width)]
+    group.execute(prompt_step(join([0, 1], seat=seats[0]), [Fork(1, 2, pack_int32([0, 2]), 0, seats[1])]))
+    for step, blocks in ((2, ()), (3, ()), (4, (1, 2, 4, 2, 2, 5))):
+        group.execute(decode(step, [2, 1], blocks=blocks))
+    # Without stop tokens the beams after four steps are the hypotheses of four tokens.
+    expected = beam_search(PROMPT, BeamSearch(width), 4, n=width).hypotheses
+    assert [group.residents[stay].tokens[len(PROMPT) :] for stay in (1, 2)] == [h.tokens for h in expected]
+    assert list(group.searches.by_group[9].scores.values()) == [h.logprob for h in expected]
+    assert [len(resident.table) for resident in group.residents.values()] == [3, 3]
+
+
+def test_a_part_of_a_search_cannot_leave_or_decode() -> None:
+    for wrong in (decode(2, [1]), StepPlan(2, 1, leaves=pack_int32([2]))):
+        group = workers()
+        seats = [BeamSeat(9, i, 2, 0.0, 4) for i in range(2)]
+        group.execute(prompt_step(join([0, 1], seat=seats[0]), [Fork(1, 2, pack_int32([0, 2]), 0, seats[1])]))
+        with pytest.raises(AssertionError, match="a part of a beam search"):
+            group.execute(wrong)
+
+
+@pytest.mark.parametrize("parents", [[0, 0, 2, 0], [3, 3, 3, 3], [1, 0, 3, 2], [2, 1, 1, 0], [0]])
+def test_tails_are_handed_on_once(parents: list[int]) -> None:
+    """Nobody's tail is both a source of a copy and written to, and the beams own all tails as before."""
+    tails = assign_tails(parents)
+    assert sorted(tails) == list(range(len(parents)))
+    copied = {tail for parent, tail in zip(parents, tails, strict=True) if parent != tail}
+    assert not copied & set(parents)
+    assert len(copied) == len(parents) - len(set(parents))

@@ -1,0 +1,206 @@
+"""Random traffic from a seed: every kind of request in one engine, and what must hold of all of them.
+
+`Traffic` submits, aborts, flushes and steps; each request that ends is compared with its oracle and forgotten, so
+that hundreds of thousands of them run in bounded memory. Progress is bounded, too: what is computed more than once
+must stay in proportion.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Final
+
+from simulation.driver import Options, Simulation, verify
+from simulation.model import VOCABULARY
+
+from trunkline.controller.config import EngineConfig
+from trunkline.controller.integrity import check_integrity
+from trunkline.controller.messages import BeamSearch, Grammar
+from trunkline.kvstore.layout import blocks_for
+from trunkline.router.messages import FinishReason
+
+WIDTHS: Final = (2, 3, 4)
+BAD_GRAMMAR: Final = "("
+CHECK_EVERY: Final = 200
+"""Events between two checks of the whole engine."""
+RECOMPUTED_MAX: Final = 1.5
+"""Tokens that may be computed for each one that a group without a cache and without preemptions computes."""
+
+
+@dataclass(frozen=True)
+class Mix:
+    """What is asked for, as probabilities, and how much of it."""
+
+    prompt_max: int = 40
+    output_max: int = 24
+    samples: float = 0.2
+    beams: float = 0.2
+    priorities: float = 0.2
+    salts: float = 0.1
+    scored: float = 0.1
+    grammars: float = 0.1
+    aborts: float = 0.05
+    preempts: float = 0.0
+    """Of a step: somebody is preempted for no reason."""
+    crowd: int = 12
+    """Requests that wait or run at once, about."""
+
+
+def fits(config: EngineConfig, prompt_len: int, max_tokens: int, width: int) -> bool:
+    """Whether a request can ever run: its sequences have rows, and at their longest share only whole prompt blocks
+    (without the cache nothing, after a preemption)."""
+    longest = min(config.max_context, config.num_blocks * config.chunk_size)
+    shared = prompt_len // config.chunk_size if config.prefix_cache else 0
+    own = blocks_for(min(prompt_len + max_tokens, longest), config.chunk_size) - shared
+    return prompt_len < longest and width <= config.max_rows and shared + width * own <= config.num_blocks
+
+
+class Traffic:
+    """Requests from a seed into one engine."""
+
+    def __init__(self, config: EngineConfig, mix: Mix, seed: int, *, check: bool = True) -> None:
+        self.config = config
+        self.mix = mix
+        self.simulation = Simulation(config, check=check)
+        self.ended = 0
+        self.needed_tokens = 0
+        """Computed by a group that forgets everything but shares nothing, and is never short of blocks."""
+        self._rng = random.Random(seed)
+        self._bases = [self._tokens(mix.prompt_max) for _ in range(5)]
+        self._acts = 0
+        self._wrong: dict[int, str] = {}
+        """Requests that cannot run: "size" or "grammar"."""
+
+    def _tokens(self, most: int) -> list[int]:
+        return [self._rng.randrange(VOCABULARY) for _ in range(self._rng.randrange(1, most + 1))]
+
+    def _chance(self, probability: float) -> bool:
+        return self._rng.random() < probability
+
+    def submit(self) -> int:
+        """One random request; its beginning is often that of others."""
+        rng, mix = self._rng, self.mix
+        base = rng.choice(self._bases)
+        prompt = base[: rng.randrange(1, len(base) + 1)] if self._chance(0.7) else []
+        prompt = (prompt + self._tokens(6))[: mix.prompt_max]
+        options: Options = {"seed": rng.randrange(4), "n": 1}
+        options["stop_ids"] = tuple(rng.sample(range(VOCABULARY), rng.choice([0, 0, 1, 3, 10])))
+        if self._chance(mix.beams):
+            width = rng.choice(WIDTHS)
+            penalty = rng.choice([1.0, 0.0, -0.5, 2.0, 0.7])
+            options["beam"] = BeamSearch(width, penalty, rng.choice([True, False, None]))
+            options["n"] = rng.randrange(1, width + 1)
+        else:
+            options["n"] = rng.choice(WIDTHS) if self._chance(mix.samples) else 1
+            if self._chance(mix.grammars):
+                options["grammar"] = Grammar(
+                    "regex", rng.choice(["a", "b", "c", BAD_GRAMMAR]), "structured_outputs"
+                )
+            if self._chance(mix.scored):
+                options["prompt_logprobs"] = rng.randrange(3)
+        if self._chance(mix.priorities):
+            options["priority"] = rng.randrange(-1, 3)
+        if self._chance(mix.salts):
+            options["salt"] = b"tenant"
+        max_tokens = rng.randrange(1, mix.output_max + 1)
+        beam = options.get("beam")
+        width = beam.width if beam else options["n"]
+        request = self.simulation.submit(prompt, max_tokens, **options)
+        grammar = options.get("grammar")
+        if not fits(self.config, len(prompt), max_tokens, width):
+            self._wrong[request] = "size"
+        elif grammar is not None and grammar.text == BAD_GRAMMAR:
+            self._wrong[request] = "grammar"
+        self.settle()
+        return request
+
+    @property
+    def live(self) -> int:
+        """Requests that have not ended."""
+        return len(self.simulation.streams)
+
+    def act(self) -> None:
+        """One random event besides submissions."""
+        rng, simulation = self._rng, self.simulation
+        self._acts += 1
+        if self._acts % CHECK_EVERY == 0:
+            self.check_bounds()
+        if self.live and self._chance(self.mix.aborts):
+            simulation.abort(rng.choice(simulation.engine.request_ids()))
+        elif self._chance(0.002):
+            simulation.engine.flush_cache()
+        elif simulation.grammars and self._chance(0.3):
+            grammar = simulation.grammars[rng.choice(list(simulation.grammars))]
+            simulation.compiled(grammar.grammar, "it is bad" if grammar.text == BAD_GRAMMAR else "")
+        elif self._chance(self.mix.preempts):
+            groups = [s.group for s in simulation.engine.scheduler.running()]
+            if groups:
+                simulation.engine.scheduler.preempt(rng.choice(groups), simulation.now)
+        elif self._chance(0.5):
+            simulation.now += 1.0
+            simulation.plan()
+        else:
+            simulation.answer()
+        self.settle()
+
+    def settle(self) -> None:
+        """Compare what has ended with the oracle, and forget it."""
+        for request in self.simulation.take_ended():
+            stream = self.simulation.streams.pop(request)
+            longest = self.config.longest_sequence
+            wrong = self._wrong.pop(request, "")
+            assert wrong != "size" or stream.reason == FinishReason.INVALID, "what cannot run was let in"
+            assert wrong or stream.reason != FinishReason.INVALID, "what can run was refused"
+            assert wrong != "grammar" or stream.reason not in (FinishReason.STOP, FinishReason.LENGTH)
+            verify(stream, longest)
+            self.ended += 1
+            width = stream.beam.width if stream.beam else stream.n
+            self.needed_tokens += len(stream.prompt) + width * min(stream.max_tokens, longest)
+            if stream.reason == FinishReason.LENGTH and stream.n == 1 and not stream.beam and self._chance(0.05):
+                next_turn = (stream.prompt + stream.output)[: self.mix.prompt_max]
+                self._bases[self._rng.randrange(len(self._bases))] = next_turn
+
+    def run(self, requests: int) -> None:
+        """So many requests, from the first to the last end."""
+        simulation, engine = self.simulation, self.simulation.engine
+        for _ in range(requests):
+            while self.live >= self.mix.crowd:
+                self.act()
+            self.submit()
+            for _ in range(self._rng.randrange(6)):
+                self.act()
+        while not engine.is_idle:
+            if not simulation.step():
+                assert simulation.grammars, f"requests {engine.request_ids()} wait, and nothing runs"
+            for message in list(simulation.grammars.values()):
+                simulation.compiled(message.grammar, "it is bad" if message.text == BAD_GRAMMAR else "")
+            self.settle()
+        assert not simulation.streams
+        assert self.ended == requests
+        self.check_empty()
+
+    def check_bounds(self) -> None:
+        """What the engine remembers is in proportion to the pools and to who is there; little work is repeated."""
+        scheduler, workers = self.simulation.engine.scheduler, self.simulation.workers
+        check_integrity(scheduler)
+        tree, chunks = scheduler.residence.tree, self.config.num_blocks + self.config.host_slots
+        assert tree.node_count <= chunks
+        assert len(tree._idle_leaves) <= 4 * chunks + 65
+        assert len(list(tree.roots())) <= 2
+        assert len(scheduler.queue) <= self.live
+        assert len(scheduler.forks.searches) <= self.live
+        assert len(workers.grammars) <= self.live + 64
+        assert len(workers.residents) <= 2 * self.config.max_rows + scheduler.running_count
+        running = self.live * (self.mix.prompt_max + max(WIDTHS) * self.mix.output_max)
+        assert workers.computed_tokens <= RECOMPUTED_MAX * (self.needed_tokens + running)
+
+    def check_empty(self) -> None:
+        """Nothing is held when nothing runs; cached chunks can all be dropped."""
+        engine = self.simulation.engine
+        self.check_bounds()
+        assert engine.scheduler.residence.tree.active_count == 0
+        engine.flush_cache()
+        assert engine.scheduler.residence.tree.node_count == 0
+        assert engine.scheduler.residence.pool.free_count == self.config.num_blocks
+        assert not engine.scheduler.forks.searches
