@@ -13,7 +13,7 @@ import numpy as np
 from trunkline.controller.messages import StepResult, TopLogprobs
 from trunkline.kvstore.layout import blocks_for, pack_int32, unpack_int32
 from trunkline.worker.config import WorkerConfig
-from trunkline.worker.messages import Join, Sampling, StepPlan
+from trunkline.worker.messages import Fork, Join, Sampling, StepPlan
 from trunkline.worker.runner import Runner
 
 VOCAB_SIZE: Final = 101
@@ -35,6 +35,8 @@ class Stream:
     computed: int = 0
     output: list[int] = field(default_factory=list)
     logprobs: list[TopLogprobs] = field(default_factory=list)
+    forks: list[Stream] = field(default_factory=list)
+    """Further samples: they come out of this one at the end of its prompt."""
 
 
 class Driver:
@@ -52,14 +54,19 @@ class Driver:
         """A new stream; its first `shared` tokens (whole blocks) are read from the blocks of `like`."""
         shared_blocks = shared // self._chunk_size
         blocks = like.blocks[:shared_blocks] if like else []
-        stream = Stream(self._next_id, prompt, sampling, blocks, shared_blocks)
-        self._next_id += 1
-        return stream
+        return Stream(self.take_id(), prompt, sampling, blocks, shared_blocks)
+
+    def add_samples(self, prompt: list[int], samplings: list[Sampling]) -> list[Stream]:
+        """Several samples of a prompt, of which only the first is given to `run`: the others fork from it."""
+        samples = [self.add(prompt, sampling) for sampling in samplings]
+        samples[0].forks = samples[1:]
+        return samples
 
     def run(self, streams: list[Stream], count: int, piece: int = 7) -> None:
         """Generate `count` tokens for each stream, then let all leave."""
         waiting, prefilling, rows = list(streams), [], []  # type: ignore[var-annotated]
         first_rows: list[int] = []
+        copies: list[tuple[int, int, int, int]] = []
         while waiting or prefilling or any(len(row.output) < count for row in rows):
             joins, entries, tables = [], [], []
             if waiting:
@@ -82,22 +89,34 @@ class Driver:
             new_rows = [row.id for row in rows]
             changed = new_rows != first_rows
             first_rows = new_rows
+            parents = [stream for stream in sampled if stream.forks]
+            forks = [self._fork(fork, parent) for parent in parents for fork in parent.forks]
+            children = [fork for parent in parents for fork in parent.forks]
             result = self.send(
                 joins=joins,
+                copies=pack_int32(np.array(copies, dtype=np.int32)),
+                forks=forks,
                 blocks=pack_int32(np.array(tables, dtype=np.int32)),
                 prefill=pack_int32(np.array(entries, dtype=np.int32)),
                 rows=pack_int32(new_rows) if changed else None,
                 runs=self._runs(rows) if changed else None,
             )
-            self._collect(rows + sampled, result)
-            rows = rows + sampled
+            self._collect(rows + sampled + children, result)
+            copies = [copy for parent in parents for copy in self._tail_copies(parent)]
+            rows = rows + sampled + children
             prefilling = [stream for stream in prefilling if stream not in sampled]
-        self.send(leaves=pack_int32([stream.id for stream in streams]), rows=b"", runs=b"")
+        everyone = [stream.id for first in streams for stream in (first, *first.forks)]
+        self.send(leaves=pack_int32(everyone), rows=b"", runs=b"")
 
     def send(self, **fields: object) -> StepResult | None:
         """Execute one plan, the next in order."""
         self.step += 1
         return self._execute(StepPlan(self.step, 1, **fields))  # type: ignore[arg-type]
+
+    def take_id(self) -> int:
+        """A sequence id that nobody else gets."""
+        self._next_id += 1
+        return self._next_id - 1
 
     def take_blocks(self, count: int) -> list[int]:
         """Blocks that nobody else gets."""
@@ -106,6 +125,18 @@ class Driver:
     def _start_of(self, stream: Stream) -> int:
         """With everything shared, the last token is computed again for its logits."""
         return min(stream.shared_blocks * self._chunk_size, len(stream.prompt) - 1)
+
+    def _fork(self, child: Stream, parent: Stream) -> Fork:
+        full = len(parent.prompt) // self._chunk_size
+        child.blocks = parent.blocks[:full]
+        if len(parent.prompt) % self._chunk_size:
+            child.blocks = child.blocks + self.take_blocks(1)
+        return Fork(parent.id, child.id, pack_int32(child.blocks), child.sampling.seed)
+
+    def _tail_copies(self, parent: Stream) -> list[tuple[int, int, int, int]]:
+        """What the plan after the fork copies."""
+        used = len(parent.prompt) % self._chunk_size
+        return [(parent.blocks[-1], child.blocks[-1], 0, used) for child in parent.forks if used]
 
     def _join(self, stream: Stream) -> Join:
         return Join(

@@ -50,16 +50,26 @@ def test_a_good_model(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "kind", "message"),
     [
-        ({"architectures": ["GPT7"]}, UnsupportedModelError, "GPT7; supported: LlamaForCausalLM"),
+        (
+            {"architectures": ["GPT7"]},
+            UnsupportedModelError,
+            "GPT7; supported: FalconForCausalLM, GPT2LMHeadModel",
+        ),
+        (
+            {"architectures": ["Gemma3ForConditionalGeneration"]},
+            UnsupportedModelError,
+            "Gemma3ForConditionalGeneration (it reads images too",
+        ),
         ({"architectures": None}, UnsupportedModelError, "none named"),
-        ({"hidden_act": "gelu"}, UnsupportedModelError, "gelu"),
+        ({"hidden_act": "relu"}, UnsupportedModelError, "hidden_act 'relu' is not supported; supported: silu"),
+        ({"partial_rotary_factor": 0.5}, UnsupportedModelError, "partial_rotary_factor"),
         (
             {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
             UnsupportedModelError,
             "'dynamic' is not supported; supported: default, linear, llama3",
         ),
         ({"rope_parameters": {"rope_type": "longrope"}}, UnsupportedModelError, "longrope"),
-        ({"quantization_config": {"bits": 4}}, UnsupportedModelError, "quantised"),
+        ({"quantization_config": {"bits": 4}}, UnsupportedModelError, "quantization_config: quantised"),
         ({"num_hidden_layers": None}, ModelError, "'num_hidden_layers' is missing"),
         ({"num_key_value_heads": 3}, ModelError, "4 attention heads cannot share 3 KV heads"),
         ({"hidden_size": "wide"}, ModelError, "invalid literal"),
@@ -114,19 +124,21 @@ def test_bad_files(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["gqa", "linear-rope", "llama3-rope", "yarn-rope"])
 def test_inverse_frequencies_equal_transformers(name: str, tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / name, **LAYOUTS[name])
-    rope = read_model_config(folder).rope
+    rope = read_model_config(folder).attention[0].rope
+    assert rope is not None
     if rope.kind == "default":
         expected, factor = 1.0 / 10000.0 ** (torch.arange(0, 8, 2).float() / 8), 1.0
     else:
         config = LlamaConfig.from_pretrained(folder)
         expected, factor = ROPE_INIT_FUNCTIONS[rope.kind](config, torch.device("cpu"))
-    torch.testing.assert_close(inverse_frequencies(rope, 8), expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(inverse_frequencies(rope), expected, rtol=1e-6, atol=0)
     assert rope.attention_factor == pytest.approx(factor)
 
 
 def test_older_rope_form(folder: Path) -> None:
     edit(folder, rope_parameters=None, rope_theta=777.0, rope_scaling={"type": "linear", "factor": 2.0})
-    rope = read_model_config(folder).rope
+    rope = read_model_config(folder).attention[0].rope
+    assert rope is not None
     assert (rope.kind, rope.factor, rope.theta) == ("linear", 2.0, 777.0)
 
 

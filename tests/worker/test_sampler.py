@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from trunkline.kvstore.layout import pack_int32, unpack_int32
 from trunkline.worker.messages import Join, Sampling
 from trunkline.worker.noise import gumbel, token_keys
-from trunkline.worker.sampler import Sampler, first_argmax, is_plain_greedy
+from trunkline.worker.sampler import LOGPROB_MIN, Sampler, first_argmax, is_plain_greedy
 from trunkline.worker.sequences import Sequence
 
 V = 50
@@ -96,6 +97,8 @@ def test_rows_do_not_influence_each_other() -> None:
         {"temperature": 1.3, "seed": 5, "min_p": 0.2},
         {"temperature": 1.0, "seed": 6, "repetition_penalty": 1.4, "presence_penalty": 0.5},
         {"temperature": 0, "frequency_penalty": 1.0, "logit_bias": {3: 9.0}},
+        {"temperature": 1.0, "seed": 9, "bad_words": [[4, 7], [11]], "min_tokens": 5, "stop_ids": pack_int32([2])},
+        {"temperature": 1.0, "seed": 10, "allowed_ids": pack_int32([1, 5, 30]), "presence_penalty": 0.5},
     ]
     rows = [sequence([1, 2, 3], [4, 4], **variant) for variant in variants]
     logits = torch.randn(len(rows), V)
@@ -191,7 +194,120 @@ def test_logprobs_zero_reports_only_the_sampled_token() -> None:
     assert reports[0].token_logprob == pytest.approx(float(logits[0].log_softmax(-1)[ids[0]]), abs=1e-5)
 
 
+def test_allowed_ids_are_the_only_ones_drawn() -> None:
+    allowed = [3, 49, 17]
+    rows = [
+        sequence([1], [], temperature=1.0, seed=s, allowed_ids=pack_int32([*allowed, 999])) for s in range(500)
+    ]
+    free = sequence([1], [], temperature=1.0, seed=77)
+    drawn = draw(torch.zeros(501, V), [*rows, free])
+    assert set(drawn[:500]) == set(allowed)
+    assert drawn[500:] == draw(torch.zeros(1, V), [free])
+
+
+def test_stop_ids_are_not_drawn_before_min_tokens() -> None:
+    row = sequence([7, 7], [], temperature=0, min_tokens=3, stop_ids=pack_int32([4, 5]))
+    logits = torch.zeros(1, V)
+    logits[0, [4, 5, 9]] = torch.tensor([3.0, 2.0, 1.0])
+    sampler, drawn = Sampler(V, torch.device("cpu")), []
+    for step in range(5):
+        ids, _ = sampler.sample(logits.clone(), [row], changed=step == 0)
+        drawn.append(int(ids[0]))
+        row.append(drawn[-1])
+    assert drawn == [9, 9, 9, 4, 4]
+
+
+def test_bad_words_are_never_completed() -> None:
+    """Single ids, sequences, sequences that begin in the prompt or overlap themselves."""
+    bad = [[9], [2, 3], [1, 2, 4], [6, 6, 6], [], [8, 999]]
+    row = sequence([5, 1, 2], [], temperature=1.0, seed=3, bad_words=bad)
+    logits = torch.full((1, V), -8.0)
+    logits[0, :10] = 0.0
+    sampler = Sampler(V, torch.device("cpu"))
+    ids, _ = sampler.sample(logits.clone(), [row], changed=True)
+    assert int(ids[0]) not in (3, 4, 9), "2 is the prompt's last token"
+    row.append(int(ids[0]))
+    for _ in range(600):
+        ids, _ = sampler.sample(logits.clone(), [row], changed=False)
+        row.append(int(ids[0]))
+    tokens = row.tokens.tolist()
+    for word in bad:
+        found = [i for i in range(3, len(tokens)) if word and tokens[i + 1 - len(word) : i + 1] == word]
+        assert found == [], word
+    pairs = set(itertools.pairwise(tokens))
+    assert {(2, 4), (6, 6), (5, 3)} <= pairs, "what is not forbidden is drawn"
+
+
+def test_a_bad_word_that_lies_wholly_before_the_next_token_forbids_nothing() -> None:
+    row = sequence([1, 2, 3], [], temperature=0, bad_words=[[1, 2], [3, 4, 5]])
+    logits = torch.zeros(1, V)
+    logits[0, 2] = 2.0
+    assert draw(logits, [row]) == [2]
+
+
+@pytest.mark.parametrize(
+    ("masks", "expected"),
+    [
+        ({"allowed_ids": [4], "bad_words": [[4]]}, {4}),
+        ({"allowed_ids": [4, 5], "bad_words": [[4]]}, {5}),
+        ({"allowed_ids": [4], "stop_ids": [4], "min_tokens": 2}, {4}),
+        ({"allowed_ids": [4, 6], "stop_ids": [4], "min_tokens": 2, "bad_words": [[6]]}, {6}),
+        ({"allowed_ids": [V, V + 7]}, set(range(V))),
+        ({"bad_words": [[i] for i in range(V)]}, set(range(V))),
+    ],
+)
+def test_of_masks_that_contradict_each_other_the_later_is_left_out(
+    masks: dict[str, Any], expected: set[int]
+) -> None:
+    packed = {k: pack_int32(v) if k in ("allowed_ids", "stop_ids") else v for k, v in masks.items()}
+    rows = [sequence([1], [], temperature=2.0, seed=seed, **packed) for seed in range(800)]
+    assert set(draw(torch.zeros(800, V), rows)) == expected
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), -3e38, 3e38])
+@pytest.mark.parametrize(
+    "method",
+    [
+        {"temperature": 0},
+        {"temperature": 1.0, "seed": 1},
+        {"temperature": 0.01, "seed": 1, "top_p": 0.5, "min_p": 0.1, "top_k": 3, "repetition_penalty": 2.0},
+    ],
+)
+def test_logits_that_are_no_numbers_never_lead_outside_the_mask(value: float, method: dict[str, Any]) -> None:
+    masked = sequence([1, 4], [], **method, allowed_ids=pack_int32([4, 8]))
+    drawn = draw(torch.full((2, V), value), [masked, sequence([1], [], **method)])
+    assert drawn[0] in (4, 8)
+    assert 0 <= drawn[1] < V
+    logits = torch.zeros(1, V)
+    logits[0, [4, 8]] = value
+    assert draw(logits, [masked])[0] in (4, 8)
+
+
+def test_masks_come_after_the_bias_and_show_in_log_probabilities() -> None:
+    row = sequence([1], [], temperature=0, logit_bias={9: 100.0}, bad_words=[[9]], logprobs=V)
+    logits = torch.randn(1, V, generator=torch.Generator().manual_seed(5))
+    _, reports = Sampler(V, torch.device("cpu")).sample(logits.clone(), [row], changed=True)
+    assert reports is not None
+    logits[0, 9] = -math.inf
+    tops = unpack_int32(reports[0].top_ids)
+    values = np.frombuffer(reports[0].top_logprobs, dtype="<f4")
+    np.testing.assert_allclose(values[:-1], logits[0].log_softmax(-1).numpy()[tops[:-1]], atol=1e-5)
+    assert tops[-1] == 9
+    assert values[-1] == LOGPROB_MIN, "JSON has no infinity"
+
+
 def test_plain_greedy_is_recognised() -> None:
     assert is_plain_greedy([sequence([1], [], temperature=0)])
-    for other in ({"temperature": 1.0}, {"logprobs": 0}, {"logit_bias": {1: 1.0}}, {"presence_penalty": 1.0}):
+    assert is_plain_greedy([sequence([1], [3, 4], temperature=0, min_tokens=2, stop_ids=pack_int32([4]))])
+    for other in (
+        {"temperature": 1.0},
+        {"logprobs": 0},
+        {"logit_bias": {1: 1.0}},
+        {"presence_penalty": 1.0},
+        {"min_tokens": 1, "stop_ids": pack_int32([4])},
+        {"bad_words": [[1]]},
+        {"bad_words": [[1, 2]]},
+        {"allowed_ids": pack_int32([1])},
+        {"grammar": 1},
+    ):
         assert not is_plain_greedy([sequence([1], [], **{"temperature": 0, **other})])

@@ -20,9 +20,26 @@ import zmq
 from worker.checkpoints import make_checkpoint
 from worker.driver import run_config
 
-from trunkline.controller.messages import LoadProgress, StepResult, WorkerFailed, WorkerReady, WorkerReport
+from trunkline.controller.messages import (
+    GrammarReady,
+    LoadProgress,
+    StepResult,
+    WorkerFailed,
+    WorkerReady,
+    WorkerReport,
+)
 from trunkline.kvstore.layout import pack_int32, unpack_int32
-from trunkline.worker.messages import PLAN_TOPIC, Join, Sampling, Shutdown, StepPlan, WorkerMessage, rank_topic
+from trunkline.worker.messages import (
+    PLAN_TOPIC,
+    CompileGrammar,
+    ForgetGrammar,
+    Join,
+    Sampling,
+    Shutdown,
+    StepPlan,
+    WorkerMessage,
+    rank_topic,
+)
 
 Report = TypeVar("Report", bound=WorkerReport)
 
@@ -81,7 +98,7 @@ class Setup:
         self._stack.callback(controller.close)
         return controller
 
-    def start(self, rank: int = 0, tp: int = 1) -> subprocess.Popen[bytes]:
+    def start(self, rank: int = 0, tp: int = 1, host_memory_bytes: int = 0) -> subprocess.Popen[bytes]:
         config = run_config(
             self.model,
             rank=rank,
@@ -90,6 +107,7 @@ class Setup:
             report_endpoint=f"ipc://{self.folder}/reports",
             rendezvous=f"file://{self.folder}/rendezvous" if tp > 1 else "",
             parent_pid=os.getpid(),
+            host_memory_bytes=host_memory_bytes,
         )
         path = self.folder / f"rank-{rank}.json"
         path.write_bytes(msgspec.json.encode(config))
@@ -129,6 +147,52 @@ def test_late_controller_steps_and_shutdown(setup: Setup) -> None:
     assert [len(unpack_int32(result.tokens)) for result in results] == [1, 1, 1, 0]
     controller.send(Shutdown())
     assert process.wait(timeout=10) == 0
+
+
+def test_host_pool_is_announced_and_used(setup: Setup) -> None:
+    controller = setup.controller()
+    setup.start(host_memory_bytes=50_000)
+    ready = controller.wait_for(WorkerReady)[0]
+    assert ready.host_slots == 50_000 // ready.block_bytes
+    assert ready.swap_us_per_block > 0
+    controller.send(first_plan())
+    controller.send(StepPlan(2, 1, saves=pack_int32([3, 0, 1, 1, 1, 1]), loads=pack_int32([5, 0, 1])))
+    results = controller.wait_for(StepResult, 2)
+    assert results[0].moved_us == 0
+    assert results[1].moved_us > 0
+
+
+def test_grammars_are_reported_by_rank_0_at_once(setup: Setup) -> None:
+    """A problem that shows without compiling is reported within a poll of a compiling rank, not of an idle one."""
+    controller = setup.controller()
+    for rank in range(2):
+        setup.start(rank, tp=2)
+    controller.wait_for_ranks(2)
+    controller.send(first_plan())
+    controller.wait_for(StepResult)
+    for grammar in (7, 8):
+        started = time.monotonic()
+        controller.send(CompileGrammar(grammar, "json_schema", "{not json"))
+        report = controller.wait_for(GrammarReady)[0]
+        assert report.grammar == grammar
+        assert report.problem
+        assert time.monotonic() - started < 0.2
+        controller.send(ForgetGrammar(grammar))
+    # The steps go on.
+    controller.send(StepPlan(2, 1, rows=pack_int32([1]), runs=b""))
+    assert len(unpack_int32(controller.wait_for(StepResult)[0].tokens)) == 1
+
+
+def test_a_missing_tokenizer_ends_the_request_not_the_rank(setup: Setup) -> None:
+    """Compiling happens beside the steps, whatever comes of it."""
+    controller = setup.controller()
+    setup.start()
+    controller.wait_for_ranks(1)
+    controller.send(CompileGrammar(3, "regex", "[a-z]+"))
+    controller.send(first_plan())
+    kinds = [type(controller.receive(60)) for _ in range(2)]
+    assert set(kinds) == {StepResult, GrammarReady}
+    assert kinds[0] is StepResult, "the step did not wait for the grammar"
 
 
 def test_idle_costs_nothing_and_signals(setup: Setup) -> None:

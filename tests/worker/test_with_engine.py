@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from simulation.driver import Simulation
+from worker.beam_driver import Case
 from worker.checkpoints import make_checkpoint
 from worker.driver import VOCAB_SIZE, run_config
+from worker.test_beams import check, expected_hypotheses, with_likely_stops
 
 from trunkline.controller.config import EngineConfig
-from trunkline.controller.messages import StepResult
+from trunkline.controller.messages import BeamSearch, StepResult
 from trunkline.worker.messages import StepPlan
 from trunkline.worker.runner import Runner
 
@@ -33,12 +36,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("models") / "model")
 
 
+def make_simulation(folder: Path, blocks: int, **settings: Any) -> Simulation:
+    """An engine over a real runner, whose pool begins with what must never be read."""
+    config = run_config(folder, pool_blocks=blocks, host_memory_bytes=settings.pop("host_memory_bytes", 0))
+    runner = Runner.load(config, lambda *_: None)
+    runner.pool.data.fill_(float("nan"))
+    settings = {"max_context": 400, "host_slots": runner.host_slots, **settings}
+    simulation = Simulation(EngineConfig(num_blocks=blocks, chunk_size=8, **settings))
+    simulation.workers = RealWorkers(runner)  # type: ignore[assignment]
+    return simulation
+
+
 def simulate(folder: Path, prompts: dict[int, list[int]], blocks: int) -> tuple[list[list[int]], Simulation]:
     """Sampled output of all prompts (by seed), submitted together."""
-    runner = Runner.load(run_config(folder, pool_blocks=blocks), lambda *_: None)
-    runner.pool.data.fill_(float("nan"))
-    simulation = Simulation(EngineConfig(num_blocks=blocks, chunk_size=8, max_context=400))
-    simulation.workers = RealWorkers(runner)  # type: ignore[assignment]
+    simulation = make_simulation(folder, blocks)
     ids = [simulation.submit(prompt, 20, seed=seed) for seed, prompt in prompts.items()]
     simulation.run()
     return [simulation.streams[request].output for request in ids], simulation
@@ -56,7 +67,72 @@ def test_text_does_not_depend_on_what_the_engine_does(folder: Path) -> None:
     roomy, simulation = simulate(folder, prompts, 200)
     assert roomy == alone
     assert simulation.engine.counters.cached_tokens > 0
-    assert simulation.engine.scheduler.preemptions == 0
+    assert simulation.engine.scheduler.counters.preemptions == 0
     tight, simulation = simulate(folder, prompts, 24)
     assert tight == alone
-    assert simulation.engine.scheduler.preemptions > 0
+    assert simulation.engine.scheduler.counters.preemptions > 0
+
+
+KINDS: list[dict[str, Any]] = [
+    {"n": 3},
+    {"beam": BeamSearch(4), "n": 4},
+    {"prompt_logprobs": 1},
+    {"beam": BeamSearch(2, 0.6, True), "n": 2, "stop_ids": (5, 77)},
+    {},
+]
+"""Samples, searches, scored prompts and plain requests."""
+
+
+def submit(simulation: Simulation, index: int, prompt: list[int]) -> int:
+    return simulation.submit(prompt, 14, seed=index, **KINDS[index % len(KINDS)])
+
+
+def results(simulation: Simulation, request: int) -> tuple[Any, ...]:
+    """What a client got; scores rounded, as sums may be added in another order."""
+    stream = simulation.streams[request]
+    assert stream.reason in ("stop", "length")
+    found = [(h.tokens, round(h.score, 3), h.reason) for h in stream.hypotheses or []]
+    scored = {position: round(row[0], 3) for position, row in stream.scored.items()}
+    return stream.outputs, found, scored
+
+
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+def test_mixed_methods_do_not_depend_on_what_the_engine_does(folder: Path, preemption: str) -> None:
+    """Alone, together, and together in a pool so small that all are preempted in turn."""
+    rng = np.random.default_rng(3)
+    prefix = rng.integers(VOCAB_SIZE, size=30).tolist()
+    prompts = [
+        prefix[: int(rng.integers(0, 31))] + rng.integers(VOCAB_SIZE, size=int(rng.integers(1, 20))).tolist()
+        for _ in range(10)
+    ]
+    alone = make_simulation(folder, 100, prefix_cache=False)
+    expected = []
+    for index, prompt in enumerate(prompts):
+        request = submit(alone, index, prompt)
+        alone.run()
+        expected.append(results(alone, request))
+    tight = make_simulation(folder, 26, preemption=preemption, host_memory_bytes=1 << 20)
+    requests = [submit(tight, index, prompt) for index, prompt in enumerate(prompts)]
+    tight.run()
+    assert [results(tight, request) for request in requests] == expected
+    assert tight.engine.scheduler.counters.preemptions > 0
+    loads = tight.workers.runner.kernels.counters.calls.get("scatter_blocks", 0)  # type: ignore[attr-defined]
+    assert (loads > 0) == (preemption == "swap")
+
+
+@pytest.mark.parametrize("width", [2, 4, 6])
+@pytest.mark.parametrize("early_stopping", [True, False, None])
+def test_searches_through_the_engine_equal_transformers(
+    folder: Path, width: int, early_stopping: bool | None
+) -> None:
+    simulation = make_simulation(folder, 120)
+    rng = np.random.default_rng(width)
+    cases = []
+    for length in (7, 16, 21):
+        prompt = rng.integers(VOCAB_SIZE, size=length).tolist()
+        case = with_likely_stops(folder, Case(prompt, BeamSearch(width, 1.0, early_stopping), limit=14))
+        request = simulation.submit(prompt, 14, beam=case.spec, n=width, stop_ids=case.stop_ids)
+        cases.append((request, case))
+    simulation.run()
+    for request, case in cases:
+        check(simulation.streams[request].hypotheses or [], expected_hypotheses(folder, case))

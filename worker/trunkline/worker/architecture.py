@@ -1,45 +1,96 @@
 """What distinguishes model families, as data: the decoder is composed from it (design.md §5).
 
-A new family is a new `Architecture` and a reader of its config.json in `families`, not a new class of model.
+A new family is a record here and a reader of its config.json in `families`, not a new class of model. What may
+differ between two models of a family is in `ModelConfig`; a reader may also change parts of the record
+(`dataclasses.replace`), as Falcon's does, under whose name three layouts go.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final
 
 
 class Norm(StrEnum):
+    """How hidden states are normalised."""
+
     RMS = "rms"
+    RMS_OFFSET = "rms, weights stored minus one"
+    LAYER = "layer"
+    LAYER_NO_BIAS = "layer, without bias"
 
 
 class Positions(StrEnum):
+    """How a token knows where it is."""
+
     ROTARY = "rotary"
+    ALIBI = "alibi"
+    LEARNED = "learned"
+    """A table of vectors added to the embeddings. Keys depend on it, so cached KV cannot move."""
+
+
+class Qkv(StrEnum):
+    """Where the checkpoint has the query, key and value projections."""
+
+    SEPARATE = "three matrices"
+    STACKED = "one matrix: all queries, all keys, all values"
+    GROUPED = "one matrix: for each KV head its queries, its key, its value"
 
 
 class Mlp(StrEnum):
-    GATED_SILU = "gated_silu"
+    PLAIN = "down(activation(up(x)))"
+    GATED = "down(activation(gate(x)) * up(x))"
+    EXPERTS = "a weighted sum of a few of many gated ones"
+
+
+class Residual(StrEnum):
+    """How attention and MLP come together; `a` and `m` are those, `n` are norms of their own."""
+
+    SEQUENTIAL = "x + a(n(x)), then x + m(n(x))"
+    PARALLEL = "x + a(n(x)) + m(n(x))"
+    """One all-reduce per layer."""
+    POST_NORM = "n(x + a(x)), then n(x + m(x))"
 
 
 @dataclass(frozen=True)
 class WeightNames:
-    """Tensor names in a checkpoint, without the ending `.weight` or `.bias`."""
+    """Tensor names in a checkpoint, without the ending `.weight` or `.bias`; "": there is none.
+
+    All but `head` are meant behind the prefix of `Architecture.prefixes` that the checkpoint uses, and those
+    from `attention_norm` on behind `layer`.
+    """
 
     embedding: str
     layer: str
     """Prefix of a layer's names, with `{}` for its index."""
     attention_norm: str
-    query: str
-    key: str
-    value: str
     attention_out: str
     mlp_norm: str
-    gate: str
+    """Under `PARALLEL`, none: the MLP reads what attention reads."""
     up: str
     down: str
     final_norm: str
-    head: str
+    head: str = "lm_head"
+    qkv: str = ""
+    """The fused projection; or `query`, `key` and `value`."""
+    query: str = ""
+    key: str = ""
+    value: str = ""
+    query_norm: str = ""
+    """RMS norm of each query head before rotation."""
+    key_norm: str = ""
+    gate: str = ""
+    attention_post_norm: str = ""
+    """Of the output of attention, before it is added; under `POST_NORM`, of the sum."""
+    mlp_post_norm: str = ""
+    router: str = ""
+    """Of experts, whose names (`gate`, `up`, `down`) have `{}` for their index."""
+    positions: str = ""
+    embedding_in: str = ""
+    """Projection from the embeddings' width to the hidden size."""
+    embedding_out: str = ""
+    """The reverse, before the head."""
 
 
 @dataclass(frozen=True)
@@ -49,21 +100,29 @@ class Architecture:
     family: str
     norm: Norm
     positions: Positions
+    qkv: Qkv
     mlp: Mlp
-    parallel_residual: bool
-    """Attention and MLP read the same normalised input, and one addition follows both."""
+    residual: Residual
     names: WeightNames
+    prefixes: tuple[str, ...]
+    """Of tensor names; a checkpoint uses one of them."""
+    transposed: bool = False
+    """Layers' matrices are stored as `[in, out]`."""
+    position_rows_skipped: int = 0
+    """Rows of the table of positions in front of position 0."""
 
 
 LLAMA: Final = Architecture(
     family="llama",
     norm=Norm.RMS,
     positions=Positions.ROTARY,
-    mlp=Mlp.GATED_SILU,
-    parallel_residual=False,
+    qkv=Qkv.SEPARATE,
+    mlp=Mlp.GATED,
+    residual=Residual.SEQUENTIAL,
+    prefixes=("model.", ""),
     names=WeightNames(
-        embedding="model.embed_tokens",
-        layer="model.layers.{}.",
+        embedding="embed_tokens",
+        layer="layers.{}.",
         attention_norm="input_layernorm",
         query="self_attn.q_proj",
         key="self_attn.k_proj",
@@ -73,10 +132,167 @@ LLAMA: Final = Architecture(
         gate="mlp.gate_proj",
         up="mlp.up_proj",
         down="mlp.down_proj",
-        final_norm="model.norm",
-        head="lm_head",
+        final_norm="norm",
     ),
 )
 
-ARCHITECTURES: Final = {"LlamaForCausalLM": LLAMA}
-"""By the name in config.json's `architectures`."""
+MISTRAL: Final = replace(LLAMA, family="mistral")
+QWEN2: Final = replace(LLAMA, family="qwen2")
+QWEN3: Final = replace(
+    LLAMA,
+    family="qwen3",
+    names=replace(LLAMA.names, query_norm="self_attn.q_norm", key_norm="self_attn.k_norm"),
+)
+MIXTRAL: Final = replace(
+    LLAMA,
+    family="mixtral",
+    mlp=Mlp.EXPERTS,
+    names=replace(
+        LLAMA.names,
+        router="block_sparse_moe.gate",
+        gate="block_sparse_moe.experts.{}.w1",
+        up="block_sparse_moe.experts.{}.w3",
+        down="block_sparse_moe.experts.{}.w2",
+    ),
+)
+GEMMA2: Final = replace(
+    LLAMA,
+    family="gemma2",
+    norm=Norm.RMS_OFFSET,
+    names=replace(
+        LLAMA.names,
+        attention_post_norm="post_attention_layernorm",
+        mlp_norm="pre_feedforward_layernorm",
+        mlp_post_norm="post_feedforward_layernorm",
+    ),
+)
+GEMMA3: Final = replace(
+    GEMMA2,
+    family="gemma3",
+    names=replace(GEMMA2.names, query_norm="self_attn.q_norm", key_norm="self_attn.k_norm"),
+)
+GPT2: Final = Architecture(
+    family="gpt2",
+    norm=Norm.LAYER,
+    positions=Positions.LEARNED,
+    qkv=Qkv.STACKED,
+    mlp=Mlp.PLAIN,
+    residual=Residual.SEQUENTIAL,
+    transposed=True,
+    prefixes=("transformer.", ""),
+    names=WeightNames(
+        embedding="wte",
+        positions="wpe",
+        layer="h.{}.",
+        attention_norm="ln_1",
+        qkv="attn.c_attn",
+        attention_out="attn.c_proj",
+        mlp_norm="ln_2",
+        up="mlp.c_fc",
+        down="mlp.c_proj",
+        final_norm="ln_f",
+    ),
+)
+OPT: Final = Architecture(
+    family="opt",
+    norm=Norm.LAYER,
+    positions=Positions.LEARNED,
+    qkv=Qkv.SEPARATE,
+    mlp=Mlp.PLAIN,
+    residual=Residual.SEQUENTIAL,
+    position_rows_skipped=2,
+    prefixes=("model.decoder.", "decoder."),
+    names=WeightNames(
+        embedding="embed_tokens",
+        positions="embed_positions",
+        layer="layers.{}.",
+        attention_norm="self_attn_layer_norm",
+        query="self_attn.q_proj",
+        key="self_attn.k_proj",
+        value="self_attn.v_proj",
+        attention_out="self_attn.out_proj",
+        mlp_norm="final_layer_norm",
+        up="fc1",
+        down="fc2",
+        final_norm="final_layer_norm",
+    ),
+)
+OPT_POST_NORM: Final = replace(
+    OPT,
+    residual=Residual.POST_NORM,
+    names=replace(
+        OPT.names,
+        attention_norm="",
+        attention_post_norm="self_attn_layer_norm",
+        mlp_norm="",
+        mlp_post_norm="final_layer_norm",
+        final_norm="",
+    ),
+)
+GPT_NEOX: Final = Architecture(
+    family="gpt_neox",
+    norm=Norm.LAYER,
+    positions=Positions.ROTARY,
+    qkv=Qkv.GROUPED,
+    mlp=Mlp.PLAIN,
+    residual=Residual.PARALLEL,
+    prefixes=("gpt_neox.", ""),
+    names=WeightNames(
+        embedding="embed_in",
+        layer="layers.{}.",
+        attention_norm="input_layernorm",
+        qkv="attention.query_key_value",
+        attention_out="attention.dense",
+        mlp_norm="post_attention_layernorm",
+        up="mlp.dense_h_to_4h",
+        down="mlp.dense_4h_to_h",
+        final_norm="final_layer_norm",
+        head="embed_out",
+    ),
+)
+FALCON: Final = Architecture(
+    family="falcon",
+    norm=Norm.LAYER,
+    positions=Positions.ROTARY,
+    qkv=Qkv.GROUPED,
+    mlp=Mlp.PLAIN,
+    residual=Residual.PARALLEL,
+    prefixes=("transformer.", ""),
+    names=WeightNames(
+        embedding="word_embeddings",
+        layer="h.{}.",
+        attention_norm="input_layernorm",
+        qkv="self_attention.query_key_value",
+        attention_out="self_attention.dense",
+        mlp_norm="",
+        up="mlp.dense_h_to_4h",
+        down="mlp.dense_4h_to_h",
+        final_norm="ln_f",
+    ),
+)
+FALCON_TWO_NORMS: Final = replace(FALCON, names=replace(FALCON.names, attention_norm="ln_attn", mlp_norm="ln_mlp"))
+FALCON_SEQUENTIAL: Final = replace(
+    FALCON,
+    residual=Residual.SEQUENTIAL,
+    names=replace(FALCON.names, mlp_norm="post_attention_layernorm"),
+)
+MPT: Final = Architecture(
+    family="mpt",
+    norm=Norm.LAYER_NO_BIAS,
+    positions=Positions.ALIBI,
+    qkv=Qkv.STACKED,
+    mlp=Mlp.PLAIN,
+    residual=Residual.SEQUENTIAL,
+    prefixes=("transformer.", ""),
+    names=WeightNames(
+        embedding="wte",
+        layer="blocks.{}.",
+        attention_norm="norm_1",
+        qkv="attn.Wqkv",
+        attention_out="attn.out_proj",
+        mlp_norm="norm_2",
+        up="ffn.up_proj",
+        down="ffn.down_proj",
+        final_norm="norm_f",
+    ),
+)

@@ -3,14 +3,21 @@
 In the steady state of decoding nothing but counters move: positions and slots grow by one and the decode plan
 advances. The plan is rebuilt only when rows, runs or blocks change, or when a row has filled its block (the
 lazy copy of ChunkAttention §3.3).
+
+Logits are asked for in this order: decode rows, prefill entries that sample, prompt positions that are scored:
+
+      samples      row 0 … row n-1 │ entry, entry, … │ fork, fork, …
+      logits rows  0     … n-1     │ n, n + 1, …     │ (a fork reads its parent's) │ scored prompt positions
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from trunkline.kernels.plan import DecodePlan, PrefillPlan, WritePlan, build_decode_plan
@@ -20,6 +27,18 @@ from trunkline.worker.messages import StepPlan
 from trunkline.worker.sequences import Sequence, SequenceTable, join_segments, plain_segments
 
 _NO_RUNS = np.zeros((0, 4), dtype=np.int32)
+
+
+class ScoredPrompt(NamedTuple):
+    """Prompt tokens whose log-probabilities are asked for: those behind the tokens of one prefill entry."""
+
+    sequence: int
+    start: int
+    """Position of the first target."""
+    targets: Int32Array
+    """The prompt's tokens at positions `start`, `start + 1`, …: each is scored by the logits before it."""
+    top: int
+    """Most likely tokens to report at each position."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +55,30 @@ class Batch:
     decode: DecodePlan | None
     prefill: PrefillPlan | None
     samples: list[Sequence]
-    """Whose next token is drawn, in the order of `StepResult.tokens`."""
+    """Whose next token is drawn, in the order of `StepResult.tokens`: rows, prefill entries, forks."""
     samples_changed: bool
     """False if `samples` are those of the step before."""
     logit_rows: Tensor | None
-    """int64 `[samples]`: indices of the tokens whose logits are needed; None: all, in order."""
+    """int64 `[logits rows]`: indices of the tokens whose logits are needed; None: all, in order."""
+    fork_rows: tuple[int, ...] = ()
+    """The logits rows that the forks, the last of `samples`, are drawn from; row i is that of another sample i."""
+    scored: tuple[ScoredPrompt, ...] = ()
+    """Their logits rows follow those of the samples, entry by entry."""
+
+    @property
+    def needs_logits(self) -> bool:
+        """Whether any logits are asked for."""
+        return bool(self.samples or self.scored)
+
+    @property
+    def children(self) -> list[Sequence]:
+        """The forks, the last of the samples."""
+        return self.samples[self.sampled_rows :]
+
+    @property
+    def sampled_rows(self) -> int:
+        """Logits rows that are sampled from; scored ones follow."""
+        return len(self.samples) - len(self.fork_rows)
 
 
 class BatchBuilder:
@@ -64,33 +102,62 @@ class BatchBuilder:
             PlanError: rows, runs or prefill entries that do not fit the sequences.
         """
         rebuilt = self._update_rows(plan)
+        num_rows = len(self._rows)
         entries = unpack_int32(plan.prefill, columns=5)
         prefill = _Prefill(entries, self._sequences, self._chunk_size) if len(entries) else None
-        row_ids = np.fromiter((row.tokens[-1] for row in self._rows), dtype=np.int32, count=len(self._rows))
-        ids, positions, slots = row_ids, self._positions, self._slots
+        ids = np.fromiter((row.tokens[-1] for row in self._rows), dtype=np.int32, count=num_rows)
+        positions, slots = self._positions, self._slots
         samples, logit_rows = self._rows, None
+        fork_rows: tuple[int, ...] = ()
+        scored: tuple[ScoredPrompt, ...] = ()
         prefill_samples = False
         if prefill is not None:
             ids = np.concatenate([ids, *prefill.ids])
             positions = np.concatenate([positions, *prefill.positions])
             slots = np.concatenate([slots, *prefill.slots])
-            samples = self._rows + prefill.samples
             prefill_samples = bool(prefill.samples)
-            rows = np.arange(len(self._rows))
-            logit_rows = np.concatenate([rows, np.array(prefill.last_tokens, dtype=np.int64) + len(rows)])
+            needed = [np.array(prefill.last_tokens, dtype=np.int64), *prefill.scored_tokens]
+            logit_rows = np.concatenate([np.arange(num_rows), np.concatenate(needed) + num_rows])
+            children, parents = self._fork(plan, prefill)
+            samples = self._rows + prefill.samples + children
+            fork_rows = tuple(num_rows + parent for parent in parents)
+            scored = tuple(prefill.scored)
+        elif plan.forks:
+            raise PlanError(f"sequence {plan.forks[0].parent} forks in a step without prefill")
         changed = rebuilt or prefill_samples or self._had_prefill_samples
         self._had_prefill_samples = prefill_samples
         return Batch(
             ids=self._tensor(ids),
             positions=self._tensor(positions),
-            num_rows=len(self._rows),
+            num_rows=num_rows,
             write=WritePlan(self._chunk_size, slots),
             decode=self._plan,
             prefill=prefill.plan(self._chunk_size) if prefill is not None else None,
             samples=samples,
             samples_changed=changed,
             logit_rows=None if logit_rows is None else self._tensor(logit_rows),
+            fork_rows=fork_rows,
+            scored=scored,
         )
+
+    def forget_plan(self) -> None:
+        """Block tables of rows changed otherwise than by a step plan: the next step needs a new decode plan."""
+        self._plan = None
+
+    def _fork(self, plan: StepPlan, prefill: _Prefill) -> tuple[list[Sequence], list[int]]:
+        """The plan's new sequences, and for each the index of its parent among the prefill samples.
+
+        Raises:
+            PlanError: a fork of a sequence whose prompt does not end in this step.
+        """
+        if not plan.forks:
+            return [], []
+        index_of = {sequence.id: index for index, sequence in enumerate(prefill.samples)}
+        stray = [fork.parent for fork in plan.forks if fork.parent not in index_of]
+        if stray:
+            raise PlanError(f"sequences {stray} fork, but none of their prefill entries samples in this step")
+        children = [self._sequences.fork(fork) for fork in plan.forks]
+        return children, [index_of[fork.parent] for fork in plan.forks]
 
     def _tensor(self, values: np.ndarray[tuple[int], np.dtype[np.signedinteger]]) -> Tensor:
         return torch.from_numpy(values.astype(np.int64)).to(self._device)
@@ -155,6 +222,9 @@ class _Prefill:
         self.samples: list[Sequence] = []
         self.last_tokens: list[int] = []
         """Index, among all prefill tokens, of the last token of each entry that samples."""
+        self.scored: list[ScoredPrompt] = []
+        self.scored_tokens: list[NDArray[np.int64]] = []
+        """Indices, among all prefill tokens, of those before each of the scored ones."""
         self._segments = []
         total = 0
         for row, (sequence_id, start, count, write_from, sample) in enumerate(entries.tolist()):
@@ -171,6 +241,8 @@ class _Prefill:
             else:
                 segments = sequence.segments(row, stop, chunk_size)
             self._segments.append(segments)
+            if sequence.sampling.prompt_logprobs >= 0:
+                self._score(sequence, start, stop, total)
             total += count
             if sample:
                 if stop != sequence.known:
@@ -180,6 +252,15 @@ class _Prefill:
                     )
                 self.samples.append(sequence)
                 self.last_tokens.append(total - 1)
+
+    def _score(self, sequence: Sequence, start: int, stop: int, first_token: int) -> None:
+        """Note what the entry `[start, stop)`, whose tokens begin at index `first_token`, says of the prompt."""
+        count = min(stop, sequence.prompt_len - 1) - start
+        if count <= 0:
+            return
+        targets = sequence.token_slice(start + 1, start + 1 + count)
+        self.scored.append(ScoredPrompt(sequence.id, start + 1, targets, sequence.sampling.prompt_logprobs))
+        self.scored_tokens.append(np.arange(first_token, first_token + count))
 
     def plan(self, chunk_size: int) -> PrefillPlan:
         segments = join_segments(self._segments)

@@ -10,6 +10,7 @@ import msgspec
 from trunkline.worker.errors import ConfigError
 
 DTYPES: Final = ("float32", "bfloat16", "float16")
+QUANTISATIONS: Final = ("", "int8")
 DEVICES: Final = ("cpu", "cuda")
 COLLECTIVES: Final = ("auto", "gloo", "shared")
 
@@ -33,6 +34,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Of weights, activations and KV. Float32 by default: greedy output then does not depend on caching."""
     kernels: str = "auto"
     """One of `trunkline.kernels.load.KERNEL_NAMES`."""
+    quantisation: str = ""
+    """Of the layers' weights while they are loaded: "int8" (per output channel), or "" for none."""
     collectives: str = "auto"
     """How ranks exchange: "auto" is NCCL between GPUs and shared memory (or else gloo) between CPUs; "shared"
     insists on shared memory; "gloo" works everywhere, also for ranks that share a GPU, which NCCL refuses."""
@@ -42,6 +45,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Blocks of the KV pool; 0: from `kv_memory_bytes`, or on a GPU from free memory."""
     kv_memory_bytes: int = 0
     """Memory of the KV pool if `pool_blocks` is 0; 0 on a GPU: 90 % of what is free after loading."""
+    host_memory_bytes: int = 0
+    """Main memory for KV blocks outside the pool (preemption by swapping); 0: none."""
     max_context: int = 0
     """Longest sequence in tokens; 0: the model's own limit."""
     rendezvous: str = ""
@@ -68,6 +73,10 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             (self.device in DEVICES, f"device is {self.device!r}; allowed: {', '.join(DEVICES)}"),
             (self.dtype in DTYPES, f"dtype is {self.dtype!r}; allowed: {', '.join(DTYPES)}"),
             (
+                self.quantisation in QUANTISATIONS,
+                f"quantisation is {self.quantisation!r}; allowed: 'int8', or '' for none",
+            ),
+            (
                 self.collectives in COLLECTIVES,
                 f"collectives is {self.collectives!r}; allowed: {', '.join(COLLECTIVES)}",
             ),
@@ -79,6 +88,10 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             (
                 self.pool_blocks > 0 or self.kv_memory_bytes > 0 or self.device == "cuda",
                 "on a CPU, pool_blocks or kv_memory_bytes must be given",
+            ),
+            (
+                self.host_memory_bytes >= 0,
+                f"host_memory_bytes is {self.host_memory_bytes}; it must not be negative",
             ),
             (self.max_context >= 0, f"max_context is {self.max_context}; it must not be negative"),
             (self.threads >= 1, f"threads is {self.threads}; it must be at least 1"),

@@ -11,16 +11,16 @@ import math
 import torch
 from torch import Tensor
 
-from trunkline.worker.families import RopeConfig
+from trunkline.worker.model_config import RopeConfig
 
 
-def inverse_frequencies(rope: RopeConfig, rotary_dim: int) -> Tensor:
+def inverse_frequencies(rope: RopeConfig) -> Tensor:
     """Radians per position of each rotated pair, float32 `[rotary_dim / 2]`.
 
     Raises:
         ValueError: a scaling that `families` should have refused.
     """
-    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
+    exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32) / rope.rotary_dim
     plain = 1.0 / (rope.theta**exponents)
     if rope.kind == "default":
         return plain
@@ -29,7 +29,7 @@ def inverse_frequencies(rope: RopeConfig, rotary_dim: int) -> Tensor:
     if rope.kind == "llama3":
         return _llama3(plain, rope)
     if rope.kind == "yarn":
-        return _yarn(plain, rope, rotary_dim)
+        return _yarn(plain, rope)
     raise ValueError(f"rope scaling {rope.kind!r} has no frequencies here")
 
 
@@ -43,8 +43,9 @@ def _llama3(plain: Tensor, rope: RopeConfig) -> Tensor:
     return torch.where(between, blended, slowed)
 
 
-def _yarn(plain: Tensor, rope: RopeConfig, rotary_dim: int) -> Tensor:
+def _yarn(plain: Tensor, rope: RopeConfig) -> Tensor:
     """As llama3, but blended linearly in the index of the pair (YaRN, "NTK-by-parts")."""
+    rotary_dim = rope.rotary_dim
 
     def pair_of(turns: float) -> float:
         wavelength = rope.original_max_positions / (turns * 2 * math.pi)

@@ -13,22 +13,25 @@ from typing import Final
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from trunkline.controller.messages import StepResult, TopLogprobs
+from trunkline.controller.messages import GrammarReady, StepResult
 from trunkline.kernels.load import KernelsUnavailableError, load_kernels
 from trunkline.kernels.ops import Kernels, KvPool
 from trunkline.kernels.plan import PrefillPlan, WritePlan
 from trunkline.kvstore.layout import Int32Array, pack_int32, unpack_int32
 from trunkline.worker.batch import Batch, BatchBuilder
+from trunkline.worker.beams import BeamSearches
 from trunkline.worker.checkpoint import Progress, Shard, load_weights
 from trunkline.worker.config import WorkerConfig
 from trunkline.worker.decoder import Decoder, make_kv_pool
 from trunkline.worker.errors import ConfigError, PlanError
 from trunkline.worker.families import ModelConfig, check_model
-from trunkline.worker.messages import StepPlan
+from trunkline.worker.grammar import GrammarStore
+from trunkline.worker.host_pool import HostPool
+from trunkline.worker.messages import CompileGrammar, StepPlan
 from trunkline.worker.parallel import TensorParallel
-from trunkline.worker.sampler import Sampler, first_argmax, is_plain_greedy
+from trunkline.worker.sampler import Sampler
+from trunkline.worker.selection import Selection, Selector
 from trunkline.worker.sequences import SequenceTable
 
 TORCH_DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -49,11 +52,16 @@ class Runner:
         device = decoder.pool.data.device
         self._sequences = SequenceTable(self.num_blocks)
         self._batches = BatchBuilder(self._sequences, config.chunk_size, device)
-        self._vocab_size = decoder.shard.config.vocab_size
-        self._sampler = Sampler(self._vocab_size, device)
+        self._searches = BeamSearches()
+        vocab_size = decoder.shard.config.vocab_size
+        # Rank 0 alone samples, so it alone needs grammars.
+        self._grammars = GrammarStore(Path(config.model), vocab_size) if group.rank == 0 else None
+        self._sampler = Sampler(vocab_size, device, self._grammars)
+        self._selector = Selector(group, self._sampler, self._searches, vocab_size, config.chunk_size)
+        self._host = _host_pool(config, decoder.pool, kernels)
+        self.swap_us_per_block = 0.0
+        """What one save and one load of a block take; 0 without a host pool."""
         self._step = 0
-        self._sampled_step = -1
-        self._plain_greedy = False
 
     @classmethod
     def load(cls, config: WorkerConfig, progress: Progress) -> Runner:
@@ -90,6 +98,11 @@ class Runner:
         return data[0].numel() * data.element_size()
 
     @property
+    def host_slots(self) -> int:
+        """Blocks that the host pool holds."""
+        return self._host.capacity_slots if self._host else 0
+
+    @property
     def pool(self) -> KvPool:
         """The rank's KV."""
         return self._decoder.pool
@@ -109,12 +122,36 @@ class Runner:
         return self._step
 
     def close(self) -> None:
-        """Leave the group."""
+        """Leave the group, give the host pool back, end what compiles grammars."""
         self._group.close()
+        if self._grammars is not None:
+            self._grammars.close()
+        if self._host is not None:
+            self._host.close()
+
+    def compile_grammar(self, request: CompileGrammar) -> None:
+        """Begin to prepare a grammar beside the steps; on rank 0, `grammar_reports` then says how that went."""
+        if self._grammars is not None:
+            self._grammars.compile(request.grammar, request.kind, request.text)
+
+    def forget_grammar(self, grammar: int) -> None:
+        """No sequence uses the grammar any more."""
+        if self._grammars is not None:
+            self._grammars.forget(grammar)
+
+    @property
+    def is_compiling(self) -> bool:
+        """Whether `grammar_reports` has something to say, now or soon."""
+        return self._grammars is not None and self._grammars.pending
+
+    def grammar_reports(self) -> list[GrammarReady]:
+        """What became of grammars since the last call. Does not wait."""
+        return self._grammars.poll() if self._grammars is not None and self._grammars.pending else []
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Meet torch's and the collectives' one-time costs now rather than in the first request."""
+        """Meet torch's and the collectives' one-time costs now rather than in the first request, and measure what
+        moving a block costs."""
         zero, two = np.zeros(1, dtype=np.int32), np.array([0, 1], dtype=np.int32)
         batch = Batch(
             ids=torch.zeros(1, dtype=torch.int64, device=self.pool.data.device),
@@ -130,6 +167,8 @@ class Runner:
             logit_rows=None,
         )
         self._decoder.forward(batch)
+        if self._host is not None:
+            self.swap_us_per_block = self._host.measure()
         self.kernels.counters.reset()
 
     @torch.inference_mode()
@@ -150,12 +189,10 @@ class Runner:
             raise PlanError(f"plan of epoch {plan.epoch}; this rank belongs to epoch {self._config.epoch}")
         if plan.step != self._step + 1:
             raise PlanError(f"plan of step {plan.step} after step {self._step}: a plan was lost")
-        self._sequences.apply(plan)
-        copies = unpack_int32(plan.copies, columns=4)
-        if len(copies):
-            self._copy(copies)
+        self._apply(plan)
+        moved_us = self._move(plan)
         batch = self._batches.build(plan)
-        tokens, logprobs = self._run(batch)
+        selection = self._run(batch)
         self._step = plan.step
         if self._group.rank != 0:
             return None
@@ -163,12 +200,46 @@ class Runner:
         return StepResult(
             step=plan.step,
             epoch=plan.epoch,
-            tokens=pack_int32(tokens),
+            tokens=pack_int32(selection.tokens),
             elapsed_us=elapsed_us,
-            logprobs=logprobs,
+            logprobs=selection.logprobs,
             plan_copies=counters.decode_plans - copies_before,
             kv_bytes_read=counters.decode_bytes_read - bytes_before,
+            beams=selection.beams,
+            prompt_logprobs=selection.prompt_logprobs,
+            moved_us=moved_us,
         )
+
+    def _apply(self, plan: StepPlan) -> None:
+        """Who leaves, who joins, and which block tables grow."""
+        self._sequences.apply(plan)
+        if plan.leaves:
+            gone = unpack_int32(plan.leaves).tolist()
+            self._searches.remove(gone)
+            self._sampler.forget(gone)
+        for join in plan.joins:
+            if join.seat is not None:
+                self._searches.add(self._sequences[join.sequence])
+
+    def _move(self, plan: StepPlan) -> int:
+        """Saves, loads, the copies that beams left to do, then the plan's own copies.
+
+        Returns:
+            Microseconds that the saves and loads took.
+        """
+        moved_us = 0
+        if plan.saves or plan.loads:
+            if self._host is None:
+                raise PlanError("blocks are to be saved or loaded, but this rank has no host pool")
+            started = time.perf_counter_ns()
+            self._host.save(unpack_int32(plan.saves, columns=3))
+            self._host.load(unpack_int32(plan.loads, columns=3))
+            self._host.wait()
+            moved_us = (time.perf_counter_ns() - started) // 1000
+        for copies in (self._searches.take_copies(), unpack_int32(plan.copies, columns=4)):
+            if len(copies):
+                self._copy(copies)
+        return moved_us
 
     def _copy(self, copies: Int32Array) -> None:
         try:
@@ -176,51 +247,16 @@ class Runner:
         except ValueError as error:
             raise PlanError(str(error)) from error
 
-    def _run(self, batch: Batch) -> tuple[Int32Array, dict[int, TopLogprobs] | None]:
-        """Forward pass and sampling; returns the sampled ids, the same on every rank."""
+    def _run(self, batch: Batch) -> Selection:
+        """Forward pass, then the samples' tokens, the same on every rank."""
+        for child in batch.children:
+            self._searches.add(child)
         # A plan may only let sequences leave, or only copy blocks.
         logits = self._decoder.forward(batch) if len(batch.ids) else None
-        if logits is None:
-            return np.zeros(0, dtype=np.int32), None
-        reports = None
-        if batch.samples_changed:
-            self._plain_greedy = is_plain_greedy(batch.samples)
-        if self._plain_greedy:
-            ids = self._agree_on_largest(logits)
-        else:
-            whole = self._group.gather_columns(logits)
-            if whole is None:
-                ids = torch.empty(len(batch.samples), dtype=torch.int64, device=logits.device)
-            else:
-                whole = whole[:, : self._vocab_size]
-                ids, reports = self._sampler.sample(whole, batch.samples, changed=self._sampler_is_stale(batch))
-            self._group.broadcast(ids)
-        tokens = ids.cpu().numpy().astype(np.int32)
-        for sequence, token in zip(batch.samples, tokens.tolist(), strict=True):
-            sequence.append(token)
-        return tokens, reports
-
-    def _sampler_is_stale(self, batch: Batch) -> bool:
-        """The sampler keeps rows between steps; it must not have missed one."""
-        stale = batch.samples_changed or self._sampled_step != self._step
-        self._sampled_step = self._step + 1
-        return stale
-
-    def _agree_on_largest(self, logits: Tensor) -> Tensor:
-        """Greedy ids from each rank's largest logits: one small collective instead of gather and broadcast.
-
-        Every rank sees the same numbers, so all take the same id: the lowest on a tie, as ranks hold
-        ascending parts of the vocabulary.
-        """
-        best = first_argmax(logits)
-        if self._group.size == 1:
-            return best
-        ids = best + self._decoder.shard.vocab_start
-        values = logits.gather(1, best[:, None]).squeeze(1)
-        # float64 holds both a float32 logit and an id exactly.
-        every = self._group.all_gather(torch.stack([values.double(), ids.double()]))
-        owner = first_argmax(every[:, 0].T.contiguous())
-        return every[:, 1].T.gather(1, owner[:, None]).squeeze(1).long()
+        selection = self._selector.select(batch, logits, self._decoder.shard.vocab_start)
+        if selection.tables_changed:
+            self._batches.forget_plan()
+        return selection
 
 
 def _device(config: WorkerConfig) -> torch.device:
@@ -250,3 +286,13 @@ def _pool_blocks(config: WorkerConfig, model: ModelConfig, device: torch.device)
         free, _ = torch.cuda.mem_get_info(device)
         memory = int(free * _GPU_SHARE)
     return memory // model.kv_block_bytes(config.chunk_size, config.tp, config.dtype)
+
+
+def _host_pool(config: WorkerConfig, pool: KvPool, kernels: Kernels) -> HostPool | None:
+    """The tier below the device pool, if memory was given to it."""
+    if not config.host_memory_bytes:
+        return None
+    slots = config.host_memory_bytes // (pool.data[0].numel() * pool.data.element_size())
+    if slots < 1:
+        raise ConfigError("the host pool has no room for a single block; give it more memory, or none")
+    return HostPool(slots, pool, kernels)

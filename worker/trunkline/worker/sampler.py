@@ -1,13 +1,18 @@
 """Drawing the next tokens on rank 0, for all rows at once.
 
-Order: logit bias; repetition, frequency and presence penalties; here the reported log-probabilities are
-taken; temperature; top-k; top-p; min-p; then Gumbel-max. Repetition counts prompt and output, frequency and
-presence count output only. Temperature 0 takes the largest logit, on a tie the lowest id.
+Order: logit bias; masks (-inf for what grammars, allowed ids, minimum lengths and bad words forbid,
+`token_masks`); repetition, frequency and presence penalties; here the reported log-probabilities are taken;
+temperature; top-k; top-p; min-p; then Gumbel-max. So a bias never brings back what is masked, and reported
+probabilities are those of what could be drawn. Repetition counts prompt and output, frequency and presence
+count output only. Temperature 0 takes the largest logit, on a tie the lowest id.
 
 A row's token depends on its logits and its own parameters, never on the other rows.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
 
 import numpy as np
 import torch
@@ -15,8 +20,13 @@ from torch import Tensor
 
 from trunkline.controller.messages import TopLogprobs
 from trunkline.kvstore.layout import pack_int32
+from trunkline.worker.messages import Sampling
 from trunkline.worker.noise import gumbel, token_keys
 from trunkline.worker.sequences import Sequence
+from trunkline.worker.token_masks import Grammars, TokenMasks, needs_mask
+
+LOGPROB_MIN: Final = -9999.0
+"""Reported instead of -inf, which JSON cannot express."""
 
 
 def is_plain_greedy(samples: list[Sequence]) -> bool:
@@ -26,6 +36,7 @@ def is_plain_greedy(samples: list[Sequence]) -> bool:
         and s.sampling.logprobs < 0
         and not s.sampling.logit_bias
         and not s.sampling.needs_history
+        and not needs_mask(s.sampling, s.output_index)
         for s in samples
     )
 
@@ -33,8 +44,10 @@ def is_plain_greedy(samples: list[Sequence]) -> bool:
 class Sampler:
     """Keeps what depends on the set of rows only, between steps."""
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, vocab_size: int, device: torch.device, grammars: Grammars | None = None) -> None:
+        """`grammars`: of this rank; without them no row may follow one."""
         self._vocab_size = vocab_size
+        self._grammars = grammars
         self._device = device
         self._keys = token_keys(torch.arange(vocab_size, device=device))
         self._rows: _Rows | None = None
@@ -51,13 +64,18 @@ class Sampler:
 
         Returns:
             int64 ids `[rows]`, and log-probabilities by row for those that asked (None if none did).
+
+        Raises:
+            PlanError: a row follows a grammar that is not compiled.
         """
         rows = self._rows
         if rows is None or changed:
-            self._rows = rows = _Rows(samples, self._vocab_size, self._device)
+            self._rows = rows = _Rows(samples, self._vocab_size, self._device, self._grammars)
         if rows.bias is not None:
             row, token, value = rows.bias
             logits.index_put_((row, token), value, accumulate=True)
+        if rows.masks is not None:
+            rows.masks.apply(logits)
         if rows.penalties is not None:
             rows.penalties.apply(logits)
         log_probs = logits[rows.logprob_rows].log_softmax(dim=-1) if rows.logprob_row_list else None
@@ -66,6 +84,11 @@ class Sampler:
             rows.penalties.record(ids)
         reports = None if log_probs is None else _report(log_probs, ids, rows)
         return ids, reports
+
+    def forget(self, sequences: Iterable[int]) -> None:
+        """Sequences that left the batch: nothing is kept of them."""
+        if self._grammars is not None:
+            self._grammars.forget_sequences(sequences)
 
     def _draw(self, logits: Tensor, samples: list[Sequence], rows: _Rows) -> Tensor:
         # Not `Tensor.argmax`: which of several equal maxima it returns is not specified.
@@ -88,7 +111,9 @@ class Sampler:
 class _Rows:
     """Sampling parameters of a fixed set of rows, as tensors."""
 
-    def __init__(self, samples: list[Sequence], vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self, samples: list[Sequence], vocab_size: int, device: torch.device, grammars: Grammars | None
+    ) -> None:
         params = [s.sampling for s in samples]
 
         def column(values: list[float]) -> Tensor:
@@ -123,8 +148,16 @@ class _Rows:
         self.logprob_row_list = [row for row, p in enumerate(params) if p.logprobs >= 0]
         self.logprob_counts = [min(p.logprobs, vocab_size) for p in params if p.logprobs >= 0]
         self.logprob_rows = torch.tensor(self.logprob_row_list, dtype=torch.int64, device=device)
-        needs = [row for row, p in enumerate(params) if p.needs_history]
+        masked = any(needs_mask(s.sampling, s.output_index) for s in samples)
+        self.masks = TokenMasks(samples, vocab_size, device, grammars) if masked else None
+        needs = [row for row, p in enumerate(params) if _is_penalised(p)]
         self.penalties = _Penalties(samples, needs, vocab_size, device) if needs else None
+
+
+def _is_penalised(sampling: Sampling) -> bool:
+    return (
+        sampling.repetition_penalty != 1.0 or sampling.frequency_penalty != 0.0 or sampling.presence_penalty != 0.0
+    )
 
 
 class _Penalties:
@@ -195,6 +228,7 @@ def _limit(logits: Tensor, rows: _Rows) -> tuple[Tensor, Tensor]:
 
 
 def _report(log_probs: Tensor, ids: Tensor, rows: _Rows) -> dict[int, TopLogprobs]:
+    log_probs.clamp_min_(LOGPROB_MIN)
     chosen = log_probs.gather(1, ids[rows.logprob_rows, None]).squeeze(1).tolist()
     top = log_probs.topk(max(rows.logprob_counts), dim=-1)
     values, tokens = top.values.cpu().numpy().astype("<f4"), top.indices.cpu().numpy().astype(np.int32)

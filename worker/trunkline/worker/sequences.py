@@ -10,18 +10,30 @@ from __future__ import annotations
 
 from array import array
 
+import msgspec
 import numpy as np
 
 from trunkline.kernels.plan import Segments
 from trunkline.kvstore.layout import OPEN_COUNT, PLAIN_LAYOUT, Extent, Int32Array, unpack_int32
 from trunkline.worker.errors import PlanError
-from trunkline.worker.messages import Join, Sampling, StepPlan
+from trunkline.worker.messages import BeamSeat, Fork, Join, Sampling, StepPlan
 
 
 class Sequence:
     """One stay of a sequence in the batch."""
 
-    __slots__ = ("blocks", "first", "id", "known", "layout", "prompt_len", "rewritten", "sampling", "tokens")
+    __slots__ = (
+        "blocks",
+        "first",
+        "id",
+        "known",
+        "layout",
+        "prompt_len",
+        "rewritten",
+        "sampling",
+        "seat",
+        "tokens",
+    )
 
     def __init__(self, join: Join) -> None:
         self.id = join.sequence
@@ -32,11 +44,32 @@ class Sequence:
         self.prompt_len = join.prompt_len
         self.blocks = array("i", unpack_int32(join.blocks).tobytes())
         self.sampling: Sampling = join.sampling
+        self.seat: BeamSeat | None = join.seat
+        """Its place in a beam search, None for a sequence that is drawn from by itself."""
         self.layout = _read_layout(join)
         self.rewritten = False
         """Whether an entry of the block table was replaced since the last batch."""
         if not self.tokens or join.first < 0:
             raise PlanError(f"sequence {self.id} joins with {len(self.tokens)} tokens from {join.first} on")
+
+    @classmethod
+    def forked(cls, fork: Fork, parent: Sequence) -> Sequence:
+        """A sequence with the parent's tokens and parameters, but a seed, a seat and a block table of its own.
+
+        Raises:
+            PlanError: output of the parent is known already, so it does not fork at the end of its prompt.
+        """
+        if parent.known != parent.prompt_len:
+            raise PlanError(
+                f"sequence {fork.child} forks from sequence {parent.id}, which knows {parent.known} tokens; "
+                f"its prompt has {parent.prompt_len}"
+            )
+        sampling = msgspec.structs.replace(parent.sampling, seed=fork.seed)
+        tokens = parent.tokens.tobytes()
+        join = Join(fork.child, tokens, parent.first, parent.prompt_len, fork.blocks, sampling, seat=fork.seat)
+        child = cls(join)
+        child.layout = parent.layout
+        return child
 
     @property
     def is_plain(self) -> bool:
@@ -50,6 +83,16 @@ class Sequence:
     def append(self, token: int) -> None:
         """A token was sampled."""
         self.tokens.append(token)
+        self.known += 1
+
+    def continue_with(self, token: int) -> None:
+        """A beam goes on with `token`, perhaps behind other tokens than its own so far.
+
+        Those are forgotten: a beam of the batch only ever needs its last token, and copying the others from beam
+        to beam would cost more with each step.
+        """
+        self.tokens = array("i", (token,))
+        self.first = self.known
         self.known += 1
 
     def token_slice(self, start: int, stop: int) -> Int32Array:
@@ -154,7 +197,7 @@ class SequenceTable:
             raise PlanError(f"the plan names sequence {sequence}, which has not joined") from None
 
     def apply(self, plan: StepPlan) -> None:
-        """Leaves, joins and block-table entries of a plan.
+        """Leaves, joins and block-table entries of a plan (forks come later, see `fork`).
 
         Raises:
             PlanError: an unknown or already known sequence, or a block outside the pool.
@@ -163,15 +206,27 @@ class SequenceTable:
             if self._by_id.pop(sequence, None) is None:
                 raise PlanError(f"the plan lets sequence {sequence} leave, which has not joined")
         for join in plan.joins:
-            if join.sequence in self._by_id:
-                raise PlanError(f"sequence {join.sequence} joins, but is here already")
-            joined = Sequence(join)
-            self._check_blocks(np.array(joined.blocks, dtype=np.int32))
-            self._by_id[join.sequence] = joined
+            self._add(Sequence(join))
         entries = unpack_int32(plan.blocks, columns=3)
         self._check_blocks(entries[:, 2])
         for sequence, index, block in entries.tolist():
             self[sequence].set_block(index, block)
+
+    def fork(self, fork: Fork) -> Sequence:
+        """The new sequence that comes out of one whose prompt ends in this step.
+
+        Raises:
+            PlanError: as `apply` and `Sequence.forked`.
+        """
+        child = Sequence.forked(fork, self[fork.parent])
+        self._add(child)
+        return child
+
+    def _add(self, sequence: Sequence) -> None:
+        if sequence.id in self._by_id:
+            raise PlanError(f"sequence {sequence.id} joins, but is here already")
+        self._check_blocks(np.array(sequence.blocks, dtype=np.int32))
+        self._by_id[sequence.id] = sequence
 
     def _check_blocks(self, blocks: Int32Array) -> None:
         if len(blocks) and not (blocks.min() >= 0 and blocks.max() < self._pool_blocks):

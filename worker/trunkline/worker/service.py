@@ -3,7 +3,8 @@
       main thread      SUB: plans ──► Runner.execute ──► PUSH: results (rank 0)
       watchdog thread  monitors the SUB connection; if the controller is gone, makes the process leave
 
-Idle means blocked in a poll: a rank that waits costs nothing.
+Idle means blocked in a poll: a rank that waits costs nothing. Only while a grammar is compiled, beside the steps,
+the main thread wakes up more often to report it.
 """
 
 from __future__ import annotations
@@ -22,13 +23,23 @@ from zmq.utils.monitor import recv_monitor_message
 from trunkline.controller.messages import LoadProgress, WorkerFailed, WorkerReady, WorkerReport
 from trunkline.worker.config import WorkerConfig
 from trunkline.worker.errors import PlanError, WorkerError
-from trunkline.worker.messages import PLAN_TOPIC, Shutdown, StepPlan, WorkerMessage, rank_topic
+from trunkline.worker.messages import (
+    PLAN_TOPIC,
+    CompileGrammar,
+    ForgetGrammar,
+    Shutdown,
+    StepPlan,
+    WorkerMessage,
+    rank_topic,
+)
 from trunkline.worker.runner import Runner
 
 _READY_EVERY_S: Final = 1.0
 """Readiness is repeated until the first plan: a controller may start late, or restart before it sends one."""
 _POLL_MS: Final = 250
 """How long the idle main thread sleeps at most before it looks whether the controller is gone."""
+_COMPILING_POLL_MS: Final = 3
+"""Likewise while a grammar is compiled, whose request waits for this rank's report."""
 _LEAVE_WITHIN_S: Final = 0.7
 """Time that the main thread has to leave by itself once the controller is gone."""
 _LINGER_MS: Final = 500
@@ -176,7 +187,14 @@ def _progress(config: WorkerConfig, link: Link, watchdog: Watchdog) -> Callable[
 
 def _loop(config: WorkerConfig, link: Link, watchdog: Watchdog, runner: Runner) -> int:
     ready = WorkerReady(
-        config.rank, config.epoch, os.getpid(), runner.num_blocks, runner.block_bytes, config.device
+        rank=config.rank,
+        epoch=config.epoch,
+        pid=os.getpid(),
+        num_blocks=runner.num_blocks,
+        block_bytes=runner.block_bytes,
+        device=config.device,
+        host_slots=runner.host_slots,
+        swap_us_per_block=runner.swap_us_per_block,
     )
     log.info("ready", blocks=runner.num_blocks, block_bytes=runner.block_bytes, device=config.device)
     started, next_ready = False, 0.0
@@ -185,15 +203,21 @@ def _loop(config: WorkerConfig, link: Link, watchdog: Watchdog, runner: Runner) 
         if not started and now >= next_ready:
             link.offer(ready)
             next_ready = now + _READY_EVERY_S
-        message = link.receive(_POLL_MS)
+        message = link.receive(_COMPILING_POLL_MS if runner.is_compiling else _POLL_MS)
+        started |= message is not None
         if isinstance(message, StepPlan):
-            started = True
             result = runner.execute(message)
             if result is not None:
                 link.report(result)
+        elif isinstance(message, CompileGrammar):
+            runner.compile_grammar(message)
+        elif isinstance(message, ForgetGrammar):
+            runner.forget_grammar(message.grammar)
         elif isinstance(message, Shutdown):
             log.info("shutting down")
             return 0
         elif watchdog.controller_gone.is_set():
             log.error("the controller is gone")
             return 1
+        for report in runner.grammar_reports():
+            link.report(report)

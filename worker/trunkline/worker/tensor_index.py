@@ -23,13 +23,20 @@ class TensorEntry(NamedTuple):
 
     file: Path
     shape: tuple[int, ...]
+    dtype: str
+    """In the format's words: "F32", "BF16", "U8", …"""
+
+    @property
+    def is_float(self) -> bool:
+        """Of a type that weights are read from."""
+        return self.dtype in _FLOAT_TYPES
 
 
 def read_tensor_index(folder: Path) -> dict[str, TensorEntry]:
     """All tensors of a checkpoint, sharded (with an index file) or in one file.
 
     Raises:
-        CheckpointError: missing, cut-off or malformed files, or tensors that are not floating point.
+        CheckpointError: missing, cut-off or malformed files.
     """
     tensors: dict[str, TensorEntry] = {}
     for file in _files(folder):
@@ -66,12 +73,11 @@ def _read_header(file: Path) -> dict[str, TensorEntry]:
             header: dict[str, Any] = json.loads(stream.read(length))
         header.pop("__metadata__", None)
         end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-        entries = {name: TensorEntry(file, tuple(entry["shape"])) for name, entry in header.items()}
-        other = [name for name, entry in header.items() if entry["dtype"] not in _FLOAT_TYPES]
+        entries = {
+            name: TensorEntry(file, tuple(entry["shape"]), str(entry["dtype"])) for name, entry in header.items()
+        }
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{file} has a malformed header: {error!r}") from error
     if end > size:
         raise CheckpointError(f"{file} is cut off: {size} of {end} bytes")
-    if other:
-        raise CheckpointError(f"{file}: {other[0]} is not a floating point tensor; quantised weights?")
     return entries

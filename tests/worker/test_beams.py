@@ -1,0 +1,294 @@
+"""Beam search against `transformers`: the same hypotheses and scores, however prompts, blocks and batches lie."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from worker.beam_driver import Case, Search
+from worker.checkpoints import make_checkpoint
+from worker.driver import VOCAB_SIZE, Driver, run_config
+from worker.search_rank import CHUNK_SIZE, run_cases
+from worker.test_parallel import run_ranks
+
+from trunkline.controller.messages import BeamSearch
+from trunkline.kvstore.layout import pack_int32
+from trunkline.router.messages import Hypothesis
+from trunkline.worker.beams import BeamGroup, Scores
+from trunkline.worker.errors import PlanError
+from trunkline.worker.messages import BeamSeat, Fork, Join, Sampling, StepPlan
+from trunkline.worker.runner import Runner
+from trunkline.worker.sequences import Sequence
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("models") / "model")
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    found: list[int] = np.random.default_rng(seed).integers(VOCAB_SIZE, size=length).tolist()
+    return found
+
+
+def make_driver(folder: Path, chunk_size: int, kernels: str = "auto") -> Driver:
+    config = run_config(folder, chunk_size=chunk_size, pool_blocks=400, kernels=kernels)
+    runner = Runner.load(config, lambda *_: None)
+    runner.pool.data.fill_(float("nan"))
+    return Driver(runner.execute, num_blocks=400, chunk_size=chunk_size, seed=3)
+
+
+@cache
+def _model(folder: Path) -> Any:
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model.eval()
+
+
+def expected_hypotheses(folder: Path, case: Case) -> list[tuple[list[int], float]]:
+    """Output and score of each hypothesis, as `transformers` finds them."""
+    early: bool | str | None = case.spec.early_stopping
+    with torch.inference_mode():
+        found = _model(folder).generate(
+            torch.tensor([case.prompt]),
+            attention_mask=torch.ones(1, len(case.prompt), dtype=torch.int64),
+            num_beams=case.spec.width,
+            num_return_sequences=case.spec.width,
+            do_sample=False,
+            max_new_tokens=case.limit,
+            length_penalty=case.spec.length_penalty,
+            early_stopping="never" if early is None else early,
+            eos_token_id=list(case.stop_ids) or None,
+            pad_token_id=0,
+            return_dict_in_generate=True,
+            output_scores=True,
+        )
+    hypotheses = []
+    for sequence, score in zip(found.sequences.tolist(), found.sequences_scores.tolist(), strict=True):
+        output = sequence[len(case.prompt) :]
+        ends = [index for index, token in enumerate(output) if token in case.stop_ids]
+        hypotheses.append((output[: ends[0] + 1] if ends else output, score))
+    return hypotheses
+
+
+def with_likely_stops(folder: Path, case: Case) -> Case:
+    """The case with stop tokens that end hypotheses early: some of those that the search without them finds."""
+    free = expected_hypotheses(folder, case)
+    tokens = dict.fromkeys(output[2 + index] for index, (output, _) in enumerate(free))
+    return replace(case, stop_ids=tuple(tokens)[:3])
+
+
+ROUNDING = 1e-5
+"""Two continuations whose scores are closer may change places from one order of additions to another."""
+
+
+def is_equal(folder: Path, search: Search, case: Case) -> bool:
+    """Run a case and compare; False if rounding decided it, so that nothing can be said."""
+    found = search.run()
+    if search.closest < ROUNDING:
+        return False
+    check(found, expected_hypotheses(folder, case))
+    return True
+
+
+def check(found: list[Hypothesis], expected: list[tuple[list[int], float]]) -> None:
+    assert len(found) == len(expected)
+    for ours, (tokens, score) in zip(found, expected, strict=True):
+        assert np.frombuffer(ours.tokens, dtype="<i4").tolist() == tokens
+        assert ours.score == pytest.approx(score, abs=1e-4)
+
+
+LENGTHS = (1, 17, 32, 45)
+"""Of prompts: their ends lie at the end of a chunk and inside it, for every chunk size below."""
+
+
+@pytest.mark.parametrize("chunk_size", [4, 16, 64])
+@pytest.mark.parametrize("width", [2, 4, 6])
+def test_hypotheses_equal_transformers(folder: Path, width: int, chunk_size: int) -> None:
+    driver = make_driver(folder, chunk_size)
+    compared = 0
+    for index, length in enumerate(LENGTHS):
+        case = Case(prompt(length, seed=width), BeamSearch(width), limit=24, beside=prompt(5 + 3 * index))
+        compared += is_equal(folder, Search(driver, chunk_size, case), case)
+    assert compared >= len(LENGTHS) - 1
+
+
+@pytest.mark.parametrize("early_stopping", [True, False, None])
+@pytest.mark.parametrize("length_penalty", [0.6, 1.0, 2.0])
+@pytest.mark.parametrize("width", [2, 4, 6])
+def test_ends_equal_transformers(
+    folder: Path, width: int, length_penalty: float, early_stopping: bool | None
+) -> None:
+    driver = make_driver(folder, 16)
+    compared = stops_met = 0
+    for length in (16, 21):
+        spec = BeamSearch(width, length_penalty, early_stopping)
+        case = with_likely_stops(folder, Case(prompt(length, seed=width), spec, limit=14))
+        search = Search(driver, 16, case)
+        compared += is_equal(folder, search, case)
+        stops_met += search.stops_met
+    assert compared
+    assert stops_met, "no hypothesis met an end token: the case tests nothing"
+
+
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+@pytest.mark.parametrize(
+    "sampling", [Sampling(temperature=0, logprobs=2), Sampling(seed=5), Sampling(temperature=0)]
+)
+def test_what_runs_beside_a_search_does_not_notice(folder: Path, kernels: str, sampling: Sampling) -> None:
+    driver = make_driver(folder, 8, kernels)
+    case = Case(prompt(21), BeamSearch(4), limit=20, beside=prompt(10, seed=9), sampling=sampling)
+    search = Search(driver, 8, case)
+    assert is_equal(folder, search, case)
+    alone = driver.add(case.beside, sampling)
+    driver.run([alone], 20)
+    assert search.output[:20] == alone.output[:20]
+
+
+@pytest.mark.parametrize("resume_at", [1, 3, 8, 13])
+@pytest.mark.parametrize("length", [15, 16, 17])
+def test_searches_come_back_after_a_preemption(folder: Path, resume_at: int, length: int) -> None:
+    driver = make_driver(folder, 8)
+    compared = False
+    for seed in range(3):
+        free = Case(prompt(length, seed), BeamSearch(4), limit=16, beside=prompt(4, seed=1))
+        case = replace(with_likely_stops(folder, free), resume_at=resume_at)
+        compared = compared or is_equal(folder, Search(driver, 8, case), case)
+    assert compared
+
+
+def test_ranks_find_what_one_finds(folder: Path, tmp_path: Path) -> None:
+    cases = [
+        with_likely_stops(folder, Case(prompt(length, seed=width), BeamSearch(width, 1.0, early), limit=10))
+        for width, length, early in ((2, 16, True), (4, 21, False), (6, 7, None))
+    ]
+    cases[1] = replace(cases[1], beside=prompt(9, seed=4), sampling=Sampling(seed=3))
+    (tmp_path / "cases.msgpack").write_bytes(msgspec.msgpack.encode(cases))
+    assert run_ranks("search_rank.py", 2, tmp_path, str(folder)) == [0, 0]
+    data = (tmp_path / "found-2.msgpack").read_bytes()
+    found, outputs = msgspec.msgpack.decode(data, type=tuple[list[list[Hypothesis]], list[list[int]]])
+    for hypotheses, case in zip(found, cases, strict=True):
+        check(hypotheses, expected_hypotheses(folder, case))
+    assert [len(output) for output in outputs] == [0, 10, 0] + [8] * 5
+    config = run_config(folder, chunk_size=CHUNK_SIZE, pool_blocks=1000)
+    assert run_cases(Runner.load(config, lambda *_: None), cases)[1] == outputs
+
+
+@pytest.mark.parametrize("vocab_size", [1, 101, 256, 1000, 5000])
+@pytest.mark.parametrize("ties", [False, True])
+def test_best_continuations(vocab_size: int, ties: bool) -> None:
+    """Against a stable sort of everything: equal scores in the order of beams, then of ids."""
+    rng = np.random.default_rng(vocab_size)
+    for count in (1, 4, 12, 48):
+        log_probs = rng.standard_normal((6, vocab_size)).astype(np.float32)
+        totals = rng.standard_normal(6).astype(np.float32)
+        if ties:
+            log_probs, totals = np.round(log_probs), np.round(totals)
+        scores = Scores(torch.from_numpy(log_probs), torch.from_numpy(totals))
+        for lines in ([0], [2, 5, 1], [5, 4, 3, 2, 1, 0]):
+            found = scores.best(np.array(lines, dtype=np.intp), count)
+            flat = (log_probs + totals[:, None])[lines].reshape(-1)
+            expected = np.argsort(-flat, kind="stable")[:count]
+            assert (found.parents * vocab_size + found.tokens).tolist() == expected.tolist()
+            assert found.scores.tolist() == flat[expected].tolist()
+
+
+@pytest.mark.parametrize("bad", [np.nan, -np.inf])
+def test_broken_scores_come_last(bad: float) -> None:
+    log_probs = np.full((2, 600), bad, dtype=np.float32)
+    log_probs[1, 400] = -1.0
+    found = Scores(torch.from_numpy(log_probs), torch.zeros(2)).best(np.arange(2), 3)
+    assert (found.parents.tolist(), found.tokens.tolist()) == ([1, 0, 0], [400, 0, 1])
+
+
+def test_tables_and_copies_follow_the_beams() -> None:
+    """Three full blocks, then a tail of 2 tokens: beam 1 dies, beam 2 is gone on from twice."""
+    group, members = make_group([[7, 8, 9, 10], [7, 8, 9, 11], [7, 4, 5, 12]], tokens=14)
+    assert group.advance([2, 0, 2], [50, 51, 52], 4)
+    # The first child of a beam keeps its tail; the second gets that of the beam without children.
+    assert [list(member.blocks) for member in members] == [[7, 4, 5, 12], [7, 8, 9, 10], [7, 4, 5, 11]]
+    assert group.copies.tolist() == [[12, 11, 0, 2]]
+    assert [(member.known, member.tokens[-1]) for member in members] == [(15, 50), (15, 51), (15, 52)]
+
+
+def test_full_tails_are_shared() -> None:
+    group, members = make_group([[7, 8], [7, 9]], tokens=8)
+    assert group.advance([1, 1], [50, 51], 4)
+    assert [list(member.blocks) for member in members] == [[7, 9], [7, 9]]
+    assert not len(group.copies)
+
+
+def test_beams_that_stay_change_no_table() -> None:
+    group, members = make_group([[7, 8], [7, 9]], tokens=7)
+    assert not group.advance([0, 1], [50, 51], 4)
+    assert [list(member.blocks) for member in members] == [[7, 8], [7, 9]]
+    assert not len(group.copies)
+    # The tail of beam 1 gets another content, but the tables say the same as before.
+    assert not group.advance([0, 0], [60, 61], 5)
+    assert group.copies.tolist() == [[8, 9, 0, 3]]
+
+
+def make_group(tables: list[list[int]], tokens: int) -> tuple[BeamGroup, list[Sequence]]:
+    """A search whose beams have the block tables, `tokens` of each being computed."""
+    seats = [BeamSeat(1, index, len(tables)) for index in range(len(tables))]
+    members = [
+        Sequence(Join(10 + i, pack_int32(prompt(tokens)), 0, 3, pack_int32(table), Sampling(), seat=seats[i]))
+        for i, table in enumerate(tables)
+    ]
+    group = BeamGroup(seats[0])
+    for member, seat in zip(members, seats, strict=True):
+        group.add(member, seat)
+    return group, members
+
+
+def test_copies_of_a_search_that_left_are_not_made(folder: Path) -> None:
+    """Its blocks may belong to others by then."""
+    runner = Runner.load(run_config(folder), lambda *_: None)
+    seats = [BeamSeat(5, index, 2, 0.0, 4) for index in range(2)]
+    join = Join(1, pack_int32(prompt(11)), 0, 11, pack_int32([3, 4]), Sampling(), seat=seats[0])
+    fork = Fork(1, 2, pack_int32([3, 6]), 0, seats[1])
+    runner.execute(StepPlan(1, 1, joins=[join], prefill=pack_int32([1, 0, 11, 0, 1]), forks=[fork]))
+    before = runner.pool.data[6].clone()
+    runner.execute(StepPlan(2, 1, leaves=pack_int32([1, 2])))
+    assert torch.equal(runner.pool.data[6].view(torch.int32), before.view(torch.int32))
+    assert "copy_blocks" not in runner.kernels.counters.calls
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"forks": []}, "search 5 has 1 of 3 beams"),
+        ({"forks": [1, 1]}, "cannot take seat 1 of 3"),
+        ({"forks": [1, 3]}, "cannot take seat 3 of 3"),
+        ({"rows": [1, 2]}, r"of its beams, \[3\] are not in the batch"),
+        ({"leaves": [2], "rows": [1, 3]}, "search 5 has ended"),
+        ({"candidates": 2}, "2 of 2 candidates go on; 3 beams"),
+    ],
+)
+def test_malformed_searches(folder: Path, change: dict[str, Any], message: str) -> None:
+    runner = Runner.load(run_config(folder), lambda *_: None)
+    count = change.get("candidates", 6)
+    seats = [BeamSeat(5, index, 3, 0.0, count) for index in range(4)]
+    join = Join(1, pack_int32(prompt(8)), 0, 8, pack_int32([3]), Sampling(), seat=seats[0])
+    indices = change.get("forks", [1, 2])
+    forks = [Fork(1, 2 + place, pack_int32([3]), 0, seats[index]) for place, index in enumerate(indices)]
+    blocks = pack_int32([1, 1, 20, 2, 1, 21, 3, 1, 22])
+    leaves, rows = pack_int32(change.get("leaves", [])), pack_int32(change.get("rows", []))
+    plans = [
+        StepPlan(1, 1, joins=[join], prefill=pack_int32([1, 0, 8, 0, 1]), forks=forks),
+        StepPlan(2, 1, blocks=blocks, rows=pack_int32([1, 2, 3]), runs=pack_int32([0, 3, 0, 1])),
+        StepPlan(3, 1, leaves=leaves, rows=rows, runs=b""),
+    ]
+    with pytest.raises(PlanError, match=message):
+        execute_all(runner, plans)
+
+
+def execute_all(runner: Runner, plans: list[StepPlan]) -> None:
+    for plan in plans:
+        runner.execute(plan)

@@ -1,0 +1,408 @@
+"""config.json of each family: the forms it has had, what is refused, and which group sizes are possible."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers.models.falcon.modeling_falcon import build_alibi_tensor
+from transformers.models.mpt import modeling_mpt
+from worker.checkpoints import make_variant
+from worker.driver import generate, run_config
+from worker.test_equality import largest_difference
+
+from trunkline.worker.alibi import bloom_slopes, mpt_slopes
+from trunkline.worker.errors import CheckpointError, ModelError, ParallelismError, UnsupportedModelError
+from trunkline.worker.families import check_model, check_parallelism, read_model_config
+from trunkline.worker.model_config import LayerAttention, ModelConfig, RopeConfig
+from trunkline.worker.runner import Runner
+
+# As they are on the hub, but for what nobody reads.
+HUB: dict[str, dict[str, Any]] = {
+    "gpt2": {
+        "architectures": ["GPT2LMHeadModel"],
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-05,
+        "n_ctx": 1024,
+        "n_embd": 768,
+        "n_head": 12,
+        "n_layer": 12,
+        "n_positions": 1024,
+        "vocab_size": 50257,
+    },
+    "opt-350m": {
+        "architectures": ["OPTForCausalLM"],
+        "_remove_final_layer_norm": False,
+        "activation_function": "relu",
+        "do_layer_norm_before": False,
+        "ffn_dim": 4096,
+        "hidden_size": 1024,
+        "max_position_embeddings": 2048,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 24,
+        "torch_dtype": "float16",
+        "vocab_size": 50272,
+        "word_embed_proj_dim": 512,
+    },
+    "mistral-7b-v0.1": {
+        "architectures": ["MistralForCausalLM"],
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 32768,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 10000.0,
+        "sliding_window": 4096,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "vocab_size": 32000,
+    },
+    "mixtral-8x7b": {
+        "architectures": ["MixtralForCausalLM"],
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 32768,
+        "num_attention_heads": 32,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 1000000.0,
+        "sliding_window": None,
+        "vocab_size": 32000,
+    },
+    "qwen2.5-7b": {
+        "architectures": ["Qwen2ForCausalLM"],
+        "hidden_act": "silu",
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "max_position_embeddings": 131072,
+        "max_window_layers": 28,
+        "num_attention_heads": 28,
+        "num_hidden_layers": 28,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000.0,
+        "sliding_window": 131072,
+        "tie_word_embeddings": False,
+        "use_sliding_window": False,
+        "vocab_size": 152064,
+    },
+    "pythia-1.4b": {
+        "architectures": ["GPTNeoXForCausalLM"],
+        "hidden_act": "gelu",
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "layer_norm_eps": 1e-05,
+        "max_position_embeddings": 2048,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 24,
+        "rotary_emb_base": 10000,
+        "rotary_pct": 0.25,
+        "tie_word_embeddings": False,
+        "use_parallel_residual": True,
+        "vocab_size": 50304,
+    },
+    "falcon-7b": {
+        "architectures": ["FalconForCausalLM"],
+        "alibi": False,
+        "bias": False,
+        "hidden_size": 4544,
+        "layer_norm_epsilon": 1e-05,
+        "multi_query": True,
+        "new_decoder_architecture": False,
+        "num_attention_heads": 71,
+        "num_hidden_layers": 32,
+        "parallel_attn": True,
+        "vocab_size": 65024,
+    },
+    "falcon-40b": {
+        "architectures": ["FalconForCausalLM"],
+        "alibi": False,
+        "bias": False,
+        "hidden_size": 8192,
+        "layer_norm_epsilon": 1e-05,
+        "new_decoder_architecture": True,
+        "num_attention_heads": 128,
+        "num_hidden_layers": 60,
+        "num_kv_heads": 8,
+        "parallel_attn": True,
+        "vocab_size": 65024,
+    },
+    "mpt-7b": {
+        "architectures": ["MPTForCausalLM"],
+        "attn_config": {
+            "alibi": True,
+            "alibi_bias_max": 8,
+            "attn_impl": "torch",
+            "clip_qkv": None,
+            "qk_ln": False,
+        },
+        "d_model": 4096,
+        "expansion_ratio": 4,
+        "learned_pos_emb": True,
+        "logit_scale": None,
+        "max_seq_len": 2048,
+        "n_heads": 32,
+        "n_layers": 32,
+        "no_bias": True,
+        "vocab_size": 50432,
+    },
+    "gemma-2-2b": {
+        "architectures": ["Gemma2ForCausalLM"],
+        "attention_bias": False,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "head_dim": 256,
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "max_position_embeddings": 8192,
+        "num_attention_heads": 8,
+        "num_hidden_layers": 26,
+        "num_key_value_heads": 4,
+        "query_pre_attn_scalar": 256,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 10000.0,
+        "sliding_window": 4096,
+        "vocab_size": 256000,
+    },
+    "gemma-3-1b": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "attention_bias": False,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": 1152,
+        "intermediate_size": 6912,
+        "max_position_embeddings": 32768,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 26,
+        "num_key_value_heads": 1,
+        "query_pre_attn_scalar": 256,
+        "rms_norm_eps": 1e-06,
+        "rope_local_base_freq": 10000,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        "rope_theta": 1000000,
+        "sliding_window": 512,
+        "sliding_window_pattern": 6,
+        "vocab_size": 262144,
+    },
+}
+
+
+def read(tmp_path: Path, name: str, **changes: Any) -> ModelConfig:
+    (tmp_path / "config.json").write_text(json.dumps({**HUB[name], **changes}))
+    return read_model_config(tmp_path)
+
+
+def possible(config: ModelConfig) -> list[int]:
+    """Group sizes up to 16, as the error names them."""
+    with pytest.raises(ParallelismError) as caught:
+        check_parallelism(config, 1000)
+    sizes = str(caught.value).split("possible for this model: ")[1]
+    return [size for size in map(int, sizes.split(", ")) if size <= 16]
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("gpt2", [1, 2, 3, 4, 6, 12]),
+        ("opt-350m", [1, 2, 4, 8, 16]),
+        ("mistral-7b-v0.1", [1, 2, 4, 8, 16]),
+        ("mixtral-8x7b", [1, 2, 4, 8]),
+        ("qwen2.5-7b", [1, 2, 4]),
+        ("pythia-1.4b", [1, 2, 4, 8, 16]),
+        ("falcon-7b", [1]),
+        ("falcon-40b", [1, 2, 4, 8, 16]),
+        ("mpt-7b", [1, 2, 4, 8, 16]),
+        ("gemma-2-2b", [1, 2, 4, 8]),
+        ("gemma-3-1b", [1, 2, 4]),
+    ],
+)
+def test_group_sizes(name: str, sizes: list[int], tmp_path: Path) -> None:
+    assert possible(read(tmp_path, name)) == sizes
+
+
+def test_gpt2(tmp_path: Path) -> None:
+    config = read(tmp_path, "gpt2")
+    assert (config.hidden_size, config.intermediate_size, config.kv_heads, config.head_dim) == (768, 3072, 12, 64)
+    assert (config.activation, config.tied_embeddings, config.max_positions) == ("gelu_tanh", True, 1024)
+    assert config.attention == (LayerAttention(0.125),) * 12
+    assert not config.positions_shift
+    assert config.kv_block_bytes(64, 3, "float16") == 12 * 2 * 4 * 64 * 64 * 2
+    assert read(tmp_path, "gpt2", n_inner=10).intermediate_size == 10
+
+
+def test_opt_350m(tmp_path: Path) -> None:
+    config = read(tmp_path, "opt-350m")
+    assert (config.embedding_size, config.hidden_size, config.stored_dtype) == (512, 1024, "float16")
+    assert config.architecture.residual == "n(x + a(x)), then n(x + m(x))"
+    assert not config.architecture.names.final_norm
+    other = read(tmp_path, "opt-350m", do_layer_norm_before=True, word_embed_proj_dim=1024)
+    assert (other.embedding_size, other.architecture.names.final_norm) == (0, "final_layer_norm")
+    assert not other.positions_shift
+    removed = read(tmp_path, "opt-350m", do_layer_norm_before=True, _remove_final_layer_norm=True)
+    assert not removed.architecture.names.final_norm
+
+
+def test_windows(tmp_path: Path) -> None:
+    mistral = read(tmp_path, "mistral-7b-v0.1")
+    assert mistral.positions_shift
+    assert {own.window for own in mistral.attention} == {4096}
+    assert {own.window for own in read(tmp_path, "mistral-7b-v0.1", sliding_window=None).attention} == {0}
+    assert {own.window for own in read(tmp_path, "mixtral-8x7b").attention} == {0}
+    assert {own.window for own in read(tmp_path, "qwen2.5-7b").attention} == {0}
+    slid = read(tmp_path, "qwen2.5-7b", use_sliding_window=True, max_window_layers=20)
+    assert [own.window for own in slid.attention] == [0] * 20 + [131072] * 8
+    kinds = ["full_attention", "sliding_attention"] * 14
+    named = read(tmp_path, "qwen2.5-7b", use_sliding_window=True, layer_types=kinds)
+    assert [own.window for own in named.attention] == [0, 131072] * 14
+
+
+def test_gemma(tmp_path: Path) -> None:
+    config = read(tmp_path, "gemma-2-2b")
+    near = LayerAttention(256**-0.5, 4096, 50.0, RopeConfig(10000.0, 256))
+    assert config.attention == (near, LayerAttention(256**-0.5, 0, 50.0, near.rope)) * 13
+    assert len({id(own) for own in config.attention}) == 2
+    assert (config.logit_soft_cap, config.embedding_scale, config.tied_embeddings) == (30.0, 48.0, True)
+    uncapped = read(tmp_path, "gemma-2-2b", attn_logit_softcapping=None, final_logit_softcapping=None)
+    assert (uncapped.attention[0].soft_cap, uncapped.logit_soft_cap) == (0.0, 0.0)
+    config = read(tmp_path, "gemma-3-1b")
+    near = LayerAttention(256**-0.5, 512, 0.0, RopeConfig(10000.0, 256))
+    far = LayerAttention(256**-0.5, 0, 0.0, RopeConfig(1e6, 256, "linear", 8.0))
+    assert config.attention == ((near,) * 5 + (far,)) * 4 + (near,) * 2
+    newer = read(
+        tmp_path,
+        "gemma-3-1b",
+        rope_scaling=None,
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+        layer_types=[*(["sliding_attention"] * 25), "full_attention"],
+    )
+    assert newer.attention == (near,) * 25 + (far,)
+
+
+def test_partial_rotary(tmp_path: Path) -> None:
+    older = read(tmp_path, "pythia-1.4b", rotary_emb_base=77)
+    assert older.attention[0].rope == RopeConfig(77.0, 32)
+    parameters = {"rope_type": "default", "rope_theta": 88.0, "partial_rotary_factor": 0.5}
+    newer = read(tmp_path, "pythia-1.4b", rotary_pct=None, rotary_emb_base=None, rope_parameters=parameters)
+    assert newer.attention[0].rope == RopeConfig(88.0, 64)
+    assert newer.positions_shift
+
+
+def test_falcon(tmp_path: Path) -> None:
+    config = read(tmp_path, "falcon-7b")
+    assert (config.kv_heads, config.head_dim, config.intermediate_size) == (1, 64, 4 * 4544)
+    assert config.architecture.names.mlp_norm == ""
+    config = read(tmp_path, "falcon-40b")
+    assert (config.kv_heads, config.architecture.names.mlp_norm) == (8, "ln_mlp")
+    assert read(tmp_path, "falcon-40b", num_ln_in_parallel_attn=1).architecture.names.mlp_norm == ""
+    config = read(tmp_path, "falcon-7b", alibi=True, multi_query=False, parallel_attn=False)
+    assert (config.kv_heads, config.architecture.names.mlp_norm) == (71, "post_attention_layernorm")
+    assert (config.attention[0].rope, len(config.alibi_slopes), config.positions_shift) == (None, 71, True)
+
+
+@pytest.mark.parametrize("heads", [1, 4, 6, 12, 32, 71])
+def test_slopes_equal_transformers(heads: int) -> None:
+    at_one = build_alibi_tensor(torch.ones(1, 2, dtype=torch.int64), heads, torch.float32)[:, 0, 1]
+    assert list(bloom_slopes(heads)) == at_one.tolist()
+    build: Any = modeling_mpt.build_mpt_alibi_tensor
+    per_token = build(heads, 2)[:, 0].diff(dim=1).flatten()
+    assert list(mpt_slopes(heads)) == pytest.approx(per_token.tolist())
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("mpt-7b", {"attn_config": {"alibi": False}}, "alibi is False"),
+        ("mpt-7b", {"attn_config": {"qk_ln": True}}, "qk_ln is True"),
+        ("mpt-7b", {"attn_config": {"attn_type": "multiquery_attention"}}, "attn_type is 'multiquery"),
+        ("mpt-7b", {"attn_config": {"prefix_lm": True}}, "prefix_lm is True"),
+        ("mpt-7b", {"attn_config": {"alibi_bias_max": 16}}, "alibi_bias_max is 16; supported .*: 8"),
+        ("mpt-7b", {"no_bias": False}, "no_bias is False"),
+        ("mpt-7b", {"logit_scale": 0.5}, "logit_scale is 0.5; supported .*: nothing"),
+        ("gpt2", {"add_cross_attention": True}, "add_cross_attention is True"),
+        ("gpt2", {"activation_function": "mish"}, "activation_function 'mish' is not supported; supported: silu"),
+        ("opt-350m", {"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine is False"),
+        ("falcon-40b", {"parallel_attn": False}, "parallel_attn is False"),
+        ("gemma-2-2b", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
+        ("gemma-3-1b", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0"),
+        ("gemma-2-2b", {"layer_types": ["chunked_attention"] * 26}, "layer_types has 'chunked_attention'"),
+        ("gpt2", {"quantization_config": {"bits": 8}}, "quantization_config"),
+    ],
+)
+def test_what_is_refused_by_name(name: str, changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        read(tmp_path, name, **changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("gpt2", {"n_embd": None}, "field 'n_embd' is missing"),
+        ("mixtral-8x7b", {"num_experts_per_tok": 9}, "num_experts_per_tok is 9; there are 8 experts"),
+        ("gemma-2-2b", {"layer_types": ["full_attention"]}, "layer_types has 1 entries for 26 layers"),
+        ("pythia-1.4b", {"rotary_pct": 0.04}, "5 dimensions of a head are rotated"),
+        ("falcon-40b", {"num_kv_heads": 7}, "128 attention heads cannot share 7 KV heads"),
+        ("mpt-7b", {"attn_config": "torch"}, "has no attribute"),
+    ],
+)
+def test_bad_values(name: str, changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=message):
+        read(tmp_path, name, **changes)
+
+
+def rewrite(folder: Path, rename: dict[str, str], **extra: torch.Tensor) -> None:
+    """Replace parts of tensor names, and add tensors."""
+    path = folder / "model.safetensors"
+    tensors = dict(extra)
+    for name, tensor in load_file(path).items():
+        for old, new in rename.items():
+            name = name.replace(old, new)
+        tensors[name] = tensor
+    save_file(tensors, path, {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("variant", "prefix", "other"),
+    [
+        ("gpt2", "transformer.", ""),
+        ("opt", "model.decoder.", "decoder."),
+        ("mpt", "transformer.", ""),
+        ("pythia", "gpt_neox.", ""),
+    ],
+)
+def test_names_without_the_usual_prefix(variant: str, prefix: str, other: str, tmp_path: Path) -> None:
+    """And with the buffers that old versions of `transformers` saved, which are no weights."""
+    folder = make_variant(tmp_path / "model", variant)
+    untouched = make_variant(tmp_path / "untouched", variant)
+    mask = torch.ones(1, 1, 64, 64, dtype=torch.uint8)
+    rewrite(folder, {prefix: other}, **{f"{other}h.0.attn.bias": mask})
+    runner = Runner.load(run_config(folder), lambda *_: None)
+    for stream in generate(runner):
+        assert largest_difference(untouched, stream) <= 1e-4
+
+
+def test_weights_that_are_no_floats(tmp_path: Path) -> None:
+    folder = make_variant(tmp_path / "model", "gpt2")
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    tensors["transformer.wte.weight"] = tensors["transformer.wte.weight"].to(torch.int8)
+    save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"transformer.wte.weight is I8, not floating point; quantised"):
+        check_model(folder, 1, "float32")

@@ -1,0 +1,331 @@
+"""Structured output: whatever the model says, its text follows the grammar, and no other row notices."""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import jsonschema_rs
+import psutil
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from worker.grammar_driver import STOP, Grammars, V, allowed
+
+from trunkline.controller.messages import GrammarReady
+from trunkline.deploy.models import DEMO_FOLDER
+from trunkline.kvstore.layout import pack_int32
+from trunkline.worker.errors import PlanError
+from trunkline.worker.grammar import GrammarStore
+from trunkline.worker.sampler import Sampler
+from trunkline.worker.sequences import Sequence
+
+CPU: Final = torch.device("cpu")
+
+SCHEMA: Final = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["red", "green"]}, "minItems": 1, "maxItems": 3},
+    },
+    "required": ["name", "age", "tags"],
+}
+
+
+@functools.cache
+def tokenizer() -> Tokenizer:
+    found: Tokenizer = Tokenizer.from_file(str(DEMO_FOLDER / "tokenizer.json"))
+    return found
+
+
+def token(text: str) -> int:
+    found = tokenizer().token_to_id(text)
+    assert found is not None
+    return int(found)
+
+
+def text_of(row: Sequence) -> str:
+    output = [one for one in row.tokens[row.prompt_len :] if one != STOP]
+    found: str = tokenizer().decode(output, skip_special_tokens=True)
+    return found
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Iterator[Grammars]:
+    store = GrammarStore(DEMO_FOLDER, V)
+    yield Grammars(store)
+    store.close()
+
+
+@functools.cache
+def closers() -> tuple[int, ...]:
+    """Tokens that end things: with a preference for them a random output comes to an end."""
+    return (STOP, *map(token, '"}]'))
+
+
+def logits_for(rows: list[Sequence]) -> Tensor:
+    """Random, more and more inclined to end; a row's depend on its own output only."""
+    logits = torch.empty(len(rows), V)
+    for i, row in enumerate(rows):
+        seed = hash((row.sampling.seed, tuple(row.tokens)))
+        logits[i] = torch.randn(V, generator=torch.Generator().manual_seed(seed)) * 3
+        logits[i, list(closers())] += min(40.0, 1.5 * row.output_index)
+    return logits
+
+
+def generate(store: GrammarStore, rows: list[Sequence], steps: int = 400) -> None:
+    """Sample until every row that follows a grammar has ended."""
+    sampler = Sampler(V, CPU, store)
+    live = list(rows)
+    changed = True
+    for _ in range(steps):
+        ids, _ = sampler.sample(logits_for(live), live, changed=changed)
+        for row, token in zip(live, ids.tolist(), strict=True):
+            row.append(token)
+        ended = [row for row in live if row.tokens[-1] == STOP]
+        live = [row for row in live if row.tokens[-1] != STOP]
+        changed = bool(ended)
+        sampler.forget([row.id for row in ended])
+        if not live:
+            return
+    raise AssertionError(f"{len(live)} rows do not end: {text_of(live[0])!r}")
+
+
+def random_schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
+    kinds = ["string", "integer", "number", "boolean", "null", "enum", "const", "pattern", "length", "range"]
+    kind = rng.choice(kinds + ["object", "array", "union", "object", "array"] * (depth < 3))
+    inner = functools.partial(random_schema, rng, depth + 1)
+    if kind == "object":
+        names = rng.sample(["a", "b c", 'q"x', "größe", "not", "type", "pattern", "x"], rng.randint(0, 5))
+        return {
+            "type": "object",
+            "properties": {name: inner() for name in names},
+            "required": rng.sample(names, rng.randint(0, len(names))),
+            "additionalProperties": False,
+        }
+    if kind == "array":
+        low = rng.randint(0, 2)
+        return {"type": "array", "items": inner(), "minItems": low, "maxItems": low + rng.randint(0, 2)}
+    simple: dict[str, dict[str, Any]] = {
+        "enum": {"enum": rng.sample(["x", "yz", 3, None, True, 'a"b', "ä", -2.5], 3)},
+        "const": {"const": {"k": [1, "v\n"]}},
+        "pattern": {"type": "string", "pattern": rng.choice(["^[a-f]{2,4}$", "^x(y|z)*$", "^[0-9]+-[A-Z]$"])},
+        "length": {"type": "string", "minLength": 2, "maxLength": rng.randint(2, 9)},
+        "range": {"type": "integer", "minimum": -rng.randint(0, 99), "maximum": rng.randint(0, 5000)},
+        "union": {rng.choice(["anyOf", "oneOf"]): [{"type": "null"}, {"type": "object", "properties": {}}]},
+    }
+    return simple.get(kind, {"type": kind})
+
+
+def test_outputs_are_valid_for_random_schemas_all_in_one_batch(grammars: Grammars) -> None:
+    rng = random.Random(11)
+    schemas = [random_schema(rng) for _ in range(20)] + [SCHEMA, {"type": "array"}, {"type": "object"}]
+    schemas += [{"type": "string", "pattern": p} for p in ('^[^a"]{3,6}$', r"^.{2,5}\W$", r"^\S{1,5} \S{1,5}$")]
+    schemas += [{"type": "string", "maxLength": n} for n in (3, 30, 300)]
+    schemas += [{"$ref": "#/$defs/t", "$defs": {"t": {"type": "array", "items": {"$ref": "#/$defs/t"}}}}]
+    rows = [grammars.row(grammars.add("json_schema", json.dumps(s)), seed=i) for i, s in enumerate(schemas)]
+    generate(grammars.store, rows)
+    for schema, row in zip(schemas, rows, strict=True):
+        document = json.loads(text_of(row))
+        jsonschema_rs.validate(schema, document)
+
+
+def test_objects_without_named_properties_are_free(grammars: Grammars) -> None:
+    grammar = grammars.add("json_schema", '{"type":"object"}')
+    rows = [grammars.row(grammar) for _ in range(10)]
+    grammar = grammars.add("json_object", "")
+    rows += [grammars.row(grammar) for _ in range(10)]
+    generate(grammars.store, rows)
+    found = [json.loads(text_of(row)) for row in rows]
+    assert all(isinstance(document, dict) for document in found)
+    assert any(found[:10])
+    assert any(found[10:])
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r"[a-z]{3,5}-\d+",
+        r"(yes|no|maybe)( indeed)?",
+        r"[^x]{4}é[α-ω]{2}",
+        r"\w{1,9}@\w{1,9}\.(com|org)",
+        r"(ab|a)*c",
+        r"😀{1,3}",
+    ],
+)
+def test_outputs_match_regular_expressions(grammars: Grammars, pattern: str) -> None:
+    grammar = grammars.add("regex", pattern)
+    rows = [grammars.row(grammar) for _ in range(8)]
+    generate(grammars.store, rows)
+    for row in rows:
+        assert re.fullmatch(pattern, text_of(row), re.ASCII | re.DOTALL), text_of(row)
+
+
+def test_outputs_are_one_of_the_choices(grammars: Grammars) -> None:
+    choices = ["yes", 'no\n"x\\', "é\x01😀", "yes, but", "{a}|b", "tab\there"]
+    grammar = grammars.add("choice", json.dumps(choices))
+    rows = [grammars.row(grammar) for _ in range(60)]
+    generate(grammars.store, rows)
+    assert {text_of(row) for row in rows} == set(choices)
+
+
+def test_outputs_follow_a_context_free_grammar(grammars: Grammars) -> None:
+    grammar = grammars.add("ebnf", 'root ::= sum\nsum ::= item ("+" item)*\nitem ::= [0-9] | "(" sum ")"')
+    rows = [grammars.row(grammar) for _ in range(10)]
+    generate(grammars.store, rows)
+    for row in rows:
+        assert re.fullmatch(r"[0-9+()]+", text_of(row))
+        eval(text_of(row))  # balanced, or a SyntaxError
+
+
+def test_special_tokens_spell_nothing_but_in_structural_tags(grammars: Grammars) -> None:
+    marker = token("<|user|>")
+    plain = grammars.row(grammars.add("regex", r"<\|user\|>a"))
+    first = allowed(grammars, plain)
+    assert first
+    assert marker not in first
+    content = {"type": "json_schema", "json_schema": {"type": "object"}}
+    tag = {"type": "tag", "begin": "<|user|>", "content": content, "end": ""}
+    row = grammars.row(grammars.add("structural_tag", json.dumps({"type": "structural_tag", "format": tag})))
+    assert marker in allowed(grammars, row)
+    row.append(marker)
+    texts = [tokenizer().decode([found]) for found in allowed(grammars, row)]
+    assert all(text.startswith("{") for text in texts)
+    assert texts
+
+
+def test_replay_after_a_preemption_continues_alike(grammars: Grammars) -> None:
+    grammar = grammars.add("json_schema", json.dumps(SCHEMA))
+    whole = [grammars.row(grammar, seed=seed) for seed in range(3)]
+    generate(grammars.store, whole)
+    for row in whole:
+        output = row.tokens[3:].tolist()
+        for cut in {1, len(output) // 2}:
+            back = grammars.row(grammar, output[:cut], seed=row.sampling.seed)
+            generate(grammars.store, [back])
+            assert back.tokens == row.tokens
+
+
+def test_an_id_that_comes_back_with_another_output_is_not_confused(grammars: Grammars) -> None:
+    grammar = grammars.add("choice", '["ab", "cd"]')
+    row = grammars.row(grammar)
+    row.append(token("a"))
+    assert STOP not in allowed(grammars, row)
+    other = grammars.row(grammar)
+    other.id = row.id
+    other.append(token("c"))
+    assert allowed(grammars, other) == {token("d")}
+
+
+def test_other_rows_do_not_notice(grammars: Grammars) -> None:
+    def plain() -> list[Sequence]:
+        variants: list[dict[str, Any]] = [
+            {"seed": 2, "temperature": 0},
+            {"seed": 3},
+            {"seed": 4, "top_p": 0.7, "presence_penalty": 1.0},
+            {"seed": 5, "bad_words": [[10, 11], [12]], "top_k": 40},
+        ]
+        return [grammars.row(0, **variant) for variant in variants]
+
+    def steps(sampler: Sampler, rows: list[Sequence]) -> None:
+        for step in range(20):
+            ids, _ = sampler.sample(logits_for(rows), rows, changed=step == 0)
+            for row, token in zip(rows, ids.tolist(), strict=True):
+                row.append(token)
+
+    grammar = grammars.add("json_schema", json.dumps(SCHEMA))
+    alone, mixed = plain(), plain()
+    steps(Sampler(V, CPU), alone)
+    constrained = [grammars.row(grammar) for _ in range(3)]
+    steps(
+        Sampler(V, CPU, grammars.store),
+        [constrained[0], *mixed[:2], constrained[1], *mixed[2:], constrained[2]],
+    )
+    assert [row.tokens for row in mixed] == [row.tokens for row in alone]
+
+
+def test_after_the_end_only_stop_ids_follow(grammars: Grammars) -> None:
+    """The engine plans a step ahead: a row that drew its stop token is asked for one more."""
+    grammar = grammars.add("choice", '["a"]')
+    row = grammars.row(grammar, stop_ids=pack_int32([STOP, 9, V + 5, -3]))
+    row.append(token("a"))
+    assert allowed(grammars, row) == {STOP, 9}
+    row.append(9)
+    assert allowed(grammars, row) == {STOP, 9}
+    left = grammars.row(grammar, [token("b")])
+    assert allowed(grammars, left) == {STOP}, "an output that is not the grammar's ends"
+
+
+def test_an_output_that_nothing_may_end_is_free_once_it_is_complete(grammars: Grammars) -> None:
+    row = grammars.row(grammars.add("choice", '["a"]'), stop_ids=b"")
+    assert allowed(grammars, row) == {token("a")}
+    row.append(token("a"))
+    assert allowed(grammars, row) == set(range(V))
+
+
+def test_a_grammar_wins_over_other_masks(grammars: Grammars) -> None:
+    grammar = grammars.add("choice", '["a", "b"]')
+    a, b = map(token, "ab")
+    rows = [
+        *(grammars.row(grammar, allowed_ids=pack_int32([b, 900])) for _ in range(20)),
+        *(grammars.row(grammar, allowed_ids=pack_int32([900, 901])) for _ in range(20)),
+        *(grammars.row(grammar, bad_words=[[a], [b]]) for _ in range(20)),
+        *(grammars.row(grammar, bad_words=[[a]], allowed_ids=pack_int32([a, b])) for _ in range(20)),
+        *(grammars.row(grammar, [a], min_tokens=5) for _ in range(20)),
+    ]
+    ids, _ = Sampler(V, CPU, grammars.store).sample(torch.zeros(len(rows), V), rows, changed=True)
+    drawn = [set(ids[i : i + 20].tolist()) for i in range(0, len(rows), 20)]
+    assert drawn == [{b}, {a, b}, {a, b}, {b}, {STOP}]
+
+
+def test_a_model_with_more_ids_than_tokens_never_draws_them(tmp_path: Path) -> None:
+    """Padding rows of an embedding; a vocabulary of single bytes, and one added token that is no byte's."""
+    alphabet = {symbol: i for i, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    small = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
+    small.pre_tokenizer, small.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
+    small.add_special_tokens(["<end>"])
+    small.add_tokens([" é "])
+    small.save(str(tmp_path / "tokenizer.json"))
+    store = GrammarStore(tmp_path, 300)
+    tiny = Grammars(store)
+    end, added = len(alphabet), len(alphabet) + 1
+    row = tiny.row(tiny.add("regex", "( |é|x)*"), stop_ids=pack_int32([end]))
+    expected = {alphabet[symbol] for symbol in ("Ġ", "Ã", "x")} | {end, added}
+    assert allowed(tiny, row, 300) == expected
+    drawn, _ = Sampler(300, CPU, store).sample(torch.zeros(1, 300), [row], changed=True)
+    assert int(drawn[0]) in expected
+    store.close()
+
+
+def test_forgotten_grammars_are_not_reported_and_not_followed(grammars: Grammars) -> None:
+    grammar = grammars.begin("regex", "forgotten|soon")
+    grammars.store.forget(grammar)
+    after = grammars.begin("regex", "x")
+    assert grammars.wait() == GrammarReady(after)
+    row = grammars.row(grammar)
+    with pytest.raises(PlanError, match="not compiled"):
+        allowed(grammars, row)
+    with pytest.raises(PlanError, match="this rank has none"):
+        Sampler(V, CPU).sample(torch.zeros(1, V), [row], changed=True)
+
+
+def test_a_store_that_nobody_asks_starts_nothing() -> None:
+    before = len(psutil.Process().children())
+    store = GrammarStore(Path("nowhere"), V)
+    assert not store.pending
+    assert store.poll() == []
+    assert len(psutil.Process().children()) == before
+    store.close()
+
+
+def test_a_model_without_a_tokenizer_has_no_grammars(tmp_path: Path) -> None:
+    store = GrammarStore(tmp_path, V)
+    assert "on this server" in Grammars(store).problem("regex", "a")
+    store.close()

@@ -1,0 +1,237 @@
+"""The host pool: what is saved comes back bit by bit, and never anything else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from worker.checkpoints import make_checkpoint
+from worker.driver import VOCAB_SIZE, Driver, run_config
+
+from trunkline.kernels.load import load_kernels
+from trunkline.kernels.ops import KvPool
+from trunkline.kvstore.layout import Int32Array, SlotId, pack_int32, unpack_int32
+from trunkline.kvstore.names import ChunkName
+from trunkline.kvstore.tier import SlotKey, Tier
+from trunkline.worker.config import load_config
+from trunkline.worker.errors import ConfigError, PlanError
+from trunkline.worker.host_pool import HostPool
+from trunkline.worker.messages import Join, Sampling
+from trunkline.worker.runner import Runner
+
+SHAPES = {"small": (40, 2, 2, 2, 4, 8), "large": (12, 4, 2, 4, 64, 16)}
+"""Of device pools: staged blocks of 1 KiB, and blocks of 128 KiB that are moved without staging."""
+
+
+def make_pool(shape: str, kernels: str, slots: int = 30) -> tuple[KvPool, HostPool]:
+    torch.manual_seed(1)
+    pool = KvPool.wrap(torch.randn(SHAPES[shape]))
+    return pool, HostPool(slots, pool, load_kernels(kernels, "cpu", 1))
+
+
+def contents(pool: KvPool, kernels: str = "auto") -> torch.Tensor:
+    """Of all blocks, in plain order: kernels may hold them in another."""
+    out = torch.empty_like(pool.data)
+    blocks = np.arange(pool.blocks, dtype=np.int32)
+    load_kernels(kernels, "cpu", 1).gather_blocks(pool, blocks, range(pool.data.shape[1]), out)
+    return out
+
+
+def moves(*rows: tuple[int, int, int]) -> Int32Array:
+    return np.array(rows, dtype=np.int32).reshape(-1, 3)
+
+
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+@pytest.mark.parametrize("shape", list(SHAPES))
+def test_blocks_come_back(shape: str, kernels: str) -> None:
+    """Into other blocks than they came from; slots side by side and scattered, in any order."""
+    pool, host = make_pool(shape, kernels)
+    blocks = [3, 0, 7, 5, 9, 11]
+    slots = [4, 5, 6, 20, 2, 29]
+    before = contents(pool, kernels)
+    host.save(moves(*((block, slot, 1) for block, slot in zip(blocks, slots, strict=True))))
+    assert torch.equal(contents(pool, kernels), before)
+    pool.data.fill_(float("nan"))
+    targets = [1, 2, 3, 4, 5, 6]
+    order = [5, 0, 3, 1, 4, 2]
+    host.load(moves(*((targets[i], slots[i], 1) for i in order)))
+    after = contents(pool, kernels)
+    assert torch.equal(after[targets], before[blocks])
+    untouched = sorted(set(range(pool.blocks)) - set(targets))
+    assert after[untouched].isnan().all()
+
+
+def test_few_calls_move_many_blocks() -> None:
+    for shape, calls in (("small", 1), ("large", 2)):
+        pool, host = make_pool(shape, "auto")
+        kernels = host._kernels
+        kernels.counters.reset()
+        host.save(moves(*((i, i if i < 5 else i + 3, 1) for i in range(10))))
+        assert kernels.counters.calls == {"gather_blocks": calls}
+        host.load(moves(*((i, i if i < 5 else i + 3, 1) for i in range(10))))
+        assert kernels.counters.calls == {"gather_blocks": calls, "scatter_blocks": calls}
+        assert pool.blocks >= 10
+
+
+def test_only_the_generation_asked_for_is_read() -> None:
+    pool, host = make_pool("small", "auto")
+    host.save(moves((0, 5, 2)))
+    before = contents(pool)
+    for rows, message in (
+        ([(1, 5, 1)], "load of generation 1 from slot 5: it holds generation 2"),
+        ([(1, 5, 2), (2, 6, 0)], "load of generation 0 from slot 6: it holds nothing"),
+    ):
+        with pytest.raises(PlanError, match=message):
+            host.load(moves(*rows))
+    assert torch.equal(contents(pool), before)
+    with pytest.raises(PlanError, match="generation 1: it holds generation 2"):
+        host.save(moves((0, 5, 1)))
+    host.save(moves((3, 5, 3)))
+    host.load(moves((8, 5, 3)))
+    assert torch.equal(contents(pool)[8], before[3])
+    host.discard(SlotId(5))
+    with pytest.raises(PlanError, match="it holds nothing"):
+        host.load(moves((8, 5, 3)))
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([(40, 0, 1)], "blocks 40 to 40 moved; there are 40"),
+        ([(-1, 0, 1)], "blocks -1 to -1"),
+        ([(0, 30, 1)], "slots 30 to 30 moved; there are 30"),
+        ([(0, 3, 1), (1, 3, 1)], "a slot is written twice"),
+    ],
+)
+def test_malformed_saves(rows: list[tuple[int, int, int]], message: str) -> None:
+    _, host = make_pool("small", "auto")
+    with pytest.raises(PlanError, match=message):
+        host.save(moves(*rows))
+
+
+def test_a_block_is_loaded_once() -> None:
+    _, host = make_pool("small", "auto")
+    host.save(moves((0, 3, 1), (1, 4, 1)))
+    with pytest.raises(PlanError, match="a block is written twice"):
+        host.load(moves((7, 3, 1), (7, 4, 1)))
+
+
+def test_it_is_a_tier() -> None:
+    pool, host = make_pool("small", "auto")
+    tier: Tier = host
+    key = SlotKey(SlotId(7), ChunkName(b""), 4)
+    data = np.random.default_rng(0).bytes(tier.slot_bytes)
+    tier.write(key, memoryview(data))
+    into = bytearray(tier.slot_bytes)
+    assert not tier.read(key._replace(generation=3), memoryview(into))
+    assert not any(into)
+    assert tier.read(key, memoryview(into))
+    assert into == data
+    # The same bytes as blocks see them.
+    host.load(moves((2, 7, 4)))
+    assert contents(pool)[2].numpy().tobytes() == data
+    with pytest.raises(OSError, match="3 bytes for a slot of"):
+        tier.write(key, memoryview(b"abc"))
+    tier.discard(SlotId(7))
+    assert not tier.read(key, memoryview(into))
+    tier.close()
+    assert tier.capacity_slots == 0
+
+
+def test_memory_is_taken_when_it_is_used() -> None:
+    """16 GiB of address space cost nothing; blocks that were saved do."""
+    process = psutil.Process()
+    before = process.memory_info().rss
+    pool, host = make_pool("large", "auto", slots=(16 << 30) // (128 << 10))
+    assert process.memory_info().rss - before < 64 << 20
+    host.save(moves(*((i, host.capacity_slots - 1 - i, 1) for i in range(12))))
+    host.load(moves((0, host.capacity_slots - 12, 1)))
+    found = contents(pool)
+    assert torch.equal(found[0], found[11])
+    host.close()
+
+
+def test_impossible_sizes_are_refused() -> None:
+    with pytest.raises(ConfigError, match="no memory for a host pool of"):
+        make_pool("large", "auto", slots=1 << 35)
+
+
+def test_measuring_changes_nothing() -> None:
+    pool, host = make_pool("large", "auto")
+    before = contents(pool)
+    assert 0.1 < host.measure() < 1e5
+    assert torch.equal(contents(pool), before)
+    with pytest.raises(PlanError, match="it holds nothing"):
+        host.load(moves((0, 0, 0)))
+
+
+# --- in a runner
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("models") / "model")
+
+
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+def test_a_sequence_goes_on_from_what_was_swapped(folder: Path, kernels: str) -> None:
+    """Out with its blocks overwritten, in again to others: the same numbers, bit by bit, as without."""
+    results = []
+    for swapped in (False, True):
+        config = run_config(folder, kernels=kernels, host_memory_bytes=1 << 16)
+        runner = Runner.load(config, lambda *_: None)
+        assert runner.host_slots == (1 << 16) // runner.block_bytes
+        assert runner.swap_us_per_block > 0
+        driver = Driver(runner.execute, num_blocks=64, chunk_size=8)
+        tokens = np.random.default_rng(4).integers(VOCAB_SIZE, size=21).tolist()
+        sampling = Sampling(temperature=0, logprobs=VOCAB_SIZE)
+        blocks = [3, 4, 9]
+        joins = [Join(1, pack_int32(tokens), 0, 21, pack_int32(blocks), sampling)]
+        first = driver.send(joins=joins, prefill=pack_int32([1, 0, 21, 0, 1]))
+        assert first is not None
+        tokens.append(unpack_int32(first.tokens)[0])
+        fields: dict[str, Any] = {"leaves": pack_int32([1])}
+        if swapped:
+            saved = driver.send(**fields, saves=pack_int32([3, 7, 1, 4, 8, 1, 9, 2, 1]))
+            assert saved is not None
+            assert 0 < saved.moved_us <= saved.elapsed_us
+            runner.pool.data.fill_(float("nan"))
+            runner.pool.packed.zero_()
+            blocks = [10, 11, 12]
+            fields = {"loads": pack_int32([10, 7, 1, 11, 8, 1, 12, 2, 1])}
+        else:
+            driver.send()
+        joins = [Join(2, pack_int32(tokens), 0, 21, pack_int32(blocks), sampling)]
+        found = [first.tokens]
+        fields |= {"joins": joins, "rows": pack_int32([2]), "runs": b""}
+        for _ in range(3):
+            result = driver.send(**fields)
+            assert result is not None
+            assert result.logprobs is not None
+            found += [result.tokens, result.logprobs[0].top_ids, result.logprobs[0].top_logprobs]
+            fields = {}
+        results.append(found)
+        runner.close()
+    assert results[0] == results[1]
+
+
+def test_a_runner_without_a_host_pool_moves_nothing(folder: Path) -> None:
+    runner = Runner.load(run_config(folder), lambda *_: None)
+    assert (runner.host_slots, runner.swap_us_per_block) == (0, 0.0)
+    with pytest.raises(PlanError, match="no host pool"):
+        Driver(runner.execute, num_blocks=64, chunk_size=8).send(saves=pack_int32([0, 0, 1]))
+
+
+def test_too_little_memory_is_refused(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no room for a single block"):
+        Runner.load(run_config(folder, host_memory_bytes=100), lambda *_: None)
+    path = tmp_path / "config.json"
+    path.write_text(
+        '{"model": "x", "plan_endpoint": "", "report_endpoint": "", "pool_blocks": 1,"host_memory_bytes": -1}'
+    )
+    with pytest.raises(ConfigError, match="host_memory_bytes is -1"):
+        load_config(path)

@@ -1,0 +1,167 @@
+"""Grammars that users should not send: explained, bounded in time and memory, and harmless to all others."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Final
+
+import psutil
+import pytest
+from worker.grammar_driver import Grammars, V, allowed
+
+from trunkline.controller.messages import GrammarReady
+from trunkline.deploy.models import DEMO_FOLDER
+from trunkline.worker.grammar import GrammarStore
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Iterator[Grammars]:
+    store = GrammarStore(DEMO_FOLDER, V)
+    yield Grammars(store)
+    store.close()
+
+
+def nested(levels: int) -> str:
+    return '{"type":"array","items":' * levels + "true" + "}" * levels
+
+
+REFUSED: Final = [
+    ("regex", "(a", "not closed"),
+    ("regex", "a)", "Unmatched"),
+    ("regex", "[z-a]", "character class"),
+    ("regex", "a{5,2}", "lower bound"),
+    ("regex", r"(a)\1", "Backreference"),
+    ("regex", "(?=a)b", "Lookahead"),
+    ("regex", "a^b", "should be at the start"),
+    ("regex", "a\0b", "null"),
+    ("regex", "a{4294967298}", "repetition count"),
+    ("regex", "a{1,99999999999999999999}", "repetition count"),
+    ("regex", r"[^\s\S]", "matches no text"),
+    ("regex", "(" * 20_000 + "a" + ")" * 20_000, "nest layer"),
+    ("regex", "a" * 70_000, "longer than"),
+    ("regex", "([a-z]{0,30}[0-9]{0,30}){0,1000}", "ambiguous|within"),
+    ("ebnf", "", "root"),
+    ("ebnf", 'root ::= "a', "line 1"),
+    ("ebnf", "root ::= foo", '"foo"'),
+    ("ebnf", "root ::= root", "matches no text"),
+    ("ebnf", 'root ::= root root | "a" | ""', "ambiguous"),
+    ("ebnf", 'root ::= (("a"{0,1000}){0,1000}){0,1000}', "ambiguous|within"),
+    ("ebnf", "root ::= " + "(" * 20_000 + '"a"' + ")" * 20_000, "Nest layer"),
+    ("choice", "[]", "at least one"),
+    ("choice", '["a", 3]', "list of strings"),
+    ("choice", '["\\ud800"]', "surrogate"),
+    ("json_schema", "{", "JSON"),
+    ("json_schema", "[1]", "object or bool"),
+    ("json_schema", '{"type":"foo"}', "foo"),
+    ("json_schema", "false", "cannot accept"),
+    ("json_schema", nested(2000), "nested"),
+    ("json_schema", "[" * 60_000, "nested|JSON"),
+    ("json_schema", '{"$ref":"#"}', "matches no text"),
+    ("json_schema", '{"$ref":"#/$defs/a","$defs":{"a":{"$ref":"#/$defs/a"}}}', "matches no text"),
+    ("json_schema", '{"$ref":"#/$defs/x"}', "defs"),
+    ("json_schema", '{"$ref":"http://example.com/x"}', "ref"),
+    ("json_schema", '{"not":{"type":"string"}}', "'not'"),
+    ("json_schema", '{"items":{"properties":{"x":{"multipleOf":7}}}}', "'multipleOf'"),
+    ("json_schema", '{"type":"array","uniqueItems":true}', "'uniqueItems'"),
+    ("json_schema", '{"allOf":[{"type":"string"},{"minLength":3}]}', "'allOf'"),
+    ("json_schema", '{"anyOf":[{"type":"string"}],"minLength":3}', "beside 'anyOf'"),
+    ("json_schema", '{"type":"string","pattern":"a+","minLength":3}', "'pattern' beside"),
+    ("json_schema", '{"type":"string","pattern":"("}', "not closed"),
+    ("json_schema", '{"type":"string","pattern":"say \\"a\\""}', "'const'"),
+    ("json_schema", '{"type":"string","pattern":"a{4294967298}"}', "repetition count"),
+    ("json_schema", '{"type":"string","maxLength":4294967298}', "maxLength"),
+    ("json_schema", '{"type":"string","format":"foo"}', "'foo'"),
+    ("json_schema", '{"type":"object","required":["zz"]}', "'zz'"),
+    ("json_schema", '{"type":"integer","minimum":5,"maximum":2}', "minimum"),
+    ("json_schema", '{"type":"integer","minimum":-99999999999999999999999}', "limit"),
+    ("structural_tag", '{"type":"structural_tag","format":{"type":"foo"}}', "foo"),
+    ("structural_tag", "{", "JSON"),
+    ("poem", "roses", "'poem'"),
+]
+
+
+@pytest.mark.parametrize(("kind", "text", "expected"), REFUSED, ids=range(len(REFUSED)))
+def test_grammars_that_cannot_be_used_are_explained(
+    grammars: Grammars, kind: str, text: str, expected: str
+) -> None:
+    problem = grammars.problem(kind, text)
+    assert re.search(expected, problem), problem
+    assert "\n" not in problem
+    assert len(problem) <= 200
+    assert not re.search(r"\.cc|\.h:|\.py|/project|Check failed|\d\d:\d\d:\d\d|Error", problem)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("regex", "a{1000000000}"),
+        ("regex", "((a{1000}){1000}){1000}"),
+        ("regex", "(a*)*b"),
+        ("regex", ""),
+        ("json_schema", nested(90)),
+        ("json_schema", '{"type":"string","maxLength":1000000}'),
+        ("json_schema", '{"type":"object","properties":{"not":{},"pattern":{"type":"string"},"if":true}}'),
+        ("json_schema", json.dumps({"enum": [f"value {i}" for i in range(2000)]})),
+        (
+            "json_schema",
+            json.dumps(
+                {
+                    "$ref": "#/$defs/d0",
+                    "$defs": {
+                        f"d{i}": {"type": "array", "prefixItems": [{"$ref": f"#/$defs/d{i + 1}"}] * 2}
+                        if i < 60
+                        else {"type": "null"}
+                        for i in range(61)
+                    },
+                }
+            ),
+        ),
+    ],
+    ids=range(9),
+)
+def test_large_grammars_that_can_be_used_are(grammars: Grammars, kind: str, text: str) -> None:
+    assert allowed(grammars, grammars.row(grammars.add(kind, text)))
+
+
+def trial_processes() -> list[psutil.Process]:
+    return [p for p in psutil.Process().children() if "trunkline.worker.grammar_trial" in p.cmdline()]
+
+
+def test_a_grammar_that_takes_too_long_is_given_up() -> None:
+    store, before = GrammarStore(DEMO_FOLDER, V, seconds_max=0.5), set(trial_processes())
+    slow = json.dumps({"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(1500)}})
+    short = Grammars(store)
+    short.begin("json_schema", slow)
+    process: set[psutil.Process] = set()
+    while not process:
+        process = set(trial_processes()) - before
+    assert "does not compile within" in short.wait().problem
+    assert not any(p.is_running() for p in process)
+    store.close()
+
+
+def test_a_grammar_that_kills_its_process_harms_no_other(grammars: Grammars) -> None:
+    assert grammars.add("regex", "a+")
+    process = trial_processes()[-1]
+    process.suspend()
+    grammar = grammars.begin("regex", "c+")
+    process.kill()  # as the kernel does when memory runs out
+    assert grammars.wait() == GrammarReady(grammar, "the grammar needs too much memory to compile")
+    # The same text again needs no trial: the compiled grammar was kept.
+    assert allowed(grammars, grammars.row(grammars.add("regex", "a+")))
+    assert trial_processes() == []
+    assert grammars.add("regex", "c+")
+
+
+def test_the_trial_process_refuses_to_outgrow_its_memory(grammars: Grammars) -> None:
+    grammars.add("regex", "before")
+    process = trial_processes()[-1]
+    hard = process.rlimit(psutil.RLIMIT_DATA)[1]
+    assert hard < 2 << 30
+    process.rlimit(psutil.RLIMIT_DATA, (process.memory_info().data + (8 << 20), hard))
+    many = json.dumps({"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(800)}})
+    assert "memory" in grammars.problem("json_schema", many)
+    process.rlimit(psutil.RLIMIT_DATA, (hard, hard))
+    assert grammars.add("regex", "after")
