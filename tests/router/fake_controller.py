@@ -1,4 +1,4 @@
-"""A controller without an engine: real ZeroMQ, scripted tokens.
+"""A controller without an engine: real ZeroMQ, scripted tokens, samples and beams, made-up log-probabilities.
 
 It runs in a thread. What it generates is in its `script`; a request's behaviour can be changed through the
 attributes while it runs.
@@ -15,19 +15,58 @@ import msgspec
 import numpy as np
 import zmq
 
-from trunkline.controller.messages import Abort, FlushCache, Ping, RouterRequest, Submit, TopLogprobs
+from trunkline.controller.messages import (
+    Abort,
+    FlushCache,
+    Ping,
+    PromptLogprobs,
+    RouterRequest,
+    Submit,
+    TopLogprobs,
+)
 from trunkline.kvstore.layout import pack_int32, unpack_int32
-from trunkline.router.messages import Finished, FinishReason, Flushed, Outputs, RouterMessage, Started, State
+from trunkline.router.messages import (
+    BeamsFound,
+    Finished,
+    FinishReason,
+    Flushed,
+    Hypothesis,
+    Outputs,
+    PromptScored,
+    RouterMessage,
+    Started,
+    State,
+)
 
 Script = Callable[[Submit], Sequence[int]]
+UNSATISFIABLE = "unsatisfiable"
+"""A grammar with this word in it cannot be compiled here."""
+
+
+@dataclass
+class _Sample:
+    tokens: list[int]
+    sent: int = 0
+    over: bool = False
 
 
 @dataclass
 class _Live:
     router: bytes
     submit: Submit
-    tokens: list[int]
-    sent: int = 0
+    samples: list[_Sample]
+
+
+@dataclass
+class _Step:
+    """What one message to a router is made from."""
+
+    requests: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    samples: list[int] = field(default_factory=list)
+    finished: list[Finished] = field(default_factory=list)
+    logprobs: dict[int, TopLogprobs] = field(default_factory=dict)
+    beams: list[BeamsFound] = field(default_factory=list)
 
 
 @dataclass
@@ -35,6 +74,12 @@ class Behaviour:
     """What the next requests meet."""
 
     script: Script
+    sample_script: Callable[[Submit, int], Sequence[int]] | None = None
+    """Where samples or beams differ: by request and index, in place of `script`."""
+    problem_of: Callable[[Submit], Finished | None] = lambda submit: None
+    """Requests that are refused, and how."""
+    token_logprob: Callable[[int], float] = lambda sample: -0.25
+    """Of every token of a sample."""
     seconds_per_token: float = 0.0
     hold: bool = False
     """Admit requests but bring no tokens."""
@@ -48,6 +93,7 @@ class Behaviour:
     status: str = "ready"
     detail: str = ""
     max_context: int = 2048
+    max_rows: int = 256
     cached_tokens: int = 0
     submits: list[Submit] = field(default_factory=list)
     aborts: list[int] = field(default_factory=list)
@@ -134,14 +180,27 @@ class FakeController:
             self._live.pop((router, message.request), None)
         elif isinstance(message, Submit):
             behaviour.submits.append(message)
-            if behaviour.refuse is not None:
-                refused = Finished(message.request, behaviour.refuse, "")
+            refused = self._refusal(message)
+            if refused is not None:
                 self._send(socket, router, lambda seq: Outputs(seq, finished=[refused]))
                 return
-            tokens = list(behaviour.script(message))[: message.max_tokens]
-            self._live[router, message.request] = _Live(router, message, tokens)
+            script = behaviour.sample_script or (lambda submit, _: behaviour.script(submit))
+            texts = [list(script(message, index))[: message.max_tokens] for index in range(message.n)]
+            self._live[router, message.request] = _Live(router, message, [_Sample(text) for text in texts])
             started = Started(message.request, behaviour.cached_tokens)
-            self._send(socket, router, lambda seq: Outputs(seq, started=[started]))
+            scored = [PromptScored(message.request, piece) for piece in score_prompt(message)]
+            self._send(socket, router, lambda seq: Outputs(seq, started=[started], prompt_logprobs=scored[:1]))
+            for piece in scored[1:]:
+                self._send(socket, router, lambda seq, p=piece: Outputs(seq, prompt_logprobs=[p]))  # type: ignore[misc]
+
+    def _refusal(self, submit: Submit) -> Finished | None:
+        if self.behaviour.refuse is not None:
+            return Finished(submit.request, self.behaviour.refuse, "")
+        grammar = submit.grammar
+        if grammar is not None and UNSATISFIABLE in grammar.text:
+            detail = f"`{grammar.param}` cannot be compiled"
+            return Finished(submit.request, FinishReason.INVALID, detail, param=grammar.param)
+        return self.behaviour.problem_of(submit)
 
     def _state(self, sequence: int) -> State:
         behaviour = self.behaviour
@@ -163,6 +222,7 @@ class FakeController:
             kv_bytes_read=29,
             evicted_blocks=0,
             max_context=behaviour.max_context,
+            max_rows=behaviour.max_rows,
         )
 
     def _step(self, socket: zmq.Socket[bytes]) -> None:
@@ -175,46 +235,100 @@ class FakeController:
 
     def _step_router(self, socket: zmq.Socket[bytes], router: bytes, rows: list[_Live]) -> None:
         behaviour = self.behaviour
-        requests: list[int] = []
-        tokens: list[int] = []
-        finished: list[Finished] = []
-        logprobs: dict[int, TopLogprobs] = {}
+        step = _Step()
         for live in rows:
-            submit = live.submit
-            if live.sent < len(live.tokens):
-                token = live.tokens[live.sent]
-                live.sent += 1
-                if submit.sampling.logprobs >= 0:
-                    logprobs[len(tokens)] = make_logprobs(token, submit.sampling.logprobs)
-                requests.append(submit.request)
-                tokens.append(token)
-            end: FinishReason | None = None
-            if live.sent and live.tokens[live.sent - 1] in submit.stop_token_ids:
-                end = FinishReason.STOP
-            elif live.sent >= len(live.tokens):
-                end = FinishReason.LENGTH
-            elif behaviour.fail_after is not None and live.sent >= behaviour.fail_after:
-                end = FinishReason.ENGINE_FAILED
-            if end is not None:
-                finished.append(Finished(submit.request, end, "worker 1 died" if "fail" in end else ""))
-                del self._live[router, submit.request]
-            if behaviour.gap_after is not None and live.sent >= behaviour.gap_after:
+            if live.submit.beam is not None:
+                self._search(live, step)
+            else:
+                for index, sample in enumerate(live.samples):
+                    if not sample.over:
+                        self._advance(live, index, sample, step)
+            if all(sample.over for sample in live.samples):
+                self._live.pop((router, live.submit.request), None)
+            if behaviour.gap_after is not None and live.samples[0].sent >= behaviour.gap_after:
                 self._sequence[router] += 1
                 behaviour.gap_after = None
         self._send(
             socket,
             router,
             lambda seq: Outputs(
-                seq, np.array(requests, "<u4").tobytes(), pack_int32(tokens), [], finished, logprobs or None
+                seq,
+                np.array(step.requests, "<u4").tobytes(),
+                pack_int32(step.tokens),
+                [],
+                step.finished,
+                step.logprobs or None,
+                np.array(step.samples, "<u2").tobytes() if any(step.samples) else b"",
+                step.beams,
             ),
         )
 
+    def _advance(self, live: _Live, index: int, sample: _Sample, step: _Step) -> None:
+        """The next token of a sample, and its end if that was the last."""
+        behaviour, submit = self.behaviour, live.submit
+        if sample.sent < len(sample.tokens):
+            token = sample.tokens[sample.sent]
+            sample.sent += 1
+            if submit.sampling.logprobs >= 0:
+                own = behaviour.token_logprob(index)
+                step.logprobs[len(step.tokens)] = make_logprobs(token, submit.sampling.logprobs, own)
+            step.requests.append(submit.request)
+            step.tokens.append(token)
+            step.samples.append(index)
+        if behaviour.fail_after is not None and sample.sent >= behaviour.fail_after:
+            step.finished.append(Finished(submit.request, FinishReason.ENGINE_FAILED, "worker 1 died"))
+            for each in live.samples:
+                each.over = True
+        elif sample.sent and sample.tokens[sample.sent - 1] in submit.stop_token_ids:
+            step.finished.append(Finished(submit.request, FinishReason.STOP, sample=index))
+            sample.over = True
+        elif sample.sent >= len(sample.tokens):
+            step.finished.append(Finished(submit.request, FinishReason.LENGTH, sample=index))
+            sample.over = True
 
-def make_logprobs(token: int, count: int) -> TopLogprobs:
+    def _search(self, live: _Live, step: _Step) -> None:
+        """All of a beam search at once: the scripted texts, each a little worse than the one before."""
+        submit = live.submit
+        found = []
+        for index, sample in enumerate(live.samples):
+            sample.over = True
+            ends = next((i + 1 for i, t in enumerate(sample.tokens) if t in submit.stop_token_ids), None)
+            total = -1.5 - index
+            reason = FinishReason.LENGTH if ends is None else FinishReason.STOP
+            tokens = sample.tokens[:ends]
+            found.append(Hypothesis(pack_int32(tokens), total / max(len(tokens), 1), total, reason))
+        step.beams.append(BeamsFound(submit.request, found))
+        step.finished.append(Finished(submit.request, FinishReason.STOP))
+
+
+def make_logprobs(token: int, count: int, own: float = -0.25) -> TopLogprobs:
     """Plausible numbers: the sampled token first, then its neighbours."""
     ids = [token + offset for offset in range(count)]
-    values = np.array([-0.25 - offset for offset in range(count)], "<f4")
-    return TopLogprobs(-0.25, pack_int32(ids), values.tobytes())
+    values = np.array([own - offset for offset in range(count)], "<f4")
+    return TopLogprobs(own, pack_int32(ids), values.tobytes())
+
+
+def score_prompt(submit: Submit) -> list[PromptLogprobs]:
+    """What was asked of a prompt, in two pieces that overlap, as they may after a preemption.
+
+    Position p has log-probability -p / 8 and rank 2; the likeliest tokens are the next ids, from -p / 16 down.
+    """
+    count = submit.sampling.prompt_logprobs
+    prompt = prompt_of(submit)
+    if count < 0 or len(prompt) < 2:
+        return []
+    middle = (1 + len(prompt)) // 2
+    return [
+        PromptLogprobs(
+            start,
+            np.array([-position / 8 for position in range(start, stop)], "<f4").tobytes(),
+            pack_int32([2] * (stop - start)),
+            pack_int32([prompt[p] + 1 + i for p in range(start, stop) for i in range(count)]),
+            np.array([-p / 16 - i for p in range(start, stop) for i in range(count)], "<f4").tobytes(),
+        )
+        for start, stop in ((1, middle + 1 if middle < len(prompt) else middle), (middle, len(prompt)))
+        if stop > start
+    ]
 
 
 def prompt_of(submit: Submit) -> list[int]:

@@ -11,7 +11,7 @@ import pytest
 from router.fake_controller import FakeController
 from router.harness import MESSAGES, VOCAB_SIZE, RunningRouter
 
-from trunkline.router.api.tokens import TOKENIZE_CHARACTERS_MAX
+from trunkline.router.api.common import TOKENIZE_CHARACTERS_MAX
 
 CHAT: dict[str, Any] = {"messages": MESSAGES}
 PLAIN: dict[str, Any] = {"prompt": "x"}
@@ -43,14 +43,34 @@ BOTH = _names(
         "stream": ["yes", 1],
         "stream_options": [{"include_usage": True}, 5],
         "model": [5, ["demo"]],
-        "n": [2, 0, "1", True],
-        "best_of": [2],
-        "min_tokens": [5],
-        "prompt_logprobs": [1],
-        "response_format": [{"type": "json_object"}, {"type": "json_schema", "json_schema": {}}],
-        "structured_outputs": [{"regex": "a"}],
-        "use_beam_search": [True],
-        "echo": [True],
+        "n": [0, -1, 1.5, "1", True, 257, 1025, 10**20],
+        "best_of": [0, -1, "2", 257, 1025],
+        "use_beam_search": ["yes", 1],
+        "beam_width": [0, -1, 2, "4", True, 65],
+        "length_penalty": [2, -11, 11, "1", 1e999],
+        "early_stopping": [True, "never", "always", 1],
+        "min_tokens": [-1, 1.5, "5", True, 2**31, 2**31 - 1],
+        "bad_words": [5, "x", [""], ["  "], [5], ["a"] * 129, ["a" * 257], ["\x00"]],
+        "allowed_token_ids": [[], 5, [-1], [VOCAB_SIZE], ["a"], [True], [1.5], [10**30]],
+        "prompt_logprobs": [-1, 21, 1.5, "1", True],
+        "truncate_prompt_tokens": [0, -1, 1.5, "5", True, 10**20],
+        "return_token_ids": ["yes", 1],
+        "priority": [2**31, -(2**31) - 1, 1.5, "high", True],
+        "response_format": [
+            5,
+            {},
+            {"type": "xml"},
+            {"type": "json_schema"},
+            {"type": "json_schema", "json_schema": {}},
+        ],
+        "structured_outputs": [5, {}, {"regex": ""}, {"regex": "a", "grammar": "b"}, {"nonsense": 1}],
+        "guided_json": [5, [], "{", DEEP],
+        "guided_regex": ["", 5, {"a": 1}],
+        "guided_choice": [[], [""], "a", [5], 5],
+        "guided_grammar": ["", 5],
+        "logits_processors": [["a.b"]],
+        "return_tokens_as_token_ids": [True],
+        "prompt_embeds": ["x"],
     }
 )
 CHAT_ONLY = _names(
@@ -66,8 +86,10 @@ CHAT_ONLY = _names(
         "logprobs": [5, "true"],
         "top_logprobs": [5, 21, -1],
         "max_completion_tokens": [0, "1", 1e999],
-        "tools": [[{"type": "function"}]],
-        "tool_choice": ["required", {"type": "function"}],
+        "echo": [True],
+        "tools": [5, [5], [{"type": "function"}], [{"type": "web_search"}]],
+        "tool_choice": ["required", "maybe", 5, {"type": "function"}],
+        "parallel_tool_calls": ["yes", 1],
         "functions": [[{"name": "f"}]],
         "audio": [{"voice": "x"}],
         "modalities": [["audio"]],
@@ -77,8 +99,9 @@ CHAT_ONLY = _names(
 )
 PLAIN_ONLY = _names(
     {
-        "prompt": [None, "", [], [[]], [""], ["a", "b"], [[1], [2]], [VOCAB_SIZE], [-1], [1.5], ["a", 1], 5, {},
-                   [True], [10**30], "a\x00b", DEEP],
+        "prompt": [None, "", [], [[]], [""], ["a", ""], [[1], []], ["a", [1]], [[1], [VOCAB_SIZE]], ["a"] * 1025,
+                   [VOCAB_SIZE], [-1], [1.5], ["a", 1], 5, {}, [True], [10**30], "a\x00b", DEEP],
+        "echo": ["yes", 1],
         "logprobs": [True, 21, -1, "5"],
         "suffix": ["x"],
     }
@@ -119,7 +142,8 @@ def test_bad_values_name_their_parameter(
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "messages[0].content"),
         ([*MESSAGES, {"role": "user", "content": [{"type": "text"}]}], "messages[1].content"),
         ([*MESSAGES, {"role": "tool", "content": "x"}], "messages[1]"),
-        ([{"role": "assistant", "content": "", "tool_calls": [{}]}], "messages[0]"),
+        ([{"role": "assistant", "content": "", "tool_calls": [{}]}], "messages[0].tool_calls[0].id"),
+        ([{"role": "assistant", "content": None}], "messages[0].content"),
         ([{"role": "pirate", "content": "x"}], "messages"),
         ([{"role": "user", "content": "a\x00"}], "messages[0].content"),
     ],
@@ -135,6 +159,10 @@ def test_bad_messages(http: httpx.Client, messages: list[Any], param: str) -> No
     [
         *[
             {"n": 1},
+            {"best_of": 1},
+            {"use_beam_search": False, "beam_width": 1, "length_penalty": 1.0, "early_stopping": False},
+            {"min_tokens": 0, "bad_words": [], "prompt_logprobs": False, "echo": False, "priority": 0},
+            {"structured_outputs": None, "guided_json": None, "allowed_token_ids": None},
             {"tools": []},
             {"tools": None},
             {"response_format": {"type": "text"}},

@@ -10,9 +10,10 @@ import pytest
 from router.harness import DEMO_MODEL, VOCAB_SIZE
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from trunkline.router.chat_template import ChatTemplate, ChatTemplateError
+from trunkline.router.chat_template import ChatRenderer, ChatTemplate, ChatTemplateError
 from trunkline.router.model_files import SamplingDefaults, read_model_files
 from trunkline.router.tokenizer import Tokenizer
+from trunkline.router.tools.styles import ToolStyle
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 CONVERSATION = [
@@ -65,6 +66,196 @@ def test_equals_transformers(name: str, prompt: bool) -> None:
     )
     rendered = ChatTemplate(TEMPLATES[name], SPECIAL).render(CONVERSATION, add_generation_prompt=prompt)
     assert rendered == result[0][0]
+
+
+TOOL_TEMPLATES = {
+    "hermes": """
+{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- if messages[0].role == 'system' %}{{- messages[0].content + '\\n\\n' }}{%- endif %}
+    {{- 'Functions:\\n<tools>' }}
+    {%- for tool in tools %}{{- '\\n' }}{{- tool | tojson }}{%- endfor %}
+    {{- '\\n</tools>\\nCall them within <tool_call></tool_call>.<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'tool' %}
+        {%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}
+        {{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
+        {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\\n' }}{%- endif %}
+    {%- elif message.tool_calls %}
+        {{- '<|im_start|>assistant' }}
+        {%- if message.content %}{{- '\\n' + message.content }}{%- endif %}
+        {%- for call in message.tool_calls %}
+            {%- if call.function is defined %}{%- set call = call.function %}{%- endif %}
+            {{- '\\n<tool_call>\\n{"name": "' + call.name + '", "arguments": ' }}
+            {{- call.arguments | tojson }}{{- '}\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- elif not (loop.first and message.role == 'system' and tools) %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+""",
+    "llama3_json": """{{- bos_token }}
+{%- if not tools is defined %}{%- set tools = none %}{%- endif %}
+{%- for message in messages %}
+    {%- if 'tool_calls' in message %}
+        {%- if not message.tool_calls | length == 1 %}{{- raise_exception('one call at a time') }}{%- endif %}
+        {%- set call = message.tool_calls[0].function %}
+        {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n{"name": "' + call.name + '", "parameters": ' }}
+        {{- call.arguments | tojson }}{{- '}<|eot_id|>' }}
+    {%- elif message.role == 'tool' %}
+        {{- '<|start_header_id|>ipython<|end_header_id|>\\n\\n' }}
+        {%- if message.content is mapping %}{{- message.content | tojson }}
+        {%- else %}{{- message.content }}{%- endif %}
+        {{- '<|eot_id|>' }}
+    {%- else %}
+        {{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' }}
+        {%- if loop.index0 == 1 and tools is not none %}
+            {%- for tool in tools %}{{- tool | tojson(indent=4) }}{{- '\\n\\n' }}{%- endfor %}
+        {%- endif %}
+        {{- message.content | trim }}{{- '<|eot_id|>' }}
+    {%- endif %}
+{%- endfor %}
+""",
+    "mistral": """{{ bos_token }}
+{%- for message in messages %}
+    {%- if message.role == 'user' %}
+        {%- if tools is not none and loop.index0 <= 1 %}
+            {{- '[AVAILABLE_TOOLS] [' }}
+            {%- for tool in tools %}
+                {{- tool | tojson }}{%- if not loop.last %}{{- ', ' }}{%- endif %}
+            {%- endfor %}
+            {{- '][/AVAILABLE_TOOLS]' }}
+        {%- endif %}
+        {{- '[INST] ' + message.content + '[/INST]' }}
+    {%- elif message.tool_calls is defined and message.tool_calls is not none %}
+        {{- '[TOOL_CALLS] [' }}
+        {%- for call in message.tool_calls %}
+            {%- set text = call.function | tojson %}
+            {%- if call.id | length != 9 %}{{- raise_exception('ids have nine characters') }}{%- endif %}
+            {{- text[:-1] + ', "id": "' + call.id + '"}' }}{%- if not loop.last %}{{- ', ' }}{%- endif %}
+        {%- endfor %}
+        {{- ']' + eos_token }}
+    {%- elif message.role == 'tool' %}
+        {{- '[TOOL_RESULTS] {"content": ' + message.content | string }}
+        {{- ', "call_id": "' + message.tool_call_id + '"}' }}
+    {%- else %}
+        {{- ' ' + message.content + eos_token }}
+    {%- endif %}
+{%- endfor %}
+""",
+}
+"""In the manner of Qwen, Llama 3.1 and Mistral."""
+TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "Adds <numbers>.",
+            "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]},
+        },
+    }
+]
+
+
+def with_call(arguments: Any, call_id: str = "abcDEF123") -> list[dict[str, Any]]:
+    """A conversation in which a function was called."""
+    function = {"name": "add", "arguments": arguments}
+    return [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "1 + é?"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": call_id, "type": "function", "function": function}],
+        },
+        {"role": "tool", "tool_call_id": call_id, "name": "add", "content": "2"},
+        {"role": "user", "content": "Thanks"},
+    ]
+
+
+@pytest.mark.parametrize("name", TOOL_TEMPLATES)
+@pytest.mark.parametrize("tools", [TOOLS, None], ids=["tools", "no tools"])
+def test_tools_equal_transformers(name: Any, tools: Any) -> None:
+    special: Any = SPECIAL
+    result: Any = render_jinja_template(
+        conversations=[with_call({"x": 1, "y": "é"})], chat_template=TOOL_TEMPLATES[name], tools=tools, **special
+    )
+    renderer = ChatRenderer(TOOL_TEMPLATES[name], SPECIAL, ToolStyle(name))
+    text = renderer.render(with_call('{"x":1,"y":"\\u00e9"}'), add_generation_prompt=False, tools=tools)
+    assert text == result[0][0]
+    assert '{"x": 1, "y": "é"}' in text
+    assert ("Adds <numbers>." in text) == bool(tools)
+
+
+def test_ids_fit_mistrals_templates() -> None:
+    renderer = ChatRenderer(TOOL_TEMPLATES["mistral"], SPECIAL, ToolStyle("mistral"))
+    text = renderer.render(with_call("{}", "call_0123456789"), tools=TOOLS)
+    [first, second] = [part.split('"')[0] for part in text.split('id": "')[1:]]
+    assert first == second
+    assert len(first) == 9
+
+
+def test_arguments_are_text_for_templates_that_want_text() -> None:
+    source = (
+        "{{ tools is none }}{% for m in messages %}{% for c in m.tool_calls or [] %}"
+        "{{ 'a:' + c.function.arguments + ';' }}{{ c.function.arguments }}{{ c.function.arguments is mapping }}"
+        "{% endfor %}{% endfor %}"
+    )
+    renderer = ChatRenderer(source, SPECIAL, ToolStyle())
+    assert renderer.render(with_call('{"x":1}')) == 'Truea:{"x":1};{"x":1}True'
+    assert renderer.render(with_call('{"x": cut')) == 'Truea:{"x": cut;{"x": cutFalse'
+    assert renderer.render(with_call("[1]")) == "Truea:[1];[1]False"
+
+
+def test_a_template_of_its_own_for_tools() -> None:
+    renderer = ChatRenderer("plain", SPECIAL, ToolStyle(), tool_source="{{ tools | length }}")
+    assert renderer.render(CONVERSATION) == "plain"
+    assert renderer.render(CONVERSATION, tools=TOOLS) == "1"
+
+
+PLAIN = (
+    "{% for m in messages %}{% if m.role not in ['system', 'user', 'assistant'] or m.role == refused %}"
+    "{{ raise_exception('no ' + m.role) }}{% endif %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("style", "written"),
+    [
+        (ToolStyle("hermes"), '<tool_call>\n{"name": "add", "arguments": {"x":1}}\n</tool_call>'),
+        (ToolStyle("llama3_json"), '{"name": "add", "parameters": {"x":1}}'),
+        (ToolStyle("mistral"), '[TOOL_CALLS][{"name": "add", "arguments": {"x":1}}]'),
+        (ToolStyle("mistral", newer=True), '[TOOL_CALLS]add[ARGS]{"x":1}'),
+    ],
+    ids=["hermes", "llama3_json", "mistral", "mistral newer"],
+)
+def test_tools_for_a_template_that_knows_none(style: ToolStyle, written: str) -> None:
+    renderer = ChatRenderer(PLAIN, SPECIAL, style)
+    text = renderer.render(with_call('{"x":1}'), tools=TOOLS)
+    system, rest = text.removeprefix("<system>Be brief.\n\n").split("<user>", 1)
+    assert json.dumps(TOOLS[0], ensure_ascii=False) in system
+    assert written.replace('{"x":1}', '{"parameter_name": "value"}').replace("add", "function_name") in system
+    response = "<tool_response>\n2\n</tool_response>"
+    assert rest == f"1 + é?<assistant>{written}<user>{response}\nThanks"
+    assert renderer.render(with_call('{"x":1}')) == f"<system>Be brief.<user>{rest}"
+
+
+def test_a_template_that_takes_no_system_message_gets_tools_from_the_user() -> None:
+    renderer = ChatRenderer(PLAIN, SPECIAL, ToolStyle())
+    extra = {"refused": "system"}
+    text = renderer.render(CONVERSATION[1:], extra=extra, tools=TOOLS)
+    assert text.startswith("<user>You can call functions")
+    assert "</tool_call>\n\nHi {{ 1 }}" in text
+    with pytest.raises(ChatTemplateError, match="no system"):
+        renderer.render(CONVERSATION, extra=extra, tools=TOOLS)
+
+
+def test_a_result_without_a_call() -> None:
+    renderer = ChatRenderer(PLAIN, SPECIAL, ToolStyle())
+    with pytest.raises(ChatTemplateError, match="'abcDEF123' answers no call"):
+        renderer.render(with_call("{}")[3:])
 
 
 @pytest.mark.parametrize(
@@ -128,14 +319,25 @@ def test_reading_a_model_folder(tmp_path: Path) -> None:
     assert (files.max_context, files.vocab_size, files.eos_ids) == (777, 5000, (4, 5))
     assert files.defaults == SamplingDefaults(temperature=0.6, top_k=20)
     assert files.special_tokens == {"bos_token": "<|bos|>", "eos_token": "<|end|>", "pad_token": "<|pad|>"}
-    assert files.chat_template == "d"
+    assert (files.chat_template, files.tool_chat_template) == ("d", "t")
     (folder / "chat_template.jinja").write_text("file")
-    assert read_model_files(folder).chat_template == "file"
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates/tool_use.jinja").write_text("tool file")
+    files = read_model_files(folder)
+    assert (files.chat_template, files.tool_chat_template) == ("file", "tool file")
     loaded = Tokenizer(folder)
     assert loaded.eos_ids == {1, 4, 5}
     assert loaded.special_token_id("bos_token") == 0
     assert loaded.special_token_id("unk_token") is None
     loaded.close()
+
+
+def test_the_style_of_a_model_folder(tmp_path: Path) -> None:
+    folder = write_model(tmp_path, tokenizer_config={"chat_template": "{{ tools }}[TOOL_CALLS]"})
+    for option, expected in (("auto", "mistral"), ("hermes", "hermes")):
+        loaded = Tokenizer(folder, option)
+        assert loaded.tool_style == ToolStyle(expected)  # type: ignore[arg-type]
+        loaded.close()
 
 
 def test_a_bare_model_folder(tmp_path: Path) -> None:

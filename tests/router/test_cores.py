@@ -137,7 +137,7 @@ def test_a_reader_wakes_for_each_batch() -> None:
         await stream.wait_first()
         stream.finish(FinishReason.LENGTH, "d")
         stream.finish(FinishReason.ENGINE_FAILED, "later")
-        assert stream.failure == (FinishReason.LENGTH, "d")
+        assert stream.failure == (FinishReason.LENGTH, "d", "")
         assert (await stream.next()).reason == FinishReason.LENGTH
 
     asyncio.run(scene())

@@ -14,8 +14,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from trunkline.router.api import admin, chat, completions, tokens
+from trunkline.router.api import admin, anthropic, chat, completions, openai_responses, tokens
+from trunkline.router.api.anthropic import CountTokensRequest, MessagesRequest
+from trunkline.router.api.error_forms import error_body
 from trunkline.router.api.models import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from trunkline.router.api.openai_response_types import ResponsesRequest
 from trunkline.router.api.responses import JsonResponse
 from trunkline.router.errors import ApiError
 from trunkline.router.middleware import RequestMiddleware
@@ -24,6 +27,9 @@ from trunkline.router.service import RouterService
 _BODIES: dict[str, type[BaseModel]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
+    "/v1/responses": ResponsesRequest,
+    "/v1/messages": MessagesRequest,
+    "/v1/messages/count_tokens": CountTokensRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
@@ -53,23 +59,24 @@ def create_app(service: RouterService) -> FastAPI:
         exception_handlers={ApiError: _on_api_error, HTTPException: _on_http_exception},
     )
     app.state.service = service
-    for module in (chat, completions, tokens, admin):
+    for module in (chat, completions, openai_responses, anthropic, tokens, admin):
         app.include_router(module.routes)
     app.add_middleware(RequestMiddleware, metrics=service.metrics, paths=_PATHS)
     app.openapi = lambda: _schema(app)  # type: ignore[method-assign]
     return app
 
 
-async def _on_api_error(_: Request, error: Exception) -> Response:
+async def _on_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return JsonResponse(error.body(), error.status, error.headers())
+    return JsonResponse(error_body(request.url.path, error), error.status, error.headers())
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
     """Unknown paths and methods, in the same form as all other errors."""
     assert isinstance(error, HTTPException)
-    message = f"{error.detail}: {request.method} {request.url.path[:200]}"
-    return JsonResponse(ApiError(error.status_code, message).body(), error.status_code, error.headers)
+    path = request.url.path
+    answer = ApiError(error.status_code, f"{error.detail}: {request.method} {path[:200]}")
+    return JsonResponse(error_body(path, answer), error.status_code, error.headers)
 
 
 def _schema(app: FastAPI) -> dict[str, Any]:

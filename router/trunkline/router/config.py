@@ -6,6 +6,9 @@ from pathlib import Path
 
 import msgspec
 
+from trunkline.router.tools.styles import STYLE_NAMES
+
+TOOL_CALL_PARSERS = ("auto", *STYLE_NAMES)
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -27,6 +30,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Name clients use; empty: the name of the folder `model_path`."""
     served_model_aliases: list[str] = []
     """More names for the same model."""
+    tool_call_parser: str = "auto"
+    """How the model writes tool calls, one of `TOOL_CALL_PARSERS`; "auto": as its files suggest."""
     max_context: int = 0
     """Prompt + output at most, in tokens; 0: what the model's configuration says. A controller that can
     hold less (its `State.max_context`) lowers it further."""
@@ -80,6 +85,10 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 f"silence_seconds: {self.silence_seconds} is less than 2 (pings go out once a second)",
             ),
             (self.parent_pid >= 0, f"parent_pid: {self.parent_pid} is negative"),
+            (
+                self.tool_call_parser in TOOL_CALL_PARSERS,
+                f"tool_call_parser: {self.tool_call_parser!r} is none of {', '.join(TOOL_CALL_PARSERS)}",
+            ),
             (self.log_level in LOG_LEVELS, f"log_level: {self.log_level!r} is none of {LOG_LEVELS}"),
         )
         for holds, sentence in rules:

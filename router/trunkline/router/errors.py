@@ -74,12 +74,13 @@ def draining() -> ApiError:
     return unavailable("the server is shutting down and takes no new requests", code="draining")
 
 
-def finish_error(reason: str, detail: str) -> ApiError | None:
-    """The error behind a `Finished` of a controller; None for a regular end."""
+def finish_error(reason: str, detail: str, param: str = "") -> ApiError | None:
+    """The error behind a `Finished` of a controller; None for a regular end. `param`: the client's mistake."""
     if reason in (FinishReason.STOP, FinishReason.LENGTH):
         return None
     if reason == FinishReason.INVALID:
-        return ApiError(400, detail or "the engine cannot run this request", code="invalid_request")
+        message = detail or "the engine cannot run this request"
+        return ApiError(400, message, param=param or None, code="invalid_request")
     if reason == FinishReason.QUEUE_FULL:
         return overloaded(detail or "too many requests are waiting; try again later")
     if reason == FinishReason.DRAINING:

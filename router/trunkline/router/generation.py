@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Final
 
-from trunkline.router.errors import TIMED_OUT, finish_error
+from trunkline.controller.messages import PromptLogprobs
+from trunkline.router.choices import Choices
+from trunkline.router.errors import TIMED_OUT, finish_error, unavailable
 from trunkline.router.metrics import Metrics
 from trunkline.router.sampling import Job
 from trunkline.router.streams import Batch, Stream
-from trunkline.router.text import Delta, TextAssembler
+from trunkline.router.text import Delta
 
 _FIRST_EVENT_SECONDS_MAX: Final = 10.0
 """Until the first event an error can still be an HTTP status. A request that queues for longer gets its
@@ -24,14 +27,14 @@ class Generation:
         self,
         job: Job,
         stream: Stream,
-        assembler: TextAssembler,
+        choices: Choices,
         metrics: Metrics,
         arrived_at: float,
         on_close: Callable[[Generation], None],
     ) -> None:
         self.job = job
         self._stream = stream
-        self._assembler = assembler
+        self._choices = choices
         self._metrics = metrics
         self._on_close: Callable[[Generation], None] | None = on_close
         self._loop = asyncio.get_running_loop()
@@ -46,8 +49,13 @@ class Generation:
 
     @property
     def output_tokens(self) -> int:
-        """Tokens generated so far that count."""
-        return self._assembler.output_tokens
+        """Tokens generated so far that count, over all samples."""
+        return self._choices.output_tokens
+
+    @property
+    def prompt_logprobs(self) -> Sequence[PromptLogprobs]:
+        """Pieces of what the job asked to know of its prompt; complete once a token has come."""
+        return self._stream.prompt_logprobs
 
     async def begin(self) -> None:
         """Wait until the controller has taken the request on.
@@ -66,7 +74,7 @@ class Generation:
             raise error
 
     async def deltas(self) -> AsyncIterator[Delta]:
-        """The answer, piece by piece; the last piece has `finish`.
+        """The answer, piece by piece; the last piece of each choice has `finish`.
 
         Raises:
             ApiError: the generation failed on the way.
@@ -76,18 +84,21 @@ class Generation:
                 batch = await self._stream.next()
                 self._measure(batch)
                 # An end by failure still has the tokens before it: they were generated, so they are shown.
-                error = None if batch.reason is None else finish_error(batch.reason, batch.detail)
-                before = self._assembler.output_tokens
-                delta = self._assembler.feed(batch.tokens, batch.logprobs, batch.reason if error is None else None)
-                self._metrics.output_tokens.inc(self._assembler.output_tokens - before)
-                if delta.finish is not None:
+                end = batch.end
+                error = None if end is None else finish_error(*end)
+                before = self._choices.output_tokens
+                deltas = self._choices.feed(batch, None if end is None or error is not None else end.reason)
+                self._metrics.output_tokens.inc(self._choices.output_tokens - before)
+                over = self._choices.all_over
+                if over:
                     self._metrics.end_to_end.observe(self._loop.time() - self._arrived_at)
                     self.close()  # after a stop string the engine must not go on while the client reads
-                yield delta
-                if delta.finish is not None:
+                for delta in deltas:
+                    yield delta
+                if over:
                     return
-                if error is not None:
-                    raise error
+                if end is not None:
+                    raise error or unavailable("the engine ended a search without results", code="engine_failed")
         finally:
             self.close()
 
@@ -110,15 +121,17 @@ class Generation:
             on_close(self)
 
     def _measure(self, batch: Batch) -> None:
-        count = len(batch.tokens)
-        if not count:
+        # Samples of one request go on side by side: what counts is how far the furthest came.
+        count = max(Counter(batch.samples).values()) if batch.samples else len(batch.tokens)
+        if not count and batch.hypotheses is None:
             return
         now = self._loop.time()
         if self._last_token_at is None:
             self._metrics.first_token.observe(now - self._arrived_at)
             self._metrics.prompt_tokens.inc(len(self.job.prompt))
             self._metrics.cached_tokens.inc(self.cached_tokens)
-            count -= 1
+        elif count == 1:
+            self._metrics.inter_token.observe(now - self._last_token_at)
         else:
             for _ in range(count):
                 self._metrics.inter_token.observe((now - self._last_token_at) / count)

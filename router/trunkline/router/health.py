@@ -81,7 +81,7 @@ class HealthProbe:
             stream.close()
         if batch.tokens:
             return Health(True, "a token was generated")
-        failure = finish_error(batch.reason or "", batch.detail)
+        failure = None if batch.end is None else finish_error(*batch.end)
         return Health(False, failure.message if failure else "the engine ended a request without a token")
 
 

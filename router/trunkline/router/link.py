@@ -111,11 +111,20 @@ class ControllerLink:
                 sampling=job.sampling,
                 stop_token_ids=sorted(job.eos_ids),
                 salt=job.salt,
+                n=job.decoding.samples,
+                beam=job.decoding.beam,
+                priority=job.priority,
+                grammar=job.grammar,
             )
         )
         if not sent:
             raise unavailable("the connection to the engine is down")
-        stream = Stream(request, self._release, wants_logprobs=job.sampling.logprobs >= 0)
+        stream = Stream(
+            request,
+            self._release,
+            wants_logprobs=job.sampling.logprobs >= 0,
+            samples=job.decoding.samples if job.decoding.beam is None else 1,
+        )
         self._streams[request] = stream
         return stream
 
@@ -205,19 +214,46 @@ class ControllerLink:
             stream = streams.get(started.request)
             if stream is not None:
                 stream.start(started.cached_tokens)
+        for scored in outputs.prompt_logprobs:
+            stream = streams.get(scored.request)
+            if stream is not None:
+                stream.prompt_logprobs.append(scored.logprobs)
         if outputs.tokens:
             self.last_token_at = self._loop.time()
             requests = np.frombuffer(outputs.requests, dtype="<u4").tolist()
             tokens = np.frombuffer(outputs.tokens, dtype="<i4").tolist()
-            logprobs = outputs.logprobs or {}
-            for index, (request, token) in enumerate(zip(requests, tokens, strict=True)):
-                stream = streams.get(request)
-                if stream is not None:  # else it was aborted while this token was on its way
-                    stream.push(token, logprobs.get(index))
-        for finished in outputs.finished:
-            stream = streams.get(finished.request)
+            if outputs.samples or outputs.logprobs:
+                self._push_each(requests, tokens, outputs)
+            else:  # the usual step
+                for request, token in zip(requests, tokens, strict=True):
+                    stream = streams.get(request)
+                    if stream is not None:  # else it was aborted while this token was on its way
+                        stream.push(token)
+        if outputs.beams or outputs.finished:
+            self._dispatch_ends(outputs)
+
+    def _push_each(self, requests: list[int], tokens: list[int], outputs: Outputs) -> None:
+        """Tokens with all that may belong to them."""
+        samples = np.frombuffer(outputs.samples, dtype="<u2").tolist() if outputs.samples else [0] * len(tokens)
+        logprobs = outputs.logprobs or {}
+        for index, (request, token, sample) in enumerate(zip(requests, tokens, samples, strict=True)):
+            stream = self._streams.get(request)
             if stream is not None:
-                stream.finish(finished.reason, finished.detail)
+                stream.push_sample(token, logprobs.get(index), sample)
+
+    def _dispatch_ends(self, outputs: Outputs) -> None:
+        for found in outputs.beams:
+            stream = self._streams.get(found.request)
+            if stream is not None:
+                stream.found(found.hypotheses)
+        for finished in outputs.finished:
+            stream = self._streams.get(finished.request)
+            if stream is None:
+                continue
+            if finished.sample >= 0:
+                stream.finish_sample(finished.sample, finished.reason)
+            else:
+                stream.finish(finished.reason, finished.detail, finished.param)
 
     def _update_state(self, state: State) -> None:
         if self.state is None or self.state.status != state.status:

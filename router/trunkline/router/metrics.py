@@ -23,6 +23,10 @@ _GAUGES: Final = (
     ("blocks_total", "blocks_total", "Device blocks of the KV pool."),
     ("blocks_free", "blocks_free", "Device blocks that hold nothing."),
     ("blocks_cached", "blocks_cached", "Device blocks with reusable KV that no running request holds."),
+    ("blocks_logical", "blocks_logical", "Device blocks that running sequences would hold if they shared none."),
+    ("host_slots", "host_slots", "Blocks that the host pool holds."),
+    ("host_slots_free", "host_slots_free", "Of these, slots that hold nothing."),
+    ("max_rows", "max_rows", "Sequences that can decode at once."),
     ("max_context", "max_context_tokens", "Longest prompt + output this group can hold, in tokens."),
 )
 _COUNTERS: Final = (
@@ -33,6 +37,10 @@ _COUNTERS: Final = (
     ("steps", "steps", "Forward passes."),
     ("plan_copies", "plan_copies", "Forward passes for which the decode plan was rebuilt."),
     ("kv_bytes_read", "kv_read_bytes", "KV read by decode attention on rank 0."),
+    ("forks", "forks", "Samples and beams that came out of another's prompt."),
+    ("swapped", "swapped", "Preemptions that chose the host pool."),
+    ("blocks_saved", "blocks_saved", "Device blocks copied to the host pool."),
+    ("blocks_loaded", "blocks_loaded", "Device blocks copied back from the host pool."),
     ("evicted_blocks", "evicted_blocks", "Cached blocks given up for others."),
 )
 
@@ -89,6 +97,12 @@ class Metrics:
             ["endpoint", "status"],
             registry=registry,
         )
+        self.generations = Counter(
+            "trunkline_generations",
+            "Prompts given to a controller, by decoding method and kind of grammar, if any.",
+            ["method", "grammar"],
+            registry=registry,
+        )
         self.first_token = Histogram(
             "trunkline_time_to_first_token_seconds",
             "From a request's arrival to its first token.",
@@ -97,7 +111,7 @@ class Metrics:
         )
         self.inter_token = Histogram(
             "trunkline_inter_token_latency_seconds",
-            "Between consecutive tokens of a request.",
+            "Between consecutive tokens of a sequence.",
             buckets=_TOKEN_BUCKETS,
             registry=registry,
         )

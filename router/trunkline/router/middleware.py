@@ -12,6 +12,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from trunkline.router.api.connection import CLIENT_LEFT_STATUS, ClientLeftError
+from trunkline.router.api.error_forms import error_body
 from trunkline.router.api.responses import JsonResponse
 from trunkline.router.errors import ApiError
 from trunkline.router.metrics import Metrics
@@ -56,7 +57,7 @@ class RequestMiddleware:
                 _log_failure(error)
                 if not status:
                     response = ApiError(500, "internal error", kind="internal_error", code="internal_error")
-                    await JsonResponse(response.body(), 500)(scope, receive, send_with_id)
+                    await JsonResponse(error_body(scope["path"], response), 500)(scope, receive, send_with_id)
             path = self._label(scope["path"])
             self._metrics.requests.labels(path, str(status)).inc()
             _log.debug("request", method=scope["method"], endpoint=path, status=status)

@@ -40,6 +40,8 @@ class ModelFiles(msgspec.Struct, frozen=True):
     special_tokens: dict[str, str]
     """By the names templates use: `bos_token`, `eos_token`, …"""
     chat_template: str | None
+    tool_chat_template: str | None = None
+    """Of its own for conversations with tools; few models have one."""
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -71,16 +73,18 @@ def _special_tokens(folder: Path, tokenizer_config: dict[str, Any]) -> dict[str,
     return tokens
 
 
-def _chat_template(folder: Path, tokenizer_config: dict[str, Any]) -> str | None:
-    """The file beside the tokenizer wins over the field inside its configuration."""
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
+def _chat_templates(folder: Path, tokenizer_config: dict[str, Any]) -> dict[str, str]:
+    """By name: "default", "tool_use". Files beside the tokenizer win over the field inside its configuration."""
     template = tokenizer_config.get("chat_template")
+    found: dict[str, Any] = {"default": template}
     if isinstance(template, list):  # several named ones: [{"name": …, "template": …}, …]
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
-    return template if isinstance(template, str) else None
+        found = {str(entry.get("name")): entry.get("template") for entry in template if isinstance(entry, dict)}
+    files = {
+        "default": folder / "chat_template.jinja",
+        "tool_use": folder / "additional_chat_templates/tool_use.jinja",
+    }
+    found |= {name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()}
+    return {name: text for name, text in found.items() if isinstance(text, str)}
 
 
 def _ids(value: object) -> tuple[int, ...]:
@@ -116,11 +120,13 @@ def read_model_files(folder: Path) -> ModelFiles:
     tokenizer_config = _read_json(folder / "tokenizer_config.json")
     contexts = [config[name] for name in _CONTEXT_NAMES if isinstance(config.get(name), int)]
     vocab_size = config.get("vocab_size")
+    templates = _chat_templates(folder, tokenizer_config)
     return ModelFiles(
         max_context=contexts[0] if contexts else _FALLBACK_CONTEXT,
         vocab_size=vocab_size if isinstance(vocab_size, int) else 0,
         eos_ids=_ids(generation.get("eos_token_id")) or _ids(config.get("eos_token_id")),
         defaults=_defaults(generation),
         special_tokens=_special_tokens(folder, tokenizer_config),
-        chat_template=_chat_template(folder, tokenizer_config),
+        chat_template=templates.get("default"),
+        tool_chat_template=templates.get("tool_use"),
     )

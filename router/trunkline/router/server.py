@@ -84,7 +84,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 async def serve(config: RouterConfig, listener: socket.socket) -> int:
     """Serve until a signal; the process's exit code."""
-    service = RouterService(config, Tokenizer(config.model_path))
+    service = RouterService(config, Tokenizer(config.model_path, config.tool_call_parser))
     server = make_server(service)
     drained = asyncio.get_running_loop().create_future()
     _handle_signals(config, service, server, drained)

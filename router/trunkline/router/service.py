@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import zmq
 
+from trunkline.router.choices import Choices
 from trunkline.router.config import RouterConfig
 from trunkline.router.errors import draining, overloaded, unavailable
 from trunkline.router.generation import Generation
@@ -22,7 +23,6 @@ from trunkline.router.messages import FinishReason
 from trunkline.router.metrics import Metrics
 from trunkline.router.policy import ControllerLoad, LeastInflight, Policy, RouteRequest
 from trunkline.router.sampling import Job, Limits
-from trunkline.router.text import TextAssembler
 from trunkline.router.tokenizer import Tokenizer
 
 
@@ -79,17 +79,18 @@ class RouterService:
             vocab_size=self.tokenizer.vocab_size,
             eos_ids=self.tokenizer.eos_ids,
             defaults=self.tokenizer.files.defaults,
+            max_rows=max((link.state.max_rows for link in self.links if link.state), default=0),
         )
 
-    def check_admission(self) -> None:
-        """Turn a request away before work is spent on it.
+    def check_admission(self, count: int = 1) -> None:
+        """Turn a request away before work is spent on it. `count`: generations that it comes to.
 
         Raises:
             ApiError: 503 draining or no controller, 429 too many at once.
         """
         if self.draining:
             raise draining()
-        if len(self._generations) >= self.config.max_inflight:
+        if len(self._generations) + count > self.config.max_inflight:
             raise overloaded(f"this router already works on {self.config.max_inflight} requests")
         if not any(link.ready for link in self.links):
             raise unavailable(f"no engine is ready: {describe(self.links)}")
@@ -105,10 +106,11 @@ class RouterService:
         chosen = self._policy.choose(RouteRequest(job.prompt, job.salt, session), loads)
         stream = self.links[chosen].submit(job)
         generation = Generation(
-            job, stream, TextAssembler(job, self.tokenizer.vocabulary), self.metrics, arrived_at, self._forget
+            job, stream, Choices(job, self.tokenizer.vocabulary), self.metrics, arrived_at, self._forget
         )
         self._generations.add(generation)
         self._idle.clear()
+        self.metrics.generations.labels(job.decoding.name, "" if job.grammar is None else job.grammar.kind).inc()
         if self.config.request_timeout_seconds:
             generation.limit(self.config.request_timeout_seconds)
         return generation

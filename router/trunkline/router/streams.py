@@ -1,17 +1,31 @@
 """One request's way back: tokens from a controller, waited for by the coroutine that answers the client.
 
 A step's tokens for many requests arrive in one message; each stream only appends and, if its reader
-waits, wakes it once. A stream ends exactly once; leaving it early (`close`) tells the controller.
+waits, wakes it once. The samples of a request share a stream: their tokens come mixed, and each of them
+ends for itself. A stream ends exactly once, with its last sample or as a whole; leaving it early (`close`)
+tells the controller.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import NamedTuple
 
 import msgspec
 
-from trunkline.controller.messages import TopLogprobs
+from trunkline.controller.messages import PromptLogprobs, TopLogprobs
+from trunkline.router.messages import Hypothesis
+
+
+class End(NamedTuple):
+    """Why a request is over."""
+
+    reason: str
+    """A `FinishReason`, or `errors.TIMED_OUT`."""
+    detail: str = ""
+    param: str = ""
+    """The client's parameter that is to blame, if one is."""
 
 
 class Batch(msgspec.Struct):
@@ -20,25 +34,44 @@ class Batch(msgspec.Struct):
     tokens: list[int]
     logprobs: list[TopLogprobs | None]
     """One per token, or empty where the request asked for none."""
-    reason: str | None = None
-    """A `FinishReason` once the request has ended; nothing follows then."""
-    detail: str = ""
+    samples: list[int] | None = None
+    """Which sample each token belongs to; None where the request has only one."""
+    ended: dict[int, str] | None = None
+    """Samples that are over, each with its `FinishReason`: nothing follows for them. None like `samples`."""
+    hypotheses: list[Hypothesis] | None = None
+    """What a beam search found, best first."""
+    end: End | None = None
+    """Set once the request has ended as a whole; nothing follows then."""
+
+    @property
+    def reason(self) -> str | None:
+        """Why the request ended, if it did."""
+        return None if self.end is None else self.end.reason
 
 
 class Stream:
     """The router's end of one request at one controller."""
 
     def __init__(
-        self, request: int, release: Callable[[int, bool], None], *, wants_logprobs: bool = False
+        self,
+        request: int,
+        release: Callable[[int, bool], None],
+        *,
+        wants_logprobs: bool = False,
+        samples: int = 1,
     ) -> None:
         """`release(request, abort)` takes the stream off its controller's books; called exactly once."""
         self.request = request
         self.started = False
         self.cached_tokens = 0
         """Prompt tokens whose KV was found; valid once `started`."""
+        self.prompt_logprobs: list[PromptLogprobs] = []
+        """What has been said of the prompt, in the order of arrival; all of it before the first token."""
         self._release: Callable[[int, bool], None] | None = release
         self._wants_logprobs = wants_logprobs
-        self._batch = Batch([], [])
+        self._samples = samples
+        self._running = samples
+        self._batch = self._fresh()
         self._waiter: asyncio.Future[None] | None = None
 
     @property
@@ -52,26 +85,57 @@ class Stream:
         self.cached_tokens = cached_tokens
         self._wake()
 
-    def push(self, token: int, logprobs: TopLogprobs | None) -> None:
-        """A token arrived."""
-        self._batch.tokens.append(token)
+    def push(self, token: int, logprobs: TopLogprobs | None = None) -> None:
+        """A token arrived for the only sample, or for sample 0."""
+        batch = self._batch
+        batch.tokens.append(token)
         if self._wants_logprobs:
-            self._batch.logprobs.append(logprobs)
-        self._wake()
+            batch.logprobs.append(logprobs)
+        if batch.samples is not None:
+            batch.samples.append(0)
+        waiter = self._waiter  # as `_wake`, without the call: this runs for every token
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
-    def finish(self, reason: str, detail: str = "") -> None:
-        """The request ended. Later calls do nothing: the first end is the one that counts."""
-        if self._let_go(abort=False):
-            self._batch.reason = reason
-            self._batch.detail = detail
+    def push_sample(self, token: int, logprobs: TopLogprobs | None, sample: int) -> None:
+        """A token arrived for one of several samples.
+
+        Raises:
+            ValueError: there is no such sample.
+        """
+        if not 0 <= sample < self._samples:
+            raise ValueError(f"a token for sample {sample} of {self._samples}")
+        self.push(token, logprobs)
+        if self._batch.samples is not None:
+            self._batch.samples[-1] = sample
+
+    def found(self, hypotheses: list[Hypothesis]) -> None:
+        """A beam search's results arrived; its end follows."""
+        self._batch.hypotheses = hypotheses
+
+    def finish_sample(self, sample: int, reason: str) -> None:
+        """One sample ended regularly; the request does with its last one.
+
+        Raises:
+            ValueError: there is no such sample.
+        """
+        if not 0 <= sample < self._samples:
+            raise ValueError(f"the end of sample {sample} of {self._samples}")
+        if self._batch.ended is not None:
+            self._batch.ended[sample] = reason
+        self._running -= 1
+        if self._running > 0:
             self._wake()
+        else:
+            self.finish(reason)
+
+    def finish(self, reason: str, detail: str = "", param: str = "") -> None:
+        """The request ended. Later calls do nothing: the first end is the one that counts."""
+        self._end(End(reason, detail, param), abort=False)
 
     def cut(self, reason: str, detail: str) -> None:
         """End the request from this side (time limit, shutdown): abort it, and let its reader know why."""
-        if self._let_go(abort=True):
-            self._batch.reason = reason
-            self._batch.detail = detail
-            self._wake()
+        self._end(End(reason, detail), abort=True)
 
     def close(self) -> None:
         """The reader wants no more: abort the request if it still runs. May be called at any time."""
@@ -79,20 +143,29 @@ class Stream:
 
     async def wait_first(self) -> None:
         """Return as soon as the request was admitted, brought a token or ended."""
-        while not (self.started or self._batch.tokens or self._batch.reason is not None):
+        while not (self.started or self._batch.tokens or self._batch.end is not None):
             await self._wait()
 
     async def next(self) -> Batch:
         """What has arrived, waiting until there is something. Not to be called after an end was read."""
-        while not (self._batch.tokens or self._batch.reason is not None):
+        batch = self._batch
+        while not (batch.tokens or batch.end is not None or batch.ended):
             await self._wait()
-        batch, self._batch = self._batch, Batch([], [])
+        self._batch = self._fresh()
         return batch
 
     @property
-    def failure(self) -> tuple[str, str] | None:
-        """Reason and detail of an end that has arrived and was not read yet."""
-        return None if self._batch.reason is None else (self._batch.reason, self._batch.detail)
+    def failure(self) -> End | None:
+        """An end that has arrived and was not read yet."""
+        return self._batch.end
+
+    def _fresh(self) -> Batch:
+        return Batch([], []) if self._samples == 1 else Batch([], [], [], {})
+
+    def _end(self, end: End, *, abort: bool) -> None:
+        if self._let_go(abort=abort):
+            self._batch.end = end
+            self._wake()
 
     def _let_go(self, *, abort: bool) -> bool:
         release, self._release = self._release, None

@@ -31,18 +31,31 @@ class Delta(msgspec.Struct):
     text: str = ""
     logprobs: list[TokenLogprob] = []
     finish: FinishName | None = None
-    """The regular end; after a stop string the request still runs in the engine and must be aborted."""
+    """The regular end; after a stop string the sample still runs in the engine."""
+    stop: str | None = None
+    """The stop string that ended it, if one did."""
+    tokens: Sequence[int] = ()
+    """The tokens behind it; their text may come later."""
+    index: int = 0
+    """Which of the request's choices goes on."""
+    score: float | None = None
+    """A beam search's result: what it was ranked by, …"""
+    cumulative_logprob: float | None = None
+    """… and the sum of its tokens' log-probabilities."""
 
 
 class TextAssembler:
-    """Turns the tokens of one request into its text."""
+    """Turns the tokens of one sample into its text."""
 
-    def __init__(self, job: Job, vocabulary: Vocabulary) -> None:
+    def __init__(self, job: Job, vocabulary: Vocabulary, index: int = 0) -> None:
+        """`index`: the choice's, for its deltas."""
+        self.index = index
         self._job = job
         self._detokenizer = make_detokenizer(
             vocabulary, skip_special_tokens=job.skip_special_tokens, at_start=job.at_start
         )
         self._matcher = StopMatcher(job.stops, include=job.include_stop)
+        self._min_tokens = job.sampling.min_tokens
         self._characters = 0
         self.output_tokens = 0
         """Tokens that count, those of a stop string and the end token included."""
@@ -53,11 +66,11 @@ class TextAssembler:
         logprobs: Sequence[TopLogprobs | None] = (),
         reason: str | None = None,
     ) -> Delta:
-        """Take the next tokens and, with the last ones, why the request ended ("stop" or "length").
+        """Take the next tokens and, with the last ones, why the sample ended ("stop" or "length").
 
         Tokens after a stop string are dropped. Not to be called after a delta with `finish`.
         """
-        delta = Delta(logprobs=[])
+        delta = Delta(logprobs=[], tokens=tokens, index=self.index)
         wanted = self._job.sampling.logprobs >= 0
         for index, token in enumerate(tokens):
             self.output_tokens += 1
@@ -65,16 +78,16 @@ class TextAssembler:
                 delta.logprobs.append(
                     TokenLogprob(token, self._characters, logprobs[index] if index < len(logprobs) else None)
                 )
-            if token in self._job.eos_ids and not self._job.include_stop:
-                # The engine ends the request with this token; its writing is no part of the text.
+            ends = token in self._job.eos_ids
+            if ends and not self._job.include_stop:
+                # The engine ends the sample with this token; its writing is no part of the text.
                 delta.text += self._finish_text()
                 delta.finish = "stop"
-                return delta
-            if self._show(delta, self._detokenizer.feed(token)):
-                return delta
-            if token in self._job.eos_ids:
+            elif not self._show(delta, self._detokenizer.feed(token)) and ends:
                 delta.text += self._finish_text()
                 delta.finish = "stop"
+            if delta.finish is not None:
+                delta.tokens = tokens[: index + 1]
                 return delta
         if reason is not None and not self._show(delta, self._detokenizer.flush()):
             delta.text += self._matcher.flush()
@@ -86,11 +99,14 @@ class TextAssembler:
         if not text:
             return False
         self._characters += len(text)
+        if self.output_tokens <= self._min_tokens:
+            delta.text += text  # a stop string does not end what has to be longer
+            return False
         shown = self._matcher.feed(text)
         delta.text += shown.text
         if shown.stop is None:
             return False
-        delta.finish = "stop"
+        delta.finish, delta.stop = "stop", shown.stop
         return True
 
     def _finish_text(self) -> str:

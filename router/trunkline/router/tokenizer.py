@@ -15,9 +15,10 @@ from typing import Any, Final
 
 import tokenizers
 
-from trunkline.router.chat_template import ChatTemplate, ChatTemplateError
+from trunkline.router.chat_template import ChatRenderer, ChatTemplateError
 from trunkline.router.detokenizer import Vocabulary
 from trunkline.router.model_files import ModelFiles, read_model_files
+from trunkline.router.tools.styles import ToolStyle, detect_style
 
 OFF_LOOP_CHARACTERS: Final = 64 << 10
 """Texts longer than this are tokenised in a thread: they would stop all streams for over 10 ms."""
@@ -26,8 +27,8 @@ OFF_LOOP_CHARACTERS: Final = 64 << 10
 class Tokenizer:
     """Tokenizer of one model folder."""
 
-    def __init__(self, folder: str | Path) -> None:
-        """Load it.
+    def __init__(self, folder: str | Path, tool_call_parser: str = "auto") -> None:
+        """Load it. `tool_call_parser`: as in `RouterConfig`.
 
         Raises:
             ValueError: a file is missing or broken; the text names it.
@@ -49,12 +50,22 @@ class Tokenizer:
         strings = self._tokenizer.get_vocab()
         self.vocab_size: int = self.files.vocab_size or max(strings.values()) + 1
         self._longest_token_characters = max(map(len, strings))
-        self._template = (
-            ChatTemplate(self.files.chat_template, self.files.special_tokens)
-            if self.files.chat_template is not None
-            else None
+        self.tool_style: ToolStyle = detect_style(
+            tool_call_parser,
+            self.files.tool_chat_template or self.files.chat_template,
+            [token.content for token in added.values()],
+            [token.content for token in added.values() if token.special],
         )
+        """How this model writes tool calls."""
+        self._chat = self._renderer()
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenizer")
+
+    def _renderer(self) -> ChatRenderer | None:
+        files = self.files
+        source = files.chat_template or files.tool_chat_template
+        if source is None:
+            return None
+        return ChatRenderer(source, files.special_tokens, self.tool_style, tool_source=files.tool_chat_template)
 
     def close(self) -> None:
         """Stop the threads."""
@@ -99,15 +110,22 @@ class Tokenizer:
         *,
         add_generation_prompt: bool = True,
         extra: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """The text of a conversation. It carries its special tokens: encode it without adding any.
+
+        Args:
+            messages: in OpenAI's form, calls and their results included.
+            add_generation_prompt: whether it ends where an answer begins.
+            extra: the template's own switches.
+            tools: what may be called (`ToolPlan.template_tools`).
 
         Raises:
             ChatTemplateError: there is no template, or it refused the messages.
         """
-        if self._template is None:
+        if self._chat is None:
             raise ChatTemplateError("this model has no chat template; use /v1/completions")
-        return self._template.render(messages, add_generation_prompt=add_generation_prompt, extra=extra)
+        return self._chat.render(messages, add_generation_prompt=add_generation_prompt, extra=extra, tools=tools)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of a whole list of ids; ids without a token give nothing."""

@@ -12,35 +12,46 @@ from starlette.responses import Response
 
 from trunkline.router.api.body import read_request
 from trunkline.router.api.common import (
+    Collected,
     Head,
     check_model,
-    collect,
-    draw_seed,
+    collect_choices,
     encode_messages,
+    job_for,
     make_head,
+    optional,
+    prompt_scores_of,
     service_of,
     start,
     usage_of,
 )
 from trunkline.router.api.connection import EventStream, while_connected
-from trunkline.router.api.logprobs import chat_logprobs
+from trunkline.router.api.logprobs import chat_logprobs, prompt_logprob_list
 from trunkline.router.api.models import ChatRequest
 from trunkline.router.api.responses import (
     DONE_EVENT,
+    CalledFunction,
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
     ChatCompletion,
     ChatDelta,
+    ChatFinishName,
+    ChatLogprobs,
     ChatMessage,
     JsonResponse,
+    PromptLogprobList,
+    ToolCallPart,
     Usage,
     event,
 )
 from trunkline.router.api.unsupported import check_supported
+from trunkline.router.errors import bad_value
 from trunkline.router.generation import Generation
-from trunkline.router.sampling import Job, make_job
 from trunkline.router.service import RouterService
+from trunkline.router.text import Delta, FinishName
+from trunkline.router.tools.pieces import CallArguments, CallStart, Piece, Text, ToolParser
+from trunkline.router.tools.plan import ToolPlan, prepare_tools
 
 routes = APIRouter()
 
@@ -55,72 +66,183 @@ async def chat_completions(request: Request) -> Response:
         request, ChatRequest, service.config.max_body_bytes, lambda fields: check_supported(fields, chat=True)
     )
     check_model(service, body.model)
-    limits = service.limits
+    plan = prepare_tools(body.tools, body.tool_choice, body.parallel_tool_calls, service.tokenizer.tool_style)
+    if plan.active and body.use_beam_search:
+        raise bad_value("tools", "`tools` are not available in a beam search (`use_beam_search: true`)")
     prompt = await encode_messages(
         service,
         body.messages,
-        limits,
+        service.limits,
         add_generation_prompt=body.add_generation_prompt,
         extra=body.chat_template_kwargs,
         add_special_tokens=body.add_special_tokens,
+        keep=body.truncate_prompt_tokens,
+        tools=plan.template_tools,
     )
-    job = make_job(body, prompt, limits, draw_seed)
+    job = job_for(service, body, prompt, tools=plan)
     head = make_head("chatcmpl", service, body.model)
+    generation = await while_connected(request, start(service, job, arrived_at))
+    answer = _Answer(service, body, plan, generation, head)
     if body.stream:
-        generation = await while_connected(request, start(service, job, arrived_at))
-        return EventStream(generation, _events(service, generation, head, include_usage=body.include_usage))
-    return await while_connected(request, _whole(service, job, head, arrived_at))
+        return EventStream(generation, answer.events())
+    try:
+        return await while_connected(request, answer.whole())
+    finally:
+        generation.close()
 
 
-async def _whole(service: RouterService, job: Job, head: Head, arrived_at: float) -> Response:
-    generation, answer = await collect(service, job, arrived_at)
-    vocabulary = service.tokenizer.vocabulary
-    choice = ChatChoice(
-        message=ChatMessage(content=answer.text),
-        logprobs=chat_logprobs(answer.logprobs, job.sampling.logprobs, vocabulary),
-        finish_reason=answer.finish,
-    )
-    return JsonResponse(
-        ChatCompletion(
-            id=head.id,
-            created=head.created,
-            model=head.model,
-            choices=[choice],
-            usage=usage_of(generation),
-            system_fingerprint=service.fingerprint,
-        )
-    )
+class _Answer:
+    """How one request's answer is written."""
 
+    def __init__(
+        self, service: RouterService, body: ChatRequest, plan: ToolPlan, generation: Generation, head: Head
+    ) -> None:
+        self._service = service
+        self._body = body
+        self._plan = plan
+        self._generation = generation
+        self._head = head
+        self._count = body.alternatives
 
-async def _events(
-    service: RouterService, generation: Generation, head: Head, *, include_usage: bool
-) -> AsyncIterator[bytes]:
-    vocabulary = service.tokenizer.vocabulary
-    count = generation.job.sampling.logprobs
+    # -- whole
 
-    def chunk(*choices: ChatChunkChoice, usage: Usage | None = None) -> bytes:
-        return event(
-            ChatChunk(
-                id=head.id,
-                created=head.created,
-                model=head.model,
-                choices=list(choices),
-                system_fingerprint=service.fingerprint,
-                usage=usage if include_usage else UNSET,
+    async def whole(self) -> Response:
+        """The answer at once."""
+        answers = await collect_choices(self._generation)
+        prompt = self._generation.job.prompt
+        return JsonResponse(
+            ChatCompletion(
+                id=self._head.id,
+                created=self._head.created,
+                model=self._head.model,
+                choices=[self._choice(index, answer) for index, answer in enumerate(answers)],
+                usage=usage_of(self._generation),
+                system_fingerprint=self._service.fingerprint,
+                prompt_logprobs=optional(self._prompt_logprobs()),
+                prompt_token_ids=prompt if self._body.return_token_ids else UNSET,
             )
         )
 
-    # The role goes out with the first text, not before: clients time their first chunk.
-    opening = chunk(ChatChunkChoice(delta=ChatDelta(role="assistant", content="")))
-    async for delta in generation.deltas():
-        parts, opening = opening, b""
-        logprobs = chat_logprobs(delta.logprobs, count, vocabulary)
-        if delta.text or logprobs is not None:
-            parts += chunk(ChatChunkChoice(delta=ChatDelta(content=delta.text), logprobs=logprobs))
-        if delta.finish is not None:
-            parts += chunk(ChatChunkChoice(delta=ChatDelta(), finish_reason=delta.finish))
+    def _choice(self, index: int, answer: Collected) -> ChatChoice:
+        parser = self._plan.make_parser()
+        pieces: list[Piece] = (
+            [Text(answer.text)] if parser is None else [*parser.feed(answer.text), *parser.finish()]
+        )
+        return ChatChoice(
+            index=index,
+            message=_message(pieces),
+            logprobs=None if self._count < 0 else self._logprobs(answer),
+            finish_reason=_finish(answer.finish, parser),
+            token_ids=answer.tokens if self._body.return_token_ids else UNSET,
+            score=optional(answer.score),
+            cumulative_logprob=optional(answer.cumulative_logprob),
+        )
+
+    def _logprobs(self, answer: Collected | Delta) -> ChatLogprobs | None:
+        return chat_logprobs(answer.logprobs, self._count, self._service.tokenizer.vocabulary)
+
+    def _prompt_logprobs(self) -> PromptLogprobList | None:
+        scores = prompt_scores_of(self._generation)
+        if scores is None or self._body.prompt_logprobs is None:
+            return None
+        prompt, vocabulary = self._generation.job.prompt, self._service.tokenizer.vocabulary
+        return prompt_logprob_list(scores, prompt, self._body.prompt_logprobs, vocabulary)
+
+    # -- streamed
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """The answer as server-sent events."""
+        samples = self._generation.job.decoding.samples
+        parsers = [self._plan.make_parser() for _ in range(samples)]
+        unopened = set(range(samples))
+        async for delta in self._generation.deltas():
+            choices = self._parts(delta, parsers[delta.index])
+            parts = b""
+            if choices and delta.index in unopened:
+                # The role goes out with the first text, not before: clients time their first chunk.
+                role = ChatChunkChoice(index=delta.index, delta=ChatDelta(role="assistant", content=""))
+                parts = self._chunk(role, first=len(unopened) == samples)
+                unopened.remove(delta.index)
+            for choice in choices:
+                parts += self._chunk(choice)
+            if parts:
+                yield parts
+        if self._body.include_usage:
+            yield self._chunk(usage=usage_of(self._generation))
+        yield DONE_EVENT
+
+    def _parts(self, delta: Delta, parser: ToolParser | None) -> list[ChatChunkChoice]:
+        """What a delta becomes: its text or calls, with what belongs to its tokens, then its end."""
+        logprobs = self._logprobs(delta)
+        token_ids = delta.tokens if self._body.return_token_ids and delta.tokens else UNSET
+        if parser is None:
+            additions = [ChatDelta(content=delta.text)] if delta.text else []
+        else:
+            pieces = parser.feed(delta.text) + (parser.finish() if delta.finish is not None else [])
+            additions = [_addition(piece) for piece in pieces]
+        if not additions and (logprobs is not None or token_ids is not UNSET):
+            additions = [ChatDelta(content="")]
+        parts = [ChatChunkChoice(index=delta.index, delta=addition) for addition in additions]
         if parts:
-            yield parts
-    if include_usage:
-        yield chunk(usage=usage_of(generation))
-    yield DONE_EVENT
+            parts[0].logprobs, parts[0].token_ids = logprobs, token_ids
+        if delta.finish is not None:
+            parts.append(
+                ChatChunkChoice(
+                    index=delta.index,
+                    delta=ChatDelta(),
+                    finish_reason=_finish(delta.finish, parser),
+                    score=optional(delta.score),
+                    cumulative_logprob=optional(delta.cumulative_logprob),
+                )
+            )
+        return parts
+
+    def _chunk(self, *choices: ChatChunkChoice, usage: Usage | None = None, first: bool = False) -> bytes:
+        return event(
+            ChatChunk(
+                id=self._head.id,
+                created=self._head.created,
+                model=self._head.model,
+                choices=list(choices),
+                system_fingerprint=self._service.fingerprint,
+                usage=usage if self._body.include_usage else UNSET,
+                prompt_token_ids=self._generation.job.prompt if first and self._body.return_token_ids else UNSET,
+            )
+        )
+
+
+def _finish(finish: FinishName, parser: ToolParser | None) -> ChatFinishName:
+    return "tool_calls" if finish == "stop" and parser is not None and parser.calls else finish
+
+
+def _addition(piece: Piece) -> ChatDelta:
+    """A piece of an answer as a stream tells it."""
+    if isinstance(piece, Text):
+        return ChatDelta(content=piece.text)
+    if isinstance(piece, CallStart):
+        called = CalledFunction(name=piece.name, arguments="")
+        part = ToolCallPart(index=piece.index, id=piece.id, type="function", function=called)
+    else:
+        part = ToolCallPart(index=piece.index, function=CalledFunction(arguments=piece.text))
+    return ChatDelta(tool_calls=[part])
+
+
+def _message(pieces: list[Piece]) -> ChatMessage:
+    """A whole answer's message. Content is null where there is nothing but calls."""
+    text = "".join(piece.text for piece in pieces if isinstance(piece, Text))
+    starts = [piece for piece in pieces if isinstance(piece, CallStart)]
+    if not starts:
+        return ChatMessage(content=text)
+    arguments: dict[int, str] = {}
+    for piece in pieces:
+        if isinstance(piece, CallArguments):
+            arguments[piece.index] = arguments.get(piece.index, "") + piece.text
+    calls = [
+        ToolCallPart(
+            id=start.id,
+            type="function",
+            function=CalledFunction(name=start.name, arguments=arguments.get(start.index, "")),
+        )
+        for start in starts
+    ]
+    return ChatMessage(content=text or None, tool_calls=calls)

@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 import time
-from typing import Any
+from typing import Any, Final, TypeVar
 
 import msgspec
+from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 
-from trunkline.router.api.models import Message
+from trunkline.router.api.logprobs import PromptScores, join_prompt_logprobs
+from trunkline.router.api.models import ChatRequest, CompletionRequest, Message
 from trunkline.router.api.responses import Usage, make_usage
 from trunkline.router.chat_template import ChatTemplateError
-from trunkline.router.errors import ApiError, bad_value
+from trunkline.router.errors import ApiError, bad_value, unavailable
 from trunkline.router.generation import Generation
-from trunkline.router.sampling import Job, Limits
+from trunkline.router.sampling import Job, Limits, bad_word_ids, make_job
 from trunkline.router.service import RouterService
-from trunkline.router.text import TokenLogprob
+from trunkline.router.text import FinishName, TokenLogprob
 from trunkline.router.tokenizer import OFF_LOOP_CHARACTERS, Tokenizer
+from trunkline.router.tools.plan import ToolPlan
+
+_Value = TypeVar("_Value")
+
+TOKENIZE_CHARACTERS_MAX: Final = 4 << 20
+"""A text may become as many tokens as it has bytes, and each takes a hundred bytes while it is encoded."""
 
 
 class Head(msgspec.Struct, frozen=True):
@@ -31,11 +40,23 @@ class Head(msgspec.Struct, frozen=True):
 
 
 class Collected(msgspec.Struct):
-    """A whole answer."""
+    """A choice, whole."""
 
     text: str
     logprobs: list[TokenLogprob]
-    finish: Any
+    finish: FinishName = "length"
+    tokens: list[int] = []
+    score: float | None = None
+    """Of a beam search's result, as the engine ranked it, …"""
+    cumulative_logprob: float | None = None
+    """… and the sum it was made from."""
+
+    @property
+    def mean_logprob(self) -> float:
+        """Per token; what `best_of` ranks by. Minus infinity for a text of no tokens or of impossible ones."""
+        known = [entry.logprobs.token_logprob for entry in self.logprobs if entry.logprobs is not None]
+        mean = sum(known) / len(known) if known else -math.inf
+        return mean if math.isfinite(mean) else -math.inf
 
 
 def service_of(request: Request) -> RouterService:
@@ -55,6 +76,21 @@ def make_head(prefix: str, service: RouterService, model: str | None) -> Head:
     return Head(f"{prefix}-{secrets.token_hex(16)}", int(time.time()), model or service.config.model_name)
 
 
+def check_length(characters: int, param: str) -> None:
+    """Refuse a text that is tokenised whatever its length, if that would take too long.
+
+    Raises:
+        ApiError: 400.
+    """
+    if characters > TOKENIZE_CHARACTERS_MAX:
+        raise bad_value(
+            param,
+            f"`{param}` has {characters} characters; at most {TOKENIZE_CHARACTERS_MAX} are tokenised at once. "
+            "Please send it in parts.",
+            code="string_above_max_length",
+        )
+
+
 def check_model(service: RouterService, model: str | None) -> None:
     """Refuse names of models that are not served; none at all means the one that is.
 
@@ -71,13 +107,23 @@ def check_model(service: RouterService, model: str | None) -> None:
 
 
 async def encode_text(
-    tokenizer: Tokenizer, text: str, limits: Limits | None, *, add_special_tokens: bool, param: str
+    tokenizer: Tokenizer,
+    text: str,
+    limits: Limits | None,
+    *,
+    add_special_tokens: bool,
+    param: str,
+    keep: int | None = None,
 ) -> list[int]:
-    """Token ids of a text.
+    """Token ids of a text; of so many of the last ones only, if `keep` is given.
 
     Raises:
         ApiError: 400, it is so long that it need not be tokenised to know that it does not fit.
     """
+    if keep is not None:
+        check_length(len(text), param)
+        ids = await tokenizer.encode_async(text, add_special_tokens=add_special_tokens)
+        return ids[-keep:]
     if limits is not None:
         fewest = tokenizer.fewest_tokens(text)
         if fewest >= limits.max_context:
@@ -98,8 +144,14 @@ async def encode_messages(
     add_generation_prompt: bool,
     extra: dict[str, Any] | None,
     add_special_tokens: bool = False,
+    keep: int | None = None,
+    tools: list[dict[str, Any]] | None = None,
 ) -> list[int]:
     """Token ids of a conversation, in the model's chat template.
+
+    Args:
+        keep: as in `encode_text`.
+        tools: as in `ToolPlan.template_tools`.
 
     Raises:
         ApiError: 400, the template refuses the messages or they are far too long.
@@ -108,14 +160,16 @@ async def encode_messages(
     turns = [message.for_template() for message in messages]
 
     def render() -> str:
-        return tokenizer.render_chat(turns, add_generation_prompt=add_generation_prompt, extra=extra)
+        return tokenizer.render_chat(turns, add_generation_prompt=add_generation_prompt, extra=extra, tools=tools)
 
     try:
         size = sum(len(turn["content"]) for turn in turns) + 64 * len(turns)
         text = await asyncio.to_thread(render) if size > OFF_LOOP_CHARACTERS else render()
     except ChatTemplateError as error:
         raise bad_value("messages", str(error)[:1000]) from None
-    return await encode_text(tokenizer, text, limits, add_special_tokens=add_special_tokens, param="messages")
+    return await encode_text(
+        tokenizer, text, limits, add_special_tokens=add_special_tokens, param="messages", keep=keep
+    )
 
 
 async def start(service: RouterService, job: Job, arrived_at: float) -> Generation:
@@ -134,25 +188,89 @@ async def start(service: RouterService, job: Job, arrived_at: float) -> Generati
 
 
 async def collect(service: RouterService, job: Job, arrived_at: float) -> tuple[Generation, Collected]:
-    """A job's whole answer. `arrived_at`: the request's loop time in seconds.
+    """The only choice of a job, whole. `arrived_at`: the request's loop time in seconds.
 
     Raises:
         ApiError: it failed; nothing of it is shown.
     """
     generation = await start(service, job, arrived_at)
-    parts: list[str] = []
-    answer = Collected("", [], "length")
-    try:
-        async for delta in generation.deltas():
-            parts.append(delta.text)
-            answer.logprobs.extend(delta.logprobs)
-            answer.finish = delta.finish or answer.finish
-    finally:
-        generation.close()
-    answer.text = "".join(parts)
+    [answer] = await collect_choices(generation)
     return generation, answer
 
 
-def usage_of(generation: Generation) -> Usage:
-    """What a generation has used so far."""
-    return make_usage(len(generation.job.prompt), generation.output_tokens, generation.cached_tokens)
+async def collect_choices(generation: Generation) -> list[Collected]:
+    """Every choice of a started generation, whole: the best ones first where more were drawn than are wanted.
+
+    Raises:
+        ApiError: it failed; nothing of it is shown.
+    """
+    decoding = generation.job.decoding
+    answers = [Collected("", [], tokens=[]) for _ in range(decoding.samples)]
+    parts: list[list[str]] = [[] for _ in answers]
+    async for delta in generation.deltas():
+        answer = answers[delta.index]
+        parts[delta.index].append(delta.text)
+        answer.logprobs.extend(delta.logprobs)
+        answer.tokens.extend(delta.tokens)
+        answer.finish = delta.finish or answer.finish
+        answer.score, answer.cumulative_logprob = delta.score, delta.cumulative_logprob
+    for answer, texts in zip(answers, parts, strict=True):
+        answer.text = "".join(texts)
+    if decoding.samples > decoding.choices:
+        answers.sort(key=lambda answer: -answer.mean_logprob)
+    return answers[: decoding.choices]
+
+
+def usage_of(*generations: Generation) -> Usage:
+    """What generations have used so far: each prompt once, all samples that were drawn."""
+    return make_usage(
+        sum(len(generation.job.prompt) for generation in generations),
+        sum(generation.output_tokens for generation in generations),
+        sum(generation.cached_tokens for generation in generations),
+    )
+
+
+def prompt_scores_of(generation: Generation) -> PromptScores | None:
+    """What the engine said of a prompt, if it was asked; to be called once a token has come.
+
+    Raises:
+        ApiError: 503, it did not say everything.
+    """
+    count = generation.job.sampling.prompt_logprobs
+    if count < 0:
+        return None
+    try:
+        return join_prompt_logprobs(generation.prompt_logprobs, len(generation.job.prompt), count)
+    except ValueError as error:
+        raise unavailable(f"the engine did not score the prompt: {error}", code="engine_failed") from None
+
+
+def optional(value: _Value | None) -> _Value | UnsetType:
+    """A field that is left out where there is nothing to say."""
+    return UNSET if value is None else value
+
+
+def job_for(
+    service: RouterService,
+    body: ChatRequest | CompletionRequest,
+    prompt: list[int],
+    *,
+    tools: ToolPlan | None = None,
+    param: str = "",
+) -> Job:
+    """What the engine is asked for a prompt of a request (see `make_job`).
+
+    Raises:
+        ApiError: 400 naming the parameter.
+    """
+    return make_job(
+        body,
+        prompt,
+        service.limits,
+        draw_seed,
+        bad_words=bad_word_ids(
+            body.bad_words, lambda text: service.tokenizer.encode(text, add_special_tokens=False)
+        ),
+        tools=tools,
+        param=param,
+    )

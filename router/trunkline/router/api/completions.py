@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Final, NamedTuple
 
 from fastapi import APIRouter
 from msgspec import UNSET
@@ -12,38 +13,53 @@ from starlette.responses import Response
 
 from trunkline.router.api.body import read_request
 from trunkline.router.api.common import (
+    Collected,
     Head,
     check_model,
-    collect,
     draw_seed,
     encode_text,
+    job_for,
     make_head,
+    optional,
+    prompt_scores_of,
     service_of,
-    start,
     usage_of,
 )
 from trunkline.router.api.connection import EventStream, while_connected
-from trunkline.router.api.logprobs import completion_logprobs
+from trunkline.router.api.logprobs import (
+    both_logprobs,
+    completion_logprobs,
+    echo_logprobs,
+    prompt_logprob_list,
+)
 from trunkline.router.api.models import CompletionRequest
+from trunkline.router.api.prompts import PromptBatch
 from trunkline.router.api.responses import (
     DONE_EVENT,
     Completion,
     CompletionChoice,
+    CompletionLogprobs,
     JsonResponse,
+    PromptLogprobList,
     Usage,
     event,
 )
 from trunkline.router.api.unsupported import check_supported
+from trunkline.router.decoding import check_choices, decoding_of
+from trunkline.router.detokenizer import make_detokenizer
 from trunkline.router.generation import Generation
-from trunkline.router.sampling import Job, make_job
+from trunkline.router.sampling import Job, another_job, check_repeated
 from trunkline.router.service import RouterService
+from trunkline.router.text import Delta, FinishName
 
 routes = APIRouter()
+_OFF_LOOP_SCORES: Final = 20_000
+"""An answer with more log-probabilities of prompts than this is written in a thread."""
 
 
 @routes.post("/v1/completions")
 async def completions(request: Request) -> Response:
-    """Continue a text or a list of token ids, streamed or not."""
+    """Continue texts or lists of token ids, streamed or not."""
     service = service_of(request)
     arrived_at = asyncio.get_running_loop().time()
     service.check_admission()
@@ -54,58 +70,207 @@ async def completions(request: Request) -> Response:
         lambda fields: check_supported(fields, chat=False),
     )
     check_model(service, body.model)
-    limits = service.limits
-    prompt = body.prompt
-    if isinstance(prompt, str):
-        prompt = await encode_text(
-            service.tokenizer, prompt, limits, add_special_tokens=body.add_special_tokens, param="prompt"
-        )
-    job = make_job(body, prompt, limits, draw_seed)
-    head = make_head("cmpl", service, body.model)
+    check_choices(len(body.prompt), decoding_of(body, service.limits.max_rows))
+    batch = PromptBatch(service, await _jobs(service, body), arrived_at)
+    answer = _Answer(service, body, batch, make_head("cmpl", service, body.model))
     if body.stream:
-        generation = await while_connected(request, start(service, job, arrived_at))
-        return EventStream(generation, _events(service, generation, head, include_usage=body.include_usage))
-    return await while_connected(request, _whole(service, job, head, arrived_at))
+        await while_connected(request, batch.begin())
+        return EventStream(batch, answer.events())
+    try:
+        return await while_connected(request, answer.whole())
+    finally:
+        batch.close()
 
 
-async def _whole(service: RouterService, job: Job, head: Head, arrived_at: float) -> Response:
-    generation, answer = await collect(service, job, arrived_at)
-    logprobs = completion_logprobs(answer.logprobs, job.sampling.logprobs, service.tokenizer.vocabulary)
-    choice = CompletionChoice(text=answer.text, logprobs=logprobs, finish_reason=answer.finish)
-    return JsonResponse(
-        Completion(
-            id=head.id,
-            created=head.created,
-            model=head.model,
-            choices=[choice],
-            usage=usage_of(generation),
-            system_fingerprint=service.fingerprint,
-        )
+async def _jobs(service: RouterService, body: CompletionRequest) -> list[Job]:
+    """What the engine is asked, for each prompt. The other parameters are looked at once only."""
+    limits = service.limits
+    jobs: list[Job] = []
+    for index, given in enumerate(body.prompt):
+        param = "prompt" if len(body.prompt) == 1 else f"prompt[{index}]"
+        prompt = await _encode(service, body, given, param)
+        if jobs:
+            jobs.append(another_job(jobs[0], body, prompt, limits, draw_seed, param))
+            await asyncio.sleep(0)  # many short prompts are a long one: others get their turn
+        else:
+            jobs.append(job_for(service, body, prompt, param=param))
+            check_repeated(jobs[0], len(body.prompt))
+    return jobs
+
+
+async def _encode(
+    service: RouterService, body: CompletionRequest, prompt: str | list[int], param: str
+) -> list[int]:
+    keep = body.truncate_prompt_tokens
+    if not isinstance(prompt, str):
+        return prompt if keep is None else prompt[-keep:]
+    return await encode_text(
+        service.tokenizer,
+        prompt,
+        service.limits,
+        add_special_tokens=body.add_special_tokens,
+        param=param,
+        keep=keep,
     )
 
 
-async def _events(
-    service: RouterService, generation: Generation, head: Head, *, include_usage: bool
-) -> AsyncIterator[bytes]:
-    vocabulary = service.tokenizer.vocabulary
-    count = generation.job.sampling.logprobs
+class _Echo(NamedTuple):
+    """What an answer says of its prompt before anything else."""
 
-    def chunk(*choices: CompletionChoice, usage: Usage | None = None) -> bytes:
-        return event(
+    text: str = ""
+    logprobs: CompletionLogprobs | None = None
+    scores: PromptLogprobList | None = None
+
+
+class _Answer:
+    """How one request's answer is written."""
+
+    def __init__(self, service: RouterService, body: CompletionRequest, batch: PromptBatch, head: Head) -> None:
+        self._service = service
+        self._body = body
+        self._batch = batch
+        self._head = head
+        self._vocabulary = service.tokenizer.vocabulary
+        self._count = body.alternatives
+        self._prompt_only = body.max_tokens == 0
+
+    # -- whole
+
+    async def whole(self) -> Response:
+        """The answer at once."""
+        answers = await self._batch.collect()
+        jobs = [generation.job for generation in self._batch.generations]
+        scores = sum(len(job.prompt) * (job.sampling.prompt_logprobs + 1) for job in jobs)
+        if scores > _OFF_LOOP_SCORES:
+            return await asyncio.to_thread(self._write, answers)
+        return self._write(answers)
+
+    def _write(self, answers: list[list[Collected]]) -> Response:
+        choices: list[CompletionChoice] = []
+        for prompt, collected in enumerate(answers):
+            echo = self._echo(prompt)
+            choices += [self._choice(len(choices) + i, prompt, echo, one) for i, one in enumerate(collected)]
+        return JsonResponse(
             Completion(
-                id=head.id,
-                created=head.created,
-                model=head.model,
-                choices=list(choices),
-                system_fingerprint=service.fingerprint,
-                usage=usage if include_usage else UNSET,
+                id=self._head.id,
+                created=self._head.created,
+                model=self._head.model,
+                choices=choices,
+                usage=self._usage(),
+                system_fingerprint=self._service.fingerprint,
             )
         )
 
-    async for delta in generation.deltas():
-        logprobs = completion_logprobs(delta.logprobs, count, vocabulary)
-        if delta.text or logprobs is not None or delta.finish is not None:
-            yield chunk(CompletionChoice(text=delta.text, logprobs=logprobs, finish_reason=delta.finish))
-    if include_usage:
-        yield chunk(usage=usage_of(generation))
-    yield DONE_EVENT
+    def _choice(self, index: int, prompt: int, echo: _Echo, answer: Collected) -> CompletionChoice:
+        choice = self._part(index, answer, len(echo.text))
+        choice.text = echo.text + choice.text
+        choice.logprobs = both_logprobs(echo.logprobs, choice.logprobs)
+        self._tell_prompt(choice, prompt, echo)
+        return choice
+
+    # -- streamed
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """The answer as server-sent events."""
+        echoes: dict[int, _Echo] = {}
+        opened: set[int] = set()
+        async for prompt, delta in self._batch.deltas():
+            if prompt not in echoes:
+                echoes[prompt] = self._echo(prompt)
+            echo = echoes[prompt]
+            index = prompt * self._batch.generations[prompt].job.decoding.choices + delta.index
+            parts = b""
+            if index not in opened:
+                opened.add(index)
+                parts = self._opening(index, prompt, echo)
+            choice = self._part(index, delta, len(echo.text))
+            if choice.text or choice.logprobs is not None or choice.finish_reason is not None or choice.token_ids:
+                parts += self._chunk(choice)
+            if parts:
+                yield parts
+        if self._body.include_usage:
+            yield self._chunk(usage=self._usage())
+        yield DONE_EVENT
+
+    def _opening(self, index: int, prompt: int, echo: _Echo) -> bytes:
+        """The chunk in front of a choice's own text, if there is anything to say."""
+        if not self._body.echo and not self._body.return_token_ids:
+            return b""
+        choice = CompletionChoice(index=index, text=echo.text, logprobs=echo.logprobs)
+        self._tell_prompt(choice, prompt, echo)
+        return self._chunk(choice)
+
+    def _chunk(self, *choices: CompletionChoice, usage: Usage | None = None) -> bytes:
+        return event(
+            Completion(
+                id=self._head.id,
+                created=self._head.created,
+                model=self._head.model,
+                choices=list(choices),
+                system_fingerprint=self._service.fingerprint,
+                usage=usage if self._body.include_usage else UNSET,
+            )
+        )
+
+    # -- both
+
+    def _part(self, index: int, answer: Collected | Delta, offset: int) -> CompletionChoice:
+        """A choice's text without its prompt, whole or in part."""
+        if self._prompt_only:
+            empty: list[int] | None = [] if self._body.return_token_ids else None
+            finish: FinishName | None = None if answer.finish is None else "length"
+            return CompletionChoice(index=index, text="", finish_reason=finish, token_ids=optional(empty))
+        logprobs = None
+        if self._count >= 0:
+            logprobs = completion_logprobs(answer.logprobs, self._count, self._vocabulary, offset=offset)
+        return CompletionChoice(
+            index=index,
+            text=answer.text,
+            logprobs=logprobs,
+            finish_reason=answer.finish,
+            token_ids=answer.tokens if self._body.return_token_ids else UNSET,
+            score=optional(answer.score),
+            cumulative_logprob=optional(answer.cumulative_logprob),
+        )
+
+    def _tell_prompt(self, choice: CompletionChoice, prompt: int, echo: _Echo) -> None:
+        if self._body.return_token_ids:
+            choice.prompt_token_ids = self._batch.generations[prompt].job.prompt
+        choice.prompt_logprobs = optional(echo.scores)
+
+    def _echo(self, index: int) -> _Echo:
+        """What there is to say of a prompt; to be called once it was computed."""
+        generation = self._batch.generations[index]
+        scores = prompt_scores_of(generation)
+        if not self._body.echo and scores is None:
+            return _Echo()
+        wanted = self._body.prompt_logprobs
+        listed = logprobs = None
+        if scores is not None and wanted is not None:
+            listed = prompt_logprob_list(scores, generation.job.prompt, wanted, self._vocabulary)
+        if not self._body.echo:
+            return _Echo(scores=listed)
+        text, offsets = self._prompt_text(generation, self._body.prompt[index])
+        if scores is not None and self._count >= 0:
+            logprobs = echo_logprobs(scores, generation.job.prompt, self._count, self._vocabulary, offsets)
+        return _Echo(text, logprobs, listed)
+
+    def _prompt_text(self, generation: Generation, given: str | list[int]) -> tuple[str, list[int]]:
+        """A prompt's text, as it was given if it was one, and where in it each of its tokens begins."""
+        detokenizer = make_detokenizer(
+            self._vocabulary, skip_special_tokens=generation.job.skip_special_tokens, at_start=True
+        )
+        text, offsets = "", []
+        for token in generation.job.prompt:
+            offsets.append(len(text))
+            text += detokenizer.feed(token)
+        text += detokenizer.flush()
+        if isinstance(given, str) and self._body.truncate_prompt_tokens is None:
+            text = given
+        return text, [min(offset, len(text)) for offset in offsets]
+
+    def _usage(self) -> Usage:
+        usage = usage_of(*self._batch.generations)
+        if self._prompt_only:  # the token that the engine had to draw is nobody's
+            usage.completion_tokens, usage.total_tokens = 0, usage.prompt_tokens
+        return usage

@@ -7,8 +7,8 @@ answer is made, and cancels it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
-from typing import Any, Final, TypeVar
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, Final, Protocol, TypeVar
 
 import structlog
 from starlette.requests import Request
@@ -17,13 +17,19 @@ from starlette.types import Receive, Scope, Send
 
 from trunkline.router.api.responses import event
 from trunkline.router.errors import ApiError
-from trunkline.router.generation import Generation
 
 CLIENT_LEFT_STATUS: Final = 499
 """nginx's code for it; seen in metrics and logs only."""
 
 _T = TypeVar("_T")
 _log = structlog.get_logger("trunkline.router.api")
+
+
+class Closable(Protocol):
+    """Work that must be let go of, such as a `Generation`."""
+
+    def close(self) -> None:
+        """Abort what still runs. May be called again."""
 
 
 class ClientLeftError(Exception):
@@ -64,18 +70,24 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, _T]) -> _T
 
 
 class EventStream(Response):
-    """Server-sent events of one generation."""
+    """Server-sent events of one answer."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, generation: Generation, events: AsyncIterator[bytes]) -> None:
-        """`events` may raise `ApiError`, which becomes the last event."""
+    def __init__(
+        self,
+        work: Closable,
+        events: AsyncIterator[bytes],
+        last_words: Callable[[ApiError], bytes] = lambda error: event(error.body()),
+    ) -> None:
+        """`events` may raise `ApiError`, which `last_words` makes the last event; `work` is closed in the end."""
         super().__init__(
             headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}, media_type=self.media_type
         )
         del self.headers["content-length"]
-        self._generation = generation
+        self._work = work
         self._events = events
+        self._last_words = last_words
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI entry point."""
@@ -84,7 +96,7 @@ class EventStream(Response):
         except ClientLeftError:
             scope.setdefault("state", {})["client_left"] = True
         finally:
-            self._generation.close()
+            self._work.close()
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -93,5 +105,5 @@ class EventStream(Response):
                 await send({"type": "http.response.body", "body": part, "more_body": True})
         except ApiError as error:
             _log.warning("stream_failed", code=error.code, detail=error.message)
-            await send({"type": "http.response.body", "body": event(error.body()), "more_body": True})
+            await send({"type": "http.response.body", "body": self._last_words(error), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})

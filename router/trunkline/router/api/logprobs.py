@@ -1,15 +1,19 @@
-"""Log-probabilities from the engine's arrays to OpenAI's two forms. Pure."""
+"""Log-probabilities from the engine's arrays to OpenAI's two forms and, for prompts, vLLM's. Pure."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+import msgspec
 import numpy as np
 
+from trunkline.controller.messages import PromptLogprobs
 from trunkline.router.api.responses import (
     ChatLogprobs,
     CompletionLogprobs,
+    PromptLogprob,
+    PromptLogprobList,
     TokenLogprobContent,
     TopLogprob,
 )
@@ -57,19 +61,117 @@ def chat_logprobs(entries: Sequence[TokenLogprob], count: int, vocabulary: Vocab
 
 
 def completion_logprobs(
-    entries: Sequence[TokenLogprob], count: int, vocabulary: Vocabulary
+    entries: Sequence[TokenLogprob], count: int, vocabulary: Vocabulary, *, offset: int = 0
 ) -> CompletionLogprobs | None:
-    """Plain form; None for no tokens. The sampled token is always among the alternatives."""
+    """Plain form; None for no tokens. The sampled token is always among the alternatives.
+
+    Args:
+        offset: characters of the answer in front of the output, an echoed prompt's.
+    """
     if not entries:
         return None
-    tops = []
-    for entry in entries:
-        top = {vocabulary.token_text(token): value for token, value in reversed(_top(entry, count))}
-        top.setdefault(vocabulary.token_text(entry.token), _own(entry))
-        tops.append(dict(sorted(top.items(), key=lambda item: -item[1])))
     return CompletionLogprobs(
-        text_offset=[entry.text_offset for entry in entries],
+        text_offset=[offset + entry.text_offset for entry in entries],
         token_logprobs=[_own(entry) for entry in entries],
         tokens=[vocabulary.token_text(entry.token) for entry in entries],
-        top_logprobs=tops,
+        top_logprobs=[_named(_top(entry, count), entry.token, _own(entry), vocabulary) for entry in entries],
+    )
+
+
+def _named(top: list[tuple[int, float]], token: int, own: float, vocabulary: Vocabulary) -> dict[str, float]:
+    named = {vocabulary.token_text(other): value for other, value in reversed(top)}
+    named.setdefault(vocabulary.token_text(token), own)
+    return dict(sorted(named.items(), key=lambda item: -item[1]))
+
+
+class PromptScores(msgspec.Struct, frozen=True):
+    """What an engine says of a prompt's tokens, by position; position 0 has nothing to say."""
+
+    logprobs: list[float]
+    """`[prompt]`, of the prompt's own tokens."""
+    ranks: list[int]
+    """`[prompt]`, 1 the likeliest."""
+    top_ids: list[list[int]]
+    """`[prompt, count]`, most likely first."""
+    top_logprobs: list[list[float]]
+    """`[prompt, count]`."""
+
+    def top(self, position: int, count: int) -> list[tuple[int, float]]:
+        """The `count` likeliest tokens at a position."""
+        pairs = zip(self.top_ids[position][:count], self.top_logprobs[position][:count], strict=True)
+        return [(token, _finite(value)) for token, value in pairs]
+
+
+def join_prompt_logprobs(pieces: Iterable[PromptLogprobs], length: int, count: int) -> PromptScores:
+    """Put together what came piece by piece, some of it perhaps twice.
+
+    Args:
+        length: of the prompt, in tokens.
+        count: alternatives that were asked for.
+
+    Raises:
+        ValueError: a position is missing, or a piece has a wrong form.
+    """
+    logprobs = np.zeros(length, "<f4")
+    ranks = np.zeros(length, "<i4")
+    top_ids = np.zeros((length, count), "<i4")
+    top_logprobs = np.zeros((length, count), "<f4")
+    for piece in pieces:
+        own = np.frombuffer(piece.token_logprobs, "<f4")
+        there = slice(piece.start, piece.start + len(own))
+        logprobs[there] = own
+        ranks[there] = np.frombuffer(piece.ranks, "<i4")
+        top_ids[there] = np.frombuffer(piece.top_ids, "<i4").reshape(len(own), count)
+        top_logprobs[there] = np.frombuffer(piece.top_logprobs, "<f4").reshape(len(own), count)
+    missing = np.flatnonzero(ranks[1:] < 1)
+    if len(missing):
+        raise ValueError(f"{len(missing)} positions of the prompt were not scored, {missing[0] + 1} first")
+    return PromptScores(logprobs.tolist(), ranks.tolist(), top_ids.tolist(), top_logprobs.tolist())
+
+
+def prompt_logprob_list(
+    scores: PromptScores, prompt: Sequence[int], count: int, vocabulary: Vocabulary
+) -> PromptLogprobList:
+    """vLLM's form: at each position the likeliest tokens and the prompt's own."""
+    result: PromptLogprobList = [None]
+    for position in range(1, len(prompt)):
+        token = prompt[position]
+        entries = {
+            str(other): PromptLogprob(value, rank, vocabulary.token_text(other))
+            for rank, (other, value) in enumerate(scores.top(position, count), 1)
+        }
+        own = PromptLogprob(
+            _finite(scores.logprobs[position]), scores.ranks[position], vocabulary.token_text(token)
+        )
+        result.append({str(token): own, **{key: entry for key, entry in entries.items() if key != str(token)}})
+    return result
+
+
+def echo_logprobs(
+    scores: PromptScores, prompt: Sequence[int], count: int, vocabulary: Vocabulary, offsets: list[int]
+) -> CompletionLogprobs:
+    """Plain form of an echoed prompt. `offsets`: of each token, in characters of the echoed text."""
+    return CompletionLogprobs(
+        text_offset=offsets,
+        token_logprobs=[None, *(_finite(value) for value in scores.logprobs[1:])],
+        tokens=[vocabulary.token_text(token) for token in prompt],
+        top_logprobs=[
+            None,
+            *(
+                _named(scores.top(position, count), token, _finite(scores.logprobs[position]), vocabulary)
+                for position, token in enumerate(prompt[1:], 1)
+            ),
+        ],
+    )
+
+
+def both_logprobs(first: CompletionLogprobs | None, then: CompletionLogprobs | None) -> CompletionLogprobs | None:
+    """One text after the other."""
+    if first is None or then is None:
+        return first or then
+    return CompletionLogprobs(
+        first.text_offset + then.text_offset,
+        first.token_logprobs + then.token_logprobs,
+        first.tokens + then.tokens,
+        first.top_logprobs + then.top_logprobs,
     )

@@ -1,89 +1,51 @@
 """Requests in OpenAI's form, as pydantic models.
 
-Types are strict (`"temperature": "0.5"` is an error). Fields that are not declared are ignored, as other
-OpenAI-compatible servers do; those that are known to change the answer and are not supported are listed
-in `unsupported.py` and refused.
+Fields that are not declared are ignored, as other OpenAI-compatible servers do; those that are known to change
+the answer and are not supported are listed in `unsupported.py` and refused. Contradictions between sampling
+parameters are `sampling.py`'s and `decoding.py`'s business: they depend on the model's defaults.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictInt, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic.json_schema import WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-STOPS_MAX: Final = 16
-STOP_CHARACTERS_MAX: Final = 1024
-"""Bounds the text held back, and the work per token."""
-LOGPROBS_MAX: Final = 20
-STOP_IDS_MAX: Final = 256
-LOGIT_BIAS_MAX: Final = 4096
-REPETITION_PENALTY_MIN: Final = 0.01
-"""Logits are divided by it; much less would take them out of float32's range."""
-
-
-def _clean_text(value: str) -> str:
-    if "\x00" in value:
-        raise PydanticCustomError("nul", "must not contain NUL characters")
-    return value
-
-
-def _stops(value: Any) -> list[str]:
-    if value is None:
-        return []
-    if isinstance(value, str):
-        value = [value]
-    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise PydanticCustomError("stop", "must be a string or a list of strings")
-    if len(value) > STOPS_MAX:
-        raise PydanticCustomError("stop", f"must have at most {STOPS_MAX} strings, not {len(value)}")
-    for item in value:
-        if not item:
-            raise PydanticCustomError("stop", "must not contain an empty string")
-        if len(item) > STOP_CHARACTERS_MAX:
-            raise PydanticCustomError("stop", f"strings may have {STOP_CHARACTERS_MAX} characters at most")
-        _clean_text(item)
-    return value
-
-
-def _logit_bias(value: Any) -> dict[int, float]:
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        raise PydanticCustomError("logit_bias", "must be an object from token ids to numbers")
-    if len(value) > LOGIT_BIAS_MAX:
-        raise PydanticCustomError("logit_bias", f"must have at most {LOGIT_BIAS_MAX} entries")
-    biases: dict[int, float] = {}
-    for key, bias in value.items():
-        if not (isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 10):
-            raise PydanticCustomError("logit_bias", f"keys must be token ids, not {str(key)[:40]!r}")
-        if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
-            raise PydanticCustomError("logit_bias", "values must be numbers between -100 and 100")
-        biases[int(key)] = float(bias)
-    return biases
-
-
-def _prompt(value: Any) -> str | list[int]:
-    """A text or a list of token ids, also as the only element of a list."""
-    if isinstance(value, list) and value and isinstance(value[0], str | list):
-        if len(value) > 1:
-            raise PydanticCustomError("batch", "lists of several prompts are not supported; send one each")
-        value = value[0]
-    if isinstance(value, str):
-        if not value:
-            raise PydanticCustomError("empty", "must not be empty")
-        return _clean_text(value)
-    if not isinstance(value, list) or not all(type(item) is int for item in value):
-        raise PydanticCustomError("prompt", "must be a string or a list of token ids")
-    if not value:
-        raise PydanticCustomError("empty", "must not be empty")
-    return value
+from trunkline.router.api.parameters import (
+    REPETITION_PENALTY_MIN,
+    AllowedIds,
+    BadWords,
+    BeamWidth,
+    Choices,
+    Count,
+    CountOrZero,
+    EarlyStopping,
+    Ebnf,
+    GrammarChoices,
+    JsonSchema,
+    LengthPenalty,
+    LogitBias,
+    LogprobCount,
+    Priority,
+    PromptLogprobCount,
+    Prompts,
+    Regex,
+    ResponseFormat,
+    Stops,
+    StructuredOutputs,
+    TokenIds,
+    ToolChoice,
+    Tools,
+    clean_text,
+)
 
 
 def _content(value: Any) -> str:
     """A message's text: a string, or text parts joined by line ends."""
     if isinstance(value, str):
-        return _clean_text(value)
+        return clean_text(value)
     if not isinstance(value, list):
         raise PydanticCustomError("content", "must be a string or a list of text parts")
     texts = []
@@ -95,19 +57,24 @@ def _content(value: Any) -> str:
             raise PydanticCustomError("content", f"parts of type {kind[:40]!r} are not supported, only 'text'")
         if not isinstance(part.get("text"), str):
             raise PydanticCustomError("content", "a text part needs a string `text`")
-        texts.append(_clean_text(part["text"]))
+        texts.append(clean_text(part["text"]))
     return "\n".join(texts)
 
 
-def _no_bool(value: Any) -> Any:
-    if isinstance(value, bool):
-        raise PydanticCustomError("int_type", "must be an integer")
-    return value
-
-
-Prompt = Annotated[Any, BeforeValidator(_prompt, json_schema_input_type=str | list[int])]
-Count = Annotated[StrictInt, BeforeValidator(_no_bool), Field(ge=1, le=2**31 - 1)]
-TokenIds = Annotated[list[Annotated[StrictInt, Field(ge=0, le=2**31 - 1)]], Field(max_length=STOP_IDS_MAX)]
+_CONTENT: Final[dict[str, Any]] = {
+    "anyOf": [
+        {"type": "string"},
+        {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+                "required": ["type", "text"],
+            },
+        },
+    ]
+}
+_Text = Annotated[str, BeforeValidator(lambda value: clean_text(value) if isinstance(value, str) else value)]
 
 
 class _Request(BaseModel):
@@ -133,13 +100,31 @@ class GenerationRequest(_Request):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     max_tokens: Count | None = None
-    stop: Annotated[Any, BeforeValidator(_stops, json_schema_input_type=str | list[str] | None)] = []
+    min_tokens: CountOrZero | None = None
+    stop: Stops = []
     stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(ge=REPETITION_PENALTY_MIN, le=2)] | None = None
-    logit_bias: Annotated[Any, BeforeValidator(_logit_bias, json_schema_input_type=dict[str, float] | None)] = {}
+    logit_bias: LogitBias = {}
+    bad_words: BadWords = []
+    allowed_token_ids: AllowedIds | None = None
+    n: Choices | None = None
+    use_beam_search: bool | None = None
+    beam_width: BeamWidth | None = None
+    length_penalty: LengthPenalty | None = None
+    early_stopping: EarlyStopping | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: JsonSchema | None = None
+    guided_regex: Regex | None = None
+    guided_choice: GrammarChoices | None = None
+    guided_grammar: Ebnf | None = None
+    prompt_logprobs: PromptLogprobCount = None
+    truncate_prompt_tokens: Count | None = None
+    return_token_ids: bool | None = None
+    priority: Priority | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     stream: bool | None = None
@@ -150,13 +135,42 @@ class GenerationRequest(_Request):
         """Whether a stream ends with its usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
+    @property
+    def alternatives(self) -> int:
+        """Likeliest tokens to show beside each sampled one's log-probability; -1: no log-probabilities."""
+        raise NotImplementedError
+
     @model_validator(mode="after")
-    def _check_stream_options(self) -> GenerationRequest:
+    def _check_stream(self) -> GenerationRequest:
         if self.stream_options is not None and not self.stream:
             raise PydanticCustomError(
                 "stream_options", "is only allowed with `stream: true`", {"param": "stream_options"}
             )
+        if self.prompt_logprobs is not None and self.stream:
+            raise PydanticCustomError(
+                "prompt_logprobs", "is not available with `stream: true`", {"param": "prompt_logprobs"}
+            )
         return self
+
+
+class FunctionCall(BaseModel):
+    """A function that an earlier answer called."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    name: Annotated[_Text, Field(min_length=1)]
+    arguments: _Text
+    """JSON, as the model wrote it."""
+
+
+class ToolCall(BaseModel):
+    """One of the calls of an assistant's message."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    id: _Text
+    type: Literal["function"] = "function"
+    function: FunctionCall
 
 
 class Message(BaseModel):
@@ -165,37 +179,67 @@ class Message(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
 
     role: str
-    content: Annotated[Any, BeforeValidator(_content, json_schema_input_type=str | list[dict[str, Any]])]
+    content: Annotated[Any, BeforeValidator(_content), WithJsonSchema(_CONTENT)]
+    """A text; null is taken beside `tool_calls` only."""
     name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: _Text | None = None
+    """Of a message with role "tool": the call that it answers."""
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_tools(cls, value: Any) -> Any:
-        if isinstance(value, dict):
-            for field in ("tool_calls", "function_call", "audio"):
-                if value.get(field):
-                    raise PydanticCustomError("unsupported", f"`{field}` in messages is not supported")
-            if value.get("role") in ("tool", "function"):
-                raise PydanticCustomError("unsupported", f"role {value['role']!r} is not supported")
+    def _check_form(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        for field in ("function_call", "audio"):
+            if value.get(field):
+                raise PydanticCustomError("unsupported", f"`{field}` in messages is not supported")
+        role = value.get("role")
+        if role == "function":
+            raise PydanticCustomError("unsupported", "role 'function' is not supported; use 'tool'")
+        if role == "tool" and not isinstance(value.get("tool_call_id"), str):
+            raise PydanticCustomError("tool_call_id", "a message with role 'tool' needs a string `tool_call_id`")
+        if value.get("tool_calls"):
+            if role != "assistant":
+                raise PydanticCustomError("tool_calls", "only a message with role 'assistant' has `tool_calls`")
+            if value.get("content") is None:
+                return {**value, "content": ""}
         return value
 
-    def for_template(self) -> dict[str, str]:
+    def for_template(self) -> dict[str, Any]:
         """As chat templates expect it. "developer" is OpenAI's newer word for "system", which few know."""
-        fields = {"role": "system" if self.role == "developer" else self.role, "content": self.content}
-        return fields if self.name is None else {**fields, "name": self.name}
+        fields: dict[str, Any] = {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": self.content,
+        }
+        if self.name is not None:
+            fields["name"] = self.name
+        if self.tool_calls:
+            fields["tool_calls"] = [call.model_dump() for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            fields["tool_call_id"] = self.tool_call_id
+        return fields
 
 
 class ChatRequest(GenerationRequest):
     """`POST /v1/chat/completions`."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=LOGPROBS_MAX)] | None = None
+    top_logprobs: LogprobCount | None = None
     add_generation_prompt: bool = True
     add_special_tokens: bool = False
     """Templates write their special tokens themselves."""
     chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def alternatives(self) -> int:
+        """See `GenerationRequest`."""
+        return (self.top_logprobs or 0) if self.logprobs else -1
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> ChatRequest:
@@ -209,16 +253,33 @@ class ChatRequest(GenerationRequest):
 class CompletionRequest(GenerationRequest):
     """`POST /v1/completions`."""
 
-    prompt: Prompt
-    logprobs: Annotated[int, Field(ge=0, le=LOGPROBS_MAX)] | None = None
+    prompt: Prompts
+    """Always a list: of texts or of lists of token ids."""
+    max_tokens: CountOrZero | None = None
+    """0 only with `echo`: nothing but the prompt is wanted."""
+    logprobs: LogprobCount | None = None
+    best_of: Choices | None = None
+    echo: bool | None = None
     add_special_tokens: bool = True
+
+    @property
+    def alternatives(self) -> int:
+        """See `GenerationRequest`."""
+        return -1 if self.logprobs is None else self.logprobs
+
+    @model_validator(mode="after")
+    def _check_max_tokens(self) -> CompletionRequest:
+        if self.max_tokens == 0 and not self.echo:
+            raise PydanticCustomError("max_tokens", "must be at least 1 without `echo`", {"param": "max_tokens"})
+        return self
 
 
 class TokenizeRequest(_Request):
     """`POST /tokenize`: either `prompt` or `messages`."""
 
-    prompt: Annotated[str, BeforeValidator(lambda v: _clean_text(v) if isinstance(v, str) else v)] | None = None
+    prompt: _Text | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    tools: Tools | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = True
     return_token_strs: bool | None = None

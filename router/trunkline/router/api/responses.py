@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -10,6 +10,8 @@ from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 
 from trunkline.router.text import FinishName
+
+ChatFinishName = FinishName | Literal["tool_calls"]
 
 _encode = msgspec.json.Encoder().encode
 
@@ -62,26 +64,61 @@ class CompletionLogprobs(msgspec.Struct):
     """`choices[].logprobs` of plain completions."""
 
     text_offset: list[int]
-    token_logprobs: list[float]
+    token_logprobs: list[float | None]
+    """None for the first token of an echoed prompt, which nothing stands before."""
     tokens: list[str]
-    top_logprobs: list[dict[str, float]]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class PromptLogprob(msgspec.Struct):
+    """A token at one position of a prompt, in vLLM's form."""
+
+    logprob: float
+    rank: int
+    """1: the likeliest."""
+    decoded_token: str
+
+
+PromptLogprobList = list[dict[str, PromptLogprob] | None]
+"""By position and token id; the first position has none."""
+
+
+class CalledFunction(msgspec.Struct):
+    """A call's function, whole or in part."""
+
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+
+
+class ToolCallPart(msgspec.Struct, kw_only=True):
+    """A call of an answer. Whole ones have no `index`."""
+
+    index: int | UnsetType = UNSET
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+    function: CalledFunction
 
 
 class ChatMessage(msgspec.Struct, kw_only=True):
     """The answer's message."""
 
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
+    tool_calls: list[ToolCallPart] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
-    """The one choice of a chat completion."""
+    """A choice of a chat completion."""
 
     index: int = 0
     message: ChatMessage
-    finish_reason: FinishName
+    finish_reason: ChatFinishName
     logprobs: ChatLogprobs | None = None
+    token_ids: Sequence[int] | UnsetType = UNSET
+    score: float | UnsetType = UNSET
+    """Of a beam search's result."""
+    cumulative_logprob: float | UnsetType = UNSET
 
 
 class ChatCompletion(msgspec.Struct, kw_only=True):
@@ -94,6 +131,8 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     choices: list[ChatChoice]
     usage: Usage
     system_fingerprint: str
+    prompt_logprobs: PromptLogprobList | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatDelta(msgspec.Struct):
@@ -101,15 +140,19 @@ class ChatDelta(msgspec.Struct):
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallPart] | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct, kw_only=True):
-    """The one choice of a chunk."""
+    """A choice of a chunk."""
 
     index: int = 0
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
-    finish_reason: FinishName | None = None
+    finish_reason: ChatFinishName | None = None
+    token_ids: Sequence[int] | UnsetType = UNSET
+    score: float | UnsetType = UNSET
+    cumulative_logprob: float | UnsetType = UNSET
 
 
 class ChatChunk(msgspec.Struct, kw_only=True):
@@ -123,15 +166,23 @@ class ChatChunk(msgspec.Struct, kw_only=True):
     system_fingerprint: str
     usage: Usage | UnsetType | None = UNSET
     """With `include_usage`: null in all chunks but the last."""
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    """In the first chunk."""
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True):
-    """The one choice of a plain completion, whole or in part."""
+    """A choice of a plain completion, whole or in part."""
 
     index: int = 0
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: FinishName | None = None
+    token_ids: Sequence[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobList | UnsetType = UNSET
+    score: float | UnsetType = UNSET
+    """Of a beam search's result."""
+    cumulative_logprob: float | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct, kw_only=True):

@@ -10,27 +10,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from trunkline.router.api.body import read_request
-from trunkline.router.api.common import check_model, encode_messages, encode_text, service_of
+from trunkline.router.api.common import check_length, check_model, encode_messages, encode_text, service_of
 from trunkline.router.api.models import DetokenizeRequest, TokenizeRequest
 from trunkline.router.api.responses import JsonResponse
 from trunkline.router.api.unsupported import check_tokenize
-from trunkline.router.errors import bad_value
 from trunkline.router.sampling import check_ids
+from trunkline.router.tools.plan import prepare_tools
 
 routes = APIRouter()
-TOKENIZE_CHARACTERS_MAX: Final = 4 << 20
-"""A text may become as many tokens as it has bytes, and each takes a hundred bytes while it is encoded."""
 _OFF_LOOP_TOKENS: Final = 16_384
-
-
-def _check_length(characters: int, param: str) -> None:
-    if characters > TOKENIZE_CHARACTERS_MAX:
-        raise bad_value(
-            param,
-            f"`{param}` has {characters} characters; at most {TOKENIZE_CHARACTERS_MAX} are tokenised at once. "
-            "Please send it in parts.",
-            code="string_above_max_length",
-        )
 
 
 @routes.post("/tokenize")
@@ -40,7 +28,7 @@ async def tokenize(request: Request) -> Response:
     body = await read_request(request, TokenizeRequest, service.config.max_body_bytes, check_tokenize)
     check_model(service, body.model)
     if body.messages is not None:
-        _check_length(sum(len(message.content) for message in body.messages), "messages")
+        check_length(sum(len(message.content) for message in body.messages), "messages")
         tokens = await encode_messages(
             service,
             body.messages,
@@ -48,9 +36,10 @@ async def tokenize(request: Request) -> Response:
             add_generation_prompt=body.add_generation_prompt,
             extra=body.chat_template_kwargs,
             add_special_tokens=bool(body.add_special_tokens),
+            tools=prepare_tools(body.tools, None, None, service.tokenizer.tool_style).template_tools,
         )
     else:
-        _check_length(len(body.prompt or ""), "prompt")
+        check_length(len(body.prompt or ""), "prompt")
         tokens = await encode_text(
             service.tokenizer,
             body.prompt or "",

@@ -1,7 +1,7 @@
 """Parameters that are known, would change the answer, and are not supported: refused rather than ignored.
 
 For each, the values that ask for nothing and may therefore be sent. Everything else that is not declared
-in `models.py` is ignored (`user`, `metadata`, `store`, `service_tier`, `parallel_tool_calls`, …).
+in `models.py` is ignored (`user`, `metadata`, `store`, `service_tier`, …).
 """
 
 from __future__ import annotations
@@ -11,32 +11,16 @@ from typing import Any, Final
 from trunkline.router.errors import ApiError, unsupported
 
 _COMMON: Final[dict[str, tuple[Any, ...]]] = {
-    "n": (1,),
-    "best_of": (1,),
-    "use_beam_search": (False,),
-    "beam_width": (1,),
-    "length_penalty": (1, 0),
-    "min_tokens": (0,),
-    "bad_words": ([],),
-    "prompt_logprobs": (False,),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
     "logits_processors": ([],),
-    "allowed_token_ids": (),
-    "truncate_prompt_tokens": (),
     "prompt_embeds": (),
-    "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
-    "echo": (False,),
+    "guided_whitespace_pattern": (),
+    "guided_decoding_backend": (),
 }
 _CHAT: Final[dict[str, tuple[Any, ...]]] = {
     **_COMMON,
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
+    "best_of": (1,),
+    "echo": (False,),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "audio": (),
@@ -48,16 +32,12 @@ _CHAT: Final[dict[str, tuple[Any, ...]]] = {
 }
 _COMPLETIONS: Final[dict[str, tuple[Any, ...]]] = {**_COMMON, "suffix": ("",)}
 
-_TOKENIZE: Final = {
-    name: _CHAT[name] for name in ("tools", "documents", "chat_template", "continue_final_message")
-}
+_TOKENIZE: Final = {name: _CHAT[name] for name in ("documents", "chat_template", "continue_final_message")}
 
 _REASONS: Final = {
-    "n": "only one choice per request is supported",
-    "best_of": "only one choice per request is supported",
-    "tools": "tool calls are not supported",
-    "functions": "tool calls are not supported",
-    "response_format": 'only {"type": "text"} is supported',
+    "best_of": "`best_of` is a parameter of /v1/completions only",
+    "functions": "`functions` is not supported; use `tools`",
+    "function_call": "`function_call` is not supported; use `tool_choice`",
 }
 
 

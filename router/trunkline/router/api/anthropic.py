@@ -1,0 +1,239 @@
+"""`POST /v1/messages` and `POST /v1/messages/count_tokens`: Anthropic's form of a chat completion.
+
+A request is translated into a chat completion's and runs as one (`blocks.py`). Errors have Anthropic's form, too
+(`error_forms.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator
+from typing import Annotated, Any, Final, Literal
+
+from fastapi import APIRouter
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic.json_schema import WithJsonSchema
+from starlette.requests import Request
+from starlette.responses import Response
+
+from trunkline.router.api.anthropic_content import to_choice, to_functions, to_messages
+from trunkline.router.api.blocks import Answer, Block, Change, as_chat, job_of, named_event, prompt_of, renamed
+from trunkline.router.api.body import read_request
+from trunkline.router.api.common import check_length, check_model, service_of, start
+from trunkline.router.api.connection import EventStream, while_connected
+from trunkline.router.api.error_forms import anthropic_error
+from trunkline.router.api.models import ChatRequest, Message
+from trunkline.router.api.parameters import Count, Stops
+from trunkline.router.api.responses import JsonResponse
+from trunkline.router.errors import unsupported
+from trunkline.router.generation import Generation
+from trunkline.router.service import RouterService
+from trunkline.router.tools.plan import ToolPlan, plan_tools
+
+routes = APIRouter()
+
+_NAMES: Final = {
+    "max_completion_tokens": "max_tokens",
+    "stop": "stop_sequences",
+    "response_format.json_schema": "output_config.format",
+}
+_NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
+    "thinking": ({"type": "disabled"}, {"type": "adaptive"}),
+    "mcp_servers": ([],),
+    "container": (),
+    "context_management": ({},),
+    "output_format": (),
+}
+"""Parameters that are known and not supported, with the values that ask for nothing."""
+
+Object = dict[str, Any]
+_Text = WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]})
+_ToolList = WithJsonSchema({"type": "array", "items": {"type": "object"}})
+_ObjectForm = WithJsonSchema({"type": "object"})
+
+
+class CountTokensRequest(BaseModel):
+    """`POST /v1/messages/count_tokens`: what makes up the prompt."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
+
+    model: str | None = None
+    messages: Annotated[list[Any], WithJsonSchema({"type": "array", "items": {"type": "object"}, "minItems": 1})]
+    system: Annotated[Any, _Text] = None
+    tools: Annotated[Any, _ToolList] = None
+    tool_choice: Annotated[Any, _ObjectForm] = None
+
+
+class OutputFormat(BaseModel):
+    """`output_config.format`."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
+
+    type: Literal["json_schema"]
+    schema_: Annotated[Object, Field(alias="schema")]
+
+
+class OutputConfig(BaseModel):
+    """`output_config`."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    format: OutputFormat | None = None
+    effort: None = None
+    """Not supported; declared so that it is refused."""
+
+
+class MessagesRequest(CountTokensRequest):
+    """`POST /v1/messages`. What is not declared is ignored, unless `check_fields` knows it."""
+
+    max_tokens: Count
+    stop_sequences: Stops = []
+    temperature: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
+    output_config: OutputConfig | None = None
+    stream: bool | None = None
+
+    def response_format(self) -> Object | None:
+        """`output_config.format` as a chat completion's `response_format`."""
+        form = None if self.output_config is None else self.output_config.format
+        if form is None:
+            return None
+        return {"type": "json_schema", "json_schema": {"name": "answer", "schema": form.schema_}}
+
+
+def check_fields(fields: Object) -> None:
+    """Look through a request's raw fields.
+
+    Raises:
+        ApiError: 400, naming the first parameter that asks for something unsupported.
+    """
+    for name, neutral in _NEUTRAL.items():
+        value = fields.get(name)
+        if value is not None and value not in neutral:
+            raise unsupported(name, f"`{name}` is not supported")
+
+
+@routes.post("/v1/messages")
+async def messages(request: Request) -> Response:
+    """Answer a conversation, streamed or not."""
+    service = service_of(request)
+    arrived_at = asyncio.get_running_loop().time()
+    service.check_admission()
+    body = await read_request(request, MessagesRequest, service.config.max_body_bytes, check_fields)
+    with renamed(_NAMES):
+        chat, plan = _translated(
+            service,
+            body,
+            {
+                "max_completion_tokens": body.max_tokens,
+                "stop": body.stop_sequences,
+                "temperature": body.temperature,
+                "top_p": body.top_p,
+                "top_k": body.top_k,
+                "response_format": body.response_format(),
+            },
+        )
+        job = await job_of(service, chat, plan)
+        generation = await while_connected(request, start(service, job, arrived_at))
+    writer = _Writer(body.model or service.config.model_name, generation, plan)
+    if body.stream:
+        return EventStream(generation, writer.events(), lambda error: named_event("error", anthropic_error(error)))
+    try:
+        return JsonResponse(await while_connected(request, writer.whole()))
+    finally:
+        generation.close()
+
+
+@routes.post("/v1/messages/count_tokens")
+async def count_tokens(request: Request) -> Response:
+    """Tokens of the prompt that a conversation comes to."""
+    service = service_of(request)
+    body = await read_request(request, CountTokensRequest, service.config.max_body_bytes, check_fields)
+    chat, plan = _translated(service, body, {})
+    check_length(sum(map(_characters, chat.messages)), "messages")
+    return JsonResponse({"input_tokens": len(await prompt_of(service, chat, plan, None))})
+
+
+def _characters(message: Message) -> int:
+    return len(message.content) + sum(len(call.function.arguments) for call in message.tool_calls or ())
+
+
+def _translated(service: RouterService, body: CountTokensRequest, fields: Object) -> tuple[ChatRequest, ToolPlan]:
+    check_model(service, body.model)
+    functions = to_functions(body.tools)
+    choice, parallel = to_choice(body.tool_choice, functions)
+    plan = plan_tools(functions, choice, service.tokenizer.tool_style, parallel=parallel)
+    return as_chat({"messages": to_messages(body.system, body.messages), **fields}), plan
+
+
+class _Writer:
+    """How one message is written."""
+
+    def __init__(self, model: str, generation: Generation, plan: ToolPlan) -> None:
+        self._model = model
+        self._generation = generation
+        self._answer = Answer(generation, plan, at_least_one=False, id_prefix="toolu_")
+        self._id = f"msg_{secrets.token_hex(12)}"
+
+    async def whole(self) -> Object:
+        """The finished message."""
+        content = [_block(block, whole=True) for block in await self._answer.whole()]
+        return {**self._message(content), **self._end(), "usage": self._usage()}
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """The message as server-sent events."""
+        begun = {**self._message([]), "stop_reason": None, "stop_sequence": None, "usage": self._usage()}
+        yield _event("message_start", message=begun) + _event("ping")
+        async for changes in self._answer.changes():
+            yield b"".join(map(_told, changes))
+        yield _event("message_delta", delta=self._end(), usage=self._usage()) + _event("message_stop")
+
+    def _message(self, content: list[Object]) -> Object:
+        return {"id": self._id, "type": "message", "role": "assistant", "model": self._model, "content": content}
+
+    def _end(self) -> Object:
+        answer = self._answer
+        calls = answer.blocks.calls
+        if answer.finish == "length":
+            reason = "max_tokens"
+        elif calls and all(call.arguments() is not None for call in calls):
+            reason = "tool_use"
+        else:  # a client must not carry out a call whose arguments nobody can read
+            reason = "end_turn" if answer.stop is None else "stop_sequence"
+        return {"stop_reason": reason, "stop_sequence": answer.stop if reason == "stop_sequence" else None}
+
+    def _usage(self) -> Object:
+        generation = self._generation
+        return {
+            "input_tokens": len(generation.job.prompt) - generation.cached_tokens,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": generation.cached_tokens,
+            "output_tokens": generation.output_tokens,
+        }
+
+
+def _event(kind: str, **fields: Any) -> bytes:
+    return named_event(kind, {"type": kind, **fields})
+
+
+def _block(block: Block, *, whole: bool) -> Object:
+    """A block as part of `content`; without its inner part where that follows in deltas."""
+    if not block.is_call:
+        return {"type": "text", "text": block.text if whole else ""}
+    arguments = block.arguments() if whole else {}
+    return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": arguments or {}}
+
+
+def _told(change: Change) -> bytes:
+    block = change.block
+    if change.kind == "open":
+        return _event("content_block_start", index=block.index, content_block=_block(block, whole=False))
+    if change.kind == "close":
+        return _event("content_block_stop", index=block.index)
+    if block.is_call:
+        delta = {"type": "input_json_delta", "partial_json": change.text}
+    else:
+        delta = {"type": "text_delta", "text": change.text}
+    return _event("content_block_delta", index=block.index, delta=delta)

@@ -1,0 +1,205 @@
+"""Answers as a sequence of blocks, each a text or a call: what `/v1/responses` and `/v1/messages` have in common.
+
+Both are translated into a chat completion's request and run as one. Its deltas become *changes* of blocks (one
+opens, grows, closes), which each endpoint writes in its own words, as they come or all at once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import msgspec
+from pydantic_core import from_json
+
+from trunkline.router.api.body import validate
+from trunkline.router.api.common import encode_messages, job_for
+from trunkline.router.api.models import ChatRequest
+from trunkline.router.errors import ApiError
+from trunkline.router.generation import Generation
+from trunkline.router.sampling import Job, Limits
+from trunkline.router.service import RouterService
+from trunkline.router.text import FinishName
+from trunkline.router.tools.pieces import CallStart, Piece, Text
+from trunkline.router.tools.plan import ToolPlan
+
+_encode = msgspec.json.Encoder().encode
+
+
+class Block(msgspec.Struct):
+    """A part of an answer: a text or, if it has a name, a call."""
+
+    index: int
+    text: str = ""
+    """The text, or the JSON of the arguments."""
+    name: str = ""
+    call_id: str = ""
+
+    @property
+    def is_call(self) -> bool:
+        """Whether it is a call."""
+        return bool(self.name)
+
+    def arguments(self) -> dict[str, Any] | None:
+        """A call's arguments; None if they are no JSON object: the model was cut off, or wrote nonsense."""
+        try:
+            fields = from_json(self.text, allow_inf_nan=False)
+        except ValueError:
+            return None
+        return fields if isinstance(fields, dict) else None
+
+
+class Change(msgspec.Struct, frozen=True):
+    """What happens to a block."""
+
+    kind: Literal["open", "grow", "close"]
+    block: Block
+    text: str = ""
+    """What it grows by."""
+
+
+class Blocks:
+    """The blocks of one answer, made from its pieces."""
+
+    def __init__(self) -> None:
+        self.all: list[Block] = []
+        self._open: Block | None = None
+
+    @property
+    def calls(self) -> list[Block]:
+        """The calls among them."""
+        return [block for block in self.all if block.is_call]
+
+    def feed(self, pieces: list[Piece]) -> Iterator[Change]:
+        """What the next pieces change."""
+        for piece in pieces:
+            if isinstance(piece, CallStart):
+                yield from self._begin(Block(len(self.all), "", piece.name, piece.id))
+                continue
+            if isinstance(piece, Text) and (self._open is None or self._open.is_call):
+                yield from self._begin(Block(len(self.all)))
+            assert self._open is not None
+            self._open.text += piece.text
+            yield Change("grow", self._open, piece.text)
+
+    def finish(self, *, at_least_one: bool) -> Iterator[Change]:
+        """The last change. `at_least_one`: whether an answer without anything gets an empty text."""
+        if at_least_one and not self.all:
+            yield from self._begin(Block(0))
+        if self._open is not None:
+            closed, self._open = self._open, None
+            yield Change("close", closed)
+
+    def _begin(self, block: Block) -> Iterator[Change]:
+        yield from self.finish(at_least_one=False)
+        self.all.append(block)
+        self._open = block
+        yield Change("open", block)
+
+
+class Answer:
+    """A running answer."""
+
+    def __init__(self, generation: Generation, plan: ToolPlan, *, at_least_one: bool, id_prefix: str) -> None:
+        """`at_least_one`: as in `Blocks.finish`; `id_prefix`: of the ids of calls."""
+        self.generation = generation
+        self.blocks = Blocks()
+        self.finish: FinishName = "length"
+        self.stop: str | None = None
+        """The stop string that ended it."""
+        self._at_least_one = at_least_one
+        self._parser = plan.make_parser(lambda: plan.draw_id(id_prefix))
+
+    async def changes(self) -> AsyncIterator[list[Change]]:
+        """How its blocks change, at least one change at a time.
+
+        Raises:
+            ApiError: the generation failed on the way.
+        """
+        async for delta in self.generation.deltas():
+            changes = list(self.blocks.feed(self._pieces(delta.text, over=delta.finish is not None)))
+            if delta.finish is not None:
+                self.finish, self.stop = delta.finish, delta.stop
+                changes += self.blocks.finish(at_least_one=self._at_least_one)
+            if changes:
+                yield changes
+
+    def _pieces(self, text: str, *, over: bool) -> list[Piece]:
+        if self._parser is None:
+            return [Text(text)] if text else []
+        return self._parser.feed(text) + (self._parser.finish() if over else [])
+
+    async def whole(self) -> list[Block]:
+        """All its blocks.
+
+        Raises:
+            ApiError: the generation failed.
+        """
+        async for _ in self.changes():
+            pass
+        return self.blocks.all
+
+
+@contextmanager
+def renamed(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors that name parameters of a chat completion name the client's own instead.
+
+    Args:
+        names: the client's, by a chat completion's; what is below either keeps its name (`messages[0]`).
+    """
+    try:
+        yield
+    except ApiError as error:
+        raise with_names(error, names) from None
+
+
+def with_names(error: ApiError, names: Mapping[str, str]) -> ApiError:
+    """The same error with other parameters (see `renamed`)."""
+    param, message = error.param, error.message
+    for old, new in names.items():
+        message = message.replace(f"`{old}", f"`{new}")
+        if error.param == param and param is not None and re.match(rf"{re.escape(old)}(?![^.\[])", param):
+            param = new + param[len(old) :]
+    return ApiError(error.status, message, kind=error.kind, param=param, code=error.code)
+
+
+def as_chat(fields: dict[str, Any]) -> ChatRequest:
+    """A chat completion's request from translated fields; None stands for what the client did not say.
+
+    Raises:
+        ApiError: 400 naming a chat completion's parameter.
+    """
+    return validate(ChatRequest, {name: value for name, value in fields.items() if value is not None})
+
+
+async def prompt_of(service: RouterService, chat: ChatRequest, plan: ToolPlan, limits: Limits | None) -> list[int]:
+    """A translated request's prompt.
+
+    Raises:
+        ApiError: 400, the template refuses it or it is too long for `limits`.
+    """
+    return await encode_messages(
+        service,
+        chat.messages,
+        limits,
+        add_generation_prompt=True,
+        extra=chat.chat_template_kwargs,
+        tools=plan.template_tools,
+    )
+
+
+async def job_of(service: RouterService, chat: ChatRequest, plan: ToolPlan) -> Job:
+    """What the engine is asked for a translated request.
+
+    Raises:
+        ApiError: 400 naming a chat completion's parameter.
+    """
+    prompt = await prompt_of(service, chat, plan, service.limits)
+    return job_for(service, chat, prompt, tools=plan)
+
+
+def named_event(name: str, content: Any) -> bytes:
+    """A server-sent event with a name and a JSON payload."""
+    return b"event: " + name.encode() + b"\ndata: " + _encode(content) + b"\n\n"

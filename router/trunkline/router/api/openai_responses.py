@@ -1,0 +1,217 @@
+"""`POST /v1/responses`, the part that needs no memory between requests.
+
+A request is translated into a chat completion's and runs as one (`blocks.py`); nothing of it is stored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+import time
+from collections.abc import AsyncIterator
+from typing import Any, Final
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from trunkline.router.api.blocks import Answer, Block, Change, as_chat, job_of, named_event, renamed, with_names
+from trunkline.router.api.body import read_request
+from trunkline.router.api.common import check_model, service_of, start
+from trunkline.router.api.connection import EventStream, while_connected
+from trunkline.router.api.openai_items import to_messages
+from trunkline.router.api.openai_response_types import (
+    Object,
+    ResponsesRequest,
+    check_fields,
+    error_object,
+    output_item,
+    text_part,
+    usage_object,
+)
+from trunkline.router.api.responses import JsonResponse
+from trunkline.router.errors import ApiError
+from trunkline.router.generation import Generation
+from trunkline.router.tools.definitions import read_choice, read_flat_tools
+from trunkline.router.tools.plan import ToolPlan, plan_tools
+
+routes = APIRouter()
+
+_NAMES: Final = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format.json_schema": "text.format",
+    "response_format": "text.format",
+}
+
+
+@routes.post("/v1/responses")
+async def responses(request: Request) -> Response:
+    """Answer an input, streamed or not."""
+    service = service_of(request)
+    arrived_at = asyncio.get_running_loop().time()
+    service.check_admission()
+    body = await read_request(request, ResponsesRequest, service.config.max_body_bytes, check_fields)
+    check_model(service, body.model)
+    functions = read_flat_tools(body.tools)
+    choice = read_choice(body.tool_choice, functions)
+    plan = plan_tools(
+        functions, choice, service.tokenizer.tool_style, parallel=body.parallel_tool_calls is not False
+    )
+    messages = to_messages(body.input, body.instructions)
+    with renamed(_NAMES):
+        chat = as_chat(
+            {
+                "messages": messages,
+                "max_completion_tokens": body.max_output_tokens,
+                "temperature": body.temperature,
+                "top_p": body.top_p,
+                "top_k": body.top_k,
+                "min_p": body.min_p,
+                "seed": body.seed,
+                "response_format": body.response_format(),
+                "chat_template_kwargs": body.chat_template_kwargs,
+            }
+        )
+        job = await job_of(service, chat, plan)
+        generation = await while_connected(request, start(service, job, arrived_at))
+    writer = _Writer(body, body.model or service.config.model_name, generation, plan)
+    if body.stream:
+        return EventStream(generation, writer.events(), writer.failed)
+    try:
+        with renamed(_NAMES):
+            return JsonResponse(await while_connected(request, writer.whole()))
+    finally:
+        generation.close()
+
+
+class _Writer:
+    """How one response is written."""
+
+    def __init__(self, body: ResponsesRequest, model: str, generation: Generation, plan: ToolPlan) -> None:
+        self._body = body
+        self._model = model
+        self._generation = generation
+        self._answer = Answer(generation, plan, at_least_one=True, id_prefix="call_")
+        self._id = f"resp_{secrets.token_hex(24)}"
+        self._created_at = int(time.time())
+        self._item_ids: list[str] = []
+        self._numbers = itertools.count()
+
+    async def whole(self) -> Object:
+        """The finished response."""
+        await self._answer.whole()
+        return self._over()
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """The response as server-sent events."""
+        begun = self._response("in_progress")
+        yield self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
+        async for changes in self._answer.changes():
+            yield b"".join(event for change in changes for event in self._told(change))
+        over = self._over()
+        yield self._event(f"response.{over['status']}", response=over)
+
+    def failed(self, error: ApiError) -> bytes:
+        """The last event of a response that cannot go on."""
+        error = with_names(error, _NAMES)
+        response = {**self._response("failed", self._output("incomplete")), "error": error_object(error)}
+        return self._event("response.failed", response=response)
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        return named_event(kind, {"type": kind, "sequence_number": next(self._numbers), **fields})
+
+    def _told(self, change: Change) -> list[bytes]:
+        block = change.block
+        place = {"item_id": self._item_id(block), "output_index": block.index}
+        if block.is_call:
+            return self._call_told(change, place)
+        place["content_index"] = 0
+        if change.kind == "open":
+            return [
+                self._item_event("added", block, "in_progress"),
+                self._event("response.content_part.added", **place, part=text_part("")),
+            ]
+        if change.kind == "grow":
+            return [self._event("response.output_text.delta", **place, delta=change.text, logprobs=[])]
+        return [
+            self._event("response.output_text.done", **place, text=block.text, logprobs=[]),
+            self._event("response.content_part.done", **place, part=text_part(block.text)),
+            self._item_event("done", block, self._status(block)),
+        ]
+
+    def _call_told(self, change: Change, place: Object) -> list[bytes]:
+        block = change.block
+        if change.kind == "open":
+            return [self._item_event("added", block, "in_progress")]
+        if change.kind == "grow":
+            return [self._event("response.function_call_arguments.delta", **place, delta=change.text)]
+        return [
+            self._event("response.function_call_arguments.done", **place, name=block.name, arguments=block.text),
+            self._item_event("done", block, self._status(block)),
+        ]
+
+    def _item_event(self, kind: str, block: Block, status: str) -> bytes:
+        item = output_item(block, self._item_id(block), status)
+        return self._event(f"response.output_item.{kind}", output_index=block.index, item=item)
+
+    def _item_id(self, block: Block) -> str:
+        if block.index == len(self._item_ids):
+            self._item_ids.append(f"{'fc' if block.is_call else 'msg'}_{secrets.token_hex(24)}")
+        return self._item_ids[block.index]
+
+    def _status(self, block: Block) -> str:
+        """A closed block's. Blocks close one after the other: only the last can have been cut off."""
+        if block.is_call:
+            return "completed" if block.arguments() is not None else "incomplete"
+        cut = block is self._answer.blocks.all[-1] and self._answer.finish == "length"
+        return "incomplete" if cut else "completed"
+
+    def _output(self, last_status: str | None = None) -> list[Object]:
+        blocks = self._answer.blocks.all
+        statuses = [self._status(block) for block in blocks]
+        if last_status is not None and statuses:
+            statuses[-1] = last_status
+        return [
+            output_item(block, self._item_id(block), status)
+            for block, status in zip(blocks, statuses, strict=True)
+        ]
+
+    def _over(self) -> Object:
+        return self._response("completed" if self._answer.finish == "stop" else "incomplete", self._output())
+
+    def _response(self, status: str, output: list[Object] | None = None) -> Object:
+        body, generation = self._body, self._generation
+        sampling = generation.job.sampling
+        incomplete = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        form = None if body.text is None else body.text.format
+        usage = usage_object(len(generation.job.prompt), generation.cached_tokens, generation.output_tokens)
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created_at,
+            "completed_at": int(time.time()) if status == "completed" else None,
+            "status": status,
+            "background": False,
+            "error": None,
+            "incomplete_details": incomplete,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {},
+            "model": self._model,
+            "output": output or [],
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "reasoning": {"effort": None, "summary": None},
+            "store": False,
+            "temperature": sampling.temperature,
+            "text": {
+                "format": {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True)
+            },
+            "tool_choice": body.tool_choice or "auto",
+            "tools": body.tools or [],
+            "top_p": sampling.top_p,
+            "truncation": "disabled",
+            "usage": None if status == "in_progress" else usage,
+        }

@@ -1,0 +1,319 @@
+"""Types of request parameters that `models.py` composes, with the checks that need no other parameter.
+
+Types are strict (`"temperature": "0.5"` is an error). What they bound is bounded because somebody pays for it:
+the text held back, the work per token, the size of a message to the engine.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictInt
+from pydantic.json_schema import WithJsonSchema
+from pydantic_core import PydanticCustomError
+
+STOPS_MAX: Final = 16
+STOP_CHARACTERS_MAX: Final = 1024
+"""Bounds the text held back, and the work per token."""
+LOGPROBS_MAX: Final = 20
+STOP_IDS_MAX: Final = 256
+LOGIT_BIAS_MAX: Final = 4096
+ALLOWED_IDS_MAX: Final = 1 << 18
+BAD_WORDS_MAX: Final = 128
+BAD_WORD_CHARACTERS_MAX: Final = 256
+"""Every one is tokenised twice and looked for at every token."""
+CHOICES_MAX: Final = 1024
+"""Sequences that one HTTP request may start, over all its prompts."""
+BEAM_WIDTH_MAX: Final = 64
+REPETITION_PENALTY_MIN: Final = 0.01
+"""Logits are divided by it; much less would take them out of float32's range."""
+LENGTH_PENALTY_MAX: Final = 10.0
+GRAMMAR_CHARACTERS_MAX: Final = 256 << 10
+REGEX_CHARACTERS_MAX: Final = 64 << 10
+GRAMMAR_CHOICES_MAX: Final = 1024
+
+
+def clean_text(value: str) -> str:
+    """Text without NUL characters, which no tokenizer knows.
+
+    Raises:
+        PydanticCustomError: it has one.
+    """
+    if "\x00" in value:
+        raise PydanticCustomError("nul", "must not contain NUL characters")
+    return value
+
+
+def _texts(value: Any, what: str, *, count_max: int, characters_max: int) -> list[str]:
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise PydanticCustomError(what, "must be a list of strings")
+    if len(value) > count_max:
+        raise PydanticCustomError(what, f"must have at most {count_max} strings, not {len(value)}")
+    for item in value:
+        if not item:
+            raise PydanticCustomError(what, "must not contain an empty string")
+        if len(item) > characters_max:
+            raise PydanticCustomError(what, f"strings may have {characters_max} characters at most")
+        clean_text(item)
+    return value
+
+
+def _stops(value: Any) -> list[str]:
+    if value is None:
+        return []
+    if not isinstance(value, str | list):
+        raise PydanticCustomError("stop", "must be a string or a list of strings")
+    texts = [value] if isinstance(value, str) else value
+    return _texts(texts, "stop", count_max=STOPS_MAX, characters_max=STOP_CHARACTERS_MAX)
+
+
+def _bad_words(value: Any) -> list[str]:
+    if value is None:
+        return []
+    texts = _texts(value, "bad_words", count_max=BAD_WORDS_MAX, characters_max=BAD_WORD_CHARACTERS_MAX)
+    if not all(text.strip() for text in texts):
+        raise PydanticCustomError("bad_words", "must not contain a string of spaces only")
+    return texts
+
+
+def _logit_bias(value: Any) -> dict[int, float]:
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise PydanticCustomError("logit_bias", "must be an object from token ids to numbers")
+    if len(value) > LOGIT_BIAS_MAX:
+        raise PydanticCustomError("logit_bias", f"must have at most {LOGIT_BIAS_MAX} entries")
+    biases: dict[int, float] = {}
+    for key, bias in value.items():
+        if not (isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 10):
+            raise PydanticCustomError("logit_bias", f"keys must be token ids, not {str(key)[:40]!r}")
+        if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
+            raise PydanticCustomError("logit_bias", "values must be numbers between -100 and 100")
+        biases[int(key)] = float(bias)
+    return biases
+
+
+def _one_prompt(value: Any) -> str | list[int]:
+    if isinstance(value, str):
+        if not value:
+            raise PydanticCustomError("empty", "must not be empty")
+        return clean_text(value)
+    if not isinstance(value, list) or not all(type(item) is int for item in value):
+        raise PydanticCustomError("prompt", "must be a string or a list of token ids")
+    if not value:
+        raise PydanticCustomError("empty", "must not be empty")
+    return value
+
+
+def _prompts(value: Any) -> list[str] | list[list[int]]:
+    """Every prompt: one is a text or a list of token ids; several, all of one kind, stand in a list."""
+    if not (isinstance(value, list) and value and isinstance(value[0], str | list)):
+        return [_one_prompt(value)]  # type: ignore[return-value]
+    if len(value) > CHOICES_MAX:
+        raise PydanticCustomError("prompt", f"must have at most {CHOICES_MAX} prompts, not {len(value)}")
+    if len({type(item) for item in value}) > 1:
+        raise PydanticCustomError("prompt", "must be all strings or all lists of token ids")
+    prompts: list[Any] = []
+    for index, item in enumerate(value):
+        try:
+            prompts.append(_one_prompt(item))
+        except PydanticCustomError as error:
+            param = "prompt" if len(value) == 1 else f"prompt[{index}]"
+            raise PydanticCustomError(error.type, error.message_template, {"param": param}) from None
+    return prompts
+
+
+def _no_bool(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise PydanticCustomError("int_type", "must be an integer")
+    return value
+
+
+def _false_is_none(value: Any) -> Any:
+    return None if value is False else value
+
+
+def _json_text(value: Any) -> Any:
+    """JSON that may also be given as a string with JSON in it."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        raise PydanticCustomError("json", "is a string, but not one with JSON in it") from None
+
+
+def _schema(value: Any) -> Any:
+    value = _json_text(value)
+    if not isinstance(value, dict | bool):
+        raise PydanticCustomError("json_schema", "must be a JSON schema: an object or a boolean")
+    return value
+
+
+def _object(value: Any) -> Any:
+    value = _json_text(value)
+    if not isinstance(value, dict):
+        raise PydanticCustomError("structural_tag", "must be an object")
+    return value
+
+
+def _grammar_choices(value: Any) -> list[str]:
+    if isinstance(value, list) and not value:
+        raise PydanticCustomError("choice", "must not be empty")
+    return _texts(value, "choice", count_max=GRAMMAR_CHOICES_MAX, characters_max=STOP_CHARACTERS_MAX)
+
+
+_INT32_MAX: Final = 2**31 - 1
+_TEXTS: Final[dict[str, Any]] = {
+    "type": "array",
+    "items": {"type": "string", "minLength": 1, "maxLength": STOP_CHARACTERS_MAX},
+    "minItems": 1,
+    "maxItems": GRAMMAR_CHOICES_MAX,
+}
+_TEXT: Final[dict[str, Any]] = {"type": "string", "minLength": 1}
+_IDS: Final[dict[str, Any]] = {
+    "type": "array",
+    "items": {"type": "integer", "minimum": 0, "maximum": _INT32_MAX},
+    "minItems": 1,
+}
+_PROMPTS: Final[dict[str, Any]] = {
+    "anyOf": [
+        _TEXT,
+        _IDS,
+        {"type": "array", "items": _TEXT, "minItems": 1, "maxItems": CHOICES_MAX},
+        {"type": "array", "items": _IDS, "minItems": 1, "maxItems": CHOICES_MAX},
+    ]
+}
+_STOPS: Final[dict[str, Any]] = {
+    "anyOf": [
+        {"type": "string", "minLength": 1, "maxLength": STOP_CHARACTERS_MAX},
+        {**_TEXTS, "minItems": 0, "maxItems": STOPS_MAX},
+        {"type": "null"},
+    ]
+}
+_BAD_WORDS: Final[dict[str, Any]] = {
+    "anyOf": [
+        {
+            "type": "array",
+            "items": {"type": "string", "pattern": r"\S", "maxLength": BAD_WORD_CHARACTERS_MAX},
+            "maxItems": BAD_WORDS_MAX,
+        },
+        {"type": "null"},
+    ]
+}
+_LOGIT_BIAS: Final[dict[str, Any]] = {
+    "anyOf": [
+        {
+            "type": "object",
+            "propertyNames": {"pattern": "^[0-9]{1,9}$"},
+            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+            "maxProperties": LOGIT_BIAS_MAX,
+        },
+        {"type": "null"},
+    ]
+}
+_OBJECT_OR_JSON: Final[dict[str, Any]] = {"anyOf": [{"type": "object"}, {"type": "string"}]}
+_SCHEMA_OR_JSON: Final[dict[str, Any]] = {"anyOf": [{"type": "object"}, {"type": "boolean"}, {"type": "string"}]}
+_FUNCTION: Final[dict[str, Any]] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "pattern": "^[A-Za-z0-9_-]{1,64}$"},
+        "description": {"type": "string"},
+        "parameters": {"type": "object"},
+        "strict": {"type": "boolean"},
+    },
+    "required": ["name"],
+}
+_TOOLS: Final[dict[str, Any]] = {
+    "type": "array",
+    "maxItems": 128,
+    "items": {
+        "type": "object",
+        "properties": {"type": {"const": "function"}, "function": _FUNCTION},
+        "required": ["type", "function"],
+    },
+}
+_TOOL_CHOICE: Final[dict[str, Any]] = {
+    "anyOf": [
+        {"enum": ["none", "auto", "required"]},
+        {
+            "type": "object",
+            "properties": {
+                "type": {"const": "function"},
+                "function": {
+                    "type": "object",
+                    "properties": {"name": {"type": "string"}},
+                    "required": ["name"],
+                },
+            },
+            "required": ["type", "function"],
+        },
+    ]
+}
+
+_NoBool = BeforeValidator(_no_bool)
+Count = Annotated[StrictInt, Field(ge=1, le=_INT32_MAX), _NoBool]
+CountOrZero = Annotated[StrictInt, Field(ge=0, le=_INT32_MAX), _NoBool]
+Choices = Annotated[StrictInt, Field(ge=1, le=CHOICES_MAX), _NoBool]
+BeamWidth = Annotated[StrictInt, Field(ge=1, le=BEAM_WIDTH_MAX), _NoBool]
+Priority = Annotated[StrictInt, Field(ge=-_INT32_MAX - 1, le=_INT32_MAX), _NoBool]
+LogprobCount = Annotated[StrictInt, Field(ge=0, le=LOGPROBS_MAX), _NoBool]
+PromptLogprobCount = Annotated[
+    Annotated[StrictInt, Field(ge=0, le=LOGPROBS_MAX)] | None, BeforeValidator(_false_is_none)
+]
+LengthPenalty = Annotated[float, Field(ge=-LENGTH_PENALTY_MAX, le=LENGTH_PENALTY_MAX)]
+EarlyStopping = bool | Literal["never"]
+_TokenId = Annotated[StrictInt, Field(ge=0, le=_INT32_MAX)]
+TokenIds = Annotated[list[_TokenId], Field(max_length=STOP_IDS_MAX)]
+AllowedIds = Annotated[list[_TokenId], Field(min_length=1, max_length=ALLOWED_IDS_MAX)]
+Stops = Annotated[Any, BeforeValidator(_stops), WithJsonSchema(_STOPS)]
+BadWords = Annotated[Any, BeforeValidator(_bad_words), WithJsonSchema(_BAD_WORDS)]
+LogitBias = Annotated[Any, BeforeValidator(_logit_bias), WithJsonSchema(_LOGIT_BIAS)]
+Prompts = Annotated[Any, BeforeValidator(_prompts), WithJsonSchema(_PROMPTS)]
+JsonSchema = Annotated[Any, BeforeValidator(_schema), WithJsonSchema(_SCHEMA_OR_JSON)]
+StructuralTag = Annotated[Any, BeforeValidator(_object), WithJsonSchema(_OBJECT_OR_JSON)]
+GrammarChoices = Annotated[Any, BeforeValidator(_grammar_choices), WithJsonSchema(_TEXTS)]
+Regex = Annotated[str, Field(min_length=1, max_length=REGEX_CHARACTERS_MAX)]
+Tools = Annotated[Any, WithJsonSchema(_TOOLS)]
+"""Checked by `trunkline.router.tools.plan`, like the next."""
+ToolChoice = Annotated[Any, WithJsonSchema(_TOOL_CHOICE)]
+Ebnf = Annotated[str, Field(min_length=1, max_length=GRAMMAR_CHARACTERS_MAX)]
+
+
+class NamedSchema(BaseModel):
+    """`response_format.json_schema`. `strict` changes nothing: the schema is always kept to."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    name: Annotated[str, Field(min_length=1, max_length=64)]
+    schema_: Annotated[JsonSchema, Field(alias="schema")]
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(BaseModel):
+    """`response_format`: free text, any JSON object, JSON of a schema, or marked parts that follow schemas."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: NamedSchema | None = None
+
+    @property
+    def rest(self) -> dict[str, Any]:
+        """What a structural tag says besides its type, as it was sent."""
+        return self.model_extra or {}
+
+
+class StructuredOutputs(BaseModel):
+    """`structured_outputs`, vLLM's form: exactly one of its fields."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    json_: Annotated[JsonSchema | None, Field(alias="json")] = None
+    regex: Regex | None = None
+    choice: GrammarChoices | None = None
+    grammar: Ebnf | None = None
+    json_object: bool | None = None
+    structural_tag: StructuralTag | None = None

@@ -1,0 +1,142 @@
+"""Several prompts of one HTTP request: generations that are started, read and given up together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from typing import Any, TypeVar
+
+from trunkline.router.api.common import Collected, collect_choices
+from trunkline.router.errors import ApiError
+from trunkline.router.generation import Generation
+from trunkline.router.sampling import Job
+from trunkline.router.service import RouterService
+from trunkline.router.text import Delta
+
+_T = TypeVar("_T")
+
+
+async def _gather(work: Sequence[Coroutine[Any, Any, _T]]) -> list[_T]:
+    """All results; if one fails the others are cancelled."""
+    tasks = [asyncio.ensure_future(each) for each in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class PromptBatch:
+    """All generations of one request, in the order of its prompts. Call `close` in the end, whatever happened."""
+
+    def __init__(self, service: RouterService, jobs: Sequence[Job], arrived_at: float) -> None:
+        """Submit all jobs or none. `arrived_at`: the request's loop time in seconds.
+
+        Raises:
+            ApiError: 503 or 429, they cannot be taken on now.
+        """
+        service.check_admission(len(jobs))
+        self.generations: list[Generation] = []
+        try:
+            for job in jobs:
+                self.generations.append(service.generate(job, arrived_at))
+        except ApiError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Let go of all: what still runs is aborted. May be called again."""
+        for generation in self.generations:
+            generation.close()
+
+    async def begin(self) -> None:
+        """Wait until the engine has taken on the first of them to be planned.
+
+        Raises:
+            ApiError: one was refused; all are given up.
+        """
+        tasks = [asyncio.ensure_future(self._begin(index)) for index in range(len(self.generations))]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        except BaseException:  # cancellation included: the client left
+            self.close()
+            raise
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def collect(self) -> list[list[Collected]]:
+        """The choices of each prompt, whole.
+
+        Raises:
+            ApiError: one failed; all are given up.
+        """
+        try:
+            return await _gather([self._collect(index) for index in range(len(self.generations))])
+        finally:
+            self.close()
+
+    async def deltas(self) -> AsyncIterator[tuple[int, Delta]]:
+        """What comes next of any prompt, with the prompt's index.
+
+        Raises:
+            ApiError: one failed; all are given up.
+        """
+        if len(self.generations) == 1:
+            async for delta in self.generations[0].deltas():
+                yield 0, delta
+            return
+        # A small queue: tokens that nobody reads yet wait in their streams, where they become one delta.
+        queue: asyncio.Queue[tuple[int, Delta] | Exception | None] = asyncio.Queue(len(self.generations))
+        tasks = [asyncio.ensure_future(self._pump(index, queue)) for index in range(len(self.generations))]
+        running = len(tasks)
+        try:
+            while running:
+                item = await queue.get()
+                if isinstance(item, Exception):
+                    raise item
+                if item is None:
+                    running -= 1
+                else:
+                    yield item
+        finally:
+            self.close()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _begin(self, index: int) -> None:
+        try:
+            await self.generations[index].begin()
+        except ApiError as error:
+            raise self._located(error, index) from None
+
+    async def _collect(self, index: int) -> list[Collected]:
+        await self._begin(index)
+        try:
+            return await collect_choices(self.generations[index])
+        except ApiError as error:
+            raise self._located(error, index) from None
+
+    async def _pump(self, index: int, queue: asyncio.Queue[tuple[int, Delta] | Exception | None]) -> None:
+        """Put a generation's deltas into `queue`, then None or what went wrong."""
+        try:
+            async for delta in self.generations[index].deltas():
+                await queue.put((index, delta))
+        except ApiError as error:
+            await queue.put(self._located(error, index))
+        except Exception as error:  # noqa: BLE001 (raised by who reads the queue)
+            await queue.put(error)
+        else:
+            await queue.put(None)
+
+    def _located(self, error: ApiError, index: int) -> ApiError:
+        """The error of one prompt of several says which."""
+        if len(self.generations) == 1 or error.status != 400 or error.param not in (None, "prompt"):
+            return error
+        param = f"prompt[{index}]"
+        return ApiError(error.status, f"`{param}`: {error.message}", param=param, code=error.code)

@@ -1,0 +1,159 @@
+"""Which decoding method a request asks for (sampling, parallel sampling, best of, beam search). Pure.
+
+Methods that contradict each other are refused: an answer that silently followed only one of two wishes would be
+wrong in a way that nobody sees.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import msgspec
+
+from trunkline.controller.messages import BeamSearch
+from trunkline.kvstore.beams import candidate_count
+from trunkline.router.api.models import CompletionRequest, GenerationRequest
+from trunkline.router.api.parameters import BEAM_WIDTH_MAX, CHOICES_MAX
+from trunkline.router.errors import bad_value
+
+CANDIDATES_MAX: Final = 4096
+"""Continuations that a search may look at in a step; they travel to the controller each time."""
+_BEAM_ONLY: Final[dict[str, tuple[Any, ...]]] = {
+    "beam_width": (1,),
+    "length_penalty": (1.0, 0.0),
+    "early_stopping": (False,),
+}
+"""Parameters that mean nothing without a beam search, with the values that ask for nothing."""
+_NOT_WITH_BEAMS: Final[dict[str, tuple[Any, ...]]] = {
+    "temperature": (0.0,),
+    "top_p": (1.0,),
+    "top_k": (0, -1),
+    "min_p": (0.0,),
+    "presence_penalty": (0.0,),
+    "frequency_penalty": (0.0,),
+    "repetition_penalty": (1.0,),
+    "logit_bias": ({},),
+    "stop": ([],),
+    "min_tokens": (0,),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "logprobs": (False,),
+    "prompt_logprobs": (),
+}
+"""What a beam search cannot take into account, with the values that ask for nothing. (`seed` may be given: a
+search draws nothing.)"""
+
+
+class Decoding(msgspec.Struct, frozen=True):
+    """A decoding method."""
+
+    choices: int = 1
+    """Texts returned."""
+    samples: int = 1
+    """Samples drawn; of a beam search, results wanted."""
+    beam: BeamSearch | None = None
+
+    @property
+    def rows(self) -> int:
+        """Sequences that decode at once."""
+        return self.samples if self.beam is None else self.beam.width
+
+    @property
+    def name(self) -> str:
+        """For metrics."""
+        if self.beam is not None:
+            return "beam_search"
+        return "sampling" if self.samples == 1 else "parallel_sampling"
+
+
+def decoding_of(request: GenerationRequest, rows_max: int) -> Decoding:
+    """The method a request asks for.
+
+    Args:
+        rows_max: sequences that the engine can decode at once; 0: not known yet.
+
+    Raises:
+        ApiError: 400 naming the parameter that contradicts another or is too large.
+    """
+    decoding, param = _beam_search(request) if request.use_beam_search else _sampling(request)
+    if rows_max and decoding.rows > rows_max:
+        raise bad_value(
+            param, f"`{param}` is too large: {decoding.rows}. The engine decodes {rows_max} sequences at once."
+        )
+    return decoding
+
+
+def check_candidates(beam: BeamSearch, stop_ids: int, vocab_size: int) -> None:
+    """Refuse a search that has too many ways to go on: with so many end tokens, or in so small a vocabulary.
+
+    Args:
+        stop_ids: number of tokens that end a result.
+
+    Raises:
+        ApiError: 400.
+    """
+    allowed = min(CANDIDATES_MAX, vocab_size)
+    if candidate_count(beam.width, stop_ids) > allowed:
+        raise bad_value(
+            "beam_width",
+            f"`beam_width` is too large: {beam.width} beams, any of which may end with one of {stop_ids} tokens, "
+            f"are more than the {allowed} continuations that a search looks at in a step",
+        )
+
+
+def check_choices(prompts: int, decoding: Decoding) -> None:
+    """Refuse a request that starts more sequences, over all its prompts, than one may.
+
+    Raises:
+        ApiError: 400.
+    """
+    if prompts * decoding.rows > CHOICES_MAX:
+        raise bad_value(
+            "prompt",
+            f"`prompt` has {prompts} prompts, which with {decoding.rows} sequences for each are more than "
+            f"{CHOICES_MAX}. Please send several requests.",
+        )
+
+
+def _asks_for(request: GenerationRequest, name: str, neutral: tuple[Any, ...]) -> bool:
+    value = getattr(request, name, None)
+    # 0 == False in Python, but `"logprobs": 0` asks for log-probabilities.
+    return value is not None and not any(
+        value == allowed and isinstance(value, bool) == isinstance(allowed, bool) for allowed in neutral
+    )
+
+
+def _sampling(request: GenerationRequest) -> tuple[Decoding, str]:
+    for name, neutral in _BEAM_ONLY.items():
+        if _asks_for(request, name, neutral):
+            raise bad_value(name, f"`{name}` is only allowed with `use_beam_search: true`")
+    choices = request.n or 1
+    best_of = request.best_of if isinstance(request, CompletionRequest) else None
+    if best_of is None or best_of == choices:
+        return Decoding(choices, choices), "n"
+    if best_of < choices:
+        raise bad_value("best_of", f"`best_of` is {best_of}, but `n` asks for {choices} of them")
+    if request.stream:
+        raise bad_value(
+            "best_of", "`best_of` above `n` is not available with `stream: true`: the best are known at the end"
+        )
+    return Decoding(choices, best_of), "best_of"
+
+
+def _beam_search(request: GenerationRequest) -> tuple[Decoding, str]:
+    for name, neutral in _NOT_WITH_BEAMS.items():
+        if _asks_for(request, name, neutral):
+            raise bad_value(name, f"`{name}` has no place in a beam search (`use_beam_search: true`)")
+    best_of = request.best_of if isinstance(request, CompletionRequest) else None
+    widths = {"beam_width": request.beam_width, "best_of": best_of, "n": request.n}
+    param, width = next(((name, given) for name, given in widths.items() if given is not None), ("", 0))
+    if not param:
+        raise bad_value("beam_width", "`beam_width` is required with `use_beam_search: true` (or `n`)")
+    if width > BEAM_WIDTH_MAX:
+        raise bad_value(param, f"`{param}` is too large: {width}. A search has {BEAM_WIDTH_MAX} beams at most.")
+    choices = width if request.n is None else request.n
+    if choices > width:
+        raise bad_value("n", f"`n` is {choices}, but the search has only {width} beams (`{param}`)")
+    penalty = 1.0 if request.length_penalty is None else request.length_penalty
+    early = None if request.early_stopping == "never" else bool(request.early_stopping)
+    return Decoding(choices, choices, BeamSearch(width, penalty, early)), param

@@ -1,0 +1,171 @@
+"""Conversations with calls in them, made ready for chat templates.
+
+They come in OpenAI's form: an assistant's `tool_calls`, whose arguments are JSON texts, and messages with role
+"tool". Templates that know tools want the arguments as objects, some as text (`Arguments` is both). For templates
+that know none, the functions are described in the system message and calls and results become text in ordinary
+messages, in the style's own writing, so that every model with a chat template can be offered tools.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+from pydantic_core import from_json
+
+from trunkline.router.tools.styles import (
+    ARGS,
+    TOOL_CALL,
+    TOOL_CALL_END,
+    TOOL_CALLS,
+    ToolStyle,
+)
+
+Turn = dict[str, Any]
+"""A message as chat templates get it."""
+_MISTRAL_ID: Final = re.compile(r"[A-Za-z0-9]{9}")
+
+
+class TurnError(ValueError):
+    """A conversation that makes no sense; the text is meant for the client."""
+
+
+class Arguments(dict[str, Any]):
+    """A call's arguments: an object for templates that serialise it, its JSON text for those that write it out."""
+
+    def __init__(self, fields: Mapping[str, Any], text: str) -> None:
+        super().__init__(fields)
+        self._text = text
+
+    def __str__(self) -> str:
+        return self._text
+
+    def __add__(self, other: str) -> str:
+        return self._text + other
+
+    def __radd__(self, other: str) -> str:
+        return other + self._text
+
+
+def has_calls(turns: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether anything was called in a conversation."""
+    return any(turn["role"] == "tool" or turn.get("tool_calls") for turn in turns)
+
+
+def for_tool_template(turns: Iterable[Mapping[str, Any]], style: ToolStyle) -> list[Turn]:
+    """For a template that knows tools: arguments as objects, results with the name of their function.
+
+    Raises:
+        TurnError: a result answers no call that was made before it.
+    """
+    names: dict[str, str] = {}
+    result: list[Turn] = []
+    for turn in turns:
+        ready = dict(turn)
+        if turn.get("tool_calls"):
+            ready["tool_calls"] = [_call(call, style) for call in turn["tool_calls"]]
+            names |= {call["id"]: call["function"]["name"] for call in turn["tool_calls"]}
+        if turn["role"] == "tool":
+            call_id = turn.get("tool_call_id", "")
+            if call_id not in names:
+                raise TurnError(f"the tool result with id {call_id[:80]!r} answers no call made before it")
+            ready["tool_call_id"] = _id(call_id, style)
+            ready.setdefault("name", names[call_id])
+        result.append(ready)
+    return result
+
+
+def _call(call: Mapping[str, Any], style: ToolStyle) -> dict[str, Any]:
+    function = call["function"]
+    arguments = _arguments(function["arguments"])
+    return {
+        "id": _id(call["id"], style),
+        "type": "function",
+        "function": {"name": function["name"], "arguments": arguments},
+    }
+
+
+def _arguments(text: str) -> Arguments | str:
+    """Text that is no JSON object (a model may have been cut off) stays text."""
+    try:
+        fields = from_json(text, allow_inf_nan=False)
+    except ValueError:
+        return text
+    return Arguments(fields, text) if isinstance(fields, dict) else text
+
+
+def _id(call_id: str, style: ToolStyle) -> str:
+    """Mistral's templates refuse ids that are not nine letters and digits."""
+    if style.name != "mistral" or _MISTRAL_ID.fullmatch(call_id):
+        return call_id
+    return hashlib.blake2b(call_id.encode("utf-8", "replace"), digest_size=5).hexdigest()[:9]
+
+
+def for_plain_template(
+    turns: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None,
+    style: ToolStyle,
+    *,
+    system: bool,
+) -> list[Turn]:
+    """For a template that knows no tools.
+
+    Args:
+        turns: as `for_tool_template` returns them.
+        tools: the functions to describe.
+        style: how the model is asked to write calls.
+        system: whether the description goes to the system message or, where there cannot be one, to the first
+            message of the user.
+    """
+    result: list[Turn] = []
+    after_result = False
+    for turn in turns:
+        content = turn["content"] or ""
+        if turn["role"] == "tool":
+            content = f"<tool_response>\n{content}\n</tool_response>"
+        elif turn.get("tool_calls"):
+            calls = [call["function"] for call in turn["tool_calls"]]
+            text = calls_text(style, [(call["name"], str(call["arguments"])) for call in calls])
+            content = f"{content}\n{text}" if content else text
+        role = "user" if turn["role"] == "tool" else turn["role"]
+        if after_result and role == "user":  # many templates insist on alternating roles
+            result[-1]["content"] += "\n" + content
+        else:
+            result.append({"role": role, "content": content})
+        after_result = role == "user" and (turn["role"] == "tool" or after_result)
+    if tools:
+        _describe(result, preamble(tools, style), "system" if system else "user")
+    return result
+
+
+def _describe(turns: list[Turn], text: str, role: str) -> None:
+    place = next((turn for turn in turns if turn["role"] == role), None)
+    if place is not None:
+        place["content"] = f"{place['content']}\n\n{text}" if role == "system" else f"{text}\n\n{place['content']}"
+    else:
+        turns.insert(0, {"role": role, "content": text})
+
+
+def preamble(tools: Sequence[Mapping[str, Any]], style: ToolStyle) -> str:
+    """What a model is told of tools if its template tells it nothing."""
+    described = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    example = calls_text(style, [("function_name", '{"parameter_name": "value"}')])
+    return (
+        "You can call functions to help with the user's request. These are their signatures:\n"
+        f"<tools>\n{described}\n</tools>\n"
+        "To call a function, write its name and its arguments as JSON, exactly in this form:\n"
+        f"{example}"
+    )
+
+
+def calls_text(style: ToolStyle, calls: Sequence[tuple[str, str]]) -> str:
+    """Calls (name, JSON text of the arguments) as a model of that style writes them."""
+    if style.name == "mistral" and style.newer:
+        return "".join(f"{TOOL_CALLS}{name}{ARGS}{arguments}" for name, arguments in calls)
+    objects = [f'{{"name": "{name}", "{style.arguments_field}": {arguments}}}' for name, arguments in calls]
+    if style.name == "hermes":
+        return "\n".join(f"{TOOL_CALL}\n{text}\n{TOOL_CALL_END}" for text in objects)
+    return f"{TOOL_CALLS}[{', '.join(objects)}]" if style.name == "mistral" else "; ".join(objects)

@@ -1,0 +1,163 @@
+"""Tool calls in chat completions: from the request to the prompt and the grammar, and back from text to calls."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from router.fake_controller import FakeController, prompt_of
+from router.harness import EOS, MESSAGES
+
+from trunkline.router.tokenizer import Tokenizer
+
+TOOLS: Any = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "Adds two numbers.",
+            "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
+        },
+    }
+]
+BODY: dict[str, Any] = {"messages": MESSAGES, "tools": TOOLS}
+ARGUMENTS = {"a": 17}
+CALL = f'<tool_call>\n{{"name": "add", "arguments": {json.dumps(ARGUMENTS)}}}\n</tool_call>'
+
+
+def say(fake: FakeController, tokenizer: Tokenizer, *texts: str) -> None:
+    """Have the samples of the next requests say this."""
+    ids = [[*tokenizer.encode(text, add_special_tokens=False), EOS] for text in texts]
+    fake.behaviour.sample_script = lambda _, index: ids[index]
+
+
+def chunks_of(response: httpx.Response) -> list[Any]:
+    lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    assert lines.pop() == "[DONE]"
+    return [json.loads(line) for line in lines]
+
+
+def test_a_call(client: openai.OpenAI, fake: FakeController, tokenizer: Tokenizer) -> None:
+    say(fake, tokenizer, CALL)
+    answer = client.chat.completions.create(model="demo", messages=MESSAGES, tools=TOOLS)
+    ChatCompletion.model_validate(answer.model_dump())
+    [choice] = answer.choices
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+    assert choice.message.tool_calls is not None
+    [call] = choice.message.tool_calls
+    assert call.type == "function"
+    assert (call.function.name, json.loads(call.function.arguments)) == ("add", ARGUMENTS)
+    assert call.id
+    prompt = tokenizer.decode(prompt_of(fake.behaviour.submits[0]), skip_special_tokens=False)
+    assert "Adds two numbers." in prompt
+
+
+def test_tokenize_shows_the_same_prompt(http: httpx.Client, fake: FakeController) -> None:
+    assert http.post("/v1/chat/completions", json=BODY).status_code == 200
+    answer = http.post("/tokenize", json={"messages": MESSAGES, "tools": TOOLS}).json()
+    assert answer["tokens"] == prompt_of(fake.behaviour.submits[0])
+
+
+def test_calls_among_several_samples(http: httpx.Client, fake: FakeController, tokenizer: Tokenizer) -> None:
+    say(fake, tokenizer, "Plain words.", f"Let me see.\n{CALL}\n{CALL}")
+    answer = http.post("/v1/chat/completions", json=BODY | {"n": 2}).json()
+    ChatCompletion.model_validate(answer)
+    words, calls = answer["choices"]
+    assert (words["message"]["content"], words["finish_reason"]) == ("Plain words.", "stop")
+    assert "tool_calls" not in words["message"]
+    assert calls["message"]["content"].startswith("Let me see.")
+    assert [call["function"]["name"] for call in calls["message"]["tool_calls"]] == ["add", "add"]
+    assert len({call["id"] for call in calls["message"]["tool_calls"]}) == 2
+
+
+@pytest.mark.parametrize("logprobs", [False, True])
+def test_calls_in_a_stream(http: httpx.Client, fake: FakeController, tokenizer: Tokenizer, logprobs: bool) -> None:
+    fake.behaviour.seconds_per_token = 0.001
+    say(fake, tokenizer, f"Let me see.\n{CALL}\n{CALL}", "Nothing.")
+    body = BODY | {"n": 2, "stream": True, "logprobs": logprobs, "return_token_ids": logprobs}
+    parts = chunks_of(http.post("/v1/chat/completions", json=body))
+    for part in parts:
+        ChatCompletionChunk.model_validate(part)
+    choices = [choice for part in parts for choice in part["choices"]]
+    mine = [choice for choice in choices if choice["index"] == 0]
+    assert mine[0]["delta"]["role"] == "assistant"
+    assert mine[-1]["finish_reason"] == "tool_calls"
+    names: dict[int, str] = {}
+    arguments: dict[int, str] = {}
+    pieces = 0
+    for choice in mine:
+        for call in choice["delta"].get("tool_calls", []):
+            if "id" in call:
+                names[call["index"]] = call["function"]["name"]
+            arguments[call["index"]] = arguments.get(call["index"], "") + call["function"]["arguments"]
+            pieces += 1
+    assert names == {0: "add", 1: "add"}
+    assert [json.loads(text) for text in arguments.values()] == [ARGUMENTS, ARGUMENTS]
+    assert pieces > 4, "arguments come as they are written"
+    assert "".join(choice["delta"].get("content") or "" for choice in mine).strip() == "Let me see."
+    others = [choice for choice in choices if choice["index"] == 1]
+    assert "".join(choice["delta"].get("content") or "" for choice in others) == "Nothing."
+    assert others[-1]["finish_reason"] == "stop"
+    if logprobs:
+        count = len(fake.behaviour.sample_script(fake.behaviour.submits[0], 0))  # type: ignore[misc]
+        assert sum(len(choice["logprobs"]["content"]) for choice in mine if choice["logprobs"]) == count
+        assert sum(len(choice.get("token_ids", [])) for choice in mine) == count
+
+
+def test_a_demanded_call_is_held_to_its_grammar(http: httpx.Client, fake: FakeController) -> None:
+    for choice in ("required", {"type": "function", "function": {"name": "add"}}):
+        assert http.post("/v1/chat/completions", json=BODY | {"tool_choice": choice}).status_code == 200
+    for submit in fake.behaviour.submits:
+        assert submit.grammar is not None
+        assert "add" in submit.grammar.text
+        assert submit.sampling.stop_ids
+    both = BODY | {"tool_choice": "required", "response_format": {"type": "json_object"}}
+    assert http.post("/v1/chat/completions", json=both).json()["error"]["param"] == "response_format"
+
+
+def test_no_calls_are_wanted(http: httpx.Client, fake: FakeController, tokenizer: Tokenizer) -> None:
+    say(fake, tokenizer, CALL)
+    answer = http.post("/v1/chat/completions", json=BODY | {"tool_choice": "none"}).json()
+    assert answer["choices"][0]["message"]["content"] == CALL
+    assert answer["choices"][0]["finish_reason"] == "stop"
+
+
+CALLED: dict[str, Any] = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 17}'}}],
+}
+
+
+def test_results_go_back_to_the_model(http: httpx.Client, fake: FakeController, tokenizer: Tokenizer) -> None:
+    messages = [*MESSAGES, CALLED, {"role": "tool", "tool_call_id": "c1", "content": "forty-two"}]
+    response = http.post("/v1/chat/completions", json={"messages": messages, "tools": TOOLS})
+    assert response.status_code == 200, response.text
+    prompt = tokenizer.decode(prompt_of(fake.behaviour.submits[0]), skip_special_tokens=False)
+    assert prompt.index("17") < prompt.index("forty-two")
+
+
+def _called(**changes: Any) -> list[Any]:
+    return [*MESSAGES, CALLED | {"tool_calls": [CALLED["tool_calls"][0] | changes]}]
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        (_called(id=5), "messages[1].tool_calls[0].id"),
+        (_called(type="code"), "messages[1].tool_calls[0].type"),
+        (_called(function={"arguments": "{}"}), "messages[1].tool_calls[0].function.name"),
+        (_called(function={"name": "f", "arguments": {}}), "messages[1].tool_calls[0].function.arguments"),
+        ([*MESSAGES, CALLED, {"role": "tool", "content": "x"}], "messages[2]"),
+        ([{**CALLED, "role": "user"}], "messages[0]"),
+        ([{"role": "function", "name": "f", "content": "x"}], "messages[0]"),
+    ],
+)
+def test_bad_calls_in_messages(http: httpx.Client, messages: list[Any], param: str) -> None:
+    response = http.post("/v1/chat/completions", json={"messages": messages})
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"] == param

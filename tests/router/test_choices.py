@@ -1,0 +1,454 @@
+"""Several choices of one request: parallel samples, the best of many, beams, batches of prompts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from openai.types import Completion
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from router.fake_controller import FakeController, prompt_of
+from router.harness import EOS, MESSAGES, RunningRouter, running, wait_until
+
+from trunkline.controller.messages import BeamSearch, Submit
+from trunkline.router.choices import Choices
+from trunkline.router.decoding import Decoding
+from trunkline.router.messages import Finished, FinishReason
+from trunkline.router.sampling import Job
+from trunkline.router.streams import Stream
+from trunkline.router.text import TextAssembler
+from trunkline.router.tokenizer import Tokenizer
+from trunkline.worker.messages import Sampling
+
+CHAT: dict[str, Any] = {"messages": MESSAGES}
+PLAIN: dict[str, Any] = {"prompt": "x"}
+TEXTS = ("one two three", "four five STOP six seven", "eight", "nine ten eleven twelve thirteen fourteen")
+
+
+@pytest.fixture
+def texts(fake: FakeController, tokenizer: Tokenizer) -> list[list[int]]:
+    """Every sample or beam has a text of its own."""
+    ids = [[*tokenizer.encode(text, add_special_tokens=False), EOS] for text in TEXTS]
+    fake.behaviour.sample_script = lambda _, index: ids[index]
+    return ids
+
+
+def payloads(response: httpx.Response) -> list[Any]:
+    """What a complete stream brought, without its `[DONE]`."""
+    lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    assert lines.pop() == "[DONE]"
+    return [json.loads(line) for line in lines]
+
+
+def by_index(chunks: Sequence[Any], text_of: Callable[[Any], str]) -> dict[int, str]:
+    """The text of each choice of a stream."""
+    found: dict[int, str] = defaultdict(str)
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            found[choice["index"]] += text_of(choice)
+    return dict(found)
+
+
+def test_samples(client: openai.OpenAI, fake: FakeController, texts: list[list[int]]) -> None:
+    answer = client.chat.completions.create(model="demo", messages=MESSAGES, n=4)
+    assert [choice.message.content for choice in answer.choices] == list(TEXTS)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    assert {choice.finish_reason for choice in answer.choices} == {"stop"}
+    [submit] = fake.behaviour.submits
+    assert (submit.n, submit.beam) == (4, None)
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == submit.prompt_len
+    assert answer.usage.completion_tokens == sum(map(len, texts))
+    plain = client.completions.create(model="demo", prompt="x", n=4, max_tokens=3, logprobs=1)
+    assert [choice.finish_reason for choice in plain.choices] == ["length", "length", "stop", "length"]
+    for choice, ids in zip(plain.choices, texts, strict=True):
+        assert choice.logprobs is not None
+        assert len(choice.logprobs.tokens or []) == len(ids[:3])
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.003])
+def test_samples_in_a_stream(
+    client: openai.OpenAI, http: httpx.Client, fake: FakeController, texts: list[list[int]], seconds: float
+) -> None:
+    fake.behaviour.seconds_per_token = seconds
+    parts = payloads(
+        http.post(
+            "/v1/chat/completions", json=CHAT | {"n": 4, "stream": True, "stream_options": {"include_usage": True}}
+        )
+    )
+    for part in parts:
+        ChatCompletionChunk.model_validate(part)
+    contents = by_index(parts, lambda choice: choice["delta"].get("content", ""))
+    assert contents == dict(enumerate(TEXTS))
+    for index in range(4):
+        mine = [choice for part in parts for choice in part["choices"] if choice["index"] == index]
+        assert mine[0]["delta"] == {"role": "assistant", "content": ""}
+        assert [choice["finish_reason"] for choice in mine].count("stop") == 1
+        assert mine[-1]["finish_reason"] == "stop"
+    assert parts[-1]["choices"] == []
+    assert parts[-1]["usage"]["completion_tokens"] == sum(map(len, texts))
+    chunks = client.completions.create(model="demo", prompt="x", n=3, max_tokens=50, stream=True)
+    found: dict[int, str] = defaultdict(str)
+    for chunk in chunks:
+        found[chunk.choices[0].index] += chunk.choices[0].text
+    assert found == dict(enumerate(TEXTS[:3]))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_ends_one_sample_only(
+    http: httpx.Client, fake: FakeController, texts: list[list[int]], stream: bool
+) -> None:
+    fake.behaviour.seconds_per_token = 0.002
+    response = http.post("/v1/chat/completions", json=CHAT | {"n": 4, "stop": ["STOP"], "stream": stream})
+    expected = {0: TEXTS[0], 1: "four five ", 2: TEXTS[2], 3: TEXTS[3]}
+    if stream:
+        contents = by_index(payloads(response), lambda choice: choice["delta"].get("content", ""))
+        assert contents == expected
+    else:
+        answer = ChatCompletion.model_validate(response.json())
+        assert {choice.index: choice.message.content for choice in answer.choices} == expected
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens < sum(map(len, texts)), "tokens behind the stop string do not count"
+    assert fake.behaviour.aborts == [], "it went on until the last sample was over"
+
+
+def test_the_last_sample_that_stops_aborts_the_request(
+    http: httpx.Client, fake: FakeController, router: RunningRouter, tokenizer: Tokenizer
+) -> None:
+    words = "a b c d e f g h i j k l m n o p"
+    fake.behaviour.sample_script = lambda _, index: tokenizer.encode(
+        words[2 * index :] * 50, add_special_tokens=False
+    )
+    fake.behaviour.seconds_per_token = 0.003
+    answer = http.post("/v1/completions", json=PLAIN | {"n": 3, "stop": " k", "max_tokens": 500}).json()
+    assert [choice["text"] for choice in answer["choices"]] == ["a b c d e f g h i j", "b c d e f g h i j",
+                                                                "c d e f g h i j"]  # fmt: skip
+    [submit] = fake.behaviour.submits
+    wait_until(lambda: fake.behaviour.aborts == [submit.request] and router.inflight == 0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_failure_ends_all_samples(
+    http: httpx.Client, fake: FakeController, router: RunningRouter, stream: bool
+) -> None:
+    fake.behaviour.fail_after = 3
+    fake.behaviour.seconds_per_token = 0.02
+    response = http.post("/v1/completions", json=PLAIN | {"n": 3, "stream": stream})
+    assert response.status_code == (200 if stream else 503)
+    assert "worker 1 died" in response.text
+    assert "[DONE]" not in response.text
+    wait_until(lambda: router.inflight == 0)
+
+
+def test_one_request_is_one_in_flight(http: httpx.Client, fake: FakeController, router: RunningRouter) -> None:
+    fake.behaviour.hold = True
+    with pytest.raises(httpx.ReadTimeout):
+        http.post("/v1/completions", json=PLAIN | {"n": 5}, timeout=0.3)
+    wait_until(lambda: len(fake.behaviour.aborts) == 1 and router.inflight == 0)
+    assert fake.live == 0
+
+
+def test_best_of(http: httpx.Client, fake: FakeController, texts: list[list[int]]) -> None:
+    fake.behaviour.token_logprob = [-2.0, -0.5, -3.0, -1.0].__getitem__
+    body = PLAIN | {"n": 2, "best_of": 4, "max_tokens": 50}
+    answer = Completion.model_validate(http.post("/v1/completions", json=body).json())
+    assert [choice.text for choice in answer.choices] == [TEXTS[1], TEXTS[3]], "best first"
+    assert [choice.index for choice in answer.choices] == [0, 1]
+    assert [choice.logprobs for choice in answer.choices] == [None, None], "nobody asked for them"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == sum(map(len, texts)), "all that were drawn count"
+    [submit] = fake.behaviour.submits
+    assert (submit.n, submit.sampling.logprobs) == (4, 0)
+    shown = Completion.model_validate(http.post("/v1/completions", json=body | {"logprobs": 2}).json())
+    assert shown.choices[0].logprobs is not None
+    assert set(shown.choices[0].logprobs.token_logprobs or []) == {-0.5}
+    assert fake.behaviour.submits[1].sampling.logprobs == 2
+    assert http.post("/v1/completions", json=PLAIN | {"n": 2, "best_of": 2, "stream": True}).status_code == 200
+    assert fake.behaviour.submits[2].sampling.logprobs == -1
+
+
+BEAMS: dict[str, Any] = {"use_beam_search": True, "max_tokens": 50}
+
+
+@pytest.mark.parametrize(
+    ("given", "n", "search"),
+    [
+        ({"beam_width": 4}, 4, BeamSearch(4)),
+        ({"n": 3}, 3, BeamSearch(3)),
+        ({"n": 2, "beam_width": 4, "length_penalty": 0.5, "early_stopping": True}, 2, BeamSearch(4, 0.5, True)),
+        ({"n": 1, "best_of": 3, "early_stopping": "never"}, 1, BeamSearch(3, 1.0, None)),
+    ],
+)
+def test_beams(
+    http: httpx.Client, fake: FakeController, texts: list[list[int]], given: Any, n: int, search: BeamSearch
+) -> None:
+    answer = http.post("/v1/completions", json=PLAIN | BEAMS | given).json()
+    Completion.model_validate(answer)
+    [submit] = fake.behaviour.submits
+    assert (submit.n, submit.beam, submit.sampling.temperature) == (n, search, 0.0)
+    assert [choice["text"] for choice in answer["choices"]] == list(TEXTS[:n])
+    assert [choice["cumulative_logprob"] for choice in answer["choices"]] == [-1.5, -2.5, -3.5, -4.5][:n]
+    for choice, ids in zip(answer["choices"], texts, strict=False):
+        assert choice["score"] == pytest.approx(choice["cumulative_logprob"] / len(ids))
+        assert choice["finish_reason"] == "stop"
+    assert answer["usage"]["completion_tokens"] == sum(map(len, texts[:n]))
+
+
+def test_beams_in_chats_and_streams(http: httpx.Client, fake: FakeController, texts: list[list[int]]) -> None:
+    whole = http.post("/v1/chat/completions", json=CHAT | BEAMS | {"beam_width": 2}).json()
+    ChatCompletion.model_validate(whole)
+    assert [choice["message"]["content"] for choice in whole["choices"]] == list(TEXTS[:2])
+    assert whole["choices"][1]["score"] < 0
+    parts = payloads(http.post("/v1/chat/completions", json=CHAT | BEAMS | {"beam_width": 2, "stream": True}))
+    assert by_index(parts, lambda choice: choice["delta"].get("content", "")) == dict(enumerate(TEXTS[:2]))
+    ends = [choice for part in parts for choice in part["choices"] if choice["finish_reason"]]
+    assert [end["cumulative_logprob"] for end in ends] == [-1.5, -2.5]
+    plain = payloads(http.post("/v1/completions", json=PLAIN | BEAMS | {"beam_width": 3, "stream": True}))
+    assert [part["choices"][0]["text"] for part in plain] == list(TEXTS[:3])
+    assert all(submit.beam is not None for submit in fake.behaviour.submits)
+
+
+def test_what_does_not_contradict_a_beam_search(http: httpx.Client) -> None:
+    neutral = {"temperature": 0, "top_p": 1, "top_k": -1, "min_p": 0, "seed": 5, "presence_penalty": 0, "stop": [],
+               "repetition_penalty": 1, "stop_token_ids": [9], "echo": True, "return_token_ids": True}  # fmt: skip
+    assert http.post("/v1/completions", json=PLAIN | BEAMS | {"beam_width": 2} | neutral).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        *[
+            (BEAMS | {"beam_width": 2, name: value}, name)
+            for name, value in {
+                "temperature": 0.5,
+                "top_p": 0.9,
+                "top_k": 5,
+                "min_p": 0.1,
+                "presence_penalty": 1,
+                "frequency_penalty": 1,
+                "repetition_penalty": 1.1,
+                "logit_bias": {"5": 1},
+                "stop": "x",
+                "min_tokens": 3,
+                "bad_words": ["x"],
+                "allowed_token_ids": [5],
+                "logprobs": 0,
+                "prompt_logprobs": 0,
+                "response_format": {"type": "json_object"},
+                "structured_outputs": {"regex": "a"},
+            }.items()
+        ],
+        (BEAMS, "beam_width"),
+        (BEAMS | {"beam_width": 65}, "beam_width"),
+        (BEAMS | {"n": 65}, "n"),
+        (BEAMS | {"n": 3, "beam_width": 2}, "n"),
+        (BEAMS | {"beam_width": 33}, "beam_width"),
+        (BEAMS | {"beam_width": 30, "stop_token_ids": list(range(5, 205))}, "beam_width"),
+        ({"beam_width": 2}, "beam_width"),
+        ({"length_penalty": 2.0}, "length_penalty"),
+        ({"early_stopping": "never"}, "early_stopping"),
+        ({"n": 33}, "n"),
+        ({"best_of": 33}, "best_of"),
+        ({"n": 3, "best_of": 2}, "best_of"),
+        ({"n": 1, "best_of": 2, "stream": True}, "best_of"),
+        ({"prompt": ["x"] * 40, "n": 30}, "prompt"),
+    ],
+)
+def test_contradictions(
+    http: httpx.Client, fake: FakeController, router: RunningRouter, body: dict[str, Any], param: str
+) -> None:
+    fake.behaviour.max_rows = 32
+    wait_until(lambda: router.service.limits.max_rows == 32)
+    response = http.post("/v1/completions", json=PLAIN | body)
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"].split(".")[0] == param
+    assert param in response.json()["error"]["message"]
+    assert not fake.behaviour.submits
+
+
+def test_tools_have_no_place_in_a_beam_search(http: httpx.Client) -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    error = http.post("/v1/chat/completions", json=CHAT | BEAMS | {"n": 2, "tools": tools}).json()["error"]
+    assert error["param"] == "tools"
+
+
+def test_a_search_without_results_is_the_engines_failure(http: httpx.Client, fake: FakeController) -> None:
+    fake.behaviour.problem_of = lambda submit: Finished(submit.request, FinishReason.STOP)
+    response = http.post("/v1/completions", json=PLAIN | BEAMS | {"n": 2})
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_failed")
+
+
+# -- batches of prompts
+
+
+@pytest.fixture
+def mirror(fake: FakeController) -> FakeController:
+    """The output of a prompt is the prompt again, and the sample's number."""
+    fake.behaviour.sample_script = lambda submit, index: [*prompt_of(submit), 100 + index]
+    return fake
+
+
+@pytest.mark.parametrize("prompts", [["one", "two and more", "three"], [[50, 51], [60], [70, 71, 72]]])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_batch_of_prompts(
+    http: httpx.Client, mirror: FakeController, tokenizer: Tokenizer, prompts: list[Any], stream: bool
+) -> None:
+    body = {"prompt": prompts, "n": 2, "max_tokens": 40, "stream": stream, "add_special_tokens": False}
+    options = {"stream_options": {"include_usage": True}} if stream else {}
+    response = http.post("/v1/completions", json=body | options)
+    assert response.status_code == 200, response.text
+    ids = [
+        tokenizer.encode(prompt, add_special_tokens=False) if isinstance(prompt, str) else prompt
+        for prompt in prompts
+    ]
+    expected = {
+        2 * index + sample: tokenizer.decode([*prompt, 100 + sample])
+        for index, prompt in enumerate(ids)
+        for sample in range(2)
+    }
+    if stream:
+        parts = payloads(response)
+        usage = parts[-1]["usage"]
+        found = by_index(parts, lambda choice: choice["text"])
+    else:
+        answer = response.json()
+        Completion.model_validate(answer)
+        assert [choice["index"] for choice in answer["choices"]] == list(range(6))
+        usage, found = answer["usage"], by_index([answer], lambda choice: choice["text"])
+    assert found == expected
+    assert usage["prompt_tokens"] == sum(map(len, ids))
+    assert usage["completion_tokens"] == sum(2 * (len(prompt) + 1) for prompt in ids)
+    assert len(mirror.behaviour.submits) == 3
+
+
+def test_a_batch_with_one_bad_prompt(http: httpx.Client, fake: FakeController) -> None:
+    for bad in ([5] * 2048, [10**6], []):
+        error = http.post("/v1/completions", json={"prompt": [[5], bad, [6]]}).json()["error"]
+        assert error["param"] == "prompt[1]"
+    assert http.post("/v1/completions", json={"prompt": ["a", ""]}).json()["error"]["param"] == "prompt[1]"
+    too_many = http.post("/v1/completions", json={"prompt": ["a"] * 1025})
+    assert (too_many.status_code, too_many.json()["error"]["param"]) == (400, "prompt")
+    assert not fake.behaviour.submits
+
+
+def test_prompts_of_a_batch_draw_from_seeds_of_their_own(http: httpx.Client, fake: FakeController) -> None:
+    body = {"prompt": [[5], [6], [7]], "bad_words": ["x"], "logit_bias": {"9": 1}}
+    assert http.post("/v1/completions", json=body).status_code == 200
+    assert http.post("/v1/completions", json=body | {"seed": 4}).status_code == 200
+    samplings = [submit.sampling for submit in fake.behaviour.submits]
+    assert len({sampling.seed for sampling in samplings[:3]}) == 3
+    assert [sampling.seed for sampling in samplings[3:]] == [4, 4, 4]
+    assert all(sampling.bad_words and sampling.logit_bias == {9: 1.0} for sampling in samplings)
+
+
+def test_what_is_large_is_not_sent_with_each_of_many_prompts(http: httpx.Client, fake: FakeController) -> None:
+    large = {"prompt": [[5]] * 400, "guided_grammar": "root ::= " + "x" * 100_000}
+    error = http.post("/v1/completions", json=large).json()["error"]
+    assert error["param"] == "prompt"
+    assert "at most 167 fit" in error["message"]
+    assert not fake.behaviour.submits
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("reason", [FinishReason.INVALID, FinishReason.QUEUE_FULL])
+def test_a_batch_is_all_or_nothing(
+    http: httpx.Client, fake: FakeController, router: RunningRouter, stream: bool, reason: FinishReason
+) -> None:
+    def problem(submit: Submit) -> Finished | None:
+        return Finished(submit.request, reason, "no room") if prompt_of(submit) == [77] else None
+
+    fake.behaviour.problem_of = problem
+    fake.behaviour.hold = True
+    response = http.post("/v1/completions", json={"prompt": [[5], [6], [77], [8]], "stream": stream})
+    if response.status_code == 200:  # a stream that had begun before the refusal came
+        assert stream
+        assert "no room" in response.text
+    else:
+        assert response.status_code == (400 if reason == FinishReason.INVALID else 429)
+        expected = "prompt[2]" if reason == FinishReason.INVALID else None
+        assert response.json()["error"]["param"] == expected
+    wait_until(lambda: len(fake.behaviour.aborts) == 3 and fake.live == 0 and router.inflight == 0)
+
+
+def test_a_batch_whose_client_leaves(http: httpx.Client, fake: FakeController, router: RunningRouter) -> None:
+    fake.behaviour.seconds_per_token = 0.005
+    body = {"prompt": [[5], [6], [7]], "max_tokens": 1500, "ignore_eos": True, "stream": True}
+    with http.stream("POST", "/v1/completions", json=body) as response:
+        next(response.iter_bytes())
+    wait_until(lambda: len(fake.behaviour.aborts) == 3 and fake.live == 0 and router.inflight == 0)
+
+
+def test_a_batch_beyond_the_routers_limit(place: Path, tokenizer: Tokenizer) -> None:
+    with running(place, tokenizer, max_inflight=10) as (router, [fake]), httpx.Client(base_url=router.url) as http:
+        refused = http.post("/v1/completions", json={"prompt": [[5]] * 11})
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        assert not fake.behaviour.submits, "all or nothing"
+        assert len(http.post("/v1/completions", json={"prompt": [[5]] * 10}).json()["choices"]) == 10
+        wait_until(lambda: router.inflight == 0)
+
+
+# -- the parts between
+
+
+class Books:
+    """What a link would do when a stream lets go."""
+
+    def __init__(self) -> None:
+        self.releases: list[tuple[int, bool]] = []
+
+    def release(self, request: int, abort: bool) -> None:
+        self.releases.append((request, abort))
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data(), count=st.integers(2, 5))
+def test_mixed_tokens_give_each_sample_its_own_text(tokenizer: Tokenizer, data: st.DataObject, count: int) -> None:
+    """However the samples' tokens are mixed and cut into batches, each text is what it would be alone."""
+    word = st.sampled_from(["one", " two", " STOP", " it", "\n", " wörld", "😀"])
+    words = [data.draw(st.lists(word, max_size=8), label=f"sample {index}") for index in range(count)]
+    rest = [[*tokenizer.encode("".join(some), add_special_tokens=False), EOS] for some in words]
+    tokens = [list(ids) for ids in rest]
+    job = Job([7], 100, Sampling(), frozenset({EOS}), stops=("STOP it",), decoding=Decoding(count, count))
+    books = Books()
+    stream = Stream(3, books.release, samples=count)
+    choices = Choices(job, tokenizer.vocabulary)
+    texts, finishes = [""] * count, [0] * count
+
+    async def read() -> None:
+        batch = await stream.next()
+        for delta in choices.feed(batch, batch.reason):
+            assert not finishes[delta.index], "nothing follows an end"
+            texts[delta.index] += delta.text
+            finishes[delta.index] += delta.finish is not None
+
+    while any(rest) and not choices.all_over:
+        sample = data.draw(st.sampled_from([index for index in range(count) if rest[index]]))
+        stream.push_sample(rest[sample].pop(0), None, sample)
+        if not rest[sample]:
+            stream.finish_sample(sample, FinishReason.STOP)
+        if data.draw(st.booleans()) or not any(rest):
+            asyncio.run(read())
+    assert choices.all_over
+    assert finishes == [1] * count
+    for index, ids in enumerate(tokens):
+        alone = TextAssembler(job, tokenizer.vocabulary).feed(ids)
+        assert texts[index] == alone.text
+    assert books.releases == ([] if any(rest) else [(3, False)])
+
+
+def test_a_sample_that_is_not_there() -> None:
+    stream = Stream(1, Books().release, samples=2)
+    for wrong in (2, -1):
+        with pytest.raises(ValueError, match="sample"):
+            stream.push_sample(5, None, wrong)
+        with pytest.raises(ValueError, match="sample"):
+            stream.finish_sample(wrong, FinishReason.STOP)

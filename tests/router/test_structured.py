@@ -1,0 +1,203 @@
+"""Structured output and other wishes about single tokens: what reaches the engine, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from router.fake_controller import UNSATISFIABLE, FakeController, prompt_of
+from router.harness import EOS, MESSAGES, RunningRouter
+
+from trunkline.controller.messages import Grammar
+from trunkline.kvstore.layout import unpack_int32
+from trunkline.router.tokenizer import Tokenizer
+
+CHAT: dict[str, Any] = {"messages": MESSAGES}
+PLAIN: dict[str, Any] = {"prompt": "x"}
+SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+SCHEMA_TEXT = json.dumps(SCHEMA, separators=(",", ":"))
+TAG = {"type": "structural_tag", "format": {"type": "any_text"}}
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "text", "param"),
+    [
+        ({"response_format": {"type": "json_object"}}, "json_object", "", "response_format"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}},
+            "json_schema",
+            SCHEMA_TEXT,
+            "response_format.json_schema.schema",
+        ),
+        ({"response_format": TAG}, "structural_tag", TAG, "response_format"),
+        ({"structured_outputs": {"json": SCHEMA}}, "json_schema", SCHEMA_TEXT, "structured_outputs.json"),
+        ({"structured_outputs": {"json": SCHEMA_TEXT}}, "json_schema", SCHEMA_TEXT, "structured_outputs.json"),
+        ({"structured_outputs": {"json": True}}, "json_schema", "true", "structured_outputs.json"),
+        ({"structured_outputs": {"regex": "[ab]+"}}, "regex", "[ab]+", "structured_outputs.regex"),
+        ({"structured_outputs": {"choice": ["ja", "né"]}}, "choice", '["ja","né"]', "structured_outputs.choice"),
+        (
+            {"structured_outputs": {"grammar": 'root ::= "a"'}},
+            "ebnf",
+            'root ::= "a"',
+            "structured_outputs.grammar",
+        ),
+        ({"structured_outputs": {"json_object": True}}, "json_object", "", "structured_outputs.json_object"),
+        (
+            {"structured_outputs": {"structural_tag": TAG}},
+            "structural_tag",
+            TAG,
+            "structured_outputs.structural_tag",
+        ),
+        ({"guided_json": SCHEMA}, "json_schema", SCHEMA_TEXT, "guided_json"),
+        ({"guided_regex": "a|b"}, "regex", "a|b", "guided_regex"),
+        ({"guided_choice": ["a", "b"]}, "choice", '["a","b"]', "guided_choice"),
+        ({"guided_grammar": "root ::= x"}, "ebnf", "root ::= x", "guided_grammar"),
+    ],
+)
+def test_grammars_reach_the_engine(
+    http: httpx.Client, fake: FakeController, given: Any, kind: str, text: Any, param: str
+) -> None:
+    for path, base in (("/v1/chat/completions", CHAT), ("/v1/completions", PLAIN)):
+        response = http.post(path, json=base | given | {"stop_token_ids": [9]})
+        assert response.status_code == 200, response.text
+    for submit in fake.behaviour.submits:
+        grammar = submit.grammar
+        assert grammar is not None
+        assert (grammar.kind, grammar.param) == (kind, param)
+        assert (json.loads(grammar.text) if isinstance(text, dict) else grammar.text) == text
+        assert unpack_int32(submit.sampling.stop_ids).tolist() == [EOS, 9], "the engine must know what ends a text"
+
+
+@pytest.mark.parametrize("given", [{}, {"response_format": {"type": "text"}}, {"response_format": None}])
+def test_free_text(http: httpx.Client, fake: FakeController, given: Any) -> None:
+    assert http.post("/v1/chat/completions", json=CHAT | given).status_code == 200
+    [submit] = fake.behaviour.submits
+    assert (submit.grammar, submit.sampling.stop_ids) == (None, b"")
+
+
+def test_openais_client_sends_schemas(client: openai.OpenAI, fake: FakeController) -> None:
+    form: Any = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA, "strict": True}}
+    client.chat.completions.create(model="demo", messages=MESSAGES, response_format=form)
+    expected = Grammar("json_schema", SCHEMA_TEXT, "response_format.json_schema.schema")
+    assert fake.behaviour.submits[0].grammar == expected
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ({"structured_outputs": {"regex": UNSATISFIABLE}}, "structured_outputs.regex"),
+        ({"guided_json": {"title": UNSATISFIABLE}}, "guided_json"),
+    ],
+)
+def test_what_the_engine_cannot_compile_names_its_parameter(
+    http: httpx.Client, given: Any, param: str, stream: bool
+) -> None:
+    response = http.post("/v1/chat/completions", json=CHAT | given | {"stream": stream})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == param
+    assert response.json()["error"]["code"] == "invalid_request"
+    assert http.post("/v1/chat/completions", json=CHAT).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {}}, "response_format.type"),
+        ({"response_format": "json"}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.name"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "s"}}},
+            "response_format.json_schema.schema",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": [1]}}},
+            "response_format.json_schema.schema",
+        ),
+        ({"response_format": {"type": "structural_tag"}}, "response_format"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"json_object": False}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"regex": 5}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"regex": "a" * 65_537}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"choice": ["a", ""]}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"choice": [1]}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"grammar": ""}}, "structured_outputs.grammar"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
+        ({"structured_outputs": {"json": 5}}, "structured_outputs.json"),
+        ({"structured_outputs": {"structural_tag": [1]}}, "structured_outputs.structural_tag"),
+        ({"structured_outputs": {"whitespace_pattern": "a"}}, "structured_outputs.whitespace_pattern"),
+        ({"guided_json": {"title": "x" * 300_000}}, "guided_json"),
+        ({"guided_json": "[" * 100_000}, "guided_json"),
+        ({"guided_regex": []}, "guided_regex"),
+        ({"guided_choice": "ab"}, "guided_choice"),
+        ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex"),
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
+        ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos"),
+        ({"guided_whitespace_pattern": "a"}, "guided_whitespace_pattern"),
+        ({"min_tokens": 30, "max_tokens": 20}, "min_tokens"),
+    ],
+)
+def test_bad_grammars(http: httpx.Client, fake: FakeController, given: Any, param: str) -> None:
+    response = http.post("/v1/completions", json=PLAIN | given)
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"] == param
+    assert param.split(".")[0] in response.json()["error"]["message"]
+    assert not fake.behaviour.submits
+
+
+# -- single tokens
+
+
+def test_what_reaches_the_sampler(http: httpx.Client, fake: FakeController, tokenizer: Tokenizer) -> None:
+    body = {
+        "min_tokens": 4,
+        "bad_words": ["return", "os.path"],
+        "allowed_token_ids": [9, 5, 9],
+        "priority": -3,
+        "stop_token_ids": [7],
+        "max_tokens": 8,
+    }
+    assert http.post("/v1/completions", json=PLAIN | body).status_code == 200
+    [submit] = fake.behaviour.submits
+    sampling = submit.sampling
+    assert (sampling.min_tokens, submit.priority) == (4, -3)
+    assert unpack_int32(sampling.stop_ids).tolist() == [EOS, 7]
+    assert unpack_int32(sampling.allowed_ids).tolist() == [5, 9]
+    written = [tokenizer.decode(word) for word in sampling.bad_words]
+    assert written == ["return", " return", "os.path", " os.path"]
+
+
+@pytest.mark.parametrize(("min_tokens", "expected"), [(0, "a b"), (2, "a b"), (3, "a b c d e f")])
+def test_stop_strings_before_min_tokens_do_not_count(
+    http: httpx.Client, fake: FakeController, tokenizer: Tokenizer, min_tokens: int, expected: str
+) -> None:
+    ids = tokenizer.encode("a b c d e f", add_special_tokens=False)
+    fake.behaviour.script = lambda submit: [*ids, *ids[2:]]
+    body = {"stop": " c", "min_tokens": min_tokens, "max_tokens": 20, "prompt": "x"}
+    assert http.post("/v1/completions", json=body).json()["choices"][0]["text"] == expected
+    streamed = http.post("/v1/completions", json=body | {"stream": True}).text
+    parts = [json.loads(part.removeprefix("data: ")) for part in streamed.split("\n\n")[:-2]]
+    assert "".join(part["choices"][0]["text"] for part in parts) == expected
+
+
+def test_only_the_last_tokens_of_a_prompt(
+    http: httpx.Client, fake: FakeController, tokenizer: Tokenizer, router: RunningRouter
+) -> None:
+    long = "word " * 5000
+    for prompt in (long, tokenizer.encode(long, add_special_tokens=True)):
+        response = http.post("/v1/completions", json={"prompt": prompt, "truncate_prompt_tokens": 12})
+        assert response.status_code == 200, response.text
+    chat = {"messages": [{"role": "user", "content": long}], "truncate_prompt_tokens": 10}
+    assert http.post("/v1/chat/completions", json=chat).json()["usage"]["prompt_tokens"] == 10
+    expected = tokenizer.encode(long, add_special_tokens=True)[-12:]
+    assert [prompt_of(submit) for submit in fake.behaviour.submits[:2]] == [expected, expected]
+    too_long = {"prompt": "x" * 5_000_000, "truncate_prompt_tokens": 12}
+    assert http.post("/v1/completions", json=too_long).json()["error"]["code"] == "string_above_max_length"

@@ -1,0 +1,245 @@
+"""Calls are found in a model's text, however it is cut into pieces; all other text comes out as it was."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trunkline.router.tools.json_scan import ObjectScanner, Progress
+from trunkline.router.tools.parsers import make_parser, parse
+from trunkline.router.tools.pieces import CallArguments, CallStart, Piece, Text, ToolParser, joined
+from trunkline.router.tools.styles import STYLE_NAMES, StyleName
+
+NAMES = ("add", "get-weather", "a")
+
+
+def parser(style: StyleName) -> ToolParser:
+    """With ids that count."""
+    numbers = itertools.count()
+    return make_parser(style, NAMES, lambda: f"id{next(numbers)}")
+
+
+def flat(pieces: Iterable[Piece]) -> list[str]:
+    """`text`, or `name(arguments)` of each call."""
+    result: list[str] = []
+    for piece in pieces:
+        if isinstance(piece, Text):
+            result.append(piece.text)
+        elif isinstance(piece, CallStart):
+            result.append(f"{piece.name}|")
+        else:
+            result[-1] += piece.text
+    return result
+
+
+def whole(style: StyleName, text: str) -> list[str]:
+    return flat(parse(parser(style), text))
+
+
+CASES: dict[StyleName, list[tuple[str, list[str]]]] = {
+    "hermes": [
+        ("plain <tool text", ["plain <tool text"]),
+        ('<tool_call>\n{"name": "add", "arguments": {"x": [1, "}"]}}\n</tool_call>', ['add|{"x": [1, "}"]}']),
+        (
+            'Let me see.\n<tool_call>{"name":"add","arguments":{}}</tool_call>\n'
+            '<tool_call>\n{"arguments": {"a": {"b": null}}, "name": "a"}\n</tool_call>\n bye ',
+            ["Let me see.\n", "add|{}", 'a|{"a": {"b": null}}', "\n bye "],
+        ),
+        ('\n\n<tool_call>{"name": "add"}</tool_call>\n', ["add|{}"]),
+        ('<tool_call>{"name": "add", "type": "function", "id": "7", "parameters": {}}', ["add|{}"]),
+        ('<tool_call>{"name": "add", "arguments": {}}</tool_', ["add|{}"]),
+        ('<tool_call>{"name": "add", "arguments": {"x": "cut o', ['add|{"x": "cut o']),
+        ('<tool_call>{"name": "add", "arguments": {"x": oops}}', ['add|{"x": ', "oops}}"]),
+        ('<tool_call>{"name": "add", "arguments": {}, "x": 1}', ["add|{}", ', "x": 1}']),
+        ('<tool_call>{"name": "rm", "arguments": {}}</tool_call>', []),
+        ('<tool_call>{"name": "ad', []),
+        ("<tool_call>", []),
+        ("<tool_call> what?", []),
+        ("<tool_call><tool_call>", []),
+        ('<tool_call>{"name": "add", "arguments": "{}"}</tool_call>', []),
+        ('<tool_call>{"name": "add", "name": "a", "arguments": {}}</tool_call>', []),
+        ('<tool_call><tool_call>{"name": "a", "arguments": {}}</tool_call>', ["<tool_call>", "a|{}"]),
+        (
+            '<tool_call>{"name": "add", "arguments": {}}\n<tool_call>{"name": "a", "arguments": {}}</tool_call>',
+            ["add|{}", "a|{}"],
+        ),
+        (
+            '<tool_call>{"name": "add", "arguments": {}}\n{"name": "a", "arguments": {}}</tool_call> {"name"',
+            ["add|{}", "a|{}", ' {"name"'],
+        ),
+        ('<tool_call>{"name": "add", "arguments": {}}\n{"name": "rm"}', ["add|{}", '\n{"name": "rm"}']),
+        ("  \n", []),
+        ("", []),
+    ],
+    "llama3_json": [
+        ('{"name": "add", "parameters": {"x": 1.5e3}}', ['add|{"x": 1.5e3}']),
+        ('<|python_tag|>{"name": "add", "parameters": {}}; {"name": "a", "parameters": {}}', ["add|{}", "a|{}"]),
+        (
+            '{"type": "function", "name": "get-weather", "parameters": {"s": "\\u00fc\\""}};',
+            ['get-weather|{"s": "\\u00fc\\""}'],
+        ),
+        ('Sure: {"name": "add", "parameters": {"x": {}}} done', ["Sure: ", 'add|{"x": {}}', " done"]),
+        ('{"name": "Ada", "parameters": {}}', []),
+        ('{"name": "add", "age": 3}', []),
+        ("f(x) { return {}; } {{", []),
+        ('{{"name": "add", "parameters": {}}}', ["{", "add|{}", "}"]),
+        ('<|python_tag|>brave_search.call(query="x")', []),
+        ('{"name": "add", "parameters": {}}; and', ["add|{}", "; and"]),
+        ('{"name": "add", "parameters": {}}; {"x', ["add|{}", '; {"x']),
+    ],
+    "mistral": [
+        ('[TOOL_CALLS] [{"name": "add", "arguments": {"x": true}}]', ['add|{"x": true}']),
+        (
+            '[TOOL_CALLS][{"name": "add", "arguments": {}}, {"name": "a", "arguments": {"b": -1}}] ok',
+            ["add|{}", 'a|{"b": -1}', " ok"],
+        ),
+        ('Hm [1] [TOOL_CALLS]add[ARGS]{"x": ""}', ["Hm [1] ", 'add|{"x": ""}']),
+        ("[TOOL_CALLS]add[ARGS]{}[TOOL_CALLS]get-weather[CALL_ID]a1B2[ARGS] {}", ["add|{}", "get-weather|{}"]),
+        ('[TOOL_CALLS][{"name": "add", "arguments": {}},', ["add|{}"]),
+        ("[TOOL_CALLS]rm[ARGS]{}", []),
+        ("[TOOL_CALLS]add[CALL_ID]", []),
+        ("[TOOL_CALLS]add[NOPE]{}", []),
+        ("[TOOL_CALLS]add[ARGS]7", []),
+        ("[TOOL_CALLS]{}", []),
+        ("a[0] = [TOOL_CALL]", []),
+    ],
+}
+"""(text, what it comes to); nothing: the text itself."""
+
+
+@pytest.mark.parametrize(
+    ("style", "text", "expected"), [(style, *case) for style, cases in CASES.items() for case in cases]
+)
+def test_what_a_text_comes_to(style: StyleName, text: str, expected: list[str]) -> None:
+    assert whole(style, text) == (expected or [text] * bool(text))
+    for size in (1, 2, 3, 7):
+        cut = parser(style)
+        pieces = [piece for at in range(0, len(text), size) for piece in cut.feed(text[at : at + size])]
+        assert joined([*pieces, *cut.finish()]) == parse(parser(style), text)
+
+
+FRAGMENTS = [
+    *("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "add", "a", "rm"),
+    *(
+        '{"name": "add", "arguments": {"x": [1, {"y": "z"}]}}',
+        '{"name": "a", "parameters": {}}',
+        '"',
+        "\\",
+        "{",
+        "}",
+    ),
+    *("[", "]", ",", ";", ":", " ", "\n", "<", "1", "tru", "é", '{"name": "', '"arguments": {"', "text", "n"),
+]
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    style=st.sampled_from(STYLE_NAMES),
+    text=st.lists(st.sampled_from(FRAGMENTS), max_size=24).map("".join),
+    seed=st.randoms(use_true_random=False),
+)
+def test_any_cut_gives_the_same(style: StyleName, text: str, seed: object) -> None:
+    cut = parser(style)
+    pieces: list[Piece] = []
+    position = 0
+    while position < len(text):
+        size = seed.randint(1, 9)  # type: ignore[attr-defined]
+        pieces += cut.feed(text[position : position + size])
+        position += size
+    pieces = joined([*pieces, *cut.finish()])
+    assert pieces == parse(parser(style), text)
+    starts = [piece for piece in pieces if isinstance(piece, CallStart)]
+    assert [start.index for start in starts] == list(range(cut.calls))
+    assert all(start.name in NAMES for start in starts)
+    if not starts:
+        assert "".join(flat(pieces)) == text
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    style=st.sampled_from(STYLE_NAMES),
+    arguments=st.dictionaries(
+        st.text(),
+        st.recursive(
+            st.none()
+            | st.booleans()
+            | st.integers()
+            | st.floats(allow_nan=False, allow_infinity=False)
+            | st.text(),
+            lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+            max_leaves=8,
+        ),
+        max_size=4,
+    ),
+    ascii_only=st.booleans(),
+)
+def test_any_arguments_come_out_as_they_were_written(
+    style: StyleName, arguments: dict[str, object], ascii_only: bool
+) -> None:
+    written = json.dumps(arguments, ensure_ascii=ascii_only)
+    text = {
+        "hermes": f'<tool_call>\n{{"name": "add", "arguments": {written}}}\n</tool_call>',
+        "llama3_json": f'{{"name": "add", "parameters": {written}}}',
+        "mistral": f'[TOOL_CALLS] [{{"name": "add", "arguments": {written}}}]',
+    }[style]
+    assert whole(style, text) == [f"add|{written}"]
+
+
+def test_arguments_stream_and_text_is_not_held_back() -> None:
+    hermes = parser("hermes")
+    assert hermes.feed("one <b> two <") == [Text("one <b> two ")]
+    assert hermes.feed("i>") == [Text("<i>")]
+    assert hermes.feed('<tool_call>{"name": "add", ') == []
+    assert hermes.feed('"arguments": {"x') == [CallStart(0, "id0", "add"), CallArguments(0, '{"x')]
+    assert hermes.feed('": 1') == [CallArguments(0, '": 1')]
+    assert hermes.feed("}}") == [CallArguments(0, "}")]
+    assert hermes.calls == 1
+    bare = parser("llama3_json")
+    assert bare.feed('{"') == []
+    assert bare.feed('title": ') == [Text('{"title": ')]
+
+
+def test_what_is_held_back_is_bounded() -> None:
+    for text in ("<tool_call>" + " " * 400, '<tool_call>{"arguments": {"x": "' + "y" * 70_000):
+        hermes = parser("hermes")
+        assert "".join(flat(hermes.feed(text))) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "taken"),
+    [
+        ('{"a": [1, -0.5e-3, true, false, null, {}, [], "\\u00e9\\n"], "b\\"": {"c": 0}}', None),
+        ("{}", None),
+        ("[1]", 0),
+        ('{"a" 1}', 5),
+        ('{"a": 01}', 7),
+        ('{"a": 1.}', 8),
+        ('{"a": -}', 7),
+        ('{"a": 1,}', 8),
+        ('{"a": [1}', 8),
+        ('{"a": trup}', 9),
+        ('{"a": "\\x"}', 8),
+        ('{"a": "\\u00g0"}', 11),
+        ("{a: 1}", 1),
+        ('{"a": ]', 6),
+        ("{,", 1),
+    ],
+)
+def test_where_json_goes_wrong(text: str, taken: int | None) -> None:
+    scanner = ObjectScanner()
+    progress = [scanner.feed(character) for character in text]
+    if taken is None:
+        assert json.loads(text) is not None
+        assert progress == [Progress.MORE] * (len(text) - 1) + [Progress.DONE]
+    else:
+        assert progress.index(Progress.WRONG) == taken
+
+
+def test_json_does_not_nest_for_ever() -> None:
+    scanner = ObjectScanner()
+    assert Progress.WRONG in [scanner.feed(character) for character in '{"a":' + "[" * 300]

@@ -1,0 +1,259 @@
+"""Tools are checked before anything runs, and what the grammar lets through is what the parser takes for calls."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+from router.harness import DEMO_MODEL, EOS
+
+from trunkline.router.errors import ApiError
+from trunkline.router.tools.definitions import (
+    TOOLS_BYTES_MAX,
+    TOOLS_MAX,
+    read_chat_tools,
+    read_choice,
+    read_flat_tools,
+)
+from trunkline.router.tools.parsers import parse
+from trunkline.router.tools.pieces import CallArguments, CallStart, Piece
+from trunkline.router.tools.plan import ToolPlan, prepare_tools
+from trunkline.router.tools.styles import MARKERS, StyleName, ToolStyle, detect_style
+from trunkline.worker.automaton import Vocabulary
+
+Accepts = Callable[[ToolPlan, str], bool]
+SCHEMA = {
+    "type": "object",
+    "properties": {"x": {"type": "integer"}, "y": {"type": "string", "enum": ["up", "down"]}},
+    "required": ["x"],
+    "additionalProperties": False,
+}
+
+
+def tool(name: str = "add", **fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "description": "d", "parameters": SCHEMA, **fields}}
+
+
+STYLES = {
+    "hermes": ToolStyle("hermes"),
+    "hermes special": ToolStyle("hermes", frozenset(MARKERS["hermes"])),
+    "llama3_json": ToolStyle("llama3_json", frozenset(MARKERS["llama3_json"])),
+    "mistral": ToolStyle("mistral"),
+    "mistral special": ToolStyle("mistral", frozenset(MARKERS["mistral"])),
+    "mistral newer": ToolStyle("mistral", frozenset(MARKERS["mistral"]), newer=True),
+}
+
+
+@pytest.fixture(scope="module")
+def accepts(tmp_path_factory: pytest.TempPathFactory) -> Accepts:
+    """Whether the engine lets a model write a text, and the end token after it, under a plan's grammar."""
+    made: dict[frozenset[str], tuple[tokenizers.Tokenizer, Vocabulary]] = {}
+
+    def setup(special: frozenset[str]) -> tuple[tokenizers.Tokenizer, Vocabulary]:
+        if special not in made:
+            folder = tmp_path_factory.mktemp("model")
+            tokenizer = tokenizers.Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
+            tokenizer.add_special_tokens(sorted(special))
+            tokenizer.save(str(folder / "tokenizer.json"))
+            made[special] = tokenizer, Vocabulary(folder, tokenizer.get_vocab_size())
+        return made[special]
+
+    def check(plan: ToolPlan, text: str) -> bool:
+        tokenizer, vocabulary = setup(plan.style.special)
+        assert plan.grammar is not None
+        assert plan.grammar.param == "tools"
+        matcher = vocabulary.compile(plan.grammar.kind, plan.grammar.text).matcher([EOS])
+        allowed = np.zeros(-(-vocabulary.size // 32), np.int32)
+        for token in [*tokenizer.encode(text, add_special_tokens=False).ids, EOS]:
+            matcher.fill(allowed)
+            if not allowed.view(np.uint8)[token // 8] >> token % 8 & 1:
+                return False
+            matcher.accept([token])
+        return True
+
+    return check
+
+
+def written(style: ToolStyle, *calls: tuple[str, str]) -> str:
+    """Calls as a model writes them."""
+    field = style.arguments_field
+    objects = [f'{{"name": "{name}", "{field}": {arguments}}}' for name, arguments in calls]
+    if style.newer:
+        return "".join(f"[TOOL_CALLS]{name}[ARGS]{arguments}" for name, arguments in calls)
+    return {
+        "hermes": "\n".join(f"<tool_call>\n{text}\n</tool_call>" for text in objects),
+        "llama3_json": "; ".join(objects),
+        "mistral": f"[TOOL_CALLS][{', '.join(objects)}]",
+    }[style.name]
+
+
+def calls_of(plan: ToolPlan, text: str) -> list[tuple[str, Any]]:
+    """(name, parsed arguments) of the calls; there must be nothing else."""
+    parser = plan.make_parser()
+    assert parser is not None
+    pieces: list[Piece] = parse(parser, text)
+    starts = [piece for piece in pieces if isinstance(piece, CallStart)]
+    arguments = [json.loads(piece.text) for piece in pieces if isinstance(piece, CallArguments)]
+    assert len(pieces) == len(starts) + len(arguments)
+    return [(start.name, values) for start, values in zip(starts, arguments, strict=True)]
+
+
+@pytest.mark.parametrize("style", STYLES.values(), ids=STYLES)
+def test_demanded_calls(style: ToolStyle, accepts: Accepts) -> None:
+    tools = [tool(), tool("sub"), tool("now", parameters=None)]
+    one, two = ("add", '{"x": 1, "y": "up"}'), ("sub", '{"x": -3}')
+    any_of_them = prepare_tools(tools, "required", None, style)
+    for calls in ([one], [one, two], [("now", "{}")]):
+        text = written(style, *calls)
+        assert accepts(any_of_them, text)
+        assert calls_of(any_of_them, text) == [(name, json.loads(arguments)) for name, arguments in calls]
+    for text in (
+        "",
+        "No.",
+        written(style, ("mul", "{}")),
+        written(style, ("add", '{"y": "up"}')),
+        written(style, ("add", '{"x": 1, "y": "left"}')),
+        written(style, one) + " and more",
+        written(style, one)[:-1],
+    ):
+        assert not accepts(any_of_them, text), text
+    single = prepare_tools(tools, "required", False, style)
+    assert accepts(single, written(style, one))
+    assert not accepts(single, written(style, one, two))
+    certain = prepare_tools(tools, {"type": "function", "function": {"name": "sub"}}, None, style)
+    assert accepts(certain, written(style, two))
+    assert not accepts(certain, written(style, one))
+    assert not accepts(certain, written(style, two, two))
+
+
+@pytest.mark.parametrize("style", STYLES.values(), ids=STYLES)
+def test_strict_functions_where_the_model_is_free(style: ToolStyle, accepts: Accepts) -> None:
+    tools = [tool(strict=True), tool("loose")]
+    plan = prepare_tools(tools, "auto", None, style)
+    one, two = ("add", '{"x": 1}'), ("loose", '{"whatever": [1, {}]}')
+    assert accepts(plan, "Just text.")
+    for text in (written(style, one), written(style, two), written(style, one, two)):
+        assert accepts(plan, text)
+        assert accepts(plan, "First: " + text)
+    assert calls_of(plan, written(style, one, two)) == [("add", {"x": 1}), ("loose", {"whatever": [1, {}]})]
+    assert not accepts(plan, written(style, ("add", '{"x": "1"}')))
+    assert not accepts(plan, written(style, ("other", "{}")))
+    single = prepare_tools(tools, "auto", False, style)
+    assert accepts(single, "First: " + written(style, one))
+    assert not accepts(single, written(style, one, two))
+
+
+def test_white_space_in_arguments_is_bounded(accepts: Accepts) -> None:
+    plan = prepare_tools([tool()], "required", None, STYLES["hermes"])
+    assert accepts(plan, written(plan.style, ("add", '{ \n  "x": 1\n}')))
+    assert not accepts(plan, written(plan.style, ("add", '{"x": ' + " " * 100 + "1}")))
+
+
+def test_plans() -> None:
+    style = STYLES["mistral special"]
+    free = prepare_tools([tool()], None, None, style)
+    assert free.active
+    assert free.grammar is None
+    assert free.needs_special_tokens
+    assert free.template_tools == [tool()]
+    assert re.fullmatch("[A-Za-z0-9]{9}", free.draw_id())
+    for plan in (prepare_tools([tool()], "none", None, style), prepare_tools(None, "auto", True, style)):
+        assert not plan.active
+        assert not plan.needs_special_tokens
+        assert (plan.template_tools, plan.grammar, plan.make_parser()) == (None, None, None)
+    assert not prepare_tools([tool()], None, None, STYLES["hermes"]).needs_special_tokens
+    assert prepare_tools([tool()], None, None, STYLES["hermes"]).draw_id().startswith("call_")
+    bare = prepare_tools([{"type": "function", "function": {"name": "now"}}], None, None, style)
+    assert bare.template_tools == [
+        {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}
+    ]
+
+
+BAD_TOOLS: list[tuple[Any, str]] = [
+    ("x", "tools"),
+    ({}, "tools"),
+    (["x"], "tools[0]"),
+    ([{}], "tools[0]"),
+    ([{"type": "web_search"}], "tools[0].type"),
+    ([{"type": "function"}], "tools[0].function"),
+    ([tool(), tool("")], "tools[1].function.name"),
+    ([tool("a b")], "tools[0].function.name"),
+    ([tool("é")], "tools[0].function.name"),
+    ([tool("a" * 65)], "tools[0].function.name"),
+    ([tool("a\n")], "tools[0].function.name"),
+    ([{"type": "function", "function": {}}], "tools[0].function.name"),
+    ([tool(), tool()], "tools[1]"),
+    ([tool(description=3)], "tools[0].function.description"),
+    ([tool(strict="yes")], "tools[0].function.strict"),
+    ([tool(parameters=[])], "tools[0].function.parameters"),
+    ([tool(parameters={"type": "array"})], "tools[0].function.parameters.type"),
+    ([tool(parameters={"properties": []})], "tools[0].function.parameters.properties"),
+    ([tool(parameters={"required": "x"})], "tools[0].function.parameters.required"),
+    ([tool(f"f{number}") for number in range(TOOLS_MAX + 1)], "tools"),
+    ([tool(description="d" * TOOLS_BYTES_MAX)], "tools"),
+]
+
+
+@pytest.mark.parametrize(("tools", "param"), BAD_TOOLS)
+def test_bad_tools(tools: Any, param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        prepare_tools(tools, None, None, ToolStyle())
+    assert (caught.value.status, caught.value.param) == (400, param)
+    assert param in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        "any",
+        7,
+        [],
+        {},
+        {"type": "function"},
+        {"type": "function", "function": {"name": "rm"}},
+        {"type": "function", "function": "add"},
+        {"type": "allowed_tools", "tools": []},
+    ],
+)
+def test_bad_choices(choice: Any) -> None:
+    with pytest.raises(ApiError) as caught:
+        prepare_tools([tool()], choice, None, ToolStyle())
+    assert (caught.value.status, caught.value.param) == (400, "tool_choice")
+    with pytest.raises(ApiError, match="no `tools`"):
+        prepare_tools([], "required", None, ToolStyle())
+
+
+def test_tools_of_responses_have_no_inner_object() -> None:
+    flat = read_flat_tools([{"type": "function", **tool()["function"]}])
+    assert flat == read_chat_tools([tool()])
+    assert read_choice({"type": "function", "name": "add"}, flat).name == "add"
+    with pytest.raises(ApiError) as caught:
+        read_flat_tools([{"type": "function", "name": ""}])
+    assert caught.value.param == "tools[0].name"
+
+
+@pytest.mark.parametrize(
+    ("option", "template", "tokens", "expected"),
+    [
+        ("auto", "{% if tools %}<tool_call>", ["<|python_tag|>"], "hermes"),
+        ("auto", "{% if tools %}[AVAILABLE_TOOLS]{{ '[TOOL_CALLS]' }}", [], "mistral"),
+        ("auto", '{{ \'{"name": "\' + f.name + \'", "parameters": \' }}', [], "llama3_json"),
+        ("auto", "{{ tools | tojson }}", ["<|python_tag|>"], "llama3_json"),
+        ("auto", "{{ messages }}", ["[TOOL_CALLS]"], "hermes"),
+        ("auto", None, [], "hermes"),
+        ("mistral", "{{ '<tool_call>' }}", [], "mistral"),
+    ],
+)
+def test_telling_styles_apart(option: str, template: str | None, tokens: list[str], expected: StyleName) -> None:
+    assert detect_style(option, template, tokens, []).name == expected
+
+
+def test_special_markers_are_known() -> None:
+    tokens = ["[TOOL_CALLS]", "[ARGS]", "<s>"]
+    style = detect_style("auto", "{{ tools }}", tokens, ["[TOOL_CALLS]", "<s>"])
+    assert style == ToolStyle("mistral", frozenset({"[TOOL_CALLS]"}), newer=True)
