@@ -39,6 +39,13 @@ class Lengths:
 USER_TOKENS: Final = Lengths(mean=64, sigma=0.6, low=8, high=256)
 OUTPUT_TOKENS: Final = Lengths(mean=128, sigma=0.6, low=16, high=512)
 
+DATASETS: Final = {
+    "alpaca-like": (Lengths(19, 0.6, 4, 128), Lengths(58, 0.6, 8, 256)),
+    "sharegpt-like": (Lengths(161, 1.0, 8, 1024), Lengths(338, 0.7, 16, 900)),
+}
+"""Prompts and outputs with the mean lengths that PagedAttention §6.1 gives for its data sets; the spread is
+ours."""
+
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
@@ -69,6 +76,16 @@ class Workload:
     vocabulary: int
     system_tokens: int
     seed: int
+
+    def dataset_trace(self, dataset: str, count: int, window_seconds: float) -> Trace:
+        """`count` requests of unrelated prompts with the lengths of `DATASETS[dataset]`."""
+        rng = np.random.default_rng(self.seed)
+        prompts = Prompts(self.vocabulary, self.seed)
+        times = sorted(rng.uniform(0.0, window_seconds, count).tolist())
+        inputs, outputs = DATASETS[dataset]
+        lengths = zip(times, inputs.draw(count, rng), outputs.draw(count, rng), strict=True)
+        arrivals = [Arrival(at, prompts.take(tokens), output, shared=False) for at, tokens, output in lengths]
+        return Trace(arrivals, window_seconds, 0)
 
     def trace(self, count: int, window_seconds: float, shared_fraction: float) -> Trace:
         """`count` requests that arrive within `window_seconds`."""

@@ -97,12 +97,42 @@ def serve(
     kernels: Annotated[
         str, typer.Option(help="auto (the fastest that runs), cpu, cuda or reference.", rich_help_panel=_MODEL)
     ] = ServeSettings.kernels,
+    quantization: Annotated[
+        str, typer.Option(help="none, or int8 weights (activations stay as they are).", rich_help_panel=_MODEL)
+    ] = ServeSettings.quantization,
+    tool_call_parser: Annotated[
+        str,
+        typer.Option(
+            help="How the model writes tool calls: auto, hermes, llama3_json, mistral.", rich_help_panel=_MODEL
+        ),
+    ] = ServeSettings.tool_call_parser,
     chunk_size: Annotated[
         int, typer.Option(help="Tokens per KV chunk.", rich_help_panel=_MEMORY)
     ] = ServeSettings.chunk_size,
     kv_memory: Annotated[
         str | None, typer.Option(help="KV memory per worker, such as 512MiB or 1GiB.", rich_help_panel=_MEMORY)
     ] = None,
+    host_tier: Annotated[
+        str | None,
+        typer.Option(
+            help="Host memory per worker for the KV of preempted requests, such as 1GiB; 0: none.",
+            rich_help_panel=_MEMORY,
+        ),
+    ] = None,
+    preemption: Annotated[
+        str,
+        typer.Option(
+            help="How preempted requests come back: auto (what is faster), swap or recompute.",
+            rich_help_panel=_MEMORY,
+        ),
+    ] = ServeSettings.preemption,
+    target_itl_ms: Annotated[
+        float,
+        typer.Option(
+            help="Time between tokens that prompts should not push streams beyond; 0: no target.",
+            rich_help_panel=_MEMORY,
+        ),
+    ] = ServeSettings.target_itl_ms,
     max_batch: Annotated[
         int, typer.Option(help="Sequences that decode in one step at most.", rich_help_panel=_MEMORY)
     ] = ServeSettings.max_batch,
@@ -150,6 +180,7 @@ def serve(
     """
     given: dict[str, Any] = dict(locals())
     given["kv_memory_bytes"] = _run(lambda: None if kv_memory is None else parse_bytes(kv_memory, "--kv-memory"))
+    given["host_tier_bytes"] = _run(lambda: None if host_tier is None else _size_or_none(host_tier))
     settings = ServeSettings(**{field.name: given[field.name] for field in fields(ServeSettings)})
     raise typer.Exit(_run(lambda: run_cluster(settings)))
 
@@ -183,6 +214,10 @@ def chat(
 def version() -> None:
     """Print the installed version."""
     _print_version(True)
+
+
+def _size_or_none(host_tier: str) -> int:
+    return 0 if host_tier.strip() == "0" else parse_bytes(host_tier, "--host-tier")
 
 
 def _run(action: Callable[[], T]) -> T:

@@ -15,7 +15,12 @@ DEVICES: Final = ("auto", "cpu", "cuda")
 KERNELS: Final = ("auto", "cpu", "cuda", "reference")
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 
+PREEMPTIONS: Final = ("auto", "swap", "recompute")
+QUANTIZATIONS: Final = ("none", "int8")
+TOOL_CALL_PARSERS: Final = ("auto", "hermes", "llama3_json", "mistral")
+
 _KV_MEMORY_CPU: Final = 1 << 30
+_HOST_TIER_GPU: Final = 4 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +35,8 @@ class ServeSettings:
     dtype: str = "auto"
     device: str = "auto"
     kernels: str = "auto"
+    quantization: str = "none"
+    """Of the weights, while they are loaded."""
     host: str = "127.0.0.1"
     """Only this machine may connect unless somebody says otherwise: there are no keys yet."""
     port: int = 8000
@@ -45,6 +52,12 @@ class ServeSettings:
     """Tokens computed in one step: bounds how long running streams wait for somebody's prefill."""
     max_waiting: int = 1024
     prefix_cache: bool = True
+    host_tier_bytes: int | None = None
+    """Per worker: host memory for the KV of preempted requests; 0: none."""
+    preemption: str = "auto"
+    target_itl_ms: float = 0.0
+    """Soft: prompts are computed in smaller parts so that running streams keep this pace. 0: no target."""
+    tool_call_parser: str = "auto"
     drain_seconds: float = 30.0
     threads: int | None = None
     """CPU threads per worker."""
@@ -58,6 +71,15 @@ class ServeSettings:
         _one_of("--device", self.device, DEVICES)
         _one_of("--kernels", self.kernels, KERNELS)
         _one_of("--log-level", self.log_level, LOG_LEVELS)
+        _one_of("--quantization", self.quantization, QUANTIZATIONS)
+        _one_of("--preemption", self.preemption, PREEMPTIONS)
+        _one_of("--tool-call-parser", self.tool_call_parser, TOOL_CALL_PARSERS)
+        if self.preemption == "swap" and not self.prefix_cache:
+            raise UserError("--preemption is swap, but with --no-prefix-cache nothing is found again")
+        if self.preemption == "swap" and self.host_tier_bytes == 0:
+            raise UserError("--preemption is swap, but --host-tier is 0; swapping needs memory to swap to")
+        if not 0 <= self.target_itl_ms <= 60_000:
+            raise UserError(f"--target-itl-ms is {self.target_itl_ms:g}; allowed are 0 (no target) to 60000")
         if not 0 <= self.port <= 65535:
             raise UserError(f"--port is {self.port}; allowed are 0 (any free port) to 65535")
         if not 1 <= self.chunk_size <= 1024:
@@ -89,6 +111,13 @@ class ServeSettings:
         """`kv_memory_bytes`; else on CPUs 1 GiB, enough for long contexts of a small model on any laptop, and
         on GPUs 0: what the worker finds free."""
         return self.kv_memory_bytes or (_KV_MEMORY_CPU if device == "cpu" else 0)
+
+    def host_tier_per_worker(self, device: str) -> int:
+        """`host_tier_bytes`; else on CPUs as much as the KV pool has (what is not used is never touched), and on
+        GPUs 4 GiB, as others do."""
+        if self.host_tier_bytes is not None:
+            return self.host_tier_bytes
+        return self.kv_memory_per_worker(device) if device == "cpu" else _HOST_TIER_GPU
 
 
 def free_port(host: str, port: int) -> int:

@@ -1,0 +1,130 @@
+"""Swapping against recomputation, by block size (PagedAttention §7.3 and figure 19).
+
+    python benchmarks/preemption.py [--quick] [--json PATH] [--parts overhead,pressure] [--threads 2]
+
+Small model, bfloat16, one rank with two threads, engine and rank in one process (engine_loop.py).
+
+- overhead: a sequence of 256 tokens leaves the pool and comes back. `swap`: save and load of its blocks;
+  `swap_bandwidth`: the bytes of both; `memcpy`: the limit, a copy of the same bytes between two plain buffers and
+  back. `recompute`: the step that computes them again.
+- pressure: 24 requests (ShareGPT-like lengths, cut to 160 in and 256 out) at once in a pool that holds about a
+  third of them, once for each way of coming back: normalised latency, and how many preemptions there were.
+  `roomy`: a pool for all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from statistics import fmean, median
+from typing import Final
+
+import numpy as np
+import torch
+from engine_loop import EngineLoop
+from load_workload import DATASETS
+from report import Report, argument_parser
+from small_model import VOCABULARY, small_model
+
+from trunkline.controller.config import EngineConfig
+from trunkline.kvstore.layout import pack_int32
+from trunkline.worker.messages import StepPlan
+
+PARTS: Final = ("overhead", "pressure")
+TOKENS: Final = 256
+
+
+def overhead(arguments: argparse.Namespace, report: Report) -> None:
+    rounds = 3 if arguments.quick else 9
+    for chunk_size in (16, 64) if arguments.quick else (1, 4, 8, 16, 32, 64, 128, 256):
+        blocks = TOKENS // chunk_size
+        loop = EngineLoop(
+            small_model(),
+            EngineConfig(num_blocks=4 * blocks, chunk_size=chunk_size, dtype="bfloat16", max_inflight_steps=1),
+            {"dtype": "bfloat16", "threads": arguments.threads, "host_memory_bytes": 1 << 26},
+        )
+        prompt = np.random.default_rng(0).integers(2, VOCABULARY, TOKENS).tolist()
+        swaps, copies, prefills = [], [], []
+        size = blocks * loop.runner.block_bytes
+        source, target = torch.zeros(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
+        for round_ in range(rounds + 1):
+            loop.engine.flush_cache()
+            start = time.perf_counter()
+            loop.submit(prompt, 1)
+            loop.run()
+            prefills.append(time.perf_counter() - start)
+            moves = [[block, block, round_ + 1] for block in range(blocks)]
+            swaps.append(sum(move(loop, saves, loads) for saves, loads in ((moves, []), ([], moves))))
+            start = time.perf_counter()
+            target.copy_(source)
+            source.copy_(target)
+            copies.append(time.perf_counter() - start)
+        case = {"part": "overhead", "chunk_size": chunk_size, "tokens": TOKENS}
+        for impl, times in (("swap", swaps), ("recompute", prefills), ("memcpy", copies)):
+            report.add({**case, "impl": impl}, "time", 1e3 * median(times[1:]), "ms", rounds)
+        report.add({**case, "impl": "swap"}, "swap_bandwidth", 2 * size / median(swaps[1:]) / 1e9, "GB/s", rounds)
+        loop.close()
+
+
+def move(loop: EngineLoop, saves: list[list[int]], loads: list[list[int]]) -> float:
+    """Seconds of a step that does nothing but move blocks; the engine does not hear of it."""
+    runner = loop.runner
+    plan = StepPlan(
+        step=runner.steps + 1, epoch=1, saves=pack_int32(np.array(saves)), loads=pack_int32(np.array(loads))
+    )
+    start = time.perf_counter()
+    result = runner.execute(plan)
+    assert result is not None
+    seconds = time.perf_counter() - start
+    loop.engine._step += 1  # the engine numbers its plans from here on
+    return seconds
+
+
+def pressure(arguments: argparse.Namespace, report: Report) -> None:
+    count = 8 if arguments.quick else 24
+    inputs, outputs = DATASETS["sharegpt-like"]
+    for chunk_size in (64,) if arguments.quick else (16, 64, 256):
+        for mode in ("roomy", "recompute", "swap", "auto"):
+            rng = np.random.default_rng(0)
+            lengths = [
+                (min(a, 160), min(b, 256))
+                for a, b in zip(inputs.draw(count, rng), outputs.draw(count, rng), strict=True)
+            ]
+            blocks = sum(-(-(a + b) // chunk_size) + 1 for a, b in lengths)
+            config = EngineConfig(
+                num_blocks=blocks if mode == "roomy" else max(3, blocks // 3),
+                chunk_size=chunk_size,
+                dtype="bfloat16",
+                host_slots=2 * blocks,
+                preemption="auto" if mode == "roomy" else mode,
+            )
+            memory = 2 * blocks * chunk_size * 2 * 12 * 4 * 64 * 2
+            worker = {"dtype": "bfloat16", "threads": arguments.threads, "host_memory_bytes": memory}
+            loop = EngineLoop(small_model(), config, worker)
+            for tokens, output in lengths:
+                loop.submit(rng.integers(2, VOCABULARY, tokens).tolist(), output)
+            seconds = loop.run()
+            done = loop.requests.values()
+            case = {"part": "pressure", "impl": mode, "chunk_size": chunk_size, "requests": count}
+            latency = fmean((d.ended_at - d.submitted_at) / d.tokens for d in done)
+            counters = loop.engine.scheduler.counters
+            report.add(case, "normalised_latency", 1e3 * latency, "ms/token", 1)
+            report.add(case, "output_rate", sum(d.tokens for d in done) / seconds, "tokens/s", 1)
+            report.add(case, "preemptions", counters.preemptions, "", 1)
+            loop.close()
+
+
+def main() -> None:
+    parser = argument_parser(__doc__)
+    parser.add_argument("--parts", default=",".join(PARTS), help=f"some of {', '.join(PARTS)}")
+    parser.add_argument("--threads", type=int, default=2)
+    arguments = parser.parse_args()
+    report = Report("preemption")
+    for name, part in (("overhead", overhead), ("pressure", pressure)):
+        if name in arguments.parts.split(","):
+            part(arguments, report)
+    report.finish(arguments.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,237 @@
+"""What int8 weights cost and bring: the demo model's perplexity, the small model's decode step, and bytes.
+
+    python benchmarks/quantisation.py [--quick] [--json PATH] [--threads N]
+
+`perplexity` is that of the demo model on text it was not trained on (`heldout.txt`), in separate windows of 512
+tokens as in the model's README, computed by the worker's decoder in each type with and without quantisation
+(`int8`: the layers' matrices, one scale per output; embeddings and head stay as they are). `kl_divergence` is the
+mean over the tokens of KL(float32 || this), which shows what perplexity averages out.
+
+`step_time` is a decode step of the small model (110 M parameters, out of the caches) at a context of 64 tokens;
+`linear_time` its linear layers alone, the head's included; `weight_bytes` what these read. Plain and quantised
+steps take turns. One thread is measured in CPU time, more in wall time.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import Final, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from report import Report, argument_parser
+from small_model import small_model
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from trunkline.deploy.models import DEMO_FOLDER
+from trunkline.kernels.load import load_kernels
+from trunkline.kernels.ops import Kernels, PackedLinear, Quantisation
+from trunkline.kernels.plan import PrefillPlan, Segments, WritePlan, build_decode_plan
+from trunkline.kvstore.layout import Int32Array
+from trunkline.worker.batch import Batch, ScoredPrompt
+from trunkline.worker.checkpoint import MlpWeights, Shard, load_weights
+from trunkline.worker.decoder import Decoder, make_kv_pool
+from trunkline.worker.families import check_model
+from trunkline.worker.parallel import TensorParallel
+
+WINDOW: Final = 512
+CHUNK: Final = 64
+BATCHES: Final = (1, 2, 4, 8, 32)
+CPU: Final = torch.device("cpu")
+DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+FORMS: Final[tuple[Quantisation, ...]] = ("", "int8")
+
+
+def int32(values: object) -> Int32Array:
+    return np.asarray(values, dtype=np.int32)
+
+
+class Model:
+    """A checkpoint in one form, on one rank."""
+
+    def __init__(
+        self, folder: Path, dtype: str, quantisation: Quantisation, kernels: Kernels, blocks: int
+    ) -> None:
+        config = check_model(folder, 1, dtype)
+        shard, kind = Shard(config, 0, 1), DTYPES[dtype]
+        self.kernels = kernels
+        self.weights = load_weights(folder, shard, kind, CPU, kernels, lambda *_: None, quantisation)
+        pool = make_kv_pool(shard, blocks, CHUNK, kind, CPU)
+        self.decoder = Decoder(shard, self.weights, kernels, TensorParallel.alone(CPU), pool)
+        self._dtype = kind
+
+    def linear_layers(self) -> Iterator[tuple[PackedLinear, bool]]:
+        """In the order of a step, and whether each is gated."""
+        for layer in self.weights.layers:
+            assert isinstance(layer.mlp, MlpWeights)
+            yield from ((layer.qkv, False), (layer.attention_out, False))
+            yield from ((layer.mlp.up, True), (layer.mlp.down, False))
+        yield self.weights.head, False
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(layer.packed_bytes for layer, _ in self.linear_layers())
+
+    def score(self, ids: Tensor) -> Tensor:
+        """Logits `[tokens, vocabulary]` of one window, its KV in the pool's first blocks."""
+        count = len(ids)
+        blocks = -(-count // CHUNK)
+        batch = Batch(
+            ids=ids,
+            positions=torch.arange(count),
+            num_rows=0,
+            write=WritePlan(CHUNK, np.arange(count, dtype=np.int32)),
+            decode=None,
+            prefill=PrefillPlan(
+                CHUNK,
+                query_indptr=int32([0, count]),
+                query_position=np.arange(count, dtype=np.int32),
+                item_indptr=int32([0, blocks]),
+                block=np.arange(blocks, dtype=np.int32),
+                first=int32([0] * blocks),
+                count=int32([min(CHUNK, count - start) for start in range(0, count, CHUNK)]),
+                base=int32(range(0, count, CHUNK)),
+                shift=int32([0] * blocks),
+            ),
+            samples=[],
+            samples_changed=False,
+            logit_rows=None,
+            scored=(ScoredPrompt(0, 1, ids.numpy().astype(np.int32), 0),),
+        )
+        logits = self.decoder.forward(batch)
+        assert logits is not None
+        return logits
+
+    def decode_step(self, rows: int) -> Callable[[], object]:
+        """A step of rows whose contexts fill a block each; it can be repeated."""
+        zeros, each = int32([0] * rows), np.arange(rows, dtype=np.int32)
+        last = int32([CHUNK - 1] * rows)
+        segments = Segments(each, zeros, each, zeros, last + 1, zeros, zeros)
+        self.decoder.pool.data[:rows].zero_()
+        self.decoder.pool.packed[:rows].zero_()
+        batch = Batch(
+            ids=torch.arange(2, 2 + rows),
+            positions=torch.from_numpy(last).long(),
+            num_rows=rows,
+            write=WritePlan(CHUNK, each * CHUNK + last),
+            decode=build_decode_plan(segments, last, int32(np.zeros((0, 4))), CHUNK),
+            prefill=None,
+            samples=[],
+            samples_changed=False,
+            logit_rows=None,
+            scored=(ScoredPrompt(0, 1, zeros, 0),),
+        )
+        return lambda: self.decoder.forward(batch)
+
+    def linear_step(self, rows: int) -> Callable[[], object]:
+        """The linear layers of such a step, one after the other."""
+        layers = list(self.linear_layers())
+        inputs = {layer.in_features: torch.randn(rows, layer.in_features).to(self._dtype) for layer, _ in layers}
+        kernels, head = self.kernels, self.weights.head
+
+        def step() -> None:
+            for layer, is_gated in layers:
+                x = inputs[layer.in_features]
+                if is_gated:
+                    kernels.gated_linear(x, layer)
+                else:
+                    kernels.linear(x, layer, torch.float32 if layer is head else None)
+
+        return step
+
+
+def heldout_windows(limit: int | None) -> list[Tensor]:
+    """Rows of WINDOW + 1 tokens."""
+    tokenizer = Tokenizer.from_file(str(DEMO_FOLDER / "tokenizer.json"))
+    text = (DEMO_FOLDER / "heldout.txt").read_text("utf-8")
+    stream = torch.tensor([0, *tokenizer.encode(text, add_special_tokens=False).ids, 1])
+    rows = len(stream) // (WINDOW + 1)
+    return list(stream[: rows * (WINDOW + 1)].view(rows, WINDOW + 1))[:limit]
+
+
+class Loss(NamedTuple):
+    """Sums over the scored tokens."""
+
+    nats: float
+    divergence: float
+    tokens: int
+
+
+def losses(models: list[Model], windows: list[Tensor]) -> list[Loss]:
+    """Of each model; the first is what the others are compared with."""
+    sums = np.zeros((len(models), 2))
+    for window in windows:
+        truth: Tensor | None = None
+        for index, model in enumerate(models):
+            likely = model.score(window[:-1]).double().log_softmax(dim=-1)
+            truth = likely if truth is None else truth
+            divergence = F.kl_div(likely, truth, reduction="sum", log_target=True)
+            sums[index] += (F.nll_loss(likely, window[1:], reduction="sum").item(), divergence.item())
+    tokens = len(windows) * WINDOW
+    return [Loss(nats, divergence, tokens) for nats, divergence in sums.tolist()]
+
+
+def run_perplexity(kernels: Kernels, windows: list[Tensor], report: Report) -> None:
+    forms = [(dtype, form) for dtype in DTYPES for form in FORMS]
+    models = [Model(DEMO_FOLDER, dtype, form, kernels, WINDOW // CHUNK) for dtype, form in forms]
+    for (dtype, form), model, loss in zip(forms, models, losses(models, windows), strict=True):
+        case = {"model": "demo", "dtype": dtype, "weights": form or dtype, "tokens": loss.tokens}
+        report.add(case, "perplexity", math.exp(loss.nats / loss.tokens), "", 1)
+        report.add(case, "kl_divergence", 1e6 * loss.divergence / loss.tokens, "1e-6 nats", 1)
+        report.add(case, "weight_bytes", model.weight_bytes / 1e6, "MB", 1)
+
+
+def median_seconds(calls: list[Callable[[], object]], threads: int, budget_s: float) -> tuple[list[float], int]:
+    """Medians of calls that take turns."""
+    clock = time.process_time if threads == 1 else time.perf_counter
+    times: list[list[float]] = [[] for _ in calls]
+    for call in calls:
+        call()
+    deadline = time.perf_counter() + budget_s
+    while len(times[0]) < 3 or time.perf_counter() < deadline:
+        for call, taken in zip(calls, times, strict=True):
+            start = clock()
+            call()
+            taken.append(clock() - start)
+    return [median(taken) for taken in times], len(times[0])
+
+
+def run_speed(kernels: Kernels, threads: int, quick: bool, report: Report) -> None:
+    folder, budget_s = small_model(), 1.0 if quick else 6.0
+    for dtype in ("bfloat16",) if quick else DTYPES:
+        models = [Model(folder, dtype, form, kernels, max(BATCHES)) for form in FORMS]
+        for rows in (1, 8) if quick else BATCHES:
+            for metric, calls in (
+                ("step_time", [model.decode_step(rows) for model in models]),
+                ("linear_time", [model.linear_step(rows) for model in models]),
+            ):
+                seconds, runs = median_seconds(calls, threads, budget_s)
+                for form, taken, model in zip(FORMS, seconds, models, strict=True):
+                    case = {"model": "small", "dtype": dtype, "weights": form or dtype, "threads": threads}
+                    report.add({**case, "rows": rows}, metric, taken * 1e3, "ms", runs)
+                    report.add({**case, "rows": rows}, f"{metric}_gain", seconds[0] / taken, "x", runs)
+                    report.add({**case, "rows": rows}, "weight_bytes", model.weight_bytes / 1e6, "MB", runs)
+
+
+def main() -> None:
+    parser = argument_parser(__doc__)
+    parser.add_argument("--threads", type=int, default=1, help="of the kernels")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    report = Report("quantisation")
+    kernels = load_kernels("cpu", "cpu", arguments.threads)
+    with torch.inference_mode():
+        run_perplexity(kernels, heldout_windows(12 if arguments.quick else None), report)
+        run_speed(kernels, arguments.threads, arguments.quick, report)
+    report.finish(arguments.json, wide=True)
+
+
+if __name__ == "__main__":
+    main()
