@@ -216,6 +216,40 @@ def random_forest(rng: np.random.Generator, shape: Shape) -> Forest:
     return forest
 
 
+def beam_forest(rng: np.random.Generator, beams: int, blocks: int, others: int, chunk_size: int) -> Forest:
+    """Beams of one search after `blocks` full blocks, in any places among other rows.
+
+    At each block every beam goes on from any of them, so that any subset of rows may share any block. The run is
+    what a controller can say of a search: all its rows, all its blocks, and whoever stands between them.
+    """
+    tables: list[list[int]] = [[] for _ in range(beams)]
+    used = 0
+    for _ in range(blocks):
+        parents = rng.integers(0, beams, size=beams)
+        # Beams with the same parent share the block unless they diverge in it.
+        owner = [parent if rng.random() < 0.7 else beams + beam for beam, parent in enumerate(parents.tolist())]
+        number = {value: used + place for place, value in enumerate(dict.fromkeys(owner))}
+        tables = [[*tables[parent], number[value]] for parent, value in zip(parents.tolist(), owner, strict=True)]
+        used += len(number)
+    for _ in range(others):
+        count = int(rng.integers(0, 5))
+        tables.append([*range(used, used + count)])
+        used += count
+    places = rng.permutation(len(tables)).tolist()
+    forest = Forest(chunk_size, [], np.zeros((0, 4), np.int32))
+    for index, place in enumerate(places):
+        ranges = [Range(i, block, 0, chunk_size, i * chunk_size, 0) for i, block in enumerate(tables[place])]
+        tokens = int(rng.integers(1, chunk_size + 1))
+        end = len(ranges) * chunk_size
+        ranges.append(Range(len(ranges), used + index, 0, tokens, end, 0))
+        forest.rows.append(Row(ranges, end + tokens - 1))
+    forest.blocks = used + len(places)
+    members = [index for index, place in enumerate(places) if place < beams]
+    if blocks:
+        forest.runs = np.array([[min(members), max(members) + 1, 0, blocks]], dtype=np.int32)
+    return forest
+
+
 def one_row(chunk_size: int, tokens: int, first_block: int = 0) -> Row:
     """An ordinary context of so many tokens in consecutive blocks."""
     starts = range(0, max(tokens, 1), chunk_size)

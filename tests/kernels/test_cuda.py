@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kernels import test_decode, test_dense, test_pool, test_prefill, test_write_kv
+from kernels import test_decode, test_dense, test_pool, test_prefill, test_quantisation, test_write_kv
 from kernels.cuda_emulated import (
     A100,
     ADA,
@@ -26,7 +26,7 @@ from kernels.implementations import HALF_TYPES
 from kernels.oracle import HEAD_DIMS, assert_as_exact_as, decode_oracle, make_spec
 from kernels.test_decode import Case, decode, make_case, random_case
 
-from trunkline.kernels import cuda, native
+from trunkline.kernels import cuda_library, native
 from trunkline.kernels.cuda import CudaKernels
 from trunkline.kernels.cuda_build import CudaBuildError
 from trunkline.kernels.cuda_library import CudaError
@@ -78,6 +78,8 @@ test_copies_outside_the_pool_are_refused = test_pool.test_copies_outside_the_poo
 test_norms = test_dense.test_norms
 test_linear = test_dense.test_linear
 test_gated_linear = test_dense.test_gated_linear
+test_int8_linear = test_quantisation.test_linear
+test_int8_gated_linear = test_quantisation.test_gated_linear
 test_large_products_of_gates = test_dense.test_large_products_of_gates
 
 
@@ -319,7 +321,7 @@ def test_a_driver_that_refuses_is_a_missing_library(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(cuda, "_library_for", lambda _: Refusing())
+    monkeypatch.setattr(cuda_library, "_library_for", lambda _: Refusing())
     with pytest.raises(CudaBuildError, match="driver version is insufficient"):
         CudaKernels()
 

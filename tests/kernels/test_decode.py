@@ -18,6 +18,7 @@ from kernels.forests import (
     Range,
     Row,
     Shape,
+    beam_forest,
     fill_pool,
     one_row,
     pool_data,
@@ -151,6 +152,22 @@ def test_any_forest(
     """Small batches that shrink to the smallest wrong one."""
     forest = random_forest(np.random.default_rng(seed), Shape(rows, chunk_size, depth_max=4, **spread))
     check(make_kernels(implementation), make_case(forest, make_spec(*heads, 64, window=window), dtype, seed), seed)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_beams(seed: int, kernels: Kernels) -> None:
+    """Rows that share blocks in arbitrary subsets, under a hint that covers other rows too."""
+    check(kernels, beam_case(seed), seed)
+
+
+@functools.lru_cache(maxsize=2)
+def beam_case(seed: int) -> Case:
+    rng = np.random.default_rng(seed)
+    chunk_size = (4, 16, 64)[seed % 3]
+    forest = beam_forest(
+        rng, int(rng.integers(2, 7)), int(rng.integers(1, 9)), int(rng.integers(0, 4)), chunk_size
+    )
+    return make_case(forest, random_spec(rng, (16, 64, 80, 128)[seed % 4]), DTYPES[seed % 3], seed)
 
 
 @pytest.mark.soak

@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from kernels.forests import Shape, random_forest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernels.forests import Shape, beam_forest, random_forest
 
 from trunkline.kernels.plan import Segments, build_decode_plan
 from trunkline.kernels.softmax_state import SoftmaxState, attend, merge
@@ -43,6 +45,29 @@ def test_modules_of_scattered_rows_are_read_once() -> None:
         np.diff(plan.rows[plan.row_indptr[i] : plan.row_indptr[i + 1]]).max() for i in range(plan.shared_items)
     ]
     assert max(gaps) > 1
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    beams=st.integers(1, 8),
+    blocks=st.integers(0, 12),
+    others=st.integers(0, 5),
+    chunk_size=st.sampled_from([1, 4, 16]),
+)
+def test_blocks_of_beams_are_read_once(seed: int, beams: int, blocks: int, others: int, chunk_size: int) -> None:
+    """Whatever subset of rows holds a block, it is one item, and exactly these rows read it."""
+    forest = beam_forest(np.random.default_rng(seed), beams, blocks, others, chunk_size)
+    plan = forest.decode_plan()
+    assert sorted(plan.block.tolist()) == sorted({r.block for row in forest.rows for r in row.ranges})
+    assert plan.tokens_read == forest.distinct_tokens()
+    for item, block in enumerate(plan.block.tolist()):
+        readers = plan.rows[plan.row_indptr[item] : plan.row_indptr[item + 1]].tolist()
+        assert readers == [i for i, row in enumerate(forest.rows) if any(r.block == block for r in row.ranges)]
+        assert (item < plan.shared_items) == (len(readers) > 1)
+    tails = [row.ranges[-1].block for row in forest.rows]
+    assert plan.block[plan.tail_item].tolist() == tails
+    assert plan.steps_left == chunk_size - max(row.ranges[-1].tokens for row in forest.rows)
 
 
 def test_bad_batches_are_refused() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kernels.forests import Forest, Range, Row, Shape, random_forest
+from kernels.forests import Forest, Range, Row, Shape, beam_forest, random_forest
 from numpy.typing import NDArray
 
 from trunkline.kernels.native import WorkOptions, plan_decode_work
@@ -217,6 +217,24 @@ def test_invariant_mode_cuts_a_row_alike_in_any_company(seed: int) -> None:
         assert partition(together, row) == partition(alone, 0)
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_beams_share_what_they_have_in_common(seed: int) -> None:
+    """Blocks of any subset of rows: read once where that costs nothing, and by no one twice where it does."""
+    rng = np.random.default_rng(seed)
+    sizes = (int(rng.integers(2, 7)), int(rng.integers(1, 20)), int(rng.integers(0, 6)))
+    forest = beam_forest(rng, *sizes, chunk_size=16)
+    plan = forest.decode_plan()
+    free = work_of(plan, replace(OPTIONS, partial_bytes=0))
+    check(free, forest)
+    assert free.tokens == forest.distinct_tokens()
+    for options in (
+        replace(OPTIONS, partial_bytes=int(rng.integers(1, 30000)), workers=int(rng.integers(1, 4))),
+        replace(OPTIONS, tile_rows=4, workers=2, piece_tokens_min=16),
+        replace(OPTIONS, invariant_tokens=64),
+    ):
+        check(work_of(plan, options), forest)
+
+
 def test_an_empty_batch_is_an_empty_plan() -> None:
     empty = np.zeros(0, dtype=np.int32)
     zero = np.zeros(1, dtype=np.int32)
@@ -231,6 +249,7 @@ def test_an_empty_batch_is_an_empty_plan() -> None:
         ({"rows": [0, -1]}, "names row -1"),
         ({"row_indptr": [0, 0, 2]}, "item 0 has no rows"),
         ({"row_indptr": [1, 1, 2]}, "row_indptr must start at 0"),
+        ({"row_indptr": [0, 5, 2]}, "row_indptr must ascend"),
         ({"count": [1, -3]}, "item 1 has a negative"),
         ({"tail_item": [0, 5]}, "the tail of row 1"),
         ({"tail_item": [1, 1]}, "the tail of row 0"),

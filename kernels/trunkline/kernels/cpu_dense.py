@@ -12,11 +12,17 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from trunkline.kernels.large_pages import advise_large_pages
 from trunkline.kernels.native import NativeContext
-from trunkline.kernels.ops import Activation, KernelCounters, PackedLinear
+from trunkline.kernels.ops import Activation, KernelCounters, PackedLinear, Quantisation
+from trunkline.kernels.quantisation import quantise
 
 ACTIVATIONS: Final[dict[Activation, int]] = {"silu": 1, "gelu": 2, "gelu_tanh": 3}
 """As `Activation` in `csrc/cpu/linear.h`; 0: not gated."""
+DENSE_TYPES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""As `DenseType` there."""
+NONE: Final = torch.empty(0)
+"""In place of an optional tensor."""
 
 
 LARGE_PAGE_BYTES: Final = 2 << 20
@@ -31,8 +37,7 @@ class PackedMemory:
     own. A slab lives as long as any layer in it.
     """
 
-    def __init__(self, module: Any) -> None:
-        self._large_pages = module.linear_large_pages
+    def __init__(self) -> None:
         self._free = torch.empty(0, dtype=torch.uint8)
 
     def take(self, size: int) -> Tensor:
@@ -50,7 +55,7 @@ class PackedMemory:
         memory = torch.empty((pages + 1) * LARGE_PAGE_BYTES, dtype=torch.uint8)
         start = -memory.data_ptr() % LARGE_PAGE_BYTES
         memory = memory[start : start + pages * LARGE_PAGE_BYTES]
-        self._large_pages(memory)
+        advise_large_pages(memory)
         return memory
 
 
@@ -85,7 +90,7 @@ class DenseOps:
         self._pack = module.linear_pack
         self._packed_bytes = module.linear_packed_bytes
         self._delete = module.linear_delete
-        self._memory = PackedMemory(module)
+        self._memory = PackedMemory()
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         self._counters.called("rms_norm")
@@ -101,8 +106,8 @@ class DenseOps:
         self._add_rms_norm(self._handle, x, residual, weight, eps, out)
         return out
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
-        return self._packed(weight, bias, 0)
+    def pack_linear(self, weight: Tensor, bias: Tensor | None, quantisation: Quantisation = "") -> PackedLinear:
+        return self._packed(weight, bias, 0, quantisation)
 
     def linear(self, x: Tensor, layer: PackedLinear, out_dtype: torch.dtype | None = None) -> Tensor:
         self._counters.called("linear")
@@ -111,8 +116,10 @@ class DenseOps:
         self._linear(self._handle, layer.data.handle, x, out)
         return out
 
-    def pack_gated_linear(self, weight: Tensor, bias: Tensor | None, activation: Activation) -> PackedLinear:
-        return self._packed(weight, bias, ACTIVATIONS[activation])
+    def pack_gated_linear(
+        self, weight: Tensor, bias: Tensor | None, activation: Activation, quantisation: Quantisation = ""
+    ) -> PackedLinear:
+        return self._packed(weight, bias, ACTIVATIONS[activation], quantisation)
 
     def gated_linear(self, x: Tensor, layer: PackedLinear) -> Tensor:
         self._counters.called("gated_linear")
@@ -121,14 +128,18 @@ class DenseOps:
         self._linear(self._handle, layer.data.handle, x, out)
         return out
 
-    def _packed(self, weight: Tensor, bias: Tensor | None, activation: int) -> PackedLinear:
-        weight = weight.detach()
+    def _packed(
+        self, weight: Tensor, bias: Tensor | None, activation: int, quantisation: Quantisation
+    ) -> PackedLinear:
+        type_of_x = DENSE_TYPES.get(weight.dtype, -1)  # of others the library says what it takes
+        weight, scale = quantise(weight) if quantisation else (weight.detach(), NONE)
         if weight.dim() == 2 and weight.stride(1) != 1:
             weight = weight.contiguous()
-        widened = torch.empty(0) if bias is None else bias.detach().float().contiguous()
+        widened = NONE if bias is None else bias.detach().float().contiguous()
         memory = self._memory.take(self._packed_bytes(weight, activation))
-        handle = self._pack(self._handle, weight, widened, activation, memory)
+        handle = self._pack(self._handle, weight, scale, widened, type_of_x, activation, memory)
         packed = PackedWeight(memory, handle, activation != 0)
         weakref.finalize(packed, self._delete, handle)
         parts = 2 if activation else 1
-        return PackedLinear(weight.shape[0] // parts, weight.shape[1], packed)
+        size = memory.nbytes + scale.nbytes + widened.nbytes
+        return PackedLinear(weight.shape[0] // parts, weight.shape[1], packed, size)

@@ -10,7 +10,6 @@ second plan change before it.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from ctypes import byref
 from typing import Final
@@ -21,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trunkline.kernels import native
-from trunkline.kernels.cuda_build import CudaBuildError, library_path
+from trunkline.kernels.cuda_build import CudaBuildError
 from trunkline.kernels.cuda_checks import (
     check_copies,
     check_heads,
@@ -38,11 +37,11 @@ from trunkline.kernels.cuda_library import (
     DTYPE_NUMBERS,
     AttentionCall,
     AttentionShape,
-    CudaError,
     CudaLibrary,
     MoveCall,
     NormCall,
     WriteCall,
+    library_of_device,
 )
 from trunkline.kernels.cuda_work import (
     DecodeWork,
@@ -62,8 +61,10 @@ from trunkline.kernels.ops import (
     KvPool,
     PackedLinear,
     QkNorm,
+    Quantisation,
 )
 from trunkline.kernels.plan import DecodePlan, PrefillPlan, WritePlan
+from trunkline.kernels.quantisation import QuantisedWeight, linear_int8, quantise, stored_bytes
 from trunkline.kvstore.layout import Int32Array
 
 PIECE_TOKENS_MIN: Final = 256
@@ -97,7 +98,7 @@ class CudaKernels:
             CudaBuildError: no device, no library that runs on it, or no planner.
         """
         self.counters = KernelCounters()
-        self._library = _library_of_device() if library is None else library
+        self._library = library_of_device() if library is None else library
         if native.library() is None:
             raise CudaBuildError("the compiled library that holds the planner is not installed")
         self._stream = stream or _current_stream
@@ -429,12 +430,15 @@ class CudaKernels:
         self._library.call("rms_norm", byref(call), self._stream())
         return out
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
-        return PackedLinear(weight.shape[0], weight.shape[1], (weight, bias))
+    def pack_linear(self, weight: Tensor, bias: Tensor | None, quantisation: Quantisation = "") -> PackedLinear:
+        stored = quantise(weight) if quantisation else weight
+        return PackedLinear(weight.shape[0], weight.shape[1], (stored, bias), stored_bytes(stored, bias))
 
     def linear(self, x: Tensor, layer: PackedLinear, out_dtype: torch.dtype | None = None) -> Tensor:
         self.counters.called("linear")
         weight, bias = layer.data
+        if isinstance(weight, QuantisedWeight):
+            return linear_int8(x, weight, bias).to(out_dtype or x.dtype)
         if out_dtype is None or out_dtype == x.dtype:
             return F.linear(x, weight, bias)
         if not x.is_cuda:
@@ -443,40 +447,23 @@ class CudaKernels:
         out = torch.mm(x, weight.t(), out_dtype=out_dtype)
         return out if bias is None else out.add_(bias)
 
-    def pack_gated_linear(self, weight: Tensor, bias: Tensor | None, activation: Activation) -> PackedLinear:
-        return PackedLinear(weight.shape[0] // 2, weight.shape[1], (weight, bias, activation))
+    def pack_gated_linear(
+        self, weight: Tensor, bias: Tensor | None, activation: Activation, quantisation: Quantisation = ""
+    ) -> PackedLinear:
+        stored = quantise(weight) if quantisation else weight
+        data = (stored, bias, activation)
+        return PackedLinear(weight.shape[0] // 2, weight.shape[1], data, stored_bytes(stored, bias))
 
     def gated_linear(self, x: Tensor, layer: PackedLinear) -> Tensor:
         self.counters.called("gated_linear")
         weight, bias, activation = layer.data
-        gate_up = F.linear(x, weight, bias)
+        is_int8 = isinstance(weight, QuantisedWeight)
+        gate_up = linear_int8(x, weight, bias) if is_int8 else F.linear(x, weight, bias)
         rows, width = x.shape[0], layer.out_features
-        out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
-        numbers = (DTYPE_NUMBERS[x.dtype], ACTIVATION_NUMBERS[activation], rows, width)
+        out = torch.empty(rows, width, dtype=gate_up.dtype, device=x.device)
+        numbers = (DTYPE_NUMBERS[out.dtype], ACTIVATION_NUMBERS[activation], rows, width)
         self._library.call("gated_activation", gate_up.data_ptr(), out.data_ptr(), *numbers, self._stream())
-        return out
-
-
-def _library_of_device() -> CudaLibrary:
-    """The library for the current device, known to run on it.
-
-    Raises:
-        CudaBuildError: no device, no library for it, or a driver that does not take it.
-    """
-    if not torch.cuda.is_available():
-        raise CudaBuildError("torch finds no CUDA device here")
-    library = _library_for(torch.cuda.get_device_capability())
-    try:
-        library.call("set_device", torch.cuda.current_device())
-        library.attention_shape(torch.bfloat16, 128)  # the first to load kernels
-    except CudaError as error:
-        raise CudaBuildError(f"{library.path} does not run here, perhaps for an old driver: {error}") from error
-    return library
-
-
-@functools.cache
-def _library_for(capability: tuple[int, int]) -> CudaLibrary:
-    return CudaLibrary(library_path(capability))
+        return out.to(x.dtype)
 
 
 def _current_stream() -> int:

@@ -6,13 +6,14 @@ Invariant: the structures here are those of the header; their sizes are compared
 from __future__ import annotations
 
 import ctypes
+import functools
 from ctypes import POINTER, byref, c_char_p, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
 import torch
 
-from trunkline.kernels.cuda_build import CudaBuildError
+from trunkline.kernels.cuda_build import CudaBuildError, library_path
 
 DTYPE_NUMBERS: Final = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 ACTIVATION_NUMBERS: Final = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
@@ -134,3 +135,25 @@ class CudaLibrary:
         shape = AttentionShape()
         self.call("attention_shape", DTYPE_NUMBERS[dtype], head_dim, byref(shape))
         return shape
+
+
+def library_of_device() -> CudaLibrary:
+    """The library for the current device, known to run on it.
+
+    Raises:
+        CudaBuildError: no device, no library for it, or a driver that does not take it.
+    """
+    if not torch.cuda.is_available():
+        raise CudaBuildError("torch finds no CUDA device here")
+    library = _library_for(torch.cuda.get_device_capability())
+    try:
+        library.call("set_device", torch.cuda.current_device())
+        library.attention_shape(torch.bfloat16, 128)  # the first to load kernels
+    except CudaError as error:
+        raise CudaBuildError(f"{library.path} does not run here, perhaps for an old driver: {error}") from error
+    return library
+
+
+@functools.cache
+def _library_for(capability: tuple[int, int]) -> CudaLibrary:
+    return CudaLibrary(library_path(capability))

@@ -7,6 +7,7 @@ it, and the reference kernels serve.
 from __future__ import annotations
 
 import functools
+import operator
 import os
 import weakref
 from dataclasses import dataclass
@@ -17,7 +18,6 @@ import numpy as np
 import torch
 import tvm_ffi
 from torch import Tensor
-from torch.utils.dlpack import from_dlpack
 
 import trunkline.kernels
 from trunkline.kernels.plan import DecodePlan
@@ -32,7 +32,7 @@ LIBRARY_VARIABLE: Final = "TRUNKLINE_NATIVE_LIBRARY"
 """Environment variable with the path of another build of the library (sanitizers, development)."""
 
 
-INTERFACE_VERSION: Final = 1
+INTERFACE_VERSION: Final = 2
 """What `interface_version` of a library of these sources returns (`csrc/cpu/module.cc`)."""
 
 REINSTALL: Final = "reinstall trunkline where a C++20 compiler is"
@@ -151,6 +151,9 @@ class WorkOptions:
     vectors_per_read: int = 16
 
 
+_option_values = operator.attrgetter(*WorkOptions.__dataclass_fields__)
+
+
 def plan_decode_work(plan: DecodePlan, options: WorkOptions) -> Tensor:
     """Cut a decode plan into pieces of work (`csrc/common/work_plan.h`).
 
@@ -164,10 +167,16 @@ def plan_decode_work(plan: DecodePlan, options: WorkOptions) -> Tensor:
     module = library()
     if module is None:
         raise NativeLibraryError("the compiled CPU kernels, which hold the planner, are not installed")
+    items, entries, rows = len(plan.block), len(plan.rows), len(plan.query_position)
+    if not len(plan.first) == len(plan.count) == len(plan.base) == len(plan.row_indptr) - 1 == items:
+        raise ValueError("block, first, count and base must be equally long, row_indptr longer by one")
+    if not len(plan.shifts) == entries == plan.row_indptr[-1]:
+        raise ValueError("rows and shifts must be as long as row_indptr says")
+    if len(plan.tail_item) != rows:
+        raise ValueError("tail_item and query_position must be equally long")
+    # One tensor: each that is passed costs as much as planning a row.
     arrays = (plan.block, plan.first, plan.count, plan.base, plan.row_indptr, plan.rows, plan.shifts)
-    # "W": a read-only array is copied, for torch has no read-only tensors.
-    writable = (np.require(a, requirements=["C", "W"]) for a in (*arrays, plan.tail_item, plan.query_position))
-    tensors = [torch.from_numpy(array) for array in writable]
-    values = [int(getattr(options, name)) for name in WorkOptions.__dataclass_fields__]
-    words: Tensor = from_dlpack(module.plan_work(*tensors, plan.shared_items, values))
-    return words
+    words = torch.from_numpy(np.concatenate((*arrays, plan.tail_item, plan.query_position), dtype=np.int32))
+    sizes = [items, entries, rows, plan.shared_items]
+    made = module.plan_work(words, [*sizes, *map(int, _option_values(options))])
+    return torch.from_numpy(np.from_dlpack(made))

@@ -66,6 +66,9 @@ class QkNorm(NamedTuple):
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 
+Quantisation = Literal["", "int8"]
+"""How a linear layer's weight is stored: in its own type, or as `trunkline.kernels.quantisation` says."""
+
 
 @dataclass(frozen=True, slots=True)
 class PackedLinear:
@@ -75,6 +78,8 @@ class PackedLinear:
     in_features: int
     data: Any
     """Private to the kernels."""
+    packed_bytes: int
+    """What it takes in memory, and what a call with few tokens reads: weight, scales and bias."""
 
 
 @dataclass(frozen=True)
@@ -212,8 +217,13 @@ class Kernels(Protocol):
         """Add `x` into `residual` (in place) and return its `rms_norm`."""
         ...
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
-        """Prepare `y = x @ weight.T + bias`, once per layer; `weight` `[out, in]` is not kept if it was copied."""
+    def pack_linear(self, weight: Tensor, bias: Tensor | None, quantisation: Quantisation = "") -> PackedLinear:
+        """Prepare `y = x @ weight.T + bias`, once per layer; `weight` `[out, in]` is not kept if it was copied.
+
+        Args:
+            quantisation: "int8" stores one byte per weight and a scale per output; `x` is then of the type that
+                `weight` has here, like without.
+        """
         ...
 
     def linear(self, x: Tensor, layer: PackedLinear, out_dtype: torch.dtype | None = None) -> Tensor:
@@ -225,7 +235,9 @@ class Kernels(Protocol):
         """
         ...
 
-    def pack_gated_linear(self, weight: Tensor, bias: Tensor | None, activation: Activation) -> PackedLinear:
+    def pack_gated_linear(
+        self, weight: Tensor, bias: Tensor | None, activation: Activation, quantisation: Quantisation = ""
+    ) -> PackedLinear:
         """Prepare `activation(gate) * up` of `x @ weight.T + bias`; `weight` `[2 * n, in]` holds gate, then up."""
         ...
 

@@ -149,32 +149,35 @@ def build_decode_plan(
     Raises:
         ValueError: a row without a segment, or a run outside the batch.
     """
-    num_rows = len(query_position)
-    is_tail = np.empty(len(segments.row), dtype=bool)
-    is_tail[:-1] = segments.row[1:] != segments.row[:-1]
-    is_tail[-1:] = True
+    num_rows, total = len(query_position), len(segments.row)
+    is_tail = np.ones(total, dtype=bool)
+    np.not_equal(segments.row[1:], segments.row[:-1], out=is_tail[:-1])
     tails = np.flatnonzero(is_tail)
     if len(tails) != num_rows:
         raise ValueError(f"{num_rows} rows, but segments for {len(tails)} of them")
-    item_of, shared = _group(segments, _in_runs(segments, num_rows, runs) & ~is_tail, chunk_size)
-    order = np.argsort(item_of, kind="stable")
-    sorted_items = item_of[order]
-    starts = np.flatnonzero(np.diff(sorted_items, prepend=-1)).astype(np.int32)
-    heads = order[starts]
-    tail_count = segments.count[tails] + segments.first[tails]
+    key, shared = _group(segments, np.flatnonzero(_in_runs(segments, num_rows, runs) > is_tail), chunk_size)
+    order = key.argsort(kind="stable")
+    sorted_key = key[order]
+    is_head = np.ones(total + 1, dtype=bool)
+    np.not_equal(sorted_key[1:], sorted_key[:-1], out=is_head[1:-1])
+    row_indptr = is_head.nonzero()[0].astype(np.int32)
+    heads = order[row_indptr[:-1]]
+    # Behind the shared items each segment is an item of its own, the tails among them.
+    tail_item = sorted_key.searchsorted(key[tails]) + (shared - row_indptr[shared])
+    first, count = segments.first, segments.count
     return DecodePlan(
         chunk_size=chunk_size,
         block=segments.block[heads],
-        first=segments.first[heads],
-        count=segments.count[heads],
+        first=first[heads],
+        count=count[heads],
         base=segments.base[heads],
-        row_indptr=np.append(starts, np.int32(len(order))),
+        row_indptr=row_indptr,
         rows=segments.row[order],
         shifts=segments.shift[order],
         shared_items=shared,
-        tail_item=item_of[tails].astype(np.int32),
+        tail_item=tail_item.astype(np.int32),
         query_position=query_position,
-        steps_left=int(chunk_size - tail_count.max()) if num_rows else 0,
+        steps_left=int(chunk_size - (first[tails] + count[tails]).max()) if num_rows else 0,
     )
 
 
@@ -186,22 +189,34 @@ def _in_runs(segments: Segments, num_rows: int, runs: Int32Array) -> BoolArray:
         if not (0 <= row_start < row_stop <= num_rows and 0 <= table_start < table_stop):
             raise ValueError(f"run {[row_start, row_stop, table_start, table_stop]} outside {num_rows} rows")
         covered[row_start:row_stop, table_start:table_stop] = True
-    inside: BoolArray = covered[segments.row, segments.table_index]
+    inside: BoolArray = covered.ravel()[segments.row * width + segments.table_index]
     return inside
 
 
-def _group(segments: Segments, candidate: BoolArray, chunk_size: int) -> tuple[NDArray[np.int64], int]:
-    """Item number of each segment (shared items first, each kind in order of appearance) and shared items."""
-    total = len(candidate)
-    first_seen = np.arange(total, dtype=np.int64)
-    chosen = np.flatnonzero(candidate)
-    is_shared = np.zeros(total, dtype=bool)
-    if len(chosen):
-        block, first = segments.block[chosen].astype(np.int64), segments.first[chosen]
-        key = (block * chunk_size + first) * (chunk_size + 1) + segments.count[chosen]
-        _, index, inverse, counts = np.unique(key, return_index=True, return_inverse=True, return_counts=True)
-        first_seen[chosen] = chosen[index][inverse]
-        is_shared[chosen] = counts[inverse] > 1
-    rank = first_seen + np.where(is_shared, 0, total)
-    unique, item_of = np.unique(rank, return_inverse=True)
-    return item_of, int((unique < total).sum())
+def _group(segments: Segments, chosen: NDArray[np.int64], chunk_size: int) -> tuple[NDArray[np.int64], int]:
+    """A key for each segment, equal for those of one item, that sorts items as they are numbered.
+
+    Plans of beam searches are built anew at each step, so this is two sorts and little else.
+
+    Args:
+        chosen: segments that may share an item with others, ascending.
+
+    Returns:
+        The keys (shared items first, each kind in order of appearance) and the number of shared items.
+    """
+    total = len(segments.row)
+    key = np.arange(total, 2 * total)
+    if len(chosen) < 2:
+        return key, 0
+    place = segments.block[chosen].astype(np.int64) * chunk_size + segments.first[chosen]
+    place = place * (chunk_size + 1) + segments.count[chosen]
+    order = place.argsort(kind="stable")
+    chosen, place = chosen[order], place[order]
+    is_like_previous = np.zeros(len(chosen) + 1, dtype=bool)
+    np.equal(place[1:], place[:-1], out=is_like_previous[1:-1])
+    starts = (is_like_previous[:-1] < is_like_previous[1:]).nonzero()[0]
+    members = is_like_previous[:-1] | is_like_previous[1:]
+    # Segments of one place follow each other in order of appearance: the first of them names the item.
+    number = (~is_like_previous[:-1])[members].cumsum() - 1
+    key[chosen[members]] = chosen[starts][number]
+    return key, len(starts)

@@ -23,9 +23,11 @@ from trunkline.kernels.ops import (
     KvPool,
     PackedLinear,
     QkNorm,
+    Quantisation,
     swap_halves,
 )
 from trunkline.kernels.plan import DecodePlan, PrefillPlan, WritePlan
+from trunkline.kernels.quantisation import QuantisedWeight, linear_int8, quantise, stored_bytes
 from trunkline.kernels.reference_decode import DecodeState
 from trunkline.kernels.reference_prefill import PrefillState
 from trunkline.kernels.reference_scores import check_plain
@@ -143,12 +145,15 @@ class ReferenceKernels:
         residual += x
         return _rms_norm(residual, weight, eps)
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
-        return PackedLinear(weight.shape[0], weight.shape[1], (weight, bias))
+    def pack_linear(self, weight: Tensor, bias: Tensor | None, quantisation: Quantisation = "") -> PackedLinear:
+        stored = quantise(weight) if quantisation else weight
+        return PackedLinear(weight.shape[0], weight.shape[1], (stored, bias), stored_bytes(stored, bias))
 
     def linear(self, x: Tensor, layer: PackedLinear, out_dtype: torch.dtype | None = None) -> Tensor:
         self.counters.called("linear")
         weight, bias = layer.data
+        if isinstance(weight, QuantisedWeight):
+            return linear_int8(x, weight, bias).to(out_dtype or x.dtype)
         if out_dtype is None or out_dtype == x.dtype:
             return F.linear(x, weight, bias)
         # F.linear would round to the type of x first. Converted in parts: the output layer of a model is large.
@@ -160,17 +165,24 @@ class ReferenceKernels:
             out[:, rows] = F.linear(x, weight[rows].to(wide), None if bias is None else bias[rows].to(wide))
         return out
 
-    def pack_gated_linear(self, weight: Tensor, bias: Tensor | None, activation: Activation) -> PackedLinear:
-        return PackedLinear(weight.shape[0] // 2, weight.shape[1], (weight, bias, activation))
+    def pack_gated_linear(
+        self, weight: Tensor, bias: Tensor | None, activation: Activation, quantisation: Quantisation = ""
+    ) -> PackedLinear:
+        stored = quantise(weight) if quantisation else weight
+        data = (stored, bias, activation)
+        return PackedLinear(weight.shape[0] // 2, weight.shape[1], data, stored_bytes(stored, bias))
 
     def gated_linear(self, x: Tensor, layer: PackedLinear) -> Tensor:
         self.counters.called("gated_linear")
         weight, bias, activation = layer.data
-        gate_up = F.linear(x, weight, bias)
+        if isinstance(weight, QuantisedWeight):
+            gate_up = linear_int8(x, weight, bias)
+        else:
+            gate_up = F.linear(x, weight, bias)
         gate, up = gate_up[:, : layer.out_features], gate_up[:, layer.out_features :]
         if activation == "silu":
-            return F.silu(gate).mul_(up)
-        return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none").mul_(up)
+            return F.silu(gate).mul_(up).to(x.dtype)
+        return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none").mul_(up).to(x.dtype)
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

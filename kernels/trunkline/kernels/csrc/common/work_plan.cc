@@ -56,6 +56,7 @@ class Planner {
     for (int32_t item = 0; item < in_.items; ++item) {
       const int32_t begin = in_.row_indptr[item], end = in_.row_indptr[item + 1];
       if (end <= begin) fail("item " + std::to_string(item) + " has no rows");
+      if (end > in_.row_indptr[in_.items]) fail("row_indptr must ascend");
       if (item >= in_.shared_items && end != begin + 1) {
         fail("item " + std::to_string(item) + " has several rows, but follows the shared items");
       }
@@ -145,8 +146,10 @@ class Planner {
       others[static_cast<size_t>(row)].push_back(std::move(run));
       run = Run();
     }
-    run.rows = {row};
-    run.shifts = {shift};
+    if (run.items.empty()) {
+      run.rows = {row};
+      run.shifts = {shift};
+    }
     append(run, item);
   }
 
@@ -304,6 +307,10 @@ class Planner {
     const auto most = static_cast<size_t>(options_.tile_rows / options_.group);
     std::vector<Run> tiled;
     for (Run& run : pieces_) {
+      if (run.rows.size() <= most) {
+        tiled.push_back(std::move(run));
+        continue;
+      }
       for (size_t begin = 0; begin < run.rows.size(); begin += most) {
         const size_t end = std::min(run.rows.size(), begin + most);
         Run part;

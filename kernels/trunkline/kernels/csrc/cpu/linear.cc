@@ -26,7 +26,9 @@ const LinearLayer& layer_of(int64_t handle) { return *reinterpret_cast<PackedLay
 
 // Every thread's memory for converted rows, empty; false: none is needed.
 bool prepare_conversion(CpuContext& shared, const LinearCall& call, const LinearTable& table) {
-  const int64_t words = table.row_words[static_cast<int>(call.layer->type)](call.layer->in_features);
+  const LinearLayer& layer = *call.layer;
+  const auto row_words = table.row_words[static_cast<int>(layer.form)][static_cast<int>(layer.type)];
+  const int64_t words = row_words(layer.in_features);
   if (words == 0) return false;
   shared.reserve_scratch(kHeaderBytes + static_cast<size_t>(std::min<int64_t>(call.rows, kRowsMax) * words) * 4);
   for (int thread = 0; thread < shared.pool.threads(); ++thread) {
@@ -39,7 +41,7 @@ bool prepare_conversion(CpuContext& shared, const LinearCall& call, const Linear
 void multiply(CpuContext& shared, const LinearCall& call) {
   const LinearLayer& layer = *call.layer;
   const LinearTable& table = linear_table(shared.level);
-  const LinearUnit unit = table.unit[static_cast<int>(layer.type)];
+  const LinearUnit unit = table.unit[static_cast<int>(layer.form)][static_cast<int>(layer.type)];
   const bool converts = prepare_conversion(shared, call, table);
   const int64_t panels = (layer.out_features + kPanelWidth - 1) / kPanelWidth;
   const int64_t threads = shared.pool.threads();
@@ -48,7 +50,7 @@ void multiply(CpuContext& shared, const LinearCall& call) {
   if (threads > 1) {
     const int64_t columns = layer.activation == Activation::kNone ? kPanelWidth : 2 * kPanelWidth;
     const int64_t per_panel = std::max<int64_t>(1, layer.in_features * columns);
-    const int64_t element_bytes = layer.type == DenseType::kFloat32 ? 4 : 2;
+    const int64_t element_bytes = weight_bytes(layer);
     const int64_t by_bytes = kUnitBytesMin / (per_panel * element_bytes);
     const int64_t by_work = kUnitMultiplicationsMin / (per_panel * std::max<int64_t>(1, call.rows / blocks));
     const int64_t panels_min = std::max<int64_t>(1, std::min(by_bytes, by_work));

@@ -6,6 +6,10 @@
 //
 //      float32, float16   [panel][in][width]
 //      bfloat16           [panel][ceil(in / 2)][width][2], an odd `in` padded with a zero
+//      int8               [panel][in][width], an odd `in` padded with a zero, whatever the type of x
+//
+// int8 weights are quantised per output (`trunkline/kernels/quantisation.py`): the product is taken over the
+// integers, which every type of x holds exactly, and an output's scale multiplies its finished sum.
 //
 // A gated layer (`activation(gate) * up`) stores the up panel right after its gate panel; the epilogue has both
 // in the first-level cache and the intermediate tensor of twice the width is never written.
@@ -26,6 +30,10 @@ namespace trunkline {
 enum class DenseType : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
 constexpr int kDenseTypes = 3;
 
+// How weights are stored: in the type of x, or as int8 with a scale per output.
+enum class WeightForm : int { kPlain = 0, kInt8 = 1 };
+constexpr int kWeightForms = 2;
+
 enum class Activation : int { kNone = 0, kSilu = 1, kGelu = 2, kGeluTanh = 3 };
 
 constexpr int kPanelWidth = 64;
@@ -36,12 +44,14 @@ constexpr int kPanelQuantum = 16;  // lanes of the widest vector
 constexpr int kRowsMax = 96;
 
 struct LinearLayer {
-  DenseType type;
+  DenseType type;  // of x
+  WeightForm form;
   Activation activation;  // kNone: not gated
   int64_t in_features;
   int64_t out_features;  // of the result, so half the weight's rows where gated
   const void* panels;
-  const float* bias;  // per panel, padded like it and interleaved like it; null: none
+  const float* scale;  // of int8 panels; per panel, padded like it and interleaved like it
+  const float* bias;   // likewise; null: none
 };
 
 struct LinearCall {
@@ -64,9 +74,9 @@ using LinearUnit = void (*)(const LinearCall& call, int64_t row_begin, int64_t r
                             int64_t panel_end, ConvertedRows* converted);
 
 struct LinearTable {
-  LinearUnit unit[kDenseTypes];
+  LinearUnit unit[kWeightForms][kDenseTypes];
   // 32-bit words of a converted row; 0: rows are read as they are.
-  int64_t (*row_words[kDenseTypes])(int64_t in_features);
+  int64_t (*row_words[kWeightForms][kDenseTypes])(int64_t in_features);
 };
 
 struct NormCall {
@@ -104,6 +114,9 @@ extern const NormTable kNormTable;
 
 const LinearTable& linear_table(CpuLevel level);
 const NormTable& norm_table(CpuLevel level);
+
+// Inputs that an int8 panel has for each output: an even number, so that a step may take a pair.
+static constexpr int64_t int8_inputs(int64_t in_features) { return (in_features + 1) / 2 * 2; }
 
 // Lanes of panel `panel` of a layer with `out_features` outputs.
 static constexpr int panel_width(int64_t out_features, int64_t panel) {

@@ -5,7 +5,6 @@
 
 #include "linear_pack.h"
 
-#include <sys/mman.h>
 #include <tvm/ffi/function.h>
 #include <tvm/ffi/tvm_ffi.h>
 
@@ -27,12 +26,12 @@ struct PanelRows {
   int width;
 };
 
-// Words of the panel: [steps][width]; a word is one element, or a pair of bf16.
+// Words of the panel: [steps][width]; a word is one element, or a pair of bf16. Steps behind the last input are zero.
 template <class Word>
-void pack_panel(const PanelRows& rows, int64_t in_bytes, Word* panel) {
+void pack_panel(const PanelRows& rows, int64_t in_bytes, int64_t steps, Word* panel) {
   constexpr int64_t kWordBytes = sizeof(Word);
   constexpr int64_t kBlock = 64 / kWordBytes;  // steps of one cache line of the weight
-  const int64_t steps = (in_bytes + kWordBytes - 1) / kWordBytes, whole = in_bytes / kWordBytes;
+  const int64_t whole = in_bytes / kWordBytes;
   for (int64_t start = 0; start < steps; start += kBlock) {
     Word block[kBlock][kPanelWidth] = {};
     const int64_t count = std::min(kBlock, whole - start);
@@ -52,63 +51,64 @@ void pack_panel(const PanelRows& rows, int64_t in_bytes, Word* panel) {
   }
 }
 
-void pack_any(DenseType type, const PanelRows& rows, int64_t in_bytes, char* panel) {
-  if (type == DenseType::kFloat16) {
-    pack_panel(rows, in_bytes, reinterpret_cast<uint16_t*>(panel));
-  } else {
-    pack_panel(rows, in_bytes, reinterpret_cast<uint32_t*>(panel));
-  }
-}
-
-int64_t lane_bytes(DenseType type, int64_t in_features) {
+// Bytes of an output in its panel.
+int64_t lane_bytes(WeightForm form, DenseType type, int64_t in_features) {
+  if (form == WeightForm::kInt8) return int8_inputs(in_features);
   if (type == DenseType::kFloat32) return in_features * 4;
   return type == DenseType::kFloat16 ? in_features * 2 : (in_features + 1) / 2 * 4;
+}
+
+void pack_any(const LinearLayer& layer, const PanelRows& rows, char* panel) {
+  const int64_t in_bytes = layer.in_features * weight_bytes(layer);
+  const int64_t per_lane = lane_bytes(layer.form, layer.type, layer.in_features);
+  if (layer.form == WeightForm::kInt8) {
+    pack_panel(rows, in_bytes, per_lane, reinterpret_cast<uint8_t*>(panel));
+  } else if (layer.type == DenseType::kFloat16) {
+    pack_panel(rows, in_bytes, per_lane / 2, reinterpret_cast<uint16_t*>(panel));
+  } else {
+    pack_panel(rows, in_bytes, per_lane / 4, reinterpret_cast<uint32_t*>(panel));
+  }
 }
 
 int64_t padded_lanes(int64_t out_features) {
   return (out_features + kPanelQuantum - 1) / kPanelQuantum * kPanelQuantum;
 }
 
-// Asks for large pages under memory that was not touched yet, where the kernel gives them on request: a stream
-// of weights crosses a small page every tenth of a microsecond, and prefetching stops at each.
-void linear_large_pages(TensorView memory) {
-#ifdef MADV_HUGEPAGE
-  constexpr uintptr_t kLargePage = 2 << 20;
-  const uintptr_t data = reinterpret_cast<uintptr_t>(memory.data_ptr());
-  const uintptr_t begin = (data + kLargePage - 1) / kLargePage * kLargePage;
-  const uintptr_t end = (data + static_cast<uintptr_t>(memory.numel())) / kLargePage * kLargePage;
-  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);  // a wish; it may fail
-#else
-  static_cast<void>(memory);
-#endif
+WeightForm weight_form(const TensorView& weight) {
+  return has_dtype(weight, kDLInt, 8) ? WeightForm::kInt8 : WeightForm::kPlain;
 }
 
-DenseType weight_type(const TensorView& weight, int64_t parts) {
+// The type of a plain weight, or `type_of_x` of an int8 one.
+DenseType weight_type(const TensorView& weight, int64_t parts, int64_t type_of_x) {
   const bool host = weight.device().device_type == kDLCPU;
   if (!host || weight.ndim() != 2 || weight.size(0) % parts != 0 ||
       (weight.size(1) > 1 && weight.stride(1) != 1)) {
     TVM_FFI_THROW(ValueError) << "weight is " << described(weight) << "; allowed is a matrix in host memory with "
                               << "contiguous rows" << (parts == 2 ? ", an even number of them" : "");
   }
+  if (weight_form(weight) == WeightForm::kInt8) {
+    if (type_of_x >= 0 && type_of_x < kDenseTypes) return static_cast<DenseType>(type_of_x);
+    TVM_FFI_THROW(ValueError) << "an int8 weight is for x of a type, there is no type " << type_of_x;
+  }
   if (is_bfloat16(weight)) return DenseType::kBFloat16;
   if (is_float32(weight)) return DenseType::kFloat32;
   if (is_float16(weight)) return DenseType::kFloat16;
-  TVM_FFI_THROW(ValueError) << "weight is " << described(weight) << "; allowed are float32, bfloat16 and float16";
+  TVM_FFI_THROW(ValueError) << "weight is " << described(weight)
+                            << "; allowed are float32, bfloat16 and float16, and int8 with scales";
   return DenseType::kFloat32;  // not reached
 }
 
 // Bytes that `linear_pack` needs for a weight.
 int64_t linear_packed_bytes(TensorView weight, int64_t gated) {
   const int64_t parts = gated != 0 ? 2 : 1;
-  const DenseType type = weight_type(weight, parts);
-  return parts * padded_lanes(weight.size(0) / parts) * lane_bytes(type, weight.size(1));
+  const DenseType type = weight_type(weight, parts, 0);  // an int8 weight is as large whatever x is
+  return parts * padded_lanes(weight.size(0) / parts) * lane_bytes(weight_form(weight), type, weight.size(1));
 }
 
 void fill_panels(CpuContext& shared, const TensorView& weight, int64_t parts, const LinearLayer& layer,
                  char* data) {
-  const int64_t in_bytes = layer.in_features * (layer.type == DenseType::kFloat32 ? 4 : 2);
-  const int64_t row_bytes = weight.stride(0) * (layer.type == DenseType::kFloat32 ? 4 : 2);
-  const int64_t per_lane = lane_bytes(layer.type, layer.in_features);
+  const int64_t row_bytes = weight.stride(0) * weight_bytes(layer);
+  const int64_t per_lane = lane_bytes(layer.form, layer.type, layer.in_features);
   const int64_t panels = (layer.out_features + kPanelWidth - 1) / kPanelWidth;
   shared.pool.run(panels * parts, [&](int64_t unit, int) {
     const int64_t panel = unit / parts, part = unit % parts;
@@ -119,30 +119,33 @@ void fill_panels(CpuContext& shared, const TensorView& weight, int64_t parts, co
     rows.count = std::min<int64_t>(kPanelWidth, layer.out_features - panel * kPanelWidth);
     rows.width = panel_width(layer.out_features, panel);
     const int64_t lanes_before = parts * panel * kPanelWidth + part * rows.width;
-    pack_any(layer.type, rows, in_bytes, data + lanes_before * per_lane);
+    pack_any(layer, rows, data + lanes_before * per_lane);
   });
 }
 
-void pad_bias(const TensorView& bias, int64_t parts, PackedLayer& layer) {
-  const bool fits = bias.ndim() == 1 && bias.size(0) == layer.out_features * parts;
-  if (!fits || !is_float32(bias) || !bias.IsContiguous()) {
-    TVM_FFI_THROW(ValueError) << "bias is " << described(bias) << "; expected is a contiguous float32 ["
+// A value per output, in the order of the panels' lanes.
+std::vector<float> in_lanes(const TensorView& tensor, const char* name, int64_t parts, const PackedLayer& layer) {
+  const bool fits = tensor.ndim() == 1 && tensor.size(0) == layer.out_features * parts;
+  if (!fits || !is_float32(tensor) || !tensor.IsContiguous()) {
+    TVM_FFI_THROW(ValueError) << name << " is " << described(tensor) << "; expected is a contiguous float32 ["
                               << layer.out_features * parts << "]";
   }
-  const auto* values = static_cast<const float*>(bias.data_ptr());
-  layer.padded_bias.assign(static_cast<size_t>(parts * padded_lanes(layer.out_features)), 0.0f);
+  const auto* values = static_cast<const float*>(tensor.data_ptr());
+  std::vector<float> lanes(static_cast<size_t>(parts * padded_lanes(layer.out_features)), 0.0f);
   for (int64_t i = 0; i < layer.out_features * parts; ++i) {
     const int64_t part = i / layer.out_features, output = i % layer.out_features;
     const int64_t panel = output / kPanelWidth;
     const int64_t place =
         parts * panel * kPanelWidth + part * panel_width(layer.out_features, panel) + output % kPanelWidth;
-    layer.padded_bias[static_cast<size_t>(place)] = values[i];
+    lanes[static_cast<size_t>(place)] = values[i];
   }
-  layer.bias = layer.padded_bias.data();
+  return lanes;
 }
 
-// Packs `weight` into `data` and returns the layer's handle; `data` must live as long as it. `bias` may be empty.
-int64_t linear_pack(int64_t context, TensorView weight, TensorView bias, int64_t activation, TensorView data) {
+// Packs `weight` into `data` and returns the layer's handle; `data` must live as long as it. `bias` may be empty;
+// `scale` and `type_of_x` are read for an int8 weight.
+int64_t linear_pack(int64_t context, TensorView weight, TensorView scale, TensorView bias, int64_t type_of_x,
+                    int64_t activation, TensorView data) {
   if (activation < 0 || activation > static_cast<int64_t>(Activation::kGeluTanh)) {
     TVM_FFI_THROW(ValueError) << "there is no activation " << activation;
   }
@@ -153,13 +156,21 @@ int64_t linear_pack(int64_t context, TensorView weight, TensorView bias, int64_t
     TVM_FFI_THROW(ValueError) << "data must be an aligned uint8 tensor of " << bytes << " bytes";
   }
   auto layer = std::make_unique<PackedLayer>();
-  layer->type = weight_type(weight, parts);
+  layer->type = weight_type(weight, parts, type_of_x);
+  layer->form = weight_form(weight);
   layer->activation = static_cast<Activation>(activation);
   layer->in_features = weight.size(1);
   layer->out_features = weight.size(0) / parts;
   layer->panels = data.data_ptr();
-  layer->bias = nullptr;
-  if (bias.numel() > 0) pad_bias(bias, parts, *layer);
+  layer->scale = layer->bias = nullptr;
+  if (bias.numel() > 0) {
+    layer->padded_bias = in_lanes(bias, "bias", parts, *layer);
+    layer->bias = layer->padded_bias.data();
+  }
+  if (layer->form == WeightForm::kInt8) {
+    layer->padded_scale = in_lanes(scale, "scale", parts, *layer);
+    layer->scale = layer->padded_scale.data();
+  }
   const ContextUse use(context);
   fill_panels(use.context(), weight, parts, *layer, static_cast<char*>(data.data_ptr()));
   return reinterpret_cast<int64_t>(layer.release());
@@ -176,6 +187,5 @@ const char* dense_type_name(DenseType type) {
 }  // namespace trunkline
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(linear_packed_bytes, trunkline::linear_packed_bytes)
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(linear_large_pages, trunkline::linear_large_pages)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(linear_pack, trunkline::linear_pack)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(linear_delete, trunkline::linear_delete)

@@ -8,8 +8,15 @@
 namespace trunkline {
 
 struct PackedLayer : LinearLayer {
-  std::vector<float> padded_bias;  // what `bias` points to
+  std::vector<float> padded_bias;   // what `bias` points to
+  std::vector<float> padded_scale;  // what `scale` points to
 };
+
+// Bytes of one element of the panels.
+inline int64_t weight_bytes(const LinearLayer& layer) {
+  if (layer.form == WeightForm::kInt8) return 1;
+  return layer.type == DenseType::kFloat32 ? 4 : 2;
+}
 
 const char* dense_type_name(DenseType type);
 

@@ -25,27 +25,32 @@ constexpr long kAheadBytes = 8192;
 
 // One step's factors: a vector of the weight, and a word of a row that all its lanes share. A step has as many
 // parts as A has words in it. Unlike `T::step` of gemm.h this lets a tile hold a step's vectors and one broadcast
-// at a time, which is what 16 registers have room for beside 12 sums.
+// at a time, which is what 16 registers have room for beside 12 sums. `ldb`: lanes from one row of the panel to the
+// next; a step takes `kRows` of them.
 template <class T>
 struct Factors {
   using Lanes = Vec;
-  TRUNKLINE_INLINE static Lanes lanes(const typename T::B* b, int) { return T::load_floats(b); }
+  static constexpr int kRows = 1;
+  TRUNKLINE_INLINE static Lanes lanes(const typename T::B* b, long, int) { return T::load_floats(b); }
   TRUNKLINE_INLINE static Lanes broadcast(float a) { return set1(a); }
   TRUNKLINE_INLINE static Vec multiply(Lanes a, Lanes b, Vec sum) { return fma(a, b, sum); }
 };
 
 template <>
 struct Factors<BFloat16> {
+  static constexpr int kRows = 1;
 #if TRUNKLINE_LEVEL >= 3
   using Lanes = __m512bh;
-  TRUNKLINE_INLINE static Lanes lanes(const uint32_t* b, int) { return reinterpret_cast<__m512bh>(load_bits(b)); }
+  TRUNKLINE_INLINE static Lanes lanes(const uint32_t* b, long, int) {
+    return reinterpret_cast<__m512bh>(load_bits(b));
+  }
   TRUNKLINE_INLINE static Lanes broadcast(uint32_t a) {
     return reinterpret_cast<__m512bh>(_mm512_set1_epi32(static_cast<int>(a)));
   }
   TRUNKLINE_INLINE static Vec multiply(Lanes a, Lanes b, Vec sum) { return _mm512_dpbf16_ps(sum, a, b); }
 #else
   using Lanes = Vec;
-  TRUNKLINE_INLINE static Lanes lanes(const uint32_t* b, int part) {
+  TRUNKLINE_INLINE static Lanes lanes(const uint32_t* b, long, int part) {
     return part == 0 ? low_bf16(load_bits(b)) : high_bf16(load_bits(b));
   }
   TRUNKLINE_INLINE static Lanes broadcast(float a) { return set1(a); }
@@ -68,14 +73,14 @@ template <class T, int MR, int NV, int kLines>
     for (int line = 0; line < kLines; ++line) __builtin_prefetch(ahead + line * 64);
     for (int part = 0; part < T::kWords; ++part) {
       typename Factors<T>::Lanes lanes[NV];
-      for (int v = 0; v < NV; ++v) lanes[v] = Factors<T>::lanes(b + v * kLanes, part);
+      for (int v = 0; v < NV; ++v) lanes[v] = Factors<T>::lanes(b + v * kLanes, ldb, part);
       for (int m = 0; m < MR; ++m) {
         const auto word = Factors<T>::broadcast(rows[m][k * T::kWords + part]);
         for (int v = 0; v < NV; ++v) acc[m][v] = Factors<T>::multiply(word, lanes[v], acc[m][v]);
       }
     }
-    b += ldb;
-    ahead += ldb * static_cast<long>(sizeof(*b));
+    b += ldb * Factors<T>::kRows;
+    ahead += ldb * Factors<T>::kRows * static_cast<long>(sizeof(*b));
   }
   for (int m = 0; m < MR; ++m) {
     for (int v = 0; v < NV; ++v) store(c + m * kPanelWidth + v * kLanes, acc[m][v]);

@@ -19,7 +19,7 @@ namespace ffi = tvm::ffi;
 
 // To be raised, here and in native.py, with every change to the functions that Python calls: a library that was
 // not rebuilt after an update must be refused, not called with other arguments than it takes.
-constexpr int64_t kInterfaceVersion = 1;
+constexpr int64_t kInterfaceVersion = 2;
 
 int64_t interface_version() { return kInterfaceVersion; }
 
@@ -47,31 +47,35 @@ struct HostAllocator {
   void FreeData(DLTensor* tensor) { ::operator delete(tensor->data, std::align_val_t{64}); }
 };
 
-// `arrays`: block, first, count, base, row_indptr, rows, shifts, tail_item, query_position.
-ffi::Tensor plan_work(TensorView block, TensorView first, TensorView count, TensorView base, TensorView row_indptr,
-                      TensorView rows, TensorView shifts, TensorView tail_item, TensorView query_position,
-                      int64_t shared_items, ffi::Array<int64_t> options) {
+// `arrays`, one after the other: block, first, count, base, row_indptr, rows, shifts, tail_item, query_position.
+// `numbers`: items, entries, rows, shared items, then the options.
+ffi::Tensor plan_work(TensorView arrays, ffi::Array<int64_t> numbers) {
+  require(numbers.size() == 15, "four sizes and eleven options are expected");
+  const int64_t item_count = numbers[0], entries = numbers[1], rows = numbers[2], shared_items = numbers[3];
+  const int32_t* next = int32_data(arrays, "arrays");
+  require(item_count >= 0 && entries >= 0 && rows >= 0 && shared_items >= 0 && shared_items <= item_count &&
+              arrays.numel() == 5 * item_count + 1 + 2 * entries + 2 * rows,
+          "the arrays are not as long as the sizes say");
+  const auto take = [&](int64_t length) {
+    const int32_t* begin = next;
+    next += length;
+    return begin;
+  };
   DecodeItems items{};
-  items.block = int32_data(block, "block");
-  items.first = int32_data(first, "first");
-  items.count = int32_data(count, "count");
-  items.base = int32_data(base, "base");
-  items.row_indptr = int32_data(row_indptr, "row_indptr");
-  items.rows = int32_data(rows, "rows");
-  items.shifts = int32_data(shifts, "shifts");
-  items.tail_item = int32_data(tail_item, "tail_item");
-  items.query_position = int32_data(query_position, "query_position");
-  items.items = static_cast<int32_t>(block.numel());
+  items.block = take(item_count);
+  items.first = take(item_count);
+  items.count = take(item_count);
+  items.base = take(item_count);
+  items.row_indptr = take(item_count + 1);
+  items.rows = take(entries);
+  items.shifts = take(entries);
+  items.tail_item = take(rows);
+  items.query_position = take(rows);
+  items.items = static_cast<int32_t>(item_count);
   items.shared_items = static_cast<int32_t>(shared_items);
-  items.num_rows = static_cast<int32_t>(query_position.numel());
-  require(first.numel() == block.numel() && count.numel() == block.numel() && base.numel() == block.numel() &&
-              row_indptr.numel() == block.numel() + 1,
-          "block, first, count and base must be equally long, row_indptr longer by one");
-  require(rows.numel() == shifts.numel() && rows.numel() == items.row_indptr[items.items],
-          "rows and shifts must be as long as row_indptr says");
-  require(tail_item.numel() == query_position.numel(), "tail_item and query_position must be equally long");
-  require(options.size() == 11, "eleven options are expected");
-  const auto option = [&](int i) { return static_cast<int32_t>(options[i]); };
+  items.num_rows = static_cast<int32_t>(rows);
+  require(items.row_indptr[item_count] == entries, "rows and shifts must be as long as row_indptr says");
+  const auto option = [&](int i) { return static_cast<int32_t>(numbers[4 + i]); };
   WorkOptions chosen;
   chosen.kv_heads = option(0);
   chosen.group = option(1);

@@ -164,6 +164,18 @@ TRUNKLINE_INLINE void store_f16(uint16_t* p, Vec x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
 }
 
+TRUNKLINE_INLINE Vec load_int8(const int8_t* p) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+}
+#if TRUNKLINE_LEVEL >= 3
+// Pairs of bf16: the first from `low`, the second from `high`. An int8 as a float has zeros where bf16 ends.
+TRUNKLINE_INLINE Bits load_int8_pairs(const int8_t* low, const int8_t* high) {
+  const Bits first = _mm512_srli_epi32(_mm512_castps_si512(load_int8(low)), 16);
+  return _mm512_or_si512(first, _mm512_castps_si512(load_int8(high)));
+}
+TRUNKLINE_INLINE void store_bits(uint32_t* p, Bits b) { _mm512_storeu_si512(p, b); }
+#endif
+
 // The transpose of kLanes x kLanes words; strides in words.
 TRUNKLINE_INLINE void transpose_words(const uint32_t* from, long from_stride, uint32_t* to, long to_stride) {
   __m512i r[16], t[16];
@@ -260,6 +272,9 @@ TRUNKLINE_INLINE Vec load_f16(const uint16_t* p) {
 TRUNKLINE_INLINE void store_f16(uint16_t* p, Vec x) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
 }
+TRUNKLINE_INLINE Vec load_int8(const int8_t* p) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+}
 
 TRUNKLINE_INLINE void transpose_words(const uint32_t* from, long from_stride, uint32_t* to, long to_stride) {
   __m256i r[8], t[8];
@@ -355,6 +370,12 @@ TRUNKLINE_INLINE Vec load_f16(const uint16_t* p) {
 }
 TRUNKLINE_INLINE void store_f16(uint16_t* p, Vec x) {
   for (int i = 0; i < 4; ++i) p[i] = f16_of_float(x[i]);
+}
+TRUNKLINE_INLINE Vec load_int8(const int8_t* p) {
+  typedef int8_t Bytes __attribute__((vector_size(4)));
+  Bytes bytes;
+  std::memcpy(&bytes, p, 4);
+  return __builtin_convertvector(bytes, Vec);
 }
 
 TRUNKLINE_INLINE void transpose_words(const uint32_t* from, long from_stride, uint32_t* to, long to_stride) {

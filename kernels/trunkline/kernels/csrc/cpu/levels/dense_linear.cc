@@ -2,9 +2,10 @@
 //
 // Per panel, the sum's dimension is cut into blocks whose part of the panel fits the first-level cache; all rows
 // of the block pass over it in tiles of registers, partial sums waiting in a buffer of the stack. The epilogue
-// then adds the bias, activates and rounds from that buffer.
+// then scales (int8 weights), adds the bias, activates and rounds from that buffer.
 
 #include "cpu/linear_tile.h"
+#include "cpu/quantised.h"
 
 namespace trunkline::TRUNKLINE_NAMESPACE {
 namespace {
@@ -28,6 +29,12 @@ template <class T>
 int64_t row_words(int64_t in_features) {
   if (T::kPlainA && in_features % T::kStep == 0) return 0;
   return (in_features + T::kStep - 1) / T::kStep * T::kWords;
+}
+
+// Elements that an output has in its panel.
+template <class T>
+int64_t lane_elements(int64_t in_features) {
+  return kIsInt8<T> ? int8_inputs(in_features) : (in_features + T::kStep - 1) / T::kStep;
 }
 
 // The rows in the form that the product reads: as they are where possible, else converted once per thread.
@@ -60,8 +67,8 @@ const typename T::A* prepare_rows(const LinearCall& call, int64_t row_begin, int
 // ask for them: reading memory and multiplying overlap, which neither the processor's prefetching (it sees no
 // stream while a block is reused) nor its window (it is shorter than a tile) does. A step has four lines.
 template <class T>
-void multiply_panel(int rows, const typename T::A* a, long lda, const typename T::B* b, int width, int64_t steps,
-                    float* sums) {
+void multiply_plain_panel(int rows, const typename T::A* a, long lda, const typename T::B* b, int width,
+                          int64_t steps, float* sums) {
   if (rows <= kTileRows) {
     const char* ahead = reinterpret_cast<const char*>(b) + kAheadBytes;
     return linear_rows<T, 4>(rows, a, lda, b, width, static_cast<int>(steps), sums, false, ahead);
@@ -86,6 +93,17 @@ void multiply_panel(int rows, const typename T::A* a, long lda, const typename T
   }
 }
 
+template <class T>
+void multiply_panel(int rows, const typename T::A* a, long lda, const typename T::B* b, int width, int64_t steps,
+                    float* sums) {
+  if constexpr (kIsInt8<T>) {
+    if (rows <= kInt8TileRows) return multiply_int8_rows<T>(rows, a, lda, b, width, static_cast<int>(steps), sums);
+    return multiply_int8_blocks<T, kBlockSteps>(rows, a, lda, b, width, static_cast<int>(steps), sums);
+  } else {
+    multiply_plain_panel<T>(rows, a, lda, b, width, steps, sums);
+  }
+}
+
 template <class Out>
 TRUNKLINE_INLINE void store_lanes(typename Out::Storage* out, Vec x, int count) {
   if (count >= kLanes) return Out::store_floats(out, x);
@@ -94,25 +112,39 @@ TRUNKLINE_INLINE void store_lanes(typename Out::Storage* out, Vec x, int count) 
   std::memcpy(out, lanes, static_cast<size_t>(count) * sizeof(lanes[0]));
 }
 
+// What turns a panel's sums into outputs: arrays over its lanes, null where there are none.
+struct LaneConstants {
+  const float* scale;
+  const float* bias;
+
+  // `lanes`: of the panels before this one.
+  TRUNKLINE_INLINE LaneConstants(const LinearLayer& layer, int64_t lanes)
+      : scale(layer.scale == nullptr ? nullptr : layer.scale + lanes),
+        bias(layer.bias == nullptr ? nullptr : layer.bias + lanes) {}
+
+  TRUNKLINE_INLINE Vec apply(Vec sum, int lane) const {
+    if (scale != nullptr) sum = mul(sum, load(scale + lane));
+    return bias != nullptr ? add(sum, load(bias + lane)) : sum;
+  }
+};
+
 template <class Out>
-void store_sums(int rows, const float* sums, const float* bias, typename Out::Storage* out, int64_t ldo,
+void store_sums(int rows, const float* sums, LaneConstants constants, typename Out::Storage* out, int64_t ldo,
                 int count) {
   for (int row = 0; row < rows; ++row, sums += kPanelWidth, out += ldo) {
     for (int lane = 0; lane < count; lane += kLanes) {
-      Vec x = load(sums + lane);
-      if (bias != nullptr) x = add(x, load(bias + lane));
-      store_lanes<Out>(out + lane, x, count - lane);
+      store_lanes<Out>(out + lane, constants.apply(load(sums + lane), lane), count - lane);
     }
   }
 }
 
 template <class Out, Vec activate(Vec)>
-void store_gated(int rows, const float* gates, const float* ups, const float* bias, int width,
+void store_gated(int rows, const float* gates, const float* ups, LaneConstants constants, int width,
                  typename Out::Storage* out, int64_t ldo, int count) {
   for (int row = 0; row < rows; ++row, gates += kPanelWidth, ups += kPanelWidth, out += ldo) {
     for (int lane = 0; lane < count; lane += kLanes) {
-      Vec gate = load(gates + lane), up = load(ups + lane);
-      if (bias != nullptr) gate = add(gate, load(bias + lane)), up = add(up, load(bias + width + lane));
+      const Vec gate = constants.apply(load(gates + lane), lane);
+      const Vec up = constants.apply(load(ups + lane), width + lane);
       store_lanes<Out>(out + lane, mul(activate(gate), up), count - lane);
     }
   }
@@ -123,23 +155,24 @@ void gated_unit(const LinearCall& call, int rows, const typename T::A* a, long l
                 int64_t panel_begin, int64_t panel_end) {
   const LinearLayer& layer = *call.layer;
   const int64_t steps = (layer.in_features + T::kStep - 1) / T::kStep;
+  const int64_t elements = lane_elements<T>(layer.in_features);
   alignas(64) float gates[kRowsMax * kPanelWidth], ups[kRowsMax * kPanelWidth];
   for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
     const int width = panel_width(layer.out_features, panel);
-    const auto* b = static_cast<const typename T::B*>(layer.panels) + 2 * panel * kPanelWidth * steps;
+    const auto* b = static_cast<const typename T::B*>(layer.panels) + 2 * panel * kPanelWidth * elements;
     multiply_panel<T>(rows, a, lda, b, width, steps, gates);
-    multiply_panel<T>(rows, a, lda, b + width * steps, width, steps, ups);
-    const float* bias = layer.bias == nullptr ? nullptr : layer.bias + 2 * panel * kPanelWidth;
+    multiply_panel<T>(rows, a, lda, b + width * elements, width, steps, ups);
+    const LaneConstants constants(layer, 2 * panel * kPanelWidth);
     auto* out = static_cast<typename T::Storage*>(call.out) + row_begin * layer.out_features + panel * kPanelWidth;
     const int count = smaller(kPanelWidth, layer.out_features - panel * kPanelWidth);
     switch (layer.activation) {
       case Activation::kGelu:
-        store_gated<T, gelu_erf>(rows, gates, ups, bias, width, out, layer.out_features, count);
+        store_gated<T, gelu_erf>(rows, gates, ups, constants, width, out, layer.out_features, count);
         break;
       case Activation::kGeluTanh:
-        store_gated<T, gelu_tanh>(rows, gates, ups, bias, width, out, layer.out_features, count);
+        store_gated<T, gelu_tanh>(rows, gates, ups, constants, width, out, layer.out_features, count);
         break;
-      default: store_gated<T, silu>(rows, gates, ups, bias, width, out, layer.out_features, count);
+      default: store_gated<T, silu>(rows, gates, ups, constants, width, out, layer.out_features, count);
     }
   }
 }
@@ -149,6 +182,7 @@ void linear_unit(const LinearCall& call, int64_t row_begin, int64_t row_end, int
                  int64_t panel_end, ConvertedRows* converted) {
   const LinearLayer& layer = *call.layer;
   const int64_t steps = (layer.in_features + T::kStep - 1) / T::kStep;
+  const int64_t elements = lane_elements<T>(layer.in_features);
   const int rows = static_cast<int>(row_end - row_begin);
   long lda;
   const typename T::A* a = prepare_rows<T>(call, row_begin, row_end, converted, lda);
@@ -157,23 +191,27 @@ void linear_unit(const LinearCall& call, int64_t row_begin, int64_t row_end, int
   }
   alignas(64) float sums[kRowsMax * kPanelWidth];
   for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
-    const auto* b = static_cast<const typename T::B*>(layer.panels) + panel * kPanelWidth * steps;
+    const auto* b = static_cast<const typename T::B*>(layer.panels) + panel * kPanelWidth * elements;
     multiply_panel<T>(rows, a, lda, b, panel_width(layer.out_features, panel), steps, sums);
-    const float* bias = layer.bias == nullptr ? nullptr : layer.bias + panel * kPanelWidth;
+    const LaneConstants constants(layer, panel * kPanelWidth);
     const int64_t offset = row_begin * layer.out_features + panel * kPanelWidth;
     const int count = smaller(kPanelWidth, layer.out_features - panel * kPanelWidth);
     if (call.float_out) {
-      store_sums<Float32>(rows, sums, bias, static_cast<float*>(call.out) + offset, layer.out_features, count);
+      store_sums<Float32>(rows, sums, constants, static_cast<float*>(call.out) + offset, layer.out_features,
+                          count);
     } else {
       auto* out = static_cast<typename T::Storage*>(call.out) + offset;
-      store_sums<T>(rows, sums, bias, out, layer.out_features, count);
+      store_sums<T>(rows, sums, constants, out, layer.out_features, count);
     }
   }
 }
 
 }  // namespace
 
-const LinearTable kLinearTable = {{linear_unit<Float32>, linear_unit<BFloat16>, linear_unit<Float16>},
-                                  {row_words<Float32>, row_words<BFloat16>, row_words<Float16>}};
+const LinearTable kLinearTable = {
+    {{linear_unit<Float32>, linear_unit<BFloat16>, linear_unit<Float16>},
+     {linear_unit<Int8<Float32>>, linear_unit<Int8<BFloat16>>, linear_unit<Int8<Float16>>}},
+    {{row_words<Float32>, row_words<BFloat16>, row_words<Float16>},
+     {row_words<Int8<Float32>>, row_words<Int8<BFloat16>>, row_words<Int8<Float16>>}}};
 
 }  // namespace trunkline::TRUNKLINE_NAMESPACE

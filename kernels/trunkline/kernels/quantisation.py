@@ -1,0 +1,81 @@
+"""Weight-only quantisation to int8: the scheme, which all kernels share, and its plain form in PyTorch.
+
+Each output (row of the weight) has one float32 scale, its largest magnitude over 127, and integers in
+`[-127, 127]`, rounded to nearest; activations stay as they are:
+
+      y = (x · qᵀ) * scale + bias          sums in at least float32, the product over the integers themselves
+
+Every floating type holds these integers exactly, so all that is lost is lost once, when the weight is packed: at
+most half a scale per element. Symmetric, because a zero point would cost a sum over the inputs per token; per
+output, because a scale per group of inputs would have to be applied inside the sum.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+LARGEST: Final = 127
+"""Largest magnitude of a quantised weight: -128 is not used, so that the scheme is symmetric."""
+ROWS: Final = 4096
+"""Rows of a weight that are converted at a time: a copy of a large weight in float32 would be larger than it."""
+
+
+class QuantisedWeight(NamedTuple):
+    """A weight as integers and scales, `weight ≈ values * scale[:, None]`."""
+
+    values: Tensor
+    """int8 `[out, in]`."""
+    scale: Tensor
+    """float32 `[out]`, positive."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes + self.scale.nbytes
+
+
+def quantise(weight: Tensor) -> QuantisedWeight:
+    """Quantise a floating-point weight `[out, in]`, on its device.
+
+    Raises:
+        ValueError: not a matrix of a floating-point type, or NaN or infinity in it.
+    """
+    if weight.dim() != 2 or not weight.is_floating_point():
+        kind = str(weight.dtype).removeprefix("torch.")
+        raise ValueError(f"weight is {kind} {list(weight.shape)}; int8 quantisation takes a floating-point matrix")
+    weight = weight.detach()
+    values = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+    scale = torch.empty(weight.shape[0], dtype=torch.float32, device=weight.device)
+    for start in range(0, weight.shape[0], ROWS):
+        rows = slice(start, start + ROWS)
+        part = weight[rows].float()
+        largest = part.abs().amax(dim=1) if part.shape[1] else part.new_zeros(len(part))
+        if not bool(largest.isfinite().all()):
+            raise ValueError("weight contains NaN or values beyond float32; int8 quantisation cannot hold them")
+        # Rows of zeros, and of values that vanish beside the smallest normal number, need a scale as well.
+        scale[rows] = (largest / LARGEST).clamp_min(torch.finfo(torch.float32).tiny)
+        values[rows] = (part / scale[rows, None]).round_().clamp_(-LARGEST, LARGEST).to(torch.int8)
+    return QuantisedWeight(values, scale)
+
+
+def linear_int8(x: Tensor, weight: QuantisedWeight, bias: Tensor | None) -> Tensor:
+    """`(x · valuesᵀ) * scale + bias` of `x` `[tokens, in]`, float64 if `x` is, else float32."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    out = torch.empty(x.shape[0], weight.values.shape[0], dtype=wide, device=x.device)
+    # cuBLAS multiplies half types with float32 sums and results; elsewhere such a product would be rounded.
+    factor = x.dtype if x.is_cuda else wide
+    x = x.to(factor)
+    for start in range(0, out.shape[1], ROWS):
+        rows = slice(start, start + ROWS)
+        values = weight.values[rows].to(factor)
+        out[:, rows] = F.linear(x, values) if factor == wide else torch.mm(x, values.t(), out_dtype=wide)
+    out *= weight.scale
+    return out if bias is None else out.add_(bias)
+
+
+def stored_bytes(weight: Tensor | QuantisedWeight, bias: Tensor | None) -> int:
+    """What a layer kept as these takes in memory."""
+    return weight.nbytes + (0 if bias is None else bias.nbytes)
