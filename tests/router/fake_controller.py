@@ -97,6 +97,8 @@ class Behaviour:
     cached_tokens: int = 0
     submits: list[Submit] = field(default_factory=list)
     aborts: list[int] = field(default_factory=list)
+    dropped: list[tuple[int, int]] = field(default_factory=list)
+    """Single samples that were aborted: request and index."""
 
 
 class FakeController:
@@ -176,8 +178,14 @@ class FakeController:
         elif isinstance(message, FlushCache):
             self._send(socket, router, lambda seq: Flushed(seq, message.ticket, 7))
         elif isinstance(message, Abort):
-            behaviour.aborts.append(message.request)
-            self._live.pop((router, message.request), None)
+            live = self._live.get((router, message.request))
+            if message.sample >= 0:
+                behaviour.dropped.append((message.request, message.sample))
+                if live is not None:
+                    live.samples[message.sample].over = True
+            else:
+                behaviour.aborts.append(message.request)
+                self._live.pop((router, message.request), None)
         elif isinstance(message, Submit):
             behaviour.submits.append(message)
             refused = self._refusal(message)

@@ -134,6 +134,8 @@ def test_the_last_sample_that_stops_aborts_the_request(
                                                                 "c d e f g h i j"]  # fmt: skip
     [submit] = fake.behaviour.submits
     wait_until(lambda: fake.behaviour.aborts == [submit.request] and router.inflight == 0)
+    # Those that stopped before it were ended one by one: nothing is computed that nobody reads.
+    assert fake.behaviour.dropped == [(submit.request, 2), (submit.request, 1)]
 
 
 @pytest.mark.parametrize("stream", [False, True])

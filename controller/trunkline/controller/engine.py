@@ -135,11 +135,22 @@ class Engine:
             )
         return None
 
-    def abort(self, request_id: int, now: float) -> None:
-        """End a request; its computed KV stays cached. An unknown id (it has just ended) is fine."""
+    def abort(self, request_id: int, now: float, sample: int = -1) -> None:
+        """End a request, or one of its samples; its computed KV stays cached. An unknown one (just ended) is fine.
+
+        Nothing more is said of a sample that ends so, while others of the request go on.
+        """
         group = self._groups.get(request_id)
-        if group is not None:
-            self._end_group(group, Finished(request_id, FinishReason.ABORT), now)
+        if group is None:
+            return
+        if sample >= 0 and group.request.beam is None:
+            chosen = next((member for member in group.members if member.sample == sample), None)
+            if chosen is None or not group.forked:
+                return
+            if len(group.members) > 1:
+                self.scheduler.end(chosen, now)
+                return
+        self._end_group(group, Finished(request_id, FinishReason.ABORT), now)
 
     def flush_cache(self) -> int:
         """Drop every chunk that no running sequence holds; blocks freed."""

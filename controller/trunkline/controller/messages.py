@@ -59,6 +59,8 @@ class Abort(msgspec.Struct, array_like=True, frozen=True, tag="abort"):
     """A router no longer wants tokens of a request. Aborting an ended or unknown request does nothing."""
 
     request: int
+    sample: int = -1
+    """Only this one of its samples, which a stop string has ended; nothing is said of it any more. -1: all."""
 
 
 class Ping(msgspec.Struct, array_like=True, frozen=True, tag="ping"):

@@ -186,7 +186,7 @@ class ControllerService:
                 self._submit(client, message, now)
             case Abort():
                 if self.engine is not None and is_request_number(message.request):
-                    self.engine.abort(client.index << CLIENT_SHIFT | message.request, now)
+                    self.engine.abort(client.index << CLIENT_SHIFT | message.request, now, message.sample)
             case Ping():
                 self.clients.send(client, self._state(client))
             case FlushCache():

@@ -217,7 +217,7 @@ def _group_configs(plan: ClusterPlan, group: int, folder: Path) -> Iterator[tupl
                 device=plan.device,
                 dtype=plan.dtype,
                 kernels=settings.kernels,
-                quantisation="" if settings.quantization == "none" else settings.quantization,
+                quantisation="int8" if settings.quantization == "int8" else "",
                 chunk_size=settings.chunk_size,
                 kv_memory_bytes=settings.kv_memory_per_worker(plan.device),
                 host_memory_bytes=settings.host_tier_per_worker(plan.device),

@@ -94,6 +94,8 @@ class Generation:
                     self._metrics.end_to_end.observe(self._loop.time() - self._arrived_at)
                     self.close()  # after a stop string the engine must not go on while the client reads
                 for delta in deltas:
+                    if delta.stop is not None and not over:
+                        self._stream.drop_sample(delta.index)
                     yield delta
                 if over:
                     return

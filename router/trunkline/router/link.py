@@ -122,6 +122,7 @@ class ControllerLink:
         stream = Stream(
             request,
             self._release,
+            self._drop_sample,
             wants_logprobs=job.sampling.logprobs >= 0,
             samples=job.decoding.samples if job.decoding.beam is None else 1,
         )
@@ -150,6 +151,10 @@ class ControllerLink:
     def _release(self, request: int, abort: bool) -> None:
         if self._streams.pop(request, None) is not None and abort:
             self._send(Abort(request))
+
+    def _drop_sample(self, request: int, sample: int) -> None:
+        if request in self._streams:
+            self._send(Abort(request, sample))
 
     def _fail_all(self, detail: str) -> None:
         for stream in list(self._streams.values()):

@@ -56,11 +56,16 @@ class Stream:
         self,
         request: int,
         release: Callable[[int, bool], None],
+        drop: Callable[[int, int], None] = lambda request, sample: None,
         *,
         wants_logprobs: bool = False,
         samples: int = 1,
     ) -> None:
-        """`release(request, abort)` takes the stream off its controller's books; called exactly once."""
+        """
+        Args:
+            release: `release(request, abort)` takes the stream off its controller's books; called exactly once.
+            drop: `drop(request, sample)` lets the controller end one of several samples.
+        """
         self.request = request
         self.started = False
         self.cached_tokens = 0
@@ -70,7 +75,8 @@ class Stream:
         self._release: Callable[[int, bool], None] | None = release
         self._wants_logprobs = wants_logprobs
         self._samples = samples
-        self._running = samples
+        self._running = set(range(samples))
+        self._drop = drop
         self._batch = self._fresh()
         self._waiter: asyncio.Future[None] | None = None
 
@@ -123,11 +129,17 @@ class Stream:
             raise ValueError(f"the end of sample {sample} of {self._samples}")
         if self._batch.ended is not None:
             self._batch.ended[sample] = reason
-        self._running -= 1
-        if self._running > 0:
+        self._running.discard(sample)
+        if self._running:
             self._wake()
         else:
             self.finish(reason)
+
+    def drop_sample(self, sample: int) -> None:
+        """The reader wants no more of one of several samples: it ends, unless it has already."""
+        if sample in self._running and len(self._running) > 1:
+            self._running.discard(sample)
+            self._drop(self.request, sample)
 
     def finish(self, reason: str, detail: str = "", param: str = "") -> None:
         """The request ended. Later calls do nothing: the first end is the one that counts."""

@@ -31,7 +31,7 @@ class Delta(msgspec.Struct):
     text: str = ""
     logprobs: list[TokenLogprob] = []
     finish: FinishName | None = None
-    """The regular end; after a stop string the sample still runs in the engine."""
+    """The regular end; after a stop string the sample still runs in the engine and must be dropped there."""
     stop: str | None = None
     """The stop string that ended it, if one did."""
     tokens: Sequence[int] = ()

@@ -12,9 +12,8 @@ from math import ceil, floor, log2
 def bloom_slopes(heads: int) -> tuple[float, ...]:
     """Bloom's and Falcon's: the largest power of two below, then every other slope of the next one.
 
-    Falcon was trained with slopes rounded to bfloat16, so these are. It also rounded their products with
-    positions, which depends on absolute positions and is not imitated: exact below position 256 if the number
-    of heads is a power of two.
+    Falcon rounds slopes to bfloat16, so these are. It also rounds their products with positions, an error that
+    depends on absolute positions and is not imitated; there is none below position 256 with 1, 2, 4 or 8 heads.
     """
     whole = 2 ** floor(log2(heads))
     base, between = 2.0 ** -(8 / whole), 2.0 ** -(4 / whole)

@@ -20,6 +20,8 @@ from trunkline.worker.grammar_checks import GrammarError, prepare
 
 _NOT_IN_JSON: Final = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
 _NOT_IN_TEXT: Final = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f]")
+WHITESPACE_MAX: Final = 32
+"""Characters in a row between two parts of a JSON text: enough to indent, and small models do not get lost."""
 _NAMES: Final = {"json_schema": "JSON schema", "regex": "regex", "ebnf": "EBNF grammar"}
 _SOURCE: Final = re.compile(r"\[\d\d:\d\d:\d\d\] \S+:\d+: ?|Check failed: \(.*?\) is false: ?|Warning: ")
 """Where in xgrammar's sources a message was written."""
@@ -92,7 +94,7 @@ class Vocabulary:
                 case "structural_tag":
                     compiled = self._tags.compile_structural_tag(text)
                 case _:
-                    compiled = self._json.compile_json_schema(text)
+                    compiled = self._json.compile_json_schema(text, max_whitespace_cnt=WHITESPACE_MAX)
         except MemoryError as error:
             raise GrammarError("the grammar needs too much memory to compile") from error
         except (RuntimeError, ValueError, TypeError) as error:  # xgrammar's, and pydantic's for tags

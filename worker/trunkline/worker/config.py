@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 
@@ -34,7 +34,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Of weights, activations and KV. Float32 by default: greedy output then does not depend on caching."""
     kernels: str = "auto"
     """One of `trunkline.kernels.load.KERNEL_NAMES`."""
-    quantisation: str = ""
+    quantisation: Literal["", "int8"] = ""
     """Of the layers' weights while they are loaded: "int8" (per output channel), or "" for none."""
     collectives: str = "auto"
     """How ranks exchange: "auto" is NCCL between GPUs and shared memory (or else gloo) between CPUs; "shared"

@@ -49,6 +49,7 @@ class Decoder:
         self._ropes = Ropes(shard, pool.data.device)
         self._layers = make_layers(shard, weights, kernels, self._ropes, pool.data.device)
         self._final_norm = make_norm(shard, kernels, weights.final_norm)
+        self._clip = config.qkv_clip
         self._one_norm = not config.architecture.names.mlp_norm
         self._finish = {
             Residual.SEQUENTIAL: self._finish_sequential,
@@ -103,9 +104,8 @@ class Decoder:
         """This rank's part of the sum over heads."""
         kernels, spec, pool = self._kernels, layer.spec, self.pool
         qkv = kernels.linear(x, layer.qkv)
-        clip = self.shard.config.qkv_clip
-        if clip:
-            qkv.clamp_(-clip, clip)
+        if self._clip:
+            qkv.clamp_(-self._clip, self._clip)
         q = kernels.write_kv(batch.write, qkv, angles, pool, layer.index, spec, layer.qk_norm)
         out = x.new_empty(x.shape[0], spec.heads, spec.head_dim)
         rows = batch.num_rows
@@ -128,10 +128,11 @@ class Decoder:
         Returns:
             The residual, and what is still to be added to it.
         """
-        delta = self._group.all_reduce(part)
+        all_reduce = self._group.all_reduce
+        delta = all_reduce(part)
         if layer.attention_post_norm is not NO_NORM:
             delta = layer.attention_post_norm.plain(delta)
-        delta = self._group.all_reduce(layer.mlp(layer.mlp_norm.add(delta, residual)))
+        delta = all_reduce(layer.mlp(layer.mlp_norm.add(delta, residual)))
         if layer.mlp_post_norm is not NO_NORM:
             delta = layer.mlp_post_norm.plain(delta)
         return residual, delta

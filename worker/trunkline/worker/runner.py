@@ -79,7 +79,7 @@ class Runner:
         torch.set_num_threads(1 if kernels.name == "cpu" else config.threads)
         shard = Shard(model, config.rank, config.tp)
         dtype = TORCH_DTYPES[config.dtype]
-        weights = load_weights(Path(config.model), shard, dtype, device, kernels, progress)
+        weights = load_weights(Path(config.model), shard, dtype, device, kernels, progress, config.quantisation)
         blocks = group.minimum(_pool_blocks(config, model, device))
         if blocks < 1:
             raise ConfigError("the KV pool has no room for a single block; give it more memory")
