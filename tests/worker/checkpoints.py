@@ -126,11 +126,11 @@ VARIANTS: Final[dict[str, Variant]] = {
 }
 
 
-def make_variant(folder: Path, name: str, *, seed: int = 0) -> Path:
+def make_variant(folder: Path, name: str, *, seed: int = 0, **overrides: Any) -> Path:
     """Write a random checkpoint of `VARIANTS[name]`; returns `folder`."""
     model_name, config_name, settings = VARIANTS[name]
     tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    config = getattr(transformers, config_name)(vocab_size=VOCAB_SIZE, **tokens, **settings)
+    config = getattr(transformers, config_name)(vocab_size=VOCAB_SIZE, **{**tokens, **settings, **overrides})
     torch.manual_seed(seed)
     model = getattr(transformers, model_name)(config)
     with torch.no_grad():

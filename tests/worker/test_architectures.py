@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from worker.checkpoints import VARIANTS, make_variant, transformers_logits
-from worker.driver import Stream, generate, run_config
+from worker.driver import VOCAB_SIZE, Driver, Stream, generate, run_config
 from worker.test_equality import largest_difference
 from worker.test_parallel import run_ranks
 
@@ -61,6 +62,40 @@ def test_logits_and_text_equal_transformers(name: str, kernels: str, models: Pat
     for stream in generate(runner):
         assert largest_difference(models / name, stream) <= 1e-4
         assert_greedy(models / name, stream)
+
+
+WIDE_HEADS: dict[str, dict[str, int]] = {
+    "gpt2": {"n_embd": 64},
+    "mistral": {"head_dim": 16},
+    "pythia": {},
+    "falcon-rw": {"hidden_size": 64},
+    "falcon-40b": {"hidden_size": 64},
+    "mpt": {"d_model": 64},
+    "gemma2": {"head_dim": 16},
+    "gemma3": {"head_dim": 16},
+}
+"""With heads of 16, for which the native kernels pack full chunks of 16 tokens."""
+
+
+@pytest.mark.skipif(library() is None, reason="the compiled kernels are not installed")
+@pytest.mark.parametrize("name", WIDE_HEADS)
+def test_packed_chunks(name: str, tmp_path: Path) -> None:
+    """Windows, biases, caps and partial rotation over packed chunks, some of them shared."""
+    folder = make_variant(tmp_path / name, name, **WIDE_HEADS[name])
+    runner = Runner.load(run_config(folder, chunk_size=16, kernels="cpu"), lambda *_: None)
+    runner.pool.data.fill_(float("nan"))
+    driver = Driver(runner.execute, num_blocks=64, chunk_size=16, seed=1)
+    rng = np.random.default_rng(3)
+    greedy = Sampling(temperature=0, logprobs=VOCAB_SIZE)
+    prompts = [rng.integers(VOCAB_SIZE, size=size).tolist() for size in (37, 5)]
+    streams = [driver.add(prompts[0], greedy)]
+    driver.run(streams, 3, piece=20)
+    streams += [driver.add(prompts[0][:32] + prompts[1], greedy, like=streams[0], shared=32) for _ in range(2)]
+    driver.run(streams[1:], 14)
+    assert runner.pool.packed.any()
+    for stream in streams:
+        assert largest_difference(folder, stream) <= 1e-4
+        assert_greedy(folder, stream)
 
 
 SPLIT_IN_FOUR = ("opt-350m", "falcon-7b", "falcon-40b", "mixtral-five-experts")
