@@ -52,13 +52,19 @@ check-native: $(STAMP) ## Compile the CPU kernels with warnings as errors and sa
 	LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so) $$($${CXX:-c++} -print-file-name=libstdc++.so.6)" \
 		ASAN_OPTIONS=detect_leaks=0 \
 		TRUNKLINE_NATIVE_LIBRARY=build/sanitized/_native.so $(BIN)/python -m pytest -q --capture=sys \
-		-m "sanitized and not soak" tests/kernels
+		-n 2 -m "sanitized and not soak" tests/kernels
 
 check-cuda: $(STAMP) ## Compile the CUDA kernels for sm_80 and sm_90a with warnings as errors (needs nvcc)
 	$(BIN)/python -m trunkline.kernels.cuda_build --check
 
+# The kernels' tests only compute: two at a time. The others start processes and listen to the clock.
 test: check check-native ## Style, types, sanitizers and the whole test suite
+ifeq ($(strip $(TESTS)),)
+	$(BIN)/python -m pytest -q -n 2 tests/kernels
+	$(BIN)/python -m pytest -q --ignore=tests/kernels
+else
 	$(BIN)/python -m pytest $(TESTS)
+endif
 
 format: $(STAMP) ## Rewrite the sources in the house format
 	$(BIN)/ruff check --fix .

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import httpx
+import jsonschema_rs
 import openai
 import pytest
 from router.fake_controller import FakeController, prompt_of
@@ -260,6 +261,15 @@ def test_version_openapi_and_cache(http: httpx.Client) -> None:
     schema = http.get("/openapi.json").json()
     reference = schema["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]
     assert reference["schema"]["$ref"].rsplit("/", 1)[1] in schema["components"]["schemas"]
+    for path, operations in schema["paths"].items():
+        for method, operation in operations.items():
+            assert "422" not in operation["responses"], "errors have other forms here"
+            error = operation["responses"]["default"]["content"]["application/json"]["schema"]
+            if path != "/health" and "{" not in path:
+                validator = jsonschema_rs.validator_for({**error, "components": schema["components"]})
+                validator.validate(http.delete(path).json())
+                if method == "post" and "requestBody" in operation:
+                    validator.validate(http.post(path, content=b"{}").json())
     for path in ("/reset_prefix_cache", "/flush_cache"):
         assert http.post(path).json() == {"blocks_freed": 7}
 

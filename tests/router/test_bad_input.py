@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 from typing import Any
 
@@ -131,6 +132,8 @@ def test_bad_values_name_their_parameter(
         assert (error["param"] or "").startswith(param.split("[")[0]), given
         if "[" in param:
             assert error["param"] == param, given
+        assert not re.search(r"\.(bool|int|str|literal|list)\b", error["param"]), given
+        assert not re.search("instance of|validation|dictionary", error["message"]), given
         assert error["type"] == "invalid_request_error"
         assert field in error["message"], given
     assert not fake.behaviour.submits

@@ -119,6 +119,19 @@ def test_a_demanded_call_is_held_to_its_grammar(http: httpx.Client, fake: FakeCo
     assert http.post("/v1/chat/completions", json=both).json()["error"]["param"] == "response_format"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_left_of_a_demanded_call_is_no_text(
+    http: httpx.Client, fake: FakeController, tokenizer: Tokenizer, stream: bool
+) -> None:
+    say(fake, tokenizer, CALL + '\n<tool_call>\n{"name": "add", "argu')
+    body = BODY | {"tool_choice": "required", "stream": stream}
+    answer = http.post("/v1/chat/completions", json=body)
+    key = "delta" if stream else "message"
+    parts = [choice for event in (chunks_of(answer) if stream else [answer.json()]) for choice in event["choices"]]
+    assert sum(len(part[key].get("tool_calls", [])) > 0 for part in parts) >= 1
+    assert not any(part[key].get("content") for part in parts)
+
+
 def test_no_calls_are_wanted(http: httpx.Client, fake: FakeController, tokenizer: Tokenizer) -> None:
     say(fake, tokenizer, CALL)
     answer = http.post("/v1/chat/completions", json=BODY | {"tool_choice": "none"}).json()

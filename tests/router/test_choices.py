@@ -360,6 +360,30 @@ def test_what_is_large_is_not_sent_with_each_of_many_prompts(http: httpx.Client,
     assert not fake.behaviour.submits
 
 
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"n": 8}, "n"),
+        ({"n": 2, "best_of": 8}, "best_of"),
+        ({"n": 2, "beam_width": 8, "use_beam_search": True}, "beam_width"),
+        ({"n": 8, "use_beam_search": True}, "n"),
+        ({"n": 2, "best_of": 8, "use_beam_search": True}, "best_of"),
+    ],
+)
+def test_too_many_for_the_pool_names_what_the_client_gave(
+    http: httpx.Client, fake: FakeController, fields: dict[str, Any], param: str
+) -> None:
+    def problem(submit: Submit) -> Finished:
+        name = "n" if submit.beam is None else "beam_width"
+        return Finished(submit.request, FinishReason.INVALID, f"{name} = 8 sequences need 16 blocks", param=name)
+
+    fake.behaviour.problem_of = problem
+    response = http.post("/v1/completions", json=PLAIN | fields)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"], error["code"]) == (400, param, "invalid_request")
+    assert error["message"] == f"{param} = 8 sequences need 16 blocks"
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("reason", [FinishReason.INVALID, FinishReason.QUEUE_FULL])
 def test_a_batch_is_all_or_nothing(

@@ -65,7 +65,8 @@ class ClusterPlan:
         workers = f"{groups}{settings.tp} worker{'s' if settings.tp > 1 else ''}"
         memory = settings.kv_memory_per_worker(self.device)
         kv = f" · {format_bytes(memory)} of KV each" if memory else ""
-        return f"{self.model_name} · {workers} on {self.device} · {self.dtype}{kv}"
+        weights = f" · {settings.quantization} weights" if settings.quantization != "none" else ""
+        return f"{self.model_name} · {workers} on {self.device} · {self.dtype}{weights}{kv}"
 
 
 def plan_cluster(settings: ServeSettings) -> ClusterPlan:

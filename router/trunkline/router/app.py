@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from trunkline.router.api import admin, anthropic, chat, completions, openai_responses, tokens
 from trunkline.router.api.anthropic import CountTokensRequest, MessagesRequest
-from trunkline.router.api.error_forms import error_body
+from trunkline.router.api.error_forms import SCHEMAS, error_body, schema_of
 from trunkline.router.api.models import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from trunkline.router.api.openai_response_types import ResponsesRequest
 from trunkline.router.api.responses import JsonResponse
@@ -80,19 +80,29 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 
 
 def _schema(app: FastAPI) -> dict[str, Any]:
-    """OpenAPI with the request bodies, which FastAPI does not see (they are read by `api/body.py`)."""
+    """OpenAPI with the request bodies and errors, which FastAPI does not see (`api/body.py` reads and refuses)."""
     if app.openapi_schema is None:
         schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
         _, definitions = models_json_schema(
             [(model, "validation") for model in _BODIES.values()],
             ref_template="#/components/schemas/{model}",
         )
-        schema.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
+        # Instead of what FastAPI has there: its own form of errors, which is never sent.
+        schema["components"] = {"schemas": definitions["$defs"] | SCHEMAS}
         for path, model in _BODIES.items():
             reference = {"$ref": f"#/components/schemas/{model.__name__}"}
             schema["paths"][path]["post"]["requestBody"] = {
                 "required": True,
                 "content": {"application/json": {"schema": reference}},
             }
+        for path, operations in schema["paths"].items():
+            error = {"schema": {"$ref": f"#/components/schemas/{schema_of(path)}"}}
+            for operation in operations.values():
+                operation["responses"].pop("422", None)
+                operation["responses"]["default"] = {
+                    "description": "An error",
+                    "content": {"application/json": error},
+                }
+        schema["paths"]["/health"]["get"]["responses"]["503"] = {"description": "No token can be generated"}
         app.openapi_schema = schema
     return app.openapi_schema

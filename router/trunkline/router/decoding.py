@@ -6,6 +6,7 @@ wrong in a way that nobody sees.
 
 from __future__ import annotations
 
+import re
 from typing import Any, Final
 
 import msgspec
@@ -14,7 +15,7 @@ from trunkline.controller.messages import BeamSearch
 from trunkline.kvstore.beams import candidate_count
 from trunkline.router.api.models import CompletionRequest, GenerationRequest
 from trunkline.router.api.parameters import BEAM_WIDTH_MAX, CHOICES_MAX
-from trunkline.router.errors import bad_value
+from trunkline.router.errors import ApiError, bad_value
 
 CANDIDATES_MAX: Final = 4096
 """Continuations that a search may look at in a step; they travel to the controller each time."""
@@ -52,6 +53,8 @@ class Decoding(msgspec.Struct, frozen=True):
     samples: int = 1
     """Samples drawn; of a beam search, results wanted."""
     beam: BeamSearch | None = None
+    rows_param: str = "n"
+    """The parameter that said how many `rows` there are."""
 
     @property
     def rows(self) -> int:
@@ -65,6 +68,13 @@ class Decoding(msgspec.Struct, frozen=True):
             return "beam_search"
         return "sampling" if self.samples == 1 else "parallel_sampling"
 
+    def in_clients_words(self, error: ApiError) -> ApiError:
+        """The engine's error about the number of rows (to it, `n` or `beam_width`) with `rows_param` instead."""
+        if error.param != ("n" if self.beam is None else "beam_width") or error.param == self.rows_param:
+            return error
+        message = re.sub(rf"\b{error.param}\b", self.rows_param, error.message)
+        return ApiError(error.status, message, kind=error.kind, param=self.rows_param, code=error.code)
+
 
 def decoding_of(request: GenerationRequest, rows_max: int) -> Decoding:
     """The method a request asks for.
@@ -75,7 +85,8 @@ def decoding_of(request: GenerationRequest, rows_max: int) -> Decoding:
     Raises:
         ApiError: 400 naming the parameter that contradicts another or is too large.
     """
-    decoding, param = _beam_search(request) if request.use_beam_search else _sampling(request)
+    decoding = _beam_search(request) if request.use_beam_search else _sampling(request)
+    param = decoding.rows_param
     if rows_max and decoding.rows > rows_max:
         raise bad_value(
             param, f"`{param}` is too large: {decoding.rows}. The engine decodes {rows_max} sequences at once."
@@ -123,24 +134,24 @@ def _asks_for(request: GenerationRequest, name: str, neutral: tuple[Any, ...]) -
     )
 
 
-def _sampling(request: GenerationRequest) -> tuple[Decoding, str]:
+def _sampling(request: GenerationRequest) -> Decoding:
     for name, neutral in _BEAM_ONLY.items():
         if _asks_for(request, name, neutral):
             raise bad_value(name, f"`{name}` is only allowed with `use_beam_search: true`")
     choices = request.n or 1
     best_of = request.best_of if isinstance(request, CompletionRequest) else None
     if best_of is None or best_of == choices:
-        return Decoding(choices, choices), "n"
+        return Decoding(choices, choices)
     if best_of < choices:
         raise bad_value("best_of", f"`best_of` is {best_of}, but `n` asks for {choices} of them")
     if request.stream:
         raise bad_value(
             "best_of", "`best_of` above `n` is not available with `stream: true`: the best are known at the end"
         )
-    return Decoding(choices, best_of), "best_of"
+    return Decoding(choices, best_of, rows_param="best_of")
 
 
-def _beam_search(request: GenerationRequest) -> tuple[Decoding, str]:
+def _beam_search(request: GenerationRequest) -> Decoding:
     for name, neutral in _NOT_WITH_BEAMS.items():
         if _asks_for(request, name, neutral):
             raise bad_value(name, f"`{name}` has no place in a beam search (`use_beam_search: true`)")
@@ -156,4 +167,4 @@ def _beam_search(request: GenerationRequest) -> tuple[Decoding, str]:
         raise bad_value("n", f"`n` is {choices}, but the search has only {width} beams (`{param}`)")
     penalty = 1.0 if request.length_penalty is None else request.length_penalty
     early = None if request.early_stopping == "never" else bool(request.early_stopping)
-    return Decoding(choices, choices, BeamSearch(width, penalty, early)), param
+    return Decoding(choices, choices, BeamSearch(width, penalty, early), rows_param=param)

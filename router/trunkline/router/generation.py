@@ -9,10 +9,10 @@ from typing import Final
 
 from trunkline.controller.messages import PromptLogprobs
 from trunkline.router.choices import Choices
-from trunkline.router.errors import TIMED_OUT, finish_error, unavailable
+from trunkline.router.errors import TIMED_OUT, ApiError, finish_error, unavailable
 from trunkline.router.metrics import Metrics
 from trunkline.router.sampling import Job
-from trunkline.router.streams import Batch, Stream
+from trunkline.router.streams import Batch, End, Stream
 from trunkline.router.text import Delta
 
 _FIRST_EVENT_SECONDS_MAX: Final = 10.0
@@ -68,8 +68,7 @@ class Generation:
                 await self._stream.wait_first()
         except TimeoutError:
             return
-        failure = self._stream.failure
-        error = None if failure is None else finish_error(*failure)
+        error = self._error_of(self._stream.failure)
         if error is not None:
             raise error
 
@@ -85,7 +84,7 @@ class Generation:
                 self._measure(batch)
                 # An end by failure still has the tokens before it: they were generated, so they are shown.
                 end = batch.end
-                error = None if end is None else finish_error(*end)
+                error = self._error_of(end)
                 before = self._choices.output_tokens
                 deltas = self._choices.feed(batch, None if end is None or error is not None else end.reason)
                 self._metrics.output_tokens.inc(self._choices.output_tokens - before)
@@ -121,6 +120,10 @@ class Generation:
         on_close, self._on_close = self._on_close, None
         if on_close is not None:
             on_close(self)
+
+    def _error_of(self, end: End | None) -> ApiError | None:
+        error = None if end is None else finish_error(*end)
+        return None if error is None else self.job.decoding.in_clients_words(error)
 
     def _measure(self, batch: Batch) -> None:
         # Samples of one request go on side by side: what counts is how far the furthest came.

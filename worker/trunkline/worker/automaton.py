@@ -20,9 +20,14 @@ from trunkline.worker.grammar_checks import GrammarError, prepare
 
 _NOT_IN_JSON: Final = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
 _NOT_IN_TEXT: Final = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f]")
-WHITESPACE_MAX: Final = 32
+WHITESPACE_MAX: Final = 16
 """Characters in a row between two parts of a JSON text: enough to indent, and small models do not get lost."""
-_NAMES: Final = {"json_schema": "JSON schema", "regex": "regex", "ebnf": "EBNF grammar"}
+_NAMES: Final = {
+    "json_schema": "JSON schema",
+    "regex": "regex",
+    "ebnf": "EBNF grammar",
+    "structural_tag": "grammar",
+}
 _SOURCE: Final = re.compile(r"\[\d\d:\d\d:\d\d\] \S+:\d+: ?|Check failed: \(.*?\) is false: ?|Warning: ")
 """Where in xgrammar's sources a message was written."""
 _KIND_OF_ERROR: Final = re.compile(

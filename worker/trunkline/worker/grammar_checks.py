@@ -18,7 +18,8 @@ NESTING_MAX: Final = 200
 COUNT_MAX: Final = 1_000_000_000
 """Largest repetition count; xgrammar keeps them in 32 bits and does not look whether they fit."""
 
-_COUNT: Final = re.compile(r"\{\s*(\d*)\s*(?:,\s*(\d*)\s*)?\}")
+_COUNT: Final = re.compile(r"\{\s*+(\d*+)\s*+(?:,\s*+(\d*+)\s*+)?\}")
+"""Possessive: a brace before 64 KiB of spaces would otherwise be read in a billion ways, in the step thread."""
 _COUNT_KEYWORDS: Final = (
     *("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"),
     *("min", "max"),  # of a structural tag's repetitions

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
@@ -15,6 +16,8 @@ from trunkline.router.errors import ApiError, bad_value
 _BODY_SECONDS_MAX: Final = 60.0
 """A client that sends its body more slowly holds a connection for nothing."""
 _OFF_LOOP_BYTES: Final = 256 << 10
+_PYTHON_ONLY: Final = re.compile(r" or instance of \w+| after validation")
+"""In pydantic's messages; clients know nothing of this program's classes."""
 
 _Model = TypeVar("_Model", bound=BaseModel)
 
@@ -99,7 +102,7 @@ def _to_api_error(error: ValidationError) -> ApiError:
     param = first.get("ctx", {}).get("param") or _param_name(first["loc"])
     if first["type"] == "missing":
         return bad_value(param, f"`{param}` is required", code="missing_required_parameter")
-    message = first["msg"]
+    message = _PYTHON_ONLY.sub("", first["msg"]).replace("a valid dictionary", "an object")
     return bad_value(param, f"`{param}`: {message[0].lower()}{message[1:]}")
 
 

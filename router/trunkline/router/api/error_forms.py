@@ -18,15 +18,57 @@ _ANTHROPIC_TYPES: Final = {
     503: "overloaded_error",
     504: "timeout_error",
 }
+_NULLABLE_STRING: Final = {"type": ["string", "null"]}
+SCHEMAS: Final[dict[str, dict[str, Any]]] = {
+    "Error": {
+        "type": "object",
+        "properties": {
+            "error": {
+                "type": "object",
+                "properties": {
+                    "message": {"type": "string"},
+                    "type": {"type": "string"},
+                    "param": _NULLABLE_STRING,
+                    "code": _NULLABLE_STRING,
+                },
+                "required": ["message", "type", "param", "code"],
+            }
+        },
+        "required": ["error"],
+    },
+    "AnthropicError": {
+        "type": "object",
+        "properties": {
+            "type": {"const": "error"},
+            "error": {
+                "type": "object",
+                "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+                "required": ["type", "message"],
+            },
+        },
+        "required": ["type", "error"],
+    },
+}
+"""The two forms, for the OpenAPI document."""
+
+
+def schema_of(path: str) -> str:
+    """Which of `SCHEMAS` the errors of a path have."""
+    return "AnthropicError" if _is_anthropic(path) else "Error"
 
 
 def anthropic_error(error: ApiError) -> dict[str, Any]:
     """An error's body in Anthropic's form; also the payload of an error event within a stream."""
-    kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}}
+    kind, message = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error"), error.message
+    if error.param is not None and f"`{error.param}`" not in message:  # the form has no field for it
+        message += f" (parameter `{error.param}`)"
+    return {"type": "error", "error": {"type": kind, "message": message}}
 
 
 def error_body(path: str, error: ApiError) -> dict[str, Any]:
     """An error's body for a request to `path`."""
-    anthropic = path == _ANTHROPIC_PATH or path.startswith(f"{_ANTHROPIC_PATH}/")
-    return anthropic_error(error) if anthropic else error.body()
+    return anthropic_error(error) if _is_anthropic(path) else error.body()
+
+
+def _is_anthropic(path: str) -> bool:
+    return path == _ANTHROPIC_PATH or path.startswith(f"{_ANTHROPIC_PATH}/")

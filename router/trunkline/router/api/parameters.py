@@ -252,6 +252,13 @@ _TOOL_CHOICE: Final[dict[str, Any]] = {
     ]
 }
 
+
+def _early_stopping(value: Any) -> Any:
+    if value is not None and not isinstance(value, bool) and value != "never":
+        raise PydanticCustomError("early_stopping", 'must be true, false or "never"')
+    return value
+
+
 _NoBool = BeforeValidator(_no_bool)
 Count = Annotated[StrictInt, Field(ge=1, le=_INT32_MAX), _NoBool]
 CountOrZero = Annotated[StrictInt, Field(ge=0, le=_INT32_MAX), _NoBool]
@@ -263,7 +270,7 @@ PromptLogprobCount = Annotated[
     Annotated[StrictInt, Field(ge=0, le=LOGPROBS_MAX)] | None, BeforeValidator(_false_is_none)
 ]
 LengthPenalty = Annotated[float, Field(ge=-LENGTH_PENALTY_MAX, le=LENGTH_PENALTY_MAX)]
-EarlyStopping = bool | Literal["never"]
+EarlyStopping = Annotated[bool | Literal["never"], BeforeValidator(_early_stopping)]
 _TokenId = Annotated[StrictInt, Field(ge=0, le=_INT32_MAX)]
 TokenIds = Annotated[list[_TokenId], Field(max_length=STOP_IDS_MAX)]
 AllowedIds = Annotated[list[_TokenId], Field(min_length=1, max_length=ALLOWED_IDS_MAX)]

@@ -298,9 +298,32 @@ _PARSERS: Final[dict[StyleName, type[_Parser]]] = {
 }
 
 
-def make_parser(style: StyleName, names: Collection[str], draw_id: Callable[[], str]) -> ToolParser:
-    """A parser for one answer. `names`: of the functions offered; `draw_id` makes an id for each call."""
-    return _PARSERS[style](names, draw_id)
+class _CallsOnly:
+    """For answers that a grammar holds to calls: what looks like text is a call that was cut off."""
+
+    def __init__(self, parser: ToolParser) -> None:
+        self._parser = parser
+
+    @property
+    def calls(self) -> int:
+        return self._parser.calls
+
+    def feed(self, text: str) -> list[Piece]:
+        return [piece for piece in self._parser.feed(text) if not isinstance(piece, Text)]
+
+    def finish(self) -> list[Piece]:
+        return [piece for piece in self._parser.finish() if not isinstance(piece, Text)]
+
+
+def make_parser(
+    style: StyleName, names: Collection[str], draw_id: Callable[[], str], *, demanded: bool = False
+) -> ToolParser:
+    """A parser for one answer. `names`: of the functions offered; `draw_id` makes an id for each call.
+
+    `demanded`: the answer follows a grammar by which it consists of calls.
+    """
+    parser = _PARSERS[style](names, draw_id)
+    return _CallsOnly(parser) if demanded else parser
 
 
 def parse(parser: ToolParser, text: str) -> list[Piece]:

@@ -34,6 +34,8 @@ class ToolPlan(msgspec.Struct, frozen=True):
     """For the chat template (`Tokenizer.render_chat`); None: no tools are shown."""
     grammar: Grammar | None = None
     """What the answer must follow besides; it excludes any other grammar."""
+    demanded: bool = False
+    """Whether the answer consists of calls and nothing else."""
 
     @property
     def active(self) -> bool:
@@ -49,7 +51,7 @@ class ToolPlan(msgspec.Struct, frozen=True):
         """A parser for one answer; None if it cannot have calls. `draw_id`: makes the ids of calls."""
         if not self.active:
             return None
-        return make_parser(self.style.name, self.names, draw_id or self.draw_id)
+        return make_parser(self.style.name, self.names, draw_id or self.draw_id, demanded=self.demanded)
 
     def draw_id(self, prefix: str = "call_") -> str:
         """An id for a call. Mistral's templates take only nine letters and digits, so there is no prefix."""
@@ -80,4 +82,5 @@ def plan_tools(
         names=frozenset(function.name for function in functions),
         template_tools=[function.for_template() for function in functions],
         grammar=make_grammar(functions, choice, style, parallel=parallel),
+        demanded=choice.kind in ("required", "function"),
     )
