@@ -180,3 +180,23 @@ def test_what_is_checked_in_the_step_thread_takes_no_time() -> None:
         start = time.thread_time()
         prepare(kind, text)
         assert time.thread_time() - start < 1.0
+
+
+def test_what_was_forgotten_is_not_compiled() -> None:
+    """Whoever asks for slow grammars and goes away does not keep others waiting."""
+    store = GrammarStore(DEMO_FOLDER, V)
+    try:
+        store.compile(1, "regex", "a")
+        for grammar in range(2, 10):
+            store.compile(grammar, "regex", f"b{{{grammar}}}")
+            store.forget(grammar)
+        store.compile(99, "regex", "ab")
+        ready: list[GrammarReady] = []
+        start = time.monotonic()
+        while GrammarReady(99) not in ready and time.monotonic() < start + 60.0:
+            ready += store.poll()
+            time.sleep(0.01)
+        assert ready == [GrammarReady(1), GrammarReady(99)]
+        assert list(store._compiler._kept) == [("regex", "a"), ("regex", "ab")], "the others were tried, too"
+    finally:
+        store.close()

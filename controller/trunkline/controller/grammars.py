@@ -62,8 +62,10 @@ class GrammarBook:
         if entry is None:
             return
         entry.users.discard(request)
-        if entry.problem and not entry.users:
-            self._forget(entry)  # nothing was kept of it; a corrected worker may succeed
+        if not entry.users and (entry.problem or not entry.ready):
+            # Nothing was kept of it, and a corrected worker may succeed; or nobody waits for it any more, and it
+            # is not to be compiled before those of others.
+            self._forget(entry)
         idle = [other for other in self._by_content.values() if not other.users and other.ready]
         for other in idle[: max(0, len(idle) - IDLE_MAX)]:
             self._forget(other)

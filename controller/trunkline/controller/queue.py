@@ -22,10 +22,6 @@ class RequestQueue:
         """Over the groups as they are now; the queue may change meanwhile."""
         return iter(self._groups.copy())
 
-    @property
-    def first(self) -> SequenceGroup | None:
-        return self._groups[0] if self._groups else None
-
     def add(self, group: SequenceGroup) -> None:
         assert not group.queued
         group.queued = True

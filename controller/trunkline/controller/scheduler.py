@@ -69,8 +69,10 @@ class Scheduler:
         self._rows_changed = False
         self._left: list[int] = []
         self._merged: list[tuple[int, int, int]] = []
-        self._blocked: tuple[int, int] | None = None
-        """(request, blocks available) of the last admission that failed for lack of blocks."""
+        self._entering: dict[int, SequenceGroup] = {}
+        """Groups that come back after a preemption, some sequences of them already, while others still wait."""
+        self._blocked: tuple[int, int, int] | None = None
+        """(request, blocks available, `running_count`) of the last admission that failed for lack of blocks."""
 
     @property
     def running_count(self) -> int:
@@ -168,8 +170,11 @@ class Scheduler:
             if sequence.stay:
                 self.release(sequence, now, claim=claim)
             sequence.phase = Phase.WAITING
-        if group.members[0].tokens.count == group.prompt_len and group.request.width > 1:
-            # Nothing tells the samples apart yet: they will fork again.
+        self._entering.pop(group.id, None)
+        whole = len(group.members) == group.request.width > 1
+        if whole and group.members[0].tokens.count == group.prompt_len:
+            # Nothing tells the samples apart yet: they will fork again. Not if one was
+            # aborted: it would return.
             for sequence in group.members[1:]:
                 self.residence.drop_claim(sequence)
             del group.members[1:]
@@ -231,8 +236,17 @@ class Scheduler:
         self.residence.drop_claim(sequence)
         sequence.phase = Phase.ENDED
         group.members.remove(sequence)
-        if group.queued and not any(member.phase is Phase.WAITING for member in group.members):
+        self._note_entry(group)
+
+    def _note_entry(self, group: SequenceGroup) -> None:
+        """A sequence of the group has come in or has ended: whether others of it wait may be different now."""
+        waits = any(member.phase is Phase.WAITING for member in group.members)
+        if group.queued and not waits:
             self.queue.remove(group)
+        if waits and any(member.stay for member in group.members):
+            self._entering[group.id] = group
+        else:
+            self._entering.pop(group.id, None)
 
     def seal(self, slot: int, kv_tokens: int, now: float) -> None:
         """A row's chunk is full: name it and share it."""
@@ -280,21 +294,32 @@ class Scheduler:
                 matched += sequence.tokens.count
                 outcome = self._admit(sequence, now, draft)
                 if outcome is Admission.NO_BLOCKS:
-                    self._blocked = (group.id, self.residence.available)
+                    self._blocked = (group.id, self.residence.available, self.running_count)
                     return
                 if outcome is Admission.ADMITTED:
                     budget -= self._prefill_chunk(sequence, budget, draft)
                 if budget <= 0:
                     break
+            if group.search is not None and group.id in self._entering:
+                return  # see `_candidates`
 
     def _candidates(self) -> list[SequenceGroup]:
-        """Who may start now, in order; nobody while the first of them still lacks blocks."""
-        first = self.queue.first
-        if first is None:
+        """Who may start now, in order; nobody while the first of them still lacks blocks.
+
+        Beams that have come back hold blocks and compute nothing before all of their search are there. So a search
+        that has begun to come in goes before everybody, and alone: two of them, or one and a prompt of
+        better priority, could each hold what the other waits for.
+        """
+        waiting = list(self.queue)
+        for search in [group for group in self._entering.values() if group.search is not None]:
+            waiting.remove(search)
+            waiting.insert(0, search)
+        if not waiting:
             return []
-        if self._blocked == (first.id, self.residence.available) and self.running_count:
+        going = self.running_count > len(self.parked)  # else nothing is going to change by itself
+        if going and self._blocked == (waiting[0].id, self.residence.available, self.running_count):
             return []
-        return list(self.queue)
+        return waiting
 
     def _may_start(self, group: SequenceGroup, step: int) -> bool:
         """Whether all of a group fits the rows and, if several sequences come back at once, the pool."""
@@ -309,7 +334,7 @@ class Scheduler:
     def _rows_promised(self) -> int:
         """Rows that those who hold blocks, and the rest of their groups, will need beyond those they have."""
         groups = {s.group.id: s.group for s in (*self.prefilling, *self.parked)}
-        groups |= {g.id: g for g in self.queue if g.preempted and any(s.stay for s in g.members)}
+        groups |= self._entering
         return sum(g.rows_needed - sum(s.slot >= 0 for s in g.members) for g in groups.values())
 
     def _spare_blocks(self, group: SequenceGroup) -> int:
@@ -343,8 +368,8 @@ class Scheduler:
             group.cached_tokens = min(found, group.prompt_len - 1)
         sequence.phase = Phase.PREFILL
         self.prefilling.append(sequence)
-        if not any(member.phase is Phase.WAITING for member in group.members):
-            self.queue.remove(group)
+        self._note_entry(group)
+        self._blocked = None  # should it be this group's: it needs other blocks now
         return outcome
 
     def _prefill_chunk(self, sequence: Sequence, budget: int, draft: PlanDraft) -> int:

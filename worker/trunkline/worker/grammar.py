@@ -48,7 +48,8 @@ log = structlog.get_logger()
 
 
 class GrammarStore:
-    """Grammars by id, and where each sequence stands in its own. Everything but `_work` is the step thread's."""
+    """Grammars by id, and where each sequence stands in its own. Everything but `_work` is the step thread's; that
+    only looks up whether a job is still pending."""
 
     def __init__(self, model: Path, vocab_size: int, seconds_max: float = COMPILE_S_MAX) -> None:
         """Cheap: nothing is read before the first grammar.
@@ -156,6 +157,8 @@ class GrammarStore:
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             grammar, kind, text = job
+            if grammar not in self._pending:
+                continue  # forgotten while others were compiled
             self._results.put((grammar, self._compiler.compile(kind, text)))
         self._compiler.close()
 
