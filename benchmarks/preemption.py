@@ -7,7 +7,7 @@ Small model, bfloat16, one rank with two threads, engine and rank in one process
 - overhead: a sequence of 256 tokens leaves the pool and comes back. `swap`: save and load of its blocks;
   `swap_bandwidth`: the bytes of both; `memcpy`: the limit, a copy of the same bytes between two plain buffers and
   back. `recompute`: the step that computes them again.
-- pressure: 24 requests (ShareGPT-like lengths, cut to 160 in and 256 out) at once in a pool that holds about a
+- pressure: 12 requests (ShareGPT-like lengths, cut to 160 in and 256 out) at once in a pool that holds about a
   third of them, once for each way of coming back: normalised latency, and how many preemptions there were.
   `roomy`: a pool for all.
 """
@@ -82,7 +82,7 @@ def move(loop: EngineLoop, saves: list[list[int]], loads: list[list[int]]) -> fl
 
 def pressure(arguments: argparse.Namespace, report: Report) -> None:
     """The ways take turns, so that a noisy moment hits all of them."""
-    count, rounds = (8, 1) if arguments.quick else (24, 3)
+    count, rounds = (8, 1) if arguments.quick else (12, 2)
     for chunk_size in (64,) if arguments.quick else (16, 64, 256):
         runs: dict[str, list[dict[str, float]]] = {"roomy": [], "recompute": [], "swap": [], "auto": []}
         for _ in range(rounds):
