@@ -57,11 +57,12 @@ check-native: $(STAMP) ## Compile the CPU kernels with warnings as errors and sa
 check-cuda: $(STAMP) ## Compile the CUDA kernels for sm_80 and sm_90a with warnings as errors (needs nvcc)
 	$(BIN)/python -m trunkline.kernels.cuda_build --check
 
-# The kernels' tests only compute: two at a time. The others start processes and listen to the clock.
+# Tests that only compute run two at a time. The others start processes and listen to the clock.
+PURE := $(addprefix tests/,kernels controller simulation kvstore)
 test: check check-native ## Style, types, sanitizers and the whole test suite
 ifeq ($(strip $(TESTS)),)
-	$(BIN)/python -m pytest -q -n 2 tests/kernels
-	$(BIN)/python -m pytest -q --ignore=tests/kernels
+	$(BIN)/python -m pytest -q -n 2 $(PURE)
+	$(BIN)/python -m pytest -q $(addprefix --ignore=,$(PURE))
 else
 	$(BIN)/python -m pytest $(TESTS)
 endif

@@ -1,7 +1,9 @@
 """Plots of docs/benchmarks.md from the JSON files that the benchmarks write. Needs matplotlib, of the extra `dev`.
 
-python benchmarks/overload.py --json overload.json
-python benchmarks/plots.py overload.json docs/images
+    python benchmarks/overload.py --json overload.json
+    python benchmarks/plots.py overload.json docs/images
+
+A picture has the benchmark's name.
 """
 
 from __future__ import annotations

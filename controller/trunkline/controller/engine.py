@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 import msgspec
 import numpy as np
@@ -28,6 +29,9 @@ from trunkline.controller.sequence import Request, Sequence, SequenceGroup
 from trunkline.kvstore.layout import Int32Array, unpack_int32
 from trunkline.router.messages import BeamsFound, Finished, FinishReason, PromptScored, Started
 from trunkline.worker.messages import CompileGrammar, ForgetGrammar, StepPlan
+
+PLAIN_STEPS_PER_OBSERVATION: Final = 8
+"""Of the steps that only decode, one in so many teaches what steps cost: they are alike, and learning costs."""
 
 
 class ProtocolError(RuntimeError):
@@ -249,13 +253,14 @@ class Engine:
         rows = step.rows
         self.counters.plan_copies += result.plan_copies
         self.counters.kv_bytes_read += result.kv_bytes_read
-        self.scheduler.costs.observe(
-            rows=step.decode_rows,
-            prefill_tokens=step.prefill_tokens,
-            elapsed_us=result.elapsed_us,
-            moved_blocks=step.moved_blocks,
-            moved_us=result.moved_us,
-        )
+        if step.prefill_tokens or step.moved_blocks or step.step % PLAIN_STEPS_PER_OBSERVATION == 0:
+            self.scheduler.costs.observe(
+                rows=step.decode_rows,
+                prefill_tokens=step.prefill_tokens,
+                elapsed_us=result.elapsed_us,
+                moved_blocks=step.moved_blocks,
+                moved_us=result.moved_us,
+            )
         if len(result.tokens) != 4 * len(rows):
             raise ProtocolError(
                 f"step {result.step} samples {len(rows)} int32 tokens; {len(result.tokens)} bytes came back"
