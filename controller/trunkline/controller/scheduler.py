@@ -214,7 +214,8 @@ class Scheduler:
             settled = not sequence.tails
             if sequence.seat is not None:
                 output_tokens = restore_output(sequence)
-                settled = not ends and planned == known and output_tokens > 0
+                goes_on = planned + 1 < sequence.group.limit  # else later steps may be on their way without it
+                settled = not ends and planned == known and goes_on and output_tokens > 0
             if not settled:
                 kv_tokens -= kv_tokens % self.config.chunk_size
         elif sequence.phase is Phase.PARKED:
