@@ -24,6 +24,9 @@ SlotId = NewType("SlotId", int)
 NO_BLOCK: Final = BlockId(-1)
 """No physical slot: as a block, "not resident"; as a slot in `write_kv`, "do not store this token's KV"."""
 
+NO_SLOT: Final = SlotId(-1)
+"""Not in that tier."""
+
 OPEN_COUNT: Final = -1
 """Token count of an extent that grows with its sequence."""
 

@@ -1,7 +1,8 @@
 """Names of chunks: a chain hash from a root that stands for everything KV depends on besides the tokens.
 
 Two chunks have the same name only if model, precision, chunk size, tenant salt and every token up to their
-end agree. So a name found in any tier of any process is the same KV (design.md section 2).
+end agree, and, for what is computed behind a cut, the cut (`trunkline.kvstore.cuts.cut_name`). So a name found in
+any tier of any process is the same KV (design.md section 2).
 """
 
 from __future__ import annotations

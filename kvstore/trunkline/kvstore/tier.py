@@ -4,10 +4,14 @@ The controller's directory decides which chunk lives in which slot of which tier
 tier only stores and returns bytes. Every rank keeps its own shard of a chunk under the same `SlotId`.
 The host, disk and remote tiers implement `Tier`; the device pool is not a tier, because kernels read it
 in place.
+
+A fourth tier is another class with these few methods. One that several controllers share implements
+`SharedTier`, and is chosen by the scheme of its URL (`trunkline.worker.remote_tier`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple, Protocol
 
@@ -36,11 +40,13 @@ class SlotKey(NamedTuple):
 class Tier(Protocol):
     """Bounded storage of one rank's chunk shards.
 
-    Methods may block: movers call them off the thread that executes steps.
+    Methods may block: movers call them off the thread that executes steps, several at the same time for
+    different keys.
     """
 
     kind: TierKind
     capacity_slots: int
+    """0: it has no slots of its own."""
     slot_bytes: int
 
     def write(self, key: SlotKey, data: memoryview) -> None:
@@ -51,10 +57,28 @@ class Tier(Protocol):
         """
 
     def read(self, key: SlotKey, into: memoryview) -> bool:
-        """Fill `into` and return True, or return False if the slot does not hold exactly `key`, whole."""
+        """Fill `into` and return True, or return False if the slot does not hold exactly `key`, whole.
+
+        `into` holds anything after False, or after an error.
+
+        Raises:
+            OSError: the tier could not be read.
+        """
 
     def discard(self, slot: SlotId) -> None:
         """Forget the slot's content. Never fails: discarding nothing is fine."""
 
     def close(self) -> None:
         """Release files, connections and memory."""
+
+
+class SharedTier(Tier, Protocol):
+    """Storage that other groups and controllers use as well: a chunk is found by its name alone, and may go at any
+    time. `SlotKey.slot` and `generation` mean nothing to it."""
+
+    def present(self, names: Sequence[ChunkName]) -> int:
+        """How many of the first of these chunks are there now.
+
+        Raises:
+            OSError: the tier cannot be reached.
+        """

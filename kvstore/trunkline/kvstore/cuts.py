@@ -1,0 +1,155 @@
+"""Which parts of a history a sequence sees, and how that becomes a layout over blocks (CachedAttention §3.4).
+
+A cut drops ranges of a history: the oldest half of an overflowing context, or any tokens of a discard list. KV
+stays where it is and as it was computed; only what is read of it changes. Three ways to count tokens meet here:
+
+      history  0 1 2 3 4 5 6 7 8 9 …        as the client knows it; the positions at which keys are rotated
+      dropped      [2 . . . . 7)
+      acting   0 1           2 3 4 …        as the sequence sees it: distances between what is left
+      table    |0 1 2 3|     |8 …           as blocks are: whole chunks (of 4 here) with anything left in them
+
+Between dropped ranges lie the *kept* ones; the last is open. Chunks that are dropped whole are in no table.
+Tokens in a table that are not seen are *holes*; all of them lie before the last kept range.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from trunkline.kvstore.layout import OPEN_COUNT, Extent, Int32Array
+from trunkline.kvstore.names import NAME_BYTES, ChunkName, chunk_name
+
+DROPS_MAX: Final = 64
+"""Ranges that one sequence may drop."""
+
+
+class Segment(NamedTuple):
+    """Consecutive chunks of a history that are in the table, and the cut behind which they stand."""
+
+    start: int
+    """First chunk in the history."""
+    stop: int
+    """Behind the last; -1: open."""
+    drops: int
+    """How many of the dropped ranges lie before it; 0: the beginning of the history."""
+
+
+class Cut:
+    """The dropped ranges of one sequence, for chunks of one size. Immutable."""
+
+    __slots__ = ("chunk_size", "closed_end", "drops", "first_open", "holes", "segments", "table_start")
+
+    def __init__(self, drops: tuple[tuple[int, int], ...], chunk_size: int) -> None:
+        """
+        Args:
+            drops: see `problem_of_drops`.
+        """
+        self.drops = drops
+        self.chunk_size = chunk_size
+        self.segments = _segments(drops, chunk_size)
+        dropped = sum(stop - start for start, stop in drops)
+        last = self.segments[-1]
+        self.table_start = sum(segment.stop - segment.start for segment in self.segments[:-1])
+        """Table entries before the last segment."""
+        self.first_open = self.table_start * chunk_size + drops[-1][1] % chunk_size
+        """Index in the table of the first token behind the last dropped range."""
+        skipped = last.start - self.table_start
+        self.holes = dropped - skipped * chunk_size
+        """Tokens in the table that are not seen: the difference between counting in the table and acting."""
+        closed = self.extents()[:-1]
+        self.closed_end = (
+            closed[-1].table_start * chunk_size + closed[-1].first_token + closed[-1].token_count if closed else 0
+        )
+        """Index in the table behind the last token that is seen before the last dropped range: up to here KV
+        must be there, for only behind it can more be computed."""
+
+    def table_tokens(self, history: Int32Array) -> Int32Array:
+        """The tokens of the chunks that are in the table, holes included."""
+        size = self.chunk_size
+        parts = [
+            history[segment.start * size : segment.stop * size if segment.stop >= 0 else len(history)]
+            for segment in self.segments
+        ]
+        return np.concatenate(parts)
+
+    def seen(self, table_tokens: Int32Array) -> Int32Array:
+        """What is seen of the table's tokens."""
+        mask = np.ones(len(table_tokens), bool)
+        for extent in self.extents()[:-1]:
+            begin = extent.table_start * self.chunk_size + extent.first_token
+            mask[begin : begin + extent.token_count] = False
+        last = self.extents()[-1]
+        mask[last.table_start * self.chunk_size + last.first_token :] = False
+        return table_tokens[~mask]
+
+    def extents(self) -> tuple[Extent, ...]:
+        """The layout: one extent for each kept range, with the shift to where it acts."""
+        extents, dropped, begin = [], 0, 0
+        for start, stop in (*self.drops, (None, 0)):
+            if start is None or start > begin:
+                count = OPEN_COUNT if start is None else start - begin
+                entry = self._entry(begin // self.chunk_size)
+                extents.append(Extent(entry, begin % self.chunk_size, count, begin, -dropped))
+            if start is not None:
+                dropped += stop - start
+                begin = stop
+        return tuple(extents)
+
+    def _entry(self, chunk: int) -> int:
+        """Where in the table a chunk of the history stands."""
+        before = 0
+        for segment in self.segments:
+            if segment.stop < 0 or chunk < segment.stop:
+                return before + chunk - segment.start
+            before += segment.stop - segment.start
+        raise AssertionError("the last segment is open")
+
+    def chain(self, root: ChunkName, history: Int32Array) -> list[ChunkName]:
+        """Names of all whole chunks before the last segment, seen or not, as if nothing had been dropped.
+
+        Args:
+            root: the name of the root of the whole history.
+        """
+        digest, names, size = root, [], self.chunk_size
+        for chunk in range(self.segments[-1].start):
+            tokens = history[chunk * size : (chunk + 1) * size].astype("<i4", copy=False)
+            digest = chunk_name(digest, tokens.tobytes())
+            names.append(digest)
+        return names
+
+
+def cut_name(history: ChunkName, drops: tuple[tuple[int, int], ...]) -> ChunkName:
+    """The name of what stands behind a cut."""
+    digest = blake2b(history, digest_size=NAME_BYTES, person=b"trunkline-cut")
+    digest.update(np.array(drops, dtype="<i8").tobytes())
+    return ChunkName(digest.digest())
+
+
+def problem_of_drops(drops: tuple[tuple[int, int], ...], prompt_len: int) -> str:
+    """Why these ranges cannot be dropped from a prompt; "" if they can."""
+    if len(drops) > DROPS_MAX:
+        return f"{len(drops)} ranges are dropped; at most {DROPS_MAX} are allowed"
+    before = -1
+    for start, stop in drops:
+        if not before < start < stop:
+            return f"range [{start}, {stop}) is dropped; ranges must be ascending, apart and not empty"
+        before = stop
+    if drops and drops[-1][1] >= prompt_len:
+        return f"the last dropped token is {drops[-1][1] - 1} of {prompt_len}; the prompt's last must stay"
+    return ""
+
+
+def _segments(drops: tuple[tuple[int, int], ...], chunk_size: int) -> list[Segment]:
+    segments: list[Segment] = []
+    begin = 0
+    for index, (start, stop) in enumerate(drops):
+        first_behind = stop // chunk_size
+        end = min(-(-start // chunk_size), first_behind)
+        if end > begin or not segments:
+            segments.append(Segment(begin, max(end, begin), index))
+        begin = first_behind
+    segments.append(Segment(begin, -1, len(drops)))
+    return segments

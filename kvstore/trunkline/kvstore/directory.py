@@ -1,0 +1,428 @@
+"""The directory: where every chunk is below the device, what to fetch, what to evict (CachedAttention §3.3). Pure.
+
+One per group, in the controller; workers only obey. Time and step numbers are arguments.
+
+      device ──save──► host ──write──► disk       save, load: part of step plans, never fail, logically at once
+             ◄──load──      ◄──read───            write, read: `Move`s beside the steps, each answered by all ranks
+                            ──write──► remote
+                            ◄──read───
+
+A chunk may be in several tiers: it is immutable. The directory keeps, over all chunks,
+
+- where the copies are and which go first (`trunkline.kvstore.copies`),
+- which chunks the waiting jobs will use (`trunkline.kvstore.lookahead`),
+- the moves in flight (`trunkline.kvstore.tier_moves`) and how the tiers do (`trunkline.kvstore.tier_costs`).
+
+Invariants (`check`): a slot has one owner; what is claimed stays in host memory, what is pinned in the system,
+what a move uses where it is; a chunk leaves the system only after all below it (unless a tier lost it); a copy is
+given up only when another is verified, or when its chunk leaves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Generic
+
+from trunkline.kvstore.copies import Copies, IndexEvent, may_leave
+from trunkline.kvstore.directory_check import IntegrityError, check_directory
+from trunkline.kvstore.directory_config import DirectoryConfig
+from trunkline.kvstore.eviction import Policy, victim_key
+from trunkline.kvstore.items import Item, ItemT, QueueKey
+from trunkline.kvstore.layout import NO_SLOT, SlotId
+from trunkline.kvstore.lazy_heap import Verdict
+from trunkline.kvstore.lookahead import WaitingJobs
+from trunkline.kvstore.tier import TierKind
+from trunkline.kvstore.tier_costs import TierHealth
+from trunkline.kvstore.tier_moves import Move, MoveStatus, TierMover
+
+__all__ = [
+    "Directory",
+    "DirectoryConfig",
+    "IndexEvent",
+    "IntegrityError",
+    "Item",
+    "Move",
+    "MoveStatus",
+    "Policy",
+    "TierStats",
+]
+
+READ_US: dict[TierKind, float] = {TierKind.DISK: 500.0, TierKind.REMOTE: 1000.0}
+"""What a read is taken to cost until one was measured."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierStats:
+    """A tier's size and totals since the start."""
+
+    slots: int
+    """0: not known (remote)."""
+    used: int
+    writes: int
+    reads: int
+    evictions: int
+    failures: int
+    hit_tokens: int
+    problem: str = ""
+
+
+class Directory(Generic[ItemT]):
+    """Bookkeeping of all tiers below the device."""
+
+    def __init__(self, config: DirectoryConfig) -> None:
+        """
+        Raises:
+            ValueError: the configuration makes no sense.
+        """
+        config.validate()
+        self.config = config
+        limits = config.reads_in_flight, config.writes_in_flight
+        tiers = [TierKind.DISK] * (config.disk_slots > 0) + [TierKind.REMOTE] * config.remote
+        self.health = {tier: TierHealth(READ_US[tier], *limits) for tier in tiers}
+        self.copies: Copies[ItemT] = Copies(
+            config.host_slots,
+            config.disk_slots,
+            config.first_generation,
+            victim_key(config.policy),
+            exclusive=config.is_exclusive,
+        )
+        self.jobs: WaitingJobs[ItemT] = WaitingJobs()
+        self.mover: TierMover[ItemT] = TierMover(self.copies, self.jobs, self.health, config)
+        self.saves = 0
+        """Chunks saved to host memory from the device since the start."""
+        self.loads = 0
+        """Chunks loaded from there."""
+        self.claimed_count = 0
+        self.pinned_count = 0
+        self.hit_tokens = dict.fromkeys(TierKind, 0)
+        """Tokens of used chunks by the fastest tier in which they were found."""
+
+    # Device side: synchronous with step plans.
+
+    def save(self, item: ItemT, step: int, *, forced: bool = False) -> tuple[SlotId, int] | None:
+        """The plan of `step` is to save a chunk that has no host copy; the copy is ready for every later use.
+
+        If no slot is free, a host copy goes that loses nothing; if there is none, and no tier below takes
+        copies, the one worth least, if that is less than this chunk is worth.
+
+        Args:
+            forced: the chunk loses its block and is claimed: rather give up the only copy of another that is not.
+
+        Returns:
+            (host slot, generation), or None: no room, or a copy is already being fetched.
+        """
+        assert not item.host_ready, "it has a copy"
+        if item.host != NO_SLOT:
+            return None
+        slot = self.copies.reserve_host(item, step)
+        if slot is None:
+            victim = self._victim_for(item, step, forced)
+            if victim is None:
+                return None
+            self.mover.drop_host(victim)
+            slot = self.copies.reserve_host(item, step)
+            if slot is None:
+                return None
+        self.saves += 1
+        self.copies.host_arrived(item)
+        self.mover.saved(item)
+        return slot, self.copies.host.generation(slot)
+
+    def _victim_for(self, item: ItemT, step: int, forced: bool) -> ItemT | None:
+        """The host copy that goes for a save in the plan of `step`."""
+        copies = self.copies
+        outranks = forced or self.config.policy is Policy.FIFO  # by arrival a newcomer is the last to go
+        worth = copies.key(item)
+        above = item.parent
+        # Without a copy of the chunk above, whose block may go in this very plan, nobody would find this one.
+        only_above = above if above is not None and not (above.disk_ready or above.remote) else None
+
+        def judge_clean(victim: ItemT) -> Verdict:
+            if victim is only_above:
+                return Verdict.SKIP
+            spared = copies.host.is_busy(victim.host, step) or (self.jobs.is_next(victim) and not forced)
+            return Verdict.SKIP if spared else Verdict.TAKE
+
+        def judge_dirty(victim: ItemT) -> Verdict:
+            if not outranks and copies.key(victim) >= worth:
+                return Verdict.STOP
+            spared = victim is only_above or copies.host.is_busy(victim.host, step) or not may_leave(victim)
+            return Verdict.SKIP if spared else Verdict.TAKE
+
+        victim = copies.clean_victim(judge_clean)
+        if victim is None and (forced or not self.mover.can_sink()):
+            victim = copies.dirty_victim(judge_dirty)
+        return victim
+
+    def load(self, item: ItemT, step: int) -> tuple[SlotId, int]:
+        """The plan of `step` reads the host copy: (host slot, generation)."""
+        assert item.host_ready, "there is nothing to load"
+        self.copies.host.touch(item.host, step)
+        self.loads += 1
+        self.copies.offer(item)
+        return item.host, self.copies.host.generation(item.host)
+
+    def left_device(self, item: ItemT) -> None:
+        """Its block was given up: if a waiting job wants it, its copy here may have to be fetched."""
+        self.jobs.note(item)
+        self.copies.offer(item)
+
+    # Use and wishes.
+
+    def used(self, path: Sequence[ItemT], now: float, *, hit: bool = True) -> None:
+        """A request uses the chunks of a path, from its beginning on.
+
+        Args:
+            hit: they were found, not made: count by the fastest tier that has them, so call it before they are
+                loaded.
+        """
+        for item in path:
+            item.last_use = max(item.last_use, now)
+            if hit:
+                tier = self.tier_of(item)
+                if tier is not None:
+                    self.hit_tokens[tier] += item.token_count
+
+    @staticmethod
+    def tier_of(item: Item) -> TierKind | None:
+        """The fastest tier that has the chunk ready; None: no tier has."""
+        if item.on_device:
+            return TierKind.DEVICE
+        if item.host_ready:
+            return TierKind.HOST
+        if item.disk_ready:
+            return TierKind.DISK
+        return TierKind.REMOTE if item.remote else None
+
+    def want(self, job: int, key: QueueKey, items: Sequence[ItemT]) -> None:
+        """A waiting job will use these chunks (those of a path, in its order). A job known already is replaced.
+
+        Args:
+            key: its place in the queue, smallest first; unique, and as long as all others.
+        """
+        if job in self.jobs:
+            self.unwant(job)
+        self.jobs.add(job, key, items)
+
+    def unwant(self, job: int) -> None:
+        """The job waits no more. An unknown one is fine."""
+        if job in self.jobs:
+            for item in self.jobs.remove(job):
+                if not item.is_forgotten:
+                    self.copies.offer(item)
+
+    def claim(self, item: ItemT) -> bool:
+        """A preempted sequence wants to find the chunk in host memory once it has lost its block; False: more
+        chunks would be claimed than host memory has slots."""
+        if not item.claims:
+            if self.claimed_count >= self.config.host_slots:
+                return False
+            self.claimed_count += 1
+            self.copies.unsaved_claims += item.host == NO_SLOT
+        item.claims += 1
+        return True
+
+    def unclaim(self, item: ItemT) -> None:
+        """Undo one `claim`; of a forgotten chunk it is undone already."""
+        if not item.claims:
+            return
+        item.claims -= 1
+        if not item.claims:
+            self.claimed_count -= 1
+            self.copies.unsaved_claims -= item.host == NO_SLOT
+            self.copies.offer(item)
+
+    def pin(self, items: Sequence[ItemT]) -> bool:
+        """Keep chunks (a path, from its beginning) in the system; False: over the quota, and nothing is pinned."""
+        fresh = sum(not item.pins for item in items)
+        if self.pinned_count + fresh > self.config.pins_max:
+            return False
+        self.pinned_count += fresh
+        for item in items:
+            item.pins += 1
+        return True
+
+    def unpin(self, items: Sequence[ItemT]) -> None:
+        """Undo one `pin`; forgotten chunks are undone already."""
+        for item in items:
+            if item.pins:
+                item.pins -= 1
+                if not item.pins:
+                    self.pinned_count -= 1
+                    self.copies.offer(item)
+
+    def keep(self, path: Sequence[ItemT], until: float) -> None:
+        """The copies of a path are given up at `until` (infinity: never) unless another `keep` says later."""
+        for item in path:
+            if until > item.expires:
+                item.expires = until
+                if until < math.inf and item not in self.copies.expiring:
+                    self.copies.expiring.push(item)
+
+    def expire(self, now: float) -> list[ItemT]:
+        """Give up the copies of chunks whose time is over, leaf first; they count as evicted.
+
+        Chunks that are claimed, pinned, wanted or being moved wait until they are not. So does what is above them.
+
+        Returns:
+            all whose time is over, those that had copies on the device only, too.
+        """
+        expired: list[ItemT] = []
+        expiring = self.copies.expiring
+        while (item := expiring.first()) is not None and item.expires <= now:
+            expiring.discard(item)
+            if item.wants or not may_leave(item):
+                continue  # offered again when the reason ends
+            item.expires = 0.0
+            self._drop_copies(item)
+            expired.append(item)
+        return expired
+
+    def _drop_copies(self, item: ItemT) -> None:
+        if item.host != NO_SLOT:
+            self.mover.drop_host(item)
+        if item.disk != NO_SLOT:
+            self.copies.evictions[TierKind.DISK] += 1
+            self.copies.drop_disk(item)
+        if item.remote:
+            self.copies.evictions[TierKind.REMOTE] += 1
+            self.copies.drop_remote(item)
+
+    # Background.
+
+    def moves(self, now: float) -> list[Move[ItemT]]:
+        """New orders. They may use slots of all plans made so far, so these are to be sent before them."""
+        self.copies.trim_remote(self.config.remote_known)
+        return self.mover.orders(now)
+
+    def done(
+        self, move_id: int, status: MoveStatus, now: float, elapsed_us: float = 0.0, detail: str = ""
+    ) -> ItemT | None:
+        """A move ended: the worst of all ranks' outcomes.
+
+        Returns:
+            its chunk, unless that is forgotten.
+
+        Raises:
+            KeyError: no such move is in flight.
+        """
+        item = self.mover.in_flight[move_id].item
+        self.mover.ended(move_id, status, now, elapsed_us, detail)
+        return None if item.is_forgotten else item
+
+    def forget(self, item: ItemT) -> None:
+        """The owner removes a chunk: its slots are freed, those that moves use when these end.
+
+        Call it before the chunk is taken from its parent, and the deepest first.
+        """
+        assert not item.stored_below, "what is below a chunk is removed first"
+        self.claimed_count -= item.claims > 0
+        self.pinned_count -= item.pins > 0
+        self.jobs.forget(item)
+        self.mover.forget(item)
+        self.copies.forget(item)
+
+    def moved(self, item: ItemT, before: ItemT) -> None:
+        """The owner has hung a chunk, with all that is below it, from another parent than `before`."""
+        self.copies.moved(item, before)
+
+    def lost(self) -> list[ItemT]:
+        """Chunks that lost their last copy since the last call and have none now, in that order.
+
+        Nothing stored is below them, unless a tier could not give back what it held.
+        """
+        lost = dict.fromkeys(self.copies.lost)
+        self.copies.lost.clear()
+        return [item for item in lost if not (item.is_stored or item.is_forgotten)]
+
+    def index_events(self) -> list[IndexEvent[ItemT]]:
+        """What changed on disk since the last call, in order; forgotten chunks are not said to be stored."""
+        events, self.copies.events = self.copies.events, []
+        return [event for event in events if event.item is None or not event.item.is_forgotten]
+
+    def restore(self, item: ItemT, slot: SlotId, generation: int, last_use: float) -> bool:
+        """An earlier run left this chunk on disk; in any order. False: there is no such slot, or it is taken."""
+        item.last_use = max(item.last_use, last_use)
+        return self.copies.restore_disk(item, slot, generation)
+
+    def add_remote(self, item: ItemT) -> None:
+        """A probe found it in the remote tier."""
+        if TierKind.REMOTE in self.health and not item.remote:
+            self.copies.remote_arrived(item)
+            self.jobs.note(item)
+
+    def workers_lost(self) -> None:
+        """Host memory is gone with the workers, and nobody will answer the moves in flight."""
+        self.mover.abandon()
+
+    # What to expect.
+
+    def is_coming(self, item: ItemT) -> bool:
+        """Whether it is being read into host memory, or stands in line for it and nothing is in the way."""
+        if item.host != NO_SLOT:
+            return not item.host_ready
+        source = self.jobs.source(item)
+        if source is None or self.health[source].is_paused or self.mover.is_starved:
+            return False
+        if not (self.config.prefetches or self.jobs.is_next(item)):
+            return False
+        return self.jobs.is_lacking(item)
+
+    def predicted_us(self, items: Sequence[ItemT]) -> float:
+        """Time until those of `items` that are neither on the device nor in host memory would be in host memory;
+        infinite if they cannot come. The reads in flight go first."""
+        missing = dict.fromkeys(self.health, 0)
+        is_coming = False
+        for item in items:
+            tier = self.tier_of(item)
+            if tier is None:
+                return math.inf
+            if tier in missing:
+                missing[tier] += item.host == NO_SLOT
+                is_coming = is_coming or item.host != NO_SLOT
+        slowest = 0.0
+        for tier, health in self.health.items():
+            if missing[tier] and health.is_paused:
+                return math.inf
+            if missing[tier] or (is_coming and health.reading):
+                slowest = max(slowest, health.predicted_us(missing[tier]))
+        return slowest
+
+    def stats(self) -> dict[TierKind, TierStats]:
+        """By tier that exists."""
+        found = {}
+        if self.config.host_slots:
+            fetched = sum(health.reads for health in self.health.values())
+            found[TierKind.HOST] = self._stats(TierKind.HOST, self.saves + fetched, self.loads, 0, "")
+        for tier, health in self.health.items():
+            found[tier] = self._stats(tier, health.writes, health.reads, health.failures, health.problem)
+        return found
+
+    def _stats(self, tier: TierKind, writes: int, reads: int, failures: int, problem: str) -> TierStats:
+        pool = {TierKind.HOST: self.copies.host, TierKind.DISK: self.copies.disk}.get(tier)
+        return TierStats(
+            slots=pool.capacity if pool else 0,
+            used=pool.used_count if pool else len(self.copies.distant),
+            writes=writes,
+            reads=reads,
+            evictions=self.copies.evictions[tier],
+            failures=failures,
+            hit_tokens=self.hit_tokens[tier],
+            problem=problem,
+        )
+
+    def stored(self) -> Iterator[ItemT]:
+        """All chunks with a slot in a local tier."""
+        seen = dict.fromkeys(self.copies.host.owners.values())
+        seen.update(dict.fromkeys(self.copies.disk.owners.values()))
+        return iter(seen)
+
+    def check(self) -> None:
+        """Look at everything: slow.
+
+        Raises:
+            IntegrityError: an invariant is broken.
+        """
+        check_directory(self.copies, self.jobs, self.mover, self.claimed_count)

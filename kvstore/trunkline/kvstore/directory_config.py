@@ -1,0 +1,74 @@
+"""What a directory is told at its start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trunkline.kvstore.eviction import Policy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DirectoryConfig:
+    """Sizes are in slots of one chunk, the same on every rank."""
+
+    host_slots: int = 0
+    disk_slots: int = 0
+    """Needs host memory: all moves go through it."""
+    remote: bool = False
+    """Whether there is a remote tier. Needs host memory, too."""
+    policy: Policy = Policy.LOOK_AHEAD
+    host_free: int | float = 0.05
+    """Host slots to keep free if there is a tier below (CachedAttention §3.3.1): a number, or (float) a share."""
+    write_behind: bool = True
+    """Copy what is in host memory only to the tiers below while they have room: it survives a restart."""
+    reads_in_flight: int = 32
+    """Per tier: enough to keep a disk busy, few enough that a more urgent one does not wait long."""
+    writes_in_flight: int = 16
+    pin_quota: float = 0.5
+    """Share of the largest tier that pins may take: the rest must be able to move."""
+    prefetch: bool | None = None
+    """Fetch for all waiting jobs, not only for the next one. None: if the policy looks ahead."""
+    exclusive: bool | None = None
+    """When the disk is full, give up first what is in host memory, too: more chunks find room in both together,
+    but a session's whole history is written to disk again after each of its turns. None: if host memory has at
+    least a quarter of the disk's size; with less there is little to gain."""
+    first_generation: int = 0
+    """Disk slots are handed out with larger generations than this and than their last."""
+    remote_known: int = 200_000
+    """Chunks of which only the remote tier has a copy and whose names are kept here: each takes memory."""
+
+    def validate(self) -> None:
+        """
+        Raises:
+            ValueError: a sentence that says what is wrong.
+        """
+        if min(self.host_slots, self.disk_slots, self.host_free, self.remote_known, self.first_generation) < 0:
+            raise ValueError(
+                "host_slots, disk_slots, host_free, remote_known and first_generation must not be negative"
+            )
+        if (self.disk_slots or self.remote) and not self.host_slots:
+            raise ValueError("a disk or remote tier needs host slots: all moves go through host memory")
+        if min(self.reads_in_flight, self.writes_in_flight) < 1:
+            raise ValueError("reads_in_flight and writes_in_flight must be at least 1")
+        if not 0.0 <= self.pin_quota <= 1.0:
+            raise ValueError(f"pin_quota is {self.pin_quota}; it is a share, from 0 to 1")
+
+    @property
+    def prefetches(self) -> bool:
+        return self.policy is Policy.LOOK_AHEAD if self.prefetch is None else self.prefetch
+
+    @property
+    def is_exclusive(self) -> bool:
+        return 4 * self.host_slots >= self.disk_slots if self.exclusive is None else self.exclusive
+
+    @property
+    def host_buffer(self) -> int:
+        """Host slots to keep free: at least 1 if copies can sink, at most half of them."""
+        if not (self.disk_slots or self.remote):
+            return 0
+        free = self.host_free if isinstance(self.host_free, int) else round(self.host_free * self.host_slots)
+        return min(max(1, free), self.host_slots // 2)
+
+    @property
+    def pins_max(self) -> int:
+        return int(self.pin_quota * max(self.host_slots, self.disk_slots))

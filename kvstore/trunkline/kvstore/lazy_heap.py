@@ -1,0 +1,96 @@
+"""A priority queue whose keys may grow behind its back.
+
+A chunk's rank as a victim changes with every use, mostly away from the top: it was used, or a job wants it.
+Such changes cost nothing here: an entry found at the top with an outdated key is put back under the present one.
+Only a change towards the top must be told (`push` again). So each operation is O(log n), however large the tiers.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator
+from enum import Enum, auto
+from itertools import count
+from typing import Generic, TypeVar
+
+EntryT = TypeVar("EntryT")
+
+
+class Verdict(Enum):
+    """What `LazyHeap.search` does with the entry at the top."""
+
+    TAKE = auto()
+    """It is the one. It stays in the heap."""
+    SKIP = auto()
+    """Not this time."""
+    PARK = auto()
+    """Not before it is pushed again."""
+    STOP = auto()
+    """Nor any behind it."""
+
+
+class LazyHeap(Generic[EntryT]):
+    """Entries by `key`, smallest first; each at most once. Entries are compared by identity."""
+
+    def __init__(self, key: Callable[[EntryT], tuple[float, ...]]) -> None:
+        self._key = key
+        self._heap: list[tuple[tuple[float, ...], int, EntryT]] = []
+        self._serials: dict[EntryT, int] = {}
+        """The one valid heap entry of each."""
+        self._count = count()
+
+    def __len__(self) -> int:
+        return len(self._serials)
+
+    def __contains__(self, entry: EntryT) -> bool:
+        return entry in self._serials
+
+    def __iter__(self) -> Iterator[EntryT]:
+        """In no order."""
+        return iter(self._serials)
+
+    def push(self, entry: EntryT) -> None:
+        """Add it, or tell that its key may have shrunk."""
+        serial = next(self._count)
+        self._serials[entry] = serial
+        heapq.heappush(self._heap, (self._key(entry), serial, entry))
+        if len(self._heap) > 2 * len(self._serials) + 64:
+            self._heap = [e for e in self._heap if self._serials.get(e[2]) == e[1]]
+            heapq.heapify(self._heap)
+
+    def discard(self, entry: EntryT) -> None:
+        """Take it out, if it is in."""
+        self._serials.pop(entry, None)
+
+    def first(self) -> EntryT | None:
+        """The entry with the smallest key; it stays."""
+        heap = self._heap
+        while heap:
+            key, serial, entry = heap[0]
+            if self._serials.get(entry) != serial:
+                heapq.heappop(heap)
+                continue
+            present = self._key(entry)
+            if present > key:
+                heapq.heapreplace(heap, (present, serial, entry))
+                continue
+            return entry
+        return None
+
+    def search(self, judge: Callable[[EntryT], Verdict], tries: int = 64) -> EntryT | None:
+        """The first entry that `judge` takes; None: it stopped, `tries` were skipped, or there are no more."""
+        skipped: list[EntryT] = []
+        found = None
+        while len(skipped) < tries and (entry := self.first()) is not None:
+            verdict = judge(entry)
+            if verdict is Verdict.TAKE:
+                found = entry
+                break
+            if verdict is Verdict.STOP:
+                break
+            self.discard(entry)
+            if verdict is Verdict.SKIP:
+                skipped.append(entry)
+        for entry in skipped:
+            self.push(entry)
+        return found

@@ -1,0 +1,127 @@
+"""What the queue says about the future: which chunks waiting jobs will use, and when (CachedAttention §3.3.1).
+
+The scheduler tells which chunks each waiting job will use; here they are known by their earliest job. Two
+questions are answered without looking through the queue: how soon a chunk is wanted (its rank as a victim) and
+which wanted chunk that is not in host memory is wanted first (the next to fetch). The paper's prefetch window
+L_pw = C_mem / S_kv comes out by itself, by actual sizes: fetching goes on in the order of the queue while the
+chunk to be fetched is wanted earlier than one that it replaces.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from functools import partial
+from typing import Generic
+
+from trunkline.kvstore.items import ItemT, QueueKey
+from trunkline.kvstore.lazy_heap import LazyHeap, Verdict
+from trunkline.kvstore.tier import TierKind
+
+
+def wanted_later(item: ItemT, other: ItemT) -> bool:
+    """Whether no waiting job wants `item` before one wants `other`, or deeper in the same job's path."""
+    if not item.wants:
+        return True
+    return bool(other.wants) and _wanted_first(item) > _wanted_first(other)
+
+
+def _wanted_first(item: ItemT) -> tuple[float, ...]:
+    return (*item.wants[0][0], item.depth) if item.wants else ()
+
+
+class WaitingJobs(Generic[ItemT]):
+    """The queue, as far as chunks are concerned."""
+
+    def __init__(self) -> None:
+        self._jobs: dict[int, tuple[QueueKey, tuple[ItemT, ...]]] = {}
+        self._heads: list[tuple[QueueKey, int]] = []
+        """Heap; entries of jobs that are gone are dropped when they come to the top."""
+        self._lacking: dict[TierKind, LazyHeap[ItemT]] = {
+            TierKind.DISK: LazyHeap(_wanted_first),
+            TierKind.REMOTE: LazyHeap(_wanted_first),
+        }
+        """Wanted, but neither in host memory nor on the device, by the tier to fetch from."""
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def __contains__(self, job: int) -> bool:
+        return job in self._jobs
+
+    def add(self, job: int, key: QueueKey, items: Sequence[ItemT]) -> None:
+        """A job waits that will use `items`."""
+        self._jobs[job] = key, tuple(items)
+        heapq.heappush(self._heads, (key, job))
+        for item in items:
+            insort(item.wants, (key, job))
+            self.note(item)
+
+    def remove(self, job: int) -> tuple[ItemT, ...]:
+        """The job waits no more; returns the chunks it wanted."""
+        key, items = self._jobs.pop(job)
+        for item in items:
+            at = bisect_left(item.wants, (key, job))
+            if at < len(item.wants) and item.wants[at] == (key, job):
+                del item.wants[at]
+        if len(self._heads) > 2 * len(self._jobs) + 64:
+            self._heads = [(key, job) for job, (key, _) in self._jobs.items()]
+            heapq.heapify(self._heads)
+        return items
+
+    def forget(self, item: ItemT) -> None:
+        """The chunk is no more."""
+        item.wants.clear()
+        for heap in self._lacking.values():
+            heap.discard(item)
+
+    def head(self) -> int | None:
+        """The job that is next."""
+        while self._heads:
+            key, job = self._heads[0]
+            known = self._jobs.get(job)
+            if known is not None and known[0] == key:
+                return job
+            heapq.heappop(self._heads)
+        return None
+
+    def is_next(self, item: ItemT) -> bool:
+        """Whether the job that is next wants it."""
+        return bool(item.wants) and item.wants[0][1] == self.head()
+
+    def note(self, item: ItemT) -> None:
+        """A wanted chunk may have to be fetched: somebody wants it now, or its nearer copies have gone."""
+        tier = self.source(item)
+        if tier is not None:
+            self._lacking[tier].push(item)
+
+    def source(self, item: ItemT) -> TierKind | None:
+        """The tier from which it must be fetched; None: it is not wanted, or need not or cannot be fetched."""
+        if not item.wants or item.host >= 0 or item.on_device:
+            return None
+        if item.disk_ready:
+            return TierKind.DISK
+        return TierKind.REMOTE if item.remote else None
+
+    def is_lacking(self, item: ItemT) -> bool:
+        """Whether it stands in line to be fetched."""
+        tier = self.source(item)
+        return tier is not None and item in self._lacking[tier]
+
+    def next_lacking(self, tiers: Sequence[TierKind]) -> ItemT | None:
+        """The chunk wanted first of those to be fetched from one of `tiers`."""
+        best: ItemT | None = None
+        for tier in tiers:
+            item = self._lacking[tier].search(partial(self._judge, tier))
+            if item is not None and (best is None or _wanted_first(item) < _wanted_first(best)):
+                best = item
+        return best
+
+    def _judge(self, tier: TierKind, item: ItemT) -> Verdict:
+        source = self.source(item)
+        if source is tier:
+            return Verdict.TAKE
+        if source is not None:
+            self._lacking[source].push(item)
+        return Verdict.PARK

@@ -1,0 +1,289 @@
+"""The directory, rule by rule: moves and what becomes of them, lifetimes, restarts, statistics."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from simulation.directory_bench import Bench, where
+
+from trunkline.kvstore.directory import Directory, DirectoryConfig, MoveStatus
+from trunkline.kvstore.layout import NO_SLOT, SlotId
+from trunkline.kvstore.tier import TierKind
+
+
+def test_write_behind_fills_free_disk_slots_only() -> None:
+    bench = Bench(8, 2, write_behind=True)
+    chunks = [bench.path(name)[0] for name in "abcd"]
+    assert bench.save(*chunks)
+    assert bench.settle() == [">a0", ">b0"]
+    assert where(*chunks) == "bbhh"
+    events = bench.directory.index_events()
+    assert [(e.item, e.generation) for e in events] == [(chunks[0], 1), (chunks[1], 1)]
+    bench.directory.forget(chunks[0])
+    assert bench.settle() == [">c0"]
+    freed, stored = bench.directory.index_events()
+    assert (freed.item, freed.slot) == (None, events[0].slot)
+    assert (stored.item, stored.slot, stored.generation) == (chunks[2], events[0].slot, 2)
+
+
+def test_orders_are_bounded_and_reads_come_first() -> None:
+    bench = Bench(16, 32, write_behind=True, reads_in_flight=3, writes_in_flight=2)
+    dirty, cold = bench.path("d", 6), bench.path("c", 6)
+    bench.on_disk(*cold)
+    assert bench.save(*dirty)
+    bench.directory.want(1, (1.0,), cold)
+    moves = bench.orders()
+    assert [m.is_write for m in moves] == [False] * 3 + [True] * 2
+    assert bench.orders() == []
+    bench.end(moves[:1])
+    assert [m.is_write for m in bench.orders()] == [False]
+
+
+def test_what_a_read_does_not_bring_back_is_forgotten() -> None:
+    bench = Bench(4, 4)
+    path = bench.path("a", 2)
+    bench.on_disk(*path)
+    bench.directory.want(1, (1.0,), path)
+    moves = bench.orders()
+    bench.end(moves[:1], MoveStatus.MISS)
+    bench.end(moves[1:])
+    assert where(*path) == "-b"
+    assert bench.directory.lost() == [path[0]]
+    assert [e.item for e in bench.directory.index_events()] == [None]
+    assert bench.directory.predicted_us(path) == math.inf
+    assert bench.directory.stats()[TierKind.DISK].failures == 1
+
+
+def test_a_failing_tier_is_left_alone_for_longer_and_longer_and_loses_nothing() -> None:
+    bench = Bench(4, 8, write_behind=True)
+    chunks = bench.path("a", 3)
+    assert bench.save(*chunks)
+    moves = bench.orders()
+    assert len(moves) == 3
+    for move in moves:
+        bench.directory.done(move.id, MoveStatus.FAILED, bench.now, detail="no space left")
+    bench.directory.check()
+    assert where(*chunks) == "hhh"
+    assert bench.directory.stats()[TierKind.DISK].problem == "no space left"
+    pauses = []
+    for _ in range(3):
+        start = bench.now
+        while not (moves := bench.orders()):
+            bench.now += 0.25
+        pauses.append(bench.now - start)
+        assert len(moves) == 1, "one at a time until it works"
+        bench.end(moves, MoveStatus.FAILED)
+    assert pauses == [1.0, 2.0, 4.0]
+    bench.now += 10.0
+    bench.settle()
+    assert where(*chunks) == "bbb"
+    assert bench.directory.stats()[TierKind.DISK].problem == ""
+
+
+def test_a_copy_that_cannot_be_read_is_given_up_though_the_tier_works() -> None:
+    bench = Bench(4, 8)
+    bad, good = bench.path("b"), bench.path("g", 3)
+    bench.on_disk(*bad, *good)
+    for i, chunk in enumerate(good):
+        bench.directory.want(1, (1.0,), bad)
+        bench.end(bench.orders(), MoveStatus.FAILED)
+        bench.directory.unwant(1)
+        assert bad[0].disk_ready == (i < 2)
+        bench.directory.want(2, (2.0,), [chunk])
+        bench.settle()
+        bench.directory.unwant(2)
+    assert bench.directory.lost() == bad
+
+
+def test_a_forgotten_chunk_s_slots_are_free_when_its_moves_have_ended() -> None:
+    bench = Bench(2, 2, write_behind=True)
+    (a,) = bench.path("a")
+    assert bench.save(a)
+    moves = bench.orders()
+    bench.directory.forget(a)
+    bench.directory.check()
+    assert bench.directory.copies.host.free_count == bench.directory.copies.disk.free_count == 1
+    bench.end(moves)
+    assert bench.directory.copies.host.free_count == bench.directory.copies.disk.free_count == 2
+    assert bench.directory.index_events() == []
+    assert bench.directory.lost() == []
+
+
+def test_pins_keep_chunks_in_the_system_up_to_a_quota() -> None:
+    bench = Bench(2, 4, host_free=1, pin_quota=0.5)
+    pinned, rest = bench.path("p", 2), [bench.path(name)[0] for name in "abcdef"]
+    assert not bench.directory.pin(rest[:3])
+    assert bench.directory.pin(pinned)
+    assert not bench.directory.pin(rest[:1])
+    assert bench.save(*pinned)
+    for chunk in rest:
+        bench.settle()
+        assert bench.save(chunk)
+    assert where(*pinned) == "dd"
+    bench.directory.keep(pinned, 1.0)
+    assert bench.directory.expire(100.0) == []
+    bench.directory.unpin(pinned)
+    assert bench.directory.expire(100.0) == [pinned[1], pinned[0]]
+    assert bench.directory.pin(rest[-2:])
+
+
+def test_time_over_frees_a_path_from_its_end_unless_somebody_needs_it() -> None:
+    bench = Bench(8, 8)
+    path, other = bench.path("a", 3), bench.path("b", 2)
+    assert bench.save(*path, *other)
+    bench.directory.keep(path, 10.0)
+    bench.directory.keep(path[:1], 20.0)
+    bench.directory.keep(other, math.inf)
+    bench.directory.want(1, (1.0,), [path[2]])
+    assert bench.directory.expire(15.0) == []
+    bench.directory.unwant(1)
+    assert bench.directory.expire(9.0) == []
+    assert bench.directory.expire(15.0) == [path[2], path[1]]
+    assert where(*path, *other) == "h--hh"
+    bench.directory.keep(path[:1], 12.0)
+    assert bench.directory.expire(19.9) == [], "who says later wins"
+    assert bench.directory.expire(1e9) == [path[0]]
+    assert bench.directory.stats()[TierKind.HOST].evictions == 3
+
+
+def test_the_remote_tier_is_written_behind_read_and_bounded() -> None:
+    bench = Bench(4, 0, remote=True, write_behind=True, remote_known=1)
+    path = bench.path("a", 2)
+    assert bench.save(*path)
+    assert bench.settle() == [">a0", ">a1"]
+    bench.directory.workers_lost()
+    bench.directory.check()
+    assert where(*path) == "rr"
+    bench.directory.want(1, (1.0,), path)
+    assert bench.settle() == ["<a0"], "only one chunk that nobody else has is remembered, the end of the path not"
+    assert bench.directory.lost() == [path[1]]
+    bench.directory.add_remote(path[1])
+    assert bench.settle() == ["<a1"]
+
+
+def test_the_workers_loss_leaves_what_is_on_disk() -> None:
+    bench = Bench(4, 8, write_behind=True, writes_in_flight=1)
+    path, cold = bench.path("a", 2), bench.path("c", 1)
+    bench.on_disk(*cold)
+    assert bench.save(*path)
+    bench.end(bench.orders())
+    bench.directory.want(1, (1.0,), cold)
+    assert len(bench.orders()) == 2
+    bench.directory.workers_lost()
+    bench.directory.check()
+    assert where(*path, *cold) == "d-d"
+    assert bench.directory.lost() == [path[1]]
+    assert bench.settle() == ["<c0"]
+
+
+def test_a_restart_finds_what_was_on_disk_and_uses_new_generations() -> None:
+    bench = Bench(2, 2, first_generation=1 << 32)
+    path = bench.path("a", 2)
+    assert bench.directory.restore(path[1], SlotId(1), 5, 3.0)
+    assert not bench.directory.restore(path[0], path[1].disk, 6, 3.0), "taken"
+    assert not bench.directory.restore(path[0], SlotId(9), 6, 3.0), "no such slot"
+    bench.directory.check()
+    assert path[0].stored_below == 1
+    bench.directory.want(1, (1.0,), path[1:])
+    (move,) = bench.orders()
+    assert (move.slot, move.generation) == (1, 5)
+    bench.end([move])
+    (b,) = bench.path("b")
+    assert bench.save(b)
+    bench.settle()
+    assert all(e.generation > 1 << 32 for e in bench.directory.index_events() if e.item is not None)
+
+
+def test_a_prediction_counts_what_is_missing_and_what_goes_first() -> None:
+    bench = Bench(8, 8, reads_in_flight=1)
+    path = bench.path("a", 4)
+    bench.on_disk(*path)
+    before = bench.directory.predicted_us(path)
+    assert 0.0 < before < math.inf
+    bench.directory.want(1, (1.0,), path)
+    for _ in range(60):  # a read takes 10 ms of this clock
+        for move in bench.orders():
+            bench.now += 0.01
+            bench.directory.done(move.id, MoveStatus.DONE, bench.now, elapsed_us=9000.0)
+        if path[3].host_ready:
+            bench.directory.unwant(1)
+            for chunk in path:
+                bench.directory.mover.release_host(chunk)
+            bench.directory.want(1, (1.0,), path)
+    assert 2 * bench.directory.predicted_us(path[:2]) == pytest.approx(
+        bench.directory.predicted_us(path), rel=0.01
+    )
+    assert bench.directory.predicted_us(path) == pytest.approx(40_000.0, rel=0.3)
+    path[0].place()
+    assert bench.directory.predicted_us(path[:1]) == 0.0
+
+
+def test_hits_are_counted_where_they_were_found() -> None:
+    bench = Bench(4, 4)
+    path = bench.path("a", 4)
+    path[0].place()
+    assert bench.save(path[1])
+    bench.on_disk(path[2])
+    bench.directory.used(path, 9.0)
+    assert bench.directory.hit_tokens == {
+        TierKind.DEVICE: 1,
+        TierKind.HOST: 1,
+        TierKind.DISK: 1,
+        TierKind.REMOTE: 0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"disk_slots": 4}, "needs host slots"),
+        ({"remote": True}, "needs host slots"),
+        ({"host_slots": -1}, "negative"),
+        ({"reads_in_flight": 0}, "at least 1"),
+        ({"pin_quota": 1.5}, "share"),
+    ],
+)
+def test_a_configuration_that_makes_no_sense_is_refused(options: dict[str, int], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Directory(DirectoryConfig(**options))  # type: ignore[arg-type]
+
+
+def test_nothing_is_anywhere_without_slots() -> None:
+    bench = Bench(0)
+    (a,) = bench.path("a")
+    assert not bench.save(a)
+    assert not bench.directory.claim(a)
+    assert bench.settle() == []
+    assert bench.directory.stats() == {}
+    assert a.host == NO_SLOT
+
+
+def test_history_stays_on_disk_when_host_memory_is_small_beside_it() -> None:
+    """Else each turn would write all of it again."""
+    left = {}
+    for exclusive in (True, False):
+        bench = Bench(4, 4, host_free=2, exclusive=exclusive)
+        wanted, old = bench.path("w", 2), bench.path("o", 2)
+        bench.on_disk(*wanted, *old)
+        bench.directory.want(1, (1.0,), wanted)
+        bench.settle()
+        fresh = bench.path("f", 2)
+        assert bench.save(*fresh)
+        bench.settle()
+        left[exclusive] = where(*wanted, *old, *fresh)
+    assert left == {True: "hhdddd", False: "bb--dd"}
+
+
+def test_a_chunk_for_which_there_will_be_no_room_is_not_said_to_be_coming() -> None:
+    bench = Bench(2, 8, host_free=0)
+    (cold,), kept = bench.path("c"), bench.path("k", 2)
+    bench.on_disk(cold)
+    assert bench.save(*kept)
+    assert all(bench.directory.claim(chunk) for chunk in kept)
+    bench.directory.want(1, (1.0,), [cold])
+    assert bench.settle() == []
+    assert not bench.directory.is_coming(cold)
+    bench.directory.unclaim(kept[1])
+    assert bench.settle() == [">k1", "<c0"]
+    assert where(cold, *kept) == "bhd"
