@@ -365,6 +365,14 @@ def test_gathers_and_scatters_are_copies(kernels: Kernels) -> None:
     assert torch.equal(target.data, expected)
     with pytest.raises(ValueError, match="6 blocks"):
         kernels.gather_blocks(pool, np.array([6], dtype=np.int32), range(4), moved)
+    host, slots = torch.zeros(4, *data.shape[1:], dtype=data.dtype), np.array([2, 3, 0], dtype=np.int32)
+    kernels.gather_slots(pool, blocks, range(1, 3), host, slots)
+    in_slots = torch.zeros_like(host)
+    in_slots[[2, 3, 0], 1:3] = moved
+    assert torch.equal(host, in_slots)
+    target = KvPool.wrap(torch.zeros_like(data))
+    kernels.scatter_slots(target, blocks, range(1, 3), host, slots)
+    assert torch.equal(target.data, expected)
 
 
 def test_what_cannot_be_computed_is_refused() -> None:

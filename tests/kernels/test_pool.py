@@ -18,8 +18,10 @@ from kernels.implementations import DTYPES, REFERENCE, make_kernels
 from kernels.oracle import assert_as_exact_as, decode_oracle, make_spec
 from torch import Tensor
 
+from trunkline.kernels.load import load_kernels
 from trunkline.kernels.ops import AttentionSpec, Kernels, KvPool
 from trunkline.kernels.plan import WritePlan
+from trunkline.kvstore.layout import Int32Array
 
 BLOCKS: Final = 6
 LAYERS: Final = 3
@@ -98,7 +100,12 @@ class Model:
         blocks = self.rng.permutation(BLOCKS)[: int(self.rng.integers(1, BLOCKS))].astype(np.int32)
         layers = self.some_layers()
         data = self.random(len(blocks), len(layers), *self.plain.shape[2:])
-        self.kernels.scatter_blocks(self.pool, blocks, layers, data.clone())
+        if self.rng.random() < 0.5:
+            self.kernels.scatter_blocks(self.pool, blocks, layers, data.clone())
+        else:
+            host, slots = self.host_memory(len(blocks))
+            host[torch.from_numpy(slots).long(), layers.start : layers.stop] = data
+            self.kernels.scatter_slots(self.pool, blocks, layers, host, slots)
         for index, block in enumerate(blocks.tolist()):
             self.plain[block, layers.start : layers.stop] = data[index]
 
@@ -109,6 +116,17 @@ class Model:
         self.kernels.gather_blocks(self.pool, blocks, layers, out)
         want = self.plain[torch.from_numpy(blocks).long(), layers.start : layers.stop]
         assert same_bits(out, want), f"blocks {blocks.tolist()}, layers {layers}"
+        host, slots = self.host_memory(len(blocks))
+        expected = host.clone()
+        expected[torch.from_numpy(slots).long(), layers.start : layers.stop] = want
+        self.kernels.gather_slots(self.pool, blocks, layers, host, slots)
+        assert same_bits(host, expected), f"blocks {blocks.tolist()}, layers {layers}, slots {slots.tolist()}"
+
+    def host_memory(self, count: int) -> tuple[Tensor, Int32Array]:
+        """Slots in main memory, and `count` of them in any order."""
+        slots = count + int(self.rng.integers(0, 3))
+        host = torch.full((slots, *self.plain.shape[1:]), 7.0, dtype=self.plain.dtype)
+        return host, self.rng.permutation(slots)[:count].astype(np.int32)
 
     def some_layers(self) -> range:
         start = int(self.rng.integers(0, LAYERS))
@@ -251,3 +269,22 @@ def test_the_reference_refuses_packed_blocks() -> None:
     data = torch.randn(1, 2, *model.plain.shape[2:])
     kernels.scatter_blocks(model.pool, np.array([2], dtype=np.int32), range(1, 3), data)
     assert torch.equal(contents(kernels, model.pool)[2, 1:3], data[0])
+
+
+def test_slots_are_checked() -> None:
+    """Before anything is written: a wrong slot would be somebody else's memory."""
+    kernels = load_kernels("cpu", "cpu", 1)
+    pool, blocks = KvPool.wrap(torch.zeros(4, 3, 2, 1, 8, 64)), np.array([1, 2], dtype=np.int32)
+    host = torch.zeros(5, *pool.data.shape[1:])
+    for move in (kernels.gather_slots, kernels.scatter_slots):
+        for slots in ([0, 5], [-1, 0]):
+            with pytest.raises(ValueError, match="there are 5"):
+                move(pool, blocks, range(3), host, np.array(slots, dtype=np.int32))
+        for wrong in ([0], [0, 1, 2]):
+            with pytest.raises((ValueError, RuntimeError), match="slots must be one per block"):
+                move(pool, blocks, range(3), host, np.array(wrong, dtype=np.int32))
+        with pytest.raises((ValueError, RuntimeError), match="all layers"):
+            move(pool, blocks, range(3), host[:, :2].contiguous(), np.array([0, 1], dtype=np.int32))
+        with pytest.raises(ValueError, match="block 4"):
+            move(pool, np.array([4, 1], dtype=np.int32), range(3), host, np.array([0, 1], dtype=np.int32))
+    assert not host.any()

@@ -331,6 +331,20 @@ class CpuKernels:
             data.cpu().contiguous(),
         )
 
+    def gather_slots(
+        self, pool: KvPool, blocks: Int32Array, layers: range, host: Tensor, slots: Int32Array
+    ) -> None:
+        self.counters.called("gather_slots")
+        chosen = (pool.data, pool.packed, _int32(blocks), _int32(slots))
+        self._module.gather_slots(self._context.handle, *chosen, layers.start, layers.stop, host)
+
+    def scatter_slots(
+        self, pool: KvPool, blocks: Int32Array, layers: range, host: Tensor, slots: Int32Array
+    ) -> None:
+        self.counters.called("scatter_slots")
+        chosen = (pool.data, pool.packed, _int32(blocks), _int32(slots))
+        self._module.scatter_slots(self._context.handle, *chosen, layers.start, layers.stop, host)
+
 
 def _int32(array: Int32Array) -> Tensor:
     return torch.from_numpy(np.array(array, dtype=np.int32))

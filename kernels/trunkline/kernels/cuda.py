@@ -43,6 +43,7 @@ from trunkline.kernels.cuda_library import (
     WriteCall,
     library_of_device,
 )
+from trunkline.kernels.cuda_staging import block_bytes, layer_bytes, staged
 from trunkline.kernels.cuda_work import (
     DecodeWork,
     DeviceWork,
@@ -377,9 +378,9 @@ class CudaKernels:
         index = self._indices(blocks, pool.data.device)
         on_device = out.device == pool.data.device and out.is_contiguous()
         target = out if on_device else torch.empty(out.shape, dtype=pool.data.dtype, device=pool.data.device)
-        call = MoveCall(region_bytes=len(layers) * _layer_bytes(pool), regions=len(blocks))
+        call = MoveCall(region_bytes=len(layers) * layer_bytes(pool), regions=len(blocks))
         call.source, call.destination = self._layer_address(pool, layers), target.data_ptr()
-        call.source_stride_bytes, call.destination_stride_bytes = _block_bytes(pool), call.region_bytes
+        call.source_stride_bytes, call.destination_stride_bytes = block_bytes(pool), call.region_bytes
         call.source_index = index.data_ptr()
         self._library.call("move_regions", byref(call), self._stream())
         if not on_device:
@@ -390,14 +391,32 @@ class CudaKernels:
         source = data.to(pool.data.device, pool.data.dtype).contiguous()
         check_moved(pool, blocks, layers, source)
         index = self._indices(blocks, pool.data.device)
-        call = MoveCall(region_bytes=len(layers) * _layer_bytes(pool), regions=len(blocks))
+        call = MoveCall(region_bytes=len(layers) * layer_bytes(pool), regions=len(blocks))
         call.source, call.destination = source.data_ptr(), self._layer_address(pool, layers)
-        call.source_stride_bytes, call.destination_stride_bytes = call.region_bytes, _block_bytes(pool)
+        call.source_stride_bytes, call.destination_stride_bytes = call.region_bytes, block_bytes(pool)
         call.destination_index = index.data_ptr()
         self._library.call("move_regions", byref(call), self._stream())
 
+    def gather_slots(
+        self, pool: KvPool, blocks: Int32Array, layers: range, host: Tensor, slots: Int32Array
+    ) -> None:
+        for start, stop in staged(pool, len(blocks), layers):
+            staging = pool.data.new_empty((stop - start, len(layers), *pool.data.shape[2:]))
+            self.gather_blocks(pool, blocks[start:stop], layers, staging)
+            for index, slot in enumerate(slots[start:stop].tolist()):
+                host[slot, layers.start : layers.stop].copy_(staging[index], non_blocking=True)
+
+    def scatter_slots(
+        self, pool: KvPool, blocks: Int32Array, layers: range, host: Tensor, slots: Int32Array
+    ) -> None:
+        for start, stop in staged(pool, len(blocks), layers):
+            staging = pool.data.new_empty((stop - start, len(layers), *pool.data.shape[2:]))
+            for index, slot in enumerate(slots[start:stop].tolist()):
+                staging[index].copy_(host[slot, layers.start : layers.stop], non_blocking=True)
+            self.scatter_blocks(pool, blocks[start:stop], layers, staging)
+
     def _layer_address(self, pool: KvPool, layers: range) -> int:
-        return pool.data.data_ptr() + layers.start * _layer_bytes(pool)
+        return pool.data.data_ptr() + layers.start * layer_bytes(pool)
 
     # --- linear layers and norms
 
@@ -468,11 +487,3 @@ class CudaKernels:
 
 def _current_stream() -> int:
     return int(torch.cuda.current_stream().cuda_stream)
-
-
-def _layer_bytes(pool: KvPool) -> int:
-    return int(np.prod(pool.data.shape[2:])) * pool.data.element_size()
-
-
-def _block_bytes(pool: KvPool) -> int:
-    return pool.data.shape[1] * _layer_bytes(pool)

@@ -32,7 +32,7 @@ LIBRARY_VARIABLE: Final = "TRUNKLINE_NATIVE_LIBRARY"
 """Environment variable with the path of another build of the library (sanitizers, development)."""
 
 
-INTERFACE_VERSION: Final = 2
+INTERFACE_VERSION: Final = 3
 """What `interface_version` of a library of these sources returns (`csrc/cpu/module.cc`)."""
 
 REINSTALL: Final = "reinstall trunkline where a C++20 compiler is"

@@ -198,7 +198,7 @@ class Kernels(Protocol):
         ...
 
     def gather_blocks(self, pool: KvPool, blocks: Int32Array, layers: range, out: Tensor) -> None:
-        """Collect blocks' layers for tier moves, in plain order whatever the pool holds.
+        """Collect blocks' layers, in plain order whatever the pool holds.
 
         Args:
             out: `[n, len(layers), 2, kv_heads, chunk_size, head_dim]`, overwritten.
@@ -207,6 +207,24 @@ class Kernels(Protocol):
 
     def scatter_blocks(self, pool: KvPool, blocks: Int32Array, layers: range, data: Tensor) -> None:
         """The reverse of `gather_blocks`; `blocks` are distinct."""
+        ...
+
+    def gather_slots(
+        self, pool: KvPool, blocks: Int32Array, layers: range, host: Tensor, slots: Int32Array
+    ) -> None:
+        """`gather_blocks` straight into main memory, for tier moves (CachedAttention §3.2).
+
+        Args:
+            host: `[slots, all layers, 2, kv_heads, chunk_size, head_dim]`, contiguous, on the CPU; pinned if the
+                pool is on a GPU, where the copies are only enqueued.
+            slots: where each block's layers go; distinct.
+        """
+        ...
+
+    def scatter_slots(
+        self, pool: KvPool, blocks: Int32Array, layers: range, host: Tensor, slots: Int32Array
+    ) -> None:
+        """The reverse of `gather_slots`; `blocks` are distinct."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -252,14 +270,18 @@ def swap_halves(x: Tensor) -> Tensor:
     return torch.cat((x[..., half:], x[..., :half]), dim=-1)
 
 
-def make_angles(positions: Tensor, inverse_frequencies: Tensor, factor: float = 1.0) -> Angles:
+def make_angles(
+    positions: Tensor, inverse_frequencies: Tensor, factor: float = 1.0, dtype: torch.dtype | None = None
+) -> Angles:
     """Rotary factors of positions.
 
     Args:
         positions: `[tokens]`, any numeric type, negative ones allowed.
-        inverse_frequencies: `[rotary_dim / 2]`; its dtype is that of the computation and of the result.
+        inverse_frequencies: `[rotary_dim / 2]`; the computation is in its dtype. In float32 the angle of a
+            position in the millions, where sessions get to after many cuts, would be off by a tenth of a radian.
         factor: multiplies both (attention temperature of YaRN scaling).
+        dtype: of the result; None: that of the computation.
     """
     angle = positions.to(inverse_frequencies.dtype)[:, None] * inverse_frequencies
-    cos, sin = angle.cos() * factor, angle.sin() * factor
+    cos, sin = (x.mul_(factor).to(dtype or x.dtype) for x in (angle.cos(), angle.sin()))
     return Angles(torch.cat((cos, cos), dim=-1)[:, None], torch.cat((-sin, sin), dim=-1)[:, None])

@@ -136,6 +136,20 @@ class ReferenceKernels:
         # Nothing of the old contents is left, in whatever order they were.
         pool.packed[:, layers.start : layers.stop].index_fill_(0, index.to(pool.packed.device), 0)
 
+    def gather_slots(
+        self, pool: KvPool, blocks: Int32Array, layers: range, host: Tensor, slots: Int32Array
+    ) -> None:
+        chosen = host[:, layers.start : layers.stop]
+        found = torch.empty((len(slots), *chosen.shape[1:]), dtype=host.dtype)
+        self.gather_blocks(pool, blocks, layers, found)
+        chosen.index_copy_(0, torch.from_numpy(slots.astype(np.int64)), found)
+
+    def scatter_slots(
+        self, pool: KvPool, blocks: Int32Array, layers: range, host: Tensor, slots: Int32Array
+    ) -> None:
+        index = torch.from_numpy(slots.astype(np.int64))
+        self.scatter_blocks(pool, blocks, layers, host[:, layers.start : layers.stop].index_select(0, index))
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         self.counters.called("rms_norm")
         return _rms_norm(x, weight, eps)

@@ -56,7 +56,8 @@ struct Group {
   int columns;  // multiple of kTokenStep
   bool all_valid;
   float* valid;                  // [kGroupTokens]: 1 or 0
-  float* position;               // [kGroupTokens]
+  float* position;               // [kGroupTokens]: minus `origin`
+  int32_t origin;                // near all positions that count: a float holds 24 bits of their differences
   int32_t lowest, highest;       // positions
   typename T::B* key_scratch;    // [steps of d][kScoreStride]
   typename T::B* value_scratch;  // [kGroupTokens / kStep][padded d]
@@ -252,7 +253,8 @@ class GroupReader {
   TRUNKLINE_INLINE void note_columns(Group<T>& group, int columns, int lower, int upper, int position) {
     float* valid = group.valid + group.columns;
     float* positions = group.position + group.columns;
-    for (int c = 0; c < columns; ++c) positions[c] = static_cast<float>(position + c);
+    const int from_origin = position - group.origin;
+    for (int c = 0; c < columns; ++c) positions[c] = static_cast<float>(from_origin + c);
     for (int c = 0; c < columns; ++c) valid[c] = c >= lower && c < upper ? 1.0f : 0.0f;
     group.all_valid = group.all_valid && lower == 0 && upper == columns;
     group.lowest = min_of(group.lowest, position + lower);

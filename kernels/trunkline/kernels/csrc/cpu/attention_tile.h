@@ -30,7 +30,7 @@ struct UnitMemory {
   float* total;                 // [vectors, kTotalLanes]
   float* peak;                  // [vectors]
   float* slope;                 // [vectors], times log2(e)
-  float* position;              // [vectors]: of the query, in the frame of the keys
+  float* position;              // [vectors]: of the query, minus the lowest query's
   float* queries;               // [vectors, padded d]: where T::A is not what memory holds; turned ones
   float* scores;                // [kRowBlock, kScoreStride]
   float *valid, *key_position;  // [kScoreStride]
@@ -124,8 +124,10 @@ class AttentionUnit {
     }
   }
 
-  // Attends to everything that `at` yields. `causal`: keys after the query are hidden.
+  // Attends to everything that `at` yields. `causal`: keys after the query are hidden. The queries' lowest and
+  // highest positions are in the frame of the keys.
   void attend(Cursor& at, bool causal, int32_t query_lowest, int32_t query_highest) {
+    group_.origin = query_lowest;
     while (reader_.next(at, head_, group_)) {
       if (group_.size == 0) continue;
       const Adjustment how = adjustment(causal, query_lowest, query_highest);

@@ -212,15 +212,34 @@ void copy_blocks(int64_t handle, TensorView data, TensorView packed, TensorView 
   });
 }
 
+// Layers of blocks, and where they come from or go to: packed one behind the other, or each in its slot of a tensor
+// of whole blocks.
 struct Move {
   const int32_t* block;
-  int64_t blocks, layers, first_layer;
+  const int32_t* slot;  // null: packed
+  int64_t blocks, layers, first_layer, pool_layers, region_bytes;
   char* other;
+
+  int64_t units() const { return blocks * layers; }
+  int64_t block_of(int64_t unit) const { return block[unit / layers]; }
+  int64_t layer_of(int64_t unit) const { return first_layer + unit % layers; }
+  char* other_of(int64_t unit) const {
+    const int64_t region = slot == nullptr ? unit : slot[unit / layers] * pool_layers + layer_of(unit);
+    return other + region * region_bytes;
+  }
 };
 
-Move check_move(const PoolView& pool, const TensorView& blocks, int64_t start, int64_t stop,
-                const TensorView& other) {
-  Move move{int32_data(blocks, "blocks"), blocks.numel(), stop - start, start, nullptr};
+Move check_move(const PoolView& pool, const TensorView& blocks, const TensorView* slots, int64_t start,
+                int64_t stop, const TensorView& other) {
+  const int64_t region_elements = 2 * pool.kv_heads * pool.chunk * pool.head_dim;
+  Move move{int32_data(blocks, "blocks"),
+            slots != nullptr ? int32_data(*slots, "slots") : nullptr,
+            blocks.numel(),
+            stop - start,
+            start,
+            pool.layers,
+            2 * pool.kv_heads * pool.tile_bytes,
+            nullptr};
   if (start < 0 || stop < start || stop > pool.layers) {
     TVM_FFI_THROW(ValueError) << "layers [" << start << ", " << stop << "): the pool has " << pool.layers;
   }
@@ -229,25 +248,37 @@ Move check_move(const PoolView& pool, const TensorView& blocks, int64_t start, i
       TVM_FFI_THROW(ValueError) << "block " << move.block[i] << ": the pool has " << pool.blocks << " blocks";
     }
   }
-  const int64_t elements = move.blocks * move.layers * 2 * pool.kv_heads * pool.chunk * pool.head_dim;
-  require(kv_type_of(other, "the moved tensor") == pool.type && other.IsContiguous() && other.numel() == elements,
-          "the moved tensor must be contiguous [n, layers, 2, kv_heads, chunk, head_dim], in the pool's type");
+  require(kv_type_of(other, "the moved tensor") == pool.type && other.IsContiguous(),
+          "the moved tensor must be contiguous, in the pool's type");
+  if (slots == nullptr) {
+    require(other.numel() == move.units() * region_elements,
+            "the moved tensor must be [n, layers, 2, kv_heads, chunk, head_dim]");
+  } else {
+    const int64_t whole = pool.layers * region_elements, count = other.numel() / whole;
+    require(slots->numel() == move.blocks && other.numel() == count * whole,
+            "slots must be one per block, of a tensor [slots, all layers, 2, kv_heads, chunk, head_dim]");
+    for (int64_t i = 0; i < move.blocks; ++i) {
+      if (move.slot[i] < 0 || move.slot[i] >= count) {
+        TVM_FFI_THROW(ValueError) << "slot " << move.slot[i] << ": there are " << count;
+      }
+    }
+  }
   move.other = bytes_of(other);
   return move;
 }
 
-void gather_blocks(int64_t handle, TensorView data, TensorView packed, TensorView chosen, int64_t start,
-                   int64_t stop, TensorView out) {
+void gather(int64_t handle, const TensorView& data, const TensorView& packed, const TensorView& chosen,
+            const TensorView* slots, int64_t start, int64_t stop, const TensorView& out) {
   const Blocks blocks(handle, data, packed, 0);
   const PoolView& pool = blocks.pool;
-  const Move move = check_move(pool, chosen, start, stop, out);
+  const Move move = check_move(pool, chosen, slots, start, stop, out);
   const int64_t tiles = blocks.tiles();
-  blocks.run(move.blocks * move.layers, tiles * pool.tile_bytes, [&](int64_t unit, int) {
-    const int64_t block = move.block[unit / move.layers], layer = move.first_layer + unit % move.layers;
+  blocks.run(move.units(), move.region_bytes, [&](int64_t unit, int) {
+    const int64_t block = move.block_of(unit), layer = move.layer_of(unit);
     const char* from = region_of(pool, block, layer);
-    char* to = move.other + unit * tiles * pool.tile_bytes;
+    char* to = move.other_of(unit);
     if (flag_of(pool, block, layer) == 0) {
-      std::memcpy(to, from, static_cast<size_t>(tiles * pool.tile_bytes));
+      std::memcpy(to, from, static_cast<size_t>(move.region_bytes));
       return;
     }
     for (int64_t tile = 0; tile < tiles; ++tile, from += pool.tile_bytes, to += pool.tile_bytes) {
@@ -256,19 +287,42 @@ void gather_blocks(int64_t handle, TensorView data, TensorView packed, TensorVie
   });
 }
 
-void scatter_blocks(int64_t handle, TensorView data, TensorView packed, TensorView chosen, int64_t start,
-                    int64_t stop, TensorView source) {
+void scatter(int64_t handle, const TensorView& data, const TensorView& packed, const TensorView& chosen,
+             const TensorView* slots, int64_t start, int64_t stop, const TensorView& source) {
   const Blocks blocks(handle, data, packed, 0);
   const PoolView& pool = blocks.pool;
-  const Move move = check_move(pool, chosen, start, stop, source);
-  const int64_t tiles = blocks.tiles();
-  blocks.run(move.blocks * move.layers, tiles * pool.tile_bytes, [&](int64_t unit, int thread) {
-    const int64_t block = move.block[unit / move.layers], layer = move.first_layer + unit % move.layers;
-    std::memcpy(region_of(pool, block, layer), move.other + unit * tiles * pool.tile_bytes,
-                static_cast<size_t>(tiles * pool.tile_bytes));
-    for (int64_t tile = 0; pool.packable && tile < tiles; ++tile) blocks.pack_tile_of(block, layer, tile, thread);
+  const Move move = check_move(pool, chosen, slots, start, stop, source);
+  blocks.run(move.units(), move.region_bytes, [&](int64_t unit, int thread) {
+    const int64_t block = move.block_of(unit), layer = move.layer_of(unit);
+    char* to = region_of(pool, block, layer);
+    const char* from = move.other_of(unit);
+    // Tile by tile, so that what is packed is still in the cache.
+    for (int64_t tile = 0; tile < blocks.tiles(); ++tile, to += pool.tile_bytes, from += pool.tile_bytes) {
+      std::memcpy(to, from, static_cast<size_t>(pool.tile_bytes));
+      if (pool.packable) blocks.pack_tile_of(block, layer, tile, thread);
+    }
     flag_of(pool, block, layer) = pool.packable ? 1 : 0;
   });
+}
+
+void gather_blocks(int64_t handle, TensorView data, TensorView packed, TensorView chosen, int64_t start,
+                   int64_t stop, TensorView out) {
+  gather(handle, data, packed, chosen, nullptr, start, stop, out);
+}
+
+void gather_slots(int64_t handle, TensorView data, TensorView packed, TensorView chosen, TensorView slots,
+                  int64_t start, int64_t stop, TensorView out) {
+  gather(handle, data, packed, chosen, &slots, start, stop, out);
+}
+
+void scatter_blocks(int64_t handle, TensorView data, TensorView packed, TensorView chosen, int64_t start,
+                    int64_t stop, TensorView source) {
+  scatter(handle, data, packed, chosen, nullptr, start, stop, source);
+}
+
+void scatter_slots(int64_t handle, TensorView data, TensorView packed, TensorView chosen, TensorView slots,
+                   int64_t start, int64_t stop, TensorView source) {
+  scatter(handle, data, packed, chosen, &slots, start, stop, source);
 }
 
 }  // namespace
@@ -277,4 +331,6 @@ void scatter_blocks(int64_t handle, TensorView data, TensorView packed, TensorVi
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(write_kv, trunkline::write_kv)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(copy_blocks, trunkline::copy_blocks)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(gather_blocks, trunkline::gather_blocks)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(gather_slots, trunkline::gather_slots)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(scatter_blocks, trunkline::scatter_blocks)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(scatter_slots, trunkline::scatter_slots)

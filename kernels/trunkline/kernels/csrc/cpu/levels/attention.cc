@@ -122,15 +122,21 @@ void decode_unit(const DecodeCall& call, const DecodeUnit& chosen, char* scratch
   AttentionUnit<T> unit(call.pool, call.rule, call.layer, chosen.head, chosen.heads, vectors, tokens, scratch);
   UnitMemory& memory = unit.memory();
   const int64_t vector_bytes = call.pool.head_dim * static_cast<int64_t>(sizeof(typename T::Storage));
+  const auto position_of = [&](int entry) {
+    return work.query_position[work.entry_row[entry]] + call.steps - work.entry_shift[entry];
+  };
   int32_t lowest = INT32_MAX, highest = INT32_MIN;
+  for (int entry = first_entry; entry < last_entry; ++entry) {
+    const int32_t position = position_of(entry);
+    lowest = position < lowest ? position : lowest;
+    highest = position > highest ? position : highest;
+  }
   for (int entry = first_entry; entry < last_entry; ++entry) {
     const int row = work.entry_row[entry];
     const int slot = call.entry_query == nullptr ? -1 : call.entry_query[entry];
     const char* q = slot < 0 ? call.q + row * call.q_stride
                              : call.turned + slot * call.pool.kv_heads * call.group * vector_bytes;
-    const int32_t position = work.query_position[row] + call.steps - work.entry_shift[entry];
-    lowest = position < lowest ? position : lowest;
-    highest = position > highest ? position : highest;
+    const int32_t position = position_of(entry) - lowest;
     for (int h = 0; h < chosen.heads; ++h) {
       for (int g = 0; g < call.group; ++g) {
         const int vector = h * vectors + (entry - first_entry) * call.group + g;
@@ -190,8 +196,8 @@ struct PrefillBlock {
     return call.pool.head_dim * static_cast<int64_t>(sizeof(typename T::Storage));
   }
 
-  // Query vectors as items of one shift see them. `angle` -1: as they are.
-  void set_queries(int32_t shift, int32_t angle) {
+  // Query vectors as items of one shift see them. `angle` -1: as they are; `lowest`: the first query's position.
+  void set_queries(int32_t lowest, int32_t angle) {
     UnitMemory& memory = unit.memory();
     int vector = 0;
     for (int token = 0; token < chosen.queries; ++token) {
@@ -206,7 +212,7 @@ struct PrefillBlock {
           row = to;
         }
         unit.set_query(vector, row);
-        memory.position[vector] = static_cast<float>(call.query_position[query] - shift);
+        memory.position[vector] = static_cast<float>(call.query_position[query] - lowest);
       }
     }
   }
@@ -238,7 +244,7 @@ void prefill_unit(const PrefillCall& call, const PrefillUnit& chosen, char* scra
     const int32_t shift = call.shift[item];
     int stop = item + 1;
     while (stop < end && call.shift[stop] == shift) ++stop;
-    block.set_queries(shift, call.angles == nullptr ? -1 : call.item_angle[item]);
+    block.set_queries(lowest, call.angles == nullptr ? -1 : call.item_angle[item]);
     Cursor at{call.block, call.first, call.count, call.base, nullptr, 0, item, stop, 0, INT32_MIN, INT32_MAX};
     at.see_to = highest - shift;
     if (call.rule.window > 0) at.see_from = lowest - shift - call.rule.window + 1;
