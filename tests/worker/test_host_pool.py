@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +19,57 @@ from trunkline.kvstore.layout import Int32Array, SlotId, pack_int32, unpack_int3
 from trunkline.kvstore.names import ChunkName
 from trunkline.kvstore.tier import SlotKey, Tier
 from trunkline.worker.config import load_config
+from trunkline.worker.copier import Copier
 from trunkline.worker.errors import ConfigError, PlanError
 from trunkline.worker.host_pool import HostPool
-from trunkline.worker.messages import Join, Sampling
+from trunkline.worker.messages import Join, Sampling, StepPlan
 from trunkline.worker.runner import Runner
 
-SHAPES = {"small": (40, 2, 2, 2, 4, 8), "large": (12, 4, 2, 4, 64, 16)}
-"""Of device pools: staged blocks of 1 KiB, and blocks of 128 KiB that are moved without staging."""
+SHAPES = {"small": (40, 2, 2, 2, 4, 8), "large": (12, 4, 2, 4, 64, 64)}
+"""Of device pools: blocks of 1 KiB, and of 512 KiB, whose loads come layer by layer."""
 
 
-def make_pool(shape: str, kernels: str, slots: int = 30) -> tuple[KvPool, HostPool]:
-    torch.manual_seed(1)
-    pool = KvPool.wrap(torch.randn(SHAPES[shape]))
-    return pool, HostPool(slots, pool, load_kernels(kernels, "cpu", 1))
+class Moves:
+    """A host pool, and its copies one plan at a time."""
+
+    def __init__(self, pool: KvPool, kernels: str, slots: int) -> None:
+        self.host = HostPool(slots, pool)
+        self.copier = Copier(self.host, pool.data.device, pool.blocks, lambda: load_kernels(kernels, "cpu", 1))
+        self._step = 0
+
+    def save(self, rows: Int32Array) -> None:
+        self._run(saves=pack_int32(rows))
+
+    def load(self, rows: Int32Array) -> None:
+        self._run(loads=pack_int32(rows))
+
+    def _run(self, **fields: bytes) -> None:
+        """Both fences at the plan itself: what it orders is done when it is."""
+        self._step += 1
+        gate = self.copier.begin(
+            StepPlan(self._step, 1, save_fence=self._step, load_fence=self._step, **fields)  # type: ignore[arg-type]
+        )
+        for layer in range(self.host.layers):
+            gate.enter(layer)
+        self.copier.finish(gate)
+
+
+MakePool = Callable[..., tuple[KvPool, Moves]]
+
+
+@pytest.fixture
+def make_pool() -> Iterator[MakePool]:
+    made: list[Moves] = []
+
+    def make(shape: str, kernels: str, slots: int = 30) -> tuple[KvPool, Moves]:
+        torch.manual_seed(1)
+        pool = KvPool.wrap(torch.randn(SHAPES[shape]))
+        made.append(Moves(pool, kernels, slots))
+        return pool, made[-1]
+
+    yield make
+    for moves in made:
+        moves.copier.close()
 
 
 def contents(pool: KvPool, kernels: str = "auto") -> torch.Tensor:
@@ -47,7 +86,7 @@ def moves(*rows: tuple[int, int, int]) -> Int32Array:
 
 @pytest.mark.parametrize("kernels", ["auto", "reference"])
 @pytest.mark.parametrize("shape", list(SHAPES))
-def test_blocks_come_back(shape: str, kernels: str) -> None:
+def test_blocks_come_back(make_pool: MakePool, shape: str, kernels: str) -> None:
     """Into other blocks than they came from; slots side by side and scattered, in any order."""
     pool, host = make_pool(shape, kernels)
     blocks = [3, 0, 7, 5, 9, 11]
@@ -65,19 +104,17 @@ def test_blocks_come_back(shape: str, kernels: str) -> None:
     assert after[untouched].isnan().all()
 
 
-def test_few_calls_move_many_blocks() -> None:
-    for shape, calls in (("small", 1), ("large", 2)):
-        pool, host = make_pool(shape, "auto")
-        kernels = host._kernels
-        kernels.counters.reset()
+def test_few_calls_move_many_blocks(make_pool: MakePool) -> None:
+    """One for all blocks of a plan; of large ones, for each layer, since somebody may wait for it."""
+    for shape, loads in (("small", 1), ("large", 4)):
+        _, host = make_pool(shape, "auto")
         host.save(moves(*((i, i if i < 5 else i + 3, 1) for i in range(10))))
-        assert kernels.counters.calls == {"gather_blocks": calls}
+        assert host.copier.saves.kernels.counters.calls == {"gather_slots": 1}
         host.load(moves(*((i, i if i < 5 else i + 3, 1) for i in range(10))))
-        assert kernels.counters.calls == {"gather_blocks": calls, "scatter_blocks": calls}
-        assert pool.blocks >= 10
+        assert host.copier.loads.kernels.counters.calls == {"scatter_slots": loads}
 
 
-def test_only_the_generation_asked_for_is_read() -> None:
+def test_only_the_generation_asked_for_is_read(make_pool: MakePool) -> None:
     pool, host = make_pool("small", "auto")
     host.save(moves((0, 5, 2)))
     before = contents(pool)
@@ -93,7 +130,7 @@ def test_only_the_generation_asked_for_is_read() -> None:
     host.save(moves((3, 5, 3)))
     host.load(moves((8, 5, 3)))
     assert torch.equal(contents(pool)[8], before[3])
-    host.discard(SlotId(5))
+    host.host.discard(SlotId(5))
     with pytest.raises(PlanError, match="it holds nothing"):
         host.load(moves((8, 5, 3)))
 
@@ -107,22 +144,22 @@ def test_only_the_generation_asked_for_is_read() -> None:
         ([(0, 3, 1), (1, 3, 1)], "a slot is written twice"),
     ],
 )
-def test_malformed_saves(rows: list[tuple[int, int, int]], message: str) -> None:
+def test_malformed_saves(make_pool: MakePool, rows: list[tuple[int, int, int]], message: str) -> None:
     _, host = make_pool("small", "auto")
     with pytest.raises(PlanError, match=message):
         host.save(moves(*rows))
 
 
-def test_a_block_is_loaded_once() -> None:
+def test_a_block_is_loaded_once(make_pool: MakePool) -> None:
     _, host = make_pool("small", "auto")
     host.save(moves((0, 3, 1), (1, 4, 1)))
     with pytest.raises(PlanError, match="a block is written twice"):
         host.load(moves((7, 3, 1), (7, 4, 1)))
 
 
-def test_it_is_a_tier() -> None:
+def test_it_is_a_tier(make_pool: MakePool) -> None:
     pool, host = make_pool("small", "auto")
-    tier: Tier = host
+    tier: Tier = host.host
     key = SlotKey(SlotId(7), ChunkName(b""), 4)
     data = np.random.default_rng(0).bytes(tier.slot_bytes)
     tier.write(key, memoryview(data))
@@ -138,32 +175,31 @@ def test_it_is_a_tier() -> None:
         tier.write(key, memoryview(b"abc"))
     tier.discard(SlotId(7))
     assert not tier.read(key, memoryview(into))
-    tier.close()
+    host.copier.close()
     assert tier.capacity_slots == 0
 
 
-def test_memory_is_taken_when_it_is_used() -> None:
+def test_memory_is_taken_when_it_is_used(make_pool: MakePool) -> None:
     """16 GiB of address space cost nothing; blocks that were saved do."""
     process = psutil.Process()
     before = process.memory_info().rss
-    pool, host = make_pool("large", "auto", slots=(16 << 30) // (128 << 10))
+    pool, host = make_pool("large", "auto", slots=(16 << 30) // (512 << 10))
     assert process.memory_info().rss - before < 64 << 20
-    host.save(moves(*((i, host.capacity_slots - 1 - i, 1) for i in range(12))))
-    host.load(moves((0, host.capacity_slots - 12, 1)))
+    host.save(moves(*((i, host.host.capacity_slots - 1 - i, 1) for i in range(12))))
+    host.load(moves((0, host.host.capacity_slots - 12, 1)))
     found = contents(pool)
     assert torch.equal(found[0], found[11])
-    host.close()
 
 
-def test_impossible_sizes_are_refused() -> None:
+def test_impossible_sizes_are_refused(make_pool: MakePool) -> None:
     with pytest.raises(ConfigError, match="no memory for a host pool of"):
         make_pool("large", "auto", slots=1 << 35)
 
 
-def test_measuring_changes_nothing() -> None:
+def test_measuring_changes_nothing(make_pool: MakePool) -> None:
     pool, host = make_pool("large", "auto")
     before = contents(pool)
-    assert 0.1 < host.measure() < 1e5
+    assert 0.1 < host.copier.measure() < 1e5
     assert torch.equal(contents(pool), before)
     with pytest.raises(PlanError, match="it holds nothing"):
         host.load(moves((0, 0, 0)))
@@ -196,13 +232,16 @@ def test_a_sequence_goes_on_from_what_was_swapped(folder: Path, kernels: str) ->
         tokens.append(unpack_int32(first.tokens)[0])
         fields: dict[str, Any] = {"leaves": pack_int32([1])}
         if swapped:
-            saved = driver.send(**fields, saves=pack_int32([3, 7, 1, 4, 8, 1, 9, 2, 1]))
+            saves = pack_int32([3, 7, 1, 4, 8, 1, 9, 2, 1])
+            saved = driver.send(**fields, saves=saves, save_fence=driver.step + 1)
             assert saved is not None
-            assert 0 < saved.moved_us <= saved.elapsed_us
+            assert saved.moved_us > 0
+            assert saved.moved_blocks == 3
+            assert 0 <= saved.waited_us <= saved.elapsed_us
             runner.pool.data.fill_(float("nan"))
             runner.pool.packed.zero_()
             blocks = [10, 11, 12]
-            fields = {"loads": pack_int32([10, 7, 1, 11, 8, 1, 12, 2, 1])}
+            fields = {"loads": pack_int32([10, 7, 1, 11, 8, 1, 12, 2, 1]), "load_fence": driver.step + 1}
         else:
             driver.send()
         joins = [Join(2, pack_int32(tokens), 0, 21, pack_int32(blocks), sampling)]

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import psutil
@@ -23,20 +23,26 @@ from worker.driver import run_config
 from trunkline.controller.messages import (
     GrammarReady,
     LoadProgress,
+    MovesDone,
+    Probed,
     StepResult,
     WorkerFailed,
     WorkerReady,
     WorkerReport,
 )
 from trunkline.kvstore.layout import pack_int32, unpack_int32
+from trunkline.kvstore.tier import TierKind
 from trunkline.worker.messages import (
     PLAN_TOPIC,
     CompileGrammar,
     ForgetGrammar,
     Join,
+    Probe,
     Sampling,
     Shutdown,
     StepPlan,
+    TierMove,
+    TierMoves,
     WorkerMessage,
     rank_topic,
 )
@@ -98,7 +104,7 @@ class Setup:
         self._stack.callback(controller.close)
         return controller
 
-    def start(self, rank: int = 0, tp: int = 1, host_memory_bytes: int = 0) -> subprocess.Popen[bytes]:
+    def start(self, rank: int = 0, tp: int = 1, **fields: Any) -> subprocess.Popen[bytes]:
         config = run_config(
             self.model,
             rank=rank,
@@ -107,7 +113,7 @@ class Setup:
             report_endpoint=f"ipc://{self.folder}/reports",
             rendezvous=f"file://{self.folder}/rendezvous" if tp > 1 else "",
             parent_pid=os.getpid(),
-            host_memory_bytes=host_memory_bytes,
+            **fields,
         )
         path = self.folder / f"rank-{rank}.json"
         path.write_bytes(msgspec.json.encode(config))
@@ -156,10 +162,80 @@ def test_host_pool_is_announced_and_used(setup: Setup) -> None:
     assert ready.host_slots == 50_000 // ready.block_bytes
     assert ready.swap_us_per_block > 0
     controller.send(first_plan())
-    controller.send(StepPlan(2, 1, saves=pack_int32([3, 0, 1, 1, 1, 1]), loads=pack_int32([5, 0, 1])))
+    saves, loads = pack_int32([3, 0, 1, 1, 1, 1]), pack_int32([5, 0, 1])
+    controller.send(StepPlan(2, 1, saves=saves, loads=loads, save_fence=2, load_fence=2))
     results = controller.wait_for(StepResult, 2)
-    assert results[0].moved_us == 0
+    assert (results[0].moved_us, results[0].moved_blocks) == (0, 0)
     assert results[1].moved_us > 0
+    assert results[1].moved_blocks == 3
+
+
+def start_with_disk(setup: Setup, rank: int, tp: int, **fields: Any) -> subprocess.Popen[bytes]:
+    """A rank with a host pool and room for 20 slots and more on a disk of its own."""
+    slab = str(setup.folder / f"slab-{rank}")
+    settings = {"disk_path": slab, "disk_bytes": 1 << 20, "tier_fingerprint": "17", "host_memory_bytes": 50_000}
+    return setup.start(rank, tp, **{**settings, **fields})
+
+
+def test_every_rank_answers_every_move(setup: Setup) -> None:
+    """Also while no step comes; a later plan may then load what was read."""
+    controller = setup.controller()
+    processes = [start_with_disk(setup, rank, 2) for rank in range(2)]
+    ready: dict[int, WorkerReady] = {}
+    while len(ready) < 2:
+        report = controller.wait_for(WorkerReady)[0]
+        ready[report.rank] = report
+    assert {report.disk_slots > 20 for report in ready.values()} == {True}
+    assert {(report.tier_problem, report.has_remote) for report in ready.values()} == {("", False)}
+    controller.wait_for_ranks(2)
+    controller.send(first_plan())
+    controller.send(StepPlan(2, 1, saves=pack_int32([3, 0, 1, 1, 1, 1])))
+    name = bytes(16)
+    disk, remote = TierKind.DISK, TierKind.REMOTE
+    writes = [TierMove(1, disk, True, 0, 1, 7, 1, name), TierMove(2, remote, True, 1, 1, -1, 0, name)]
+    reads = [TierMove(3, disk, False, 5, 2, 7, 1, name), TierMove(4, disk, False, 6, 2, 8, 1, name)]
+    for moves, expected in ((writes, {1: 0, 2: 2}), (reads, {3: 0, 4: 1})):
+        controller.send(TierMoves(2, moves))
+        found: dict[int, dict[int, int]] = {0: {}, 1: {}}
+        while any(len(statuses) < 2 for statuses in found.values()):
+            done = controller.wait_for(MovesDone)[0]
+            assert done.epoch == 1
+            found[done.rank] |= {outcome.id: outcome.status for outcome in done.outcomes}
+        assert found == {0: expected, 1: expected}
+    controller.send(Probe(9, name))
+    probed = controller.wait_for(Probed, 2)
+    assert {(report.rank, report.probe, report.present) for report in probed} == {(0, 9, -1), (1, 9, -1)}
+    controller.send(StepPlan(3, 1, loads=pack_int32([5, 5, 2]), load_fence=3))
+    assert controller.wait_for(StepResult)[0].step == 3
+    controller.send(Shutdown())
+    assert [process.wait(timeout=10) for process in processes] == [0, 0]
+
+
+def test_a_rank_leaves_with_moves_under_way(setup: Setup) -> None:
+    """Also when the controller dies: nobody waits for a disk."""
+    controller = setup.controller()
+    process = start_with_disk(setup, 0, 1)
+    controller.wait_for_ranks(1)
+    controller.send(first_plan())
+    controller.send(StepPlan(2, 1, saves=pack_int32([3, 0, 1])))
+    moves = [TierMove(index, TierKind.DISK, True, 0, 1, index % 20, index, bytes(16)) for index in range(2000)]
+    controller.send(TierMoves(2, moves))
+    controller.wait_for(MovesDone)
+    controller.close()
+    assert process.wait(timeout=10) == 1
+
+
+def test_a_rank_with_tiers_sleeps_while_nothing_comes(setup: Setup) -> None:
+    controller = setup.controller()
+    process = start_with_disk(setup, 0, 1, remote_url="redis://127.0.0.1:1/0")
+    controller.wait_for_ranks(1)
+    controller.send(first_plan())
+    controller.wait_for(StepResult)
+    rank = psutil.Process(process.pid)
+    before = rank.cpu_times()
+    time.sleep(3.0)
+    after = rank.cpu_times()
+    assert after.user + after.system - before.user - before.system <= 0.06  # 2 % of a core, in ticks of 10 ms
 
 
 def test_grammars_are_reported_by_rank_0_at_once(setup: Setup) -> None:

@@ -39,7 +39,7 @@ def main() -> int:
 
 
 def _leave_on_sigterm() -> None:
-    """Exit code 0 at SIGTERM, at once: a rank keeps nothing on disk, and peers notice by their connections.
+    """Exit code 0 at SIGTERM, at once: what is on disk survives that, and peers notice by their connections.
 
     A thread leaves, because a Python handler would not run while the main thread is inside a collective; the
     interpreter's own handler, which always runs, wakes it through a pipe.

@@ -47,6 +47,25 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Memory of the KV pool if `pool_blocks` is 0; 0 on a GPU: 90 % of what is free after loading."""
     host_memory_bytes: int = 0
     """Main memory for KV blocks outside the pool (preemption by swapping); 0: none."""
+    disk_path: str = ""
+    """This rank's slab file below the host pool; "": none."""
+    disk_bytes: int = 0
+    """Most that the slab file may take; 0: none."""
+    remote_url: str = ""
+    """Of a store that all controllers share (`redis://…`); "": none."""
+    remote_ttl_s: float = 7 * 86400.0
+    """After so many seconds without a write the remote tier forgets a chunk; 0: never."""
+    tier_fingerprint: str = ""
+    """Hexadecimal: what KV depends on besides the tokens. The tiers below the host pool never give a rank what was
+    written under another one."""
+    io_threads: int = 4
+    """That read and write a tier below the host pool, for each such tier."""
+    preload: Literal["layerwise", "whole"] = "layerwise"
+    """Whether each layer waits for its own KV to come from the host pool, or the first for that of all."""
+    async_saves: bool = True
+    """Whether steps go on while blocks are saved to the host pool; False is for comparison."""
+    link_bytes_per_s: float = 0.0
+    """Emulates a slower link between device and host pool, in each direction; 0: as fast as it goes."""
     max_context: int = 0
     """Longest sequence in tokens; 0: the model's own limit."""
     rendezvous: str = ""
@@ -67,7 +86,12 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Raises:
             ConfigError: naming the field, its value and what is allowed.
         """
-        rules = (
+        for holds, sentence in (*self._rules(), *self._tier_rules()):
+            if not holds:
+                raise ConfigError(sentence)
+
+    def _rules(self) -> tuple[tuple[bool, str], ...]:
+        return (
             (self.tp >= 1, f"tp is {self.tp}; it must be at least 1"),
             (0 <= self.rank < self.tp, f"rank is {self.rank}; it must be in [0, {self.tp})"),
             (self.device in DEVICES, f"device is {self.device!r}; allowed: {', '.join(DEVICES)}"),
@@ -100,9 +124,35 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 f"tp is {self.tp}; collectives need a rendezvous address",
             ),
         )
-        for holds, sentence in rules:
-            if not holds:
-                raise ConfigError(sentence)
+
+    def _tier_rules(self) -> tuple[tuple[bool, str], ...]:
+        has_disk, has_remote = bool(self.disk_bytes), bool(self.remote_url)
+        return (
+            (self.disk_bytes >= 0, f"disk_bytes is {self.disk_bytes}; it must not be negative"),
+            (not has_disk or bool(self.disk_path), "disk_bytes is given, but no disk_path"),
+            (
+                self.host_memory_bytes > 0 or not (has_disk or has_remote),
+                "a disk or remote tier needs a host pool above it: give host_memory_bytes",
+            ),
+            (
+                bool(self.tier_fingerprint) or not (has_disk or has_remote),
+                "a disk or remote tier needs a tier_fingerprint",
+            ),
+            (
+                _is_hex(self.tier_fingerprint),
+                f"tier_fingerprint is {self.tier_fingerprint!r}; allowed: up to 64 pairs of hexadecimal digits",
+            ),
+            (self.remote_ttl_s >= 0, f"remote_ttl_s is {self.remote_ttl_s}; it must not be negative"),
+            (1 <= self.io_threads <= 64, f"io_threads is {self.io_threads}; allowed are 1 to 64"),
+            (self.link_bytes_per_s >= 0, f"link_bytes_per_s is {self.link_bytes_per_s}; it must not be negative"),
+        )
+
+
+def _is_hex(text: str) -> bool:
+    try:
+        return len(bytes.fromhex(text)) <= 64 and len(text) % 2 == 0
+    except ValueError:
+        return False
 
 
 def load_config(path: Path) -> WorkerConfig:

@@ -25,6 +25,7 @@ from trunkline.kernels.ops import Angles, Kernels, KvPool
 from trunkline.worker.architecture import Residual
 from trunkline.worker.batch import Batch
 from trunkline.worker.checkpoint import Weights
+from trunkline.worker.layer_gate import StepGate
 from trunkline.worker.layers import NO_NORM, Layer, Ropes, make_layers, make_norm
 from trunkline.worker.parallel import TensorParallel
 from trunkline.worker.sharding import Shard
@@ -59,8 +60,11 @@ class Decoder:
         # Rounded like the embeddings that it multiplies.
         self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=pool.data.dtype))
 
-    def forward(self, batch: Batch) -> Tensor | None:
+    def forward(self, batch: Batch, gate: StepGate | None = None) -> Tensor | None:
         """Compute a step: store the new tokens' KV and return the logits that are asked for.
+
+        Args:
+            gate: waits for, and is told of, each layer of KV; None: everything is there, and nobody follows.
 
         Returns:
             float32 `[logits rows, padded vocabulary / tp]`: this rank's columns, -inf where padded; None if the
@@ -73,7 +77,7 @@ class Decoder:
         for layer in self._layers:
             norm = layer.attention_norm
             x = norm.plain(residual) if delta is None else norm.add(delta, residual)
-            part = self._attention(x, layer, batch, angles[layer.rope])
+            part = self._attention(x, layer, batch, angles[layer.rope], gate)
             if layer is last:
                 # From here on only the tokens matter whose logits are asked for.
                 if not batch.needs_logits:
@@ -100,13 +104,19 @@ class Decoder:
         x = self._group.all_reduce(x)
         return x.mul_(self._embedding_scale) if self._embedding_scale != 1.0 else x
 
-    def _attention(self, x: Tensor, layer: Layer, batch: Batch, angles: Angles | None) -> Tensor:
+    def _attention(
+        self, x: Tensor, layer: Layer, batch: Batch, angles: Angles | None, gate: StepGate | None
+    ) -> Tensor:
         """This rank's part of the sum over heads."""
         kernels, spec, pool = self._kernels, layer.spec, self.pool
         qkv = kernels.linear(x, layer.qkv)
         if self._clip:
             qkv.clamp_(-self._clip, self._clip)
+        if gate is not None:
+            gate.enter(layer.index)
         q = kernels.write_kv(batch.write, qkv, angles, pool, layer.index, spec, layer.qk_norm)
+        if gate is not None:
+            gate.stored(layer.index)
         out = x.new_empty(x.shape[0], spec.heads, spec.head_dim)
         rows = batch.num_rows
         if batch.decode is not None:

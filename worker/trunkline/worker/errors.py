@@ -15,6 +15,10 @@ class PlanError(WorkerError):
     """A step plan that does not fit the worker's state: lost, malformed or out of range."""
 
 
+class CopyError(WorkerError):
+    """Blocks could not be copied between the device and main memory."""
+
+
 class ModelError(WorkerError):
     """A model folder that cannot be served as asked."""
 

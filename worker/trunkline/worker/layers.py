@@ -159,25 +159,27 @@ class Layer:
 
 
 class Ropes:
-    """The rotary positions of all layers. Kernels keep what they derive from frequencies by their identity."""
+    """The rotary positions of all layers. Kernels keep what they derive from frequencies by their identity.
+
+    Angles are in float64 until their cosines are taken: behind cuts positions go on counting (CachedAttention
+    §3.4), far beyond the model's maximum, and a turn by a shift must take back exactly what was rotated.
+    """
 
     def __init__(self, shard: Shard, device: torch.device) -> None:
         distinct = dict.fromkeys(own.rope for own in shard.config.attention if own.rope)
-        self._frequencies = {rope: inverse_frequencies(rope).to(device) for rope in distinct}
-        self.exact = {rope: frequencies.double() for rope, frequencies in self._frequencies.items()}
+        self.exact = {rope: inverse_frequencies(rope).to(device).double() for rope in distinct}
 
     def index(self, rope: RopeConfig | None) -> int:
         """Into what `angles` returns."""
-        return -1 if rope is None else list(self._frequencies).index(rope)
+        return -1 if rope is None else list(self.exact).index(rope)
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> list[Angles | None]:
         """Of a step's tokens, for each rope; behind them None, for layers that rotate nothing."""
-        made: list[Angles | None] = []
-        for rope, frequencies in self._frequencies.items():
-            angles = make_angles(positions, frequencies, rope.attention_factor)
-            made.append(Angles(angles.cos.to(dtype), angles.sin.to(dtype)))
-        made.append(None)
-        return made
+        made: list[Angles | None] = [
+            make_angles(positions, frequencies, rope.attention_factor, dtype)
+            for rope, frequencies in self.exact.items()
+        ]
+        return [*made, None]
 
 
 def make_layers(

@@ -116,8 +116,12 @@ class Fork(msgspec.Struct, array_like=True, frozen=True):
 
 
 class StepPlan(msgspec.Struct, array_like=True, frozen=True, tag="step"):
-    """One forward pass. Applied in this order: leaves, joins, saves, loads, the copies that beams of the last step
-    left to do, copies, blocks, then prefill and decode, then forks."""
+    """One forward pass. Applied in this order: leaves, joins, the copies that beams of the last step left to do,
+    copies, blocks, then prefill and decode, then forks.
+
+    Saves and loads go on beside the computation, this step's and later ones'. Saves are carried out in the order
+    of the plans, loads too; the two fences say where the computation must wait for them (CachedAttention
+    §3.2)."""
 
     step: int
     """Consecutive from 1 within an epoch; a gap means a lost plan, and a rank that sees one stops."""
@@ -126,9 +130,9 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True, tag="step"):
     """int32 ids of sequences to forget."""
     joins: list[Join] = []
     saves: bytes = b""
-    """int32 `[n, 3]`: block, host slot, generation: device to host, before anything overwrites the block."""
+    """int32 `[n, 3]`: block, host slot, generation: device to host. What is in the block now is saved."""
     loads: bytes = b""
-    """int32 `[n, 3]`: block, host slot, generation: host to device, after all saves."""
+    """int32 `[n, 3]`: block, host slot, generation: host to device, layer by layer."""
     copies: bytes = b""
     """int32 `[n, 4]`: source block, destination block, first token, token count (`copy_blocks`)."""
     blocks: bytes = b""
@@ -150,6 +154,51 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True, tag="step"):
     of them are the same."""
     forks: list[Fork] = []
     """Of sequences whose prefill entry has `sample` 1."""
+    late_saves: bytes = b""
+    """int32 `[n, 3]`, as `saves`: blocks that this step's prefill fills; each layer is saved once it is
+    computed."""
+    save_fence: int = 0
+    """This plan's loads, copies and computation begin when the saves and late saves of all plans up to this one
+    are done: they write into those blocks, or read those slots. The plan's own number: its saves, too."""
+    load_fence: int = 0
+    """Layer l of this step's attention begins when layer l of the loads of all plans up to this one is there;
+    copies begin when they are there whole if any copy reads or writes one of their blocks."""
+
+
+class TierMove(msgspec.Struct, array_like=True, frozen=True):
+    """One chunk between a slot of the host pool and a tier below it."""
+
+    id: int
+    """Never used twice within an epoch."""
+    tier: int
+    """`trunkline.kvstore.tier.TierKind`: `DISK` or `REMOTE`."""
+    is_write: bool
+    """From the host slot to the tier; else from the tier into the host slot."""
+    host_slot: int
+    host_generation: int
+    slot: int
+    """Of the disk tier; the remote tier goes by `name` only (-1)."""
+    generation: int
+    """Of the disk slot."""
+    name: bytes
+    """Of the chunk."""
+
+
+class TierMoves(msgspec.Struct, array_like=True, frozen=True, tag="moves"):
+    """Moves between the host pool and the tiers below it, in any order, beside the steps. Every rank answers each
+    with a `MoveOutcome`."""
+
+    after: int
+    """Last plan sent before: its and earlier plans' copies from and to these host slots must be done first."""
+    moves: list[TierMove]
+
+
+class Probe(msgspec.Struct, array_like=True, frozen=True, tag="probe"):
+    """Which chunks does the remote tier have? Every rank answers with `Probed`."""
+
+    id: int
+    names: bytes
+    """`NAME_BYTES` each, in the order of a path."""
 
 
 class Shutdown(msgspec.Struct, array_like=True, frozen=True, tag="shutdown"):
@@ -171,4 +220,4 @@ class ForgetGrammar(msgspec.Struct, array_like=True, frozen=True, tag="forget"):
     grammar: int
 
 
-WorkerMessage = StepPlan | Shutdown | CompileGrammar | ForgetGrammar
+WorkerMessage = StepPlan | Shutdown | CompileGrammar | ForgetGrammar | TierMoves | Probe

@@ -23,11 +23,13 @@ from trunkline.worker.batch import Batch, BatchBuilder
 from trunkline.worker.beams import BeamSearches
 from trunkline.worker.checkpoint import Progress, Shard, load_weights
 from trunkline.worker.config import WorkerConfig
+from trunkline.worker.copier import Copier, CopyOptions
 from trunkline.worker.decoder import Decoder, make_kv_pool
 from trunkline.worker.errors import ConfigError, PlanError
 from trunkline.worker.families import ModelConfig, check_model
 from trunkline.worker.grammar import GrammarStore
 from trunkline.worker.host_pool import HostPool
+from trunkline.worker.layer_gate import LayerTrace, StepGate
 from trunkline.worker.messages import CompileGrammar, StepPlan
 from trunkline.worker.parallel import TensorParallel
 from trunkline.worker.sampler import Sampler
@@ -58,7 +60,8 @@ class Runner:
         self._grammars = GrammarStore(Path(config.model), vocab_size) if group.rank == 0 else None
         self._sampler = Sampler(vocab_size, device, self._grammars)
         self._selector = Selector(group, self._sampler, self._searches, vocab_size, config.chunk_size)
-        self._host = _host_pool(config, decoder.pool, kernels)
+        self.copier = _copier(config, decoder.pool)
+        """Between device and host pool; None without a host pool."""
         self.swap_us_per_block = 0.0
         """What one save and one load of a block take; 0 without a host pool."""
         self._step = 0
@@ -74,7 +77,7 @@ class Runner:
         device = _device(config)
         progress("joining the group", 0.0)
         group = TensorParallel.connect(config, device)
-        kernels = _kernels(config)
+        kernels = _kernels(config, config.threads)
         # The native kernels have threads of their own; torch's would wait for work by spinning on their cores.
         torch.set_num_threads(1 if kernels.name == "cpu" else config.threads)
         shard = Shard(model, config.rank, config.tp)
@@ -100,7 +103,7 @@ class Runner:
     @property
     def host_slots(self) -> int:
         """Blocks that the host pool holds."""
-        return self._host.capacity_slots if self._host else 0
+        return self.copier.host.capacity_slots if self.copier else 0
 
     @property
     def pool(self) -> KvPool:
@@ -122,12 +125,30 @@ class Runner:
         return self._step
 
     def close(self) -> None:
-        """Leave the group, give the host pool back, end what compiles grammars."""
+        """Leave the group, end what compiles grammars, give the host pool back. Nobody may use it any more."""
         self._group.close()
         if self._grammars is not None:
             self._grammars.close()
-        if self._host is not None:
-            self._host.close()
+        if self.copier is not None:
+            self.copier.close()
+
+    def check(self) -> None:
+        """
+        Raises:
+            CopyError: copies beside the steps have failed, so that the rank cannot go on.
+        """
+        if self.copier is not None:
+            self.copier.check()
+
+    def trace_layers(self, length: int = 10_000) -> LayerTrace:
+        """Keep, from now on, when the last `length` layers were computed, loaded and saved.
+
+        Raises:
+            ConfigError: this rank has no host pool.
+        """
+        if self.copier is None:
+            raise ConfigError("no layers are traced without a host pool")
+        return self.copier.start_trace(length)
 
     def compile_grammar(self, request: CompileGrammar) -> None:
         """Begin to prepare a grammar beside the steps; on rank 0, `grammar_reports` then says how that went."""
@@ -167,8 +188,8 @@ class Runner:
             logit_rows=None,
         )
         self._decoder.forward(batch)
-        if self._host is not None:
-            self.swap_us_per_block = self._host.measure()
+        if self.copier is not None:
+            self.swap_us_per_block = self.copier.measure()
         self.kernels.counters.reset()
 
     @torch.inference_mode()
@@ -181,6 +202,7 @@ class Runner:
         Raises:
             PlanError: a gap in the steps, another epoch, or a plan that does not fit the state. The rank's
                 state is then undefined: it must stop.
+            CopyError: blocks could not be copied; likewise.
         """
         started = time.perf_counter_ns()
         counters = self.kernels.counters
@@ -190,13 +212,14 @@ class Runner:
         if plan.step != self._step + 1:
             raise PlanError(f"plan of step {plan.step} after step {self._step}: a plan was lost")
         self._apply(plan)
-        moved_us = self._move(plan)
+        gate = self._begin_copies(plan)
         batch = self._batches.build(plan)
-        selection = self._run(batch)
+        selection = self._run(batch, gate)
         self._step = plan.step
         if self._group.rank != 0:
             return None
         elapsed_us = (time.perf_counter_ns() - started) // 1000
+        moved_us, moved_blocks = self.copier.take_moved() if self.copier else (0, 0)
         return StepResult(
             step=plan.step,
             epoch=plan.epoch,
@@ -208,6 +231,8 @@ class Runner:
             beams=selection.beams,
             prompt_logprobs=selection.prompt_logprobs,
             moved_us=moved_us,
+            moved_blocks=moved_blocks,
+            waited_us=gate.waited_ns // 1000 if gate else 0,
         )
 
     def _apply(self, plan: StepPlan) -> None:
@@ -221,25 +246,24 @@ class Runner:
             if join.seat is not None:
                 self._searches.add(self._sequences[join.sequence])
 
-    def _move(self, plan: StepPlan) -> int:
-        """Saves, loads, the copies that beams left to do, then the plan's own copies.
+    def _begin_copies(self, plan: StepPlan) -> StepGate | None:
+        """Saves and loads are begun; the copies that beams left to do and then the plan's own are done.
 
         Returns:
-            Microseconds that the saves and loads took.
+            What the computation waits for; None without a host pool.
         """
-        moved_us = 0
-        if plan.saves or plan.loads:
-            if self._host is None:
-                raise PlanError("blocks are to be saved or loaded, but this rank has no host pool")
-            started = time.perf_counter_ns()
-            self._host.save(unpack_int32(plan.saves, columns=3))
-            self._host.load(unpack_int32(plan.loads, columns=3))
-            self._host.wait()
-            moved_us = (time.perf_counter_ns() - started) // 1000
+        gate = None
+        if self.copier is not None:
+            gate = self.copier.begin(plan)
+        elif plan.saves or plan.loads or plan.late_saves:
+            raise PlanError("blocks are to be saved or loaded, but this rank has no host pool")
         for copies in (self._searches.take_copies(), unpack_int32(plan.copies, columns=4)):
-            if len(copies):
-                self._copy(copies)
-        return moved_us
+            if not len(copies):
+                continue
+            if self.copier is not None and gate is not None:
+                self.copier.before_copies(copies, gate)
+            self._copy(copies)
+        return gate
 
     def _copy(self, copies: Int32Array) -> None:
         try:
@@ -247,12 +271,16 @@ class Runner:
         except ValueError as error:
             raise PlanError(str(error)) from error
 
-    def _run(self, batch: Batch) -> Selection:
+    def _run(self, batch: Batch, gate: StepGate | None) -> Selection:
         """Forward pass, then the samples' tokens, the same on every rank."""
         for child in batch.children:
             self._searches.add(child)
         # A plan may only let sequences leave, or only copy blocks.
-        logits = self._decoder.forward(batch) if len(batch.ids) else None
+        logits = None
+        if len(batch.ids):
+            logits = self._decoder.forward(batch, None if gate is None or gate.is_open else gate)
+        if self.copier is not None and gate is not None:
+            self.copier.finish(gate)
         selection = self._selector.select(batch, logits, self._decoder.shard.vocab_start)
         if selection.tables_changed:
             self._batches.forget_plan()
@@ -270,9 +298,9 @@ def _device(config: WorkerConfig) -> torch.device:
     return device
 
 
-def _kernels(config: WorkerConfig) -> Kernels:
+def _kernels(config: WorkerConfig, threads: int) -> Kernels:
     try:
-        return load_kernels(config.kernels, config.device, config.threads)
+        return load_kernels(config.kernels, config.device, threads)
     except KernelsUnavailableError as error:
         raise ConfigError(str(error)) from error
 
@@ -288,11 +316,13 @@ def _pool_blocks(config: WorkerConfig, model: ModelConfig, device: torch.device)
     return memory // model.kv_block_bytes(config.chunk_size, config.tp, config.dtype)
 
 
-def _host_pool(config: WorkerConfig, pool: KvPool, kernels: Kernels) -> HostPool | None:
-    """The tier below the device pool, if memory was given to it."""
+def _copier(config: WorkerConfig, pool: KvPool) -> Copier | None:
+    """The tier below the device pool and what copies there, if memory was given to it."""
     if not config.host_memory_bytes:
         return None
     slots = config.host_memory_bytes // (pool.data[0].numel() * pool.data.element_size())
     if slots < 1:
         raise ConfigError("the host pool has no room for a single block; give it more memory, or none")
-    return HostPool(slots, pool, kernels)
+    options = CopyOptions(config.link_bytes_per_s, config.preload == "layerwise", config.async_saves)
+    host, device = HostPool(slots, pool), pool.data.device
+    return Copier(host, device, pool.blocks, lambda: _kernels(config, 1), options)

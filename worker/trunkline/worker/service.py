@@ -1,6 +1,8 @@
 """The shell around `Runner`: ZeroMQ in, ZeroMQ out, and noticing who died.
 
       main thread      SUB: plans ──► Runner.execute ──► PUSH: results (rank 0)
+                       moves, probes ──► TierService (threads of its own)
+      outbox thread    outcomes of moves, answers to probes ──► PUSH
       watchdog thread  monitors the SUB connection; if the controller is gone, makes the process leave
 
 Idle means blocked in a poll: a rank that waits costs nothing. Only while a grammar is compiled, beside the steps,
@@ -10,6 +12,7 @@ the main thread wakes up more often to report it.
 from __future__ import annotations
 
 import os
+import queue
 import threading
 import time
 from collections.abc import Callable
@@ -20,19 +23,30 @@ import structlog
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from trunkline.controller.messages import LoadProgress, WorkerFailed, WorkerReady, WorkerReport
+from trunkline.controller.messages import (
+    LoadProgress,
+    MoveOutcome,
+    MovesDone,
+    Probed,
+    WorkerFailed,
+    WorkerReady,
+    WorkerReport,
+)
 from trunkline.worker.config import WorkerConfig
 from trunkline.worker.errors import PlanError, WorkerError
 from trunkline.worker.messages import (
     PLAN_TOPIC,
     CompileGrammar,
     ForgetGrammar,
+    Probe,
     Shutdown,
     StepPlan,
+    TierMoves,
     WorkerMessage,
     rank_topic,
 )
 from trunkline.worker.runner import Runner
+from trunkline.worker.tier_service import TierService
 
 _READY_EVERY_S: Final = 1.0
 """Readiness is repeated until the first plan: a controller may start late, or restart before it sends one."""
@@ -53,6 +67,7 @@ class Link:
     """A rank's two sockets. Reports may be sent from the main thread only."""
 
     def __init__(self, config: WorkerConfig) -> None:
+        self._config = config
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[WorkerMessage] = msgspec.msgpack.Decoder(WorkerMessage)
@@ -65,13 +80,24 @@ class Link:
         self.monitor = self._plans.get_monitor_socket(
             zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED
         )
-        self._reports = self._context.socket(zmq.PUSH)
-        self._reports.set(zmq.LINGER, _LINGER_MS)
+        self._reports = self.open_reports()
         self._plans.connect(config.plan_endpoint)
-        self._reports.connect(config.report_endpoint)
         # In this order: the controller counts a rank in by its own topic, and by then plans reach it.
         self._plans.subscribe(PLAN_TOPIC)
         self._plans.subscribe(rank_topic(config.rank))
+
+    def open_reports(self, *, has_limit: bool = True) -> zmq.Socket[bytes]:
+        """A socket for reports, for the thread that calls this; to be closed before `close`.
+
+        Args:
+            has_limit: of how much waits in it for the controller to take it.
+        """
+        reports = self._context.socket(zmq.PUSH)
+        reports.set(zmq.LINGER, _LINGER_MS)
+        if not has_limit:
+            reports.set(zmq.SNDHWM, 0)
+        reports.connect(self._config.report_endpoint)
+        return reports
 
     def report(self, message: WorkerReport) -> None:
         """Send, waiting for the controller if it is slow."""
@@ -107,6 +133,48 @@ class Link:
         self._plans.close(linger=0)
         self._reports.close(linger=_LINGER_MS)
         self._context.term()
+
+
+class Outbox:
+    """Reports what the tiers' threads have done, at once, also while the main thread is in a long step."""
+
+    def __init__(self, config: WorkerConfig, link: Link) -> None:
+        self._config = config
+        self._link = link
+        self._waiting: queue.SimpleQueue[MoveOutcome | Probed | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._send, name="outbox", daemon=True)
+        self._thread.start()
+
+    def put(self, report: MoveOutcome | Probed) -> None:
+        """Report it, from any thread."""
+        self._waiting.put(report)
+
+    def close(self) -> None:
+        """Before the link is closed. What was put before is sent."""
+        self._waiting.put(None)
+        self._thread.join()
+
+    def _send(self) -> None:
+        encoder = msgspec.msgpack.Encoder()
+        reports = self._link.open_reports(has_limit=False)
+        is_open = True
+        while is_open:
+            outcomes: list[MoveOutcome] = []
+            report = self._waiting.get()
+            # Whatever has come meanwhile goes along.
+            while True:
+                if isinstance(report, MoveOutcome):
+                    outcomes.append(report)
+                elif isinstance(report, Probed):
+                    reports.send(encoder.encode(report))
+                else:
+                    is_open = False
+                if self._waiting.empty():
+                    break
+                report = self._waiting.get()
+            if outcomes:
+                reports.send(encoder.encode(MovesDone(self._config.rank, self._config.epoch, outcomes)))
+        reports.close(linger=_LINGER_MS)
 
 
 class Watchdog:
@@ -163,9 +231,11 @@ def serve(config: WorkerConfig, load: Callable[[WorkerConfig, Callable[[str, flo
     link = Link(config)
     watchdog = Watchdog(link.monitor)
     watchdog.start()
+    outbox = Outbox(config, link)
     try:
         runner = load(config, _progress(config, link, watchdog))
-        return _loop(config, link, watchdog, runner)
+        tiers = TierService(config, runner.copier, outbox.put)
+        return _loop(config, link, watchdog, runner, tiers)
     except Exception as error:  # whatever it is, the controller must hear of it
         log.error("rank failed", error=str(error), exc_info=True)
         reason = str(error) if isinstance(error, WorkerError) else f"{type(error).__name__}: {error}"
@@ -173,6 +243,7 @@ def serve(config: WorkerConfig, load: Callable[[WorkerConfig, Callable[[str, flo
         return 1
     finally:
         watchdog.stop(link)
+        outbox.close()
         link.close()
 
 
@@ -185,7 +256,7 @@ def _progress(config: WorkerConfig, link: Link, watchdog: Watchdog) -> Callable[
     return progress
 
 
-def _loop(config: WorkerConfig, link: Link, watchdog: Watchdog, runner: Runner) -> int:
+def _loop(config: WorkerConfig, link: Link, watchdog: Watchdog, runner: Runner, tiers: TierService) -> int:
     ready = WorkerReady(
         rank=config.rank,
         epoch=config.epoch,
@@ -195,6 +266,9 @@ def _loop(config: WorkerConfig, link: Link, watchdog: Watchdog, runner: Runner) 
         device=config.device,
         host_slots=runner.host_slots,
         swap_us_per_block=runner.swap_us_per_block,
+        disk_slots=tiers.disk_slots,
+        tier_problem=tiers.problem,
+        has_remote=tiers.has_remote,
     )
     log.info("ready", blocks=runner.num_blocks, block_bytes=runner.block_bytes, device=config.device)
     started, next_ready = False, 0.0
@@ -209,6 +283,10 @@ def _loop(config: WorkerConfig, link: Link, watchdog: Watchdog, runner: Runner) 
             result = runner.execute(message)
             if result is not None:
                 link.report(result)
+        elif isinstance(message, TierMoves):
+            tiers.move(message)
+        elif isinstance(message, Probe):
+            tiers.probe(message)
         elif isinstance(message, CompileGrammar):
             runner.compile_grammar(message)
         elif isinstance(message, ForgetGrammar):
@@ -219,5 +297,6 @@ def _loop(config: WorkerConfig, link: Link, watchdog: Watchdog, runner: Runner) 
         elif watchdog.controller_gone.is_set():
             log.error("the controller is gone")
             return 1
+        runner.check()
         for report in runner.grammar_reports():
             link.report(report)

@@ -1,0 +1,64 @@
+"""A real server of the Redis protocol, for tests of the remote tier."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+DEADLINE_S = 20.0
+
+
+class RedisServer:
+    """One that keeps nothing, on a free port of this machine; may be killed and started again."""
+
+    def __init__(self, folder: Path) -> None:
+        binary = shutil.which("redis-server") or shutil.which("valkey-server")
+        if binary is None:
+            pytest.skip("neither redis-server nor valkey-server is installed (Debian: apt install redis-server)")
+        self._binary = binary
+        self._folder = folder
+        self._process: subprocess.Popen[bytes] | None = None
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port: int = probe.getsockname()[1]
+        self.url = f"redis://127.0.0.1:{self.port}/0"
+
+    def start(self) -> None:
+        """Returns when it answers."""
+        options = ["--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
+        command = [self._binary, *options, "--dir", str(self._folder)]
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        deadline = time.monotonic() + DEADLINE_S
+        while True:
+            try:
+                self.client().ping()
+            except redis.RedisError:
+                assert time.monotonic() < deadline, "the server does not answer"
+                time.sleep(0.02)
+            else:
+                return
+
+    def client(self) -> redis.Redis:
+        return redis.Redis.from_url(self.url)
+
+    def places(self) -> list[bytes]:
+        """All keys that it holds."""
+        found: Any = self.client().keys()
+        return list(found)
+
+    def value(self, key: bytes) -> bytes:
+        found: Any = self.client().get(key)
+        return bytes(found)
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None

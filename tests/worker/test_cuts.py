@@ -1,0 +1,283 @@
+"""Cuts of a session's history: text goes on as if the kept keys had been embedded anew (CachedAttention §3.4).
+
+The judge is `transformers` with a cache of its own: keys and values of the uncut forward, of which the dropped
+ones are removed and the others' keys are turned, in float64, to the positions at which they act now. The worker
+touches no key. Its extents, its turned queries and its positions that go on counting must come to the same.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.cache_utils import DynamicCache
+from worker.checkpoints import VARIANTS, make_checkpoint, make_variant
+from worker.cuts import (
+    CHUNK,
+    REPORT_ALL,
+    CutSession,
+    Logprobs,
+    Turn,
+    draw,
+    load,
+    make_driver,
+    make_session,
+    reported,
+    sampled_token,
+)
+from worker.test_equality import LAYOUTS
+from worker.test_parallel import run_ranks
+
+from trunkline.kernels.native import library
+from trunkline.kvstore.layout import pack_int32
+from trunkline.worker.errors import UnsupportedModelError
+from trunkline.worker.families import read_model_config
+from trunkline.worker.layers import Ropes
+from trunkline.worker.messages import Fork, Join
+from trunkline.worker.sharding import Shard
+
+TOLERANCE = 1e-4
+LEARNED = ("GPT2", "OPT")
+RELATIVE = tuple(name for name, variant in VARIANTS.items() if not variant.model.startswith(LEARNED))
+ROPES = ("linear-rope", "llama3-rope", "yarn-rope")
+FAR = 2_000_000
+"""A history index far beyond any model's maximum."""
+
+KERNELS = pytest.mark.parametrize(
+    "kernels",
+    [
+        "reference",
+        pytest.param(
+            "cpu", marks=pytest.mark.skipif(library() is None, reason="the compiled kernels are not installed")
+        ),
+    ],
+)
+
+
+class Judge:
+    """`transformers` over KV whose rotations are embedded anew after each cut."""
+
+    def __init__(self, folder: Path) -> None:
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self._model = model.eval()
+        self._frequencies = _frequencies(model)
+        self._rotated_at: list[int] = []
+        """Position of each cached key's rotation."""
+        self._keys: list[Tensor] = []
+        """By layer, `[1, kv_heads, tokens, head_dim]`, as they were computed."""
+        self._values: list[Tensor] = []
+
+    def read(self, tokens: list[int]) -> Logprobs:
+        """What comes after each of the next tokens."""
+        cache, start = DynamicCache(), len(self._rotated_at)
+        for layer, (keys, values) in enumerate(zip(self._keys, self._values, strict=True)):
+            cache.update(self._embedded(layer, keys), values, layer)
+        with torch.inference_mode():
+            logits: Tensor = self._model(torch.tensor([tokens]), past_key_values=cache, use_cache=True).logits[0]
+        made: list[Any] = list(cache.layers)
+        new = [(layer.keys[:, :, start:], layer.values[:, :, start:]) for layer in made]
+        if not start:
+            self._keys, self._values = [keys for keys, _ in new], [values for _, values in new]
+        else:
+            self._keys = [torch.cat((a, b), dim=2) for a, (b, _) in zip(self._keys, new, strict=True)]
+            self._values = [torch.cat((a, b), dim=2) for a, (_, b) in zip(self._values, new, strict=True)]
+        self._rotated_at += range(start, start + len(tokens))
+        logprobs: Logprobs = logits.log_softmax(dim=-1).numpy()
+        return logprobs
+
+    def cut(self, *ranges: tuple[int, int]) -> None:
+        """Drop what is seen at these places, which count what is still there."""
+        dropped = {index for start, stop in ranges for index in range(start, stop)}
+        kept = [index for index in range(len(self._rotated_at)) if index not in dropped]
+        self._rotated_at = [self._rotated_at[index] for index in kept]
+        self._keys = [keys[:, :, kept] for keys in self._keys]
+        self._values = [values[:, :, kept] for values in self._values]
+
+    def mislead(self, first: int, by: int) -> None:
+        """Have keys from a place on embedded at wrong positions."""
+        self._rotated_at[first:] = [position - by for position in self._rotated_at[first:]]
+
+    def _embedded(self, layer: int, keys: Tensor) -> Tensor:
+        """Keys turned from the positions of their rotation to their places."""
+        frequencies = self._frequencies[layer]
+        if frequencies is None:
+            return keys
+        turn = torch.arange(len(self._rotated_at), dtype=torch.float64) - torch.tensor(self._rotated_at)
+        angle = turn[:, None] * frequencies.double()
+        half = len(frequencies)
+        exact = keys.double()
+        a, b, rest = exact[..., :half], exact[..., half : 2 * half], exact[..., 2 * half :]
+        turned = (a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin(), rest)
+        return torch.cat(turned, dim=-1).float()
+
+
+def _frequencies(model: Any) -> list[Tensor | None]:
+    """Of each layer, in `transformers`' own numbers."""
+    rotary = next((module for name, module in model.named_modules() if name.endswith("rotary_emb")), None)
+    config = model.config
+    if rotary is None or getattr(config, "alibi", False):
+        return [None] * config.num_hidden_layers
+    if hasattr(rotary, "inv_freq"):
+        return [rotary.inv_freq] * config.num_hidden_layers
+    return [getattr(rotary, f"{kind}_inv_freq") for kind in config.layer_types]
+
+
+def make_model(folder: Path, name: str) -> Path:
+    """Room for 256 positions, where a family's biases are made for no more than its maximum."""
+    if name in LAYOUTS:
+        return make_checkpoint(folder, **LAYOUTS[name])
+    return make_variant(folder, name, **({"max_seq_len": 256} if name.startswith("mpt") else {}))
+
+
+def check(judge: Judge, turn: Turn) -> None:
+    tokens, logprobs = turn
+    expected = judge.read(tokens)
+    assert logprobs.shape == expected.shape
+    np.testing.assert_allclose(logprobs, expected, rtol=0, atol=TOLERANCE)
+
+
+def cut_again_and_again(judge: Judge, session: CutSession, head: int, start: int) -> None:
+    """Turns, between them two cuts and the discard of two ranges; history goes on at `start` behind the head."""
+    rng = np.random.default_rng(7)
+    if head:
+        check(judge, session.turn(draw(rng, head), 1))
+        session.skip_to(start)
+    check(judge, session.turn(draw(rng, 41), 5))
+    session.cut((start, start + 13))
+    judge.cut((head, head + 13))
+    check(judge, session.turn(draw(rng, 9), 6))
+    session.cut((start + 13, start + 29))
+    judge.cut((head, head + 16))
+    check(judge, session.turn(draw(rng, 3), 20))
+    session.cut((start + 33, start + 38), (start + 44, start + 51))
+    judge.cut((head + 4, head + 9), (head + 15, head + 22))
+    check(judge, session.turn(draw(rng, 7), 5))
+
+
+@KERNELS
+@pytest.mark.parametrize("name", [*RELATIVE, *ROPES])
+def test_the_next_tokens_see_kept_kv_at_its_new_place(name: str, kernels: str, tmp_path: Path) -> None:
+    folder = make_model(tmp_path / name, name)
+    runner = load(folder, kernels=kernels)
+    assert runner.kernels.name == kernels
+    driver = make_driver(runner)
+    for head, start in ((0, 0), (4, 4)):
+        cut_again_and_again(Judge(folder), make_session(runner, driver, start - head), head, start)
+
+
+@KERNELS
+@pytest.mark.parametrize("name", ["codellama", "pythia", "gemma3", "falcon-rw", "mpt-six-heads", "yarn-rope"])
+def test_history_may_count_far_beyond_the_models_maximum(name: str, kernels: str, tmp_path: Path) -> None:
+    folder = make_model(tmp_path / name, name)
+    runner = load(folder, kernels=kernels)
+    driver = make_driver(runner)
+    cut_again_and_again(Judge(folder), make_session(runner, driver, FAR), 0, FAR)
+    cut_again_and_again(Judge(folder), make_session(runner, driver), 4, FAR + 5)
+    end = 2**31 - 200
+    cut_again_and_again(Judge(folder), make_session(runner, driver), 4, end)
+
+
+@KERNELS
+@pytest.mark.parametrize("name", ["gqa", "falcon-rw"])
+def test_fifty_cuts_do_not_drift(name: str, kernels: str, tmp_path: Path) -> None:
+    """What is kept loses nothing, however often what lies before it is dropped."""
+    folder = make_model(tmp_path / name, name)
+    runner = load(folder, kernels=kernels)
+    judge, session = Judge(folder), make_session(runner, make_driver(runner))
+    rng = np.random.default_rng(8)
+    check(judge, session.turn(draw(rng, 40), 1))
+    for index in range(50):
+        session.cut((4 + 13 * index, 4 + 13 * (index + 1)))
+        judge.cut((4, 17))
+        check(judge, session.turn(draw(rng, 9), 4))
+
+
+def test_the_judge_sees_a_place_that_is_one_off(tmp_path: Path) -> None:
+    """Keys embedded one position beside their place lead to something else by far more than the tolerance."""
+    folder = make_model(tmp_path / "gqa", "gqa")
+    runner = load(folder)
+    judge, session = Judge(folder), make_session(runner, make_driver(runner))
+    rng = np.random.default_rng(9)
+    check(judge, session.turn(draw(rng, 40), 1))
+    session.cut((4, 20))
+    judge.cut((4, 20))
+    judge.mislead(first=4, by=1)
+    tokens, logprobs = session.turn(draw(rng, 9), 4)
+    assert np.abs(logprobs - judge.read(tokens)).max() > 100 * TOLERANCE
+
+
+@KERNELS
+def test_samples_of_a_cut_session_read_its_kv_together(kernels: str, tmp_path: Path) -> None:
+    """A fork keeps its parent's extents; the rows share the items of shifted blocks."""
+    folder = make_model(tmp_path / "gqa", "gqa")
+    runner = load(folder, kernels=kernels)
+    driver = make_driver(runner)
+    judge, session = Judge(folder), make_session(runner, driver)
+    rng = np.random.default_rng(10)
+    check(judge, session.turn(draw(rng, 70), 1))
+    session.cut((20, 33))
+    judge.cut((20, 33))
+    session.forget_output()
+    prompt, parent, child = draw(rng, 13), driver.take_id(), driver.take_id()
+    table, extents = session.layout(session.end + len(prompt) + 8)
+    first, full = session.seen, len(table) - 1
+    stop = first + len(prompt)
+    own = driver.take_blocks(1)
+    join = Join(parent, pack_int32(prompt), first, stop, pack_int32(table), REPORT_ALL, pack_int32(extents))
+    fork = Fork(parent, child, pack_int32(table[:full] + own), seed=1)
+    prefill = pack_int32(np.array([[parent, first, len(prompt), first, 1]], dtype=np.int32))
+    results = [driver.send(joins=[join], prefill=prefill, forks=[fork], rows=b"", runs=b"")]
+    tail = (session.end + len(prompt)) % CHUNK
+    assert 0 < tail <= CHUNK - 7, "the tail is begun, and holds all that is generated"
+    copies = pack_int32(np.array([[table[full], own[0], 0, tail]], dtype=np.int32))
+    runs = pack_int32(np.array([[0, 2, 0, full]], dtype=np.int32))
+    runner.kernels.counters.reset()
+    results.append(driver.send(copies=copies, rows=pack_int32([parent, child]), runs=runs))
+    results += [driver.send() for _ in range(6)]
+    once = 2 * sum(stop + step for step in range(1, 8))  # layers × what one row sees
+    assert runner.kernels.counters.decode_tokens_read < 1.5 * once, "the rows read it once for both"
+    tokens = prompt + [sampled_token(result) for result in results[:-1]]
+    expected = judge.read(tokens)
+    for sample in (0, 1):
+        said = np.array([reported(result, parent)[sample - 2] for result in results])
+        np.testing.assert_allclose(said, expected[len(prompt) - 1 :], rtol=0, atol=TOLERANCE)
+
+
+def test_ranks_cut_their_shards_alike(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "gqa", "gqa")
+    assert run_ranks("cut_rank.py", 2, tmp_path, str(folder)) == [0, 0]
+    judge = Judge(folder)
+    for index in range(2):
+        with np.load(tmp_path / f"turn-{index}.npz") as stored:
+            check(judge, (stored["tokens"].tolist(), stored["logprobs"]))
+        judge.cut((4, 25))
+
+
+def test_angles_are_exact_at_any_position(tmp_path: Path) -> None:
+    """Two rotations far out are as far apart as the same two at the start."""
+    shard = Shard(read_model_config(make_model(tmp_path / "gqa", "gqa")), 0, 1)
+    ropes = Ropes(shard, torch.device("cpu"))
+    near, far = (ropes.angles(torch.tensor([at, at + 7]), torch.float32)[0] for at in (0, 2**31 - 9))
+    assert near is not None
+    assert far is not None
+    between = [x.cos[0] * x.cos[1] + x.sin[0] * x.sin[1] for x in (near, far)]
+    torch.testing.assert_close(between[0], between[1], rtol=0, atol=1e-6)
+
+
+def test_what_depends_on_the_length_or_is_learned_does_not_shift(tmp_path: Path) -> None:
+    """Scalings that change with the length are refused at load, learned positions are known not to shift."""
+    for name in VARIANTS:
+        config = read_model_config(make_model(tmp_path / name, name))
+        assert config.positions_shift == (name in RELATIVE), name
+    path = tmp_path / "codellama" / "config.json"
+    raw = json.loads(path.read_text())
+    for kind in ("dynamic", "longrope"):
+        path.write_text(json.dumps({**raw, "rope_parameters": {"rope_type": kind, "factor": 2.0}}))
+        with pytest.raises(UnsupportedModelError, match=kind):
+            read_model_config(path.parent)

@@ -1,0 +1,168 @@
+"""The remote tier on a real server: shared by name, never wrong bytes, and away without harm."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from structlog.testing import capture_logs
+from worker.redis_server import RedisServer
+
+from trunkline.kvstore.layout import SlotId
+from trunkline.kvstore.names import NAME_BYTES, ChunkName
+from trunkline.kvstore.tier import SharedTier, SlotKey
+from trunkline.worker.chunk_record import RecordKeeper
+from trunkline.worker.errors import ConfigError
+from trunkline.worker.remote_tier import open_remote_tier
+
+SLOT = 300_000
+KEEPER = RecordKeeper(b"model A", rank=0, tp=1)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[RedisServer]:
+    made = RedisServer(tmp_path)
+    made.start()
+    yield made
+    made.kill()
+
+
+def open_tier(url: str, keeper: RecordKeeper = KEEPER, ttl_s: float = 60.0, slot: int = SLOT) -> SharedTier:
+    return open_remote_tier(url, slot, keeper, ttl_s)
+
+
+def name(index: int) -> ChunkName:
+    return ChunkName(bytes([index]) * NAME_BYTES)
+
+
+def key(index: int) -> SlotKey:
+    return SlotKey(SlotId(-1), name(index), 0)
+
+
+def content(index: int) -> bytes:
+    return np.random.default_rng(index).bytes(SLOT)
+
+
+def found(tier: SharedTier, index: int) -> bool:
+    """Whether the name gives what was written; anything else but a miss fails."""
+    into = memoryview(bytearray(SLOT))
+    if not tier.read(key(index), into):
+        return False
+    assert into == content(index)
+    return True
+
+
+def test_controllers_share_it_by_name(server: RedisServer) -> None:
+    tier, other = open_tier(server.url), open_tier(server.url.replace("redis:", "valkey:"))
+    assert not found(tier, 1)
+    for index in (1, 2, 4):
+        tier.write(key(index), memoryview(content(index)))
+    assert [found(other, index) for index in range(5)] == [False, True, True, False, True]
+    assert other.present([name(index) for index in (1, 2, 3, 4)]) == 2
+    assert other.present([name(3), name(1)]) == 0
+    assert other.present([name(1), name(4)]) == 2
+    assert other.present([]) == 0
+    other.discard(SlotId(1))
+    assert found(tier, 1)
+    tier.close()
+    other.close()
+
+
+@pytest.mark.parametrize(
+    "keeper", [RecordKeeper(b"model B", 0, 1), RecordKeeper(b"model A", 1, 2), RecordKeeper(b"model A", 0, 2)]
+)
+def test_other_configurations_never_meet(server: RedisServer, keeper: RecordKeeper) -> None:
+    tier, other = open_tier(server.url), open_tier(server.url, keeper)
+    tier.write(key(1), memoryview(content(1)))
+    assert not found(other, 1)
+    assert other.present([name(1)]) == 0
+    other.write(key(1), memoryview(content(2)))
+    assert found(tier, 1)
+    # Even a value that got under the wrong key is a miss.
+    (mine,) = [place for place in server.places() if b":0/1:" in place and b"model A".hex().encode() in place]
+    (theirs,) = set(server.places()) - {mine}
+    server.client().set(theirs, server.value(mine))
+    assert not found(other, 1)
+
+
+def test_damaged_values_are_misses(server: RedisServer) -> None:
+    tier = open_tier(server.url)
+    tier.write(key(1), memoryview(content(1)))
+    (place,) = server.places()
+    whole = bytearray(server.value(place))
+    rng = np.random.default_rng(3)
+    for at in (*range(0, 64, 5), *rng.integers(64, len(whole), 10).tolist()):
+        whole[at] ^= 16
+        server.client().set(place, bytes(whole))
+        assert not found(tier, 1), at
+        whole[at] ^= 16
+    for value in (whole[:-1], whole + b"x", b"", b"short"):
+        server.client().set(place, bytes(value))
+        assert not found(tier, 1)
+    server.client().set(place, bytes(whole))
+    assert found(tier, 1)
+
+
+def test_chunks_expire(server: RedisServer) -> None:
+    open_tier(server.url, ttl_s=100.0).write(key(1), memoryview(content(1)))
+    open_tier(server.url, ttl_s=0.0).write(key(2), memoryview(content(2)))
+    lives = {k[-2:]: server.client().pttl(k) for k in server.places()}
+    assert 50_000 < lives[b"01"] <= 100_000
+    assert lives[b"02"] == -1
+
+
+def test_a_store_that_goes_and_comes_back(server: RedisServer) -> None:
+    """One warning for an outage; calls fail at once until the next attempt is due, and then all is as before."""
+    tier = open_tier(server.url)
+    tier.write(key(1), memoryview(content(1)))
+    server.kill()
+    with capture_logs() as logs:
+        for _ in range(20):
+            with pytest.raises(OSError, match="remote tier at"):
+                tier.read(key(1), memoryview(bytearray(SLOT)))
+            with pytest.raises(OSError, match="remote tier at"):
+                tier.write(key(1), memoryview(content(1)))
+            with pytest.raises(OSError, match="remote tier at"):
+                tier.present([name(1)])
+        server.start()
+        deadline = time.monotonic() + 30
+        while True:
+            try:
+                assert not found(tier, 1)  # the server keeps nothing
+            except OSError:
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+            else:
+                break
+    assert [entry["log_level"] for entry in logs] == ["warning", "info"]
+    tier.write(key(1), memoryview(content(1)))
+    assert found(tier, 1)
+
+
+def test_a_full_store_refuses(server: RedisServer) -> None:
+    tier = open_tier(server.url)
+    tier.write(key(1), memoryview(content(1)))
+    server.client().config_set("maxmemory", 1)
+    server.client().config_set("maxmemory-policy", "noeviction")
+    with pytest.raises(OSError, match="maxmemory"):
+        tier.write(key(2), memoryview(content(2)))
+
+
+def test_passwords_are_not_told(server: RedisServer) -> None:
+    server.kill()
+    tier = open_tier(server.url.replace("127", "user:secret@127"))
+    with capture_logs() as logs, pytest.raises(OSError, match="remote tier") as raised:
+        tier.present([name(1)])
+    assert "secret" not in str(raised.value) + str(logs)
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [("ftp://host", "scheme 'ftp'; allowed: redis"), ("host:6379", "scheme 'host'"), ("redis://host:x", "host")],
+)
+def test_urls_that_name_nothing(url: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        open_tier(url)

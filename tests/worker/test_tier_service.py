@@ -1,0 +1,272 @@
+"""Tiers behind the messages: moves beside the steps, each answered, and a sequence through all tiers."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from worker.checkpoints import make_checkpoint
+from worker.driver import run_config
+from worker.redis_server import RedisServer
+from worker.tier_driver import DEADLINE_S, LAYERS, HeldKernels, Traveller, moves, wait_until
+
+from trunkline.controller.messages import MoveOutcome, Probed
+from trunkline.kvstore.names import NAME_BYTES
+from trunkline.kvstore.tier import TierKind
+from trunkline.worker.config import WorkerConfig
+from trunkline.worker.errors import ConfigError, PlanError
+from trunkline.worker.messages import Probe, TierMove, TierMoves
+from trunkline.worker.tier_service import TierService
+
+OUT = moves((3, 0, 1), (4, 1, 1), (9, 2, 1))
+FINGERPRINT = "00ff17"
+
+
+class Bench:
+    """A runner with tiers, and what they report."""
+
+    def __init__(self, folder: Path, slab: Path, **config: Any) -> None:
+        settings = {"disk_path": str(slab), "disk_bytes": 1 << 20, "tier_fingerprint": FINGERPRINT, **config}
+        self.traveller = Traveller(folder, **settings)
+        self._reports: queue.Queue[MoveOutcome | Probed] = queue.Queue()
+        self.tiers = TierService(self.traveller.runner._config, self.traveller.copier, self._reports.put)
+        self._next = 0
+
+    def move(self, *orders: tuple[TierKind, bool, int, int], host_generation: int = 1) -> list[int]:
+        """Order moves (tier, whether it is a write, host slot, number of the chunk); returns their ids."""
+        made = []
+        for kind, is_write, host_slot, chunk in orders:
+            self._next += 1
+            slot = chunk if kind is TierKind.DISK else -1
+            name = bytes([chunk]) * NAME_BYTES
+            made.append(TierMove(self._next, kind, is_write, host_slot, host_generation, slot, 5, name))
+        self.tiers.move(TierMoves(self.traveller.driver.step, made))
+        return [move.id for move in made]
+
+    def outcomes(self, ids: list[int]) -> list[MoveOutcome]:
+        """Of these moves, in the order of the ids."""
+        found = {}
+        for _ in ids:
+            report = self._reports.get(timeout=DEADLINE_S)
+            assert isinstance(report, MoveOutcome)
+            found[report.id] = report
+        return [found[move] for move in ids]
+
+    def statuses(self, *orders: tuple[TierKind, bool, int, int], **fields: int) -> list[int]:
+        return [outcome.status for outcome in self.outcomes(self.move(*orders, **fields))]
+
+    def probe(self, *chunks: int) -> Probed:
+        self.tiers.probe(Probe(9, b"".join(bytes([chunk]) * NAME_BYTES for chunk in chunks)))
+        report = self._reports.get(timeout=DEADLINE_S)
+        assert isinstance(report, Probed)
+        return report
+
+    @property
+    def is_silent(self) -> bool:
+        return self._reports.empty()
+
+    def close(self) -> None:
+        self.tiers.close()
+        self.traveller.close()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("models") / "model", num_hidden_layers=LAYERS)
+
+
+@pytest.fixture
+def bench(folder: Path, tmp_path: Path) -> Iterator[Callable[..., Bench]]:
+    made: list[Bench] = []
+
+    def make(**config: Any) -> Bench:
+        made.append(Bench(folder, tmp_path / "slab", **config))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[RedisServer]:
+    made = RedisServer(tmp_path)
+    made.start()
+    yield made
+    made.kill()
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> list[Any]:
+    traveller = Traveller(folder)
+    traveller.prefill()
+    traveller.leave()
+    traveller.come_back(list(Traveller.BLOCKS))
+    traveller.decode()
+    traveller.close()
+    return traveller.results
+
+
+@pytest.mark.parametrize("kind", [TierKind.DISK, TierKind.REMOTE])
+def test_text_is_the_same_through_every_tier(
+    bench: Callable[..., Bench], server: RedisServer, expected: list[Any], kind: TierKind
+) -> None:
+    """Device, host, tier, and back into other slots and other blocks: the same numbers, bit by bit."""
+    one = bench(remote_url=server.url)
+    traveller = one.traveller
+    traveller.prefill(late_saves=moves((3, 0, 1), (4, 1, 1)))
+    traveller.leave(saves=moves((9, 2, 1)), save_fence=2)
+    assert one.statuses(*((kind, True, slot, slot) for slot in range(3))) == [0, 0, 0]
+    traveller.wipe()
+    for slot in range(3):
+        traveller.copier.host.discard(slot)  # type: ignore[arg-type]
+    assert one.statuses(*((kind, False, 10 + slot, slot) for slot in range(3)), host_generation=6) == [0, 0, 0]
+    loads = moves((10, 10, 6), (11, 11, 6), (12, 12, 6))
+    traveller.come_back([10, 11, 12], loads=loads, load_fence=3)
+    traveller.decode()
+    assert traveller.results == expected
+
+
+def test_moves_wait_for_the_copies_of_their_slots(bench: Callable[..., Bench]) -> None:
+    """A write for the save into its slot, a read for the load out of it; others go ahead."""
+    one = bench()
+    traveller = one.traveller
+    traveller.prefill()
+    traveller.driver.send(saves=moves((3, 0, 1), (4, 1, 1)), save_fence=2)
+    assert one.statuses((TierKind.DISK, True, 1, 1)) == [0]
+    saves = HeldKernels.hold(traveller.copier.saves)
+    traveller.driver.send(saves=moves((9, 2, 1)))
+    write = one.move((TierKind.DISK, True, 2, 2))
+    assert one.statuses((TierKind.DISK, True, 0, 0)) == [0]
+    wait_until(lambda: saves.asked == 1)
+    assert one.is_silent
+    saves.let_all()
+    assert [outcome.status for outcome in one.outcomes(write)] == [0]
+    loads = HeldKernels.hold(traveller.copier.loads)
+    traveller.driver.send(loads=moves((20, 0, 1)))
+    read = one.move((TierKind.DISK, False, 0, 2), host_generation=7)
+    assert one.statuses((TierKind.DISK, False, 3, 1)) == [0]
+    wait_until(lambda: loads.asked == 1)
+    assert one.is_silent
+    content = bytes(traveller.copier.host.view(0))
+    loads.let_all()
+    assert [outcome.status for outcome in one.outcomes(read)] == [0]
+    assert bytes(traveller.copier.host.view(0)) == bytes(traveller.copier.host.view(2)) != content
+
+
+def test_what_is_not_there_is_a_miss(bench: Callable[..., Bench]) -> None:
+    """And leaves the slot empty, so that no load can take it for what was asked for."""
+    one = bench()
+    traveller = one.traveller
+    traveller.prefill()
+    traveller.leave(saves=OUT, save_fence=2)
+    (wrong,) = one.outcomes(one.move((TierKind.DISK, True, 0, 0), host_generation=4))
+    assert (wrong.status, wrong.detail) == (1, "host slot 0 holds generation 1, not 4")
+    assert one.statuses((TierKind.DISK, True, 0, 0)) == [0]
+    assert one.statuses((TierKind.DISK, False, 1, 3), host_generation=2) == [1]
+    with pytest.raises(PlanError, match="it holds nothing"):
+        traveller.driver.send(loads=moves((20, 1, 2)))
+
+
+def test_failures_are_answered(bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a tier does, the rank goes on."""
+    one = bench()
+    traveller = one.traveller
+    traveller.prefill()
+    traveller.leave(saves=OUT, save_fence=2)
+    (absent,) = one.outcomes(one.move((TierKind.REMOTE, True, 0, 0)))
+    assert (absent.status, absent.detail) == (2, "this rank has no such tier")
+    (beyond,) = one.outcomes(one.move((TierKind.DISK, True, 0, 200)))
+    assert beyond.status == 2
+    assert "slot 200; there are" in beyond.detail
+    probed = one.probe(1)
+    assert (probed.present, probed.detail) == (-1, "this rank has no remote tier")
+
+    def explode(*_: object) -> None:
+        raise ValueError("surprise")
+
+    monkeypatch.setattr("trunkline.worker.disk_tier.DiskTier.write", explode)
+    (failed,) = one.outcomes(one.move((TierKind.DISK, True, 0, 0)))
+    assert (failed.status, failed.detail) == (2, "ValueError: surprise")
+    monkeypatch.undo()
+    assert one.statuses((TierKind.DISK, True, 0, 0)) == [0]
+    with pytest.raises(PlanError, match="host slot 9999"):
+        one.move((TierKind.DISK, True, 9999, 0))
+
+
+def test_probes_count_the_first_chunks(bench: Callable[..., Bench], server: RedisServer) -> None:
+    one = bench(remote_url=server.url)
+    assert (one.tiers.has_remote, one.tiers.problem) == (True, "")
+    one.traveller.prefill()
+    one.traveller.leave(saves=OUT, save_fence=2)
+    assert one.statuses((TierKind.REMOTE, True, 0, 1), (TierKind.REMOTE, True, 1, 2)) == [0, 0]
+    assert one.probe(1, 2, 3).present == 2
+    assert one.probe(3, 1).present == 0
+    server.kill()
+    probed = one.probe(1)
+    assert probed.present == -1
+    assert "remote tier at 127.0.0.1" in probed.detail
+    assert one.statuses((TierKind.REMOTE, True, 0, 1), (TierKind.REMOTE, False, 5, 1)) == [2, 2]
+
+
+def test_the_disk_is_found_again(bench: Callable[..., Bench], expected: list[Any]) -> None:
+    """A new process goes on with the old one's chunks."""
+    one = bench()
+    one.traveller.prefill()
+    one.traveller.leave(saves=OUT, save_fence=2)
+    assert one.statuses(*((TierKind.DISK, True, slot, slot) for slot in range(3))) == [0, 0, 0]
+    tokens, results = one.traveller.tokens, one.traveller.results
+    one.close()
+    two = bench()
+    two.traveller.tokens, two.traveller.results = tokens, results
+    assert two.statuses(*((TierKind.DISK, False, slot, slot) for slot in range(3))) == [0, 0, 0]
+    loads = moves((10, 0, 1), (11, 1, 1), (12, 2, 1))
+    two.traveller.come_back([10, 11, 12], loads=loads, load_fence=1)
+    two.traveller.decode()
+    assert two.traveller.results == expected
+
+
+def test_a_disk_that_cannot_be_used_is_a_problem_not_an_end(bench: Callable[..., Bench], tmp_path: Path) -> None:
+    one = bench(disk_path=str(tmp_path))
+    assert one.tiers.disk_slots == 0
+    assert one.tiers.problem.startswith("no disk tier: ")
+    one.traveller.prefill()
+    one.traveller.leave(saves=OUT, save_fence=2)
+    assert one.statuses((TierKind.DISK, True, 0, 0)) == [2]
+
+
+def test_slots_fit_into_the_given_size(bench: Callable[..., Bench]) -> None:
+    one = bench()
+    block = one.traveller.runner.block_bytes
+    assert block == 4096
+    assert one.tiers.disk_slots == ((1 << 20) - 4096) // (block + 4096)
+
+
+def test_without_a_host_pool_there_are_no_tiers() -> None:
+    tiers = TierService(WorkerConfig(model="", plan_endpoint="", report_endpoint=""), None, lambda _: None)
+    assert (tiers.disk_slots, tiers.has_remote, tiers.problem) == (0, False, "")
+    with pytest.raises(PlanError, match="no host pool"):
+        tiers.move(TierMoves(1, []))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"disk_bytes": -1}, "disk_bytes is -1"),
+        ({"disk_bytes": 1, "host_memory_bytes": 1, "tier_fingerprint": "00"}, "no disk_path"),
+        ({"disk_bytes": 1, "disk_path": "x", "tier_fingerprint": "00"}, "needs a host pool above it"),
+        ({"remote_url": "redis://h", "tier_fingerprint": "00"}, "needs a host pool above it"),
+        ({"remote_url": "redis://h", "host_memory_bytes": 1}, "needs a tier_fingerprint"),
+        ({"tier_fingerprint": "xy"}, "tier_fingerprint is 'xy'"),
+        ({"tier_fingerprint": "00" * 65}, "up to 64 pairs"),
+        ({"remote_ttl_s": -1.0}, "remote_ttl_s is -1.0"),
+        ({"io_threads": 0}, "io_threads is 0"),
+        ({"link_bytes_per_s": -1.0}, "link_bytes_per_s is -1.0"),
+    ],
+)
+def test_impossible_settings_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run_config(Path("model"), **fields).validate()
