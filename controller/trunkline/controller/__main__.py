@@ -10,6 +10,7 @@ import msgspec
 import zmq
 
 from trunkline.controller.config import ConfigError, ControllerConfig
+from trunkline.controller.database import DatabaseUnavailableError
 from trunkline.controller.service import ControllerService
 from trunkline.deploy.process import enter_role
 
@@ -30,6 +31,9 @@ def main() -> int:
         service = ControllerService(config)
     except zmq.ZMQError as error:  # an address in use, a folder that is not there, a path too long
         print(f"controller: {arguments.config}: cannot listen: {error}", file=sys.stderr)
+        return 1
+    except DatabaseUnavailableError as error:
+        print(f"controller: {error}", file=sys.stderr)
         return 1
     return service.run()
 

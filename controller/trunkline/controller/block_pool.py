@@ -18,6 +18,8 @@ class BlockPool:
         self.num_blocks = num_blocks
         self._free = [BlockId(i) for i in range(num_blocks - 1, -1, -1)]
         self._holders = [0] * num_blocks
+        self.taken: list[BlockId] = []
+        """Allocated since somebody emptied this list: by the plan being made."""
 
     @property
     def free_count(self) -> int:
@@ -31,6 +33,7 @@ class BlockPool:
         """
         block = self._free.pop()
         self._holders[block] = 1
+        self.taken.append(block)
         return block
 
     def share(self, block: BlockId) -> None:

@@ -7,9 +7,14 @@ from typing import Final
 
 import msgspec
 
+from trunkline.kvstore.directory_config import DirectoryConfig
+from trunkline.kvstore.eviction import Policy
 from trunkline.kvstore.layout import blocks_for
 
 PREEMPTIONS: Final = ("auto", "swap", "recompute")
+TIER_POLICIES: Final = ("look-ahead", "lru", "fifo")
+HOLE_BLOCKS: Final = 16
+"""Blocks that a sequence may have beyond its length because parts of them are cut off."""
 
 
 class ConfigError(ValueError):
@@ -26,6 +31,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     num_blocks: int
     """Device blocks; the smallest number that any rank has."""
+    ranks: int = 1
+    """Tensor-parallel workers; each answers every move of a chunk."""
     chunk_size: int = 64
     """Tokens per chunk. 64 is ChunkAttention's default: long enough for matmul tiles, short enough to share."""
     max_context: int = 2048
@@ -50,8 +57,21 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     target_itl_ms: float = 0.0
     """Time between two tokens of a stream that prefill should not exceed (soft); 0: no target."""
     model_fingerprint: bytes = b""
-    """Digest of weights and configuration; part of every chunk's name."""
+    """Digest of configuration and weights, as they are computed with (quantised or not); part of every chunk's
+    name."""
     dtype: str = "float32"
+    disk_slots: int = 0
+    """Blocks that the workers' disk tiers hold; the smallest number that any rank has; 0: there is none."""
+    remote: bool = False
+    """Every rank has been given a remote tier."""
+    tier_policy: str = "look-ahead"
+    """What leaves the host and disk tiers, and what is fetched early: "look-ahead" goes by the queue
+    (CachedAttention §3.3); "lru" and "fifo" are there to compare with."""
+    session_ttl_s: float = 0.0
+    """Seconds without use after which cached KV is forgotten, unless its request says otherwise; 0: never."""
+    positions_shift: bool = True
+    """Cached KV may stand at other positions than those it was computed at (CachedAttention §3.4). False: where
+    tokens before it are cut off, it is computed again."""
 
     @property
     def longest_sequence(self) -> int:
@@ -91,10 +111,52 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             1 <= self.max_inflight_steps <= 2,
             f"max_inflight_steps is {self.max_inflight_steps}; step sockets hold 1 or 2 unanswered steps",
         )
+        self._validate_tiers()
+
+    def _validate_tiers(self) -> None:
+        _require(self.disk_slots >= 0, f"disk_slots is {self.disk_slots}; it counts blocks")
+        below_host = self.disk_slots > 0 or self.remote
+        _require(
+            not below_host or self.host_slots > 0,
+            "there is a disk or remote tier, but no host pool, through which everything passes on its way",
+        )
+        _require(
+            not below_host or self.prefix_cache,
+            "there is a disk or remote tier, but without the prefix cache nothing is found again",
+        )
+        _require(
+            self.tier_policy in TIER_POLICIES,
+            f"tier_policy is {self.tier_policy!r}; allowed are {', '.join(TIER_POLICIES)}",
+        )
+        _require(
+            0 <= self.session_ttl_s < math.inf,
+            f"session_ttl_s is {self.session_ttl_s}; it is a time in seconds, 0 for no limit",
+        )
 
     @property
     def max_blocks_per_sequence(self) -> int:
         return blocks_for(self.longest_sequence, self.chunk_size)
+
+    @property
+    def max_table_blocks(self) -> int:
+        """Entries of a block table at most: behind cuts some of their tokens are not seen."""
+        return self.max_blocks_per_sequence + HOLE_BLOCKS
+
+    def tiers(self, first_generation: int = 0) -> DirectoryConfig:
+        """What there is below the device.
+
+        Args:
+            first_generation: generations of disk slots begin above it.
+        """
+        if not self.prefix_cache:
+            return DirectoryConfig()
+        return DirectoryConfig(
+            host_slots=self.host_slots,
+            disk_slots=self.disk_slots,
+            remote=self.remote,
+            policy=Policy(self.tier_policy),
+            first_generation=first_generation,
+        )
 
 
 class ControllerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,6 +184,16 @@ class ControllerConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefix_cache: bool = True
     preemption: str = "auto"
     target_itl_ms: float = 0.0
+    index_path: str = ""
+    """SQLite file with the disk tier's chunks and with the records; "": there is no disk tier, and records live as
+    long as the process."""
+    tier_fingerprint: str = ""
+    """Hexadecimal (`trunkline.kvstore.fingerprint`): an index of another one is not read."""
+    remote_tier: bool = False
+    """The workers are given a remote tier."""
+    tier_policy: str = "look-ahead"
+    session_ttl_s: float = 0.0
+    positions_shift: bool = True
     vocab_size: int = 0
     """Requests with token ids from here on are refused. 0: unknown, ids are only checked to be ids."""
     epoch: int = 1
@@ -144,22 +216,42 @@ class ControllerConfig(msgspec.Struct, frozen=True, kw_only=True):
                 f"endpoint {endpoint!r} is neither ipc://PATH nor tcp://HOST:PORT",
             )
         _require(len(set(endpoints)) == 3, f"the three endpoints must differ; given were {endpoints}")
-        try:
-            bytes.fromhex(self.model_fingerprint)
-        except ValueError:
-            raise ConfigError(f"model_fingerprint {self.model_fingerprint!r} is not hexadecimal") from None
+        for field in ("model_fingerprint", "tier_fingerprint"):
+            value = getattr(self, field)
+            try:
+                bytes.fromhex(value)
+            except ValueError:
+                raise ConfigError(f"{field} {value!r} is not hexadecimal") from None
+        _require(
+            not self.index_path or bool(self.tier_fingerprint),
+            "index_path is given, but no tier_fingerprint; without it another model's chunks could be read",
+        )
         _require(self.vocab_size >= 0, f"vocab_size is {self.vocab_size}; it counts tokens, or is 0 if unknown")
         silence, drain = self.router_silence_seconds_max, self.drain_seconds
         _require(silence > 0, f"router_silence_seconds_max is {silence}; routers ping once a second")
         _require(drain >= 0, f"drain_seconds is {drain}; 0 ends running requests at once")
-        self.engine(num_blocks=2, host_slots=1).validate()
+        has_disk = int(bool(self.index_path))
+        self.engine(num_blocks=2, host_slots=1, disk_slots=has_disk, remote=self.remote_tier).validate()
 
-    def engine(self, num_blocks: int, host_slots: int = 0, swap_us_per_block: float = 0.0) -> EngineConfig:
+    def engine(
+        self,
+        num_blocks: int,
+        host_slots: int = 0,
+        swap_us_per_block: float = 0.0,
+        disk_slots: int = 0,
+        remote: bool = False,
+    ) -> EngineConfig:
         """The engine's limits, once the workers have said what they hold."""
         return EngineConfig(
             num_blocks=num_blocks,
+            ranks=self.tp,
             host_slots=host_slots,
             swap_us_per_block=swap_us_per_block,
+            disk_slots=disk_slots,
+            remote=remote,
+            tier_policy=self.tier_policy,
+            session_ttl_s=self.session_ttl_s,
+            positions_shift=self.positions_shift,
             preemption=self.preemption,
             target_itl_ms=self.target_itl_ms,
             chunk_size=self.chunk_size,

@@ -69,19 +69,9 @@ class StepCosts:
         base, row, token = self._costs
         return base + rows * row + prefill_tokens * token
 
-    def observe(
-        self, *, rows: int, prefill_tokens: int, elapsed_us: float, moved_blocks: int = 0, moved_us: float = 0.0
-    ) -> None:
-        """A step was answered.
-
-        Args:
-            elapsed_us: with its saves and loads.
-            moved_blocks: saves and loads.
-            moved_us: the part of `elapsed_us` that they took.
-        """
-        self._learn_step((1.0, float(rows), float(prefill_tokens)), max(0.0, elapsed_us - moved_us))
-        if moved_blocks:
-            self._learn_move(moved_blocks, moved_us)
+    def observe(self, *, rows: int, prefill_tokens: int, elapsed_us: float) -> None:
+        """A step was answered, which computed for `elapsed_us` (waiting not counted)."""
+        self._learn_step((1.0, float(rows), float(prefill_tokens)), max(0.0, elapsed_us))
 
     def _learn_step(self, work: tuple[float, float, float], compute_us: float) -> None:
         expected = _dot(self._costs, work)
@@ -104,12 +94,17 @@ class StepCosts:
         shrink = [min(1.0, PRIOR_DEVIATION * prior / sqrt(spread[i][i])) for i, prior in enumerate(PRIOR_US)]
         self._spread = [[spread[i][j] * shrink[i] * shrink[j] for j in range(3)] for i in range(3)]
 
-    def _learn_move(self, blocks: int, moved_us: float) -> None:
+    def observe_moves(self, blocks: int, moved_us: float) -> None:
+        """So many blocks were saved or loaded, in so much time."""
         keep = max(0.0, 1.0 - blocks / MOVES_REMEMBERED)
         if self._moved_us > 0.0:
             moved_us = min(moved_us, 4.0 * blocks * self.move_us)  # a stall, not the way it is
         self._moved_blocks = self._moved_blocks * keep + blocks
         self._moved_us = self._moved_us * keep + moved_us
+
+    def load_pays(self, tokens: int) -> bool:
+        """Whether loading a block is faster than computing its `tokens` again."""
+        return self.move_us < tokens * self.token_us
 
     def prefers_swap(self, tokens: int, blocks: int) -> bool:
         """Whether saving and loading `blocks` is faster than computing their `tokens` again in later prefills."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from trunkline.controller.node import Node
 from trunkline.controller.rows import NO_ROWS, RowSet
 from trunkline.controller.sequence import Sequence
-from trunkline.controller.tree import Node
 from trunkline.kvstore.layout import Int32Array, pack_int32
 from trunkline.worker.messages import Fork, Join, StepPlan
 
@@ -20,7 +20,10 @@ class PlanDraft:
     leaves: list[int] = field(default_factory=list)
     joins: list[Join] = field(default_factory=list)
     saves: list[tuple[int, int, int]] = field(default_factory=list)
+    late_saves: list[tuple[int, int, int]] = field(default_factory=list)
     loads: list[tuple[int, int, int]] = field(default_factory=list)
+    save_fence: int = 0
+    load_fence: int = 0
     copies: list[tuple[int, int, int, int]] = field(default_factory=list)
     blocks: list[tuple[int, int, int]] = field(default_factory=list)
     prefill: list[tuple[int, int, int, int, int]] = field(default_factory=list)
@@ -58,6 +61,9 @@ class PlanDraft:
             rows=self.rows.stays.astype("<i4").tobytes() if changed else None,
             runs=pack_int32(self.new_runs) if self.new_runs is not None else None,
             forks=self.forks,
+            late_saves=pack_int32([x for save in self.late_saves for x in save]) if self.late_saves else b"",
+            save_fence=self.save_fence,
+            load_fence=self.load_fence,
         )
 
     @property
@@ -75,7 +81,5 @@ class InflightStep:
     """Decode rows, the sequences whose prefill ended, forks: the order of `StepResult.tokens`."""
     decode_rows: int
     prefill_tokens: int
-    moved_blocks: int
-    """Saves and loads."""
     scored: dict[int, int]
     """See `PlanDraft`."""

@@ -19,16 +19,28 @@ import msgspec
 import numpy as np
 
 from trunkline.controller.config import EngineConfig
+from trunkline.controller.cutting import cut_group
 from trunkline.controller.draft import InflightStep, PlanDraft
+from trunkline.controller.expectations import Expectations
 from trunkline.controller.grammars import GrammarBook
 from trunkline.controller.limits import problem_of_request
-from trunkline.controller.messages import BeamStep, GrammarReady, PromptLogprobs, StepResult, TopLogprobs
+from trunkline.controller.messages import (
+    BeamStep,
+    GrammarReady,
+    MovesDone,
+    Probed,
+    PromptLogprobs,
+    StepResult,
+    TopLogprobs,
+)
 from trunkline.controller.rows import BEAM, Int64Array, RowSet
 from trunkline.controller.scheduler import Scheduler
-from trunkline.controller.sequence import Request, Sequence, SequenceGroup
+from trunkline.controller.sequence import Found, Request, Sequence, SequenceGroup
+from trunkline.controller.tier_traffic import TierTraffic
 from trunkline.kvstore.layout import Int32Array, unpack_int32
+from trunkline.kvstore.tier import TierKind
 from trunkline.router.messages import BeamsFound, Finished, FinishReason, PromptScored, Started
-from trunkline.worker.messages import CompileGrammar, ForgetGrammar, StepPlan
+from trunkline.worker.messages import CompileGrammar, ForgetGrammar, Probe, StepPlan, TierMoves
 
 PLAIN_STEPS_PER_OBSERVATION: Final = 8
 """Of the steps that only decode, one in so many teaches what steps cost: they are alike, and learning costs."""
@@ -73,16 +85,35 @@ class EngineCounters:
     """Steps for which the workers rebuilt their decode plan: new rows, or a row that filled its block."""
     kv_bytes_read: int = 0
     """By decode attention on rank 0."""
+    tier_tokens: list[int] = field(default_factory=lambda: [0] * len(TierKind))
+    """`cached_tokens` by tier."""
+    misses: dict[str, int] = field(default_factory=dict)
+    """Requests by reason."""
+
+    def found(self, found: Found) -> None:
+        """A request has started."""
+        self.cached_tokens += found.tokens
+        for tier, tokens in enumerate(found.tier_tokens):
+            self.tier_tokens[tier] += tokens
+        if found.miss:
+            self.misses[found.miss] = self.misses.get(found.miss, 0) + 1
 
 
 class Engine:
     """One group's brain. Not thread-safe; the shell calls it from one thread."""
 
-    def __init__(self, config: EngineConfig, epoch: int = 1) -> None:
+    def __init__(self, config: EngineConfig, epoch: int = 1, first_disk_generation: int = 0) -> None:
+        """
+        Args:
+            first_disk_generation: generations of disk slots begin above it (`TierIndex.first_generation`).
+        """
         config.validate()
         self.config = config
         self.epoch = epoch
-        self.scheduler = Scheduler(config)
+        self.scheduler = Scheduler(config, first_disk_generation)
+        tree, fetching = self.scheduler.residence.tree, self.scheduler.fetching
+        self.traffic = TierTraffic(tree, config.ranks)
+        self.expectations = Expectations(tree, fetching, self.traffic)
         self.counters = EngineCounters()
         self.grammars = GrammarBook()
         self._groups: dict[int, SequenceGroup] = {}
@@ -97,6 +128,12 @@ class Engine:
     def is_idle(self) -> bool:
         """Nothing runs, waits or is in flight."""
         return not self._groups and not self._inflight
+
+    @property
+    def is_settled(self) -> bool:
+        """Idle, and all that was to be written to lower tiers is there, or cannot be."""
+        tree = self.scheduler.residence.tree
+        return self.is_idle and not (tree.has_unsaved or self.traffic.in_flight or tree.tiers.mover.has_unwritten)
 
     def request_ids(self) -> list[int]:
         """Requests that have not ended."""
@@ -113,15 +150,20 @@ class Engine:
         if request.beam is not None and len(request.tokens) > prompt_len:
             # A search that comes from elsewhere starts again: only its own beams could say what came of it.
             request = replace(request, tokens=request.tokens[:prompt_len])
-        limit = min(prompt_len + request.max_tokens, self.config.longest_sequence)
+        dropped = sum(stop - start for start, stop in request.drops)
+        limit = min(prompt_len - dropped + request.max_tokens, self.config.longest_sequence)
         sampling = request.sampling
         entry = None
         if request.grammar is not None:
             entry = self.grammars.use(request.grammar, request.id)
             sampling = msgspec.structs.replace(sampling, grammar=entry.id)
         group = SequenceGroup(request, self._arrivals, limit, sampling)
+        if request.drops:
+            cut_group(group, self.scheduler.residence.tree, self.config)
         self._groups[request.id] = group
         self.scheduler.queue.add(group)
+        if self.config.prefix_cache:
+            self.expectations.came(group, self._step + 1, now)
         if entry is not None:
             group.waits_for_grammar = not entry.ready
             if entry.problem:
@@ -191,11 +233,44 @@ class Engine:
         assert grammar is not None
         self._end_group(group, Finished(group.id, FinishReason.INVALID, problem, param=grammar.param), now)
 
+    # Tiers
+
+    def tier_messages(self, now: float) -> list[TierMoves | Probe]:
+        """What the workers must be told, after the plans made so far."""
+        tree = self.scheduler.residence.tree
+        tree.expire(now)
+        self.expectations.forget_old(now)
+        messages = self.traffic.messages(self._step, now)
+        tree.drop_lost()
+        return messages
+
+    def tier_report(self, report: MovesDone | Probed, now: float) -> None:
+        """A rank has moved chunks, or says what its remote tier has."""
+        if report.epoch != self.epoch:
+            return
+        if isinstance(report, MovesDone):
+            self.traffic.moved(report, now)
+            self.scheduler.residence.tree.drop_lost()
+        else:
+            self.expectations.probed(report, self._step + 1, now)
+
+    def prefetch(self, request: Request, now: float) -> tuple[int, int]:
+        """A request like this one is expected (it is not queued): see `Expectations.announce`."""
+        group = SequenceGroup(request, self._arrivals, 0, request.sampling)
+        if request.drops:
+            cut_group(group, self.scheduler.residence.tree, self.config)
+        return self.expectations.announce(group, self._step + 1, now)
+
+    def next_deadline(self, now: float) -> float:
+        """When `next_step` should be asked again although nothing has happened; may be infinite."""
+        return self.scheduler.fetching.next_deadline(now)
+
     # Steps
 
     def next_step(self, now: float) -> StepPlan | None:
         """The next plan to broadcast, or None: nothing to do, or two steps are unanswered."""
-        if not self._groups or len(self._inflight) >= self.config.max_inflight_steps:
+        idle = not (self._groups or self.scheduler.residence.tree.has_unsaved)
+        if idle or len(self._inflight) >= self.config.max_inflight_steps:
             return None
         draft = self.scheduler.plan(self._step + 1, now)
         if draft is None:
@@ -207,7 +282,6 @@ class Engine:
                 rows=self._result_rows(draft),
                 decode_rows=len(draft.rows),
                 prefill_tokens=draft.prefill_tokens,
-                moved_blocks=len(draft.saves) + len(draft.loads),
                 scored=draft.scored,
             )
         )
@@ -234,9 +308,14 @@ class Engine:
         if group.started:
             return  # it comes back from a preemption
         group.started = True
-        self.counters.prompt_tokens += group.prompt_len
-        self.counters.cached_tokens += group.cached_tokens
-        self._outputs.started.append(Started(group.id, group.cached_tokens))
+        self.counters.prompt_tokens += group.prompt_len - group.holes
+        found = group.found
+        assert found is not None
+        self.counters.found(found)
+        cut = "" if not group.request.drops else "kept" if group.cut is not None else "recomputed"
+        self._outputs.started.append(
+            Started(group.id, found.tokens, found.tier_tokens, found.miss, found.miss_token, found.exact, cut)
+        )
 
     def step_done(self, result: StepResult, now: float) -> None:
         """Take in the tokens of the oldest unanswered step.
@@ -253,14 +332,12 @@ class Engine:
         rows = step.rows
         self.counters.plan_copies += result.plan_copies
         self.counters.kv_bytes_read += result.kv_bytes_read
-        if step.prefill_tokens or step.moved_blocks or step.step % PLAIN_STEPS_PER_OBSERVATION == 0:
-            self.scheduler.costs.observe(
-                rows=step.decode_rows,
-                prefill_tokens=step.prefill_tokens,
-                elapsed_us=result.elapsed_us,
-                moved_blocks=step.moved_blocks,
-                moved_us=result.moved_us,
-            )
+        costs = self.scheduler.costs
+        if step.prefill_tokens or result.waited_us or step.step % PLAIN_STEPS_PER_OBSERVATION == 0:
+            elapsed_us = result.elapsed_us - result.waited_us
+            costs.observe(rows=step.decode_rows, prefill_tokens=step.prefill_tokens, elapsed_us=elapsed_us)
+        if result.moved_blocks:
+            costs.observe_moves(result.moved_blocks, result.moved_us)
         if len(result.tokens) != 4 * len(rows):
             raise ProtocolError(
                 f"step {result.step} samples {len(rows)} int32 tokens; {len(result.tokens)} bytes came back"

@@ -17,6 +17,8 @@ from trunkline.controller.config import ControllerConfig
 from trunkline.controller.messages import (
     GrammarReady,
     LoadProgress,
+    MovesDone,
+    Probed,
     StepResult,
     WorkerFailed,
     WorkerReady,
@@ -24,7 +26,9 @@ from trunkline.controller.messages import (
 )
 from trunkline.worker.messages import PLAN_TOPIC, Shutdown, WorkerMessage, rank_topic
 
-PLANS_QUEUED_MAX = 16
+PLANS_QUEUED_MAX = 4096
+"""Messages that a rank has not read. Steps are at most two of them; the others are orders to its tiers, which it
+reads between two steps, and whose number is bounded by the moves in flight."""
 _HEARTBEAT_MS = 1000
 """Over TCP a dead host closes nothing: silence is the only sign."""
 
@@ -76,6 +80,21 @@ class WorkerGroup:
         """Time of the slowest rank."""
         return max(report.swap_us_per_block for report in self.ready.values())
 
+    @property
+    def disk_slots(self) -> int:
+        """Blocks that every rank's disk tier holds; 0 if a rank has none."""
+        return min(report.disk_slots for report in self.ready.values())
+
+    @property
+    def has_remote(self) -> bool:
+        """Whether every rank has been given a remote tier."""
+        return all(report.has_remote for report in self.ready.values())
+
+    @property
+    def tier_problems(self) -> list[str]:
+        """Why ranks go without a tier that was asked for."""
+        return [f"rank {r.rank}: {r.tier_problem}" for r in self.ready.values() if r.tier_problem]
+
     def describe(self) -> str:
         """For the person who waits: what each rank is doing."""
         parts = []
@@ -90,7 +109,7 @@ class WorkerGroup:
         return ", ".join(parts)
 
     def send(self, message: WorkerMessage) -> None:
-        """Broadcast a plan, or what concerns grammars.
+        """Broadcast a plan, or what concerns grammars or tiers.
 
         Raises:
             GroupLostError: a rank has stopped reading.
@@ -131,13 +150,13 @@ class WorkerGroup:
                 self._present.discard(rank)
                 raise GroupLostError(f"worker rank {rank} is gone (its connection closed)")
 
-    def receive(self) -> list[StepResult | GrammarReady]:
+    def receive(self) -> list[StepResult | GrammarReady | MovesDone | Probed]:
         """Read all waiting reports; those among them that are for the engine.
 
         Raises:
             GroupLostError: a rank says that it cannot go on, or something that is no report.
         """
-        results: list[StepResult | GrammarReady] = []
+        results: list[StepResult | GrammarReady | MovesDone | Probed] = []
         while True:
             try:
                 report = self._decoder.decode(self.reports.recv(zmq.NOBLOCK))
@@ -146,7 +165,7 @@ class WorkerGroup:
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 raise GroupLostError(f"a worker's report cannot be decoded: {error}") from error
             match report:
-                case StepResult() | GrammarReady():
+                case StepResult() | GrammarReady() | MovesDone() | Probed():
                     results.append(report)
                 case WorkerReady() if report.epoch == self._epoch and 0 <= report.rank < self._tp:
                     self.ready[report.rank] = report

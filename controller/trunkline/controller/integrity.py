@@ -4,11 +4,14 @@
    it in its table or among its tails; and it is free exactly if there is none.
 2. A chunk's `holders` equal the sequences whose path ends there; `active` follows from them. What eviction could
    free is counted right: inactive chunks on the device, whose blocks nobody else holds.
-3. A pending chunk has only pending chunks below it, and a running sequence ends there or below.
-4. A child list is sorted and complete; full chunks have `chunk_size` tokens, shorter ones no children.
-5. Above a chunk on the device all are on the device. A chunk that is not is on the host, ready, and not in use.
-6. A slot of the host pool is free or holds one chunk's copy, which may be dropped exactly if nobody claims the
-   chunk. Claims are those of waiting sequences, they cover paths from the root on, and all of them find slots.
+3. A pending chunk is on the device, those below it that are there are pending, too, and a running sequence ends
+   there or below.
+4. A child list is sorted and complete; full chunks have `chunk_size` tokens, shorter ones no children. Names are
+   chain hashes; behind a cut they say which.
+5. Above a chunk on the device all are on the device. A chunk that is not has a copy in a lower tier, is ready, and
+   not in use.
+6. The directory's own invariants (`Directory.check`). Claims are those of waiting sequences, they cover paths from
+   the root on, and there are no more than host slots.
 7. A row's block table equals its sequence's path and private blocks (a beam's: has as many), and covers what it
    knows.
 """
@@ -18,10 +21,12 @@ from __future__ import annotations
 from collections import Counter
 
 from trunkline.controller.block_pool import BlockPool
+from trunkline.controller.forest import CUT_ROOT
+from trunkline.controller.node import PENDING, Node
 from trunkline.controller.residence import Residence
 from trunkline.controller.scheduler import Scheduler
 from trunkline.controller.sequence import Phase, Sequence
-from trunkline.controller.tree import NO_SLOT, PENDING, ChunkTree, Node
+from trunkline.controller.tree import ChunkTree
 from trunkline.kvstore.layout import BlockId
 from trunkline.kvstore.names import chunk_name
 
@@ -65,7 +70,7 @@ def check_residence(residence: Residence, running: list[Sequence], waiting: list
     _check_blocks(residence.pool, residence.tree, running)
     _check_tree(residence.tree, running)
     _check_device(residence.pool, residence.tree)
-    _check_host(residence.tree)
+    residence.tree.tiers.check()
     _check_claims(residence.tree, running, waiting)
 
 
@@ -88,7 +93,7 @@ def _check_blocks(pool: BlockPool, tree: ChunkTree, running: list[Sequence]) -> 
 
 
 def _check_tree(tree: ChunkTree, running: list[Sequence]) -> None:
-    holders = Counter(id(sequence.anchor) for sequence in running)
+    holders = Counter(id(node) for sequence in running for node in (*sequence.stem.pins, sequence.anchor))
     nodes = active = 0
     for root in tree.roots():
         _check(root.holders == holders[id(root)], f"a root has {root.holders} holders")
@@ -100,10 +105,25 @@ def _check_tree(tree: ChunkTree, running: list[Sequence]) -> None:
     _check(nodes == tree.node_count, f"the tree counts {tree.node_count} chunks and has {nodes}")
     _check(active == tree.active_count, f"the tree counts {tree.active_count} active chunks and has {active}")
     for sequence in running:
-        parent = sequence.root
-        for node in sequence.path:
+        _check_path(sequence)
+
+
+def _check_path(sequence: Sequence) -> None:
+    """Connected in each of its trees."""
+    stem, ends = sequence.stem, list(sequence.stem.pins)
+    parent: Node | None = None
+    for index, node in enumerate(sequence.path):
+        if index == stem.base:
+            parent = stem.root
+        if parent is None:
+            _check(node.parent is not None and node.parent.parent is None, "a path does not begin at a root")
+        else:
             _check(node.parent is parent, f"the path of request {sequence.request} is not connected")
-            parent = node
+        parent = node
+        if index < stem.base and node is ends[0]:
+            ends.pop(0)
+            parent = None
+    _check(not ends, f"request {sequence.request} holds chunks that are not in its path")
 
 
 def _check_node(tree: ChunkTree, node: Node, holders: int) -> None:
@@ -112,13 +132,18 @@ def _check_node(tree: ChunkTree, node: Node, holders: int) -> None:
     below = sum(child.active > 0 for child in node.children.values())
     _check(node.active == holders + below, f"a chunk's active count is {node.active}, not {holders + below}")
     _check(node.sorted_keys == sorted(node.children), "a chunk's sorted keys differ from its children")
-    _check(node.name == chunk_name(node.parent.name, node.key), "a chunk's name is not its chain hash")
+    plain = node.name == chunk_name(node.parent.name, node.key)
+    _check(plain == node.exact or node.parent.parent is None, "a chunk's name does not say what it saw")
+    root = node.parent
+    while root.parent is not None:
+        root = root.parent
+    _check(node.exact or root.key.startswith(CUT_ROOT), "what was computed behind a cut is in a plain tree")
     full = node.token_count == tree.chunk_size
     _check(full or (0 < node.token_count < tree.chunk_size and not node.children), "a partial chunk is inner")
     if node.ready_step == PENDING:
         _check(node.active, "a pending chunk has no producer")
-        waiting = all(child.ready_step == PENDING for child in node.children.values())
-        _check(waiting, "a ready chunk is below a pending one")
+        waiting = all(child.ready_step == PENDING for child in node.children.values() if child.on_device)
+        _check(waiting and node.on_device, "a ready chunk is below a pending one")
 
 
 def _check_device(pool: BlockPool, tree: ChunkTree) -> None:
@@ -133,26 +158,12 @@ def _check_device(pool: BlockPool, tree: ChunkTree) -> None:
             continue
         if not node.on_device:
             _check(not below, "a chunk on the device is below one that is not")
-            _check(node.slot != NO_SLOT, "a chunk is nowhere")
-            _check(node.ready_step != PENDING and not node.active, "a chunk on the host only is in use")
+            _check(node.is_stored or node.children, "a chunk is nowhere")
+            _check(node.ready_step != PENDING and not node.active, "a chunk that is not on the device is in use")
         elif not node.active:
             evictable += 1
             _check(pool.holders(node.block) == 1, "an idle chunk's block is held by somebody else, too")
     _check(evictable == tree.evictable, f"the tree counts {tree.evictable} evictable blocks and has {evictable}")
-
-
-def _check_host(tree: ChunkTree) -> None:
-    slots = tree.host
-    free = slots.free_slots()
-    owners = {node.slot: node for node in tree.nodes() if node.slot != NO_SLOT}
-    copies = sum(node.slot != NO_SLOT for node in tree.nodes())
-    _check(copies == len(owners) == slots.used_count, "a slot holds more than one chunk, or nobody's")
-    _check(len(free) == slots.free_count, "a slot is free twice")
-    _check(not free & owners.keys(), "a used slot is free")
-    _check(len(free) + copies == slots.capacity, f"{slots.capacity - len(free) - copies} slots are lost")
-    for slot, node in owners.items():
-        _check(slots.owner(slot) is node, "a slot's owner is another chunk")
-        _check(slots.is_droppable(slot) == (not node.claims), "a claimed copy may be dropped, or an idle one not")
 
 
 def _check_claims(tree: ChunkTree, running: list[Sequence], waiting: list[Sequence]) -> None:
@@ -167,8 +178,9 @@ def _check_claims(tree: ChunkTree, running: list[Sequence], waiting: list[Sequen
         assert node.parent is not None
         over = node.parent.parent is None or node.parent.claims >= node.claims
         _check(over, "a claimed chunk is below one that is not")
-    _check(claimed == tree.claimed_count, f"the tree counts {tree.claimed_count} claimed chunks and has {claimed}")
-    _check(claimed <= tree.host.capacity, "more chunks are claimed than the host pool holds")
+    counted = tree.tiers.claimed_count
+    _check(claimed == counted, f"the directory counts {counted} claimed chunks and there are {claimed}")
+    _check(claimed <= tree.tiers.config.host_slots, "more chunks are claimed than the host pool holds")
 
 
 def _check_rows(scheduler: Scheduler) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from trunkline.controller.beam_search import WIDTH_MAX
 from trunkline.controller.config import EngineConfig
 from trunkline.controller.sequence import Request
+from trunkline.kvstore.cuts import problem_of_drops
 from trunkline.kvstore.layout import blocks_for
 
 
@@ -17,6 +18,12 @@ def problem_of_request(request: Request, config: EngineConfig) -> tuple[str, str
     if count == 0 or not (request.prompt_len == -1 or 0 < request.prompt_len <= count):
         return f"the prompt is empty or its length ({request.prompt_len}) does not fit {count} tokens", ""
     prompt_len = request.prompt_len if request.prompt_len >= 0 else count
+    if request.drops:
+        problem = _problem_of_cut(request, prompt_len)
+        if problem:
+            return problem, "truncation"
+        dropped = sum(stop - start for start, stop in request.drops)
+        count, prompt_len = count - dropped, prompt_len - dropped
     if request.max_tokens < 1:
         return f"max_tokens is {request.max_tokens}; at least 1 is needed", "max_tokens"
     if count >= longest:
@@ -24,6 +31,14 @@ def problem_of_request(request: Request, config: EngineConfig) -> tuple[str, str
     if count - prompt_len >= request.max_tokens:
         return f"{count - prompt_len} output tokens are given; max_tokens is {request.max_tokens}", "max_tokens"
     return _problem_of_width(request, prompt_len, config)
+
+
+def _problem_of_cut(request: Request, prompt_len: int) -> str:
+    if request.beam is not None:
+        return "a beam search cannot drop parts of its prompt"
+    if request.sampling.prompt_logprobs >= 0:
+        return "tokens of a prompt that is not seen whole cannot be scored"
+    return problem_of_drops(request.drops, prompt_len)
 
 
 def _problem_of_width(request: Request, prompt_len: int, config: EngineConfig) -> tuple[str, str]:
@@ -40,7 +55,7 @@ def _problem_of_width(request: Request, prompt_len: int, config: EngineConfig) -
         return "a beam search cannot follow a grammar", "beam_width"
     if width == 1:
         return "", ""
-    if beam is None and len(request.tokens) > prompt_len:
+    if beam is None and len(request.tokens) > request.prompt_len >= 0:
         return "several samples cannot go on from one given output", "n"
     limit = min(prompt_len + request.max_tokens, config.longest_sequence)
     # Without the cache, samples that come back after a preemption no longer find each other's prompt.

@@ -53,6 +53,13 @@ class Submit(msgspec.Struct, array_like=True, frozen=True, tag="submit"):
     priority: int = 0
     """Smaller goes first; equal ones in order of arrival."""
     grammar: Grammar | None = None
+    drops: bytes = b""
+    """int32 `[n, 2]`: ranges `[start, stop)` of `tokens`, ascending, disjoint and not touching, which the
+    request must not see: what was cut off a context that is too long (CachedAttention §3.4) or discarded. All
+    lie in the prompt, and its last token is in none. `max_tokens` and the context's limit count what is seen."""
+    ttl: float = 0.0
+    """Seconds for which its KV is kept after its end, at least (while there is room) and at most; 0: as the
+    group is set."""
 
 
 class Abort(msgspec.Struct, array_like=True, frozen=True, tag="abort"):
@@ -75,7 +82,43 @@ class FlushCache(msgspec.Struct, array_like=True, frozen=True, tag="flush"):
     ticket: int
 
 
-RouterRequest = Submit | Abort | Ping | FlushCache
+class Prefetch(msgspec.Struct, array_like=True, frozen=True, tag="prefetch"):
+    """A request with these tokens is expected: fetch what is known of it into host memory. Answered by
+    `Prefetched`."""
+
+    ticket: int
+    tokens: bytes
+    salt: bytes = b""
+    drops: bytes = b""
+    """As in `Submit`."""
+
+
+class RecordCall(msgspec.Struct, array_like=True, frozen=True, tag="record"):
+    """Something about a record: a small document that outlives requests, such as a session. The controller does
+    not look into `value`. Answered by `RecordReply`.
+
+    Operations: "create" (id must be new), "get", "put" (replace; `version` must be the present one), "delete",
+    "list" (ids after `id`, `limit` of them, without values), "acquire" (get, and nobody else may acquire, put or
+    delete it until "release", "put" with `release`, or `lease_s` have passed), "release".
+    """
+
+    ticket: int
+    op: str
+    kind: str
+    """A namespace, such as "session"."""
+    id: str
+    value: bytes = b""
+    version: int = 0
+    ttl: float = 0.0
+    """create, put: seconds after which it is forgotten if nobody touches it; 0: never."""
+    lease: str = ""
+    """acquire: a token of the caller's choice; put, delete, release: the token with which it was acquired."""
+    lease_s: float = 0.0
+    release: bool = False
+    limit: int = 100
+
+
+RouterRequest = Submit | Abort | Ping | FlushCache | Prefetch | RecordCall
 
 
 class TopLogprobs(msgspec.Struct, array_like=True, frozen=True):
@@ -128,6 +171,12 @@ class WorkerReady(msgspec.Struct, array_like=True, frozen=True, tag="ready"):
     """Blocks that its host pool holds."""
     swap_us_per_block: float = 0.0
     """Measured at the start: one save and one load of a block."""
+    disk_slots: int = 0
+    """Blocks that its disk tier holds; 0: it has none, or could not open it."""
+    tier_problem: str = ""
+    """Why a tier that was asked for is not there; the group goes on without it."""
+    has_remote: bool = False
+    """Whether it was given a remote tier (which may be unreachable now and back later)."""
 
 
 class LoadProgress(msgspec.Struct, array_like=True, frozen=True, tag="progress"):
@@ -159,7 +208,11 @@ class StepResult(msgspec.Struct, array_like=True, frozen=True, tag="result"):
     prompt_logprobs: dict[int, PromptLogprobs] | None = None
     """By sequence, for the prompt positions that this step computed."""
     moved_us: int = 0
-    """Wall time of the step's saves and loads, part of `elapsed_us`."""
+    """Wall time that the copying of `moved_blocks` took, beside the steps, …"""
+    moved_blocks: int = 0
+    """… which were saved or loaded since the last result."""
+    waited_us: int = 0
+    """Time in which the step waited for saves and loads, part of `elapsed_us`."""
 
 
 class GrammarReady(msgspec.Struct, array_like=True, frozen=True, tag="grammar_ready"):
@@ -169,6 +222,37 @@ class GrammarReady(msgspec.Struct, array_like=True, frozen=True, tag="grammar_re
     problem: str = ""
 
 
+class MoveOutcome(msgspec.Struct, array_like=True, frozen=True):
+    """What became of a `TierMove` on one rank."""
+
+    id: int
+    status: int
+    """0: done, and what was read is verified; 1: the tier does not hold it (any more) whole; 2: the tier
+    failed."""
+    elapsed_us: int = 0
+    """From its start, not from the order."""
+    detail: str = ""
+    """Of a failure."""
+
+
+class MovesDone(msgspec.Struct, array_like=True, frozen=True, tag="moved"):
+    """A rank has carried out some moves."""
+
+    rank: int
+    epoch: int
+    outcomes: list[MoveOutcome]
+
+
+class Probed(msgspec.Struct, array_like=True, frozen=True, tag="probed"):
+    """How many of a probe's first names this rank's remote tier has; -1: it is not reachable."""
+
+    rank: int
+    epoch: int
+    probe: int
+    present: int
+    detail: str = ""
+
+
 class WorkerFailed(msgspec.Struct, array_like=True, frozen=True, tag="failed"):
     """A rank cannot go on; it exits after this."""
 
@@ -176,4 +260,4 @@ class WorkerFailed(msgspec.Struct, array_like=True, frozen=True, tag="failed"):
     reason: str
 
 
-WorkerReport = WorkerReady | LoadProgress | StepResult | GrammarReady | WorkerFailed
+WorkerReport = WorkerReady | LoadProgress | StepResult | GrammarReady | WorkerFailed | MovesDone | Probed

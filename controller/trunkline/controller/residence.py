@@ -5,22 +5,27 @@ the tree: `admit`, `seal`, `leave`; and `fork`, which makes samples and beams of
 §4.4). They keep the promise that no KV is computed or stored twice: admission reuses every matching token, sealing
 merges equal chunks, a fork shares all blocks but the tail, leaving keeps what was computed as cache.
 
-Swapping (§4.5) is in here as two sides of residency: `leave` with a claim has chunks saved when their blocks are
-needed, and `admit` has chunks loaded that it finds on the host only.
+Swapping (§4.5) and the tiers of CachedAttention are in here as two sides of residency: `leave` has chunks saved,
+and `admit` has chunks loaded that it finds on the host only. Both go on beside the computation
+(`trunkline.controller.fences`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import Enum, auto
 
 import msgspec
 
 from trunkline.controller.block_pool import BlockPool
+from trunkline.controller.cutting import locate
 from trunkline.controller.draft import PlanDraft
-from trunkline.controller.sequence import Sequence
-from trunkline.controller.tree import PENDING, ChunkTree, Match, Node
+from trunkline.controller.forest import Match
+from trunkline.controller.node import PENDING, Node
+from trunkline.controller.sequence import Sequence, Stem
+from trunkline.controller.tree import ChunkTree
 from trunkline.kvstore.layout import BlockId, pack_int32
-from trunkline.worker.messages import Join
+from trunkline.worker.messages import Join, Sampling
 
 
 class Admission(Enum):
@@ -31,21 +36,22 @@ class Admission(Enum):
     """The pool cannot hold its prompt now."""
     PENDING = auto()
     """Somebody is computing a chunk of its prompt; it waits, holding nothing."""
+    FAR = auto()
+    """Chunks of its prompt are in tiers from which they cannot be loaded yet; it waits, holding nothing."""
 
 
 class Residence:
     """Moves blocks between the pool, the tree and sequences."""
 
-    def __init__(self, pool: BlockPool, tree: ChunkTree, *, prefix_cache: bool, host_slots: int = 0) -> None:
+    def __init__(self, pool: BlockPool, tree: ChunkTree, *, prefix_cache: bool, ttl: float = 0.0) -> None:
         """
         Args:
-            prefix_cache: without it nothing that was let go of is ever found again, on the host neither.
-            host_slots: blocks that the host pool holds.
+            prefix_cache: without it nothing that was let go of is ever found again; then the tree has no tiers.
+            ttl: seconds for which a request's KV is kept behind its end, unless it says otherwise; 0: no limit.
         """
         self.pool = pool
         self.tree = tree
-        if prefix_cache:
-            tree.add_host_pool(host_slots)
+        self.ttl = ttl
         self.chunk_size = tree.chunk_size
         self.prefix_cache = prefix_cache
         self.next_stay = 1
@@ -85,7 +91,8 @@ class Residence:
             full = self._shareable_tokens(sequence) // self.chunk_size if self.prefix_cache else 0
             private += sequence.blocks_needed(self.chunk_size) - full
             tokens = sequence.tokens.to_bytes(0, full * self.chunk_size)
-            node, prefix = self.tree.find_root(sequence.salt), 0
+            node = self.tree.find_root(sequence.salt) if sequence.group.cut is None else None
+            prefix = 0
             for at in range(0, len(tokens), size):
                 key = tokens[at : at + size]
                 node = node.children.get(key) if node is not None else None
@@ -104,7 +111,17 @@ class Residence:
         returns = sequence.group.request.beam is not None and sequence.tokens.count > sequence.prompt_len
         return sequence.tokens.count - returns
 
-    def admit(self, sequence: Sequence, spare: int, now: float, draft: PlanDraft, tails: int = 0) -> Admission:
+    def admit(
+        self,
+        sequence: Sequence,
+        spare: int,
+        now: float,
+        draft: PlanDraft,
+        *,
+        tails: int = 0,
+        wait_for: Callable[[list[Node]], bool] | None = None,
+        loads: bool = True,
+    ) -> Admission:
         """Reserve all that the sequence's known tokens need beyond what the tree has, or nothing.
 
         A sequence is not to leave again in the plan in which it was admitted.
@@ -112,15 +129,53 @@ class Residence:
         Args:
             spare: blocks that must stay available for the growth of running sequences.
             tails: blocks reserved in `sequence.tails` for sequences that will fork from it.
+            wait_for: asked, if the prompt's next chunks are further away than the host, whether to wait for them
+                (`FAR`); if not, they are computed.
+            loads: whether chunks on the host are loaded; else they are computed again, which is faster.
         """
-        root = self.tree.root(sequence.salt)
-        tokens = sequence.tokens.to_bytes(0, self._shareable_tokens(sequence))
-        match = self.tree.match(root, tokens, draft.step) if self.prefix_cache else Match([], None, None, 0)
+        stem, match = self._find(sequence, draft.step)
         if match.pending is not None:
             sequence.waits_on = match.pending
+            self.tree.prune_root(stem.root)
             return Admission.PENDING
-        anchor = match.path[-1] if match.path else root
-        self.tree.hold(anchor)
+        if not loads and match.partial is not None and not match.partial.on_device:
+            match.partial, match.partial_tokens = None, 0
+        near = next((i for i, node in enumerate(match.path) if not node.is_loadable), len(match.path))
+        if not loads:
+            near = next((i for i, node in enumerate(match.path) if not node.on_device), len(match.path))
+        if near < len(match.path):
+            if loads and wait_for is not None and wait_for(match.path[near:]):
+                self.tree.prune_root(stem.root)
+                return Admission.FAR
+            match = Match(match.path[:near], None, None, 0)
+        outcome = None
+        if self._covers(sequence, match):
+            outcome = self._reserve(sequence, stem, match, spare, now, draft, tails)
+        if outcome is None:
+            self.tree.prune_root(stem.root)
+            sequence.group.compact()
+            return self.admit(sequence, spare, now, draft, tails=tails, wait_for=wait_for, loads=loads)
+        return outcome
+
+    def _covers(self, sequence: Sequence, match: Match) -> bool:
+        """Whether all is there that is seen before the last part that was cut off: it cannot be computed alone."""
+        cut = sequence.group.cut
+        found = len(match.path) * self.chunk_size + match.partial_tokens
+        return cut is None or found >= max(cut.cut.closed_end, cut.cut.table_start * self.chunk_size)
+
+    def _find(self, sequence: Sequence, step: int) -> tuple[Stem, Match]:
+        if not self.prefix_cache:
+            return Stem(self.tree.root(sequence.salt)), Match([], None, None, 0)
+        return locate(self.tree, sequence, self._shareable_tokens(sequence), step)
+
+    def _reserve(
+        self, sequence: Sequence, stem: Stem, match: Match, spare: int, now: float, draft: PlanDraft, tails: int
+    ) -> Admission | None:
+        """None: there is no room for a part of a chunk without which the sequence cannot go on as it is."""
+        anchor = match.path[-1] if len(match.path) > stem.base else stem.root
+        held = [*stem.pins, anchor]
+        for node in held:
+            self.tree.hold(node)
         if match.partial is not None:
             self.tree.hold(match.partial)
         absent = [node for node in match.path if not node.on_device]
@@ -131,13 +186,16 @@ class Residence:
             # A copy needs its source beside its destination: in a full pool do without.
             self.tree.release(copied, now)
             match.partial, match.partial_tokens = None, 0
-        if self.available < needed - adopt + spare:
+        covers = self._covers(sequence, match)
+        if self.available < needed - adopt + spare or not covers:
             if match.partial is not None:
                 self.tree.release(match.partial, now)
-            self.tree.release(anchor, now)
-            return Admission.NO_BLOCKS
-        sequence.root = root
+            for node in held:
+                self.tree.release(node, now)
+            return Admission.NO_BLOCKS if covers else None
+        sequence.stem = stem
         sequence.path = match.path
+        self.tree.tiers.used(match.path, now)
         blocks = self._allocate(match, absent, needed, adopt, now, draft)
         sequence.tails = [blocks.pop() for _ in range(tails)]
         sequence.resident = len(match.path) * self.chunk_size + match.partial_tokens
@@ -166,20 +224,24 @@ class Residence:
         if head is not None and adopt:
             self.tree.release(head, now)
             blocks.append(self.tree.remove(head))
+        # First say what is read: making room may save chunks, and their slots must not be these.
+        far_head = head if head is not None and not adopt and not head.on_device else None
+        reads = [self.tree.read(node, draft) for node in absent]
+        head_read = self.tree.read(far_head, draft) if far_head is not None else None
         made = self.make_room(needed - len(blocks), draft)
         assert made
-        for node in reversed(absent):
+        for node, read in zip(reversed(absent), reversed(reads), strict=True):
             self.tree.place(node, self.pool.allocate())
-            self.tree.load(node, node.block, draft)
+            self.tree.load(read, node.block, draft)
         blocks += [self.pool.allocate() for _ in range(needed - len(absent) - len(blocks))]
         if head is None or adopt:
             return blocks
-        if head.on_device:
+        if head_read is None:
             draft.copies.append((head.block, blocks[0], 0, match.partial_tokens))
             draft.copy_sources.append(head)
         else:
             # What the slot holds beyond the common head is written over by the sequence's own tokens.
-            self.tree.load(head, blocks[0], draft)
+            self.tree.load(head_read, blocks[0], draft)
             self.tree.release(head, now)
         return blocks
 
@@ -190,7 +252,13 @@ class Residence:
         while len(sequence.path) < full:
             at = len(sequence.path) * self.chunk_size
             key = sequence.tokens.to_bytes(at, at + self.chunk_size)
-            sequence.path.append(self.tree.insert(sequence.anchor, key, new.pop(0), PENDING, now))
+            node = sequence.anchor.children.get(key)
+            if node is None:
+                node = self.tree.insert(sequence.anchor, key, new.pop(0), PENDING, now, sequence.stem.marker)
+            else:  # in a tier that is too far away: whoever comes next waits for this computation instead
+                self.tree.place(node, new.pop(0))
+                node.ready_step = PENDING
+            sequence.path.append(node)
         sequence.private = new
         self.tree.hold(sequence.anchor)
 
@@ -199,23 +267,14 @@ class Residence:
         # With everything cached the last token is still computed, without storing it: its logits are needed.
         # So are the logits of a whole prompt whose tokens are scored.
         sequence.computed = 0 if sequence.recompute_from_start else min(sequence.resident, total - 1)
+        if sequence.group.cut is not None:
+            sequence.computed = max(sequence.computed, sequence.group.cut.cut.first_open)
         sequence.stay = self.next_stay
         self.next_stay += 1
         sampling = sequence.sampling
         if sampling.prompt_logprobs >= 0 and not sequence.recompute_from_start:
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=-1)  # they have been reported
-        first = 0 if sampling.needs_history else sequence.computed
-        draft.joins.append(
-            Join(
-                sequence=sequence.stay,
-                tokens=sequence.tokens.to_bytes(first),
-                first=first,
-                prompt_len=sequence.prompt_len,
-                blocks=pack_int32(sequence.block_table()),
-                sampling=sampling,
-                seat=sequence.seat,
-            )
-        )
+        draft.joins.append(_join(sequence, sampling))
 
     def fork(self, parent: Sequence, child: Sequence, tail: BlockId | None) -> None:
         """Let `child` share all that `parent` holds of its tokens, which are wholly computed or planned.
@@ -228,7 +287,7 @@ class Residence:
         assert len(parent.path) + len(parent.private) == full + (rest > 0), "the parent grew before its fork"
         assert (tail is None) == (rest == 0), "a tail is wanted exactly if the tokens end within a chunk"
         assert all(node.ready_step != PENDING for node in parent.path), "a pending chunk has one producer"
-        child.root = parent.root
+        child.stem = parent.stem
         child.path = list(parent.path)
         child.private = parent.private[: full - len(parent.path)]
         for block in child.private:
@@ -236,14 +295,15 @@ class Residence:
         if tail is not None:
             child.private.append(tail)
         child.resident, child.computed = parent.resident, parent.computed
-        self.tree.hold(child.anchor)
+        for node in (*child.stem.pins, child.anchor):
+            self.tree.hold(node)
 
-    def mark_ready(self, sequence: Sequence, step: int) -> None:
-        """Publish the chunks whose last token is computed by `step`, which is being planned."""
+    def mark_ready(self, sequence: Sequence, draft: PlanDraft) -> None:
+        """Publish the chunks whose last token is computed by the plan being made, and have them saved
+        meanwhile."""
         for node in sequence.path[sequence.resident // self.chunk_size : sequence.computed // self.chunk_size]:
             if node.ready_step == PENDING:
-                node.ready_step = step
-                self.tree.absorb_prefixes(node)
+                self.tree.computed(node, draft.step, draft)
 
     def seal(self, sequence: Sequence, kv_tokens: int, now: float) -> list[tuple[int, BlockId]]:
         """Move private chunks that are full and computed into the tree.
@@ -261,8 +321,8 @@ class Residence:
             key = sequence.tokens.to_bytes(index * self.chunk_size, (index + 1) * self.chunk_size)
             node = anchor.children.get(key)
             if node is None:
-                node = self.tree.insert(anchor, key, sequence.private.pop(0), 0, now)
-                self.tree.absorb_prefixes(node)
+                node = self.tree.insert(anchor, key, sequence.private.pop(0), 0, now, sequence.stem.marker)
+                self.tree.computed(node, 0)
             elif node.ready_step == PENDING:
                 break  # its producer is not done; ours stays private and is tried again later
             elif not node.on_device:
@@ -291,17 +351,26 @@ class Residence:
         sequence.path = sequence.path[:keep]
         self.tree.hold(sequence.anchor)
         self.tree.release(held, now)
-        sequence.private = [self.tree.remove(node) for node in reversed(unfinished)][::-1] + sequence.private
+        sequence.private = [self._take_back(node) for node in reversed(unfinished)][::-1] + sequence.private
         if self.prefix_cache:
             self.seal(sequence, kv_tokens, now)
             tail = self._keep_tail(sequence, kv_tokens, now)
+            self.tree.keep(sequence.path + tail, now, sequence.group.request.ttl or self.ttl)
             if claim:
                 self.drop_claim(sequence)
                 sequence.claim = self.tree.claim(sequence.path + tail)
         for block in sequence.private + sequence.tails:
             self.pool.release(block)
-        self.tree.release(sequence.anchor, now)
+        for node in (*sequence.stem.pins, sequence.anchor):
+            self.tree.release(node, now)
         sequence.path, sequence.private, sequence.tails = [], [], []
+
+    def _take_back(self, node: Node) -> BlockId:
+        """The block of a chunk that its producer does not compute any more."""
+        if not node.is_stored:
+            return self.tree.remove(node)
+        node.ready_step = 0
+        return self.tree.unplace(node)
 
     def drop_claim(self, sequence: Sequence) -> None:
         """The sequence has come back, or ended while it waited: nobody waits for its chunks any more."""
@@ -324,6 +393,27 @@ class Residence:
             return [leaf] if leaf.ready_step != PENDING else []
         if shared:
             return []  # a fork is still to be copied from it; a chunk's block is held by nobody besides
-        leaf = self.tree.insert(sequence.anchor, key, sequence.private.pop(0), 0, now)
+        leaf = self.tree.insert(sequence.anchor, key, sequence.private.pop(0), 0, now, sequence.stem.marker)
         self.tree.absorb_prefixes(leaf)
         return [leaf]
+
+
+def _join(sequence: Sequence, sampling: Sampling) -> Join:
+    """Behind a cut the workers count tokens as they act (`trunkline.kvstore.cuts`)."""
+    cut, holes = sequence.group.cut, sequence.group.holes
+    first = 0 if sampling.needs_history else sequence.computed
+    tokens, extents = sequence.tokens.view(first), b""
+    if cut is not None:
+        if not first:
+            tokens = cut.cut.seen(tokens)
+        extents = pack_int32([value for extent in cut.cut.extents() for value in extent])
+    return Join(
+        sequence=sequence.stay,
+        tokens=pack_int32(tokens),
+        first=first - holes if first else 0,
+        prompt_len=sequence.prompt_len - holes,
+        blocks=pack_int32(sequence.block_table()),
+        sampling=sampling,
+        extents=extents,
+        seat=sequence.seat,
+    )

@@ -12,7 +12,7 @@ ends; then the next is the oldest. Preempted groups resume before new ones of th
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import msgspec
@@ -22,14 +22,19 @@ from numpy.typing import NDArray
 from trunkline.controller.block_pool import BlockPool
 from trunkline.controller.config import EngineConfig
 from trunkline.controller.costs import StepCosts
+from trunkline.controller.cutting import settle
 from trunkline.controller.draft import PlanDraft
+from trunkline.controller.fetching import Fetching
 from trunkline.controller.groups import Forks, move_beams, restore_output
+from trunkline.controller.loading import Loading
+from trunkline.controller.misses import explain
 from trunkline.controller.pacing import prefill_budget
 from trunkline.controller.queue import RequestQueue
 from trunkline.controller.residence import Admission, Residence
 from trunkline.controller.rows import NO_ROWS, DecodeRows
 from trunkline.controller.sequence import Phase, Sequence, SequenceGroup
 from trunkline.controller.tree import ChunkTree
+from trunkline.kvstore.layout import BlockId
 
 MATCHED_TOKENS_MAX: Final = 1 << 19
 """Tokens of waiting prompts that are matched with the tree in one step; the other prompts' turn comes in the
@@ -48,16 +53,34 @@ class SchedulerCounters:
     """… of them with a claim on the host pool."""
 
 
+@dataclass(slots=True)
+class _News:
+    """What the workers have not been told yet."""
+
+    rows_changed: bool = False
+    left: list[int] = field(default_factory=list)
+    """Stays that are over."""
+    merged: list[tuple[int, int, int]] = field(default_factory=list)
+    """(stay, index, block) of table entries that were replaced."""
+
+
 class Scheduler:
     """Queue and running sets of a group of workers. Pure; `now` is used for eviction order only."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, first_disk_generation: int = 0) -> None:
+        """
+        Args:
+            first_disk_generation: generations of disk slots begin above it.
+        """
         self.config = config
         pool = BlockPool(config.num_blocks)
-        tree = ChunkTree(pool, config.chunk_size, config.model_fingerprint, config.dtype)
-        self.residence = Residence(pool, tree, prefix_cache=config.prefix_cache, host_slots=config.host_slots)
+        tiers = config.tiers(first_disk_generation)
+        tree = ChunkTree(pool, config.chunk_size, config.model_fingerprint, config.dtype, tiers)
+        self.residence = Residence(pool, tree, prefix_cache=config.prefix_cache, ttl=config.session_ttl_s)
         self.costs = StepCosts(config.swap_us_per_block)
-        self.rows = DecodeRows(config.max_rows, config.chunk_size, config.max_blocks_per_sequence)
+        self.loading = Loading()
+        self.fetching = Fetching(tree.tiers, self.costs, config.chunk_size)
+        self.rows = DecodeRows(config.max_rows, config.chunk_size, config.max_table_blocks)
         self.queue = RequestQueue()
         self.prefilling: list[Sequence] = []
         """Admitted, prompt not wholly planned; in order of admission."""
@@ -66,9 +89,7 @@ class Scheduler:
         self.forks = Forks()
         self.counters = SchedulerCounters()
         self.row_set = NO_ROWS
-        self._rows_changed = False
-        self._left: list[int] = []
-        self._merged: list[tuple[int, int, int]] = []
+        self._news = _News()
         self._entering: dict[int, SequenceGroup] = {}
         """Groups that come back after a preemption, some sequences of them already, while others still wait."""
         self._blocked: tuple[int, int, int] | None = None
@@ -87,25 +108,30 @@ class Scheduler:
     def plan(self, step: int, now: float) -> PlanDraft | None:
         """The next step, or None if nothing can be computed."""
         draft = PlanDraft(step, self.config.chunk_size)
+        residence, tree = self.residence, self.residence.tree
+        residence.pool.taken.clear()
         self._grow(draft, now)
         copied = self.forks.copy_tails(draft)
-        self._unpark(step)
-        if self._rows_changed:
+        self._unpark(draft)
+        if self._news.rows_changed:
             self.row_set, draft.new_runs = self.rows.arrange(self.rows.active_slots())
         draft.rows = self.row_set
         self._prefill(draft, now)
+        tree.save_waiting(draft)
         for source in draft.copy_sources:
-            self.residence.tree.release(source, now)
+            tree.release(source, now)
         for block in copied:
-            self.residence.pool.release(block)
+            residence.pool.release(block)
         if draft.is_empty:
             # The workers have not heard of the empty row set: the next plan will tell them.
             return None
-        self._rows_changed = False
+        moved = [BlockId(block) for source, target, _, _ in draft.copies for block in (source, target)]
+        draft.save_fence, draft.load_fence = tree.fences.close(step, residence.pool.taken, moved)
+        self._news.rows_changed = False
         self._advance(draft)
-        draft.leaves, self._left = self._left, []
-        draft.blocks = self._merged + draft.blocks
-        self._merged = []
+        draft.leaves, self._news.left = self._news.left, []
+        draft.blocks = self._news.merged + draft.blocks
+        self._news.merged = []
         return draft
 
     def _advance(self, draft: PlanDraft) -> None:
@@ -114,15 +140,15 @@ class Scheduler:
         if len(slots):
             self.rows.planned[slots] += 1
             if (self.rows.planned[slots] + 1 >= self.rows.limit[slots]).any():
-                self._rows_changed = True  # these rows have sampled their last token with this step
+                self._news.rows_changed = True  # these rows have sampled their last token with this step
         if draft.sampling:
-            self._rows_changed = True
+            self._news.rows_changed = True
 
     # Growth and preemption
 
     def _grow(self, draft: PlanDraft, now: float) -> None:
         """Give every row that begins a new chunk in this step its block, oldest group first."""
-        slots = self.rows.active_slots() if self._rows_changed else self.row_set.slots
+        slots = self.rows.active_slots() if self._news.rows_changed else self.row_set.slots
         starting = slots[
             self.rows.planned[slots] == self.rows.block_counts[slots] * np.int64(self.config.chunk_size)
         ]
@@ -141,7 +167,7 @@ class Scheduler:
                 self._append_block(sequence, draft)
             if group.search is not None:
                 self.rows.read_alike(members[0], members[1:], int(self.rows.block_counts[members[0].slot]) - 1)
-                self._rows_changed = True
+                self._news.rows_changed = True
 
     def _append_block(self, sequence: Sequence, draft: PlanDraft) -> None:
         block = self.residence.pool.allocate()
@@ -210,7 +236,7 @@ class Scheduler:
             planned, known = int(self.rows.planned[sequence.slot]), int(self.rows.known[sequence.slot])
             kv_tokens = min(planned, known)
             self.rows.remove(sequence)
-            self._rows_changed = True
+            self._news.rows_changed = True
             settled = not sequence.tails
             if sequence.seat is not None:
                 output_tokens = restore_output(sequence)
@@ -224,8 +250,9 @@ class Scheduler:
         else:
             kv_tokens = max(sequence.computed, sequence.resident)
             self.prefilling.remove(sequence)
-        self._left.append(sequence.stay)
-        self._merged = [change for change in self._merged if change[0] != sequence.stay]
+        self._news.left.append(sequence.stay)
+        self.loading.left(sequence.stay)
+        self._news.merged = [change for change in self._news.merged if change[0] != sequence.stay]
         self.residence.leave(sequence, kv_tokens, now, claim=claim)
         self.forks.end_stay(sequence)
 
@@ -237,6 +264,8 @@ class Scheduler:
         self.residence.drop_claim(sequence)
         sequence.phase = Phase.ENDED
         group.members.remove(sequence)
+        if not group.members:
+            self.fetching.done(group)
         self._note_entry(group)
 
     def _note_entry(self, group: SequenceGroup) -> None:
@@ -256,10 +285,12 @@ class Scheduler:
         self.rows.flush(slot)
         if not self.config.prefix_cache:
             return
+        fences = self.residence.tree.fences
         for index, block in self.residence.seal(sequence, kv_tokens, now):
+            fences.reads(fences.ready_after([block]))  # the equal chunk may still be on its way from the host
             self.rows.set_block(slot, index, block)
-            self._merged.append((sequence.stay, index, block))
-            self._rows_changed = True
+            self._news.merged.append((sequence.stay, index, block))
+            self._news.rows_changed = True
 
     def move_beams(self, group: SequenceGroup, parents: list[int], now: float) -> None:
         """The workers moved the beams of a search at the end of the step whose result came last."""
@@ -279,12 +310,12 @@ class Scheduler:
         for sequence in list(self.prefilling):
             if budget <= 0:
                 return
-            budget -= self._prefill_chunk(sequence, budget, draft)
+            budget -= self._prefill_chunk(sequence, budget, draft, now)
         matched = 0
         for group in self._candidates():
             if budget <= 0 or matched >= MATCHED_TOKENS_MAX:
                 return
-            if group.waits_for_grammar:
+            if group.waits_for_grammar or self.fetching.is_probing(group, now):
                 continue
             if not self._may_start(group, draft.step):
                 return  # nobody overtakes: that would starve large requests
@@ -298,7 +329,7 @@ class Scheduler:
                     self._blocked = (group.id, self.residence.available, self.running_count)
                     return
                 if outcome is Admission.ADMITTED:
-                    budget -= self._prefill_chunk(sequence, budget, draft)
+                    budget -= self._prefill_chunk(sequence, budget, draft, now)
                 if budget <= 0:
                     break
             if group.search is not None and group.id in self._entering:
@@ -352,43 +383,62 @@ class Scheduler:
         return bool(node is not None and node.parent is not None and node.ready_step >= step)
 
     def _admit(self, sequence: Sequence, now: float, draft: PlanDraft) -> Admission:
-        group = sequence.group
-        if group.request.beam is not None and not any(s.stay for s in group.members):
-            self.forks.take_seats(group)
+        group, tree = sequence.group, self.residence.tree
+        if not any(s.stay for s in group.members):
+            if group.request.beam is not None:
+                self.forks.take_seats(group)
+            if self.config.prefix_cache:
+                settle(tree, sequence, draft.step)
+        loads = len(draft.loads)
         partial = sequence.tokens.count % self.config.chunk_size
         tails = 0 if group.forked or not partial else group.request.width - 1
-        outcome = self.residence.admit(sequence, self._spare_blocks(group), now, draft, tails)
+        outcome = self.residence.admit(
+            sequence,
+            self._spare_blocks(group),
+            now,
+            draft,
+            tails=tails,
+            wait_for=lambda far: self.fetching.worth_waiting(group, far, now),
+            loads=self.config.preemption == "swap" or self.costs.load_pays(self.config.chunk_size),
+        )
         if outcome is not Admission.ADMITTED:
             if not any(member.stay for member in group.members):
                 for member in group.members:
                     self.forks.end_stay(member)  # its search has not come in, after all
             return outcome
-        if group.cached_tokens < 0:
-            # Now, not when the prompt is done: after a preemption it would find what it computed itself.
-            found = 0 if sequence.recompute_from_start else sequence.resident
-            group.cached_tokens = min(found, group.prompt_len - 1)
+        if group.found is None:
+            group.found = explain(self.residence, self.fetching, sequence, draft)
+        self.fetching.done(group)
+        self.loading.ordered(len(draft.loads) - loads, now, self.costs.move_us)
+        if step := tree.fences.ready_after(sequence.block_table()):
+            self.loading.wait(sequence.stay, step)
         sequence.phase = Phase.PREFILL
         self.prefilling.append(sequence)
         self._note_entry(group)
         self._blocked = None  # should it be this group's: it needs other blocks now
         return outcome
 
-    def _prefill_chunk(self, sequence: Sequence, budget: int, draft: PlanDraft) -> int:
-        """Plan the next part of a prompt; returns its tokens."""
+    def _prefill_chunk(self, sequence: Sequence, budget: int, draft: PlanDraft, now: float) -> int:
+        """Plan the next part of a prompt, unless the KV before it is better waited for; returns its tokens."""
         group = sequence.group
         start, stop = sequence.computed, sequence.prefill_stop
         scored = sequence.recompute_from_start
         tokens = min(budget, stop - start, SCORED_TOKENS_MAX if scored else budget)
+        step_us = self.costs.step_us(len(draft.rows), tokens)
+        if not self.loading.is_due(sequence.stay, now, step_us, not (draft.prefill or len(draft.rows))):
+            return 0
+        self.residence.tree.fences.reads(self.loading.begin(sequence.stay))
         last = start + tokens == stop
         samples = last and stop == sequence.tokens.count
         if tokens:
             write_from = max(start, sequence.resident)
-            draft.prefill.append((sequence.stay, start, tokens, write_from, int(samples)))
+            holes = group.holes
+            draft.prefill.append((sequence.stay, start - holes, tokens, write_from - holes, int(samples)))
             if scored:
                 draft.scored[sequence.stay] = group.id
         sequence.computed = start + tokens
         if self.config.prefix_cache:
-            self.residence.mark_ready(sequence, draft.step)
+            self.residence.mark_ready(sequence, draft)
         if not last:
             return tokens
         self.prefilling.remove(sequence)
@@ -407,7 +457,7 @@ class Scheduler:
             self.forks.fork(sequence, draft, self.residence, self.rows)
         return tokens
 
-    def _unpark(self, step: int) -> None:
+    def _unpark(self, draft: PlanDraft) -> None:
         """Let the searches go on whose beams have all come back."""
         if not self.parked:
             return
@@ -421,7 +471,7 @@ class Scheduler:
                 # The last token's KV is stored in this step: with it its chunk may be full.
                 sequence.computed = sequence.tokens.count
                 if self.config.prefix_cache:
-                    self.residence.mark_ready(sequence, step)
+                    self.residence.mark_ready(sequence, draft)
             full = (group.members[0].tokens.count - 1) // self.config.chunk_size
             self.rows.read_alike(group.members[0], group.members[1:], full)
-            self._rows_changed = True
+            self._news.rows_changed = True

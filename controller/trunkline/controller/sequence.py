@@ -8,21 +8,25 @@ A group is what is scheduled: its samples or beams are admitted, preempted and b
 prompt is computed.
 
 A sequence's context is `path` (whole chunks in the tree, shared with whoever has the same tokens) followed by
-`private` blocks (chunks not yet full, or not yet known in full). Only `path[-1]` is held: the tree keeps
-what is above a held node.
+`private` blocks (chunks not yet full, or not yet known in full). Only `path[-1]` is held (and, behind a cut, the
+last chunk in each other tree): the tree keeps what is above a held node.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import NamedTuple
 
 import numpy as np
 
 from trunkline.controller.beam_search import BeamHistory
 from trunkline.controller.messages import BeamSearch, Grammar
-from trunkline.controller.tree import Node
+from trunkline.controller.node import Node
+from trunkline.kvstore.cuts import Cut
 from trunkline.kvstore.layout import BlockId, Int32Array, blocks_for
+from trunkline.kvstore.names import ChunkName
+from trunkline.kvstore.tier import TierKind
 from trunkline.worker.messages import BeamSeat, Sampling
 
 
@@ -38,6 +42,10 @@ class Request:
     """-1: all of `tokens`."""
     stop_ids: tuple[int, ...] = ()
     salt: bytes = b""
+    drops: tuple[tuple[int, int], ...] = ()
+    """Ranges of the prompt that are not seen (`trunkline.kvstore.cuts`)."""
+    ttl: float = 0.0
+    """Seconds for which its KV is kept behind its end; 0: as the group is set."""
     n: int = 1
     """Samples, or hypotheses of a beam search."""
     beam: BeamSearch | None = None
@@ -91,13 +99,49 @@ class TokenBuffer:
         return self.view(start, stop).astype("<i4", copy=False).tobytes()
 
 
+class Stem(NamedTuple):
+    """From where a sequence's chunks hang: one tree, or, behind cuts, several (`trunkline.controller.cutting`)."""
+
+    root: Node
+    """Of the tree in which its last chunks are, and new ones will be."""
+    base: int = 0
+    """How many of its first chunks are in other trees."""
+    pins: tuple[Node, ...] = ()
+    """The last of them in each of these trees: holding it keeps those before."""
+    marker: bytes = b""
+    """Name of the cut behind which it computes; empty without one."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupCut:
+    """What a group does not see, and what must be known to find the KV of the rest."""
+
+    cut: Cut
+    history: bytes
+    """int32 tokens of the prompt, dropped ones included."""
+    chain: list[ChunkName]
+    """`Cut.chain` of it."""
+
+
+@dataclass(slots=True)
+class Found:
+    """What was found of a request's prompt at its first admission, for its `Started`."""
+
+    tokens: int = 0
+    tier_tokens: list[int] = field(default_factory=lambda: [0] * len(TierKind))
+    miss: str = ""
+    miss_token: int = 0
+    exact: bool = True
+
+
 class SequenceGroup:
     """A request while it lives. State is changed by the scheduler and the engine only."""
 
     __slots__ = (
         "arrival",
-        "cached_tokens",
+        "cut",
         "forked",
+        "found",
         "limit",
         "members",
         "preempted",
@@ -127,8 +171,11 @@ class SequenceGroup:
         self.forked = request.width == 1
         """Whether all sequences exist that ever will."""
         self.started = False
-        self.cached_tokens = -1
-        """Prompt tokens found at the first admission, as reported to the client; -1 before it."""
+        self.found: Found | None = None
+        """Set at the first admission: a later one would find what the request computed itself."""
+        self.cut: GroupCut | None = None
+        """Set if parts of the prompt are not seen while KV of the rest is kept: then prompt, limit and tokens
+        count in the table (`trunkline.kvstore.cuts`)."""
         self.prompt_scored = request.sampling.prompt_logprobs < 0
         """Whether the log-probabilities of the whole prompt have been computed, if they were asked for."""
         self.waits_for_grammar = False
@@ -153,6 +200,23 @@ class SequenceGroup:
         return self.request.priority, self.arrival
 
     @property
+    def holes(self) -> int:
+        """Tokens in the block tables that are not seen: positions act so much earlier than they are counted
+        here."""
+        return self.cut.cut.holes if self.cut is not None else 0
+
+    def compact(self) -> None:
+        """Go on as a plain prompt of what is seen: the KV that was kept is not used (any more)."""
+        if self.cut is None:
+            return
+        cut, holes = self.cut.cut, self.holes
+        for member in self.members:
+            member.tokens = TokenBuffer(cut.seen(member.tokens.view()))
+        self.prompt_len -= holes
+        self.limit -= holes
+        self.cut = None
+
+    @property
     def rows_needed(self) -> int:
         """Sequences that will decode at once."""
         return len(self.members) if self.forked else self.request.width
@@ -169,12 +233,12 @@ class Sequence:
         "phase",
         "private",
         "resident",
-        "root",
         "sample",
         "sampling",
         "seat",
         "slot",
         "stay",
+        "stem",
         "tails",
         "tokens",
         "waits_on",
@@ -188,7 +252,7 @@ class Sequence:
         self.sampling = sampling
         self.seat: BeamSeat | None = None
         """Its place in a beam search, for this stay."""
-        self.root: Node
+        self.stem: Stem
         """Set at admission."""
         self.waits_on: Node | None = None
         """The chunk somebody else is computing for us."""
@@ -240,7 +304,7 @@ class Sequence:
     @property
     def anchor(self) -> Node:
         """The node this sequence holds while it runs."""
-        return self.path[-1] if self.path else self.root
+        return self.path[-1] if len(self.path) > self.stem.base else self.stem.root
 
     def block_table(self) -> list[BlockId]:
         return [node.block for node in self.path] + self.private

@@ -9,6 +9,7 @@ Idle, the loop sleeps in `poll`; it wakes once a second to look for silent route
 
 from __future__ import annotations
 
+import math
 import signal
 import socket
 import time
@@ -16,6 +17,7 @@ from contextlib import suppress
 from enum import StrEnum
 from types import FrameType
 
+import msgspec
 import structlog
 import zmq
 
@@ -28,17 +30,30 @@ from trunkline.controller.messages import (
     Abort,
     FlushCache,
     GrammarReady,
+    MovesDone,
     Ping,
+    Prefetch,
+    Probed,
+    RecordCall,
     RouterRequest,
     StepResult,
     Submit,
 )
-from trunkline.controller.sequence import Request
-from trunkline.controller.submissions import is_request_number, problem_of
-from trunkline.kvstore.layout import unpack_int32
-from trunkline.router.messages import Finished, FinishReason, Flushed, Outputs, State
+from trunkline.controller.persistence import Persistence
+from trunkline.controller.state_report import state_of
+from trunkline.controller.submissions import (
+    is_request_number,
+    problem_of,
+    problem_of_prefetch,
+    request_of,
+    request_of_prefetch,
+)
+from trunkline.kvstore.tier import TierKind
+from trunkline.router.messages import Finished, FinishReason, Flushed, Outputs, Prefetched, State
 
 POLL_MS_MAX = 1000
+SETTLE_SECONDS_MAX = 2.0
+"""A controller that stops waits so long for chunks to be written to disk."""
 
 log = structlog.get_logger()
 
@@ -56,14 +71,23 @@ class ControllerService:
     """Owns the sockets and the engine; `run` returns the exit code."""
 
     def __init__(self, config: ControllerConfig) -> None:
+        """
+        Raises:
+            DatabaseUnavailableError: there is an index, but it cannot be used.
+        """
         self.config = config
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.group = WorkerGroup(self.context, config)
         self.clients = Clients(self.context, config.router_endpoint)
+        self.persistence = Persistence(
+            config.index_path, bytes.fromhex(config.tier_fingerprint), time.time(), time.monotonic()
+        )
         self.engine: Engine | None = None
         self.status = Status.STARTING
         self.detail = ""
         self._drain_deadline = float("inf")
+        self._settle_deadline = float("inf")
+        self._tier_problems: dict[TierKind, str] = {}
         self._signals, self._signal_writer = socket.socketpair()
 
     def run(self) -> int:
@@ -87,6 +111,7 @@ class ControllerService:
             self.group.close()
             self.clients.close()
             self.context.term()
+            self.persistence.close()
             signal.set_wakeup_fd(-1)
             self._signals.close()
             self._signal_writer.close()
@@ -117,8 +142,13 @@ class ControllerService:
     def _is_drained(self) -> bool:
         if self.status is not Status.DRAINING:
             return False
-        if self.engine is None or self.engine.is_idle:
+        if self.engine is None or self.engine.is_settled:
             return True
+        if self.engine.is_idle:
+            # Nobody waits for an answer any more: only what is not on disk yet, and that not for long.
+            self._settle_deadline = min(self._settle_deadline, time.monotonic() + SETTLE_SECONDS_MAX)
+            if time.monotonic() >= self._settle_deadline:
+                return True
         if time.monotonic() < self._drain_deadline:
             return False
         self.engine.fail_all("the controller was stopped before the request ended")
@@ -126,8 +156,11 @@ class ControllerService:
         return True
 
     def _poll_ms(self) -> int:
-        left = (self._drain_deadline - time.monotonic()) * 1000
-        return int(max(0, min(POLL_MS_MAX, left)))
+        now = time.monotonic()
+        until = min(self._drain_deadline, self._settle_deadline)
+        if self.engine is not None:
+            until = min(until, self.engine.next_deadline(now))
+        return int(max(0, min(POLL_MS_MAX, math.ceil((until - now) * 1000) if until < math.inf else POLL_MS_MAX)))
 
     def _turn(self) -> None:
         """Handle everything that has arrived, then plan, then publish."""
@@ -147,6 +180,8 @@ class ControllerService:
                         self.engine.step_done(result, now)
                     case GrammarReady():
                         self.engine.grammar_ready(result, now)
+                    case MovesDone() | Probed():
+                        self.engine.tier_report(result, now)
                 if self.config.debug_checks:
                     check_integrity(self.engine.scheduler)
         for client, message in self.clients.receive(now):
@@ -162,8 +197,14 @@ class ControllerService:
         self.detail = self.group.describe()
         if not self.group.is_complete:
             return
-        limits = self.config.engine(self.group.num_blocks, self.group.host_slots, self.group.swap_us_per_block)
-        self.engine = Engine(limits, self.config.epoch)
+        group, now = self.group, time.monotonic()
+        for problem in group.tier_problems:
+            log.warning("a tier is not used", problem=problem)
+        limits = self.config.engine(
+            group.num_blocks, group.host_slots, group.swap_us_per_block, group.disk_slots, group.has_remote
+        )
+        self.engine = Engine(limits, self.config.epoch, self.persistence.first_generation)
+        self.persistence.restore(self.engine.scheduler.residence.tree, now)
         self.status, self.detail = Status.READY, ""
         log.info("ready", blocks=self.group.num_blocks, max_context=self.engine.config.longest_sequence)
         self._broadcast_state()
@@ -175,6 +216,21 @@ class ControllerService:
             self.group.send(message)
         while (plan := self.engine.next_step(now)) is not None:
             self.group.send(plan)
+        for order in self.engine.tier_messages(now):
+            self.group.send(order)
+        self._warn_of_tiers(self.engine)
+        self.persistence.follow(self.engine.scheduler.residence.tree)
+
+    def _warn_of_tiers(self, engine: Engine) -> None:
+        """Once when a tier fails, once when it works again."""
+        for tier, health in engine.scheduler.residence.tree.tiers.health.items():
+            before, self._tier_problems[tier] = self._tier_problems.get(tier, ""), health.problem
+            if health.problem and not before:
+                log.warning(
+                    "a tier fails; it is left alone for a while", tier=tier.name.lower(), problem=health.problem
+                )
+            elif before and not health.problem:
+                log.info("a tier works again", tier=tier.name.lower())
 
     def _publish(self) -> None:
         if self.engine is not None and (outputs := self.engine.outputs()) is not None:
@@ -192,6 +248,11 @@ class ControllerService:
             case FlushCache():
                 freed = self.engine.flush_cache() if self.engine is not None else 0
                 self.clients.send(client, Flushed(client.next_seq(), message.ticket, freed))
+            case RecordCall():
+                wall = self.persistence.wall(now)
+                self.clients.send(client, self.persistence.records.handle(message, client.next_seq(), wall))
+            case Prefetch():
+                self._prefetch(client, message, now)
 
     def _submit(self, client: Client, message: Submit, now: float) -> None:
         refusal = self._refusal(message)
@@ -199,20 +260,14 @@ class ControllerService:
             self.clients.send(client, Outputs(client.next_seq(), finished=[refusal]))
             return
         assert self.engine is not None
-        request = Request(
-            id=client.index << CLIENT_SHIFT | message.request,
-            tokens=unpack_int32(message.tokens),
-            max_tokens=message.max_tokens,
-            sampling=message.sampling,
-            prompt_len=message.prompt_len,
-            stop_ids=tuple(message.stop_token_ids),
-            salt=message.salt,
-            n=message.n,
-            beam=message.beam,
-            priority=message.priority,
-            grammar=message.grammar,
-        )
+        request = request_of(message, client.index << CLIENT_SHIFT | message.request)
         self.engine.submit(request, now)
+
+    def _prefetch(self, client: Client, message: Prefetch, now: float) -> None:
+        known = coming = 0
+        if self.engine is not None and not problem_of_prefetch(message, self.config.vocab_size):
+            known, coming = self.engine.prefetch(request_of_prefetch(message), now)
+        self.clients.send(client, Prefetched(client.next_seq(), message.ticket, known, coming))
 
     def _refusal(self, message: Submit) -> Finished | None:
         if self.status is Status.DRAINING:
@@ -236,35 +291,7 @@ class ControllerService:
             log.warning("a router is gone; its requests were aborted", requests=len(mine))
 
     def _state(self, client: Client) -> State:
-        engine = self.engine
-        if engine is None:
-            counts = dict.fromkeys(_STATE_COUNTS, 0)
-        else:
-            scheduler, residence = engine.scheduler, engine.scheduler.residence
-            counts = {
-                "running": scheduler.running_count,
-                "waiting": scheduler.waiting_count,
-                "blocks_total": engine.config.num_blocks,
-                "blocks_free": residence.pool.free_count,
-                "blocks_cached": residence.tree.evictable,
-                "prompt_tokens": engine.counters.prompt_tokens,
-                "cached_tokens": engine.counters.cached_tokens,
-                "output_tokens": engine.counters.output_tokens,
-                "preemptions": scheduler.counters.preemptions,
-                "steps": engine.counters.steps,
-                "plan_copies": engine.counters.plan_copies,
-                "kv_bytes_read": engine.counters.kv_bytes_read,
-                "evicted_blocks": residence.tree.evicted_blocks,
-                "max_context": engine.config.longest_sequence,
-                "blocks_logical": sum(len(s.path) + len(s.private) for s in scheduler.running()),
-                "forks": scheduler.forks.count,
-                "swapped": scheduler.counters.swapped,
-                "blocks_saved": residence.tree.saved_blocks,
-                "blocks_loaded": residence.tree.loaded_blocks,
-                "host_slots": engine.config.host_slots,
-                "host_slots_free": residence.tree.host.free_count,
-                "max_rows": engine.config.max_rows,
-            }
+        counts = state_of(self.engine) if self.engine is not None else dict.fromkeys(_STATE_COUNTS, 0)
         return State(seq=client.next_seq(), status=self.status, detail=self.detail, **counts)
 
     def _broadcast_state(self) -> None:
@@ -287,4 +314,8 @@ def _wake(number: int, frame: FrameType | None) -> None:
     """Python wrote the signal's number to the wake-up socket: the loop acts on it between two turns' work."""
 
 
-_STATE_COUNTS = tuple(f for f in State.__struct_fields__ if f not in ("seq", "status", "detail"))
+_STATE_COUNTS = tuple(
+    field.name
+    for field in msgspec.structs.fields(State)
+    if field.required and field.type is int and field.name != "seq"
+)

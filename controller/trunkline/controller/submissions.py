@@ -10,8 +10,10 @@ from __future__ import annotations
 import math
 from typing import Final
 
-from trunkline.controller.messages import Submit
+from trunkline.controller.messages import Prefetch, Submit
+from trunkline.controller.sequence import Request
 from trunkline.kvstore.beams import candidate_count
+from trunkline.kvstore.cuts import problem_of_drops
 from trunkline.kvstore.layout import unpack_int32
 from trunkline.worker.messages import Sampling
 
@@ -40,6 +42,64 @@ def is_request_number(number: int) -> bool:
     return 0 <= number < 1 << NUMBER_BITS
 
 
+def request_of(message: Submit, request_id: int) -> Request:
+    """The engine's view of a submission that has no problem."""
+    return Request(
+        id=request_id,
+        tokens=unpack_int32(message.tokens),
+        max_tokens=message.max_tokens,
+        sampling=message.sampling,
+        prompt_len=message.prompt_len,
+        stop_ids=tuple(message.stop_token_ids),
+        salt=message.salt,
+        drops=_drops(message.drops),
+        ttl=message.ttl,
+        n=message.n,
+        beam=message.beam,
+        priority=message.priority,
+        grammar=message.grammar,
+    )
+
+
+def request_of_prefetch(message: Prefetch) -> Request:
+    """Likewise of an announcement."""
+    return Request(
+        id=0,
+        tokens=unpack_int32(message.tokens),
+        max_tokens=1,
+        sampling=Sampling(),
+        salt=message.salt,
+        drops=_drops(message.drops),
+    )
+
+
+def _drops(packed: bytes) -> tuple[tuple[int, int], ...]:
+    return tuple((start, stop) for start, stop in unpack_int32(packed, columns=2).tolist())
+
+
+def problem_of_prefetch(message: Prefetch, vocab_size: int) -> str:
+    """What is wrong with an announcement that no router should send; "" if nothing is."""
+    problem = _tokens_problem(message.tokens, vocab_size)
+    if problem or not message.drops:
+        return problem
+    return _drops_problem(message.drops, len(message.tokens) // 4)
+
+
+def _tokens_problem(packed: bytes, vocab_size: int) -> str:
+    if len(packed) % 4:
+        return f"tokens are {len(packed)} bytes, which is no array of int32"
+    tokens, id_max = unpack_int32(packed), vocab_size - 1 if vocab_size else _INT32_MAX
+    if len(tokens) and not (tokens.min() >= 0 and tokens.max() <= id_max):
+        return f"token ids from {tokens.min()} to {tokens.max()} were given; they are 0 to {id_max}"
+    return ""
+
+
+def _drops_problem(packed: bytes, count: int) -> str:
+    if len(packed) % 8:
+        return f"dropped ranges are {len(packed)} bytes, which is no array of pairs of int32"
+    return problem_of_drops(_drops(packed), count)
+
+
 def problem_of(message: Submit, vocab_size: int) -> str:
     """Why a request can never be given to the engine; "" if it can.
 
@@ -48,12 +108,14 @@ def problem_of(message: Submit, vocab_size: int) -> str:
     """
     if not is_request_number(message.request):
         return f"request number {message.request} does not fit {NUMBER_BITS} bits"
-    if len(message.tokens) % 4:
-        return f"tokens are {len(message.tokens)} bytes, which is no array of int32"
-    tokens = unpack_int32(message.tokens)
+    problem = _tokens_problem(message.tokens, vocab_size)
+    if problem:
+        return problem
+    if message.drops and (problem := _drops_problem(message.drops, message.prompt_len)):
+        return problem
+    if not 0.0 <= message.ttl < math.inf:
+        return f"ttl is {message.ttl}; it is a time in seconds"
     id_max = vocab_size - 1 if vocab_size else _INT32_MAX
-    if len(tokens) and not (tokens.min() >= 0 and tokens.max() <= id_max):
-        return f"token ids from {tokens.min()} to {tokens.max()} were given; they are 0 to {id_max}"
     stop = next((stop for stop in message.stop_token_ids if not 0 <= stop <= _INT32_MAX), None)
     if stop is not None:
         return f"stop token {stop} is not a token id; they are 0 to {_INT32_MAX}"

@@ -1,98 +1,45 @@
-"""The chunk tree: every cached chunk of a group, found by its tokens (ChunkAttention §3.1, design.md §4).
+"""The chunk tree: where every chunk of the forest is, and how it leaves (design.md §4 and §7).
 
-      root (per salt)
-       ├── [64 tokens]──[64]──[64]──[17]      a finished session; its tail is a partial leaf
-       │        └───────[64]──[64]            shares one chunk with it
-       └── [64]──[64 pending]                 being computed; whoever needs it waits
+A chunk is *resident* on the device (it has a block) and may have *copies* below it: in a slot of the host pool,
+in a slot of the disk tier, in the remote tier. Chunks are immutable, so all copies stay valid. Which copies
+there are is the business of the directory (`trunkline.kvstore.directory`); here is how blocks come and go:
 
-A node is a chunk: its key is the bytes of its token ids, so a path is matched by one dictionary lookup per
-chunk, and the sorted list of a node's keys finds, by bisection, the child that agrees longest with a prompt
-that no child matches whole. Full chunks hold `chunk_size` tokens; shorter ones are leaves.
+      computed ──full──► copied to the host beside the computation (asynchronous save, CachedAttention §3.2.2)
+      block needed ──► a chunk with a copy loses its block; another is saved first if there is room, else dropped
+      matched again ──► loaded into a block
 
-A chunk is *resident* on the device (it has a block), in the host pool (it has a slot), or in both: chunks are
-immutable, so both copies stay valid. Swapping (PagedAttention §4.5) is nothing but residency: a preempted sequence
-lets go of its path and *claims* it; when the block of a claimed chunk is needed, the chunk sinks to the host
-instead of vanishing, and whoever matches it later (the sequence that comes back, or anybody) has it loaded.
-
-      root ──[device]──[device + host]──[host]──[host]        a path: device first, then host only
+Swapping (PagedAttention §4.5) is nothing but residency: a preempted sequence lets go of its path and *claims*
+it, so that its copies on the host stay until it comes back.
 
 Invariants (checked by `integrity`):
 - a node that is held, or has a held node below, is *active*; only inactive nodes without children on the device
   are evicted, so a chunk stays while anything below it stays, and above one on the device all are there;
-- a pending node has only pending nodes below it, and the sequence that produces it holds the last one;
-- a claim covers a path from its root on, and no more chunks are claimed than the host pool has slots: each
-  of them finds one.
+- a pending node is on the device, and none below it is; the sequence that produces it holds it or one below;
+- a claim covers a path from its root on, and no more chunks are claimed than the host pool has slots.
 """
 
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_left, insort
-from collections.abc import Iterator
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections import OrderedDict, deque
 from itertools import count
+from math import inf
 from typing import Final, Protocol
 
 from trunkline.controller.block_pool import BlockPool
-from trunkline.kvstore.host_slots import HostSlots
+from trunkline.controller.fences import Fences
+from trunkline.controller.forest import ChunkForest
+from trunkline.controller.node import PENDING, Node
+from trunkline.kvstore.directory import Directory, DirectoryConfig
 from trunkline.kvstore.layout import NO_BLOCK, BlockId, SlotId
-from trunkline.kvstore.names import ChunkName, chunk_name, root_name
+from trunkline.kvstore.names import ChunkName
+from trunkline.router.messages import MissReason
 
-TOKEN_BYTES: Final = 4
-PENDING: Final = 1 << 62
-"""`ready_step` of a chunk whose computation is not planned yet."""
-NO_SLOT: Final = SlotId(-1)
-"""Not in the host pool."""
-
-
-class Node:
-    """A chunk in the tree. Owned by `ChunkTree`; others read it and pass it back."""
-
-    __slots__ = (
-        "active",
-        "block",
-        "children",
-        "claims",
-        "device_children",
-        "holders",
-        "key",
-        "last_use",
-        "name",
-        "parent",
-        "ready_step",
-        "slot",
-        "sorted_keys",
-    )
-
-    def __init__(self, parent: Node | None, key: bytes, name: ChunkName, block: BlockId) -> None:
-        self.parent = parent
-        self.key = key
-        """Little-endian int32 token ids."""
-        self.name = name
-        self.block = block
-        """`NO_BLOCK`: in the host pool only."""
-        self.slot = NO_SLOT
-        self.children: dict[bytes, Node] = {}
-        self.sorted_keys: list[bytes] = []
-        self.holders = 0
-        """Sequences (and plans) that hold exactly this node."""
-        self.active = 0
-        """Holders plus active children."""
-        self.device_children = 0
-        """Children that have a block."""
-        self.claims = 0
-        """Preempted sequences that want to find it again."""
-        self.last_use = 0.0
-        self.ready_step = PENDING
-        """Readable by every step after this one."""
-
-    @property
-    def token_count(self) -> int:
-        return len(self.key) // TOKEN_BYTES
-
-    @property
-    def on_device(self) -> bool:
-        return self.block != NO_BLOCK
+DEPARTED_MAX: Final = 1 << 15
+"""Names of chunks that have gone which are remembered, to say why a prompt misses them."""
+SAVES_PER_PLAN: Final = 64
+"""Chunks that a plan saves at most beside those that it must: a burst must not fill the copy thread's queue."""
 
 
 class Moves(Protocol):
@@ -101,38 +48,12 @@ class Moves(Protocol):
     step: int
     saves: list[tuple[int, int, int]]
     """(block, slot, generation), as in `StepPlan`."""
+    late_saves: list[tuple[int, int, int]]
     loads: list[tuple[int, int, int]]
 
 
-@dataclass(slots=True)
-class Match:
-    """What the tree knows of a prompt."""
-
-    path: list[Node]
-    """Whole chunks from the root, ready to read: those on the device first, then those on the host only."""
-    pending: Node | None
-    """The next whole chunk, if somebody is computing it now."""
-    partial: Node | None
-    """Otherwise the ready child of the path's end whose head agrees longest with what follows."""
-    partial_tokens: int
-    """Tokens of `partial` that agree; 0 without one."""
-
-
-def _common_tokens(left: bytes, right: bytes) -> int:
-    """Length of the common prefix of two token strings, in tokens."""
-    limit = min(len(left), len(right))
-    low, high = 0, limit // TOKEN_BYTES
-    while low < high:  # bisection over memcmp beats a loop over tokens
-        middle = (low + high + 1) // 2
-        if left[: middle * TOKEN_BYTES] == right[: middle * TOKEN_BYTES]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
-class ChunkTree:
-    """A forest of chunks with one root per salt. Pure: time and step numbers are arguments."""
+class ChunkTree(ChunkForest):
+    """The forest with its blocks and copies. Pure: time and step numbers are arguments."""
 
     def __init__(
         self,
@@ -140,116 +61,49 @@ class ChunkTree:
         chunk_size: int,
         fingerprint: bytes = b"",
         dtype: str = "",
+        tiers: DirectoryConfig | None = None,
     ) -> None:
-        self.chunk_size = chunk_size
-        self.host: HostSlots[Node] = HostSlots(0)
-        self._chunk_bytes = chunk_size * TOKEN_BYTES
+        """
+        Args:
+            tiers: what there is below the device; None: nothing.
+        """
+        super().__init__(chunk_size, fingerprint, dtype)
+        tiers = tiers or DirectoryConfig()
+        self.tiers: Directory[Node] = Directory(tiers)
+        self.fences = Fences(pool.num_blocks, tiers.host_slots)
         self._pool = pool
-        self._identity = (fingerprint, dtype)
-        self._roots: dict[bytes, Node] = {}
         self._idle_leaves: list[tuple[float, int, Node]] = []
         """Heap by last use; entries are checked when popped, because leaves come back to use."""
         self._serial = count()
-        self.node_count = 0
-        self.active_count = 0
-        self.claimed_count = 0
+        self._unsaved: deque[Node] = deque()
+        """Full chunks that were computed and not yet copied, in the order in which they filled."""
+        self._departed: OrderedDict[ChunkName, MissReason] = OrderedDict()
         self.evictable = 0
         """Blocks that eviction could free now: those of inactive chunks."""
         self.evicted_blocks = 0
+        self.saved_blocks = 0
+        """Blocks copied to the host pool since the start, …"""
+        self.loaded_blocks = 0
+        """… and back."""
+        self.grafted: list[Node] = []
+        """Chunks that hang from another parent since somebody emptied this list."""
+        self.touched: dict[Node, None] = {}
+        """Likewise chunks on disk that were used: of each path the deepest, for those above are used no less."""
 
-    def add_host_pool(self, slots: int) -> None:
-        """Chunks can be copied to a host pool from now on."""
-        assert not self.host.used_count
-        self.host = HostSlots(slots)
+    # Coming
 
-    @property
-    def saved_blocks(self) -> int:
-        """Blocks copied to the host pool since the start."""
-        return self.host.writes
-
-    @property
-    def loaded_blocks(self) -> int:
-        """Blocks copied from the host pool since the start."""
-        return self.host.reads
-
-    def root(self, salt: bytes) -> Node:
-        """The root of a salt's tree; it stays while it is held or has chunks."""
-        root = self._roots.get(salt)
-        if root is None:
-            name = root_name(*self._identity, self.chunk_size, salt)
-            root = self._roots[salt] = Node(None, salt, name, NO_BLOCK)
-        return root
-
-    def find_root(self, salt: bytes) -> Node | None:
-        """The root of a salt's tree, if there is one."""
-        return self._roots.get(salt)
-
-    def nodes(self) -> Iterator[Node]:
-        """All chunks, parents first."""
-        stack = list(self._roots.values())
-        while stack:
-            node = stack.pop()
-            if node.parent is not None:
-                yield node
-            stack.extend(node.children.values())
-
-    def roots(self) -> Iterator[Node]:
-        return iter(self._roots.values())
-
-    def match(self, root: Node, tokens: bytes, step: int) -> Match:
-        """The longest known prefix of `tokens` (int32 bytes), for use in step `step`.
-
-        Token-granular: whole chunks by lookup, then the head of the best child. O(chunks) lookups.
-        """
-        path: list[Node] = []
-        node, size, offset = root, self._chunk_bytes, 0
-        end = len(tokens) - len(tokens) % size
-        while offset < end:
-            child = node.children.get(tokens[offset : offset + size])
-            if child is None:
-                break
-            if child.ready_step >= step:
-                return Match(path, child, None, 0)
-            path.append(child)
-            node = child
-            offset += size
-        partial, agreed = self._best_partial(node, tokens[offset : offset + size], step)
-        return Match(path, None, partial, agreed)
-
-    def _best_partial(self, node: Node, rest: bytes, step: int) -> tuple[Node | None, int]:
-        """In a sorted list the longest common prefix with `rest` is at one of its two neighbours.
-
-        Pending neighbours are passed over: waiting for less than a chunk costs more than computing it. Of two
-        that agree as long, one on the device is taken.
-        """
-        if not rest or not node.sorted_keys:
-            return None, 0
-        keys = node.sorted_keys
-        at = bisect_left(keys, rest)
-        best, best_rank = None, (0, True)
-        for index in (at - 1, at):
-            if 0 <= index < len(keys):
-                child = node.children[keys[index]]
-                rank = _common_tokens(child.key, rest), child.on_device
-                if child.ready_step < step and rank > best_rank:
-                    best, best_rank = child, rank
-        return best, best_rank[0]
-
-    def insert(self, parent: Node, key: bytes, block: BlockId, ready_step: int, now: float) -> Node:
+    def insert(
+        self, parent: Node, key: bytes, block: BlockId, ready_step: int, now: float, marker: bytes = b""
+    ) -> Node:
         """Add a chunk that takes over `block`. The caller has checked that `parent` has no such child."""
-        node = Node(parent, key, chunk_name(parent.name, key), block)
-        node.ready_step = ready_step
+        node = self.attach(parent, key, block, ready_step, marker)
         node.last_use = now
-        parent.children[key] = node
-        insort(parent.sorted_keys, key)
-        self.node_count += 1
-        parent.device_children += 1
         self.evictable += 1
         self._note_idle(node)
         return node
 
     def place(self, node: Node, block: BlockId) -> None:
-        """A chunk that is on the host only gets a block, which it takes over. Its parent is on the device."""
+        """A chunk that is in lower tiers only gets a block, which it takes over. Its parent is on the device."""
         assert node.parent is not None
         assert not node.on_device
         node.block = block
@@ -257,9 +111,84 @@ class ChunkTree:
         self.evictable += not node.active
         self._note_idle(node)
 
-    def load(self, node: Node, block: BlockId, moves: Moves) -> None:
-        """Have the host's copy of a chunk loaded into `block`, whoever owns that."""
-        moves.loads.append((block, node.slot, self.host.read(node.slot, moves.step)))
+    def read(self, node: Node, moves: Moves) -> tuple[SlotId, int]:
+        """The plan will load the host's copy of a chunk, which stays there until then (see `load`)."""
+        return self.tiers.load(node, moves.step)
+
+    def load(self, read: tuple[SlotId, int], block: BlockId, moves: Moves) -> None:
+        """Have what was announced by `read` loaded into `block`, whoever owns that."""
+        slot, generation = read
+        self.fences.loaded(block, slot, moves.step)
+        moves.loads.append((block, slot, generation))
+        self.loaded_blocks += 1
+
+    def add_remote(self, parent: Node, key: bytes, now: float) -> Node:
+        """A chunk that the remote tier was found to have."""
+        node = parent.children.get(key)
+        if node is None:
+            node = self.attach(parent, key, NO_BLOCK, 0)
+            node.last_use = now
+        self.tiers.add_remote(node)
+        return node
+
+    def computed(self, node: Node, step: int, moves: Moves | None = None) -> None:
+        """A chunk is full, and can be read after the plan of `step`; with `moves`, which is that plan."""
+        node.ready_step = step
+        self.absorb_prefixes(node)
+        if moves is not None and self._wants_copy(node) and self._reserve(node, moves, moves.late_saves):
+            return
+        self.save_later(node)
+
+    def save_later(self, node: Node) -> None:
+        """Copy a chunk to the host in one of the next plans."""
+        if self.tiers.config.host_slots and node.token_count == self.chunk_size:
+            self._unsaved.append(node)
+
+    @property
+    def has_unsaved(self) -> bool:
+        """Whether some plan has still to copy something."""
+        return bool(self._unsaved)
+
+    def save_waiting(self, moves: Moves) -> None:
+        """Copy chunks that have filled, oldest first, as long as there is room for them."""
+        for _ in range(min(len(self._unsaved), SAVES_PER_PLAN)):
+            node = self._unsaved[0]
+            if node.ready_step >= moves.step and node.parent is not None:
+                return  # this very plan computes it
+            if self._wants_copy(node) and not self._reserve(node, moves, moves.saves):
+                self._unsaved.popleft()  # no room: it gets another chance when its block is needed
+                return
+            self._unsaved.popleft()
+
+    def _wants_copy(self, node: Node) -> bool:
+        """Not if there is one, nor below a chunk without any: whoever looks for it would not get that far."""
+        if node.parent is None or not node.on_device or node.is_stored:
+            return False
+        return node.parent.parent is None or node.parent.is_stored
+
+    def _reserve(self, node: Node, moves: Moves, saves: list[tuple[int, int, int]], forced: bool = False) -> bool:
+        place = self.tiers.save(node, moves.step, forced=forced)
+        if place is None:
+            return False
+        slot, generation = place
+        self.drop_lost()
+        self.fences.saved(node.block, slot, moves.step)
+        saves.append((node.block, slot, generation))
+        self.saved_blocks += 1
+        return True
+
+    # Changing place in the forest
+
+    def graft(self, node: Node, root: Node) -> None:
+        """Move an idle chunk, with all that is below it, from its tree to the root of a cut."""
+        assert not node.active
+        assert not node.claims
+        parent = self._unlink(node)
+        self._link(root, node)
+        self.tiers.moved(node, parent)
+        self.grafted.append(node)
+        self._note_idle(parent)
+        self.prune_root(parent)
 
     def absorb_prefixes(self, node: Node) -> None:
         """Free idle partial siblings that say nothing `node` does not: a ready chunk covers its own prefixes."""
@@ -272,76 +201,24 @@ class ChunkTree:
                 return
             self._drop(sibling)
 
-    def covered_by_sibling(self, parent: Node, key: bytes) -> Node | None:
-        """A child of `parent` whose key begins with `key`, if there is one."""
-        at = bisect_left(parent.sorted_keys, key)
-        if at < len(parent.sorted_keys) and parent.sorted_keys[at].startswith(key):
-            return parent.children[parent.sorted_keys[at]]
-        return None
+    # Use
 
-    def remove(self, node: Node) -> BlockId:
-        """Take an inactive leaf out and free its slot; its block, if it has one, now belongs to the caller."""
-        parent = node.parent
-        assert parent is not None
-        assert not node.active
-        assert not node.children
-        del parent.children[node.key]
-        del parent.sorted_keys[bisect_left(parent.sorted_keys, node.key)]
-        node.parent = None
-        self.node_count -= 1
-        self.claimed_count -= node.claims > 0
-        if node.slot != NO_SLOT:
-            self.host.release(node.slot)
-            node.slot = NO_SLOT
-        if node.on_device:
-            parent.device_children -= 1
-            self.evictable -= 1
-        parent.last_use = max(parent.last_use, node.last_use)
-        self._note_idle(parent)
-        self._prune_root(parent)
-        return node.block
+    def keep(self, path: list[Node], now: float, ttl: float) -> None:
+        """A sequence that holds a path ends its stay: the chunks are kept for `ttl` seconds from now on, 0: for
+        ever (C10)."""
+        self.tiers.used(path, now, hit=False)
+        self.tiers.keep(path, now + ttl if ttl else inf)
+        if path:
+            self._note_idle(path[-1])  # a tail that nobody holds has just become younger
+        deepest = next((node for node in reversed(path) if node.disk_ready), None)
+        if deepest is not None:
+            self.touched[deepest] = None
 
-    def hold(self, node: Node) -> None:
-        """Keep `node` and, since it stays, everything above it (a root's empty tree, too).
-
-        What is held may be on the host only while a plan is made; between plans it is on the device.
-        """
-        node.holders += 1
-        self._activate(node)
-
-    def release(self, node: Node, now: float) -> None:
-        """Undo one `hold`."""
-        node.holders -= 1
-        assert node.holders >= 0
-        node.last_use = max(node.last_use, now)
-        self._deactivate(node)
-        self._prune_root(node)
-
-    def _prune_root(self, node: Node) -> None:
-        """Forget an empty tree nobody holds: salts come from clients and must not pile up."""
-        if node.parent is None and not node.children and not node.holders:
-            self._roots.pop(node.key, None)
-
-    def _activate(self, node: Node) -> None:
-        current: Node | None = node
-        while current is not None and current.parent is not None:
-            current.active += 1
-            if current.active > 1:
-                return
-            self.active_count += 1
-            self.evictable -= current.on_device
-            current = current.parent
-
-    def _deactivate(self, node: Node) -> None:
-        current: Node | None = node
-        while current is not None and current.parent is not None:
-            current.active -= 1
-            if current.active > 0:
-                return
-            self.active_count -= 1
-            self.evictable += current.on_device
-            self._note_idle(current)
-            current = current.parent
+    def expire(self, now: float) -> None:
+        """Drop idle chunks whose time is over, wherever they are, leaves first."""
+        for node in self.tiers.expire(now):
+            if node.parent is not None and not (node.active or node.children or node.claims):
+                self._drop(node, MissReason.TTL)
 
     def claim(self, path: list[Node]) -> list[Node]:
         """Ask for the chunks of a path, from its root on, to be saved when their blocks are needed.
@@ -350,23 +227,53 @@ class ChunkTree:
             those that are claimed now, for `unclaim`: as many of the first ones as the host pool has slots for.
         """
         for index, node in enumerate(path):
-            if not node.claims:
-                if self.claimed_count >= self.host.capacity:
-                    return path[:index]
-                self.claimed_count += 1
-                if node.slot != NO_SLOT:
-                    self.host.keep(node.slot)
-            node.claims += 1
+            if not self.tiers.claim(node):
+                return path[:index]
         return list(path)
 
     def unclaim(self, claimed: list[Node]) -> None:
-        """Undo one `claim`. Copies that nobody else wants stay until slots are needed; the deepest go first."""
+        """Undo one `claim`. Copies that nobody else wants stay until slots are needed."""
         for node in reversed(claimed):
-            node.claims -= 1
-            if not node.claims and node.parent is not None:
-                self.claimed_count -= 1
-                if node.slot != NO_SLOT:
-                    self.host.offer(node.slot)
+            self.tiers.unclaim(node)
+
+    # Leaving
+
+    def remove(self, node: Node) -> BlockId:
+        """Take an inactive leaf out, with all its copies; its block, if it has one, now belongs to the caller."""
+        assert not node.active
+        assert not node.children
+        self.tiers.forget(node)
+        parent = self._unlink(node)
+        self.node_count -= 1
+        self.evictable -= node.on_device
+        parent.last_use = max(parent.last_use, node.last_use)
+        self._note_idle(parent)
+        self.prune_root(parent)
+        return node.block
+
+    def unplace(self, node: Node) -> BlockId:
+        """Take the block of an inactive chunk, which stays in the tiers below; it now belongs to the caller."""
+        assert node.parent is not None
+        assert node.on_device
+        assert not node.active
+        assert not node.device_children
+        block, node.block = node.block, NO_BLOCK
+        self.tiers.left_device(node)
+        self.evictable -= 1
+        parent = node.parent
+        parent.device_children -= 1
+        parent.last_use = max(parent.last_use, node.last_use)
+        self._note_idle(parent)
+        return block
+
+    def _now_active(self, node: Node) -> None:
+        super()._now_active(node)
+        self.evictable -= node.on_device
+
+    def _now_idle(self, node: Node) -> None:
+        super()._now_idle(node)
+        self.evictable += node.on_device
+        self._note_idle(node)
 
     def _is_idle_leaf(self, node: Node) -> bool:
         """Whether the device could lose the chunk now."""
@@ -385,7 +292,7 @@ class ChunkTree:
     def evict(self, blocks: int, moves: Moves | None = None) -> int:
         """Free up to `blocks` blocks of inactive chunks, least recently used leaves first; how many it was.
 
-        With `moves`, claimed chunks are saved in that plan. A chunk without a copy on the host is dropped.
+        With `moves`, chunks without a copy are saved in that plan, if there is room. Otherwise they are dropped.
         """
         free, freed = self._pool.free_count, 0
         while freed < blocks and self._idle_leaves:
@@ -398,54 +305,46 @@ class ChunkTree:
         return freed
 
     def _evict_chunk(self, node: Node, moves: Moves | None) -> None:
-        if node.slot == NO_SLOT and node.claims and moves is not None:
-            self._save(node, moves)
-        if node.slot == NO_SLOT:
-            self._drop(node)
-            return
-        parent = node.parent
-        assert parent is not None
-        self._pool.release(node.block)
-        node.block = NO_BLOCK
-        self.evictable -= 1
-        parent.device_children -= 1
-        parent.last_use = max(parent.last_use, node.last_use)
-        self._note_idle(parent)
-
-    def _save(self, node: Node, moves: Moves) -> None:
-        """Copy a chunk to the host, if there is a slot: a free one, or that of a copy which nobody claims."""
-        slot = self.host.allocate(node, moves.step)
-        if slot is None:
-            for candidate in self.host.droppable(moves.step):
-                owner = self.host.owner(candidate)
-                if owner.on_device or not owner.active:
-                    self._drop_copy(owner)
-                    slot = self.host.allocate(node, moves.step)
-                    break
-        if slot is not None:
-            node.slot = slot
-            moves.saves.append((node.block, slot, self.host.generation(slot)))
-
-    def _drop_copy(self, node: Node) -> None:
-        """Give up a host copy; where it is the only one, the chunk with it."""
-        if node.on_device:
-            self.host.release(node.slot)
-            node.slot = NO_SLOT
+        if moves is not None and self._wants_copy(node):
+            self._reserve(node, moves, moves.saves, forced=node.claims > 0)
+        if node.is_stored:
+            self._pool.release(self.unplace(node))
         else:
-            self._drop(node)
+            self._drop(node, MissReason.EVICTED)
 
-    def _drop(self, node: Node) -> None:
-        """Forget an inactive chunk, and those below it: they are on the host only and nobody could reach them."""
+    def drop_lost(self) -> None:
+        """Forget chunks whose last copy a tier has given up, or could not give back."""
+        for node in self.tiers.lost():
+            if node.parent is not None and not (node.on_device or node.active or node.is_stored):
+                lost = self.departed(node.name) is MissReason.LOST
+                self._drop(node, MissReason.LOST if lost else MissReason.EVICTED)
+
+    def _drop(self, node: Node, reason: MissReason | None = None) -> None:
+        """Forget an inactive chunk, and those below it: none is on the device and nobody could reach them."""
         below = [node]
         for parent in below:
             below.extend(parent.children.values())
         for gone in reversed(below):
+            if reason is not None:
+                self.remember(gone, reason)
             block = self.remove(gone)
             if block != NO_BLOCK:
                 self._pool.release(block)
 
+    def remember(self, node: Node, reason: MissReason) -> None:
+        """Why whoever looks for the chunk will not find it."""
+        self._departed[node.name] = reason
+        self._departed.move_to_end(node.name)
+        if len(self._departed) > DEPARTED_MAX:
+            self._departed.popitem(last=False)
+
+    def departed(self, name: ChunkName) -> MissReason | None:
+        """Why a chunk that was here is not any more, if that is remembered."""
+        return self._departed.get(name)
+
     def flush(self) -> int:
-        """Drop every chunk that nobody holds, claimed ones and copies on the host too; blocks freed."""
+        """Drop every chunk that nobody holds, claimed ones and copies in all tiers but the remote; blocks
+        freed."""
         free = self._pool.free_count
         for node in list(self.nodes()):
             if not node.active and node.parent is not None and (node.parent.active or node.parent.parent is None):
@@ -453,3 +352,6 @@ class ChunkTree:
         freed = self._pool.free_count - free
         self.evicted_blocks += freed
         return freed
+
+
+__all__ = ["PENDING", "ChunkTree", "Moves", "Node"]

@@ -1,0 +1,132 @@
+"""From requests that come, or are announced, to chunks that are to be near when their turn comes. Pure.
+
+A request's known prefix is handed to the directory, which fetches what is far. Where the tree's knowledge ends,
+the remote tier is asked for what other controllers have put there (design.md §7).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from trunkline.controller.cutting import expect
+from trunkline.controller.fetching import PROBE_PATIENCE_S, Fetching
+from trunkline.controller.messages import Probed
+from trunkline.controller.sequence import Sequence, SequenceGroup
+from trunkline.controller.tier_traffic import TierTraffic
+from trunkline.controller.tree import ChunkTree
+from trunkline.kvstore.names import chunk_name
+
+PROBED_CHUNKS_MAX: Final = 4096
+"""Chunks of one prompt that the remote tier is asked for."""
+SILENCE_S: Final = 5.0
+"""For so long a remote tier that did not answer is not asked again."""
+ANNOUNCED_S: Final = 60.0
+"""For so long the chunks of an announced request are kept near."""
+
+
+@dataclass(slots=True)
+class _Probing:
+    group: SequenceGroup
+    start: int
+    """The first chunk that was asked for."""
+    keys: list[bytes]
+    asked: float
+
+
+class Expectations:
+    """Requests whose prefixes are looked for, and announcements."""
+
+    def __init__(self, tree: ChunkTree, fetching: Fetching, traffic: TierTraffic) -> None:
+        self._tree = tree
+        self._fetching = fetching
+        self._traffic = traffic
+        self._probes: dict[int, _Probing] = {}
+        self._announced: dict[int, float] = {}
+        """Job → when it is forgotten."""
+        self._next_job = -1
+        self._silent_until = 0.0
+
+    def came(self, group: SequenceGroup, step: int, now: float) -> None:
+        """A request waits from now on."""
+        sequence = group.members[0]
+        path, head = expect(self._tree, sequence, step)
+        self._fetching.expect(group, path + head)
+        if self._tree.tiers.config.remote and group.cut is None and self._may_probe(now):
+            self._probe(group, sequence, len(path), now)
+
+    def _may_probe(self, now: float) -> bool:
+        """Not while the remote tier does not answer: every request would wait for nothing."""
+        if any(now - probing.asked > PROBE_PATIENCE_S for probing in self._probes.values()):
+            self._probes.clear()
+            self._silent_until = now + SILENCE_S
+        return now >= self._silent_until
+
+    def _probe(self, group: SequenceGroup, sequence: Sequence, known: int, now: float) -> None:
+        size = self._tree.chunk_size
+        full = min(sequence.tokens.count // size, known + PROBED_CHUNKS_MAX)
+        root = self._tree.find_root(sequence.salt)
+        name = self._tree.root_name(sequence.salt)
+        node = root
+        for index in range(known):
+            assert node is not None
+            node = node.children[sequence.tokens.to_bytes(index * size, (index + 1) * size)]
+            name = node.name
+        keys = [sequence.tokens.to_bytes(index * size, (index + 1) * size) for index in range(known, full)]
+        if not keys or (node is not None and keys[0] in node.children):
+            return  # nothing is missing, or somebody is computing it now
+        names = []
+        for key in keys:
+            name = chunk_name(name, key)
+            names.append(name)
+        self._probes[self._traffic.probe(names)] = _Probing(group, known, keys, now)
+        self._fetching.probing(group, now)
+
+    def probed(self, report: Probed, step: int, now: float) -> None:
+        """A rank has said what its remote tier has."""
+        answer = self._traffic.probed(report)
+        probing = self._probes.pop(answer.id, None) if answer is not None else None
+        if answer is None or probing is None or not probing.group.members:
+            return
+        if answer.present < 0:
+            self._silent_until = now + SILENCE_S
+        waits = probing.group.queued
+        if answer.present > 0:
+            self._learn(probing, answer.present, now)
+        if waits:
+            self._fetching.probed(probing.group)
+            path, head = expect(self._tree, probing.group.members[0], step)
+            self._fetching.expect(probing.group, path + head)
+
+    def _learn(self, probing: _Probing, present: int, now: float) -> None:
+        """Enter the chunks that were found, if what is above them is still there."""
+        sequence, size = probing.group.members[0], self._tree.chunk_size
+        node = self._tree.root(sequence.salt)
+        for index in range(probing.start):
+            child = node.children.get(sequence.tokens.to_bytes(index * size, (index + 1) * size))
+            if child is None:
+                return
+            node = child
+        for key in probing.keys[:present]:
+            node = self._tree.add_remote(node, key, now)
+        self._tree.prune_root(node)
+
+    def announce(self, group: SequenceGroup, step: int, now: float) -> tuple[int, int]:
+        """A request like this is expected soon: what is known of it comes into host memory.
+
+        Returns:
+            tokens of it that are known, and those of them that are not near yet.
+        """
+        path, head = expect(self._tree, group.members[0], step)
+        if path:
+            job, self._next_job = self._next_job, self._next_job - 1
+            self._tree.tiers.want(job, (0.0, 1.0, float(job)), path + head)
+            self._announced[job] = now + ANNOUNCED_S
+        size = self._tree.chunk_size
+        return len(path) * size, sum(not node.is_loadable for node in path) * size
+
+    def forget_old(self, now: float) -> None:
+        """Announcements that nobody has followed up."""
+        for job in [job for job, until in self._announced.items() if until <= now]:
+            del self._announced[job]
+            self._tree.tiers.unwant(job)

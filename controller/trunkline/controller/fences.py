@@ -1,0 +1,77 @@
+"""When the computation must wait for copies between device and host that go on beside it. Pure.
+
+Saves and loads run on threads of their own, in the order of the plans. A plan names the last plan whose saves,
+and the last whose loads, must be done before it may go on (`StepPlan.save_fence`, `load_fence`). Two hazards
+there are:
+
+- a block that was given away is written again while an earlier save still reads it, or an earlier load still
+  writes;
+- a block or slot is read before the save or load that fills it is done.
+
+Fences only ever grow, and a plan runs after the one before: what a fence has covered once is over for all later
+plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from trunkline.kvstore.layout import BlockId, SlotId
+
+
+class Fences:
+    """The last plan that moved each block and slot."""
+
+    def __init__(self, num_blocks: int, host_slots: int) -> None:
+        self._block_saved = np.zeros(num_blocks, np.int64)
+        self._block_loaded = np.zeros(num_blocks, np.int64)
+        self._slot_saved = np.zeros(host_slots, np.int64)
+        self._saves_done = 0
+        """Saves of plans up to this one are over when the next plan runs, …"""
+        self._loads_done = 0
+        """… and loads."""
+        self._save_fence = 0
+        self._load_fence = 0
+
+    def saved(self, block: BlockId, slot: SlotId, step: int) -> None:
+        """The plan of `step` saves `block`, now or when it has computed it."""
+        self._block_saved[block] = self._slot_saved[slot] = step
+
+    def loaded(self, block: BlockId, slot: SlotId, step: int) -> None:
+        """The plan of `step` loads `slot` into `block`."""
+        self._save_fence = max(self._save_fence, int(self._slot_saved[slot]))
+        self._block_loaded[block] = step
+
+    def ready_after(self, blocks: list[BlockId]) -> int:
+        """The plan whose loads must be done before these blocks are read; 0: they are there."""
+        step = int(self._block_loaded[blocks].max()) if blocks else 0
+        return step if step > self._loads_done else 0
+
+    def reads(self, step: int) -> None:
+        """This plan computes with blocks that the plan of `step` loads (see `ready_after`)."""
+        self._load_fence = max(self._load_fence, step)
+
+    def close(self, step: int, taken: Iterable[BlockId], copied: list[BlockId]) -> tuple[int, int]:
+        """The plan of `step` is complete.
+
+        Args:
+            taken: blocks that were free before it and are written by it, or by its loads.
+            copied: sources and destinations of its copies.
+
+        Returns:
+            its save fence and its load fence; 0: no need to wait.
+        """
+        save_fence, load_fence = self._save_fence, max(self._load_fence, self.ready_after(copied))
+        for block in taken:
+            save_fence = max(save_fence, int(self._block_saved[block]))
+            loaded = int(self._block_loaded[block])
+            if loaded < step:  # its own load comes after all earlier ones by itself
+                load_fence = max(load_fence, loaded)
+        self._save_fence = self._load_fence = 0
+        save_fence = save_fence if save_fence > self._saves_done else 0
+        load_fence = load_fence if load_fence > self._loads_done else 0
+        self._saves_done = max(self._saves_done, min(save_fence, step - 1))
+        self._loads_done = max(self._loads_done, load_fence)
+        return save_fence, load_fence

@@ -1,0 +1,69 @@
+"""What was found of a prompt, where, and why the rest was not: the question that users of a cache ask most."""
+
+from __future__ import annotations
+
+from trunkline.controller.draft import PlanDraft
+from trunkline.controller.fetching import Fetching
+from trunkline.controller.forest import CUT_ROOT
+from trunkline.controller.residence import Residence
+from trunkline.controller.sequence import Found, Sequence
+from trunkline.kvstore.names import chunk_name
+from trunkline.kvstore.tier import TierKind
+from trunkline.router.messages import MissReason
+
+
+def explain(residence: Residence, fetching: Fetching, sequence: Sequence, draft: PlanDraft) -> Found:
+    """A sequence has been admitted for the first time, in the plan being made: the report for its client."""
+    group, size = sequence.group, residence.chunk_size
+    seen = sequence.prompt_len - group.holes
+    if sequence.recompute_from_start or not residence.prefix_cache:
+        return Found(miss=MissReason.OFF if seen > 1 else "")
+    found = Found(tokens=max(0, min(sequence.resident - group.holes, seen - 1)), exact=group.cut is None)
+    # Chunks that were on the device, or came from a tier below it; those to be computed are in the path, too.
+    path = sequence.path[: sequence.resident // size]
+    loaded = {block for block, _, _ in draft.loads}
+    for node in path:
+        nearest = TierKind.HOST if node.block in loaded else TierKind.DEVICE
+        found.tier_tokens[fetching.origin(group, node, nearest)] += size
+    # The part of a chunk, and what of the last token or of holes is not counted, goes to the nearest tier.
+    _balance(found)
+    if found.tokens < seen - 1:
+        found.miss_token = found.tokens
+        found.miss = _reason(residence, fetching, sequence)
+    return found
+
+
+def _balance(found: Found) -> None:
+    difference = found.tokens - sum(found.tier_tokens)
+    for tier, tokens in enumerate(found.tier_tokens):
+        change = max(difference, -tokens)
+        found.tier_tokens[tier] += change
+        difference -= change
+        if not difference:
+            return
+
+
+def _reason(residence: Residence, fetching: Fetching, sequence: Sequence) -> MissReason:
+    """Why the first token that was not found was not."""
+    tree, size = residence.tree, residence.chunk_size
+    index = sequence.resident // size
+    is_known = index < len(sequence.path) and sequence.path[index].is_stored
+    if fetching.gave_up(sequence.group) or is_known:
+        return MissReason.SLOW
+    above = sequence.path[index - 1] if index > sequence.stem.base else sequence.stem.root
+    key = sequence.tokens.to_bytes(index * size, min((index + 1) * size, sequence.tokens.count))
+    if tree.likest(above, key, 1 << 62)[1] > sequence.resident - index * size:
+        return MissReason.SLOW  # a part of a chunk that is far away is not waited for
+    departed = tree.departed(chunk_name(above.name, sequence.stem.marker + key))
+    if departed is not None:
+        return departed
+    others = [child for child in above.children.values() if child not in sequence.path]
+    if sequence.resident or any(_agrees(child.key, key) for child in others):
+        return MissReason.DIVERGED if others else MissReason.NEW
+    if sequence.salt and not others and not above.key.startswith(CUT_ROOT):
+        return MissReason.SALT
+    return MissReason.NEW
+
+
+def _agrees(left: bytes, right: bytes) -> bool:
+    return left[:4] == right[:4]

@@ -1,0 +1,331 @@
+"""Small documents that outlive requests, such as sessions: `RecordCall` in, `RecordReply` out.
+
+    free ──acquire──► leased ──release, put(release), lease over──► free        get, list: at any time
+      └── put (present version), delete ──┘ only with the lease's token
+
+Routers keep no state, so what several of them must agree on lives here. A record's version grows with each put,
+and a put must name the present one: of two routers that change the same version, one is told "conflict". A lease
+keeps others away for as long as a turn of a conversation runs, and ends by itself if its router dies. Leases are
+not stored: after a restart of the controller the version alone decides.
+
+Pure but for the database, to which changes are only handed over: time is an argument, wall-clock seconds.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, bisect_right, insort
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+import structlog
+from xxhash import xxh3_64_digest
+
+from trunkline.controller.database import Database
+from trunkline.controller.messages import RecordCall
+from trunkline.router.messages import Record, RecordReply
+
+RECORDS_MAX: Final = 100_000
+VALUE_BYTES_MAX: Final = 16 << 20
+TOTAL_BYTES_MAX: Final = 1 << 30
+"""Of all values: they are kept in memory, too."""
+NAME_CHARS_MAX: Final = 512
+"""Of an id, a kind or a lease's token."""
+LIST_MAX: Final = 1000
+LEASE_S_MAX: Final = 86_400.0
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one controller keeps at most."""
+
+    records: int = RECORDS_MAX
+    value_bytes: int = VALUE_BYTES_MAX
+    total_bytes: int = TOTAL_BYTES_MAX
+
+
+class _Row(msgspec.Struct, array_like=True):
+    """A record as it is stored."""
+
+    kind: str
+    id: str
+    version: int
+    value: bytes
+    created: float
+    used: float
+    ttl: float
+
+    @property
+    def expires(self) -> float:
+        return self.used + self.ttl if self.ttl else 0.0
+
+    @property
+    def digest(self) -> bytes:
+        return xxh3_64_digest(f"{self.kind}\0{self.id}\0{self.version}\0".encode() + self.value)
+
+
+@dataclass(slots=True)
+class _Lease:
+    token: str
+    until: float
+
+
+_Key = tuple[str, str]
+
+
+class _RefusedError(Exception):
+    """An operation that is not carried out."""
+
+    def __init__(self, status: str, detail: str = "", row: _Row | None = None) -> None:
+        super().__init__(detail)
+        self.status = status
+        self.detail = detail
+        self.row = row
+
+
+class RecordStore:
+    """All records of a controller, in memory; in the database, too, if there is one."""
+
+    def __init__(self, database: Database | None = None, now: float = 0.0, limits: Limits | None = None) -> None:
+        """
+        Args:
+            database: just opened: what is in it is read here.
+            now: wall-clock seconds.
+        """
+        self.limits = limits or Limits()
+        self.total_bytes = 0
+        self._database = database
+        self._rows: dict[_Key, _Row] = {}
+        self._ids: defaultdict[str, list[str]] = defaultdict(list)
+        """By kind, sorted."""
+        self._leases: dict[_Key, _Lease] = {}
+        self._expiries: list[tuple[float, _Key]] = []
+        """Heap; an entry whose record was used meanwhile is put back with its new time when it is popped."""
+        self._due: dict[_Key, float] = {}
+        """The entry in the heap that counts, by record; others are passed over."""
+        self._operations: dict[str, Callable[[RecordCall, float], _Row | None]] = {
+            "create": self._create,
+            "get": self._get,
+            "put": self._put,
+            "delete": self._delete,
+            "acquire": self._acquire,
+            "release": self._release,
+        }
+        if database is not None:
+            self._load(database, now)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def handle(self, call: RecordCall, seq: int, now: float) -> RecordReply:
+        """Carry out `call`; the answer, numbered `seq`.
+
+        "get" and "acquire" answer with the record; "create" and "put" with the record as it is now, but without
+        its value, which the caller has; "exists", "conflict" and "busy" with what is there, without its value.
+        While the disk takes nothing, `detail` of a change says so: it would not survive a restart.
+        """
+        self.expire(now)
+        try:
+            if problem := self._problem(call):
+                raise _RefusedError("failed", problem)
+            if call.op == "list":
+                return RecordReply(seq, call.ticket, "ok", self._list(call))
+            row = self._operations[call.op](call, now)
+        except _RefusedError as refusal:
+            records = [_record(refusal.row, with_value=False)] if refusal.row is not None else []
+            return RecordReply(seq, call.ticket, refusal.status, records, refusal.detail)
+        records = [_record(row, with_value=call.op in ("get", "acquire"))] if row is not None else []
+        detail = ""
+        if call.op in ("create", "put", "delete") and self._database is not None and self._database.problem:
+            detail = f"kept in memory only: {self._database.problem}"
+        return RecordReply(seq, call.ticket, "ok", records, detail)
+
+    def expire(self, now: float) -> int:
+        """Forget records that nobody has used for their time, and leases that are over; records forgotten."""
+        forgotten = 0
+        while self._expiries and self._expiries[0][0] <= now:
+            due, key = heapq.heappop(self._expiries)
+            if self._due.get(key) != due:
+                continue
+            del self._due[key]
+            row = self._rows[key]
+            lease = self._leases.get(key)
+            until = max(row.expires, lease.until if lease is not None else 0.0)  # in use is not forgotten
+            if not row.expires:
+                continue
+            if until > now:
+                self._schedule(key, until)
+            else:
+                self._remove(key)
+                forgotten += 1
+        return forgotten
+
+    def _problem(self, call: RecordCall) -> str:
+        if call.op != "list" and call.op not in self._operations:
+            return f"operation {call.op!r} is unknown; there are {', '.join(self._operations)} and list"
+        if not call.kind or not (call.id or call.op == "list"):
+            return "a record has a kind and an id; one is empty"
+        if max(len(call.kind), len(call.id), len(call.lease)) > NAME_CHARS_MAX:
+            return f"kind, id or lease is longer than {NAME_CHARS_MAX} characters"
+        if not (0 <= call.ttl < float("inf")):
+            return f"ttl is {call.ttl:g}; it is a time in seconds, 0 for never"
+        if call.op == "acquire" and not (call.lease and 0 < call.lease_s <= LEASE_S_MAX):
+            return f"a lease has a token and lasts up to {LEASE_S_MAX:g} seconds; lease_s is {call.lease_s:g}"
+        if len(call.value) > self.limits.value_bytes:
+            return f"the value has {len(call.value)} bytes; at most {self.limits.value_bytes} are kept"
+        return ""
+
+    def _create(self, call: RecordCall, now: float) -> _Row:
+        key = call.kind, call.id
+        if (present := self._rows.get(key)) is not None:
+            raise _RefusedError("exists", row=present)
+        if len(self._rows) >= self.limits.records:
+            raise _RefusedError("failed", f"there are {self.limits.records} records, which is the limit")
+        self._check_room(len(call.value))
+        row = _Row(call.kind, call.id, 1, call.value, now, now, call.ttl)
+        self._rows[key] = row
+        self.total_bytes += len(row.value)
+        insort(self._ids[call.kind], call.id)
+        self._note_expiry(row)
+        self._store(row)
+        return row
+
+    def _get(self, call: RecordCall, now: float) -> _Row:
+        row = self._find(call)
+        self._use(row, now)
+        return row
+
+    def _put(self, call: RecordCall, now: float) -> _Row:
+        row = self._find(call)
+        self._check_lease(call, now)
+        if call.version != row.version:
+            detail = f"version {call.version} was to be replaced; the present one is {row.version}"
+            raise _RefusedError("conflict", detail, row)
+        self._check_room(len(call.value) - len(row.value))
+        self.total_bytes += len(call.value) - len(row.value)
+        row.version += 1
+        row.value, row.used, row.ttl = call.value, now, call.ttl
+        self._note_expiry(row)
+        if call.release:
+            self._leases.pop((call.kind, call.id), None)
+        self._store(row)
+        return row
+
+    def _delete(self, call: RecordCall, now: float) -> None:
+        self._find(call)
+        self._check_lease(call, now)
+        self._remove((call.kind, call.id))
+
+    def _acquire(self, call: RecordCall, now: float) -> _Row:
+        """Again with the same token: for longer."""
+        row = self._find(call)
+        self._check_lease(call, now)
+        self._leases[call.kind, call.id] = _Lease(call.lease, now + call.lease_s)
+        self._use(row, now)
+        return row
+
+    def _release(self, call: RecordCall, now: float) -> None:
+        """Also fine if the lease is over; not if somebody else has one by now."""
+        row = self._find(call)
+        self._check_lease(call, now)
+        self._leases.pop((call.kind, call.id), None)
+        self._use(row, now)
+
+    def _list(self, call: RecordCall) -> list[Record]:
+        ids = self._ids.get(call.kind, [])
+        first = bisect_right(ids, call.id)
+        wanted = ids[first : first + max(1, min(call.limit, LIST_MAX))]
+        return [_record(self._rows[call.kind, id_], with_value=False) for id_ in wanted]
+
+    def _find(self, call: RecordCall) -> _Row:
+        row = self._rows.get((call.kind, call.id))
+        if row is None:
+            raise _RefusedError("missing")
+        return row
+
+    def _check_lease(self, call: RecordCall, now: float) -> None:
+        key = call.kind, call.id
+        lease = self._leases.get(key)
+        if lease is not None and lease.until > now and lease.token != call.lease:
+            raise _RefusedError(
+                "busy", f"it is in use for another {lease.until - now:.0f} s at most", self._rows[key]
+            )
+
+    def _check_room(self, more: int) -> None:
+        if self.total_bytes + more > self.limits.total_bytes:
+            raise _RefusedError("failed", f"all records together may have {self.limits.total_bytes} bytes")
+
+    def _use(self, row: _Row, now: float) -> None:
+        """Its time begins again. The heap's entry finds that out when it is due, unless that is after a lease that
+        has ended early."""
+        row.used = now
+        self._note_expiry(row)
+        if self._database is not None:
+            statement = "UPDATE records SET used = ? WHERE kind = ? AND id = ?"
+            key = "used", row.kind, row.id
+            self._database.write(key, statement, (now, row.kind, row.id), freshens=True)
+
+    def _note_expiry(self, row: _Row) -> None:
+        """Unless an earlier look at it is due anyway."""
+        key = row.kind, row.id
+        if row.expires and row.expires < self._due.get(key, float("inf")):
+            self._schedule(key, row.expires)
+
+    def _schedule(self, key: _Key, due: float) -> None:
+        self._due[key] = due
+        heapq.heappush(self._expiries, (due, key))
+
+    def _store(self, row: _Row) -> None:
+        if self._database is not None:
+            self._database.write(
+                ("record", row.kind, row.id),
+                "INSERT OR REPLACE INTO records (kind, id, version, value, digest, created, used, ttl) "
+                "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                (row.kind, row.id, row.version, row.value, row.digest, row.created, row.used, row.ttl),
+            )
+
+    def _remove(self, key: _Key) -> None:
+        kind, id_ = key
+        row = self._rows.pop(key)
+        self.total_bytes -= len(row.value)
+        ids = self._ids[kind]
+        del ids[bisect_left(ids, id_)]
+        if not ids:
+            del self._ids[kind]
+        self._leases.pop(key, None)
+        self._due.pop(key, None)
+        if self._database is not None:
+            statement = "DELETE FROM records WHERE kind = ? AND id = ?"
+            self._database.write(("record", kind, id_), statement, (kind, id_))
+
+    def _load(self, database: Database, now: float) -> None:
+        damaged = 0
+        query = "SELECT kind, id, version, value, created, used, ttl, digest, rowid FROM records ORDER BY kind, id"
+        for *fields, digest, number in database.rows(query):
+            try:
+                row = msgspec.convert(fields, _Row)
+            except msgspec.ValidationError:
+                row = None
+            if row is None or row.digest != digest:
+                damaged += 1
+                database.write(("damaged", number), "DELETE FROM records WHERE rowid = ?", (number,))
+                continue
+            row.used = min(row.used, now)  # a clock that was set back
+            self._rows[row.kind, row.id] = row
+            self._ids[row.kind].append(row.id)
+            self.total_bytes += len(row.value)
+            self._note_expiry(row)
+        for ids in self._ids.values():
+            ids.sort()  # SQLite compares bytes, Python code points; the latter counts from here on
+        if damaged:
+            log.warning("damaged records were dropped", records=damaged)
+        self.expire(now)
+
+
+def _record(row: _Row, *, with_value: bool) -> Record:
+    return Record(row.id, row.version, row.value if with_value else b"", row.created, row.used, row.expires)
