@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 import httpx
 import openai
@@ -44,7 +45,13 @@ class Cluster:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "TMPDIR": str(self.temporary), "NO_COLOR": "1", "COLUMNS": "200"},
+                env={
+                    **os.environ,
+                    "TMPDIR": str(self.temporary),
+                    "XDG_CACHE_HOME": str(self.folder / "cache"),  # KV on disk is this test's own
+                    "NO_COLOR": "1",
+                    "COLUMNS": "200",
+                },
             )
         try:
             wait_for(
@@ -87,11 +94,22 @@ class Cluster:
         except httpx.HTTPError:
             return 0
 
-    def gauge(self, name: str) -> int:
-        """A `trunkline_controller_…` value, summed over controllers. Up to a second old."""
+    def metric(self, name: str, **labels: str) -> int:
+        """A `trunkline_…` value, summed over the samples that have these labels. Up to a second old."""
         text = httpx.get(f"{self.url}/metrics", timeout=5.0).text
         samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
-        return int(sum(s.value for s in samples if s.name == f"trunkline_controller_{name}"))
+        chosen = [s for s in samples if s.name == f"trunkline_{name}" and labels.items() <= s.labels.items()]
+        return int(sum(s.value for s in chosen))
+
+    def gauge(self, name: str) -> int:
+        """A `trunkline_controller_…` value, summed over controllers. Up to a second old."""
+        return self.metric(f"controller_{name}")
+
+    def post(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        """The JSON answer of a call that succeeds."""
+        answer = httpx.post(f"{self.url}{path}", json=body, timeout=60.0)
+        assert answer.status_code == 200, answer.text
+        return cast(dict[str, Any], answer.json())
 
     def blocks_in_use(self) -> int:
         """Device blocks that running requests hold."""
@@ -108,6 +126,13 @@ class Cluster:
     def wait(self, seconds: float = STOP_SECONDS_MAX) -> int:
         """The exit code, once the supervisor has ended by itself."""
         return self.process.wait(seconds)
+
+    def kill(self) -> None:
+        """SIGKILL to every process at once: nobody can tidy up. The folder stays until `stop`."""
+        for pid in self.pids.values():
+            os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+        wait_for(lambda: self.alive() == [], STOP_SECONDS_MAX)
 
     def stop(self) -> int:
         """SIGTERM, and the exit code; removes the folder. May be called again."""

@@ -33,6 +33,7 @@ def test_help_lists_commands_and_options_with_examples() -> None:
     text = trunkline("serve", "--help").stdout
     options = "groups tp dtype device host port chunk-size kv-memory max-context max-batch token-budget"
     options += " max-waiting served-model-name kernels no-prefix-cache drain-seconds threads log-level"
+    options += " host-tier disk-tier remote-tier tier-policy session-ttl"
     assert [option for option in options.split() if f"--{option}" not in text] == []
     assert "Examples" in text
     assert "/reset" in trunkline("chat", "--help").stdout
@@ -43,6 +44,8 @@ def test_help_lists_commands_and_options_with_examples() -> None:
     [
         (["serve", "/nonexistent"], "no folder"),
         (["serve", "--kv-memory", "lots"], "is not a size"),
+        (["serve", "--disk-tier", "/data/kv"], "says no size; write PATH:SIZE"),
+        (["serve", "--remote-tier", "memcached://h"], "allowed are redis://HOST:PORT/DB, rediss://"),
         (["serve", "--tp", "3", "--port", "0"], "3 ranks"),
         (["serve", "--tp", "many"], "--tp"),
         (["serve", "--no-such-option"], "No such option"),

@@ -6,10 +6,10 @@ import dataclasses
 import json
 import os
 import socket
-import struct
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +19,8 @@ from trunkline.deploy.rundir import base_folder, remove_stale, run_folder
 from trunkline.deploy.serve import children, plan_cluster
 from trunkline.deploy.settings import ServeSettings, free_port
 from trunkline.deploy.sizes import format_bytes, parse_bytes
+from trunkline.deploy.tier_options import DiskOption
+from trunkline.deploy.tiers import disk_folders
 
 
 @pytest.mark.parametrize(
@@ -74,6 +76,16 @@ def test_formatted_sizes(count: int, text: str) -> None:
         ({"model": "/nonexistent/folder"}, "no folder"),
         ({"model": __file__}, "is a file"),
         ({"log_level": "loud"}, "--log-level"),
+        ({"tier_policy": "clock"}, "--tier-policy is 'clock'; allowed are look-ahead, lru, fifo"),
+        ({"session_ttl": -1.0}, "--session-ttl is -1; allowed are 0"),
+        ({"session_ttl": float("nan")}, "--session-ttl is nan"),
+        ({"remote_tier": "http://h"}, "--remote-tier is 'http://h'; allowed are redis://"),
+        ({"remote_tier": "redis://h", "host_tier_bytes": 0}, "--remote-tier is given, but --host-tier is 0"),
+        ({"remote_tier": "redis://h", "prefix_cache": False}, "--remote-tier keeps KV.*--no-prefix-cache"),
+        ({"disk_tier": DiskOption(1 << 30), "host_tier_bytes": 0}, "--disk-tier is given, but --host-tier is 0"),
+        ({"disk_tier": DiskOption(1 << 30), "prefix_cache": False}, "--disk-tier keeps KV.*--no-prefix-cache"),
+        ({"remote_tier": "redis://h", "host_tier_bytes": 9}, "--host-tier is 9 B; .* where two chunks of"),
+        ({"disk_tier": DiskOption(1 << 10)}, "--disk-tier is 1 KiB; 2 workers with two chunks"),
         ({"host": "203.0.113.7"}, "cannot listen.*--host must be an address"),
     ],
 )
@@ -121,26 +133,6 @@ def test_an_unreachable_hub_is_one_clear_error(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def _write_weights(path: Path, data: bytes) -> None:
-    header = json.dumps({"w": {"dtype": "U8", "shape": [len(data)], "data_offsets": [0, len(data)]}}).encode()
-    path.write_bytes(struct.pack("<Q", len(header)) + header + data)
-
-
-@pytest.mark.parametrize("limit", [0, 1 << 20], ids=["sampled", "whole"])
-def test_a_fingerprint_names_configuration_and_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int
-) -> None:
-    monkeypatch.setattr(models, "_FULL_DIGEST_BYTES_MAX", limit)
-    seen = set()
-    for config, weights in (("{}", b"a" * 9000), ("{ }", b"a" * 9000), ("{}", b"b" + b"a" * 8999)):
-        (tmp_path / "config.json").write_text(config)
-        _write_weights(tmp_path / "model.safetensors", weights)
-        digest = models.fingerprint(tmp_path)
-        assert digest == models.fingerprint(tmp_path)
-        seen.add(digest)
-    assert len(seen) == 3
-
-
 def test_a_plan_names_every_process(tmp_path: Path) -> None:
     plan = plan_cluster(ServeSettings(port=0, groups=2, tp=2))
     specs = children(plan, tmp_path)
@@ -160,6 +152,91 @@ def test_a_plan_names_every_process(tmp_path: Path) -> None:
         assert Path(spec.argv[-1]).is_file()
     assert plan.dtype == "float32"
     assert plan.url == f"http://127.0.0.1:{plan.port}"
+
+
+def configs(folder: Path) -> dict[str, dict[str, Any]]:
+    """What each process is told, by name."""
+    return {path.stem: json.loads(path.read_bytes()) for path in folder.glob("*.json")}
+
+
+def test_every_process_is_told_of_its_tiers(tmp_path: Path) -> None:
+    url = "redis://:secret@127.0.0.1:6379/0"
+    option = DiskOption(1 << 30, tmp_path / "kv")
+    settings = ServeSettings(port=0, groups=2, tp=2, disk_tier=option, remote_tier=url, session_ttl=60.0)
+    plan = plan_cluster(settings)
+    assert not (tmp_path / "kv").exists()  # planning touches nothing
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with disk_folders(plan.disk) as disk:
+        children(plan, folder, disk)
+        line = plan.describe_tiers(disk)
+    told = configs(folder)
+    base = tmp_path / "kv" / plan.tier_fingerprint
+    for group in range(2):
+        controller = told[f"controller-{group}"]
+        assert controller["index_path"] == str(base / f"group-{group}" / "index.sqlite")
+        assert controller["tier_fingerprint"] == plan.tier_fingerprint
+        assert (controller["remote_tier"], controller["session_ttl_s"]) == (True, 60.0)
+        assert (controller["tier_policy"], controller["positions_shift"]) == ("look-ahead", True)
+        for rank in range(2):
+            worker = told[f"worker-{group}.{rank}"]
+            assert worker["disk_path"] == str(base / f"group-{group}" / f"rank-{rank}.slab")
+            assert worker["disk_bytes"] == disk.rank_bytes > (1 << 30) // 4 * 0.9
+            assert (worker["remote_url"], worker["tier_fingerprint"]) == (url, plan.tier_fingerprint)
+    # Only workers need the password, nobody but us can read the files, and people are not shown it.
+    assert [name for name, config in told.items() if "secret" in str(config)] == [
+        name for name in told if name.startswith("worker")
+    ]
+    assert {path.stat().st_mode & 0o777 for path in folder.glob("*.json")} == {0o600}
+    assert line == (
+        f"host 1 GiB each · disk {format_bytes(disk.rank_bytes)} each in {tmp_path}/kv · "
+        "remote redis://:***@127.0.0.1:6379/0"
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"prefix_cache": False}, "none"),
+        ({"host_tier_bytes": 0}, "none"),
+        ({"host_tier_bytes": 9}, "host 9 B each"),
+        ({"disk_tier": DiskOption(0)}, "host 1 GiB each"),
+    ],
+)
+def test_the_disk_tier_of_the_default_is_off_where_it_cannot_be(
+    tmp_path: Path, change: dict[str, Any], expected: str
+) -> None:
+    plan = plan_cluster(dataclasses.replace(ServeSettings(port=0, tp=1), **change))
+    assert plan.disk is None
+    with disk_folders(plan.disk) as disk:
+        children(plan, tmp_path, disk)
+    told = configs(tmp_path)
+    assert (told["controller"]["index_path"], told["worker-0"]["disk_path"]) == ("", "")
+    assert plan.describe_tiers(disk) == expected
+
+
+def test_the_disk_tier_is_on_by_default(cache_home: Path) -> None:
+    plan = plan_cluster(ServeSettings(port=0, tp=1))
+    with disk_folders(plan.disk) as disk:
+        assert disk.groups == [cache_home / "trunkline" / "kv" / plan.tier_fingerprint / "group-0"]
+
+
+def test_kv_of_other_computations_has_other_names_and_folders(tmp_path: Path) -> None:
+    """Rounded weights give other KV; the rest makes other bytes of it."""
+    plans = [
+        plan_cluster(ServeSettings(port=0, **change))
+        for change in (
+            {},
+            {"quantization": "int8"},
+            {"dtype": "bfloat16"},
+            {"chunk_size": 32},
+            {"tp": 1},
+            {"max_context": 128, "groups": 2, "max_batch": 8},  # no difference
+        )
+    ]
+    assert len({plan.tier_fingerprint for plan in plans}) == 5
+    assert plans[0].tier_fingerprint == plans[-1].tier_fingerprint
+    assert plans[0].fingerprint != plans[1].fingerprint  # part of the chunks' names
 
 
 def test_run_folders_are_private_short_lived_and_cleaned_after_a_kill(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from trunkline.deploy.errors import DeployError
 from trunkline.deploy.serve import serve as run_cluster
 from trunkline.deploy.settings import ServeSettings
 from trunkline.deploy.sizes import parse_bytes
+from trunkline.deploy.tier_options import parse_disk_tier
 
 app = typer.Typer(
     name="trunkline",
@@ -115,10 +116,40 @@ def serve(
     host_tier: Annotated[
         str | None,
         typer.Option(
-            help="Host memory per worker for the KV of preempted requests, such as 1GiB; 0: none.",
+            help="Host memory per worker for KV that is not on the device, such as 1GiB; 0: none.",
             rich_help_panel=_MEMORY,
         ),
     ] = None,
+    disk_tier: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATH:SIZE|SIZE|0",
+            help="Disk space of all workers together for KV that survives restarts, such as /data/kv:50GiB; 0: "
+            "none. Default: a tenth of what is free, 10 GiB at most, in the user's cache folder.",
+            rich_help_panel=_MEMORY,
+        ),
+    ] = None,
+    remote_tier: Annotated[
+        str,
+        typer.Option(
+            metavar="redis://HOST:PORT/DB",
+            help="Redis or Valkey server for KV that several clusters share (rediss: with TLS).",
+            rich_help_panel=_MEMORY,
+        ),
+    ] = ServeSettings.remote_tier,
+    tier_policy: Annotated[
+        str,
+        typer.Option(
+            help="What leaves host and disk first: look-ahead (goes by the queue), lru or fifo.",
+            rich_help_panel=_MEMORY,
+        ),
+    ] = ServeSettings.tier_policy,
+    session_ttl: Annotated[
+        float,
+        typer.Option(
+            help="Seconds without use after which KV is forgotten; 0: no limit.", rich_help_panel=_MEMORY
+        ),
+    ] = ServeSettings.session_ttl,
     preemption: Annotated[
         str,
         typer.Option(
@@ -180,6 +211,7 @@ def serve(
     """
     given: dict[str, Any] = dict(locals())
     given["kv_memory_bytes"] = _run(lambda: None if kv_memory is None else parse_bytes(kv_memory, "--kv-memory"))
+    given["disk_tier"] = _run(lambda: None if disk_tier is None else parse_disk_tier(disk_tier))
     given["host_tier_bytes"] = _run(lambda: None if host_tier is None else _size_or_none(host_tier))
     settings = ServeSettings(**{field.name: given[field.name] for field in fields(ServeSettings)})
     raise typer.Exit(_run(lambda: run_cluster(settings)))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
+from trunkline.deploy.digests import digest_files
 from trunkline.deploy.errors import UserError
+from trunkline.kvstore.fingerprint import model_fingerprint
 
 DEMO: Final = "demo"
 """The name of the model that is shipped with the package."""
@@ -17,9 +19,6 @@ DEMO_FOLDER: Final = Path(__file__).parent / "demo_model"
 
 HUB_PATTERNS: Final = ("*.safetensors", "*.json", "tokenizer.model", "*.jinja", "merges.txt", "vocab.txt")
 """What a hub download fetches: weights in safetensors only (other formats can run code), and text files."""
-
-_FULL_DIGEST_BYTES_MAX: Final = 256 * 2**20
-_SAMPLE_BYTES: Final = 4096
 
 
 def resolve(model: str) -> Path:
@@ -75,34 +74,27 @@ def resolve_dtype(folder: Path, dtype: str, device: str) -> str:
     return str(own) if device != "cpu" and own in ("bfloat16", "float16") else "float32"
 
 
-def fingerprint(folder: Path) -> str:
-    """A digest of configuration and weights, hexadecimal: part of the name of all KV computed with them.
+def fingerprint(folder: Path, quantization: str = "none", tell: Callable[[int], None] = lambda count: None) -> str:
+    """A digest of configuration and all weights as they are computed with, hexadecimal: part of the name of all KV
+    computed with them.
 
-    Checkpoints up to 256 MiB are read whole. Of larger ones, reading which would take minutes, the names,
-    shapes and sizes of all tensors count, and the first 4 KiB of each: training changes all of them.
+    Args:
+        folder: the checkpoint.
+        quantization: of the weights while they are loaded.
+        tell: called with the number of bytes if weights must be read for it (the first time, see `digests`).
+
+    Raises:
+        UserError: a file cannot be read.
     """
-    digest = hashlib.blake2b(digest_size=16)
     shards = sorted(folder.glob("*.safetensors"))
-    whole = sum(shard.stat().st_size for shard in shards) <= _FULL_DIGEST_BYTES_MAX
-    for path in (folder / "config.json", *shards):
-        digest.update(f"{path.name}:{path.stat().st_size};".encode())
-        if whole or path.suffix == ".json":
-            with path.open("rb") as file:
-                digest.update(hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).digest())
-        else:
-            _digest_samples(path, digest)
-    return digest.hexdigest()
-
-
-def _digest_samples(shard: Path, digest: hashlib.blake2b) -> None:
-    with shard.open("rb") as file:
-        (header_bytes,) = struct.unpack("<Q", file.read(8))
-        header = file.read(header_bytes)
-        digest.update(header)
-        for name, tensor in sorted(json.loads(header).items()):
-            if name != "__metadata__":
-                file.seek(8 + header_bytes + tensor["data_offsets"][0])
-                digest.update(file.read(_SAMPLE_BYTES))
+    digest = hashlib.blake2b(digest_size=16)
+    try:
+        digest.update(hashlib.blake2b((folder / "config.json").read_bytes()).digest())
+        for path, content in zip(shards, digest_files(shards, tell), strict=True):
+            digest.update(path.name.encode() + b"\0" + content)
+    except OSError as error:
+        raise UserError(f"{error.filename or folder} cannot be read: {error.strerror}") from error
+    return model_fingerprint(digest.digest(), quantization if quantization != "none" else "").hex()
 
 
 def _checked(folder: Path, model: str) -> Path:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -28,12 +28,17 @@ from trunkline.deploy.rundir import run_folder
 from trunkline.deploy.settings import ServeSettings, free_port
 from trunkline.deploy.sizes import format_bytes
 from trunkline.deploy.supervisor import ChildSpec, Supervisor
+from trunkline.deploy.tier_options import redacted
+from trunkline.deploy.tiers import INDEX_NAME, DiskFolders, DiskPlan, disk_folders, plan_disk
+from trunkline.kvstore.fingerprint import KvShape, tier_fingerprint
 from trunkline.router.config import RouterConfig
 from trunkline.worker.config import WorkerConfig
 from trunkline.worker.errors import WorkerError
 from trunkline.worker.families import ModelConfig, check_model
 
 _FIRST_EPOCH: Final = 1
+_TELL_BYTES: Final = 2 << 30
+"""To read so much takes seconds: somebody may wonder."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,10 @@ class ClusterPlan:
     max_context: int
     vocab_size: int
     fingerprint: str
+    """Of the model as it is computed with."""
+    tier_fingerprint: str
+    positions_shift: bool
+    disk: DiskPlan | None
     port: int
 
     @property
@@ -68,9 +77,28 @@ class ClusterPlan:
         weights = f" · {settings.quantization} weights" if settings.quantization != "none" else ""
         return f"{self.model_name} · {workers} on {self.device} · {self.dtype}{weights}{kv}"
 
+    def describe_tiers(self, disk: DiskFolders) -> str:
+        """Where KV goes that is not on the device, in one line."""
+        settings, parts = self.settings, []
+        if settings.prefix_cache and (memory := settings.host_tier_per_worker(self.device)):
+            parts.append(f"host {format_bytes(memory)} each")
+        if self.disk is not None and disk.groups:
+            parts.append(f"disk {format_bytes(disk.rank_bytes)} each in {self.disk.base}")
+        if settings.remote_tier:
+            parts.append(f"remote {redacted(settings.remote_tier)}")
+        return " · ".join(parts) or "none"
 
-def plan_cluster(settings: ServeSettings) -> ClusterPlan:
-    """Settle what was left open and refuse what cannot work.
+
+def _quietly(text: str) -> None:
+    """Nobody wants to know."""
+
+
+def plan_cluster(settings: ServeSettings, tell: Callable[[str], None] = _quietly) -> ClusterPlan:
+    """Settle what was left open and refuse what cannot work. Nothing is written, but digests of large weights.
+
+    Args:
+        settings: what was asked for.
+        tell: called before what takes seconds.
 
     Raises:
         UserError: with what was given, what is allowed and what to do.
@@ -93,6 +121,16 @@ def plan_cluster(settings: ServeSettings) -> ClusterPlan:
             f"--max-context is {max_context}; {settings.model} allows at most {model.max_positions} tokens"
         )
     _check_kv_memory(settings, model, dtype, device)
+
+    def tell_reading(count: int) -> None:
+        if count >= _TELL_BYTES:
+            tell(
+                f"Reading {format_bytes(count)} of weights: what is computed with them is kept under their digest."
+            )
+
+    fingerprint = models.fingerprint(folder, settings.quantization, tell_reading)
+    tier = _tier_fingerprint(settings, model, dtype, fingerprint)
+    chunk_bytes = model.kv_block_bytes(settings.chunk_size, settings.tp, dtype)
     plan = ClusterPlan(
         settings=settings,
         folder=folder,
@@ -101,23 +139,36 @@ def plan_cluster(settings: ServeSettings) -> ClusterPlan:
         device=device,
         max_context=max_context,
         vocab_size=model.vocab_size,
-        fingerprint=models.fingerprint(folder),
+        fingerprint=fingerprint,
+        tier_fingerprint=tier,
+        positions_shift=model.positions_shift,
+        disk=plan_disk(settings.disk_tier, tier, settings.groups, settings.tp, chunk_bytes)
+        if _has_room_on_host(settings, device, chunk_bytes)
+        else None,
         port=free_port(settings.host, settings.port),
     )
     try:  # with endpoints of a folder that does not exist yet: the rules are about everything else
-        for config in _configs(plan, Path("/run")).values():
+        for config in _configs(plan, Path("/run"), _expected_folders(plan)).values():
             config.validate()
     except (ConfigError, WorkerError, ValueError) as error:
         raise UserError(str(error)) from error
     return plan
 
 
-def children(plan: ClusterPlan, folder: Path) -> list[ChildSpec]:
-    """Write each process's configuration into `folder`; how to start them, workers (slowest) first."""
+def children(plan: ClusterPlan, folder: Path, disk: DiskFolders | None = None) -> list[ChildSpec]:
+    """Write each process's configuration into `folder`; how to start them, workers (slowest) first.
+
+    Args:
+        plan: what they agree on.
+        folder: of this run.
+        disk: where the disk tier is; None: nowhere.
+    """
     specs = []
-    for member, config in _configs(plan, folder).items():
+    for member, config in _configs(plan, folder, disk or DiskFolders()).items():
         path = folder / f"{member.name}.json"
-        path.write_bytes(msgspec.json.encode(config))
+        # Nobody else may read it, wherever the folder is: there may be a password in it.
+        with open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600), "wb") as file:
+            file.write(msgspec.json.encode(config))
         module = f"trunkline.{member.role}"
         # -P: a module in the current directory must not stand in for an installed one.
         argv = (sys.executable, "-P", "-m", module, "--config", str(path))
@@ -132,37 +183,42 @@ def serve(settings: ServeSettings) -> int:
     Raises:
         UserError: it cannot work; nothing was started.
     """
-    plan = plan_cluster(settings)
+    console = Console(stderr=True, highlight=False)
+    plan = plan_cluster(settings, lambda text: console.print(text, markup=False))
     enter_role("supervisor", log_level=settings.log_level)
-    reporter = TerminalReporter(
-        Console(stderr=True, highlight=False),
-        title=plan.title,
-        url=plan.url,
-        model_name=plan.model_name,
-        log_level=settings.log_level,
-    )
-    try:
-        with run_folder() as folder:
-            supervisor = Supervisor(
-                children(plan, folder),
-                reporter,
-                host=settings.connect_host,
-                port=plan.port,
-                limits=Limits(drain_s=settings.drain_seconds),
-            )
-            return supervisor.run()
-    finally:
-        reporter.close()
+    with disk_folders(plan.disk) as disk:
+        reporter = TerminalReporter(
+            console,
+            title=plan.title,
+            url=plan.url,
+            model_name=plan.model_name,
+            log_level=settings.log_level,
+        )
+        try:
+            reporter.say(f"KV tiers below the device: {plan.describe_tiers(disk)}", "info")
+            for warning in disk.warnings:
+                reporter.say(warning, "warning")
+            with run_folder() as folder:
+                supervisor = Supervisor(
+                    children(plan, folder, disk),
+                    reporter,
+                    host=settings.connect_host,
+                    port=plan.port,
+                    limits=Limits(drain_s=settings.drain_seconds),
+                )
+                return supervisor.run()
+        finally:
+            reporter.close()
 
 
 _Config = RouterConfig | ControllerConfig | WorkerConfig
 
 
-def _configs(plan: ClusterPlan, folder: Path) -> dict[Member, _Config]:
+def _configs(plan: ClusterPlan, folder: Path, disk: DiskFolders) -> dict[Member, _Config]:
     settings = plan.settings
     configs: dict[Member, _Config] = {}
     for group in range(settings.groups):
-        configs.update(_group_configs(plan, group, folder))
+        configs.update(_group_configs(plan, group, folder, disk))
     router = RouterConfig(
         model_path=str(plan.folder),
         controllers=[_endpoint(folder, group, "router") for group in range(settings.groups)],
@@ -179,8 +235,13 @@ def _configs(plan: ClusterPlan, folder: Path) -> dict[Member, _Config]:
     return configs
 
 
-def _group_configs(plan: ClusterPlan, group: int, folder: Path) -> Iterator[tuple[Member, _Config]]:
+def _group_configs(
+    plan: ClusterPlan, group: int, folder: Path, disk: DiskFolders
+) -> Iterator[tuple[Member, _Config]]:
     settings = plan.settings
+    kept = disk.groups[group] if disk.groups else None
+    remote = settings.remote_tier
+    has_tiers = bool(kept or remote)
     suffix = f"-{group}" if settings.groups > 1 else ""
     yield (
         Member(f"controller{suffix}", Role.CONTROLLER, group),
@@ -200,6 +261,12 @@ def _group_configs(plan: ClusterPlan, group: int, folder: Path) -> Iterator[tupl
             prefix_cache=settings.prefix_cache,
             preemption=settings.preemption,
             target_itl_ms=settings.target_itl_ms,
+            index_path=str(kept / INDEX_NAME) if kept else "",
+            tier_fingerprint=plan.tier_fingerprint if has_tiers else "",
+            remote_tier=bool(remote),
+            tier_policy=settings.tier_policy,
+            session_ttl_s=settings.session_ttl,
+            positions_shift=plan.positions_shift,
             vocab_size=plan.vocab_size,
             epoch=_FIRST_EPOCH,
             drain_seconds=settings.drain_seconds,
@@ -222,6 +289,11 @@ def _group_configs(plan: ClusterPlan, group: int, folder: Path) -> Iterator[tupl
                 chunk_size=settings.chunk_size,
                 kv_memory_bytes=settings.kv_memory_per_worker(plan.device),
                 host_memory_bytes=settings.host_tier_per_worker(plan.device),
+                disk_path=str(kept / f"rank-{rank}.slab") if kept else "",
+                disk_bytes=disk.rank_bytes if kept else 0,
+                remote_url=remote,
+                remote_ttl_s=settings.session_ttl,
+                tier_fingerprint=plan.tier_fingerprint if has_tiers else "",
                 max_context=plan.max_context,
                 plan_endpoint=_endpoint(folder, group, "plan"),
                 report_endpoint=_endpoint(folder, group, "report"),
@@ -232,6 +304,38 @@ def _group_configs(plan: ClusterPlan, group: int, folder: Path) -> Iterator[tupl
                 log_level=settings.log_level,
             ),
         )
+
+
+def _has_room_on_host(settings: ServeSettings, device: str, chunk_bytes: int) -> bool:
+    """Whether KV can pass through host memory on its way to and from the tiers below.
+
+    Raises:
+        UserError: it cannot, but such a tier was asked for.
+    """
+    memory, asked = settings.host_tier_per_worker(device), settings.asked_tier
+    if settings.prefix_cache and memory >= 2 * chunk_bytes:
+        return True
+    if asked:
+        raise UserError(
+            f"{asked} is given, but --host-tier is {format_bytes(memory)}; KV passes through host memory on its "
+            f"way, where two chunks of {format_bytes(chunk_bytes)} are the least"
+        )
+    return False
+
+
+def _expected_folders(plan: ClusterPlan) -> DiskFolders:
+    """As they will be if nobody else uses them, for checks before anything is made."""
+    if plan.disk is None:
+        return DiskFolders()
+    return DiskFolders([plan.disk.group_folder(group) for group in range(plan.settings.groups)], 1)
+
+
+def _tier_fingerprint(settings: ServeSettings, model: ModelConfig, dtype: str, fingerprint: str) -> str:
+    kv_heads = max(1, model.kv_heads // settings.tp)
+    shape = KvShape(model.layers, kv_heads, settings.chunk_size, model.head_dim)
+    # The records' own text: a field that is added to them changes it, at the price of KV that is computed again.
+    positions = repr((model.architecture.positions, model.attention, model.alibi_slopes, model.max_positions))
+    return tier_fingerprint(bytes.fromhex(fingerprint), dtype, settings.tp, shape, positions).hex()
 
 
 def _check_kv_memory(settings: ServeSettings, model: ModelConfig, dtype: str, device: str) -> None:

@@ -7,8 +7,10 @@ import socket
 from dataclasses import dataclass
 from typing import Final
 
+from trunkline.controller.config import TIER_POLICIES
 from trunkline.deploy.cores import available_cores
 from trunkline.deploy.errors import UserError
+from trunkline.deploy.tier_options import DiskOption, check_remote_url
 
 DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
 DEVICES: Final = ("auto", "cpu", "cuda")
@@ -21,6 +23,7 @@ TOOL_CALL_PARSERS: Final = ("auto", "hermes", "llama3_json", "mistral")
 
 _KV_MEMORY_CPU: Final = 1 << 30
 _HOST_TIER_GPU: Final = 4 << 30
+_SESSION_TTL_S_MAX: Final = 10 * 365 * 86400.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +56,15 @@ class ServeSettings:
     max_waiting: int = 1024
     prefix_cache: bool = True
     host_tier_bytes: int | None = None
-    """Per worker: host memory for the KV of preempted requests; 0: none."""
+    """Per worker: host memory for KV that is not on the device, and for all that goes to or comes from the tiers
+    below; 0: none."""
+    disk_tier: DiskOption | None = None
+    """None: on, in the user's cache folder, if there is room."""
+    remote_tier: str = ""
+    """URL of a Redis or Valkey server that several clusters may share; "": none. May hold a password."""
+    tier_policy: str = "look-ahead"
+    session_ttl: float = 86400.0
+    """Seconds: a conversation that nobody went on with for a day is seldom gone on with. 0: no limit."""
     preemption: str = "auto"
     target_itl_ms: float = 0.0
     """Soft: prompts are computed in smaller parts so that running streams keep this pace. 0: no target."""
@@ -78,6 +89,7 @@ class ServeSettings:
             raise UserError("--preemption is swap, but with --no-prefix-cache nothing is found again")
         if self.preemption == "swap" and self.host_tier_bytes == 0:
             raise UserError("--preemption is swap, but --host-tier is 0; swapping needs memory to swap to")
+        self._validate_tiers()
         if not 0 <= self.target_itl_ms <= 60_000:
             raise UserError(f"--target-itl-ms is {self.target_itl_ms:g}; allowed are 0 (no target) to 60000")
         if not 0 <= self.port <= 65535:
@@ -97,6 +109,28 @@ class ServeSettings:
             )
         if not 0 <= self.drain_seconds <= 3600:
             raise UserError(f"--drain-seconds is {self.drain_seconds:g}; allowed are 0 to 3600")
+
+    def _validate_tiers(self) -> None:
+        _one_of("--tier-policy", self.tier_policy, TIER_POLICIES)
+        if not 0 <= self.session_ttl <= _SESSION_TTL_S_MAX:
+            most = f"{_SESSION_TTL_S_MAX:.0f} seconds"
+            raise UserError(f"--session-ttl is {self.session_ttl:g}; allowed are 0 (no limit) to {most}")
+        if self.remote_tier:
+            check_remote_url(self.remote_tier)
+        asked = self.asked_tier
+        if asked and not self.prefix_cache:
+            raise UserError(f"{asked} keeps KV to be found again, but --no-prefix-cache finds nothing again")
+        if asked and self.host_tier_bytes == 0:
+            raise UserError(
+                f"{asked} is given, but --host-tier is 0; KV passes through host memory on its way, so give "
+                f"--host-tier a size or leave {asked} out"
+            )
+
+    @property
+    def asked_tier(self) -> str:
+        """The option by which a tier below host memory was asked for; "": none was."""
+        has_disk = self.disk_tier is not None and self.disk_tier.size_bytes > 0
+        return "--disk-tier" if has_disk else "--remote-tier" if self.remote_tier else ""
 
     @property
     def connect_host(self) -> str:

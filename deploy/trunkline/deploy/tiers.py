@@ -1,0 +1,292 @@
+"""Folders of the disk tier: whose they are, that they stay bounded, and who may use them.
+
+    PATH/                                0700
+      <fingerprint, 32 hex digits>/      one per model, precision, chunk size, …: what is never mixed
+        TRUNKLINE-KV                     the mark by which we know that we may delete this folder
+        group-0/
+          lock                           held by flock while a server uses the folder; says which
+          index.sqlite                   of the controller (`trunkline.controller.index`)
+          rank-0.slab, rank-1.slab, …    of the workers
+        group-1/ …
+
+A server takes as many group folders of its fingerprint as it has groups and holds their locks until it ends,
+however it ends. In its own cache folder it takes the first ones that are free, so that two servers do not disturb
+each other; where somebody named the folder, that another server uses it is an error.
+
+What other configurations left in PATH counts towards SIZE: they keep up to half of it, the last used first, and
+the rest is deleted. So what unused folders and this server have together never exceeds SIZE.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from trunkline.deploy.cache import cache_folder
+from trunkline.deploy.errors import UserError
+from trunkline.deploy.sizes import format_bytes
+from trunkline.deploy.tier_options import DiskOption
+
+INDEX_NAME: Final = "index.sqlite"
+_MARK: Final = "TRUNKLINE-KV"
+_MARK_TEXT: Final = "Cached KV of one model in one configuration. It may be deleted while no server uses it.\n"
+_LOCK: Final = "lock"
+_FINGERPRINT: Final = re.compile(r"[0-9a-f]{32}")
+_GROUP: Final = re.compile(r"group-\d{1,4}")
+_OURS: Final = re.compile(r"lock|index\.sqlite(-wal|-shm|-journal)?(\.old)?|rank-\d{1,4}\.slab")
+"""The only files that are ever deleted."""
+
+DEFAULT_BYTES_MAX: Final = 10 << 30
+DEFAULT_SHARE: Final = 0.1
+"""Of the free space: enough for hundreds of conversations, little enough that nobody misses it."""
+FREE_BYTES_MIN: Final = 1 << 30
+"""Left to everybody else on that disk."""
+_INDEX_SHARE: Final = 64
+"""One part in so many is left to the index: half a kilobyte for a chunk, whose KV is a hundred times that."""
+_GROUPS_MAX: Final = 64
+"""Group folders that are looked at, when some are taken, beyond the number that is needed."""
+
+
+@dataclass(frozen=True)
+class DiskPlan:
+    """What is wanted, before any folder is touched."""
+
+    base: Path
+    fingerprint: str
+    """Of the tier, hexadecimal."""
+    groups: int
+    tp: int
+    chunk_bytes: int
+    """On one rank."""
+    option: DiskOption | None
+    """None: nobody asked for a disk tier, so it is there if it can be."""
+
+    @property
+    def is_named(self) -> bool:
+        """Somebody named the folder."""
+        return self.option is not None and self.option.path is not None
+
+    def group_folder(self, number: int) -> Path:
+        return self.base / self.fingerprint / f"group-{number}"
+
+
+@dataclass
+class DiskFolders:
+    """What is there, locked for us."""
+
+    groups: list[Path] = field(default_factory=list)
+    """By group; empty: there is no disk tier."""
+    rank_bytes: int = 0
+    """That each worker's slab may take."""
+    warnings: list[str] = field(default_factory=list)
+    """What a person should know."""
+
+
+def plan_disk(
+    option: DiskOption | None, fingerprint: str, groups: int, tp: int, chunk_bytes: int
+) -> DiskPlan | None:
+    """Which disk tier there should be; None: none.
+
+    Raises:
+        UserError: there is no cache folder, though a size was given; or the size holds no two chunks.
+    """
+    if option is not None and not option.size_bytes:
+        return None
+    cache = cache_folder()
+    base = option.path if option is not None and option.path is not None else cache and cache / "kv"
+    if base is None:
+        if option is None:
+            return None
+        raise UserError("--disk-tier names no folder, and there is no home folder; write PATH:SIZE")
+    plan = DiskPlan(base, fingerprint, groups, tp, chunk_bytes, option)
+    if option is not None and option.size_bytes < (least := _least_bytes(plan)):
+        raise UserError(
+            f"--disk-tier is {format_bytes(option.size_bytes)}; {groups * tp} workers with two chunks of "
+            f"{format_bytes(chunk_bytes)} each need {format_bytes(least)} at least"
+        )
+    return plan
+
+
+@contextlib.contextmanager
+def disk_folders(plan: DiskPlan | None) -> Iterator[DiskFolders]:
+    """Make, bound and lock the folders; they are unlocked at the end, and stay.
+
+    Raises:
+        UserError: it was asked for and cannot be had.
+    """
+    with contextlib.ExitStack() as locks:
+        yield _taken(plan, locks) if plan is not None else DiskFolders()
+
+
+def _taken(plan: DiskPlan, locks: contextlib.ExitStack) -> DiskFolders:
+    found = DiskFolders()
+    try:
+        _make_private(plan.base)
+        _make_private(plan.base / plan.fingerprint)
+        (plan.base / plan.fingerprint / _MARK).write_text(_MARK_TEXT)
+        found.groups = _take_groups(plan, locks)
+        _bound(plan, found)
+    except OSError as error:
+        reason = f"{plan.base} cannot be used for KV: {error.strerror or error}"
+        if plan.option is not None:
+            raise UserError(f"--disk-tier: {reason}; name another folder, or give 0 for none") from error
+        found.warnings.append(f"No disk tier: {reason}.")
+        found.groups = []
+    return found
+
+
+def _take_groups(plan: DiskPlan, locks: contextlib.ExitStack) -> list[Path]:
+    """Group folders that nobody else uses, locked, with the most used one first."""
+    taken: list[Path] = []
+    for number in range(plan.groups + _GROUPS_MAX):
+        folder = plan.group_folder(number)
+        lock = _try_lock(folder)
+        if lock is not None:
+            locks.callback(os.close, lock)
+            taken.append(folder)
+            if len(taken) == plan.groups:
+                return taken
+        elif plan.is_named:
+            raise UserError(
+                f"--disk-tier: {folder} is in use by {_holder(folder)}; give each server a folder of its own, or "
+                "stop the other one"
+            )
+    raise OSError(None, f"all of its first {plan.groups + _GROUPS_MAX} folders are in use")
+
+
+def _bound(plan: DiskPlan, found: DiskFolders) -> None:
+    """Settle how much the workers may use, and delete what there is no room for."""
+    ours = sum(_used_bytes(folder) for folder in found.groups)
+    others = _unused_groups(plan, found.groups)
+    free = shutil.disk_usage(plan.base).free
+    present = ours + sum(size for _, _, size in others)
+    size = plan.option.size_bytes if plan.option is not None else 0
+    # What is there already counts as free: else the default would shrink with every start.
+    wanted = size or min(DEFAULT_BYTES_MAX, int((free + present) * DEFAULT_SHARE))
+    kept = 0
+    for _, folder, used in sorted(others, reverse=True):  # the last used first
+        if kept + used <= wanted // 2:
+            kept += used
+        elif _remove_group(folder):
+            free += used
+        else:
+            kept += used
+    available = free + ours - FREE_BYTES_MIN
+    total = min(wanted - kept, available)
+    if total < _least_bytes(plan):
+        found.groups = []
+        found.warnings.append(
+            f"No disk tier: of {format_bytes(free)} that are free in {plan.base}, {format_bytes(FREE_BYTES_MIN)} "
+            "are left alone."
+        )
+        return
+    if size and total < wanted - kept:
+        found.warnings.append(
+            f"The disk tier gets {format_bytes(total)} instead of {format_bytes(wanted - kept)}: there is no more "
+            f"in {plan.base}, {format_bytes(FREE_BYTES_MIN)} being left alone."
+        )
+    found.rank_bytes = _rank_bytes(plan, total)
+
+
+def _rank_bytes(plan: DiskPlan, total: int) -> int:
+    return (total - total // _INDEX_SHARE) // (plan.groups * plan.tp)
+
+
+def _least_bytes(plan: DiskPlan) -> int:
+    """Two chunks with their headers, the file's own header, the index's part."""
+    page = 4096
+    slab = 2 * (plan.chunk_bytes + 2 * page) + 2 * page
+    return slab * plan.groups * plan.tp * (_INDEX_SHARE + 1) // _INDEX_SHARE
+
+
+def _unused_groups(plan: DiskPlan, taken: list[Path]) -> list[tuple[float, Path, int]]:
+    """Group folders below the base which no server uses: when they were used last, where, bytes."""
+    unused = []
+    for parent in plan.base.iterdir():
+        if not _FINGERPRINT.fullmatch(parent.name) or parent.is_symlink() or not (parent / _MARK).is_file():
+            continue
+        with contextlib.suppress(FileNotFoundError):  # another server deletes, too
+            for folder in sorted(parent.iterdir()):
+                if folder in taken or folder.is_symlink() or not _GROUP.fullmatch(folder.name):
+                    continue
+                lock = _try_lock(folder, claims=False)
+                if lock is not None:
+                    unused.append((_last_use(folder), folder, _used_bytes(folder)))
+                    os.close(lock)
+    return unused
+
+
+def _remove_group(folder: Path) -> bool:
+    """Delete our files in a group folder, and the folders that are then empty; False: it is in use by now."""
+    lock = _try_lock(folder, claims=False)
+    if lock is None:
+        return False
+    try:
+        names = [name for name in os.listdir(folder) if _OURS.fullmatch(name)]
+        for name in sorted(names, key=lambda name: name == _LOCK):  # the lock last
+            (folder / name).unlink()
+        with contextlib.suppress(OSError):  # somebody put something else there
+            folder.rmdir()
+            if os.listdir(folder.parent) == [_MARK]:
+                (folder.parent / _MARK).unlink()
+                folder.parent.rmdir()
+    finally:
+        os.close(lock)
+    return True
+
+
+def _try_lock(folder: Path, *, claims: bool = True) -> int | None:
+    """An open, locked file, to be closed by the caller; None: another process has it.
+
+    Args:
+        folder: of the group.
+        claims: write into it who uses the folder.
+    """
+    while True:
+        if claims:
+            _make_private(folder)
+        lock = os.open(folder / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            return None
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(lock), os.stat(folder / _LOCK)):
+                break
+        os.close(lock)  # it was deleted between the two calls: what we locked is not there any more
+    if claims:
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, json.dumps({"process": os.getpid()}).encode(), 0)
+    return lock
+
+
+def _holder(folder: Path) -> str:
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return f"process {int(json.loads((folder / _LOCK).read_bytes())['process'])}"
+    return "another process"
+
+
+def _make_private(folder: Path) -> None:
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
+def _last_use(folder: Path) -> float:
+    return max((entry.stat(follow_symlinks=False).st_mtime for entry in os.scandir(folder)), default=0.0)
+
+
+def _used_bytes(folder: Path) -> int:
+    """What its files take on the disk: slabs have holes."""
+    used = 0
+    for entry in os.scandir(folder):
+        with contextlib.suppress(FileNotFoundError):
+            used += entry.stat(follow_symlinks=False).st_blocks * 512
+    return used

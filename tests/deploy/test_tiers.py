@@ -1,0 +1,312 @@
+"""The disk tier's folders: private, bounded, never shared, and nobody else's files are touched."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from trunkline.deploy.errors import UserError
+from trunkline.deploy.tier_options import REMOTE_SCHEMES, DiskOption, check_remote_url, parse_disk_tier, redacted
+from trunkline.deploy.tiers import DiskPlan, disk_folders, plan_disk
+from trunkline.worker.remote_tier import SCHEMES
+
+MINE, OTHER, THIRD = "a" * 32, "b" * 32, "c" * 32
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("text", "option"),
+    [
+        ("0", DiskOption(0)),
+        ("20GiB", DiskOption(20 << 30)),
+        (" 2 GB ", DiskOption(2 * 10**9)),
+        ("/data/kv:512MiB", DiskOption(512 * MIB, Path("/data/kv"))),
+        ("/data/a:b:1GiB", DiskOption(1 << 30, Path("/data/a:b"))),
+    ],
+)
+def test_disk_options(text: str, option: DiskOption) -> None:
+    assert parse_disk_tier(text) == option
+
+
+def test_relative_and_home_paths(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/somebody")
+    assert parse_disk_tier("kv:1GiB").path == tmp_path / "kv"
+    assert parse_disk_tier("~/kv:1GiB").path == Path("/somebody/kv")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("lots", "is not a size"),
+        ("", "is not a size"),
+        ("/data/kv", "says no size; write PATH:SIZE, such as /data/kv:20GiB"),
+        ("/data/kv:", "is not a size"),
+        (":1GiB", "write PATH:SIZE"),
+        ("/data/kv:0", "write 0 alone"),
+    ],
+)
+def test_what_is_no_disk_option(text: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        parse_disk_tier(text)
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["redis://localhost", "redis://h:6379/0", "rediss://u:p@h:1/15?x=y", "redis://[::1]:6379/", "redis://:p@h"],
+)
+def test_remote_urls(url: str) -> None:
+    check_remote_url(url)
+
+
+def test_workers_know_what_is_allowed() -> None:
+    assert set(REMOTE_SCHEMES) <= set(SCHEMES)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "memcached://:secret@h",
+        "http://u:secret@h:80",
+        "h:6379",
+        "redis://",
+        "redis://:secret@",
+        "redis://:secret@h:port",
+        "redis://:secret@h:99999",
+        "redis://:secret@h/zero",
+        "redis://[::1",
+        "u:secret@h",
+        "redis://:se/cret@h/x",
+        "redis://:se?cret@h/x",
+        "redis://:se#cret@h/x",
+        "ftp://h/?password=secret",
+        "ftp://h/?password=secret@secret",
+    ],
+)
+def test_other_urls_are_refused_without_their_password(url: str) -> None:
+    with pytest.raises(UserError, match="--remote-tier is") as caught:
+        check_remote_url(url)
+    assert "secret" not in str(caught.value)
+    assert "cret" not in str(caught.value)
+    assert "se" not in redacted(url).removeprefix("redis")
+
+
+def test_what_is_shown_of_a_url() -> None:
+    assert redacted("redis://h:6379/0") == "redis://h:6379/0"
+    assert redacted("rediss://u:p@h:1/2?password=p") == "rediss://u:***@h:1/2"
+    assert redacted("redis://:p@h") == "redis://:***@h"
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    return tmp_path / "kv"
+
+
+@pytest.fixture(autouse=True)
+def room(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Free bytes on the disk, as far as the launcher can see; to be changed by tests."""
+    free = {"free": 100 << 30}
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: type("Usage", (), free)())
+    return free
+
+
+def plan(
+    base: Path, *, fingerprint: str = MINE, groups: int = 1, size: int = 64 * MIB, named: bool = True
+) -> DiskPlan:
+    made = plan_disk(DiskOption(size, base if named else None), fingerprint, groups, 2, 4096)
+    assert made is not None
+    return made
+
+
+def fill(folder: Path, used_bytes: int, when: float) -> None:
+    """A slab of so many bytes, last written at `when`."""
+    (folder / "rank-0.slab").write_bytes(os.urandom(used_bytes))
+    for entry in folder.iterdir():
+        os.utime(entry, (when, when))
+
+
+def leave(base: Path, fingerprint: str, used_bytes: int, when: float, groups: int = 1) -> list[Path]:
+    """What a server leaves that used these folders."""
+    with disk_folders(plan(base, fingerprint=fingerprint, groups=groups, size=1 << 40)) as disk:
+        pass
+    for folder in disk.groups:
+        fill(folder, used_bytes, when)
+    return disk.groups
+
+
+def test_folders_are_private_and_found_again(base: Path) -> None:
+    with disk_folders(plan(base, groups=2)) as disk:
+        assert disk.groups == [base / MINE / "group-0", base / MINE / "group-1"]
+        assert all(folder.stat().st_mode & 0o777 == 0o700 for folder in (base, base / MINE, *disk.groups))
+        assert disk.warnings == []
+        assert 15 * MIB < disk.rank_bytes <= 16 * MIB  # a quarter of it, less a bit for the index
+    with disk_folders(plan(base, groups=2)) as again:
+        assert again.groups == disk.groups
+
+
+def test_a_named_folder_is_never_shared(base: Path) -> None:
+    with disk_folders(plan(base)):
+        with pytest.raises(UserError, match=rf"group-0 is in use by process {os.getpid()}; give each server"):
+            disk_folders(plan(base)).__enter__()
+        with disk_folders(plan(base, fingerprint=OTHER)) as other:  # another model is no conflict
+            assert other.groups
+    with disk_folders(plan(base)) as disk:
+        assert disk.groups
+
+
+def test_in_the_cache_folder_servers_step_aside(cache_home: Path) -> None:
+    folder = cache_home / "trunkline" / "kv" / MINE
+    first = disk_folders(plan(cache_home, named=False))
+    with disk_folders(plan(cache_home, named=False, groups=2)) as second:
+        assert second.groups == [folder / "group-0", folder / "group-1"]
+        with first as disk:
+            assert disk.groups == [folder / "group-2"]
+
+
+@pytest.fixture
+def living(base: Path) -> Iterator[Path]:
+    """A folder that another process uses."""
+    code = (
+        "import sys; from pathlib import Path; from trunkline.deploy.tiers import *; "
+        "from trunkline.deploy.tier_options import DiskOption\n"
+        f"with disk_folders(plan_disk(DiskOption(1 << 40, Path({str(base)!r})), {OTHER!r}, 1, 2, 4096)) as disk:\n"
+        "    print(disk.groups[0], flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        yield Path(other.stdout.readline().decode().strip())
+        other.kill()
+
+
+def test_a_lock_ends_with_its_process_however_that_ends(base: Path, living: Path) -> None:
+    with pytest.raises(UserError, match="in use by process"):
+        disk_folders(plan(base, fingerprint=OTHER)).__enter__()
+    holder = int(living.joinpath("lock").read_text().split(":")[1].strip(" }"))
+    os.kill(holder, 9)
+    os.waitpid(holder, 0)
+    with disk_folders(plan(base, fingerprint=OTHER)) as disk:
+        assert disk.groups == [living]
+
+
+def test_unused_folders_keep_half_of_the_size_the_last_used_first(base: Path) -> None:
+    (oldest,) = leave(base, OTHER, 20 * MIB, when=1000.0)
+    (newest,) = leave(base, THIRD, 20 * MIB, when=2000.0)
+    with disk_folders(plan(base, size=64 * MIB)) as disk:
+        assert not oldest.parent.exists()
+        assert newest.exists()
+        total = disk.rank_bytes * 2
+        assert 42 * MIB < total <= 44 * MIB  # with what was left, never more than was allowed
+    with disk_folders(plan(base, size=30 * MIB)):
+        assert not newest.parent.exists()
+
+
+def test_folders_of_former_groups_count_too(base: Path) -> None:
+    groups = leave(base, MINE, 20 * MIB, when=1000.0, groups=3)
+    with disk_folders(plan(base, size=64 * MIB)) as disk:
+        assert disk.groups == groups[:1]
+        kept = [folder for folder in groups if folder.exists()]
+        assert len(kept) == 2
+        assert disk.rank_bytes * 2 <= 44 * MIB
+
+
+def test_folders_in_use_are_left_alone(base: Path, living: Path) -> None:
+    fill(living, 20 * MIB, when=1000.0)
+    with disk_folders(plan(base, size=8 * MIB)) as disk:
+        assert disk.rank_bytes > 0
+        assert (living / "rank-0.slab").stat().st_size == 20 * MIB
+
+
+def test_only_our_own_files_are_deleted(base: Path) -> None:
+    (group,) = leave(base, OTHER, 20 * MIB, when=1000.0)
+    (group / "thesis.tex").write_text("years of work")
+    unmarked = base / THIRD / "group-0"
+    unmarked.mkdir(parents=True)
+    (unmarked / "rank-0.slab").write_bytes(bytes(20 * MIB))
+    (base / "photos").mkdir()
+    elsewhere = base.parent / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "rank-0.slab").write_bytes(bytes(20 * MIB))
+    (base / OTHER / "group-7").symlink_to(elsewhere)
+    with disk_folders(plan(base, size=8 * MIB)):
+        assert (group / "thesis.tex").exists()
+        assert not (group / "rank-0.slab").exists()
+        assert (unmarked / "rank-0.slab").exists()
+        assert (base / "photos").exists()
+        assert (elsewhere / "rank-0.slab").exists()
+
+
+def test_a_disk_that_is_nearly_full(base: Path, room: dict[str, int]) -> None:
+    room["free"] = (1 << 30) + 10 * MIB
+    with disk_folders(plan(base, size=64 * MIB)) as disk:
+        assert disk.rank_bytes * 2 <= 10 * MIB
+        assert "gets 10.0 MiB instead of 64 MiB" in disk.warnings[0]
+    fill(disk.groups[0], 8 * MIB, when=1000.0)
+    room["free"] -= 8 * MIB
+    with disk_folders(plan(base, size=64 * MIB)) as disk:  # what it holds already is its own
+        assert disk.rank_bytes * 2 > 9 * MIB
+    room["free"] = 0
+    with disk_folders(plan(base, size=64 * MIB)) as disk:
+        assert disk.groups == []
+        assert disk.warnings == [f"No disk tier: of 0 B that are free in {base}, 1 GiB are left alone."]
+
+
+def test_the_default_is_a_share_of_the_free_space(cache_home: Path, room: dict[str, int]) -> None:
+    sizes = []
+    for free in (1 << 40, 40 << 30):
+        room["free"] = free
+        default = plan_disk(None, MINE, 1, 1, 4096)
+        with disk_folders(default) as disk:
+            sizes.append(disk.rank_bytes)
+    assert sizes == pytest.approx([(10 << 30) * 63 / 64, (4 << 30) * 63 / 64], abs=4096)
+    fill(cache_home / "trunkline" / "kv" / MINE / "group-0", 32 * MIB, when=1000.0)
+    room["free"] -= (cache_home / "trunkline" / "kv" / MINE / "group-0" / "rank-0.slab").stat().st_blocks * 512
+    with disk_folders(default) as disk:
+        assert abs(disk.rank_bytes - sizes[1]) < MIB  # it does not shrink by what it has written
+
+
+def test_no_place_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    with pytest.raises(UserError, match=r"cannot be used for KV: Not a directory; name another folder"):
+        disk_folders(plan(blocked / "kv")).__enter__()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
+    with disk_folders(plan_disk(None, MINE, 1, 2, 4096)) as disk:  # nobody asked for it
+        assert disk.groups == []
+        assert "No disk tier: " in disk.warnings[0]
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "nobody"))
+    assert plan_disk(None, MINE, 1, 2, 4096) is None
+    with pytest.raises(UserError, match="no home folder"):
+        plan_disk(DiskOption(1 << 30), MINE, 1, 2, 4096)
+
+
+def test_a_size_that_holds_nothing_is_refused(base: Path) -> None:
+    with pytest.raises(UserError, match=r"--disk-tier is 1 MiB; 4 workers with two chunks of 1 MiB each need"):
+        plan_disk(DiskOption(MIB, base), MINE, 2, 2, MIB)
+    assert plan_disk(DiskOption(0), MINE, 2, 2, MIB) is None
+
+
+def test_a_lock_that_was_deleted_under_us_is_none(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another server removes the folder between our opening of the lock and our locking it."""
+    folder = base / MINE / "group-0"
+    folder.mkdir(parents=True)
+    real = fcntl.flock
+    calls: list[int] = []
+
+    def flock(lock: int, how: int) -> None:
+        if not calls:
+            shutil.rmtree(folder)
+        calls.append(how)
+        real(lock, how)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with disk_folders(plan(base)) as disk:
+        assert (disk.groups[0] / "lock").exists()
+        assert len(calls) >= 2
