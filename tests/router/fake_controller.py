@@ -1,4 +1,5 @@
-"""A controller without an engine: real ZeroMQ, scripted tokens, samples and beams, made-up log-probabilities.
+"""A controller without an engine: real ZeroMQ and records, scripted tokens, samples and beams, made-up
+log-probabilities.
 
 It runs in a thread. What it generates is in its `script`; a request's behaviour can be changed through the
 attributes while it runs.
@@ -19,11 +20,14 @@ from trunkline.controller.messages import (
     Abort,
     FlushCache,
     Ping,
+    Prefetch,
     PromptLogprobs,
+    RecordCall,
     RouterRequest,
     Submit,
     TopLogprobs,
 )
+from trunkline.controller.records import RecordStore
 from trunkline.kvstore.layout import pack_int32, unpack_int32
 from trunkline.router.messages import (
     BeamsFound,
@@ -32,10 +36,12 @@ from trunkline.router.messages import (
     Flushed,
     Hypothesis,
     Outputs,
+    Prefetched,
     PromptScored,
     RouterMessage,
     Started,
     State,
+    TierState,
 )
 
 Script = Callable[[Submit], Sequence[int]]
@@ -95,6 +101,13 @@ class Behaviour:
     max_context: int = 2048
     max_rows: int = 256
     cached_tokens: int = 0
+    found: Callable[[Submit], Started] | None = None
+    """What a request's prompt meets in the cache, in place of `cached_tokens`."""
+    tiers: list[TierState] = field(default_factory=list)
+    misses: dict[str, int] = field(default_factory=dict)
+    records: RecordStore = field(default_factory=RecordStore)
+    calls: list[RecordCall] = field(default_factory=list)
+    prefetches: list[Prefetch] = field(default_factory=list)
     submits: list[Submit] = field(default_factory=list)
     aborts: list[int] = field(default_factory=list)
     dropped: list[tuple[int, int]] = field(default_factory=list)
@@ -177,6 +190,13 @@ class FakeController:
             self._send(socket, router, self._state)
         elif isinstance(message, FlushCache):
             self._send(socket, router, lambda seq: Flushed(seq, message.ticket, 7))
+        elif isinstance(message, RecordCall):
+            behaviour.calls.append(message)
+            self._send(socket, router, lambda seq: behaviour.records.handle(message, seq, time.time()))
+        elif isinstance(message, Prefetch):
+            behaviour.prefetches.append(message)
+            known = len(message.tokens) // 4
+            self._send(socket, router, lambda seq: Prefetched(seq, message.ticket, known, known // 2))
         elif isinstance(message, Abort):
             live = self._live.get((router, message.request))
             if message.sample >= 0:
@@ -195,7 +215,9 @@ class FakeController:
             script = behaviour.sample_script or (lambda submit, _: behaviour.script(submit))
             texts = [list(script(message, index))[: message.max_tokens] for index in range(message.n)]
             self._live[router, message.request] = _Live(router, message, [_Sample(text) for text in texts])
-            started = Started(message.request, behaviour.cached_tokens)
+            started = Started(message.request, behaviour.cached_tokens, cut="kept" if message.drops else "")
+            if behaviour.found is not None:
+                started = behaviour.found(message)
             scored = [PromptScored(message.request, piece) for piece in score_prompt(message)]
             self._send(socket, router, lambda seq: Outputs(seq, started=[started], prompt_logprobs=scored[:1]))
             for piece in scored[1:]:
@@ -231,6 +253,8 @@ class FakeController:
             evicted_blocks=0,
             max_context=behaviour.max_context,
             max_rows=behaviour.max_rows,
+            tiers=behaviour.tiers,
+            misses=behaviour.misses,
         )
 
     def _step(self, socket: zmq.Socket[bytes]) -> None:
@@ -339,6 +363,11 @@ def score_prompt(submit: Submit) -> list[PromptLogprobs]:
     ]
 
 
-def prompt_of(submit: Submit) -> list[int]:
+def drops_of(submit: Submit | Prefetch) -> list[tuple[int, int]]:
+    """Ranges of a request's prompt that it does not see."""
+    return [(int(start), int(stop)) for start, stop in unpack_int32(submit.drops, 2)]
+
+
+def prompt_of(submit: Submit | Prefetch) -> list[int]:
     """A request's prompt."""
     return [int(token) for token in unpack_int32(submit.tokens)]

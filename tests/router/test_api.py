@@ -269,7 +269,7 @@ def test_version_openapi_and_cache(http: httpx.Client) -> None:
                 validator = jsonschema_rs.validator_for({**error, "components": schema["components"]})
                 validator.validate(http.delete(path).json())
                 if method == "post" and "requestBody" in operation:
-                    validator.validate(http.post(path, content=b"{}").json())
+                    validator.validate(http.post(path, content=b"[]").json())
     for path in ("/reset_prefix_cache", "/flush_cache"):
         assert http.post(path).json() == {"blocks_freed": 7}
 

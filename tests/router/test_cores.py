@@ -11,7 +11,7 @@ from router.harness import EOS, VOCAB_SIZE
 
 from trunkline.controller.messages import TopLogprobs
 from trunkline.router.errors import finish_error
-from trunkline.router.messages import FinishReason
+from trunkline.router.messages import FinishReason, Started
 from trunkline.router.policy import ControllerLoad, LeastInflight, RouteRequest
 from trunkline.router.sampling import Job
 from trunkline.router.streams import Stream
@@ -116,7 +116,7 @@ def test_a_stream_is_released_exactly_once(calls: list[str]) -> None:
             case "push":
                 stream.push(1, None)
             case "start":
-                stream.start(0)
+                stream.start(Started(1, 0))
     ends = [call for call in calls if call in ("finish", "close", "cut")]
     assert books.releases == ([(3, ends[0] != "finish")] if ends else [])
     assert stream.ended == bool(ends)
@@ -127,7 +127,7 @@ def test_a_reader_wakes_for_each_batch() -> None:
         stream = Stream(1, Books().release)
         reader = asyncio.create_task(stream.next())
         await asyncio.sleep(0)
-        stream.start(4)
+        stream.start(Started(1, 4))
         await asyncio.sleep(0)
         assert not reader.done(), "admission alone is nothing to read"
         stream.push(5, None)

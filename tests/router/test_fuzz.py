@@ -15,18 +15,32 @@ from router.fake_controller import FakeController
 from router.harness import MESSAGES, RunningRouter
 
 from trunkline.router.api.models import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from trunkline.router.api.session_types import SessionRequest
 
 _PATHS: dict[str, Any] = {
     "/v1/chat/completions": (ChatRequest, {"messages": MESSAGES}),
     "/v1/completions": (CompletionRequest, {"prompt": "x"}),
     "/tokenize": (TokenizeRequest, {"prompt": "x"}),
     "/detokenize": (DetokenizeRequest, {"tokens": [5]}),
+    "/v1/sessions": (SessionRequest, {}),
 }
 _KEYS = [
     *["role", "content", "type", "text", "5", "include_usage", "x", "json_schema", "schema", "name", "regex"],
     *["choice", "json", "grammar", "json_object", "structural_tag", "function", "parameters", "tool_calls"],
+    *["retention_ratio", "keep", "instructions", "sink_tokens"],
 ]
-_WORDS = ["json_object", "json_schema", "never", "required", "auto", "function", "assistant", "tool", "a|b"]
+_WORDS = [
+    "json_object",
+    "json_schema",
+    "never",
+    "required",
+    "auto",
+    "function",
+    "assistant",
+    "tool",
+    "a|b",
+    "retention_ratio",
+]
 _leaf = st.one_of(
     st.none(),
     st.booleans(),

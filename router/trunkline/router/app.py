@@ -14,12 +14,13 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from trunkline.router.api import admin, anthropic, chat, completions, openai_responses, tokens
+from trunkline.router.api import admin, anthropic, chat, completions, openai_responses, sessions, tokens
 from trunkline.router.api.anthropic import CountTokensRequest, MessagesRequest
 from trunkline.router.api.error_forms import SCHEMAS, error_body, schema_of
 from trunkline.router.api.models import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from trunkline.router.api.openai_response_types import ResponsesRequest
 from trunkline.router.api.responses import JsonResponse
+from trunkline.router.api.session_types import DiscardRequest, ForkRequest, SessionRequest, SessionUpdate
 from trunkline.router.errors import ApiError
 from trunkline.router.middleware import RequestMiddleware
 from trunkline.router.service import RouterService
@@ -32,7 +33,12 @@ _BODIES: dict[str, type[BaseModel]] = {
     "/v1/messages/count_tokens": CountTokensRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
+    "/v1/sessions": SessionRequest,
+    "/v1/sessions/{session_id}": SessionUpdate,
+    "/v1/sessions/{session_id}/fork": ForkRequest,
+    "/v1/sessions/{session_id}/discard": DiscardRequest,
 }
+"""By path; of its POST, or else its PATCH."""
 _PATHS = frozenset(
     {*_BODIES, "/v1/models", "/health", "/version", "/metrics", "/reset_prefix_cache", "/flush_cache"}
 )
@@ -59,7 +65,7 @@ def create_app(service: RouterService) -> FastAPI:
         exception_handlers={ApiError: _on_api_error, HTTPException: _on_http_exception},
     )
     app.state.service = service
-    for module in (chat, completions, openai_responses, anthropic, tokens, admin):
+    for module in (chat, completions, openai_responses, anthropic, sessions, tokens, admin):
         app.include_router(module.routes)
     app.add_middleware(RequestMiddleware, metrics=service.metrics, paths=_PATHS)
     app.openapi = lambda: _schema(app)  # type: ignore[method-assign]
@@ -88,11 +94,12 @@ def _schema(app: FastAPI) -> dict[str, Any]:
             ref_template="#/components/schemas/{model}",
         )
         # Instead of what FastAPI has there: its own form of errors, which is never sent.
-        schema["components"] = {"schemas": definitions["$defs"] | SCHEMAS}
+        schema["components"] = {"schemas": definitions["$defs"] | SCHEMAS | sessions.SCHEMAS}
         for path, model in _BODIES.items():
             reference = {"$ref": f"#/components/schemas/{model.__name__}"}
-            schema["paths"][path]["post"]["requestBody"] = {
-                "required": True,
+            operations = schema["paths"][path]
+            operations.get("post", operations.get("patch"))["requestBody"] = {
+                "required": model is not ForkRequest,
                 "content": {"application/json": {"schema": reference}},
             }
         for path, operations in schema["paths"].items():

@@ -59,6 +59,16 @@ def unsupported(param: str, what: str) -> ApiError:
     return ApiError(400, f"{what} (parameter `{param}`)", param=param, code="unsupported_parameter")
 
 
+def not_found(param: str, message: str, *, code: str) -> ApiError:
+    """404: what the request names is not there."""
+    return ApiError(404, message, param=param, code=code)
+
+
+def in_conflict(param: str, message: str, *, code: str) -> ApiError:
+    """409: what the request names is not in a state for it."""
+    return ApiError(409, message, kind="conflict_error", param=param, code=code)
+
+
 def unavailable(message: str, *, code: str = "engine_unavailable") -> ApiError:
     """503: nothing here can generate now."""
     return ApiError(503, message, kind="service_unavailable_error", code=code)

@@ -10,6 +10,7 @@ from typing import Final
 from trunkline.controller.messages import PromptLogprobs
 from trunkline.router.choices import Choices
 from trunkline.router.errors import TIMED_OUT, ApiError, finish_error, unavailable
+from trunkline.router.messages import Started
 from trunkline.router.metrics import Metrics
 from trunkline.router.sampling import Job
 from trunkline.router.streams import Batch, End, Stream
@@ -46,6 +47,11 @@ class Generation:
     def cached_tokens(self) -> int:
         """Prompt tokens whose KV was found."""
         return self._stream.cached_tokens
+
+    @property
+    def started(self) -> Started | None:
+        """What the controller found of the prompt; None until it was admitted."""
+        return self._stream.started
 
     @property
     def output_tokens(self) -> int:
@@ -133,8 +139,10 @@ class Generation:
         now = self._loop.time()
         if self._last_token_at is None:
             self._metrics.first_token.observe(now - self._arrived_at)
-            self._metrics.prompt_tokens.inc(len(self.job.prompt))
+            self._metrics.prompt_tokens.inc(self.job.seen_tokens)
             self._metrics.cached_tokens.inc(self.cached_tokens)
+            if self.job.cut.drops and self.started is not None:
+                self._metrics.truncations.labels(self.started.cut or "kept").inc()
         elif count == 1:
             self._metrics.inter_token.observe(now - self._last_token_at)
         else:

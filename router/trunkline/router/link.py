@@ -1,7 +1,7 @@
 """A router's connection to one controller: a DEALER socket, the streams that run over it, its health.
 
-    submit/abort/flush ──► DEALER ──────────► controller (ROUTER)
-    streams ◄── dispatch ◄─┘ Outputs, State, Flushed: one sequence number over all of them
+    submit/abort/call ──► DEALER ──────────► controller (ROUTER)
+    streams ◄── dispatch ◄─┘ Outputs, State, answers to calls: one sequence number over all of them
     monitor ──► the peer closed the connection: it is dead, at once
     timer   ──► a ping each second; silence for `silence_seconds`: it is dead as well
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Callable
 from typing import Final
 
 import msgspec
@@ -24,9 +25,17 @@ import structlog
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from trunkline.controller.messages import Abort, FlushCache, Ping, RouterRequest, Submit
+from trunkline.controller.messages import Abort, FlushCache, Ping, Prefetch, RecordCall, RouterRequest, Submit
 from trunkline.router.errors import unavailable
-from trunkline.router.messages import FinishReason, Flushed, Outputs, RouterMessage, State
+from trunkline.router.messages import (
+    FinishReason,
+    Flushed,
+    Outputs,
+    Prefetched,
+    RecordReply,
+    RouterMessage,
+    State,
+)
 from trunkline.router.sampling import Job
 from trunkline.router.streams import Stream
 
@@ -34,6 +43,8 @@ PING_SECONDS: Final = 1.0
 _MESSAGES_PER_TURN: Final = 64
 """Messages handled before other coroutines get a turn."""
 _HIGH_WATER: Final = 20_000
+Call = FlushCache | Prefetch | RecordCall
+Answer = Flushed | Prefetched | RecordReply
 _log = structlog.get_logger("trunkline.router.link")
 
 
@@ -55,7 +66,7 @@ class ControllerLink:
         self._loop = asyncio.get_running_loop()
         self._socket: _Socket | None = None
         self._streams: dict[int, Stream] = {}
-        self._flushes: dict[int, asyncio.Future[int]] = {}
+        self._calls: dict[int, asyncio.Future[Answer]] = {}
         self._ids = itertools.count(1)
         self._timer: asyncio.TimerHandle | None = None
 
@@ -115,6 +126,8 @@ class ControllerLink:
                 beam=job.decoding.beam,
                 priority=job.priority,
                 grammar=job.grammar,
+                drops=job.packed_drops(),
+                ttl=job.ttl,
             )
         )
         if not sent:
@@ -135,18 +148,31 @@ class ControllerLink:
         Raises:
             ApiError: 503, no answer.
         """
+        answer = await self.call(FlushCache, timeout_seconds)
+        return answer.blocks_freed if isinstance(answer, Flushed) else 0
+
+    async def call(self, make: Callable[[int], Call], timeout_seconds: float) -> Answer:
+        """Send what `make` makes of a fresh ticket, and wait for the answer.
+
+        Raises:
+            ApiError: 503, no answer; whether the call was carried out is not known.
+        """
         ticket = next(self._ids) & 0xFFFF_FFFF
-        future: asyncio.Future[int] = self._loop.create_future()
-        self._flushes[ticket] = future
+        future: asyncio.Future[Answer] = self._loop.create_future()
+        self._calls[ticket] = future
         try:
-            if not self._send(FlushCache(ticket)):
+            if not self._send(make(ticket)):
                 raise unavailable("the connection to the engine is down")
             async with asyncio.timeout(timeout_seconds):
                 return await future
         except TimeoutError:
             raise unavailable(f"the engine did not answer within {timeout_seconds:.0f} s") from None
         finally:
-            self._flushes.pop(ticket, None)
+            self._calls.pop(ticket, None)
+
+    def tell(self, make: Callable[[int], Call]) -> None:
+        """As `call`, for somebody who does not wait for the answer. Without a connection nothing is sent."""
+        self._send(make(next(self._ids) & 0xFFFF_FFFF))
 
     def _release(self, request: int, abort: bool) -> None:
         if self._streams.pop(request, None) is not None and abort:
@@ -159,7 +185,7 @@ class ControllerLink:
     def _fail_all(self, detail: str) -> None:
         for stream in list(self._streams.values()):
             stream.finish(FinishReason.ENGINE_FAILED, detail)
-        for future in self._flushes.values():
+        for future in self._calls.values():
             if not future.done():
                 future.set_exception(unavailable(detail))
 
@@ -208,17 +234,17 @@ class ControllerLink:
             self._dispatch(message)
         elif isinstance(message, State):
             self._update_state(message)
-        elif isinstance(message, Flushed):
-            future = self._flushes.get(message.ticket)
+        else:
+            future = self._calls.get(message.ticket)
             if future is not None and not future.done():
-                future.set_result(message.blocks_freed)
+                future.set_result(message)
 
     def _dispatch(self, outputs: Outputs) -> None:
         streams = self._streams
         for started in outputs.started:
             stream = streams.get(started.request)
             if stream is not None:
-                stream.start(started.cached_tokens)
+                stream.start(started)
         for scored in outputs.prompt_logprobs:
             stream = streams.get(scored.request)
             if stream is not None:

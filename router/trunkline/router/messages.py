@@ -38,6 +38,39 @@ class Started(msgspec.Struct, array_like=True, frozen=True):
     request: int
     cached_tokens: int
     """Prompt tokens whose KV was found, not computed."""
+    tier_tokens: list[int] = []
+    """`cached_tokens` by where they were: device, host, disk, remote (`trunkline.kvstore.tier.TierKind`)."""
+    miss: str = ""
+    """Why the others were not found: a `MissReason`; "" if all were (but the last, which is always computed)."""
+    miss_token: int = 0
+    """Index in the prompt of the first token that was not found."""
+    exact: bool = True
+    """Whether all KV found was computed with exactly the tokens in sight that the request sees before it. False:
+    kept from before a cut."""
+    cut: str = ""
+    """Of a request with drops: "kept" (cached KV is used behind the cut), "recomputed" (it was not there, or the
+    model's positions cannot shift); "" without drops."""
+
+
+class MissReason(StrEnum):
+    """Why prompt tokens were not found in any tier."""
+
+    NEW = "new"
+    """Nothing that begins like this has been here, as far as is remembered."""
+    DIVERGED = "diverged"
+    """Other prompts agree up to `miss_token`."""
+    EVICTED = "evicted"
+    """It was here and made room for others."""
+    TTL = "ttl"
+    """It was here and had not been used for too long."""
+    SALT = "salt"
+    """Nothing is cached under the request's salt."""
+    SLOW = "slow"
+    """It is in a tier from which it would have come later than by computing it."""
+    LOST = "lost"
+    """A tier held it, but could not give it back whole."""
+    OFF = "off"
+    """The prefix cache is off, or the request must compute all its prompt (prompt log-probabilities)."""
 
 
 class Finished(msgspec.Struct, array_like=True, frozen=True):
@@ -98,6 +131,28 @@ class Outputs(msgspec.Struct, array_like=True, frozen=True, tag="outputs"):
     prompt_logprobs: list[PromptScored] = []
 
 
+class TierState(msgspec.Struct, array_like=True, frozen=True):
+    """One tier's size and totals since the start."""
+
+    name: str
+    """"device", "host", "disk" or "remote"."""
+    slots: int
+    """Chunks that it can hold; 0: not known (remote)."""
+    used: int
+    hit_tokens: int
+    """Prompt tokens found there."""
+    writes: int
+    """Chunks moved into it …"""
+    reads: int
+    """… and out of it towards the device."""
+    evictions: int
+    """Chunks that left it to make room, or because their time was over."""
+    failures: int
+    """Moves that failed, and reads that did not bring back what was written."""
+    problem: str = ""
+    """Why it is not used at present."""
+
+
 class State(msgspec.Struct, array_like=True, frozen=True, tag="state"):
     """The controller's load and health, in answer to each `Ping` and when it changes."""
 
@@ -141,6 +196,11 @@ class State(msgspec.Struct, array_like=True, frozen=True, tag="state"):
     host_slots_free: int = 0
     max_rows: int = 0
     """Sequences that can decode at once: the most samples or beams a request may have."""
+    tiers: list[TierState] = []
+    misses: dict[str, int] = {}
+    """Requests by `MissReason`, since the start."""
+    positions_shift: bool = True
+    """Whether KV can be kept when the tokens before it are cut off."""
 
 
 class Flushed(msgspec.Struct, array_like=True, frozen=True, tag="flushed"):
@@ -151,4 +211,40 @@ class Flushed(msgspec.Struct, array_like=True, frozen=True, tag="flushed"):
     blocks_freed: int
 
 
-RouterMessage = Outputs | State | Flushed
+class Prefetched(msgspec.Struct, array_like=True, frozen=True, tag="prefetched"):
+    """Answer to `Prefetch`."""
+
+    seq: int
+    ticket: int
+    known_tokens: int
+    """Of the prompt, in any tier, …"""
+    coming_tokens: int
+    """… of them being fetched into host memory now."""
+
+
+class Record(msgspec.Struct, array_like=True, frozen=True):
+    """See `RecordCall`."""
+
+    id: str
+    version: int
+    value: bytes
+    created: float
+    """Seconds since the epoch (UTC)."""
+    used: float
+    expires: float
+    """0: never."""
+
+
+class RecordReply(msgspec.Struct, array_like=True, frozen=True, tag="record"):
+    """Answer to `RecordCall`."""
+
+    seq: int
+    ticket: int
+    status: str
+    """"ok"; "missing"; "exists"; "busy": somebody has acquired it; "conflict": `version` is not the present one;
+    "failed": it could not be stored."""
+    records: list[Record] = []
+    detail: str = ""
+
+
+RouterMessage = Outputs | State | Flushed | Prefetched | RecordReply

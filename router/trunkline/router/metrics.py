@@ -43,6 +43,16 @@ _COUNTERS: Final = (
     ("blocks_loaded", "blocks_loaded", "Device blocks copied back from the host pool."),
     ("evicted_blocks", "evicted_blocks", "Cached blocks given up for others."),
 )
+_TIERS: Final[tuple[tuple[type[GaugeMetricFamily] | type[CounterMetricFamily], str, str, str], ...]] = (
+    (GaugeMetricFamily, "problem", "up", "1 if the tier is used at present."),
+    (GaugeMetricFamily, "slots", "slots", "Chunks that the tier can hold; 0: not known."),
+    (GaugeMetricFamily, "used", "slots_used", "Chunks that it holds."),
+    (CounterMetricFamily, "hit_tokens", "hit_tokens", "Prompt tokens found there."),
+    (CounterMetricFamily, "writes", "writes", "Chunks moved into it."),
+    (CounterMetricFamily, "reads", "reads", "Chunks moved out of it towards the device."),
+    (CounterMetricFamily, "evictions", "evictions", "Chunks that made room or whose time was over."),
+    (CounterMetricFamily, "failures", "failures", "Moves that failed, and reads that did not verify."),
+)
 
 
 class _ControllerCollector(Collector):
@@ -68,6 +78,7 @@ class _ControllerCollector(Collector):
             yield self._family(GaugeMetricFamily, field, name, text, links)
         for field, name, text in _COUNTERS:
             yield self._family(CounterMetricFamily, field, name, text, links)
+        yield from _tier_families(links)
 
     @staticmethod
     def _family(
@@ -82,6 +93,27 @@ class _ControllerCollector(Collector):
             if link.state is not None:
                 family.add_metric([str(link.index)], float(getattr(link.state, field)))
         return family
+
+
+def _tier_families(links: Sequence[ControllerLink]) -> Iterable[Metric]:
+    """What the controllers say of their tiers, and why prompts were not found in them."""
+    states = [(str(link.index), link.state) for link in links if link.state is not None]
+    for kind, field, name, text in _TIERS:
+        family = kind(f"trunkline_tier_{name}", text, labels=["controller", "tier"])
+        for controller, state in states:
+            for tier in state.tiers:
+                value = not tier.problem if field == "problem" else getattr(tier, field)
+                family.add_metric([controller, tier.name], float(value))
+        yield family
+    misses = CounterMetricFamily(
+        "trunkline_prefix_miss",
+        "Requests part of whose prompt was in no tier, by the reason.",
+        labels=["controller", "reason"],
+    )
+    for controller, state in states:
+        for reason, count in sorted(state.misses.items()):
+            misses.add_metric([controller, reason], float(count))
+    yield misses
 
 
 class Metrics:
@@ -126,6 +158,12 @@ class Metrics:
         )
         self.cached_tokens = Counter(
             "trunkline_cached_prompt_tokens", "Of these, tokens whose KV was found.", registry=registry
+        )
+        self.truncations = Counter(
+            "trunkline_truncations",
+            "Requests of which a part of the prompt was left out, by what became of the KV behind it.",
+            ["kv"],
+            registry=registry,
         )
         self.output_tokens = Counter("trunkline_output_tokens", "Output tokens delivered.", registry=registry)
 

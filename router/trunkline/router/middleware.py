@@ -17,6 +17,7 @@ from trunkline.router.api.responses import JsonResponse
 from trunkline.router.errors import ApiError
 from trunkline.router.metrics import Metrics
 
+SESSION_VERBS: Final = ("fork", "prefetch", "discard")
 _GOOD_ID: Final = re.compile(r"[\x21-\x7e]{1,128}")
 _log = structlog.get_logger("trunkline.router.http")
 
@@ -65,6 +66,9 @@ class RequestMiddleware:
     def _label(self, path: str) -> str:
         if path.startswith("/v1/models/"):
             return "/v1/models/{model}"
+        if path.startswith("/v1/sessions/"):
+            verb = path.split("/", 4)[4:]
+            return "/v1/sessions/{session}" + (f"/{verb[0]}" if verb and verb[0] in SESSION_VERBS else "")
         return path if path in self._paths else "other"
 
 

@@ -16,6 +16,7 @@ from trunkline.router.errors import bad_value
 from trunkline.router.model_files import SamplingDefaults
 from trunkline.router.structured import grammar_of
 from trunkline.router.tools.plan import ToolPlan
+from trunkline.router.truncation import Cut
 from trunkline.worker.messages import Sampling
 
 _Value = TypeVar("_Value", int, float)
@@ -48,10 +49,27 @@ class Job(msgspec.Struct, frozen=True):
     decoding: Decoding = Decoding()
     grammar: Grammar | None = None
     priority: int = 0
+    cut: Cut = Cut()
+    """What of `prompt` is not to be seen."""
+    session: str = ""
+    """The client's id for the conversation that it belongs to."""
+    session_tokens: int = 0
+    """First tokens of `prompt` that are a stored session's."""
+    ttl: float = 0.0
+    """Seconds for which its KV is kept; 0: as the engine is set."""
+
+    @property
+    def seen_tokens(self) -> int:
+        """Prompt tokens that the model sees."""
+        return len(self.prompt) - self.cut.dropped_tokens
 
     def packed_prompt(self) -> bytes:
         """The prompt as it travels."""
         return pack_int32(self.prompt)
+
+    def packed_drops(self) -> bytes:
+        """What is dropped of it, likewise."""
+        return pack_int32([end for span in self.cut.drops for end in span])
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -65,19 +83,19 @@ class Limits(msgspec.Struct, frozen=True):
     """Sequences that an engine decodes at once; 0: not known."""
 
 
-def check_prompt(prompt: list[int], limits: Limits, param: str) -> None:
-    """Refuse prompts that cannot run.
+def check_prompt(prompt: list[int], limits: Limits, param: str, dropped: int = 0) -> None:
+    """Refuse prompts that cannot run. `dropped`: tokens of it that are not seen.
 
     Raises:
         ApiError: 400: empty, ids outside the vocabulary, or no room left for a single output token.
     """
     if not prompt:
         raise bad_value(param, f"`{param}` comes to no tokens at all")
-    if len(prompt) >= limits.max_context:
+    if len(prompt) - dropped >= limits.max_context:
         raise bad_value(
             param,
             f"this model's context is {limits.max_context} tokens, prompt and output together; "
-            f"`{param}` alone has {len(prompt)} tokens. Please shorten it.",
+            f"`{param}` alone has {len(prompt) - dropped} tokens. Please shorten it, or allow `truncation`.",
             code="context_length_exceeded",
         )
     check_ids(prompt, limits.vocab_size, param)
@@ -114,6 +132,7 @@ def make_job(
     bad_words: list[list[int]] | None = None,
     tools: ToolPlan | None = None,
     param: str = "",
+    cut: Cut | None = None,
 ) -> Job:
     """Put a request together for the engine.
 
@@ -121,12 +140,15 @@ def make_job(
         bad_words: the request's, as token ids.
         tools: the request's, made ready.
         param: where the prompt comes from; "" means `messages` or `prompt`.
+        cut: what of the prompt is not to be seen.
 
     Raises:
         ApiError: 400 naming the parameter.
     """
+    cut = cut or Cut()
     chat = isinstance(request, ChatRequest)
-    max_tokens = _fit(request, prompt, limits, param or ("messages" if chat else "prompt"))
+    dropped = cut.dropped_tokens
+    max_tokens = _fit(request, prompt, limits, param or ("messages" if chat else "prompt"), dropped)
     stop_ids = frozenset(request.stop_token_ids or ())
     check_ids(stop_ids, limits.vocab_size, "stop_token_ids")
     check_ids(request.logit_bias, limits.vocab_size, "logit_bias")
@@ -156,6 +178,8 @@ def make_job(
         decoding=decoding,
         grammar=grammar,
         priority=request.priority or 0,
+        cut=cut,
+        session=request.session_id or "",
     )
 
 
@@ -194,10 +218,12 @@ def check_repeated(job: Job, prompts: int) -> None:
         )
 
 
-def _fit(request: ChatRequest | CompletionRequest, prompt: list[int], limits: Limits, param: str) -> int:
+def _fit(
+    request: ChatRequest | CompletionRequest, prompt: list[int], limits: Limits, param: str, dropped: int = 0
+) -> int:
     """Output tokens that a prompt gets, at least 1."""
-    check_prompt(prompt, limits, param)
-    max_tokens = _max_tokens(request, len(prompt), limits.max_context)
+    check_prompt(prompt, limits, param, dropped)
+    max_tokens = _max_tokens(request, len(prompt) - dropped, limits.max_context)
     if request.min_tokens and request.min_tokens > max_tokens:
         raise bad_value(
             "min_tokens", f"`min_tokens` is {request.min_tokens}, but the answer has {max_tokens} tokens at most"
@@ -224,10 +250,15 @@ def _one_grammar(request: GenerationRequest, of_tools: Grammar | None, eos_ids: 
     return grammar
 
 
-def _max_tokens(request: GenerationRequest, prompt_len: int, max_context: int) -> int:
-    param, wanted = "max_tokens", request.max_tokens
+def wanted_tokens(request: GenerationRequest) -> tuple[str, int | None]:
+    """How long the answer may be, as the client said (None: it did not), and the parameter that says so."""
     if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
-        param, wanted = "max_completion_tokens", request.max_completion_tokens
+        return "max_completion_tokens", request.max_completion_tokens
+    return "max_tokens", request.max_tokens
+
+
+def _max_tokens(request: GenerationRequest, prompt_len: int, max_context: int) -> int:
+    param, wanted = wanted_tokens(request)
     room = max_context - prompt_len
     if wanted is None:
         return room if isinstance(request, ChatRequest) else min(COMPLETION_TOKENS_DEFAULT, room)

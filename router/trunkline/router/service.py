@@ -23,6 +23,7 @@ from trunkline.router.messages import FinishReason
 from trunkline.router.metrics import Metrics
 from trunkline.router.policy import ControllerLoad, LeastInflight, Policy, RouteRequest
 from trunkline.router.sampling import Job, Limits
+from trunkline.router.sessions import SessionStore, is_stored
 from trunkline.router.tokenizer import Tokenizer
 
 
@@ -33,6 +34,7 @@ class RouterService:
         self.config = config
         self.tokenizer = tokenizer
         self.links: list[ControllerLink] = []
+        self.sessions = SessionStore(self.links)
         self.metrics = Metrics(lambda: self.links)
         self.created = int(time.time())
         """Start of this process, Unix time in seconds."""
@@ -95,7 +97,7 @@ class RouterService:
         if not any(link.ready for link in self.links):
             raise unavailable(f"no engine is ready: {describe(self.links)}")
 
-    def generate(self, job: Job, arrived_at: float, *, session: str = "") -> Generation:
+    def generate(self, job: Job, arrived_at: float) -> Generation:
         """Send a job to a controller; `arrived_at` is when its request came (loop time, seconds).
 
         Raises:
@@ -103,7 +105,8 @@ class RouterService:
         """
         self.check_admission()
         loads = [ControllerLoad(link.index, link.inflight) for link in self.links if link.ready]
-        chosen = self._policy.choose(RouteRequest(job.prompt, job.salt, session), loads)
+        home = self.sessions.home_of(job.session).index if is_stored(job.session) else -1
+        chosen = self._policy.choose(RouteRequest(job.prompt, job.salt, job.session, home), loads)
         stream = self.links[chosen].submit(job)
         generation = Generation(
             job, stream, Choices(job, self.tokenizer.vocabulary), self.metrics, arrived_at, self._forget

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from trunkline.controller.messages import PromptLogprobs, TopLogprobs
-from trunkline.router.messages import Hypothesis
+from trunkline.router.messages import Hypothesis, Started
 
 
 class End(NamedTuple):
@@ -67,9 +67,8 @@ class Stream:
             drop: `drop(request, sample)` lets the controller end one of several samples.
         """
         self.request = request
-        self.started = False
-        self.cached_tokens = 0
-        """Prompt tokens whose KV was found; valid once `started`."""
+        self.started: Started | None = None
+        """What was found of its prompt; None until it was admitted."""
         self.prompt_logprobs: list[PromptLogprobs] = []
         """What has been said of the prompt, in the order of arrival; all of it before the first token."""
         self._release: Callable[[int, bool], None] | None = release
@@ -85,10 +84,14 @@ class Stream:
         """Whether the controller has nothing more to say, or nobody listens."""
         return self._release is None
 
-    def start(self, cached_tokens: int) -> None:
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens whose KV was found; 0 until it was admitted."""
+        return 0 if self.started is None else self.started.cached_tokens
+
+    def start(self, started: Started) -> None:
         """The controller admitted the request."""
-        self.started = True
-        self.cached_tokens = cached_tokens
+        self.started = started
         self._wake()
 
     def push(self, token: int, logprobs: TopLogprobs | None = None) -> None:
@@ -155,7 +158,7 @@ class Stream:
 
     async def wait_first(self) -> None:
         """Return as soon as the request was admitted, brought a token or ended."""
-        while not (self.started or self._batch.tokens or self._batch.end is not None):
+        while not (self.started is not None or self._batch.tokens or self._batch.end is not None):
             await self._wait()
 
     async def next(self) -> Batch:

@@ -7,6 +7,7 @@ neither torch nor transformers (it starts in half a second and stays small).
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,7 @@ from trunkline.router.tools.styles import ToolStyle, detect_style
 
 OFF_LOOP_CHARACTERS: Final = 64 << 10
 """Texts longer than this are tokenised in a thread: they would stop all streams for over 10 ms."""
+_LINE_END: Final = "\n"
 
 
 class Tokenizer:
@@ -36,10 +38,13 @@ class Tokenizer:
         folder = Path(folder)
         path = folder / "tokenizer.json"
         try:
-            description = json.loads(path.read_text(encoding="utf-8"))
+            source = path.read_text(encoding="utf-8")
+            description = json.loads(source)
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:
             raise ValueError(f"{path} cannot be loaded: {error}") from error
+        self.fingerprint: str = hashlib.blake2b(source.encode(), digest_size=8).hexdigest()
+        """Token ids of another one mean other texts."""
         # Serving never wants a checkpoint's training-time cut or padding.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -103,6 +108,17 @@ class Tokenizer:
         return await loop.run_in_executor(
             self._threads, lambda: self.encode(text, add_special_tokens=add_special_tokens)
         )
+
+    async def encode_rest(self, text: str) -> list[int]:
+        """Token ids of a text that goes on where others stopped: without what marks the beginning of one."""
+        if not text:
+            return []
+        # Some tokenizers put a space in front of whatever they are given; in front of the line end, here.
+        line_end = self.encode(_LINE_END, add_special_tokens=False)
+        ids = await self.encode_async(_LINE_END + text, add_special_tokens=False)
+        if ids[: len(line_end)] == line_end:
+            return ids[len(line_end) :]
+        return await self.encode_async(text, add_special_tokens=False)  # the two grew together
 
     def render_chat(
         self,

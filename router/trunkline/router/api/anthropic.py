@@ -44,6 +44,8 @@ _NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
     "container": (),
     "context_management": ({},),
     "output_format": (),
+    "session_id": (),
+    "truncation": ("disabled",),
 }
 """Parameters that are known and not supported, with the values that ask for nothing."""
 

@@ -15,8 +15,9 @@ import msgspec
 from pydantic_core import from_json
 
 from trunkline.router.api.body import validate
-from trunkline.router.api.common import encode_messages, job_for
+from trunkline.router.api.common import encode_messages
 from trunkline.router.api.models import ChatRequest
+from trunkline.router.api.prompting import chat_job
 from trunkline.router.errors import ApiError
 from trunkline.router.generation import Generation
 from trunkline.router.sampling import Job, Limits
@@ -196,8 +197,7 @@ async def job_of(service: RouterService, chat: ChatRequest, plan: ToolPlan) -> J
     Raises:
         ApiError: 400 naming a chat completion's parameter.
     """
-    prompt = await prompt_of(service, chat, plan, service.limits)
-    return job_for(service, chat, prompt, tools=plan)
+    return await chat_job(service, chat, plan)
 
 
 def named_event(name: str, content: Any) -> bytes:

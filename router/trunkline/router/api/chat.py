@@ -11,13 +11,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from trunkline.router.api.body import read_request
+from trunkline.router.api.caching import cache_use, truncation_result
 from trunkline.router.api.common import (
     Collected,
-    Head,
     check_model,
     collect_choices,
-    encode_messages,
-    job_for,
     make_head,
     optional,
     prompt_scores_of,
@@ -28,6 +26,7 @@ from trunkline.router.api.common import (
 from trunkline.router.api.connection import EventStream, while_connected
 from trunkline.router.api.logprobs import chat_logprobs, prompt_logprob_list
 from trunkline.router.api.models import ChatRequest
+from trunkline.router.api.prompting import chat_job
 from trunkline.router.api.responses import (
     DONE_EVENT,
     CalledFunction,
@@ -45,6 +44,7 @@ from trunkline.router.api.responses import (
     Usage,
     event,
 )
+from trunkline.router.api.turn import Together, Turn, open_turn
 from trunkline.router.api.unsupported import check_supported
 from trunkline.router.errors import bad_value
 from trunkline.router.generation import Generation
@@ -69,39 +69,35 @@ async def chat_completions(request: Request) -> Response:
     plan = prepare_tools(body.tools, body.tool_choice, body.parallel_tool_calls, service.tokenizer.tool_style)
     if plan.active and body.use_beam_search:
         raise bad_value("tools", "`tools` are not available in a beam search (`use_beam_search: true`)")
-    prompt = await encode_messages(
-        service,
-        body.messages,
-        service.limits,
-        add_generation_prompt=body.add_generation_prompt,
-        extra=body.chat_template_kwargs,
-        add_special_tokens=body.add_special_tokens,
-        keep=body.truncate_prompt_tokens,
-        tools=plan.template_tools,
-    )
-    job = job_for(service, body, prompt, tools=plan)
-    head = make_head("chatcmpl", service, body.model)
-    generation = await while_connected(request, start(service, job, arrived_at))
-    answer = _Answer(service, body, plan, generation, head)
-    if body.stream:
-        return EventStream(generation, answer.events())
+    turn = await while_connected(request, open_turn(service, body, "chat"))
+    work = Together(turn)
+    streaming = False
     try:
-        return await while_connected(request, answer.whole())
+        job = await chat_job(service, body, plan, turn)
+        generation = await while_connected(request, start(service, job, arrived_at))
+        work = Together(generation, turn)
+        answer = _Answer(service, body, plan, generation, turn)
+        if not body.stream:
+            return await while_connected(request, answer.whole())
+        streaming = True
+        return EventStream(work, answer.events())
     finally:
-        generation.close()
+        if not streaming:
+            work.close()
 
 
 class _Answer:
     """How one request's answer is written."""
 
     def __init__(
-        self, service: RouterService, body: ChatRequest, plan: ToolPlan, generation: Generation, head: Head
+        self, service: RouterService, body: ChatRequest, plan: ToolPlan, generation: Generation, turn: Turn | None
     ) -> None:
         self._service = service
         self._body = body
         self._plan = plan
         self._generation = generation
-        self._head = head
+        self._turn = turn
+        self._head = make_head("chatcmpl", service, body.model)
         self._count = body.alternatives
 
     # -- whole
@@ -109,17 +105,22 @@ class _Answer:
     async def whole(self) -> Response:
         """The answer at once."""
         answers = await collect_choices(self._generation)
+        choices = [self._choice(index, answer) for index, answer in enumerate(answers)]
+        if self._turn is not None:
+            await self._turn.store_chat(choices[0].message, answers[0].tokens)
         prompt = self._generation.job.prompt
         return JsonResponse(
             ChatCompletion(
                 id=self._head.id,
                 created=self._head.created,
                 model=self._head.model,
-                choices=[self._choice(index, answer) for index, answer in enumerate(answers)],
+                choices=choices,
                 usage=usage_of(self._generation),
                 system_fingerprint=self._service.fingerprint,
                 prompt_logprobs=optional(self._prompt_logprobs()),
                 prompt_token_ids=prompt if self._body.return_token_ids else UNSET,
+                cache=cache_use(self._generation),
+                truncation=truncation_result(self._generation),
             )
         )
 
@@ -155,8 +156,19 @@ class _Answer:
         samples = self._generation.job.decoding.samples
         parsers = [self._plan.make_parser() for _ in range(samples)]
         unopened = set(range(samples))
+        going = samples
+        said: list[Piece] = []
+        tokens: list[int] = []
         async for delta in self._generation.deltas():
-            choices = self._parts(delta, parsers[delta.index])
+            parser = parsers[delta.index]
+            pieces = _pieces(delta, parser)
+            choices = self._parts(delta, pieces, parser)
+            going -= delta.finish is not None
+            if self._turn is not None:
+                said += pieces
+                tokens += delta.tokens
+                if not going:  # before the end is told: the next request may follow at once
+                    await self._turn.store_chat(_message(said), tokens)
             parts = b""
             if choices and delta.index in unopened:
                 # The role goes out with the first text, not before: clients time their first chunk.
@@ -164,22 +176,19 @@ class _Answer:
                 parts = self._chunk(role, first=len(unopened) == samples)
                 unopened.remove(delta.index)
             for choice in choices:
-                parts += self._chunk(choice)
+                last = not going and choice is choices[-1] and not self._body.include_usage
+                parts += self._chunk(choice, last=last)
             if parts:
                 yield parts
         if self._body.include_usage:
-            yield self._chunk(usage=usage_of(self._generation))
+            yield self._chunk(usage=usage_of(self._generation), last=True)
         yield DONE_EVENT
 
-    def _parts(self, delta: Delta, parser: ToolParser | None) -> list[ChatChunkChoice]:
+    def _parts(self, delta: Delta, pieces: list[Piece], parser: ToolParser | None) -> list[ChatChunkChoice]:
         """What a delta becomes: its text or calls, with what belongs to its tokens, then its end."""
         logprobs = self._logprobs(delta)
         token_ids = delta.tokens if self._body.return_token_ids and delta.tokens else UNSET
-        if parser is None:
-            additions = [ChatDelta(content=delta.text)] if delta.text else []
-        else:
-            pieces = parser.feed(delta.text) + (parser.finish() if delta.finish is not None else [])
-            additions = [_addition(piece) for piece in pieces]
+        additions = [_addition(piece) for piece in pieces]
         if not additions and (logprobs is not None or token_ids is not UNSET):
             additions = [ChatDelta(content="")]
         parts = [ChatChunkChoice(index=delta.index, delta=addition) for addition in additions]
@@ -197,7 +206,9 @@ class _Answer:
             )
         return parts
 
-    def _chunk(self, *choices: ChatChunkChoice, usage: Usage | None = None, first: bool = False) -> bytes:
+    def _chunk(
+        self, *choices: ChatChunkChoice, usage: Usage | None = None, first: bool = False, last: bool = False
+    ) -> bytes:
         return event(
             ChatChunk(
                 id=self._head.id,
@@ -207,8 +218,17 @@ class _Answer:
                 system_fingerprint=self._service.fingerprint,
                 usage=usage if self._body.include_usage else UNSET,
                 prompt_token_ids=self._generation.job.prompt if first and self._body.return_token_ids else UNSET,
+                cache=cache_use(self._generation) if last else UNSET,
+                truncation=truncation_result(self._generation) if last else UNSET,
             )
         )
+
+
+def _pieces(delta: Delta, parser: ToolParser | None) -> list[Piece]:
+    """What a delta of a choice says; `parser`: the choice's, None if it cannot have calls."""
+    if parser is None:
+        return [Text(delta.text)] if delta.text else []
+    return parser.feed(delta.text) + (parser.finish() if delta.finish is not None else [])
 
 
 def _finish(finish: FinishName, parser: ToolParser | None) -> ChatFinishName:

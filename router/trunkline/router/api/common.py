@@ -23,6 +23,7 @@ from trunkline.router.service import RouterService
 from trunkline.router.text import FinishName, TokenLogprob
 from trunkline.router.tokenizer import OFF_LOOP_CHARACTERS, Tokenizer
 from trunkline.router.tools.plan import ToolPlan
+from trunkline.router.truncation import Cut, clip_spans, span_tokens
 
 _Value = TypeVar("_Value")
 
@@ -156,6 +157,27 @@ async def encode_messages(
     Raises:
         ApiError: 400, the template refuses the messages or they are far too long.
     """
+    text = await render_messages(
+        service, messages, add_generation_prompt=add_generation_prompt, extra=extra, tools=tools
+    )
+    return await encode_text(
+        service.tokenizer, text, limits, add_special_tokens=add_special_tokens, param="messages", keep=keep
+    )
+
+
+async def render_messages(
+    service: RouterService,
+    messages: list[Message],
+    *,
+    add_generation_prompt: bool,
+    extra: dict[str, Any] | None = None,
+    tools: list[dict[str, Any]] | None = None,
+) -> str:
+    """The text of a conversation (see `encode_messages`).
+
+    Raises:
+        ApiError: 400, the template refuses the messages.
+    """
     tokenizer = service.tokenizer
     turns = [message.for_template() for message in messages]
 
@@ -164,12 +186,9 @@ async def encode_messages(
 
     try:
         size = sum(len(turn["content"]) for turn in turns) + 64 * len(turns)
-        text = await asyncio.to_thread(render) if size > OFF_LOOP_CHARACTERS else render()
+        return await asyncio.to_thread(render) if size > OFF_LOOP_CHARACTERS else render()
     except ChatTemplateError as error:
         raise bad_value("messages", str(error)[:1000]) from None
-    return await encode_text(
-        tokenizer, text, limits, add_special_tokens=add_special_tokens, param="messages", keep=keep
-    )
 
 
 async def start(service: RouterService, job: Job, arrived_at: float) -> Generation:
@@ -224,10 +243,15 @@ async def collect_choices(generation: Generation) -> list[Collected]:
 def usage_of(*generations: Generation) -> Usage:
     """What generations have used so far: each prompt once, all samples that were drawn."""
     return make_usage(
-        sum(len(generation.job.prompt) for generation in generations),
+        sum(generation.job.seen_tokens for generation in generations),
         sum(generation.output_tokens for generation in generations),
         sum(generation.cached_tokens for generation in generations),
+        sum(_session_tokens(generation.job) for generation in generations),
     )
+
+
+def _session_tokens(job: Job) -> int:
+    return job.session_tokens - span_tokens(clip_spans(job.cut.drops, job.session_tokens))
 
 
 def prompt_scores_of(generation: Generation) -> PromptScores | None:
@@ -257,6 +281,7 @@ def job_for(
     *,
     tools: ToolPlan | None = None,
     param: str = "",
+    cut: Cut | None = None,
 ) -> Job:
     """What the engine is asked for a prompt of a request (see `make_job`).
 
@@ -273,4 +298,5 @@ def job_for(
         ),
         tools=tools,
         param=param,
+        cut=cut,
     )

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from trunkline.router.api.body import read_request
+from trunkline.router.api.caching import cache_use, truncation_result
 from trunkline.router.api.common import (
     Collected,
     Head,
@@ -33,6 +34,7 @@ from trunkline.router.api.logprobs import (
     prompt_logprob_list,
 )
 from trunkline.router.api.models import CompletionRequest
+from trunkline.router.api.prompting import completion_job
 from trunkline.router.api.prompts import PromptBatch
 from trunkline.router.api.responses import (
     DONE_EVENT,
@@ -44,12 +46,15 @@ from trunkline.router.api.responses import (
     Usage,
     event,
 )
+from trunkline.router.api.turn import Together, Turn, open_turn
 from trunkline.router.api.unsupported import check_supported
 from trunkline.router.decoding import check_choices, decoding_of
 from trunkline.router.detokenizer import make_detokenizer
+from trunkline.router.errors import bad_value
 from trunkline.router.generation import Generation
 from trunkline.router.sampling import Job, another_job, check_repeated
 from trunkline.router.service import RouterService
+from trunkline.router.sessions import is_stored
 from trunkline.router.text import Delta, FinishName
 
 routes = APIRouter()
@@ -71,23 +76,46 @@ async def completions(request: Request) -> Response:
     )
     check_model(service, body.model)
     check_choices(len(body.prompt), decoding_of(body, service.limits.max_rows))
-    batch = PromptBatch(service, await _jobs(service, body), arrived_at)
-    answer = _Answer(service, body, batch, make_head("cmpl", service, body.model))
-    if body.stream:
-        await while_connected(request, batch.begin())
-        return EventStream(batch, answer.events())
+    _check_one_prompt(body)
+    turn = await while_connected(request, open_turn(service, body, "text"))
+    work = Together(turn)
+    streaming = False
     try:
-        return await while_connected(request, answer.whole())
+        batch = PromptBatch(service, await _jobs(service, body, turn), arrived_at)
+        work = Together(batch, turn)
+        answer = _Answer(service, body, batch, make_head("cmpl", service, body.model), turn)
+        if not body.stream:
+            return await while_connected(request, answer.whole())
+        await while_connected(request, batch.begin())
+        streaming = True
+        return EventStream(work, answer.events())
     finally:
-        batch.close()
+        if not streaming:
+            work.close()
 
 
-async def _jobs(service: RouterService, body: CompletionRequest) -> list[Job]:
+def _check_one_prompt(body: CompletionRequest) -> None:
+    """Refuse several prompts with what is meant for one.
+
+    Raises:
+        ApiError: 400.
+    """
+    if len(body.prompt) == 1:
+        return
+    if body.truncation is not None and body.truncation.policy() is not None:
+        raise bad_value("truncation", "`truncation` is available for a single `prompt` only")
+    if body.session_id is not None and is_stored(body.session_id):
+        raise bad_value("session_id", "a stored session is available for a single `prompt` only")
+
+
+async def _jobs(service: RouterService, body: CompletionRequest, turn: Turn | None) -> list[Job]:
     """What the engine is asked, for each prompt. The other parameters are looked at once only."""
+    if len(body.prompt) == 1:
+        return [await completion_job(service, body, body.prompt[0], turn)]
     limits = service.limits
     jobs: list[Job] = []
     for index, given in enumerate(body.prompt):
-        param = "prompt" if len(body.prompt) == 1 else f"prompt[{index}]"
+        param = f"prompt[{index}]"
         prompt = await _encode(service, body, given, param)
         if jobs:
             jobs.append(another_job(jobs[0], body, prompt, limits, draw_seed, param))
@@ -125,11 +153,19 @@ class _Echo(NamedTuple):
 class _Answer:
     """How one request's answer is written."""
 
-    def __init__(self, service: RouterService, body: CompletionRequest, batch: PromptBatch, head: Head) -> None:
+    def __init__(
+        self,
+        service: RouterService,
+        body: CompletionRequest,
+        batch: PromptBatch,
+        head: Head,
+        turn: Turn | None = None,
+    ) -> None:
         self._service = service
         self._body = body
         self._batch = batch
         self._head = head
+        self._turn = turn
         self._vocabulary = service.tokenizer.vocabulary
         self._count = body.alternatives
         self._prompt_only = body.max_tokens == 0
@@ -139,6 +175,8 @@ class _Answer:
     async def whole(self) -> Response:
         """The answer at once."""
         answers = await self._batch.collect()
+        if self._turn is not None:
+            await self._turn.store_text(answers[0][0].text, answers[0][0].tokens)
         jobs = [generation.job for generation in self._batch.generations]
         scores = sum(len(job.prompt) * (job.sampling.prompt_logprobs + 1) for job in jobs)
         if scores > _OFF_LOOP_SCORES:
@@ -158,6 +196,8 @@ class _Answer:
                 choices=choices,
                 usage=self._usage(),
                 system_fingerprint=self._service.fingerprint,
+                cache=cache_use(*self._batch.generations),
+                truncation=truncation_result(self._batch.generations[0]),
             )
         )
 
@@ -174,10 +214,19 @@ class _Answer:
         """The answer as server-sent events."""
         echoes: dict[int, _Echo] = {}
         opened: set[int] = set()
+        going = sum(generation.job.decoding.choices for generation in self._batch.generations)
+        text = ""
+        tokens: list[int] = []
         async for prompt, delta in self._batch.deltas():
             if prompt not in echoes:
                 echoes[prompt] = self._echo(prompt)
             echo = echoes[prompt]
+            going -= delta.finish is not None
+            if self._turn is not None:
+                text += delta.text
+                tokens += delta.tokens
+                if not going:  # before the end is told: the next request may follow at once
+                    await self._turn.store_text(text, tokens)
             index = prompt * self._batch.generations[prompt].job.decoding.choices + delta.index
             parts = b""
             if index not in opened:
@@ -185,11 +234,11 @@ class _Answer:
                 parts = self._opening(index, prompt, echo)
             choice = self._part(index, delta, len(echo.text))
             if choice.text or choice.logprobs is not None or choice.finish_reason is not None or choice.token_ids:
-                parts += self._chunk(choice)
+                parts += self._chunk(choice, last=not going and not self._body.include_usage)
             if parts:
                 yield parts
         if self._body.include_usage:
-            yield self._chunk(usage=self._usage())
+            yield self._chunk(usage=self._usage(), last=True)
         yield DONE_EVENT
 
     def _opening(self, index: int, prompt: int, echo: _Echo) -> bytes:
@@ -200,7 +249,7 @@ class _Answer:
         self._tell_prompt(choice, prompt, echo)
         return self._chunk(choice)
 
-    def _chunk(self, *choices: CompletionChoice, usage: Usage | None = None) -> bytes:
+    def _chunk(self, *choices: CompletionChoice, usage: Usage | None = None, last: bool = False) -> bytes:
         return event(
             Completion(
                 id=self._head.id,
@@ -209,6 +258,8 @@ class _Answer:
                 choices=list(choices),
                 system_fingerprint=self._service.fingerprint,
                 usage=usage if self._body.include_usage else UNSET,
+                cache=cache_use(*self._batch.generations) if last else UNSET,
+                truncation=truncation_result(self._batch.generations[0]) if last else UNSET,
             )
         )
 

@@ -33,11 +33,13 @@ from trunkline.router.api.parameters import (
     Prompts,
     Regex,
     ResponseFormat,
+    SessionId,
     Stops,
     StructuredOutputs,
     TokenIds,
     ToolChoice,
     Tools,
+    Truncation,
     clean_text,
 )
 
@@ -125,6 +127,9 @@ class GenerationRequest(_Request):
     truncate_prompt_tokens: Count | None = None
     return_token_ids: bool | None = None
     priority: Priority | None = None
+    session_id: SessionId | None = None
+    """Of a stored session, or any label for the conversation that it belongs to."""
+    truncation: Truncation | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     stream: bool | None = None

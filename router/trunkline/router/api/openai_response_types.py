@@ -17,7 +17,7 @@ _NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
     "conversation": (),
     "background": (False,),
     "prompt": (),
-    "truncation": ("disabled",),
+    "session_id": (),
     "reasoning": ({},),
     "top_logprobs": (0,),
     "context_management": ([],),
@@ -27,6 +27,7 @@ _REASONS: Final = {
     "previous_response_id": "responses are not stored; send the whole conversation as `input`",
     "conversation": "conversations are not stored; send all of it as `input`",
     "background": "responses are not stored, so they cannot be made in the background",
+    "session_id": "stored sessions belong to /v1/chat/completions and /v1/completions",
     "prompt": "prompt templates are not stored here; send `instructions` and `input`",
 }
 
@@ -80,6 +81,7 @@ class ResponsesRequest(BaseModel):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
     metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
     store: bool | None = None
     """Accepted because clients leave it at true; nothing is stored, and the answer says so."""

@@ -13,11 +13,13 @@ from collections.abc import AsyncIterator
 from typing import Any, Final
 
 from fastapi import APIRouter
+from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
 from trunkline.router.api.blocks import Answer, Block, Change, as_chat, job_of, named_event, renamed, with_names
 from trunkline.router.api.body import read_request
+from trunkline.router.api.caching import cache_use, truncation_result
 from trunkline.router.api.common import check_model, service_of, start
 from trunkline.router.api.connection import EventStream, while_connected
 from trunkline.router.api.openai_items import to_messages
@@ -72,6 +74,7 @@ async def responses(request: Request) -> Response:
                 "seed": body.seed,
                 "response_format": body.response_format(),
                 "chat_template_kwargs": body.chat_template_kwargs,
+                "truncation": body.truncation,
             }
         )
         job = await job_of(service, chat, plan)
@@ -186,7 +189,7 @@ class _Writer:
         sampling = generation.job.sampling
         incomplete = {"reason": "max_output_tokens"} if status == "incomplete" else None
         form = None if body.text is None else body.text.format
-        usage = usage_object(len(generation.job.prompt), generation.cached_tokens, generation.output_tokens)
+        usage = usage_object(generation.job.seen_tokens, generation.cached_tokens, generation.output_tokens)
         return {
             "id": self._id,
             "object": "response",
@@ -212,6 +215,12 @@ class _Writer:
             "tool_choice": body.tool_choice or "auto",
             "tools": body.tools or [],
             "top_p": sampling.top_p,
-            "truncation": "disabled",
+            "truncation": body.truncation or "disabled",
             "usage": None if status == "in_progress" else usage,
+            **({} if status == "in_progress" else self._extras()),
         }
+
+    def _extras(self) -> Object:
+        """What is known of the prompt's KV, beside OpenAI's own fields."""
+        told = {"cache": cache_use(self._generation), "truncation_details": truncation_result(self._generation)}
+        return {name: value for name, value in told.items() if value is not UNSET}

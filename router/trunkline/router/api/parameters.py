@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictInt
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictInt, model_validator
 from pydantic.json_schema import WithJsonSchema
 from pydantic_core import PydanticCustomError
+
+from trunkline.router.truncation import RetentionPolicy
 
 STOPS_MAX: Final = 16
 STOP_CHARACTERS_MAX: Final = 1024
@@ -32,6 +34,15 @@ LENGTH_PENALTY_MAX: Final = 10.0
 GRAMMAR_CHARACTERS_MAX: Final = 256 << 10
 REGEX_CHARACTERS_MAX: Final = 64 << 10
 GRAMMAR_CHOICES_MAX: Final = 1024
+
+
+SINK_TOKENS_MAX: Final = 4096
+SESSION_ID_CHARACTERS_MAX: Final = 128
+TTL_MAX_S: Final = 366 * 24 * 3600
+METADATA_MAX: Final = 16
+METADATA_KEY_CHARACTERS_MAX: Final = 64
+METADATA_VALUE_CHARACTERS_MAX: Final = 512
+"""OpenAI's."""
 
 
 def clean_text(value: str) -> str:
@@ -164,6 +175,29 @@ def _grammar_choices(value: Any) -> list[str]:
     return _texts(value, "choice", count_max=GRAMMAR_CHOICES_MAX, characters_max=STOP_CHARACTERS_MAX)
 
 
+def _policy(value: Any) -> Any:
+    if isinstance(value, str):
+        return {"type": value}
+    if not isinstance(value, dict | BaseModel):
+        raise PydanticCustomError("truncation", 'must be "disabled", "auto" or an object with a `type`')
+    return value
+
+
+def _metadata(value: Any) -> Any:
+    if not isinstance(value, dict) or not all(isinstance(item, str) for item in value.values()):
+        raise PydanticCustomError("metadata", "must be an object of strings")
+    if len(value) > METADATA_MAX:
+        raise PydanticCustomError("metadata", f"must have at most {METADATA_MAX} entries, not {len(value)}")
+    for key, item in value.items():
+        if not 1 <= len(key) <= METADATA_KEY_CHARACTERS_MAX:
+            raise PydanticCustomError("metadata", f"keys must have 1 to {METADATA_KEY_CHARACTERS_MAX} characters")
+        if len(item) > METADATA_VALUE_CHARACTERS_MAX:
+            raise PydanticCustomError(
+                "metadata", f"values may have {METADATA_VALUE_CHARACTERS_MAX} characters at most"
+            )
+    return value
+
+
 _INT32_MAX: Final = 2**31 - 1
 _TEXTS: Final[dict[str, Any]] = {
     "type": "array",
@@ -252,6 +286,31 @@ _TOOL_CHOICE: Final[dict[str, Any]] = {
     ]
 }
 
+_RATIO: Final[dict[str, Any]] = {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1}
+_KEEP: Final[dict[str, Any]] = {
+    "type": "object",
+    "properties": {
+        "instructions": {"type": "boolean"},
+        "sink_tokens": {"type": "integer", "minimum": 0, "maximum": SINK_TOKENS_MAX},
+    },
+}
+_TRUNCATION: Final[dict[str, Any]] = {
+    "anyOf": [
+        {"enum": ["disabled", "auto"]},
+        {
+            "type": "object",
+            "properties": {"type": {"const": "retention_ratio"}, "retention_ratio": _RATIO, "keep": _KEEP},
+            "required": ["type"],
+        },
+    ]
+}
+_METADATA: Final[dict[str, Any]] = {
+    "type": "object",
+    "propertyNames": {"minLength": 1, "maxLength": METADATA_KEY_CHARACTERS_MAX},
+    "additionalProperties": {"type": "string", "maxLength": METADATA_VALUE_CHARACTERS_MAX},
+    "maxProperties": METADATA_MAX,
+}
+
 
 def _early_stopping(value: Any) -> Any:
     if value is not None and not isinstance(value, bool) and value != "never":
@@ -324,3 +383,45 @@ class StructuredOutputs(BaseModel):
     grammar: Ebnf | None = None
     json_object: bool | None = None
     structural_tag: StructuralTag | None = None
+
+
+class Keep(BaseModel):
+    """`truncation.keep`: what a cut leaves at the beginning."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    instructions: bool = True
+    sink_tokens: Annotated[StrictInt, Field(ge=0, le=SINK_TOKENS_MAX), _NoBool] = 4
+
+
+class TruncationChoice(BaseModel):
+    """`truncation`: what happens to a prompt that does not fit. A string stands for an object with that type."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    type: Literal["disabled", "auto", "retention_ratio"]
+    retention_ratio: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    keep: Keep = Keep()
+
+    @model_validator(mode="after")
+    def _check_type(self) -> TruncationChoice:
+        extra = self.model_fields_set - {"type"}
+        if self.type != "retention_ratio" and extra:
+            raise PydanticCustomError(
+                "truncation",
+                'has `retention_ratio` and `keep` with `type: "retention_ratio"` only',
+                {"param": "truncation"},
+            )
+        return self
+
+    def policy(self) -> RetentionPolicy | None:
+        """How to cut; None: not at all."""
+        if self.type == "disabled":
+            return None
+        return RetentionPolicy(self.retention_ratio, self.keep.instructions, self.keep.sink_tokens)
+
+
+Truncation = Annotated[TruncationChoice, BeforeValidator(_policy), WithJsonSchema(_TRUNCATION)]
+Metadata = Annotated[Any, BeforeValidator(_metadata), WithJsonSchema(_METADATA)]
+SessionTtl = Annotated[StrictInt, Field(ge=1, le=TTL_MAX_S), _NoBool]
+SessionId = Annotated[str, Field(min_length=1, max_length=SESSION_ID_CHARACTERS_MAX)]

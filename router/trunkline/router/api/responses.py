@@ -20,6 +20,8 @@ class CachedTokens(msgspec.Struct):
     """`usage.prompt_tokens_details`."""
 
     cached_tokens: int
+    session_tokens: int = 0
+    """Of a stored session's history."""
 
 
 class Usage(msgspec.Struct):
@@ -31,9 +33,38 @@ class Usage(msgspec.Struct):
     prompt_tokens_details: CachedTokens
 
 
-def make_usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usage:
+def make_usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int, session_tokens: int = 0) -> Usage:
     """Counts with their sum."""
-    return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, CachedTokens(cached_tokens))
+    details = CachedTokens(cached_tokens, session_tokens)
+    return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, details)
+
+
+class CacheUse(msgspec.Struct, kw_only=True):
+    """`cache`: what of a prompt's KV was found, where, and why not all of it."""
+
+    status: Literal["hit", "partial", "miss"]
+    """hit: all but the last token, which is always computed."""
+    tier: str | None
+    """The slowest one that was used."""
+    tiers: dict[str, int]
+    """Tokens found, by tier."""
+    exact: bool
+    """False: some of it was computed when the model saw tokens that have been dropped since."""
+    reason: str | None
+    """Why the rest was not found."""
+    miss_token: int | None
+    """Index in the prompt of the first token that was not."""
+
+
+class TruncationResult(msgspec.Struct, kw_only=True):
+    """`truncation`: what of a prompt the model did not see."""
+
+    occurred: bool
+    prompt_tokens_before: int
+    """Tokens of the whole prompt; `usage.prompt_tokens` counts what was seen."""
+    dropped_tokens: int
+    kept: Literal["cached", "recomputed"] | None
+    """Whether the KV behind a cut was kept, or computed again."""
 
 
 class TopLogprob(msgspec.Struct):
@@ -133,6 +164,8 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     system_fingerprint: str
     prompt_logprobs: PromptLogprobList | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    cache: CacheUse | UnsetType = UNSET
+    truncation: TruncationResult | UnsetType = UNSET
 
 
 class ChatDelta(msgspec.Struct):
@@ -168,6 +201,8 @@ class ChatChunk(msgspec.Struct, kw_only=True):
     """With `include_usage`: null in all chunks but the last."""
     prompt_token_ids: list[int] | UnsetType = UNSET
     """In the first chunk."""
+    cache: CacheUse | UnsetType = UNSET
+    truncation: TruncationResult | UnsetType = UNSET
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True):
@@ -195,6 +230,8 @@ class Completion(msgspec.Struct, kw_only=True):
     choices: list[CompletionChoice]
     system_fingerprint: str
     usage: Usage | UnsetType | None = UNSET
+    cache: CacheUse | UnsetType = UNSET
+    truncation: TruncationResult | UnsetType = UNSET
 
 
 class JsonResponse(Response):

@@ -32,11 +32,14 @@ _CHAT: Final[dict[str, tuple[Any, ...]]] = {
 }
 _COMPLETIONS: Final[dict[str, tuple[Any, ...]]] = {**_COMMON, "suffix": ("",)}
 
+_SESSION: Final[dict[str, tuple[Any, ...]]] = {"schema": (), "prompt": (), "pml": ()}
 _TOKENIZE: Final = {name: _CHAT[name] for name in ("documents", "chat_template", "continue_final_message")}
 
 _REASONS: Final = {
     "best_of": "`best_of` is a parameter of /v1/completions only",
     "functions": "`functions` is not supported; use `tools`",
+    "schema": "prompt schemas are not supported yet; give `messages`",
+    "prompt": "a session begins with `messages`; a prompt is given with its first completion",
     "function_call": "`function_call` is not supported; use `tool_choice`",
 }
 
@@ -60,6 +63,11 @@ def check_supported(fields: dict[str, Any], *, chat: bool) -> None:
 def check_tokenize(fields: dict[str, Any]) -> None:
     """`check_supported` for `/tokenize`."""
     _check(fields, _TOKENIZE)
+
+
+def check_session(fields: dict[str, Any]) -> None:
+    """`check_supported` for a new session."""
+    _check(fields, _SESSION)
 
 
 def _check(fields: dict[str, Any], table: dict[str, tuple[Any, ...]]) -> None:

@@ -1,0 +1,233 @@
+"""From a checked request to its job: the prompt's text and tokens, with a stored session's history in front, and
+the cut that makes them fit (CachedAttention §3.4).
+
+The whole prompt goes to the engine, with the ranges that the model is not to see: only so does it find what
+earlier turns have left in the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+from msgspec.structs import replace
+
+from trunkline.router.api.common import check_length, encode_text, job_for, render_messages
+from trunkline.router.api.models import ChatRequest, CompletionRequest, Message
+from trunkline.router.api.turn import Turn
+from trunkline.router.errors import ApiError, bad_value
+from trunkline.router.history import common_length
+from trunkline.router.sampling import COMPLETION_TOKENS_DEFAULT, Job, wanted_tokens
+from trunkline.router.service import RouterService
+from trunkline.router.tools.plan import ToolPlan
+from trunkline.router.truncation import Cut, CutError, RetentionPolicy, Span, plan_cut, room_for, span_tokens
+
+_INSTRUCTION_ROLES: Final = ("system", "developer")
+
+
+def policy_of(body: ChatRequest | CompletionRequest, turn: Turn | None) -> RetentionPolicy | None:
+    """What a request wants of a prompt that does not fit; None: that it is refused. Its session's default counts
+    where it does not say.
+
+    Raises:
+        ApiError: 400, it also wants something that contradicts truncation.
+    """
+    policy = None if turn is None else turn.session.truncation
+    if body.truncation is not None:
+        policy = body.truncation.policy()
+    if policy is not None and body.use_beam_search:
+        raise bad_value("truncation", "`truncation` is not available in a beam search (`use_beam_search: true`)")
+    if policy is not None and body.truncate_prompt_tokens is not None:
+        raise bad_value(
+            "truncate_prompt_tokens", "`truncate_prompt_tokens` contradicts `truncation`; please give one of them"
+        )
+    return policy
+
+
+async def chat_job(service: RouterService, body: ChatRequest, plan: ToolPlan, turn: Turn | None = None) -> Job:
+    """What the engine is asked for a conversation.
+
+    Args:
+        turn: of the stored session whose history stands in front of the messages.
+
+    Raises:
+        ApiError: 400 naming the parameter.
+    """
+    policy = policy_of(body, turn)
+    messages = body.messages if turn is None else turn.messages(body.messages)
+    rendering = Rendering(
+        body.add_generation_prompt, body.add_special_tokens, body.chat_template_kwargs, plan.template_tools
+    )
+    text = await rendering.text(service, messages)
+    if turn is not None:
+        tokens = await turn.tokens_of(text, "messages", add_special_tokens=body.add_special_tokens)
+    else:
+        tokens = await _tokens(service, body, text, policy, "messages")
+    head = 0
+    if policy is not None and policy.keep_instructions and _overflows(service, body, len(tokens), turn):
+        head = await instruction_tokens(service, rendering, messages, text, tokens)
+    return _job(service, body, tokens, policy, turn, plan=plan, head=head)
+
+
+async def completion_job(
+    service: RouterService, body: CompletionRequest, given: str | list[int], turn: Turn | None = None
+) -> Job:
+    """What the engine is asked for the only prompt of a completion. `turn`: as in `chat_job`.
+
+    Raises:
+        ApiError: 400 naming the parameter.
+    """
+    policy = policy_of(body, turn)
+    if turn is not None:
+        tokens = await turn.continued(given, add_special_tokens=body.add_special_tokens)
+    elif isinstance(given, str):
+        tokens = await _tokens(service, body, given, policy, "prompt")
+    else:
+        tokens = given if body.truncate_prompt_tokens is None else given[-body.truncate_prompt_tokens :]
+    return _job(service, body, tokens, policy, turn)
+
+
+async def _tokens(
+    service: RouterService,
+    body: ChatRequest | CompletionRequest,
+    text: str,
+    policy: RetentionPolicy | None,
+    param: str,
+) -> list[int]:
+    if policy is not None:
+        check_length(len(text), param)
+    return await encode_text(
+        service.tokenizer,
+        text,
+        service.limits if policy is None else None,
+        add_special_tokens=body.add_special_tokens,
+        param=param,
+        keep=body.truncate_prompt_tokens,
+    )
+
+
+def _discards(turn: Turn | None) -> tuple[Span, ...]:
+    return () if turn is None else turn.discards
+
+
+def _overflows(
+    service: RouterService, body: ChatRequest | CompletionRequest, tokens: int, turn: Turn | None
+) -> bool:
+    context = service.limits.max_context
+    room = room_for(_wanted(body)[1], context)
+    return tokens - span_tokens(_discards(turn)) + room > context
+
+
+def _wanted(body: ChatRequest | CompletionRequest) -> tuple[str, int | None]:
+    param, wanted = wanted_tokens(body)
+    if wanted is None and isinstance(body, CompletionRequest):
+        wanted = COMPLETION_TOKENS_DEFAULT
+    return param, wanted
+
+
+def _job(
+    service: RouterService,
+    body: ChatRequest | CompletionRequest,
+    tokens: list[int],
+    policy: RetentionPolicy | None,
+    turn: Turn | None,
+    *,
+    plan: ToolPlan | None = None,
+    head: int = 0,
+) -> Job:
+    prompt = "prompt" if isinstance(body, CompletionRequest) else "messages"
+    cut = _cut(service, body, len(tokens), policy, turn, head, prompt)
+    if cut.drops:
+        for param in ("prompt_logprobs", "echo"):
+            wanted = getattr(body, param, None)
+            if wanted is not None and wanted is not False:
+                raise bad_value(param, f"`{param}` is not available for a prompt of which a part was left out")
+    job = job_for(service, body, tokens, tools=plan, cut=cut)
+    if turn is None:
+        return job
+    turn.check_size(prompt)
+    return replace(job, session_tokens=turn.reused_tokens, ttl=turn.session.ttl)
+
+
+def _cut(
+    service: RouterService,
+    body: ChatRequest | CompletionRequest,
+    tokens: int,
+    policy: RetentionPolicy | None,
+    turn: Turn | None,
+    head: int,
+    prompt: str,
+) -> Cut:
+    context = service.limits.max_context
+    param, wanted = _wanted(body)
+    if policy is not None and wanted is not None and wanted >= context:
+        raise bad_value(
+            param,
+            f"`{param}` is too large: {wanted}. This model's context is {context} tokens, prompt and output "
+            "together, and truncation leaves the prompt at least one.",
+            code="context_length_exceeded",
+        )
+    try:
+        return plan_cut(tokens, context, room_for(wanted, context), policy, head=head, discards=_discards(turn))
+    except CutError as error:
+        raise bad_value(
+            prompt, f"`{prompt}` cannot be truncated: {error}", code="context_length_exceeded"
+        ) from None
+
+
+class Rendering(NamedTuple):
+    """How a conversation is shown to the model."""
+
+    add_generation_prompt: bool = False
+    add_special_tokens: bool = False
+    extra: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+
+    async def text(self, service: RouterService, messages: list[Message]) -> str:
+        """The text of `messages` (see `render_messages`)."""
+        return await render_messages(
+            service,
+            messages,
+            add_generation_prompt=self.add_generation_prompt,
+            extra=self.extra,
+            tools=self.tools,
+        )
+
+
+async def instruction_tokens(
+    service: RouterService, rendering: Rendering, messages: list[Message], text: str, tokens: Sequence[int]
+) -> int:
+    """How many of a prompt's first tokens are its leading system messages, and tools, as the template shows them.
+
+    Args:
+        messages: the conversation …
+        text: … as `rendering` shows it, …
+        tokens: … and its token ids.
+    """
+    others = (i for i, message in enumerate(messages) if message.role not in _INSTRUCTION_ROLES)
+    count = next(others, len(messages))
+    if not count and rendering.tools is None:
+        return 0
+    end = await _instruction_characters(service, rendering, messages, count, text)
+    ids = await service.tokenizer.encode_async(text[:end], add_special_tokens=rendering.add_special_tokens)
+    differing = (i for i, (one, other) in enumerate(zip(ids, tokens, strict=False)) if one != other)
+    return next(differing, min(len(ids), len(tokens)))
+
+
+async def _instruction_characters(
+    service: RouterService, rendering: Rendering, messages: list[Message], count: int, text: str
+) -> int:
+    if count:
+        try:
+            alone = await rendering._replace(add_generation_prompt=False).text(service, messages[:count])
+        except ApiError:
+            alone = ""  # some templates take system messages only in front of others
+        end = common_length(alone, text)
+        if messages[count - 1].content.strip() in text[:end]:
+            return end
+    if count == len(messages):
+        return len(text)
+    # Everything that does not depend on what the first other message says.
+    first = messages[count]
+    changed = first.model_copy(update={"content": "1" if first.content.startswith("0") else "0"})
+    return common_length(await rendering.text(service, [*messages[:count], changed, *messages[count + 1 :]]), text)

@@ -1,0 +1,171 @@
+"""`/v1/sessions`: its requests as pydantic models, its answers as structs."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic.json_schema import WithJsonSchema
+from pydantic_core import PydanticCustomError
+
+from trunkline.kvstore.cuts import DROPS_MAX
+from trunkline.router.api.models import Message
+from trunkline.router.api.parameters import Metadata, SessionTtl, Truncation
+from trunkline.router.history import Session
+from trunkline.router.truncation import Span
+
+DISCARDS_MAX: Final = DROPS_MAX - 1
+"""Ranges that a session may have discarded: a cut may add one to them, and the engine takes no more."""
+
+
+def _ranges(value: Any) -> Any:
+    whole = isinstance(value, list) and all(
+        isinstance(item, list) and len(item) == 2 and all(type(end) is int for end in item) for item in value
+    )
+    if not whole:
+        raise PydanticCustomError("tokens", "must be a list of ranges [first, end] of token numbers")
+    if not 1 <= len(value) <= DISCARDS_MAX:
+        raise PydanticCustomError("tokens", f"must have 1 to {DISCARDS_MAX} ranges, not {len(value)}")
+    return value
+
+
+_PAIR: Final = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 2, "maxItems": 2}
+_RANGES: Final[dict[str, Any]] = {"type": "array", "items": _PAIR, "minItems": 1, "maxItems": DISCARDS_MAX}
+_Ranges = Annotated[Any, BeforeValidator(_ranges), WithJsonSchema(_RANGES)]
+_Index = Annotated[int, Field(ge=0)]
+
+
+class SessionUpdate(BaseModel):
+    """`PATCH /v1/sessions/{id}`: what is left out, or null, stays as it is."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    ttl: SessionTtl | None = None
+    truncation: Truncation | None = None
+    metadata: Metadata | None = None
+
+    def apply(self, session: Session) -> None:
+        """Change a session."""
+        if self.ttl is not None:
+            session.ttl = float(self.ttl)
+        if self.truncation is not None:
+            session.truncation = self.truncation.policy()
+        if self.metadata is not None:
+            session.metadata = self.metadata
+
+
+class ForkRequest(SessionUpdate):
+    """`POST /v1/sessions/{id}/fork`: what is to be different in the copy."""
+
+
+class SessionRequest(SessionUpdate):
+    """`POST /v1/sessions`."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
+
+    model: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    """What the conversation begins with."""
+
+
+class DiscardRequest(BaseModel):
+    """`POST /v1/sessions/{id}/discard`: either of both."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    tokens: _Ranges | None = None
+    """Ranges of history tokens, ends not included."""
+    messages: Annotated[list[_Index], Field(min_length=1, max_length=DISCARDS_MAX)] | None = None
+    """Messages by index."""
+
+    @model_validator(mode="after")
+    def _check_one(self) -> DiscardRequest:
+        if (self.tokens is None) == (self.messages is None):
+            raise PydanticCustomError("tokens", "give either `tokens` or `messages`", {"param": "tokens"})
+        return self
+
+
+class Keeps(msgspec.Struct):
+    """`truncation.keep`."""
+
+    instructions: bool
+    sink_tokens: int
+
+
+class SessionTruncation(msgspec.Struct):
+    """`truncation` where it is not "disabled"."""
+
+    retention_ratio: float
+    keep: Keeps
+    type: Literal["retention_ratio"] = "retention_ratio"
+
+
+class SessionObject(msgspec.Struct, kw_only=True):
+    """A session, as a client sees it. Times are Unix time in seconds."""
+
+    id: str
+    object: Literal["session"] = "session"
+    created_at: int
+    last_used_at: int
+    expires_at: int
+    """If nobody uses it until then."""
+    ttl: int
+    """Seconds without use after which it is forgotten."""
+    model: str
+    parent: str | None
+    """The session that it was forked from."""
+    turns: int
+    """Requests that were answered."""
+    tokens: int
+    """Of the whole history, discarded ones included."""
+    discards: list[Span]
+    """Ranges of history tokens that no request sees any more."""
+    message_count: int
+    truncation: SessionTruncation | Literal["disabled"]
+    metadata: dict[str, str]
+    messages: list[dict[str, Any]] | UnsetType = UNSET
+    """With `?include=messages`."""
+
+
+class SessionSummary(msgspec.Struct, kw_only=True):
+    """A session in a list."""
+
+    id: str
+    object: Literal["session"] = "session"
+    created_at: int
+    last_used_at: int
+    expires_at: int
+
+
+class SessionList(msgspec.Struct, kw_only=True):
+    """`GET /v1/sessions`."""
+
+    object: Literal["list"] = "list"
+    data: list[SessionSummary]
+    first_id: str | None
+    last_id: str | None
+    """To be given as `after` for what follows."""
+    has_more: bool
+
+
+class SessionDeleted(msgspec.Struct, kw_only=True):
+    """`DELETE /v1/sessions/{id}`."""
+
+    id: str
+    object: Literal["session.deleted"] = "session.deleted"
+    deleted: bool = True
+
+
+class SessionPrefetch(msgspec.Struct, kw_only=True):
+    """`POST /v1/sessions/{id}/prefetch`."""
+
+    id: str
+    object: Literal["session.prefetch"] = "session.prefetch"
+    tokens: int
+    """That its next request will have in common with what was before."""
+    known_tokens: int
+    """Of these, tokens whose KV is kept somewhere …"""
+    coming_tokens: int
+    """… and is being fetched from a slow tier now."""

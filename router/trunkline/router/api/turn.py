@@ -1,0 +1,200 @@
+"""One turn of a stored session: what a request adds to a conversation, kept only if its answer comes to an end.
+
+open_turn ─► history in front of the request ─► generation ─► store: messages and answer are appended
+     └──────────────── anything goes wrong, or the client leaves: close, the session is as before
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from trunkline.router.api.common import check_length, check_model
+from trunkline.router.api.connection import Closable
+from trunkline.router.api.models import ChatRequest, CompletionRequest, Message
+from trunkline.router.api.responses import ChatMessage
+from trunkline.router.errors import bad_value
+from trunkline.router.history import Form, Known, Session, common_mark, text_of
+from trunkline.router.service import RouterService
+from trunkline.router.sessions import VALUE_BYTES_MAX, Lease, is_stored
+from trunkline.router.truncation import Span, clip_spans
+
+_FORMS: Final = {"chat": "conversations (/v1/chat/completions)", "text": "texts (/v1/completions)"}
+_MESSAGE_BYTES: Final = 256
+"""Of a message in a record, besides its text."""
+
+
+class Together:
+    """Several pieces of work that are let go of together."""
+
+    def __init__(self, *works: Closable | None) -> None:
+        self._works = [work for work in works if work is not None]
+
+    def close(self) -> None:
+        """Let go of all. May be called again."""
+        for work in self._works:
+            work.close()
+
+
+class Turn:
+    """A session acquired for a request. Call `close` in the end, whatever happened."""
+
+    def __init__(self, service: RouterService, lease: Lease, form: Form) -> None:
+        """
+        Raises:
+            ApiError: 400, the session is used for something else than `form`.
+        """
+        self.session = lease.session
+        """As it was before; changed by `store_chat` and `store_text` only."""
+        self._tokenizer = service.tokenizer
+        self._lease = lease
+        self._form: Form = form
+        self._new: list[Message] = []
+        self._known = Known("", [], 0)
+        if self.session.form not in ("", form):
+            used = _FORMS[self.session.form]
+            raise bad_value("session_id", f"this session is used for {used}; please start another one")
+        if self.session.vocabulary != self._tokenizer.fingerprint:
+            self.session.forget_tokens()
+
+    @property
+    def reused_tokens(self) -> int:
+        """First tokens of the prompt that are the history's own."""
+        return self._known.reused_tokens
+
+    @property
+    def discards(self) -> tuple[Span, ...]:
+        """Tokens of the prompt that the session's client does not want to be seen any more."""
+        return clip_spans(self.session.discards, min(self.reused_tokens, len(self._known.tokens) - 1))
+
+    def messages(self, new: list[Message]) -> list[Message]:
+        """The whole conversation: the history and what the request adds."""
+        self._new = new
+        return stored_messages(self.session) + new
+
+    async def tokens_of(self, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of a conversation's text: the history's own as far as it begins with the history."""
+        mark = common_mark(self.session, text, self._tokenizer.vocabulary)
+        rest = text[mark.characters :]
+        check_length(len(rest), param)
+        if mark.tokens:
+            tokens = self.session.ids()[: mark.tokens] + await self._tokenizer.encode_rest(rest)
+        else:
+            tokens = await self._tokenizer.encode_async(text, add_special_tokens=add_special_tokens)
+        self._known = Known(text, tokens, mark.tokens)
+        return tokens
+
+    async def continued(self, given: str | list[int], *, add_special_tokens: bool) -> list[int]:
+        """Token ids of the history with a text, or with tokens, behind it."""
+        history = self.session.ids()
+        if self.session.text and not history:  # another tokenizer's, so far
+            history = await self._tokenizer.encode_async(self.session.text, add_special_tokens=add_special_tokens)
+        if not isinstance(given, str):
+            new, text = given, text_of(given, self._tokenizer.vocabulary)
+        else:
+            check_length(len(given), "prompt")
+            text = given
+            if history:
+                new = await self._tokenizer.encode_rest(given)
+            else:
+                new = await self._tokenizer.encode_async(given, add_special_tokens=add_special_tokens)
+        self._known = Known(self.session.text + text, history + new, len(history))
+        return self._known.tokens
+
+    def check_size(self, param: str) -> None:
+        """Refuse what could not be stored in the end.
+
+        Raises:
+            ApiError: 400.
+        """
+        # The text stands there twice, as messages and as it was rendered.
+        messages = _MESSAGE_BYTES * (len(self.session.messages) + len(self._new))
+        size = 2 * len(self._known.text.encode()) + 4 * len(self._known.tokens) + messages
+        if size > VALUE_BYTES_MAX:
+            raise bad_value(
+                param,
+                f"the session's history would have {size} bytes; {VALUE_BYTES_MAX} are kept at most. "
+                "Please start another session.",
+                code="session_too_long",
+            )
+
+    async def store_chat(self, answer: ChatMessage, tokens: Sequence[int]) -> None:
+        """Append the request's messages and the answer, which are the session's from now on.
+
+        Raises:
+            ApiError: 503 or 409, they could not be stored.
+        """
+        new = [message.model_dump(exclude_none=True) for message in self._new]
+        self.session.messages = [*self.session.messages, *new, _as_stored(answer)]
+        self.session.remember(self._known, tokens, self._tokenizer.vocabulary)
+        await self._put()
+
+    async def store_text(self, shown: str, tokens: Sequence[int]) -> None:
+        """Append the prompt and `shown`, the answer without what ended it, made of `tokens`.
+
+        Raises:
+            ApiError: as `store_chat`.
+        """
+        session, vocabulary = self.session, self._tokenizer.vocabulary
+        session.remember(self._known, tokens, vocabulary)
+        text = self._known.text + shown
+        if session.text != text:
+            mark = common_mark(session, text, vocabulary)
+            session.show(mark, text, await self._tokenizer.encode_rest(text[mark.characters :]))
+        await self._put()
+
+    async def _put(self) -> None:
+        session = self.session
+        session.form, session.vocabulary = self._form, self._tokenizer.fingerprint
+        session.turns += 1
+        await self._lease.put()
+
+    def close(self) -> None:
+        """Let go of the session; without a `store_…` it is as before. May be called again."""
+        self._lease.close()
+
+
+async def open_turn(service: RouterService, body: ChatRequest | CompletionRequest, form: Form) -> Turn | None:
+    """Acquire a request's session; None if it has no stored one.
+
+    Raises:
+        ApiError: 404, there is none with that id; 409, it is in use; 400, the request asks for what a session
+            cannot have.
+    """
+    session_id = body.session_id
+    if session_id is None or not is_stored(session_id):
+        return None
+    for name in ("n", "best_of"):
+        if (getattr(body, name, None) or 1) > 1:
+            raise bad_value(
+                name, f"`{name}` above 1 is not available in a stored session: only one answer is kept"
+            )
+    for name in ("use_beam_search", "truncate_prompt_tokens", "echo"):
+        if getattr(body, name, None):
+            raise bad_value(name, f"`{name}` is not available in a stored session")
+    lease = await service.sessions.acquire(session_id)
+    try:
+        check_model(service, lease.session.model)
+        return Turn(service, lease, form)
+    except BaseException:
+        lease.close()
+        raise
+
+
+def stored_messages(session: Session) -> list[Message]:
+    """The messages of a session."""
+    return [Message.model_validate(message) for message in session.messages]
+
+
+def _as_stored(answer: ChatMessage) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": answer.content or ""}
+    if answer.tool_calls:
+        message["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.function.name, "arguments": call.function.arguments},
+            }
+            for call in answer.tool_calls
+        ]
+    return message

@@ -1,0 +1,39 @@
+"""Calls of the sessions API that several tests make."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import httpx
+from router.fake_controller import FakeController
+
+from trunkline.controller.messages import RecordCall
+from trunkline.router.messages import Record
+
+
+def create(http: httpx.Client, **fields: Any) -> Any:
+    answer = http.post("/v1/sessions", json=fields)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def get(http: httpx.Client, session: str, **query: str) -> Any:
+    answer = http.get(f"/v1/sessions/{session}", params=query)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def chat(http: httpx.Client, session: str, text: str = "And then?", **fields: Any) -> httpx.Response:
+    body = {"session_id": session, "messages": [{"role": "user", "content": text}], **fields}
+    return http.post("/v1/chat/completions", json=body)
+
+
+def error_of(answer: httpx.Response) -> tuple[int, str | None, str]:
+    error = answer.json()["error"]
+    return answer.status_code, error["code"], error["param"]
+
+
+def record_of(fake: FakeController, session: str) -> Record:
+    reply = fake.behaviour.records.handle(RecordCall(1, "get", "session", session), 1, time.time())
+    return reply.records[0]

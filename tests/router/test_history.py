@@ -1,0 +1,227 @@
+"""What a session remembers and how the next prompt is made from it; where sessions live."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from router.harness import EOS, VOCAB_SIZE
+from tokenizers import decoders, models, normalizers
+
+from trunkline.kvstore.layout import pack_int32
+from trunkline.router.history import (
+    Known,
+    Mark,
+    Session,
+    common_length,
+    common_mark,
+    pack_session,
+    text_of,
+    token_at,
+    unpack_session,
+)
+from trunkline.router.policy import ControllerLoad, LeastInflight, RouteRequest, rendezvous
+from trunkline.router.tokenizer import Tokenizer
+from trunkline.router.truncation import RetentionPolicy, Span
+
+quick = settings(max_examples=150, deadline=None)
+ids = st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=30)
+texts = st.text(st.sampled_from("ab é😀\n<|"), max_size=20)
+
+
+def turn(session: Session, tokenizer: Tokenizer, prompt: str, answer: list[int]) -> Known:
+    """One turn whose prompt is tokenised as far as it is not known."""
+    mark = common_mark(session, prompt, tokenizer.vocabulary)
+    rest = tokenizer.encode(prompt[mark.characters :], add_special_tokens=False)
+    known = Known(prompt, session.ids()[: mark.tokens] + rest, mark.tokens)
+    session.remember(known, answer, tokenizer.vocabulary)
+    return known
+
+
+@quick
+@given(one=st.text("ab", max_size=12), other=st.text("ab", max_size=12))
+def test_common_length(one: str, other: str) -> None:
+    length = common_length(one, other)
+    assert one[:length] == other[:length]
+    assert one[length : length + 1] != other[length : length + 1] or length == min(len(one), len(other))
+
+
+@quick
+@given(turns=st.lists(st.tuples(texts, ids), min_size=1, max_size=4), cut=st.integers(0, 60), rest=texts)
+def test_known_tokens_write_what_they_stand_for(
+    tokenizer: Tokenizer, turns: list[tuple[str, list[int]]], cut: int, rest: str
+) -> None:
+    session = Session(model="m")
+    for text, answer in turns:
+        turn(session, tokenizer, session.text + text, answer)
+    new = session.text[:cut] + rest
+    mark = common_mark(session, new, tokenizer.vocabulary)
+    assert mark.characters <= common_length(session.text, new)
+    if new.startswith(session.text):
+        assert mark == Mark(len(session.text), session.token_count)
+    else:
+        assert text_of(session.ids()[: mark.tokens], tokenizer.vocabulary) == new[: mark.characters]
+    reached = [each for each in session.marks if each.characters <= common_length(session.text, new)]
+    assert all(each.tokens <= mark.tokens for each in reached), "no mark that agrees is given up"
+
+
+def test_tokens_that_no_tokenizer_would_choose(tokenizer: Tokenizer) -> None:
+    answer = [token for letter in "Hello" for token in tokenizer.encode(letter, add_special_tokens=False)]
+    assert answer != tokenizer.encode("Hello", add_special_tokens=False)
+    session = Session(model="m")
+    first = turn(session, tokenizer, "<|bos|><|user|>hi<|end|><|assistant|>", [*answer, EOS])
+    assert session.text == "<|bos|><|user|>hi<|end|><|assistant|>Hello<|end|>"
+    second = turn(session, tokenizer, session.text + "<|user|>more<|end|><|assistant|>", [])
+    assert second.tokens[: len(first.tokens) + 6] == [*first.tokens, *answer, EOS]
+    assert second.reused_tokens == len(first.tokens) + 6
+
+
+def test_a_template_that_rewrites_the_last_turn(tokenizer: Tokenizer) -> None:
+    session = Session(model="m")
+    first = turn(
+        session, tokenizer, "<|bos|><|user|>a<|end|>", tokenizer.encode("thought. word", add_special_tokens=False)
+    )
+    later = turn(session, tokenizer, "<|bos|><|user|>a<|end|> word<|user|>b", [])
+    assert later.reused_tokens == len(first.tokens)
+    assert later.tokens == first.tokens + tokenizer.encode(" word<|user|>b", add_special_tokens=False)
+    assert tokenizer.decode(session.ids(), skip_special_tokens=False) == session.text
+
+
+def test_never_within_a_character(tokenizer: Tokenizer) -> None:
+    emoji = tokenizer.encode("😀", add_special_tokens=False)
+    assert len(emoji) > 1
+    session = Session(model="m")
+    turn(session, tokenizer, "<|user|>", [*emoji, *emoji])
+    mark = common_mark(session, "<|user|>😀x", tokenizer.vocabulary)
+    assert mark == Mark(9, 1 + len(emoji))
+
+
+def test_discards_stay_where_their_tokens_stay(tokenizer: Tokenizer) -> None:
+    session = Session(model="m")
+    turn(session, tokenizer, "one two three four five", [])
+    session.discards = [Span(1, 3), Span(4, session.token_count)]
+    turn(session, tokenizer, session.text + " six", [])
+    assert session.discards[0] == Span(1, 3)
+    assert len(session.discards) == 2
+    turn(session, tokenizer, "one two other", [])
+    assert all(span.stop <= 2 for span in session.discards), "what is gone cannot be discarded"
+
+
+def test_token_at(tokenizer: Tokenizer) -> None:
+    session = Session(model="m")
+    turn(session, tokenizer, "<|bos|><|user|>hi 😀<|end|>", tokenizer.encode("you", add_special_tokens=False))
+    turn(session, tokenizer, session.text + "<|user|>and", [])
+    for characters in range(len(session.text) + 1):
+        token = token_at(session, characters, tokenizer.vocabulary)
+        assert token is not None
+        before = text_of(session.ids()[:token], tokenizer.vocabulary)
+        assert session.text.startswith(before) or before.endswith("\ufffd")
+        assert len(before) >= characters
+    session.text = "something else"
+    assert token_at(session, 5, tokenizer.vocabulary) is None
+
+
+def test_records_round_trip_and_old_ones_are_read(tokenizer: Tokenizer) -> None:
+    session = Session(
+        model="m",
+        form="chat",
+        messages=[{"role": "user", "content": "é"}],
+        discards=[Span(1, 4)],
+        truncation=RetentionPolicy(0.25, False, 7),
+        metadata={"a": "b"},
+        turns=3,
+    )
+    turn(session, tokenizer, "one two three", [5, 6])
+    read = unpack_session(pack_session(session))
+    assert read == session
+    assert isinstance(read.marks[0], Mark)
+    assert unpack_session(pack_session(Session(model="m"))) == Session(model="m")
+    for bad in (b"", b"\x00", pack_int32([1, 2])):
+        with pytest.raises(ValueError, match="not a session"):
+            unpack_session(bad)
+
+
+@pytest.mark.parametrize("text", ["", " leading", "x", "\n\nlines", "<|user|>hi", "é😀"])
+def test_the_rest_is_tokenised_without_a_beginning(tokenizer: Tokenizer, text: str) -> None:
+    rest = asyncio.run(tokenizer.encode_rest(text))
+    assert tokenizer.decode(rest, skip_special_tokens=False) == text
+
+
+@pytest.fixture
+def spaces(tmp_path: Path) -> Iterator[Tokenizer]:
+    """A tokenizer of Llama 2's kind: spaces are marks, and one stands before every text."""
+    pieces = ["<unk>", "\u2581", *"abcdefghijklmnopqrstuvwxyz[]/", *(f"<0x{byte:02X}>" for byte in range(256))]
+    vocabulary = {piece: index for index, piece in enumerate(pieces)}
+    made = tokenizers.Tokenizer(
+        models.BPE(vocab=vocabulary, merges=[], byte_fallback=True, unk_token="<unk>", fuse_unk=True)
+    )
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    strip = decoders.Strip(" ", 1, 0)
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), strip]
+    )
+    made.add_special_tokens(["<s>", "</s>"])
+    made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": made.get_vocab_size()}))
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    loaded = Tokenizer(tmp_path)
+    yield loaded
+    loaded.close()
+
+
+@pytest.mark.parametrize("rest", ["x", " x", "\nx", "</s>x", "é"])
+def test_no_space_is_put_in_front_of_the_rest(spaces: Tokenizer, rest: str) -> None:
+    before = spaces.encode("<s>ab", add_special_tokens=False)
+    whole = spaces.encode("<s>ab" + rest, add_special_tokens=False)
+    assert before + asyncio.run(spaces.encode_rest(rest)) == whole
+
+
+def test_a_conversation_in_a_template_that_adds_a_space(spaces: Tokenizer) -> None:
+    session = Session(model="m")
+    text = "<s>[q] hi [/q]"
+    for question in ("more", "and", "é"):
+        mark = common_mark(session, text, spaces.vocabulary)
+        rest = (
+            asyncio.run(spaces.encode_rest(text[mark.characters :]))
+            if mark.tokens
+            else spaces.encode(text, add_special_tokens=False)
+        )
+        tokens = session.ids()[: mark.tokens] + rest
+        assert tokens == spaces.encode(text, add_special_tokens=False), "as if it had been written at once"
+        assert mark.tokens == 0 or mark.tokens == session.token_count - 1
+        answer = spaces.encode("yo", add_special_tokens=False) + spaces.encode("</s>", add_special_tokens=False)
+        session.remember(Known(text, tokens, mark.tokens), answer, spaces.vocabulary)
+        assert session.text == text + " yo</s>"
+        text += f" yo </s><s>[q] {question} [/q]"
+
+
+def test_homes_are_stable_and_even() -> None:
+    keys = [f"sess_{index}" for index in range(3000)]
+    homes = [rendezvous(key, 4) for key in keys]
+    assert [rendezvous(key, 4) for key in keys] == homes
+    assert all(600 < homes.count(index) < 900 for index in range(4))
+    moved = [
+        (before, after) for before, key in zip(homes, keys, strict=True) if (after := rendezvous(key, 5)) != before
+    ]
+    assert {after for _, after in moved} == {4}, "only the new one's share moves"
+    assert rendezvous("x", 1) == 0
+
+
+def test_a_session_stays_at_home() -> None:
+    policy = LeastInflight()
+
+    def choose(*inflight: int, home: int) -> int:
+        loads: list[Any] = [ControllerLoad(index, count) for index, count in enumerate(inflight)]
+        return policy.choose(RouteRequest([1], session="sess_a", home=home), loads)
+
+    assert choose(0, 4, home=1) == 1
+    assert choose(0, 5, home=1) == 0, "too busy"
+    assert choose(20, 34, home=1) == 1
+    assert choose(3, 4, home=7) == 0, "its home is not ready"

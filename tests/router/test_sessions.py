@@ -1,0 +1,443 @@
+"""Stored sessions: each verb of `/v1/sessions`, and completions that go on with them."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from router.fake_controller import FakeController, prompt_of
+from router.harness import ANSWER, EOS, MESSAGES, RunningRouter, running, wait_until
+from router.session_calls import chat, create, error_of, get, record_of
+
+from trunkline.controller.messages import RecordCall
+from trunkline.controller.records import Limits
+from trunkline.router.messages import FinishReason, Started
+from trunkline.router.policy import rendezvous
+from trunkline.router.tokenizer import Tokenizer
+
+FIRST = "<|bos|><|user|>What does os.path.join do?<|end|><|assistant|>"
+
+
+@contextmanager
+def in_use(http: httpx.Client, fake: FakeController, session: str) -> Iterator[None]:
+    """A request of the session runs."""
+    before = len(fake.behaviour.submits)
+    fake.behaviour.hold = True
+    answers: list[httpx.Response] = []
+    thread = threading.Thread(target=lambda: answers.append(chat(http, session)))
+    thread.start()
+    try:
+        wait_until(lambda: len(fake.behaviour.submits) > before)
+        yield
+    finally:
+        fake.behaviour.hold = False
+        thread.join(10)
+    assert answers[0].status_code == 200
+
+
+def test_create_and_get(http: httpx.Client, tokenizer: Tokenizer) -> None:
+    made = create(http)
+    assert made["id"].startswith("sess_")
+    assert made["object"] == "session"
+    assert made["model"] == "demo"
+    assert (made["turns"], made["tokens"], made["message_count"]) == (0, 0, 0)
+    assert made["truncation"] == {
+        "type": "retention_ratio",
+        "retention_ratio": 0.5,
+        "keep": {"instructions": True, "sink_tokens": 4},
+    }
+    assert made["expires_at"] - made["last_used_at"] == made["ttl"] == 24 * 3600
+    assert get(http, made["id"])["id"] == made["id"]
+    full = create(
+        http, model="org/demo-alias", messages=MESSAGES, ttl=60, truncation="disabled", metadata={"a": "b"}
+    )
+    assert full["model"] == "org/demo-alias"
+    assert (full["ttl"], full["truncation"], full["metadata"]) == (60, "disabled", {"a": "b"})
+    text = FIRST.removesuffix("<|assistant|>")
+    assert full["tokens"] == len(tokenizer.encode(text, add_special_tokens=False))
+    assert "messages" not in full
+    assert get(http, full["id"], include="messages")["messages"] == MESSAGES
+
+
+def test_a_conversation(
+    client: openai.OpenAI, http: httpx.Client, fake: FakeController, tokenizer: Tokenizer
+) -> None:
+    session = create(http, metadata={"user": "u"})["id"]
+    fake.behaviour.found = lambda submit: Started(submit.request, 9, [9], "diverged", 9)
+    answer = client.chat.completions.create(model="demo", messages=MESSAGES, extra_body={"session_id": session})
+    assert answer.choices[0].message.content == ANSWER
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens_details is not None
+    assert answer.usage.prompt_tokens_details.model_extra == {"session_tokens": 0}
+    [first] = fake.behaviour.submits
+    assert prompt_of(first) == tokenizer.encode(FIRST, add_special_tokens=False)
+    told = get(http, session, include="messages")
+    assert (told["turns"], told["message_count"]) == (1, 2)
+    assert told["messages"] == [*MESSAGES, {"role": "assistant", "content": ANSWER}]
+    history = prompt_of(first) + tokenizer.encode(ANSWER, add_special_tokens=False) + [EOS]
+    assert told["tokens"] == len(history)
+    again = chat(http, session).json()
+    second = prompt_of(fake.behaviour.submits[1])
+    assert second[: len(history)] == history
+    assert (
+        tokenizer.decode(second[len(history) :], skip_special_tokens=False)
+        == "<|user|>And then?<|end|><|assistant|>"
+    )
+    assert again["usage"]["prompt_tokens_details"] == {"cached_tokens": 9, "session_tokens": len(history)}
+    assert get(http, session)["turns"] == 2
+    assert get(http, session)["metadata"] == {"user": "u"}
+
+
+@pytest.mark.parametrize("usage", [False, True])
+def test_a_conversation_in_streams(
+    client: openai.OpenAI, http: httpx.Client, fake: FakeController, tokenizer: Tokenizer, usage: bool
+) -> None:
+    session = create(http)["id"]
+    letters = [token for letter in "Hello" for token in tokenizer.encode(letter, add_special_tokens=False)]
+    fake.behaviour.script = lambda submit: [*letters, EOS]
+    fake.behaviour.seconds_per_token = 0.001
+    for turns in (1, 2, 3):
+        stream = client.chat.completions.create(
+            model="demo",
+            messages=MESSAGES,
+            stream=True,
+            extra_body={"session_id": session, "stream_options": {"include_usage": usage}},
+        )
+        for chunk in stream:
+            if chunk.choices and chunk.choices[0].finish_reason:
+                assert get(http, session)["turns"] == turns, "stored before the end is told"
+    one, two, three = map(prompt_of, fake.behaviour.submits)
+    assert two[: len(one) + 6] == [*one, *letters, EOS], "not as a tokenizer would write it"
+    assert three[: len(two) + 6] == [*two, *letters, EOS]
+    told = get(http, session, include="messages")
+    assert [message["content"] for message in told["messages"][1::2]] == ["Hello"] * 3
+
+
+def test_begun_with_messages(http: httpx.Client, fake: FakeController, tokenizer: Tokenizer) -> None:
+    session = create(http, messages=[{"role": "system", "content": "Be kind."}])
+    assert chat(http, session["id"]).status_code == 200
+    [submit] = fake.behaviour.submits
+    assert tokenizer.decode(prompt_of(submit), skip_special_tokens=False) == (
+        "<|bos|><|system|>Be kind.<|end|><|user|>And then?<|end|><|assistant|>"
+    )
+    assert get(http, session["id"])["message_count"] == 3
+
+
+def test_a_stop_string_is_no_part_of_the_history(
+    http: httpx.Client, fake: FakeController, tokenizer: Tokenizer
+) -> None:
+    session = create(http)["id"]
+    assert chat(http, session, stop=" STOP").json()["choices"][0]["message"]["content"] == "Hello, wörld 😀!"
+    assert chat(http, session).status_code == 200
+    text = tokenizer.decode(prompt_of(fake.behaviour.submits[1]), skip_special_tokens=False)
+    assert "<|assistant|>Hello, wörld 😀!<|end|><|user|>And then?" in text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_plain_completions(http: httpx.Client, fake: FakeController, tokenizer: Tokenizer, stream: bool) -> None:
+    session = create(http)["id"]
+    answer = [*tokenizer.encode(" two", add_special_tokens=False), EOS]
+    fake.behaviour.script = lambda submit: answer
+    body: dict[str, Any] = {"session_id": session, "stream": stream}
+    assert http.post("/v1/completions", json=body | {"prompt": "one"}).status_code == 200
+    assert http.post("/v1/completions", json=body | {"prompt": " three"}).status_code == 200
+    ids = tokenizer.encode(" four", add_special_tokens=False)
+    assert http.post("/v1/completions", json=body | {"prompt": [ids]}).status_code == 200
+    one, two, three = map(prompt_of, fake.behaviour.submits)
+    assert tokenizer.decode(two, skip_special_tokens=False) == "one two three"
+    assert two[: len(one)] == one
+    assert three[: len(two)] == two
+    assert tokenizer.decode(three, skip_special_tokens=False) == "one two three two four"
+    told = get(http, session, include="messages")
+    assert (told["turns"], told["message_count"], told["messages"]) == (3, 0, [])
+    assert error_of(chat(http, session)) == (400, None, "session_id"), "it is no conversation"
+
+
+def test_tool_calls_are_remembered(http: httpx.Client, fake: FakeController, tokenizer: Tokenizer) -> None:
+    session = create(http)["id"]
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    ids = [*tokenizer.encode(call, add_special_tokens=False), EOS]
+    fake.behaviour.script = lambda submit: ids
+    answer = chat(http, session, tools=tools).json()
+    [made] = answer["choices"][0]["message"]["tool_calls"]
+    result = {"role": "tool", "tool_call_id": made["id"], "content": "17 it is"}
+    body = {"session_id": session, "messages": [result], "tools": tools, "stream": True}
+    assert http.post("/v1/chat/completions", json=body).status_code == 200
+    one, two = map(prompt_of, fake.behaviour.submits)
+    assert two[: len(one) + len(ids)] == one + ids
+    assert "17 it is" in tokenizer.decode(two)
+    messages = get(http, session, include="messages")["messages"]
+    assert [message["role"] for message in messages] == ["user", "assistant", "tool", "assistant"]
+    assert messages[1]["tool_calls"] == [made]
+    assert messages[3]["tool_calls"][0]["function"] == made["function"]
+
+
+def test_busy(http: httpx.Client, fake: FakeController) -> None:
+    session = create(http)["id"]
+    path = f"/v1/sessions/{session}"
+    busy = (409, "session_busy", "session_id")
+    with in_use(http, fake, session):
+        assert error_of(chat(http, session)) == busy
+        assert error_of(chat(http, session, stream=True)) == busy
+        assert error_of(http.delete(path)) == busy
+        assert error_of(http.patch(path, json={"ttl": 5})) == busy
+        assert error_of(http.post(f"{path}/discard", json={"messages": [0]})) == busy
+        assert get(http, session)["turns"] == 0
+        assert http.post(f"{path}/fork").status_code == 200
+    assert get(http, session)["turns"] == 1
+    assert http.delete(path).json() == {"id": session, "object": "session.deleted", "deleted": True}
+
+
+def test_a_lease_is_renewed_while_an_answer_is_made(
+    http: httpx.Client, fake: FakeController, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trunkline.router.sessions._LEASE_SECONDS", 0.6)
+    session = create(http)["id"]
+    with in_use(http, fake, session):
+        wait_until(lambda: sum(call.op == "acquire" for call in fake.behaviour.calls) > 4)
+        assert error_of(chat(http, session))[1] == "session_busy"
+    acquired = [call.lease for call in fake.behaviour.calls if call.op == "acquire"]
+    assert acquired.count(acquired[0]) > 3
+    assert get(http, session)["turns"] == 1
+
+
+def test_a_lease_of_a_router_that_died_runs_out(http: httpx.Client, fake: FakeController) -> None:
+    session = create(http)["id"]
+    now = time.time()
+    call = RecordCall(1, "acquire", "session", session, lease="another router's", lease_s=30)
+    assert fake.behaviour.records.handle(call, 1, now).status == "ok"
+    assert error_of(chat(http, session))[1] == "session_busy"
+    call = RecordCall(1, "acquire", "session", session, lease="another router's", lease_s=0.001)
+    assert fake.behaviour.records.handle(call, 1, now).status == "ok"
+    assert chat(http, session).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_cannot_be_stored_is_an_error(http: httpx.Client, fake: FakeController, stream: bool) -> None:
+    session = create(http)["id"]
+    fake.behaviour.records.limits = Limits(value_bytes=10)
+    answer = chat(http, session, stream=stream)
+    assert "session_not_stored" in answer.text
+    assert "[DONE]" not in answer.text
+    fake.behaviour.records.limits = Limits()
+    assert get(http, session)["turns"] == 0
+    assert chat(http, session, stream=stream).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_failed_turn_leaves_the_session(http: httpx.Client, fake: FakeController, stream: bool) -> None:
+    session = create(http)["id"]
+    assert chat(http, session).status_code == 200
+    before = record_of(fake, session).value
+    fake.behaviour.fail_after = 3
+    failed = chat(http, session, stream=stream)
+    assert "engine_failed" in failed.text
+    fake.behaviour.fail_after = None
+    fake.behaviour.refuse = FinishReason.QUEUE_FULL
+    assert chat(http, session, stream=stream).status_code == 429
+    fake.behaviour.refuse = None
+    assert chat(http, session, temperature=5).status_code == 400
+    assert chat(http, session, max_tokens=5000).status_code == 400
+    assert record_of(fake, session).value == before
+    assert chat(http, session, stream=stream).status_code == 200, "it is free again"
+    assert get(http, session)["turns"] == 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_leaves_the_session(
+    http: httpx.Client, router: RunningRouter, fake: FakeController, stream: bool
+) -> None:
+    session = create(http)["id"]
+    fake.behaviour.seconds_per_token = 0.02
+    fake.behaviour.script = lambda submit: [7] * 1000
+    body = {"session_id": session, "messages": MESSAGES, "stream": stream, "max_tokens": 1000}
+    with httpx.Client(base_url=router.url, timeout=20, trust_env=False) as other:
+        if stream:
+            with other.stream("POST", "/v1/chat/completions", json=body) as response:
+                assert next(response.iter_lines())
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                other.post("/v1/chat/completions", json=body, timeout=0.3)
+    wait_until(lambda: bool(fake.behaviour.aborts) and fake.behaviour.calls[-1].op == "release")
+    told = get(http, session)
+    assert (told["turns"], told["tokens"]) == (0, 0)
+    fake.behaviour.script = lambda submit: [7, EOS]
+    assert chat(http, session).status_code == 200
+
+
+def test_unknown_sessions(http: httpx.Client, fake: FakeController) -> None:
+    missing = (404, "session_not_found", "session_id")
+    for session in ("sess_" + "0" * 32, "other"):
+        path = f"/v1/sessions/{session}"
+        assert error_of(http.get(path)) == missing
+        assert error_of(http.delete(path)) == missing
+        assert error_of(http.patch(path, json={})) == missing
+        for verb, body in (("fork", {}), ("prefetch", {}), ("discard", {"messages": [0]})):
+            assert error_of(http.post(f"{path}/{verb}", json=body)) == missing
+    for stream in (False, True):
+        assert error_of(chat(http, "sess_none", stream=stream)) == missing
+    completion = http.post("/v1/completions", json={"session_id": "sess_none", "prompt": "x"})
+    assert error_of(completion) == missing
+    assert not fake.behaviour.submits
+
+
+def test_labels(http: httpx.Client, fake: FakeController) -> None:
+    for _ in range(2):
+        assert chat(http, "my conversation").status_code == 200
+    one, two = map(prompt_of, fake.behaviour.submits)
+    assert one == two, "nothing is remembered"
+    assert not fake.behaviour.calls
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("chat/completions", {"messages": MESSAGES, "n": 2}, "n"),
+    ("chat/completions", {"messages": MESSAGES, "use_beam_search": True, "beam_width": 2}, "use_beam_search"),
+    ("chat/completions", {"messages": MESSAGES, "truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
+    ("completions", {"prompt": "x", "best_of": 2}, "best_of"),
+    ("completions", {"prompt": "x", "echo": True}, "echo"),
+    ("completions", {"prompt": ["x", "y"]}, "session_id"),
+    ("completions", {"prompt": "x", "session_id": ""}, "session_id"),
+    ("completions", {"prompt": "x", "session_id": 5}, "session_id"),
+    ("responses", {"input": "x"}, "session_id"),
+]
+
+
+@pytest.mark.parametrize(("path", "fields", "param"), REFUSED)
+def test_what_sessions_cannot_do(
+    http: httpx.Client, fake: FakeController, path: str, fields: dict[str, Any], param: str
+) -> None:
+    session = create(http)["id"]
+    answer = http.post(f"/v1/{path}", json={"session_id": session, **fields})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+    assert not fake.behaviour.submits
+    assert http.delete(f"/v1/sessions/{session}").status_code == 200, "nobody holds it"
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"ttl": 0}, "ttl"),
+    ({"ttl": "5"}, "ttl"),
+    ({"ttl": 10**9}, "ttl"),
+    ({"metadata": {"a": 5}}, "metadata"),
+    ({"metadata": {str(i): "x" for i in range(17)}}, "metadata"),
+    ({"metadata": {"k" * 65: "x"}}, "metadata"),
+    ({"metadata": {"k": "x" * 513}}, "metadata"),
+    ({"truncation": "perhaps"}, "truncation.type"),
+    ({"messages": []}, "messages"),
+    ({"messages": [{"role": "wizard", "content": "x"}]}, "messages"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+    ({"schema": "s"}, "schema"),
+    ({"prompt": "s"}, "prompt"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), BAD)
+def test_bad_sessions(http: httpx.Client, fields: dict[str, Any], param: str) -> None:
+    answer = http.post("/v1/sessions", json=fields)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+
+
+def test_another_model(http: httpx.Client) -> None:
+    assert http.post("/v1/sessions", json={"model": "gpt"}).json()["error"]["code"] == "model_not_found"
+
+
+def test_update(http: httpx.Client, fake: FakeController) -> None:
+    session = create(http, metadata={"a": "1", "b": "2"}, ttl=50)["id"]
+    path = f"/v1/sessions/{session}"
+    told = http.patch(path, json={"metadata": {"c": "3"}}).json()
+    assert (told["metadata"], told["ttl"]) == ({"c": "3"}, 50)
+    told = http.patch(path, json={"ttl": 90, "truncation": "disabled", "metadata": None}).json()
+    assert (told["metadata"], told["ttl"], told["truncation"]) == ({"c": "3"}, 90, "disabled")
+    assert get(http, session) == told | {"last_used_at": get(http, session)["last_used_at"]}
+    assert http.patch(path, json={"ttl": -1}).json()["error"]["param"] == "ttl"
+    assert chat(http, session).status_code == 200
+    assert fake.behaviour.submits[0].ttl == 90, "its KV lives as long"
+    assert chat(http, create(http)["id"]).status_code == 200
+    assert fake.behaviour.submits[1].ttl == 0
+
+
+def test_list(http: httpx.Client) -> None:
+    made = sorted(create(http)["id"] for _ in range(5))
+    page = http.get("/v1/sessions", params={"limit": 2}).json()
+    found = [item["id"] for item in page["data"]]
+    assert (page["object"], page["has_more"]) == ("list", True)
+    assert (page["first_id"], page["last_id"]) == (found[0], found[-1])
+    while page["has_more"]:
+        page = http.get("/v1/sessions", params={"limit": 2, "after": page["last_id"]}).json()
+        found += [item["id"] for item in page["data"]]
+    assert found == made
+    assert {item["object"] for item in page["data"]} == {"session"}
+    assert page["data"][0]["expires_at"] > page["data"][0]["created_at"] > 0
+    for limit in ("0", "101", "x", "-1", "²"):
+        assert http.get("/v1/sessions", params={"limit": limit}).json()["error"]["param"] == "limit"
+
+
+def test_fork(http: httpx.Client, fake: FakeController) -> None:
+    source = create(http, metadata={"a": "b"})["id"]
+    assert chat(http, source, "one").status_code == 200
+    fork = http.post(f"/v1/sessions/{source}/fork", json={"metadata": {"c": "d"}, "ttl": 70}).json()
+    assert fork["id"] != source
+    assert (fork["parent"], fork["turns"], fork["ttl"]) == (source, 1, 70)
+    assert fork["metadata"] == {"c": "d"}
+    assert chat(http, fork["id"], "two").status_code == 200
+    assert chat(http, source, "three").status_code == 200
+    one, two, three = map(prompt_of, fake.behaviour.submits)
+    assert two[: len(one) + 5] == three[: len(one) + 5], "they share what was before"
+    assert two != three
+    assert get(http, source)["metadata"] == {"a": "b"}
+    assert http.post(f"/v1/sessions/{source}/fork", json={"ttl": 0}).status_code == 400
+
+
+def test_a_record_that_nobody_can_read(http: httpx.Client, fake: FakeController) -> None:
+    call = RecordCall(1, "create", "session", "sess_broken", b"\xc1")
+    fake.behaviour.records.handle(call, 1, time.time())
+    assert http.get("/v1/sessions/sess_broken").json()["error"]["code"] == "session_unreadable"
+    assert chat(http, "sess_broken").status_code == 503
+    assert chat(http, "sess_broken").json()["error"]["code"] == "session_unreadable", "it is not held"
+
+
+def test_two_controllers(place: Path, tokenizer: Tokenizer) -> None:
+    with ExitStack() as stack:
+        router, fakes = stack.enter_context(running(place, tokenizer, controllers=2))
+        with httpx.Client(base_url=router.url, timeout=20, trust_env=False) as http:
+            made = [create(http)["id"] for _ in range(16)]
+            assert {rendezvous(session, 2) for session in made} == {0, 1}
+            for session in made:
+                assert chat(http, session).status_code == 200
+                fork = http.post(f"/v1/sessions/{session}/fork").json()["id"]
+                assert rendezvous(fork, 2) == rendezvous(session, 2)
+                http.post(f"/v1/sessions/{session}/prefetch")
+                fake = fakes[rendezvous(session, 2)]
+                assert record_of(fake, session).version == 2
+                assert len(fake.behaviour.submits) == len(fake.behaviour.prefetches) > 0, (
+                    "KV is where the record is"
+                )
+            listed = http.get("/v1/sessions", params={"limit": 100}).json()
+            ids = [item["id"] for item in listed["data"]]
+            assert ids == sorted(ids)
+            assert len(ids) == 32
+            lost = next(session for session in made if rendezvous(session, 2) == 1)
+            fakes[1].stop()
+            wait_until(lambda: router.ready == 1)
+            assert chat(http, lost).status_code == 503
+            assert http.get("/v1/sessions").status_code == 503
+
+
+def test_the_schema_knows_them(http: httpx.Client) -> None:
+    schema = http.get("/openapi.json").json()
+    assert "requestBody" in schema["paths"]["/v1/sessions"]["post"]
+    assert "requestBody" in schema["paths"]["/v1/sessions/{session_id}"]["patch"]
+    answer = schema["paths"]["/v1/sessions/{session_id}"]["get"]["responses"]["200"]
+    name = answer["content"]["application/json"]["schema"]["$ref"].split("/")[-1]
+    assert {"id", "turns", "discards"} <= set(schema["components"]["schemas"][name]["properties"])
+    text = json.dumps(schema)
+    for reference in {part.split('"')[0] for part in text.split("#/components/schemas/")[1:]}:
+        assert reference in schema["components"]["schemas"], reference
