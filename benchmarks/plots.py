@@ -64,10 +64,62 @@ def preemption(rows: Rows) -> Figure:
     return figure
 
 
+def truncation_quality(rows: Rows) -> Figure:
+    """Perplexity over fifty cuts, and recall behind one, by way of going on."""
+    figure, (over_time, recall) = _panels(2)
+    for index, method in enumerate(("ca", "tt", "nkvt")):
+        over_time.plot(*series(rows, "part_perplexity", "part", method=method, sinks=4), marker=".", label=method)
+        ratios, shares = series(rows, "recall", "ratio", method=method, sinks=4)
+        recall.bar([place + (index - 1) * 0.25 for place in range(len(ratios))], shares, 0.25, label=method)
+    _label(over_time, "fifty cuts, half retained, 4 sinks", "part behind cut", "perplexity")
+    over_time.set_yscale("log")
+    _label(recall, "facts asked back behind a cut, 4 sinks", "ratio retained", "exact answers, %")
+    recall.set_xticks(range(len(ratios)), [str(ratio) for ratio in ratios])
+    recall.set_ylim(0, 110)
+    recall.legend(ncols=3)
+    return figure
+
+
+def hit_rate(rows: Rows) -> Figure:
+    """Turns that find their history, by capacity and policy."""
+    figure, panels = _panels(2)
+    for axes, part in zip(panels, ("policies", "unsaturated"), strict=True):
+        for policy in ("look-ahead", "lru", "fifo"):
+            x, y = series(rows, "hit_rate", "c_over_f", part=part, policy=policy)
+            axes.plot(x, y, marker="o", label=policy)
+        queue = "a long queue" if part == "policies" else "no queue"
+        _label(axes, queue, "capacity / peak footprint of live sessions", "turns that hit, %")
+        axes.set_ylim(0, 100)
+    return figure
+
+
+def session_turns(rows: Rows) -> Figure:
+    """How much sooner the first token comes by where the history is, and when layers were loaded and computed."""
+    figure, (speedup, layers) = _panels(2)
+    total = max(row["case"]["history"] + row["case"]["new"] for row in rows if row["case"]["part"] == "turns")
+    for impl in ("device", "host", "disk", "remote"):
+        histories, values = series(rows, "speedup", "history", part="turns", impl=impl)
+        points = [(h, v) for h, v in zip(histories, values, strict=True) if h >= total / 2]
+        shares = dict(sorted((100 * h / total, v) for h, v in points))
+        speedup.plot(list(shares), list(shares.values()), marker="o", label=impl)
+    _label(speedup, f"turns of {total} tokens", "history, %", "times sooner than recomputed")
+    for kind, offset in (("load", 0.2), ("compute", -0.2)):
+        places, starts = series(rows, "start", "layer", part="trace", kind=kind)
+        _, stops = series(rows, "stop", "layer", part="trace", kind=kind)
+        widths = [stop - start for start, stop in zip(starts, stops, strict=True)]
+        layers.barh([place + offset for place in places], widths, 0.4, left=starts, label=kind)
+    _label(layers, "layer-wise preload over a slow link", "ms", "layer")
+    layers.invert_yaxis()
+    return figure
+
+
 PLOTS: Final[dict[str, Callable[[Rows], Figure]]] = {
     "overload": overload,
     "memory_sharing": memory_sharing,
     "preemption": preemption,
+    "hit_rate": hit_rate,
+    "session_turns": session_turns,
+    "truncation_quality": truncation_quality,
 }
 """By the benchmark's name."""
 

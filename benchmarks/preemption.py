@@ -69,8 +69,15 @@ def overhead(arguments: argparse.Namespace, report: Report) -> None:
 def move(loop: EngineLoop, saves: list[list[int]], loads: list[list[int]]) -> float:
     """Seconds of a step that does nothing but move blocks; the engine does not hear of it."""
     runner = loop.runner
+    step = runner.steps + 1
+    # The fences make the step wait for its own saves and loads, which go on beside steps otherwise.
     plan = StepPlan(
-        step=runner.steps + 1, epoch=1, saves=pack_int32(np.array(saves)), loads=pack_int32(np.array(loads))
+        step=step,
+        epoch=1,
+        saves=pack_int32(np.array(saves)),
+        loads=pack_int32(np.array(loads)),
+        save_fence=step,
+        load_fence=step,
     )
     start = time.perf_counter()
     result = runner.execute(plan)

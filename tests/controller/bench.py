@@ -11,6 +11,7 @@ from trunkline.controller.messages import BeamSearch
 from trunkline.controller.residence import Admission, Residence
 from trunkline.controller.sequence import Request, Sequence, SequenceGroup, TokenBuffer
 from trunkline.controller.tree import ChunkTree
+from trunkline.kvstore.directory import DirectoryConfig
 from trunkline.worker.messages import Sampling
 
 CHUNK = 4
@@ -18,7 +19,8 @@ CHUNK = 4
 
 def make_residence(num_blocks: int, host_slots: int, *, prefix_cache: bool = True) -> Residence:
     pool = BlockPool(num_blocks)
-    return Residence(pool, ChunkTree(pool, CHUNK), prefix_cache=prefix_cache, host_slots=host_slots)
+    tiers = DirectoryConfig(host_slots=host_slots if prefix_cache else 0)
+    return Residence(pool, ChunkTree(pool, CHUNK, tiers=tiers), prefix_cache=prefix_cache)
 
 
 def make_sequence(
@@ -59,9 +61,9 @@ class Bench:
 
     def admit(self, sequence: Sequence, draft: PlanDraft | None = None, *, tails: int = 0) -> PlanDraft:
         draft = draft or self.plan()
-        assert self.residence.admit(sequence, 0, self.step, draft, tails) is Admission.ADMITTED
+        assert self.residence.admit(sequence, 0, self.step, draft, tails=tails) is Admission.ADMITTED
         sequence.computed = sequence.tokens.count
-        self.residence.mark_ready(sequence, self.step)
+        self.residence.mark_ready(sequence, draft)
         for source in draft.copy_sources:
             self.tree.release(source, self.step)
         draft.copy_sources = []

@@ -74,10 +74,11 @@ def test_costs_are_never_negative() -> None:
 def test_moves_are_no_part_of_the_step_and_are_learned_by_themselves() -> None:
     costs = StepCosts(swap_us_per_block=200.0)
     for _ in range(50):
-        costs.observe(rows=4, prefill_tokens=0, elapsed_us=3000.0 + 8 * 500.0, moved_blocks=8, moved_us=8 * 500.0)
+        costs.observe(rows=4, prefill_tokens=0, elapsed_us=3000.0)
+        costs.observe_moves(8, 8 * 500.0)
     assert costs.step_us(4, 0) == pytest.approx(3000.0, rel=0.05)
     assert costs.move_us == pytest.approx(500.0, rel=0.01)
-    costs.observe(rows=4, prefill_tokens=0, elapsed_us=1e8, moved_blocks=1, moved_us=1e8)
+    costs.observe_moves(1, 1e8)
     assert costs.move_us < 600.0, "one stall"
 
 

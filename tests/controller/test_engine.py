@@ -142,9 +142,9 @@ def test_matching_is_spread_over_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     looked_up: list[int] = []
     admit = simulation.engine.scheduler.residence.admit
 
-    def counting(sequence: Sequence, *args: Any) -> Admission:
+    def counting(sequence: Sequence, *args: Any, **options: Any) -> Admission:
         looked_up.append(sequence.tokens.count)
-        return admit(sequence, *args)
+        return admit(sequence, *args, **options)
 
     monkeypatch.setattr(simulation.engine.scheduler.residence, "admit", counting)
     for i in range(7):
@@ -257,10 +257,10 @@ def test_leaving_right_after_a_merge() -> None:
     for _ in range(2):
         simulation.submit([1, 2, 3, 4, 5, 6], 30)
     scheduler = simulation.engine.scheduler
-    while not scheduler._merged:
+    while not scheduler._news.merged:
         simulation.plan()
         simulation.answer()
-    (stay, _, _), *_ = scheduler._merged
+    (stay, _, _), *_ = scheduler._news.merged
     merged = next(s for s in scheduler.rows.sequences if s is not None and s.stay == stay)
     simulation.abort(merged.request)
     simulation.run()

@@ -11,6 +11,9 @@ from trunkline.controller.messages import BeamSearch
 
 ROOMY = EngineConfig(num_blocks=96, chunk_size=4, max_context=96, token_budget=24, max_rows=12, host_slots=60)
 TINY = msgspec.structs.replace(ROOMY, num_blocks=24)
+SLOTS = {"recompute": 0, "swap": 60, "auto": 60}
+"""Host slots: what is saved as cache is found again by whoever comes back, claimed or not. So recomputation alone
+is seen only without a host pool."""
 KINDS: dict[str, Options] = {
     "one": {"seed": 5},
     "samples": {"seed": 5, "n": 3},
@@ -57,7 +60,8 @@ def test_resumed_output_is_the_undisturbed_one(kind: str, preemption: str, after
 @pytest.mark.parametrize("preemption", ["recompute", "swap", "auto"])
 def test_groups_in_a_tiny_pool(kind: str, preemption: str) -> None:
     """Several groups that only fit one after the other: each is preempted whole, and all of them end."""
-    simulation = Simulation(msgspec.structs.replace(TINY, preemption=preemption))
+    config = msgspec.structs.replace(TINY, preemption=preemption, host_slots=SLOTS[preemption])
+    simulation = Simulation(config)
     for i in range(4):
         simulation.submit([50 * i + j for j in range(9)], 18, **KINDS[kind])
     simulation.run()
@@ -73,7 +77,7 @@ def test_swapping_computes_less_again() -> None:
     """Two long sequences take turns in a pool for one and a half of them."""
     computed, loaded = {}, {}
     for preemption in ("recompute", "swap"):
-        config = msgspec.structs.replace(TINY, num_blocks=20, preemption=preemption)
+        config = msgspec.structs.replace(TINY, num_blocks=20, preemption=preemption, host_slots=SLOTS[preemption])
         simulation = Simulation(config)
         for i in range(2):
             simulation.submit([50 * i + j for j in range(30)], 30, seed=i)
@@ -84,6 +88,20 @@ def test_swapping_computes_less_again() -> None:
         loaded[preemption] = simulation.workers.pool.loaded_blocks
     assert loaded["recompute"] == 0 < loaded["swap"]
     assert computed["swap"] < computed["recompute"]
+
+
+def test_without_a_claim_what_was_saved_as_cache_is_found_all_the_same() -> None:
+    """Recomputation claims nothing; the copies that were made beside the computation are cache like any other."""
+    simulation = Simulation(msgspec.structs.replace(TINY, num_blocks=20, preemption="recompute"))
+    for i in range(2):
+        simulation.submit([50 * i + j for j in range(30)], 30, seed=i)
+    tree = simulation.engine.scheduler.residence.tree
+    while simulation.step():
+        assert tree.tiers.claimed_count == 0
+    verify_all(simulation)
+    assert simulation.engine.scheduler.counters.preemptions > 0
+    assert simulation.engine.scheduler.counters.swapped == 0
+    assert simulation.workers.pool.loaded_blocks > 0
 
 
 @pytest.mark.parametrize("slots", [1, 3, 8])
@@ -151,4 +169,4 @@ def test_aborted_while_preempted(kind: str) -> None:
     verify_all(simulation)
     simulation.engine.flush_cache()
     assert simulation.engine.scheduler.residence.pool.free_count == 24
-    assert simulation.engine.scheduler.residence.tree.host.used_count == 0
+    assert simulation.engine.scheduler.residence.tree.tiers.copies.host.used_count == 0

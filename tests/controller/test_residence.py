@@ -44,11 +44,11 @@ def test_forked_sequences_share_all_but_the_tail(length: int, prefix_cache: bool
     parent = make_sequence(list(range(length)), n=3)
     partial = length % CHUNK > 0
     draft = PlanDraft(1, CHUNK)
-    assert residence.admit(parent, 0, 0.0, draft, 2 * partial) is Admission.ADMITTED
+    assert residence.admit(parent, 0, 0.0, draft, tails=2 * partial) is Admission.ADMITTED
     assert len(parent.tails) == 2 * partial
     check_residence(residence, [parent], [])
     parent.computed = length
-    residence.mark_ready(parent, 1)
+    residence.mark_ready(parent, draft)
     children = []
     for index in (1, 2):
         child = Sequence(parent.group, index, TokenBuffer(parent.tokens.view()), parent.sampling)
@@ -68,9 +68,9 @@ def test_forked_sequences_share_all_but_the_tail(length: int, prefix_cache: bool
 def test_tails_are_reserved_with_the_prompt_or_not_at_all() -> None:
     residence = make_residence(4, 0)
     parent = make_sequence(list(range(10)), n=3)
-    assert residence.admit(parent, 0, 0.0, PlanDraft(1, CHUNK), 2) is Admission.NO_BLOCKS
+    assert residence.admit(parent, 0, 0.0, PlanDraft(1, CHUNK), tails=2) is Admission.NO_BLOCKS
     check_residence(residence, [], [])
-    assert residence.admit(parent, 0, 0.0, PlanDraft(1, CHUNK), 1) is Admission.ADMITTED
+    assert residence.admit(parent, 0, 0.0, PlanDraft(1, CHUNK), tails=1) is Admission.ADMITTED
     residence.leave(parent, 0, 0.0)
     assert residence.pool.free_count == 4
 
@@ -123,7 +123,7 @@ def admit_all(residence: Residence, members: list[Sequence], step: int) -> None:
         for source in draft.copy_sources:
             residence.tree.release(source, float(step))
         sequence.computed = sequence.prefill_stop
-        residence.mark_ready(sequence, step)
+        residence.mark_ready(sequence, draft)
 
 
 def test_a_group_that_fits_can_be_admitted_member_by_member() -> None:

@@ -1,7 +1,8 @@
 """Random lives over `Residence` alone, with pools that are all too small.
 
 A little batch kept by hand does everything that a scheduler does to `Residence`, without a scheduler's order, over
-a pool that holds hashes: each token's context is read back from where the plans put it.
+a pool that holds hashes: each token's context is read back from where the plans put it. Saves and loads are
+carried out as late as the fences let them.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 from controller.bench import CHUNK, make_residence, make_sequence
 from simulation.model import EMPTY, extend_hash
-from simulation.pool import SimulatedPool
+from simulation.pool import Entry, SimulatedPool
 
 from trunkline.controller.draft import PlanDraft
 from trunkline.controller.integrity import check_residence
@@ -27,7 +28,7 @@ class Batch:
     def __init__(self, seed: int, *, blocks: int, slots: int, prefix_cache: bool) -> None:
         self.rng = random.Random(seed)
         self.residence = make_residence(blocks, slots, prefix_cache=prefix_cache)
-        self.memory = SimulatedPool(blocks, CHUNK, slots)
+        self.memory = SimulatedPool(blocks, CHUNK, slots, seed)
         self.waiting: list[Sequence] = []
         self.prefilling: list[Sequence] = []
         self.rows: list[Sequence] = []
@@ -48,12 +49,14 @@ class Batch:
         for sequence in [s for s in self.running if rng.random() < 0.03]:
             self._preempt(sequence, claim=rng.random() < 0.7)
         draft = PlanDraft(self.step, CHUNK)
+        self.residence.pool.taken.clear()
         self._grow(draft)
         sources = self._copy_tails(draft)
         work = [(sequence, sequence.computed, 1, 0) for sequence in self.rows]
         for sequence in self.rows:
             sequence.computed += 1
         work += self._prefill(draft)
+        self.residence.tree.save_waiting(draft)
         for source in draft.copy_sources:
             self.residence.tree.release(source, float(self.step))
         for block in sources:
@@ -110,7 +113,7 @@ class Batch:
         for sequence in self.waiting.copy():
             left = self.unforked.get(sequence.request, 0)
             tails = left if sequence.tokens.count % CHUNK else 0
-            outcome = self.residence.admit(sequence, self.rng.randrange(2), float(self.step), draft, tails)
+            outcome = self.residence.admit(sequence, self.rng.randrange(2), float(self.step), draft, tails=tails)
             if outcome is Admission.ADMITTED:
                 self.waiting.remove(sequence)
                 self.prefilling.append(sequence)
@@ -119,8 +122,10 @@ class Batch:
             start, total = sequence.computed, sequence.tokens.count
             count = min(self.rng.randrange(1, 9), total - start)
             work.append((sequence, start, count, sequence.resident))
+            fences = self.residence.tree.fences
+            fences.reads(fences.ready_after(sequence.block_table()))
             sequence.computed = start + count
-            self.residence.mark_ready(sequence, self.step)
+            self.residence.mark_ready(sequence, draft)
             if start + count == total:
                 self.prefilling.remove(sequence)
                 self.rows.append(sequence)
@@ -140,8 +145,10 @@ class Batch:
 
     def _execute(self, draft: PlanDraft, work: list[tuple[Sequence, int, int, int]]) -> None:
         """As the workers do: saves, loads, copies; then each token reads its context and is stored."""
-        self.memory.save(draft.saves)
-        self.memory.load(draft.loads)
+        moved = [BlockId(block) for source, target, _, _ in draft.copies for block in (source, target)]
+        taken = self.residence.pool.taken
+        save_fence, load_fence = self.residence.tree.fences.close(self.step, taken, moved)
+        self.memory.order(self.step, draft.saves, draft.loads, save_fence, load_fence)
         self.memory.copy(draft.copies)
         for sequence, start, count, write_from in work:
             table: list[int] = list(sequence.block_table())
@@ -150,9 +157,11 @@ class Batch:
                 current = extend_hash(past, int(sequence.tokens.view()[position]))
                 if position >= write_from:
                     block = table[position // CHUNK]
-                    self.memory.write(block, position % CHUNK, (current, past), self.step, id(sequence))
+                    entry = Entry(current, past, int(sequence.tokens.view()[position]), position, position)
+                    self.memory.write(block, position % CHUNK, entry, self.step, id(sequence))
                 past = current
             assert past == self._expected(sequence, start + count)
+        self.memory.computed(self.step, draft.late_saves)
 
     def _expected(self, sequence: Sequence, stop: int) -> bytes:
         current = EMPTY
@@ -194,6 +203,6 @@ def test_random_lives(blocks: int, slots: int, prefix_cache: bool) -> None:
         tree.flush()
         check_residence(batch.residence, [], [])
         assert batch.residence.pool.free_count == blocks
-        assert tree.host.used_count == tree.node_count == 0
+        assert tree.tiers.copies.host.used_count == tree.node_count == 0
         assert not list(tree.roots())
     assert (saved > 20, loaded > 5) == (slots > 0 and prefix_cache,) * 2

@@ -30,6 +30,8 @@ ENGINES = {
         num_blocks=40, chunk_size=16, max_context=640, token_budget=128, max_rows=16, host_slots=60
     ),
     "one token a chunk": EngineConfig(num_blocks=90, chunk_size=1, max_context=80, token_budget=24, max_rows=8),
+    "tiers": replace(TINY, host_slots=20, disk_slots=60, remote=True, ranks=2),
+    "little host memory, cuts": replace(TINY, num_blocks=40, host_slots=6, disk_slots=30, session_ttl_s=300.0),
     "without a cache": EngineConfig(
         num_blocks=64, chunk_size=8, max_context=96, token_budget=24, max_rows=8, prefix_cache=False
     ),
@@ -38,6 +40,8 @@ MIXES = {
     "many waiting": Mix(crowd=2100, prompt_max=60),
     "long prompts": Mix(crowd=30, prompt_max=400, output_max=40),
     "tiny, both": Mix(preempts=0.01),
+    "tiers": Mix(ttl=0.2),
+    "little host memory, cuts": Mix(cuts=0.5, ttl=0.2, preempts=0.01),
 }
 
 

@@ -23,9 +23,11 @@ from simulation.traffic import fits
 
 from trunkline.controller.block_pool import BlockPool
 from trunkline.controller.config import EngineConfig
+from trunkline.controller.forest import SALT_ROOT
 from trunkline.controller.integrity import check_integrity
 from trunkline.controller.messages import BeamSearch, Grammar
-from trunkline.controller.tree import TOKEN_BYTES, ChunkTree, Node
+from trunkline.controller.node import TOKEN_BYTES, Node
+from trunkline.controller.tree import ChunkTree
 from trunkline.kvstore.layout import pack_int32
 
 CHUNK = 3
@@ -80,7 +82,7 @@ class TreeMachine(RuleBasedStateMachine):
             while current.parent is not None:
                 parts.append(current.key)
                 current = current.parent
-            if current.key != salt:
+            if current.key != SALT_ROOT + salt:
                 continue
             path = b"".join(reversed(parts))
             agreed = 0

@@ -7,8 +7,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from trunkline.controller.messages import Submit
-from trunkline.controller.submissions import is_request_number, problem_of
+from trunkline.controller.messages import Prefetch, Submit
+from trunkline.controller.submissions import (
+    is_request_number,
+    problem_of,
+    problem_of_prefetch,
+    request_of,
+    request_of_prefetch,
+)
 from trunkline.kvstore.layout import pack_int32
 from trunkline.worker.messages import Sampling
 
@@ -78,3 +84,69 @@ def test_unknown_vocabulary_admits_any_id() -> None:
 
 def test_request_numbers() -> None:
     assert [is_request_number(n) for n in (-1, 0, 2**32 - 1, 2**32)] == [False, True, True, False]
+
+
+HISTORY = msgspec.structs.replace(GOOD, tokens=pack_int32(range(20)), prompt_len=20)
+
+
+@pytest.mark.parametrize(
+    ("drops", "word"),
+    [
+        ([], ""),
+        ([4, 8], ""),
+        ([0, 3, 5, 19], ""),
+        ([4, 4], "not empty"),
+        ([8, 4], "ascending"),
+        ([-1, 4], "ascending"),
+        ([4, 8, 8, 9], "apart"),
+        ([6, 8, 1, 2], "ascending"),
+        ([4, 20], "must stay"),
+        ([4, 2**31 - 1], "must stay"),
+        ([x for i in range(65) for x in (2 * i, 2 * i + 1)], "at most"),
+    ],
+)
+def test_dropped_ranges(drops: list[int], word: str) -> None:
+    packed = pack_int32(drops)
+    for problem in (
+        problem_of(msgspec.structs.replace(HISTORY, drops=packed), 100),
+        problem_of_prefetch(_prefetch(HISTORY.tokens, packed), 100),
+    ):
+        assert bool(problem) == bool(word)
+        assert word in problem
+
+
+@pytest.mark.parametrize("packed", [b"\x01", b"\x01\0\0\0", b"\0" * 12])
+def test_drops_that_are_no_pairs(packed: bytes) -> None:
+    assert "pairs" in problem_of(msgspec.structs.replace(HISTORY, drops=packed), 100)
+    assert "pairs" in problem_of_prefetch(_prefetch(HISTORY.tokens, packed), 100)
+
+
+def test_drops_end_within_the_prompt_not_within_what_was_generated() -> None:
+    """A request that moves here brings output; only its prompt is cut."""
+    moved = msgspec.structs.replace(HISTORY, prompt_len=10, drops=pack_int32([4, 12]))
+    assert "must stay" in problem_of(moved, 100)
+
+
+@pytest.mark.parametrize("ttl", [NAN, INFINITY, -1.0])
+def test_times_to_live_that_are_none(ttl: float) -> None:
+    assert "ttl" in problem_of(msgspec.structs.replace(GOOD, ttl=ttl), 100)
+    assert problem_of(msgspec.structs.replace(GOOD, ttl=30.0), 100) == ""
+
+
+def test_what_the_engine_is_told() -> None:
+    message = msgspec.structs.replace(HISTORY, drops=pack_int32([4, 8, 10, 11]), ttl=5.0, salt=b"t")
+    request = request_of(message, 77)
+    assert (request.id, request.drops, request.ttl, request.salt) == (77, ((4, 8), (10, 11)), 5.0, b"t")
+    announced = request_of_prefetch(_prefetch(HISTORY.tokens, message.drops))
+    assert announced.drops == request.drops
+    assert announced.tokens.tolist() == list(range(20))
+
+
+def test_announcements_are_checked_like_requests() -> None:
+    assert problem_of_prefetch(_prefetch(HISTORY.tokens), 100) == ""
+    assert "token ids" in problem_of_prefetch(_prefetch(pack_int32([100])), 100)
+    assert "int32" in problem_of_prefetch(_prefetch(b"\x01"), 100)
+
+
+def _prefetch(tokens: bytes, drops: bytes = b"") -> Prefetch:
+    return Prefetch(ticket=1, tokens=tokens, drops=drops)

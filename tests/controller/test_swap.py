@@ -1,26 +1,44 @@
-"""Swapping as residency: claims, saves and loads between a pool, a tree and a host pool that are too small."""
+"""Swapping and asynchronous saving as residency: claims, saves and loads between a pool, a tree and a host pool
+that are too small.
+
+A full chunk is copied to the host when it fills, whoever wants it (CachedAttention §3.2.2); a tail when its block
+is needed. A claim only says which copies must stay.
+"""
 
 from __future__ import annotations
 
 import numpy as np
-from controller.bench import CHUNK, Bench, make_sequence
+from controller.bench import Bench, make_sequence
 
-from trunkline.controller.draft import PlanDraft
-from trunkline.controller.tree import NO_SLOT
-from trunkline.kvstore.layout import pack_int32
+from trunkline.kvstore.layout import NO_SLOT, pack_int32
 
 
-def test_claimed_chunks_are_saved_and_loaded_again() -> None:
+def places(bench: Bench) -> dict[int, int]:
+    """Generation by host slot of all copies."""
+    copies = bench.tree.tiers.copies.host
+    return {node.host: copies.generation(node.host) for node in bench.tree.nodes() if node.host_ready}
+
+
+def test_full_chunks_are_saved_as_they_fill_and_tails_when_their_blocks_are_needed() -> None:
     bench = Bench(8, 8)
-    tokens = list(range(11))
-    waiting = bench.cache(tokens, claim=True)
+    waiting = make_sequence(list(range(11)))
+    draft = bench.admit(waiting)
+    assert [block for block, _, _ in draft.late_saves] == waiting.block_table()[:2]
+    assert not draft.saves, "nothing of it is computed before this plan"
+    bench.leave(waiting, claim=True)
     blocks = {node.key: node.block for node in bench.tree.nodes()}
-    draft = bench.squeeze(8)
-    assert {block for block, _, _ in draft.saves} == set(blocks.values())
-    assert not draft.loads
+    squeezed = bench.squeeze(8)
+    assert [block for block, _, _ in squeezed.saves] == [blocks[pack_int32(range(8, 11))]]
+    assert not squeezed.loads
     assert bench.residence.pool.free_count == 8
     bench.check([], [waiting])
-    saved = {slot: generation for _, slot, generation in draft.saves}
+
+
+def test_saved_chunks_are_loaded_again() -> None:
+    bench = Bench(8, 8)
+    waiting = bench.cache(list(range(11)), claim=True)
+    bench.squeeze(8)
+    saved = places(bench)
     loading = bench.admit(waiting)
     assert {slot: generation for _, slot, generation in loading.loads} == saved
     assert sorted(block for block, _, _ in loading.loads) == sorted(waiting.block_table())
@@ -30,30 +48,44 @@ def test_claimed_chunks_are_saved_and_loaded_again() -> None:
     bench.check([waiting], [])
 
 
-def test_unclaimed_chunks_are_dropped() -> None:
-    bench = Bench(8, 8)
+def test_unclaimed_chunks_are_saved_as_long_as_there_is_room() -> None:
+    bench = Bench(8, 3)
     bench.cache(list(range(11)))
-    assert not bench.squeeze(8).saves
-    assert bench.tree.node_count == 0
+    assert len(bench.squeeze(8).saves) == 1
+    assert sorted(node.token_count for node in bench.tree.nodes()) == [3, 4, 4]
+    bench.cache(list(range(50, 61)))
+    bench.squeeze(8)
+    assert bench.tree.node_count == 3, "the host has no room for all six"
+    assert bench.tree.tiers.copies.host.used_count == 3
     bench.check([], [])
 
 
+def test_without_a_host_pool_what_loses_its_block_is_gone() -> None:
+    bench = Bench(8, 0)
+    waiting = bench.cache(list(range(11)), claim=True)
+    assert not bench.squeeze(8).saves
+    assert bench.tree.node_count == 0
+    bench.check([], [waiting])
+
+
 def test_without_a_plan_nothing_can_be_saved() -> None:
+    """The tail goes; full chunks have been saved already."""
     bench = Bench(8, 8)
     waiting = bench.cache(list(range(11)), claim=True)
     assert bench.residence.make_room(8)
-    assert bench.tree.node_count == 0
+    assert sorted(node.token_count for node in bench.tree.nodes()) == [4, 4]
     bench.check([], [waiting])
-    assert not bench.admit(waiting).loads
+    assert len(bench.admit(waiting).loads) == 2
 
 
 def test_a_chunk_with_a_copy_is_not_saved_again() -> None:
     bench = Bench(6, 6)
     waiting = bench.cache(list(range(8)), claim=True)
-    assert len(bench.squeeze(6).saves) == 2
+    assert not bench.squeeze(6).saves
     bench.admit(waiting)
     bench.leave(waiting)
     assert not bench.squeeze(6).saves
+    assert bench.tree.saved_blocks == 2
     assert bench.tree.node_count == 2, "both are on the host still"
     other = make_sequence(list(range(9)), request=7)
     assert len(bench.admit(other).loads) == 2
@@ -61,15 +93,37 @@ def test_a_chunk_with_a_copy_is_not_saved_again() -> None:
     bench.check([other], [])
 
 
+def test_nothing_is_saved_below_a_chunk_without_a_copy() -> None:
+    """Whoever looked for it would not get that far."""
+    bench = Bench(8, 1)
+    bench.cache(list(range(12)))
+    assert [node.token_count for node in bench.tree.nodes() if node.host_ready] == [4]
+    assert next(node for node in bench.tree.nodes() if node.host_ready).key == pack_int32(range(4))
+    bench.squeeze(8)
+    assert [node.key for node in bench.tree.nodes()] == [pack_int32(range(4))]
+    bench.check([], [])
+
+
 def test_the_first_chunks_are_claimed_if_the_host_pool_is_small() -> None:
     bench = Bench(8, 2)
     waiting = bench.cache(list(range(16)), claim=True)
     assert waiting.claim is not None
     assert len(waiting.claim) == 2
-    assert len(bench.squeeze(8).saves) == 2
+    bench.squeeze(8)
+    assert [node.depth for node in bench.tree.nodes()] == [1, 2]
     bench.check([], [waiting])
     assert len(bench.admit(waiting).loads) == 2
     assert waiting.resident == 8
+
+
+def test_what_is_claimed_stays_when_others_are_saved() -> None:
+    bench = Bench(8, 2)
+    first = bench.cache(list(range(8)), claim=True)
+    bench.squeeze(8)
+    bench.cache(list(range(50, 58)))
+    bench.squeeze(8)
+    bench.check([], [first])
+    assert len(bench.admit(first).loads) == 2
 
 
 def test_copies_that_nobody_claims_make_room_on_the_host() -> None:
@@ -78,9 +132,10 @@ def test_copies_that_nobody_claims_make_room_on_the_host() -> None:
     bench.squeeze(8)
     bench.residence.drop_claim(first)
     second = bench.cache(list(range(50, 54)), claim=True)
-    draft = bench.squeeze(8)
-    assert len(draft.saves) == 1
-    assert [node.token_count for node in bench.tree.nodes()] == [4, 4], "the first one's end went"
+    bench.squeeze(8)
+    assert {node.key for node in bench.tree.nodes()} == {pack_int32(range(4)), pack_int32(range(50, 54))}, (
+        "the first one's end went"
+    )
     bench.check([], [second])
     other = make_sequence(list(range(8)), request=9)
     assert len(bench.admit(other).loads) == 1
@@ -89,20 +144,57 @@ def test_copies_that_nobody_claims_make_room_on_the_host() -> None:
 
 
 def test_a_slot_that_a_plan_loads_is_not_written_in_it() -> None:
-    """Saves run before loads: the copy would be gone. The chunk that finds no slot is dropped instead."""
+    """Loads and saves are in no order within a plan. The chunk that finds no slot waits, or is dropped."""
     bench = Bench(4, 1)
     first = bench.cache(list(range(4)), claim=True)
     bench.squeeze(4)
     draft = bench.admit(first)
     slot = draft.loads[0][1]
-    second = bench.cache(list(range(50, 54)), claim=True, draft=PlanDraft(bench.step, CHUNK))
+    second = bench.cache(list(range(50, 54)), claim=True, draft=draft)
     assert second.claim is not None, "the first one's copy may be dropped from here on, but not in this plan"
+    assert not draft.late_saves
     assert bench.residence.make_room(3, draft)
     assert not draft.saves
     bench.check([first], [second])
     third = bench.cache(list(range(60, 64)), claim=True)
-    assert [save[1] for save in bench.squeeze(3).saves] == [slot]
+    assert bench.tree.saved_blocks == 2
+    assert places(bench).keys() == {slot}
     bench.check([first], [second, third])
+
+
+def test_a_chunk_that_found_no_slot_is_saved_later() -> None:
+    bench = Bench(8, 2)
+    first = bench.cache(list(range(8)), claim=True)
+    second = bench.cache(list(range(50, 58)))
+    assert not any(node.host_ready for node in second.path)
+    bench.residence.drop_claim(first)
+    bench.tree.flush()
+    row = make_sequence(list(range(70, 74)), request=5)
+    bench.admit(row)
+    row.private.append(bench.residence.pool.allocate())
+    row.tokens.extend(np.arange(4, dtype=np.int32))
+    row.computed = 8
+    bench.residence.seal(row, 8, 1.0)
+    assert bench.tree.has_unsaved, "a row filled it: the next plan saves it"
+    draft = bench.plan()
+    bench.tree.save_waiting(draft)
+    assert [block for block, _, _ in draft.saves] == [row.path[1].block]
+    assert not bench.tree.has_unsaved
+    bench.check([row], [])
+
+
+def test_a_chunk_is_not_saved_before_the_plan_that_computes_it_has_run() -> None:
+    bench = Bench(8, 4)
+    sequence = make_sequence(list(range(4)))
+    draft = bench.plan()
+    bench.residence.admit(sequence, 0, 1.0, draft)
+    sequence.computed = 4
+    sequence.path[0].ready_step = draft.step
+    bench.tree.save_later(sequence.path[0])
+    bench.tree.save_waiting(draft)
+    assert not draft.saves
+    bench.tree.save_waiting(later := bench.plan())
+    assert len(later.saves) == 1
 
 
 def test_a_saved_tail_is_loaded_into_a_block_of_its_own_and_its_head_suffices() -> None:
@@ -138,7 +230,7 @@ def test_flushing_drops_copies_and_claimed_chunks_but_nothing_that_is_held() -> 
     runs = make_sequence(list(range(30, 36)), request=6)
     bench.admit(runs)
     assert bench.tree.flush() == 2
-    assert bench.tree.host.used_count == 0
+    assert bench.tree.tiers.copies.host.used_count == 1
     assert {node.key for node in bench.tree.nodes()} == {pack_int32(range(30, 34))}
     bench.check([runs], [waiting])
 
@@ -167,5 +259,5 @@ def test_a_chunk_computed_again_returns_to_the_device() -> None:
     row.tokens.extend(np.arange(4, 8, dtype=np.int32))
     row.computed = 8
     assert bench.residence.seal(row, 8, 1.0) == []
-    assert [node.on_device and node.slot != NO_SLOT for node in row.path] == [True, True]
+    assert [node.on_device and node.host != NO_SLOT for node in row.path] == [True, True]
     bench.check([row], [waiting])

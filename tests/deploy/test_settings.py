@@ -85,6 +85,8 @@ def test_formatted_sizes(count: int, text: str) -> None:
         ({"disk_tier": DiskOption(1 << 30), "host_tier_bytes": 0}, "--disk-tier is given, but --host-tier is 0"),
         ({"disk_tier": DiskOption(1 << 30), "prefix_cache": False}, "--disk-tier keeps KV.*--no-prefix-cache"),
         ({"remote_tier": "redis://h", "host_tier_bytes": 9}, "--host-tier is 9 B; .* where two chunks of"),
+        ({"host_tier_bytes": 9}, "--host-tier is 9 B; a chunk of 64 tokens takes .* or 0 for none"),
+        ({"host_tier_bytes": 1 << 50}, "--host-tier is 1024 TiB .* 2048 TiB in all; this machine has"),
         ({"disk_tier": DiskOption(1 << 10)}, "--disk-tier is 1 KiB; 2 workers with two chunks"),
         ({"host": "203.0.113.7"}, "cannot listen.*--host must be an address"),
     ],
@@ -199,7 +201,7 @@ def test_every_process_is_told_of_its_tiers(tmp_path: Path) -> None:
     [
         ({"prefix_cache": False}, "none"),
         ({"host_tier_bytes": 0}, "none"),
-        ({"host_tier_bytes": 9}, "host 9 B each"),
+        ({"host_tier_bytes": 600 << 10, "dtype": "float32"}, "host 600 KiB each"),  # one chunk
         ({"disk_tier": DiskOption(0)}, "host 1 GiB each"),
     ],
 )

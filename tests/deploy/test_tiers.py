@@ -48,7 +48,7 @@ def test_relative_and_home_paths(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         ("lots", "is not a size"),
         ("", "is not a size"),
         ("/data/kv", "says no size; write PATH:SIZE, such as /data/kv:20GiB"),
-        ("/data/kv:", "is not a size"),
+        ("/data/kv:", "says no size; write PATH:SIZE, such as /data/kv:20GiB"),
         (":1GiB", "write PATH:SIZE"),
         ("/data/kv:0", "write 0 alone"),
     ],

@@ -1,5 +1,5 @@
-"""Cuts against a naive reading, token by token: which tokens are in the table, which of them are seen, and where they
-act."""
+"""Cuts against a naive reading, token by token: which tokens are in the table, which of them are seen, and where
+they act."""
 
 from __future__ import annotations
 

@@ -54,14 +54,19 @@ def test_a_copy_that_is_elsewhere_too_goes_at_once() -> None:
     assert bench.directory.lost() == []
 
 
-def test_a_copy_on_the_device_counts_until_it_is_gone() -> None:
-    bench = Bench(1, 4)
+def test_a_copy_on_the_device_counts_until_it_is_gone_if_nothing_is_below() -> None:
+    bench = Bench(1, 0)
     (a,), (b,) = bench.path("a"), bench.path("b")
     a.place()
     assert bench.save(a)
     assert bench.save(b)
     assert where(a, b) == "-h"
     assert bench.directory.lost() == [a]
+    bench = Bench(1, 4)
+    (a,), (b,) = bench.path("a"), bench.path("b")
+    a.place()
+    assert bench.save(a)
+    assert not bench.save(b), "a is still to be written to disk"
     bench = Bench(1, 4)
     (a,), (b,) = bench.path("a"), bench.path("b")
     a.place()

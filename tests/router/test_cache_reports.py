@@ -152,3 +152,10 @@ def test_metrics(http: httpx.Client, fake: FakeController, router: RunningRouter
 
 async def _ping(link: Any) -> None:
     link.ping()
+
+
+def test_a_salt_reaches_the_controller(http: httpx.Client, fake: FakeController) -> None:
+    """Tenants that must not find each other's KV say so with it."""
+    reply = http.post("/v1/completions", json={"prompt": "hello", "max_tokens": 2, "cache_salt": "tenant a"})
+    assert reply.status_code == 200
+    assert fake.behaviour.submits[-1].salt == b"tenant a"

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
+from simulation.layout import Layout
 from simulation.model import VOCABULARY, log_probabilities
 
 from trunkline.controller.messages import BeamStep
@@ -26,6 +27,7 @@ class Resident:
     tokens: list[int]
     """From position `first` on."""
     table: list[int]
+    layout: Layout
     seat: BeamSeat | None = None
     computed: int | None = None
     """Positions before this one were computed or found; None: nothing is planned for it yet."""

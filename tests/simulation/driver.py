@@ -13,6 +13,7 @@ from typing import TypedDict, Unpack
 import numpy as np
 from simulation.model import prefix_hash, prompt_score
 from simulation.oracle import beam_search, expected_output
+from simulation.tiers import SimulatedTiers
 from simulation.worker import SimulatedWorkers
 
 from trunkline.controller.config import EngineConfig
@@ -22,7 +23,7 @@ from trunkline.controller.messages import BeamSearch, Grammar, GrammarReady, Pro
 from trunkline.controller.samples import sample_seed
 from trunkline.controller.sequence import Request
 from trunkline.kvstore.layout import unpack_int32
-from trunkline.router.messages import Finished, FinishReason, Hypothesis
+from trunkline.router.messages import Finished, FinishReason, Hypothesis, Started
 from trunkline.worker.messages import CompileGrammar, Sampling
 
 
@@ -37,6 +38,8 @@ class Options(TypedDict, total=False):
     priority: int
     prompt_logprobs: int
     grammar: Grammar | None
+    drops: tuple[tuple[int, int], ...]
+    ttl: float
 
 
 @dataclass
@@ -58,6 +61,7 @@ class Stream:
     scored: dict[int, tuple[float, int, list[int], list[float]]] = field(default_factory=dict)
     """By prompt position."""
     cached_tokens: int | None = None
+    started: Started | None = None
     ended: Finished | None = None
     """The message that ended the whole request."""
 
@@ -78,9 +82,14 @@ class Stream:
 class Simulation:
     """An engine, its workers and its clients. Results return after the next plan where the engine allows."""
 
-    def __init__(self, config: EngineConfig, *, check: bool = True) -> None:
+    def __init__(self, config: EngineConfig, *, check: bool = True, seed: int = 0) -> None:
         self.engine = Engine(config)
-        self.workers = SimulatedWorkers(config.num_blocks, config.chunk_size, config.host_slots)
+        self.workers = SimulatedWorkers(config.num_blocks, config.chunk_size, config.host_slots, seed)
+        self.tiers = SimulatedTiers(self.workers.pool, config.ranks, seed)
+        self.pace_s = 1.0
+        """Time from step to step."""
+        self.tier_pace = 0.5
+        """The share of the moves under way that end per step."""
         self.streams: dict[int, Stream] = {}
         self.results: deque[StepResult] = deque()
         self.grammars: dict[int, CompileGrammar] = {}
@@ -95,7 +104,9 @@ class Simulation:
         self.next_id += 1
         seed, stop_ids = options.get("seed", 0), options.get("stop_ids", ())
         n, beam, scored = options.get("n", 1), options.get("beam"), options.get("prompt_logprobs", -1)
-        self.streams[request_id] = Stream(prompt, seed, max_tokens, stop_ids, n, beam, scored)
+        drops = options.get("drops", ())
+        seen = [token for i, token in enumerate(prompt) if not any(a <= i < b for a, b in drops)]
+        self.streams[request_id] = Stream(seen, seed, max_tokens, stop_ids, n, beam, scored)
         request = Request(
             id=request_id,
             tokens=np.array(prompt, np.int32),
@@ -103,6 +114,8 @@ class Simulation:
             sampling=Sampling(seed=seed, prompt_logprobs=scored),
             stop_ids=stop_ids,
             salt=options.get("salt", b""),
+            drops=drops,
+            ttl=options.get("ttl", 0.0),
             n=n,
             beam=beam,
             priority=options.get("priority", 0),
@@ -126,9 +139,20 @@ class Simulation:
 
     def step(self) -> bool:
         """Plan as far ahead as allowed, then answer the oldest step; False when nothing is left to do."""
-        self.now += 1.0
+        self.now += self.pace_s
         planned = self.plan()
-        return self.answer() or planned
+        moved = self.move_chunks()
+        return self.answer() or planned or moved
+
+    def move_chunks(self) -> bool:
+        """Give the tiers their orders, and the engine some of their answers; False: nothing is under way."""
+        for message in self.engine.tier_messages(self.now):
+            self.tiers.receive(message)
+        busy = self.tiers.is_busy
+        for report in self.tiers.work(self.tier_pace):
+            self.engine.tier_report(report, self.now)
+            self._verify()
+        return busy
 
     def plan(self) -> bool:
         planned = False
@@ -164,6 +188,8 @@ class Simulation:
                 self.compiled(next(iter(self.grammars)))
             elif self.engine.is_idle:
                 return
+            elif self.engine.next_deadline(self.now) < float("inf"):
+                continue
             else:
                 # Only a result, a request or a grammar makes the service plan again: it would wait for ever.
                 raise AssertionError(f"requests {self.engine.request_ids()} wait, and nothing runs")
@@ -188,6 +214,10 @@ class Simulation:
             stream = self.streams[started.request]
             assert stream.cached_tokens is None, "a request started twice"
             stream.cached_tokens = started.cached_tokens
+            stream.started = started
+            assert sum(started.tier_tokens) == started.cached_tokens, "tokens were found in no tier"
+            assert started.cached_tokens < len(stream.prompt), "the last token is always computed"
+            assert bool(started.miss) == (started.cached_tokens < len(stream.prompt) - 1)
         self._collect_tokens(outputs)
         for scored in outputs.prompt_logprobs:
             self._collect_scores(self.streams[scored.request], scored.logprobs)

@@ -3,29 +3,70 @@
 A slot of a block holds the hash of all tokens up to its position, and the hash before it. Whoever attends to
 a context must find an unbroken chain of them, so any wrong sharing, copy, swap, eviction or reuse of a block
 shows at once, at the token that would have been wrong.
+
+Saves and loads take their time, as real ones do: each batch is carried out as late as a seed says, but never later
+than a plan's fences allow (`trunkline.worker.messages.StepPlan`). Until a load is carried out its block holds
+nothing that could be read, so a fence that is missing shows as well.
 """
 
 from __future__ import annotations
 
-Entry = tuple[bytes, bytes]
-"""(hash up to a token, hash before it)."""
+from collections import deque
+from dataclasses import dataclass
+from random import Random
+from typing import NamedTuple
+
+EAGER = 0.4
+Move = tuple[int, int, int]
+"""(block, slot, generation)."""
+
+
+class Entry(NamedTuple):
+    """What is stored of a token."""
+
+    after: bytes
+    """Hash up to the token …"""
+    before: bytes
+    """… and before it."""
+    token: int
+    frame: int
+    """Position at which its key was rotated."""
+    saw: int
+    """Tokens before it that it could see."""
+
+
+@dataclass(slots=True)
+class _Batch:
+    step: int
+    moves: list[Move]
+    fence: int
+    """Of a load: saves of plans up to this one come first."""
+    is_late: bool = False
+    """Of a save: the step must have computed."""
 
 
 class SimulatedPool:
     """Blocks and slots of one group; bytes of real KV would lie in the same places."""
 
-    def __init__(self, num_blocks: int, chunk_size: int, host_slots: int = 0) -> None:
+    def __init__(self, num_blocks: int, chunk_size: int, host_slots: int = 0, seed: int = 0) -> None:
         self.chunk_size = chunk_size
         self.host_slots = host_slots
         self._blocks: list[list[Entry | None]] = [[None] * chunk_size for _ in range(num_blocks)]
-        self._chains: list[Entry | None] = [None] * num_blocks
+        self._chains: list[tuple[bytes, bytes] | None] = [None] * num_blocks
         """(hash after, hash before) of blocks known to hold one unbroken chain: they are walked in one step."""
         self._writers: dict[int, tuple[int, int]] = {}
         """Block → (step, stay) of its last computed token: one step's sequences do not see each other's."""
-        self._host: dict[int, tuple[int, list[Entry | None]]] = {}
+        self.host: dict[int, tuple[int, list[Entry | None]]] = {}
+        """Slot → (generation, content)."""
+        self._saves: deque[_Batch] = deque()
+        self._loads: deque[_Batch] = deque()
+        self._computed_step = 0
+        self._random = Random(seed)
         self.copied_tokens = 0
         self.saved_blocks = 0
         self.loaded_blocks = 0
+
+    # Tokens
 
     def write(self, block: int, offset: int, entry: Entry, step: int, stay: int) -> None:
         """Store one computed token."""
@@ -37,7 +78,7 @@ class SimulatedPool:
         written, writer = self._writers.get(block, (0, 0))
         assert written < step or writer == stay, "a step reads what another sequence computes in it"
         entry = self._blocks[block][offset]
-        assert entry is not None, "a token attends to KV that nobody computed"
+        assert entry is not None, "a token attends to KV that nobody computed, or that is not loaded yet"
         return entry
 
     def walk(self, table: list[int], count: int, step: int, stay: int) -> bytes:
@@ -59,13 +100,13 @@ class SimulatedPool:
             current = chain[0]
         return current
 
-    def _chain(self, block: int, count: int, step: int, stay: int) -> Entry:
+    def _chain(self, block: int, count: int, step: int, stay: int) -> tuple[bytes, bytes]:
         first = current = self.read(block, 0, step, stay)
         for offset in range(1, count):
             entry = self.read(block, offset, step, stay)
-            assert entry[1] == current[0], "a token attends to KV of another past"
+            assert entry.before == current.after, "a token attends to KV of another past"
             current = entry
-        return current[0], first[1]
+        return current.after, first.before
 
     def copy(self, copies: list[tuple[int, int, int, int]]) -> None:
         """One launch: (source, target, first token, count) each, in any order."""
@@ -74,26 +115,73 @@ class SimulatedPool:
         assert not targets & {source for source, _, _, _ in copies}, "copies of one launch depend on each other"
         for source, target, first, count in copies:
             assert 0 < count <= self.chunk_size - first
+            assert None not in self._blocks[source][first : first + count], "what is copied is not there (yet)"
             self._blocks[target][first : first + count] = self._blocks[source][first : first + count]
             self._chains[target] = None
             self.copied_tokens += count
 
-    def save(self, moves: list[tuple[int, int, int]]) -> None:
-        """Device to host: (block, slot, generation) each."""
-        assert len({slot for _, slot, _ in moves}) == len(moves), "two saves of one launch write to one slot"
-        for block, slot, generation in moves:
+    # Moves
+
+    def order(self, step: int, saves: list[Move], loads: list[Move], save_fence: int, load_fence: int) -> None:
+        """A plan arrives: its saves and loads begin some time, and it waits for what its fences say."""
+        assert save_fence <= step
+        assert load_fence <= step
+        assert len({block for block, _, _ in loads}) == len(loads), "two loads of one launch write to one block"
+        if saves:
+            self._saves.append(_Batch(step, saves, 0))
+        if loads:
+            self._loads.append(_Batch(step, loads, save_fence))
+        self._hurry(self._saves, save_fence)
+        for block, _, _ in loads:
+            # From now on anything may be in there.
+            self._blocks[block] = [None] * self.chunk_size
+            self._chains[block] = None
+        self._hurry(self._loads, load_fence)
+
+    def computed(self, step: int, late_saves: list[Move]) -> None:
+        """The step is computed; some of what is on its way arrives."""
+        self._computed_step = step
+        if late_saves:
+            self._saves.append(_Batch(step, late_saves, 0, is_late=True))
+        for queue in (self._saves, self._loads):
+            while queue and self._random.random() < EAGER:
+                self._carry_out(queue, queue[0].step)
+
+    def settle(self, step: int) -> None:
+        """What plans up to this one ordered is done."""
+        self._hurry(self._saves, step)
+        self._hurry(self._loads, step)
+
+    def _hurry(self, queue: deque[_Batch], step: int) -> None:
+        while queue and queue[0].step <= step:
+            self._carry_out(queue, queue[0].step)
+
+    def _carry_out(self, queue: deque[_Batch], step: int) -> None:
+        """The oldest batch, after what must come before it."""
+        if queue is self._saves:
+            self._hurry(self._loads, step - 1)
+        else:
+            self._hurry(self._saves, queue[0].fence)
+        batch = queue.popleft()
+        if queue is self._saves:
+            self._save(batch)
+        else:
+            self._load(batch)
+
+    def _save(self, batch: _Batch) -> None:
+        assert not batch.is_late or batch.step <= self._computed_step, "a step waits for what it is to compute"
+        assert len({slot for _, slot, _ in batch.moves}) == len(batch.moves), "two saves write to one slot"
+        for block, slot, generation in batch.moves:
             assert 0 <= slot < self.host_slots, f"the host pool has {self.host_slots} slots, no {slot}"
-            before = self._host.get(slot, (-1, []))[0]
+            before = self.host.get(slot, (-1, []))[0]
             assert generation > before, "a host slot was handed out again under an old generation"
-            self._host[slot] = (generation, list(self._blocks[block]))
+            self.host[slot] = (generation, list(self._blocks[block]))
             self.saved_blocks += 1
 
-    def load(self, moves: list[tuple[int, int, int]]) -> None:
-        """Host to device: (block, slot, generation) each."""
-        assert len({block for block, _, _ in moves}) == len(moves), "two loads of one launch write to one block"
-        for block, slot, generation in moves:
-            assert slot in self._host, "a slot that nobody saved to is loaded"
-            assert self._host[slot][0] == generation, "a slot is loaded that holds another generation"
-            self._blocks[block] = list(self._host[slot][1])
+    def _load(self, batch: _Batch) -> None:
+        for block, slot, generation in batch.moves:
+            assert slot in self.host, "a slot that nobody saved to is loaded"
+            assert self.host[slot][0] == generation, "a slot is loaded that holds another generation"
+            self._blocks[block] = list(self.host[slot][1])
             self._chains[block] = None
             self.loaded_blocks += 1

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from simulation.model import prefix_hash, prompt_score
 from simulation.oracle import beam_search, expected_output
+from simulation.pool import Entry, SimulatedPool
 from simulation.worker import SimulatedWorkers
 
 from trunkline.controller.messages import BeamSearch
@@ -67,21 +68,60 @@ def test_two_sequences_that_write_to_one_block_are_noticed() -> None:
         group.execute(StepPlan(2, 1, joins=[other], prefill=pack_int32([2, 5, 1, 5, 1])))
 
 
-def test_host_slots_keep_generations_apart() -> None:
-    group = workers()
+def saved_pool(seed: int = 0) -> SimulatedPool:
+    """A prompt is computed, and its first block saved to slot 3 some time."""
+    group = SimulatedWorkers(8, CHUNK, 4, seed)
     group.execute(prompt_step(join([0, 1]), []))
-    pool = group.pool
-    pool.save([(0, 3, 1)])
-    pool.load([(5, 3, 1)])
-    assert pool.walk([5], CHUNK, step=2, stay=1) == prefix_hash(PROMPT[:CHUNK])
-    with pytest.raises(AssertionError, match="old generation"):
-        pool.save([(0, 3, 1)])
-    with pytest.raises(AssertionError, match="no 4"):
-        pool.save([(0, 4, 1)])
-    with pytest.raises(AssertionError, match="another generation"):
-        pool.load([(5, 3, 2)])
-    with pytest.raises(AssertionError, match="nobody saved"):
-        pool.load([(5, 2, 1)])
+    group.pool.order(2, [(0, 3, 1)], [], 0, 0)
+    return group.pool
+
+
+def test_host_slots_keep_generations_apart() -> None:
+    pool = saved_pool()
+    pool.order(3, [], [(5, 3, 1)], 2, 3)
+    assert pool.walk([5], CHUNK, step=4, stay=1) == prefix_hash(PROMPT[:CHUNK])
+    for move, message in [
+        ((0, 3, 1), "old generation"),
+        ((0, 4, 1), "no 4"),
+    ]:
+        with pytest.raises(AssertionError, match=message):
+            pool.order(4, [move], [], 4, 0)
+    for move, message in [((5, 3, 2), "another generation"), ((5, 2, 1), "nobody saved")]:
+        with pytest.raises(AssertionError, match=message):
+            pool.order(5, [], [move], 0, 5)
+
+
+def test_a_load_is_not_there_before_a_fence_says_so() -> None:
+    pool = saved_pool()
+    pool.order(3, [], [(5, 3, 1)], 2, 0)
+    with pytest.raises(AssertionError, match="not loaded yet"):
+        pool.walk([5], CHUNK, step=3, stay=1)
+    pool.order(4, [], [], 0, 3)
+    assert pool.walk([5], CHUNK, step=4, stay=1) == prefix_hash(PROMPT[:CHUNK])
+
+
+def test_a_block_that_is_written_again_before_its_save_is_saved_wrongly() -> None:
+    """A missing save fence shows when what was saved is read: some time, with some seed."""
+    noticed = 0
+    for fence in (0, 2):
+        pool = saved_pool()
+        pool.order(3, [], [], fence, 0)
+        for offset in range(CHUNK):
+            pool.write(0, offset, Entry(b"other", b"", 1, offset, offset), 3, 9)
+        pool.order(4, [], [(5, 3, 1)], 2, 4)
+        try:
+            assert pool.walk([5], CHUNK, step=4, stay=1) == prefix_hash(PROMPT[:CHUNK])
+        except AssertionError:
+            assert not fence
+            noticed += 1
+    assert noticed == 1
+
+
+def test_a_late_save_waits_for_what_it_saves() -> None:
+    pool = saved_pool()
+    pool.computed(3, [(1, 2, 1)])
+    pool.order(4, [], [(6, 2, 1)], 3, 4)
+    assert pool.read(6, 0, 4, 1).token == PROMPT[CHUNK]
 
 
 def test_prompt_positions_are_scored_by_the_logits_before_them() -> None:

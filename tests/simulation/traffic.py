@@ -41,6 +41,9 @@ class Mix:
     scored: float = 0.1
     grammars: float = 0.1
     aborts: float = 0.05
+    cuts: float = 0.0
+    """Of the requests that are neither scored nor searches: parts of the prompt are not seen."""
+    ttl: float = 0.0
     preempts: float = 0.0
     """Of a step: somebody is preempted for no reason."""
     crowd: int = 12
@@ -62,7 +65,7 @@ class Traffic:
     def __init__(self, config: EngineConfig, mix: Mix, seed: int, *, check: bool = True) -> None:
         self.config = config
         self.mix = mix
-        self.simulation = Simulation(config, check=check)
+        self.simulation = Simulation(config, check=check, seed=seed)
         self.ended = 0
         self.needed_tokens = 0
         """Computed by a group that forgets everything but shares nothing, and is never short of blocks."""
@@ -103,17 +106,33 @@ class Traffic:
             options["priority"] = rng.randrange(-1, 3)
         if self._chance(mix.salts):
             options["salt"] = b"tenant"
+        if self._chance(mix.cuts) and "beam" not in options and "prompt_logprobs" not in options:
+            options["drops"] = self._drops(len(prompt))
+        if self._chance(mix.ttl):
+            options["ttl"] = rng.choice([1.0, 20.0])
         max_tokens = rng.randrange(1, mix.output_max + 1)
         beam = options.get("beam")
         width = beam.width if beam else options["n"]
         request = self.simulation.submit(prompt, max_tokens, **options)
         grammar = options.get("grammar")
-        if not fits(self.config, len(prompt), max_tokens, width):
+        seen = len(self.simulation.streams[request].prompt)
+        if not fits(self.config, seen, max_tokens, width):
             self._wrong[request] = "size"
         elif grammar is not None and grammar.text == BAD_GRAMMAR:
             self._wrong[request] = "grammar"
         self.settle()
         return request
+
+    def _drops(self, length: int) -> tuple[tuple[int, int], ...]:
+        """Often the oldest part behind a head, in steps, as a policy would cut; sometimes anything."""
+        rng = self._rng
+        if self._chance(0.7):
+            head, unit = rng.choice([0, 1, 4, 5]), rng.choice([4, 6])
+            stop = head + unit * rng.randrange(1, 5)
+            return ((head, stop),) if stop < length else ()
+        edges = sorted(rng.sample(range(length), min(length, 2 * rng.randrange(1, 4))))
+        ranges = [(a, b) for a, b in zip(edges[::2], edges[1::2], strict=False) if b < length]
+        return tuple(r for i, r in enumerate(ranges) if not i or ranges[i - 1][1] < r[0])
 
     @property
     def live(self) -> int:
@@ -137,8 +156,10 @@ class Traffic:
             groups = [s.group for s in simulation.engine.scheduler.running()]
             if groups:
                 simulation.engine.scheduler.preempt(rng.choice(groups), simulation.now)
+        elif self._chance(0.3):
+            simulation.move_chunks()
         elif self._chance(0.5):
-            simulation.now += 1.0
+            simulation.now += simulation.pace_s
             simulation.plan()
         else:
             simulation.answer()
@@ -172,7 +193,8 @@ class Traffic:
                 self.act()
         while not engine.is_idle:
             if not simulation.step():
-                assert simulation.grammars, f"requests {engine.request_ids()} wait, and nothing runs"
+                waiting = simulation.grammars or engine.next_deadline(simulation.now) < float("inf")
+                assert waiting, f"requests {engine.request_ids()} wait, and nothing runs"
             for message in list(simulation.grammars.values()):
                 simulation.compiled(message.grammar, "it is bad" if message.text == BAD_GRAMMAR else "")
             self.settle()
@@ -184,10 +206,11 @@ class Traffic:
         """What the engine remembers is in proportion to the pools and to who is there; little work is repeated."""
         scheduler, workers = self.simulation.engine.scheduler, self.simulation.workers
         check_integrity(scheduler)
-        tree, chunks = scheduler.residence.tree, self.config.num_blocks + self.config.host_slots
-        assert tree.node_count <= chunks
+        tree, config = scheduler.residence.tree, self.config
+        chunks = config.num_blocks + config.host_slots + config.disk_slots
+        assert config.remote or tree.node_count <= chunks
         assert len(tree._idle_leaves) <= 4 * chunks + 65
-        assert len(list(tree.roots())) <= 2
+        assert self.mix.cuts or len(list(tree.roots())) <= 2
         assert len(scheduler.queue) <= self.live
         assert len(scheduler.forks.searches) <= self.live
         assert len(workers.grammars) <= self.live + 64

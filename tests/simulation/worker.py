@@ -13,13 +13,16 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 from simulation.beams import Resident, Searches
+from simulation.layout import Layout, seen_hash
 from simulation.model import extend_hash, next_token, prompt_score
-from simulation.pool import SimulatedPool
+from simulation.pool import Entry, SimulatedPool
 
 from trunkline.controller.messages import BeamStep, PromptLogprobs, StepResult
 from trunkline.kvstore.layout import pack_int32, unpack_int32
 from trunkline.worker.messages import CompileGrammar, ForgetGrammar, Fork, Join, Sampling, StepPlan
 
+TOKEN_US = 25
+"""Computing one."""
 MOVE_US = 10
 """A save or load of one block."""
 
@@ -27,9 +30,9 @@ MOVE_US = 10
 class SimulatedWorkers:
     """Executes plans in order; counts what real workers would have computed, copied and held."""
 
-    def __init__(self, num_blocks: int, chunk_size: int, host_slots: int = 0) -> None:
+    def __init__(self, num_blocks: int, chunk_size: int, host_slots: int = 0, seed: int = 0) -> None:
         self.chunk_size = chunk_size
-        self.pool = SimulatedPool(num_blocks, chunk_size, host_slots)
+        self.pool = SimulatedPool(num_blocks, chunk_size, host_slots, seed)
         self.residents: dict[int, Resident] = {}
         self.searches = Searches(chunk_size)
         self.grammars: dict[int, bool] = {}
@@ -71,8 +74,8 @@ class SimulatedWorkers:
         for join in plan.joins:
             self._join(join)
         saves, loads = unpack_int32(plan.saves, 3).tolist(), unpack_int32(plan.loads, 3).tolist()
-        self.pool.save(saves)
-        self.pool.load(loads)
+        late_saves = unpack_int32(plan.late_saves, 3).tolist()
+        self.pool.order(plan.step, saves, loads, plan.save_fence, plan.load_fence)
         self.pool.copy(self.searches.take_copies())
         self.pool.copy(unpack_int32(plan.copies, 4).tolist())
         for stay, index, block in unpack_int32(plan.blocks, 3).tolist():
@@ -83,9 +86,10 @@ class SimulatedWorkers:
             assert plan.runs is not None
             self.rows = unpack_int32(plan.rows).tolist()
             self.runs = unpack_int32(plan.runs, 4)
-        assert self.rows or plan.prefill or plan.joins, "a step does nothing"
+        assert self.rows or plan.prefill or plan.joins or saves, "a step does nothing"
         self._check_batch()
-        result = self._compute(plan, MOVE_US * (len(saves) + len(loads)))
+        result = self._compute(plan, len(saves) + len(late_saves) + len(loads))
+        self.pool.computed(plan.step, late_saves)
         if self.observer is not None:
             self.observer(plan)
         return result
@@ -109,6 +113,7 @@ class SimulatedWorkers:
                 join.first,
                 unpack_int32(join.tokens).tolist(),
                 unpack_int32(join.blocks).tolist(),
+                Layout(join.extents, self.chunk_size),
                 join.seat,
             ),
         )
@@ -147,7 +152,7 @@ class SimulatedWorkers:
 
     # Computing
 
-    def _compute(self, plan: StepPlan, moved_us: int) -> StepResult:
+    def _compute(self, plan: StepPlan, moved_blocks: int) -> StepResult:
         prefill = unpack_int32(plan.prefill, 5).tolist()
         assert len({item[0] for item in prefill} | set(self.rows)) == len(prefill) + len(self.rows), (
             "a sequence has two entries in one step"
@@ -172,10 +177,11 @@ class SimulatedWorkers:
             step=plan.step,
             epoch=plan.epoch,
             tokens=pack_int32(tokens),
-            elapsed_us=1 + moved_us,
+            elapsed_us=1 + TOKEN_US * (len(self.rows) + sum(item[2] for item in prefill)),
             beams=beams or None,
             prompt_logprobs=scored or None,
-            moved_us=moved_us,
+            moved_us=MOVE_US * moved_blocks,
+            moved_blocks=moved_blocks,
         )
 
     def _run(self, stay: int, start: int, count: int, write_from: int) -> bytes:
@@ -183,23 +189,41 @@ class SimulatedWorkers:
         resident = self.residents[stay]
         assert resident.computed in (None, start), "a sequence computes something twice or not at all"
         resident.computed = start + count
-        last = self.pool.walk(resident.table, start, self.last_step, stay)
+        last = self._past(stay, start)
         for position in range(start, start + count):
             last = self._position(stay, position, last, write=position >= write_from)
         return last
 
+    def _past(self, stay: int, count: int) -> bytes:
+        """Attend over a sequence's first `count` positions; the hash of what is seen there."""
+        resident = self.residents[stay]
+        if resident.layout.is_plain:
+            return self.pool.walk(resident.table, count, self.last_step, stay)
+        cells = resident.layout.cells(count)
+        step = self.last_step
+        entries = [self.pool.read(resident.table[index], offset, step, stay) for index, offset, _ in cells]
+        for entry, (_, _, frame) in zip(entries, cells, strict=True):
+            assert entry.frame == frame, "a key was rotated at another position than is assumed"
+        known = resident.tokens[: max(0, count - resident.first)]
+        assert [entry.token for entry in entries][resident.first :] == known, "KV of other tokens is seen"
+        return seen_hash(entries)
+
     def _position(self, stay: int, position: int, past: bytes, *, write: bool) -> bytes:
         """Compute a position after `past`, then store (or, unstored, find) its entry."""
         resident = self.residents[stay]
-        current = extend_hash(past, resident.tokens[position - resident.first])
-        block, offset = resident.table[position // self.chunk_size], position % self.chunk_size
+        token = resident.tokens[position - resident.first]
+        current = extend_hash(past, token)
+        index, offset, frame = resident.layout.cell(position)
+        block = resident.table[index]
         if write:
             assert self.holders[block] == 1, "a sequence writes to a block that others refer to"
-            self.pool.write(block, offset, (current, past), self.last_step, stay)
+            self.pool.write(block, offset, Entry(current, past, token, frame, position), self.last_step, stay)
             self.written_tokens += 1
         else:
             stored = self.pool.read(block, offset, self.last_step, stay)
-            assert stored == (current, past), "a token that is not stored differs from the stored one"
+            same = stored == (current, past, token, frame, position)
+            behind_cut = not resident.layout.is_plain and stored[2:4] == (token, frame)
+            assert same or behind_cut, "a token that is not stored differs from the stored one"
         self.computed_tokens += 1
         return current
 
@@ -209,7 +233,7 @@ class SimulatedWorkers:
         stop = min(start + count + 1, resident.prompt_len)
         if stop <= start + 1:
             return None
-        past = self.pool.walk(resident.table, start, self.last_step, stay)
+        past = self._past(stay, start)
         scores = []
         for position in range(start, stop - 1):
             past = extend_hash(past, resident.tokens[position - resident.first])
@@ -252,7 +276,8 @@ class SimulatedWorkers:
         assert fork.parent not in self.rows, "a fork comes out of a row"
         assert fork.child not in self.residents
         table = unpack_int32(fork.blocks).tolist()
-        whole, rest = divmod(parent.total, self.chunk_size)
+        index, offset, _ = parent.layout.cell(parent.total - 1)
+        whole, rest = divmod(index * self.chunk_size + offset + 1, self.chunk_size)
         assert table[:whole] == parent.table[:whole], "a fork does not share its parent's blocks"
         assert len(table) <= whole + bool(rest), "a fork has blocks that nobody needs yet"
         assert all(self.holders[block] == 0 for block in table[whole:]), "a fork's tail is not its own"
@@ -260,7 +285,14 @@ class SimulatedWorkers:
         assert (parent.seat is None) == (fork.seat is None)
         sampling = parent.sampling if fork.seat else _with_seed(parent.sampling, fork.seed)
         child = Resident(
-            sampling, parent.prompt_len, parent.first, list(parent.tokens), table, fork.seat, parent.total
+            sampling,
+            parent.prompt_len,
+            parent.first,
+            list(parent.tokens),
+            table,
+            parent.layout,
+            fork.seat,
+            parent.total,
         )
         self._enter(fork.child, child)
 

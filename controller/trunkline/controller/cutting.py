@@ -40,8 +40,12 @@ def cut_group(group: SequenceGroup, tree: ChunkTree, config: EngineConfig) -> No
     group.limit += cut.holes
     packed = history.astype("<i4", copy=False).tobytes()
     group.cut = GroupCut(cut, packed, cut.chain(tree.root_name(group.request.salt), history))
-    fits = blocks_for(group.limit, config.chunk_size) <= min(config.max_table_blocks, config.num_blocks)
-    if not (config.positions_shift and config.prefix_cache and fits):
+    blocks, shared = blocks_for(group.limit, config.chunk_size), group.prompt_len // config.chunk_size
+    needed = shared + group.request.width * (blocks - shared)
+    fits = blocks <= config.max_table_blocks and needed <= config.num_blocks
+    # What is seen before the last cut may be in a tail, which only one of several samples that come back finds.
+    in_tail = group.request.width > 1 and cut.closed_end > cut.table_start * config.chunk_size
+    if not (config.positions_shift and config.prefix_cache and fits) or in_tail:
         group.compact()
 
 
@@ -68,8 +72,8 @@ def locate(tree: ChunkTree, sequence: Sequence, stop: int, step: int) -> Place:
 
 
 def expect(tree: ChunkTree, sequence: Sequence, step: int) -> tuple[list[Node], list[Node]]:
-    """What a waiting sequence will use, as far as is known now: whole chunks, and one of which it will use the head,
-    if there is one."""
+    """What a waiting sequence will use, as far as is known now: whole chunks, and one of which it will use the
+    head, if there is one."""
     place = _behind_cut(tree, sequence, sequence.tokens.count, step)
     if place is None:
         return [], []

@@ -7,6 +7,7 @@ the remote tier is asked for what other controllers have put there (design.md §
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from typing import Final
 
 from trunkline.controller.cutting import expect
@@ -22,7 +23,9 @@ PROBED_CHUNKS_MAX: Final = 4096
 SILENCE_S: Final = 5.0
 """For so long a remote tier that did not answer is not asked again."""
 ANNOUNCED_S: Final = 60.0
-"""For so long the chunks of an announced request are kept near."""
+"""For so long the chunks of an announced request are kept near, …"""
+ANNOUNCED_MAX: Final = 256
+"""… those of so many requests: of more, the oldest announcement is forgotten."""
 
 
 @dataclass(slots=True)
@@ -120,13 +123,19 @@ class Expectations:
         path, head = expect(self._tree, group.members[0], step)
         if path:
             job, self._next_job = self._next_job, self._next_job - 1
-            self._tree.tiers.want(job, (0.0, 1.0, float(job)), path + head)
+            # Behind all that wait already, in the order of their coming.
+            self._tree.tiers.want(job, (inf, 1.0, float(-job)), path + head)
             self._announced[job] = now + ANNOUNCED_S
+            if len(self._announced) > ANNOUNCED_MAX:
+                self._forget(next(iter(self._announced)))
         size = self._tree.chunk_size
         return len(path) * size, sum(not node.is_loadable for node in path) * size
 
     def forget_old(self, now: float) -> None:
         """Announcements that nobody has followed up."""
         for job in [job for job, until in self._announced.items() if until <= now]:
-            del self._announced[job]
-            self._tree.tiers.unwant(job)
+            self._forget(job)
+
+    def _forget(self, job: int) -> None:
+        del self._announced[job]
+        self._tree.tiers.unwant(job)

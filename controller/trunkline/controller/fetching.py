@@ -2,9 +2,9 @@
 
 A request says when it comes which chunks it will use; the directory fetches them into host memory while it waits
 (CachedAttention §3.3.1), probes the remote tier for what is not known here, and keeps what others would evict.
-When its turn comes and chunks are still far away, it is worth waiting for them as long as computing them would
-take longer, and no longer than twice as long as was predicted: then they are computed after all (a tier may be
-slow, or gone).
+When its turn comes and chunks are still far away, it is worth waiting for them if computing them would take
+longer, but no longer than twice as long as was predicted, or than half the time that it would save: then they
+are computed after all (a tier may be slow, or gone).
 
 Waiting requests hold nothing, and those behind them go on.
 """
@@ -24,6 +24,9 @@ from trunkline.kvstore.tier import TierKind
 PROBE_PATIENCE_S: Final = 0.25
 """A remote tier that does not say within this time what it has is not waited for."""
 PATIENCE_FACTOR: Final = 2.0
+"""Of the time that was predicted, …"""
+PATIENCE_SHARE: Final = 0.5
+"""… or of the time that computing would take: whichever is longer."""
 PATIENCE_LEAST_S: Final = 0.05
 """Predictions of short transfers are worth little: threads wake up, others read the same disk."""
 
@@ -89,9 +92,13 @@ class Fetching:
         count, predicted_us = self._best(far)
         if not count:
             wait.gave_up = True
+            # Nothing will be read now that could correct a prediction which was wrong.
+            self._tiers.doubt_costs()
             return False
         if not wait.fetch_until:
-            wait.fetch_until = now + max(PATIENCE_LEAST_S, PATIENCE_FACTOR * predicted_us / 1e6)
+            saved_us = count * self._chunk_size * self._costs.token_us
+            patience_us = max(PATIENCE_FACTOR * predicted_us, PATIENCE_SHARE * saved_us)
+            wait.fetch_until = now + max(PATIENCE_LEAST_S, patience_us / 1e6)
         if now >= wait.fetch_until:
             wait.gave_up = True
             return False

@@ -25,16 +25,21 @@ def explain(residence: Residence, fetching: Fetching, sequence: Sequence, draft:
     for node in path:
         nearest = TierKind.HOST if node.block in loaded else TierKind.DEVICE
         found.tier_tokens[fetching.origin(group, node, nearest)] += size
-    # The part of a chunk, and what of the last token or of holes is not counted, goes to the nearest tier.
-    _balance(found)
+    last = fetching.origin(group, path[-1], TierKind.DEVICE) if path else TierKind.DEVICE
+    _balance(found, last)
     if found.tokens < seen - 1:
         found.miss_token = found.tokens
         found.miss = _reason(residence, fetching, sequence)
     return found
 
 
-def _balance(found: Found) -> None:
+def _balance(found: Found, last: TierKind) -> None:
+    """The part of a chunk counts where the chunk before it was; what is not counted after all (holes, the last
+    token) is taken from the nearest tiers."""
     difference = found.tokens - sum(found.tier_tokens)
+    if difference > 0:
+        found.tier_tokens[last] += difference
+        return
     for tier, tokens in enumerate(found.tier_tokens):
         change = max(difference, -tokens)
         found.tier_tokens[tier] += change
@@ -57,7 +62,8 @@ def _reason(residence: Residence, fetching: Fetching, sequence: Sequence) -> Mis
     departed = tree.departed(chunk_name(above.name, sequence.stem.marker + key))
     if departed is not None:
         return departed
-    others = [child for child in above.children.values() if child not in sequence.path]
+    # A tail that this prompt goes on from says nothing of other prompts.
+    others = [c for c in above.children.values() if c not in sequence.path and not key.startswith(c.key)]
     if sequence.resident or any(_agrees(child.key, key) for child in others):
         return MissReason.DIVERGED if others else MissReason.NEW
     if sequence.salt and not others and not above.key.startswith(CUT_ROOT):

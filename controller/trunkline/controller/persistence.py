@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Final
 
 import structlog
 
@@ -21,6 +22,9 @@ from trunkline.controller.tree import ChunkTree
 from trunkline.kvstore.directory import IndexEvent
 from trunkline.kvstore.layout import NO_BLOCK, SlotId
 from trunkline.kvstore.names import ChunkName, chunk_name
+
+_LONG_AGO: Final = 1e-9
+"""A time, in seconds, that is over on any controller's clock."""
 
 log = structlog.get_logger()
 
@@ -75,8 +79,10 @@ class Persistence:
                 tree.remove(found)
             else:
                 nodes[chunk.name] = found
-                _keep_above(tree, found, chunk.expires or math.inf)
+                # What was over before this machine started is over: 0 would say never.
+                tree.tiers.keep([found], max(chunk.expires, _LONG_AGO) if chunk.expires else math.inf)
                 restored += 1
+        _keep_above(tree, list(nodes.values()))
         for root in list(tree.roots()):
             tree.prune_root(root)
         if restored:
@@ -132,15 +138,17 @@ def _expiry(node: Node) -> float:
     return node.expires if math.isfinite(node.expires) else 0.0
 
 
-def _keep_above(tree: ChunkTree, node: Node, until: float) -> None:
-    """What is above a chunk was used no less recently than it, and is wanted as long."""
-    current: Node | None = node
-    while current is not None and current.parent is not None:
-        tree.tiers.keep([current], until)
-        if current is not node and current.last_use >= node.last_use:
-            return
-        current.last_use = max(current.last_use, node.last_use)
-        current = current.parent
+def _keep_above(tree: ChunkTree, nodes: list[Node]) -> None:
+    """What is above a chunk was used no less recently than it, and is wanted as long.
+
+    Args:
+        nodes: all there are, parents before their children.
+    """
+    for node in reversed(nodes):
+        parent = node.parent
+        if parent is not None and parent.parent is not None:
+            parent.last_use = max(parent.last_use, node.last_use)
+            tree.tiers.keep([parent], node.expires)
 
 
 def _restored(tree: ChunkTree, parent: Node | None, chunk: DiskChunk) -> Node | None:
@@ -148,11 +156,14 @@ def _restored(tree: ChunkTree, parent: Node | None, chunk: DiskChunk) -> Node | 
     if parent is None or chunk.tokens in parent.children or len(chunk.tokens) > tree.chunk_bytes:
         return None
     exact = chunk.name == chunk_name(parent.name, chunk.tokens)
-    root = parent
-    while root.parent is not None:
-        root = root.parent
-    if not exact and not root.key.startswith(CUT_ROOT):
-        return None  # computed behind a cut: it must not be found by who sees everything
+    if not exact and not _is_behind_cut(parent):
+        return None  # it must not be found by who sees everything
     node = tree.attach(parent, chunk.tokens, NO_BLOCK, 0)
     node.name, node.exact = ChunkName(chunk.name), exact
     return node
+
+
+def _is_behind_cut(node: Node) -> bool:
+    while node.parent is not None:
+        node = node.parent
+    return node.key.startswith(CUT_ROOT)

@@ -128,7 +128,8 @@ class Residence:
 
         Args:
             spare: blocks that must stay available for the growth of running sequences.
-            tails: blocks reserved in `sequence.tails` for sequences that will fork from it.
+            tails: sequences that will fork from it: if its tokens end within a chunk, as many blocks are reserved
+                in `sequence.tails`.
             wait_for: asked, if the prompt's next chunks are further away than the host, whether to wait for them
                 (`FAR`); if not, they are computed.
             loads: whether chunks on the host are loaded; else they are computed again, which is faster.
@@ -172,6 +173,8 @@ class Residence:
         self, sequence: Sequence, stem: Stem, match: Match, spare: int, now: float, draft: PlanDraft, tails: int
     ) -> Admission | None:
         """None: there is no room for a part of a chunk without which the sequence cannot go on as it is."""
+        if not sequence.tokens.count % self.chunk_size:
+            tails = 0  # not before now: to find it may have made it a plain prompt of other length
         anchor = match.path[-1] if len(match.path) > stem.base else stem.root
         held = [*stem.pins, anchor]
         for node in held:

@@ -390,14 +390,12 @@ class Scheduler:
             if self.config.prefix_cache:
                 settle(tree, sequence, draft.step)
         loads = len(draft.loads)
-        partial = sequence.tokens.count % self.config.chunk_size
-        tails = 0 if group.forked or not partial else group.request.width - 1
         outcome = self.residence.admit(
             sequence,
             self._spare_blocks(group),
             now,
             draft,
-            tails=tails,
+            tails=0 if group.forked else group.request.width - 1,
             wait_for=lambda far: self.fetching.worth_waiting(group, far, now),
             loads=self.config.preemption == "swap" or self.costs.load_pays(self.config.chunk_size),
         )

@@ -88,6 +88,7 @@ class ControllerService:
         self._drain_deadline = float("inf")
         self._settle_deadline = float("inf")
         self._tier_problems: dict[TierKind, str] = {}
+        self._said_lost = False
         self._signals, self._signal_writer = socket.socketpair()
 
     def run(self) -> int:
@@ -216,10 +217,12 @@ class ControllerService:
             self.group.send(message)
         while (plan := self.engine.next_step(now)) is not None:
             self.group.send(plan)
-        for order in self.engine.tier_messages(now):
+        orders = self.engine.tier_messages(now)
+        # First: a slot that is about to be overwritten must not be said to hold what it held.
+        self.persistence.follow(self.engine.scheduler.residence.tree)
+        for order in orders:
             self.group.send(order)
         self._warn_of_tiers(self.engine)
-        self.persistence.follow(self.engine.scheduler.residence.tree)
 
     def _warn_of_tiers(self, engine: Engine) -> None:
         """Once when a tier fails, once when it works again."""
@@ -231,6 +234,9 @@ class ControllerService:
                 )
             elif before and not health.problem:
                 log.info("a tier works again", tier=tier.name.lower())
+        if engine.traffic.lost_chunks and not self._said_lost:
+            self._said_lost = True
+            log.warning("a tier did not hold a chunk whole, which is computed again; from now on only counted")
 
     def _publish(self) -> None:
         if self.engine is not None and (outputs := self.engine.outputs()) is not None:

@@ -46,6 +46,8 @@ class TierTraffic:
         self._probes: dict[int, _Answers] = {}
         self._asked: list[Probe] = []
         self._next_probe = 1
+        self.lost_chunks = 0
+        """Reads that did not find whole what was to be there."""
 
     @property
     def in_flight(self) -> int:
@@ -94,8 +96,10 @@ class TierTraffic:
                 del self._moves[outcome.id]
                 status = MoveStatus(min(answers.worst, int(MoveStatus.FAILED)))
                 node = self._tree.tiers.done(outcome.id, status, now, answers.elapsed_us, answers.detail)
-                if node is not None and status is MoveStatus.MISS:
-                    self._tree.remember(node, MissReason.LOST)
+                if status is MoveStatus.MISS:
+                    self.lost_chunks += 1
+                    if node is not None:
+                        self._tree.remember(node, MissReason.LOST)
 
     def probe(self, names: list[ChunkName]) -> int:
         """Ask which chunks of a path the remote tier has; returns the probe's id."""

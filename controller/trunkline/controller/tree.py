@@ -141,8 +141,11 @@ class ChunkTree(ChunkForest):
 
     def save_later(self, node: Node) -> None:
         """Copy a chunk to the host in one of the next plans."""
-        if self.tiers.config.host_slots and node.token_count == self.chunk_size:
-            self._unsaved.append(node)
+        if not self.tiers.config.host_slots or node.token_count < self.chunk_size:
+            return
+        if len(self._unsaved) > 2 * self._pool.num_blocks + 64:
+            self._unsaved = deque(dict.fromkeys(other for other in self._unsaved if other.on_device))
+        self._unsaved.append(node)
 
     @property
     def has_unsaved(self) -> bool:
@@ -156,8 +159,9 @@ class ChunkTree(ChunkForest):
             if node.ready_step >= moves.step and node.parent is not None:
                 return  # this very plan computes it
             if self._wants_copy(node) and not self._reserve(node, moves, moves.saves):
-                self._unsaved.popleft()  # no room: it gets another chance when its block is needed
-                return
+                if not self.tiers.mover.can_sink():
+                    self._unsaved.popleft()  # it gets another chance when its block is needed
+                return  # else writes under way make room: without this one nothing below it would be saved
             self._unsaved.popleft()
 
     def _wants_copy(self, node: Node) -> bool:
@@ -283,11 +287,14 @@ class ChunkTree(ChunkForest):
         if not self._is_idle_leaf(node):
             return
         heapq.heappush(self._idle_leaves, (node.last_use, next(self._serial), node))
-        if len(self._idle_leaves) > 4 * self.node_count + 64:
-            self._idle_leaves = [
-                (leaf.last_use, next(self._serial), leaf) for leaf in self.nodes() if self._is_idle_leaf(leaf)
-            ]
+        if len(self._idle_leaves) > 4 * self._pool.num_blocks + 64:
+            present = {entry[2]: entry for entry in self._idle_leaves if self._is_current(entry)}
+            self._idle_leaves = list(present.values())
             heapq.heapify(self._idle_leaves)
+
+    def _is_current(self, entry: tuple[float, int, Node]) -> bool:
+        last_use, _, node = entry
+        return node.last_use == last_use and self._is_idle_leaf(node)
 
     def evict(self, blocks: int, moves: Moves | None = None) -> int:
         """Free up to `blocks` blocks of inactive chunks, least recently used leaves first; how many it was.
@@ -296,10 +303,9 @@ class ChunkTree(ChunkForest):
         """
         free, freed = self._pool.free_count, 0
         while freed < blocks and self._idle_leaves:
-            last_use, _, node = heapq.heappop(self._idle_leaves)
-            if node.last_use != last_use or not self._is_idle_leaf(node):
-                continue
-            self._evict_chunk(node, moves)
+            entry = heapq.heappop(self._idle_leaves)
+            if self._is_current(entry):
+                self._evict_chunk(entry[2], moves)
             freed = self._pool.free_count - free
         self.evicted_blocks += freed
         return freed

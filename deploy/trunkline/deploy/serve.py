@@ -147,6 +147,7 @@ def plan_cluster(settings: ServeSettings, tell: Callable[[str], None] = _quietly
         else None,
         port=free_port(settings.host, settings.port),
     )
+    _check_host_tier(settings, chunk_bytes)
     try:  # with endpoints of a folder that does not exist yet: the rules are about everything else
         for config in _configs(plan, Path("/run"), _expected_folders(plan)).values():
             config.validate()
@@ -352,6 +353,22 @@ def _check_kv_memory(settings: ServeSettings, model: ModelConfig, dtype: str, de
     if device == "cpu" and asked > (machine := psutil.virtual_memory().total):
         raise UserError(
             f"--kv-memory is {format_bytes(memory)} for each of {settings.groups * settings.tp} workers, "
+            f"{format_bytes(asked)} in all; this machine has {format_bytes(machine)} of memory"
+        )
+
+
+def _check_host_tier(settings: ServeSettings, chunk_bytes: int) -> None:
+    """What was asked for holds a chunk at least, and this machine has it, with GPUs or without."""
+    memory = settings.host_tier_bytes or 0
+    if memory and settings.prefix_cache and memory < chunk_bytes:
+        raise UserError(
+            f"--host-tier is {format_bytes(memory)}; a chunk of {settings.chunk_size} tokens takes "
+            f"{format_bytes(chunk_bytes)} per worker; give it room for some, or 0 for none"
+        )
+    asked = memory * settings.groups * settings.tp
+    if asked > (machine := psutil.virtual_memory().total):
+        raise UserError(
+            f"--host-tier is {format_bytes(memory)} for each of {settings.groups * settings.tp} workers, "
             f"{format_bytes(asked)} in all; this machine has {format_bytes(machine)} of memory"
         )
 

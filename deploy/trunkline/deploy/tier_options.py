@@ -38,6 +38,8 @@ def parse_disk_tier(text: str) -> DiskOption:
         if "/" in given or given.startswith("~"):
             raise UserError(f"--disk-tier is {text!r}, which says no size; write PATH:SIZE, such as {given}:20GiB")
         return DiskOption(parse_bytes(given, "--disk-tier"))
+    if not size.strip():
+        raise UserError(f"--disk-tier is {text!r}, which says no size; write PATH:SIZE, such as {given}20GiB")
     if not path:
         raise UserError(f"--disk-tier is {text!r}; write PATH:SIZE, or SIZE alone for a folder of our own, or 0")
     if size.strip() == "0":

@@ -108,9 +108,10 @@ def plan_disk(
         raise UserError("--disk-tier names no folder, and there is no home folder; write PATH:SIZE")
     plan = DiskPlan(base, fingerprint, groups, tp, chunk_bytes, option)
     if option is not None and option.size_bytes < (least := _least_bytes(plan)):
+        workers = f"{groups * tp} worker{'s' if groups * tp > 1 else ''}"
         raise UserError(
-            f"--disk-tier is {format_bytes(option.size_bytes)}; {groups * tp} workers with two chunks of "
-            f"{format_bytes(chunk_bytes)} each need {format_bytes(least)} at least"
+            f"--disk-tier is {format_bytes(option.size_bytes)}; {workers} with two chunks of "
+            f"{format_bytes(chunk_bytes)} each need {-(-least // 1024)} KiB at least"
         )
     return plan
 

@@ -52,13 +52,27 @@ def may_leave(item: Item) -> bool:
     return not (item.busy or item.claims or item.pins or item.stored_below)
 
 
-def host_state(item: Item) -> HostState:
-    """A copy on the device counts if the chunk may leave: it may be gone tomorrow."""
+def host_state(item: Item, *, may_sink: bool) -> HostState:
+    """
+    Args:
+        may_sink: there are tiers below, so what has come into host memory is to get there. If there are none, a
+        copy
+            on the device counts if the chunk may leave: it may be gone tomorrow.
+    """
     if item.busy or item.claims:
         return HostState.HELD
-    if item.disk_ready or item.remote or (item.on_device and may_leave(item)):
+    if item.disk_ready or item.remote or (item.on_device and not may_sink and may_leave(item)):
         return HostState.CLEAN
     return HostState.DIRTY
+
+
+class CopyRules(NamedTuple):
+    """What goes before what."""
+
+    exclusive: bool
+    """See `DirectoryConfig`."""
+    may_sink: bool
+    """See `host_state`."""
 
 
 class Copies(Generic[ItemT]):
@@ -70,17 +84,12 @@ class Copies(Generic[ItemT]):
         disk_slots: int,
         first_generation: int,
         key: Callable[[Item], VictimKey],
-        *,
-        exclusive: bool,
+        rules: CopyRules,
     ) -> None:
-        """
-        Args:
-            exclusive: see `DirectoryConfig`.
-        """
         self.host: SlotPool[ItemT] = SlotPool(host_slots)
         self.disk: SlotPool[ItemT] = SlotPool(disk_slots, first_generation)
         self.key = key
-        self.exclusive = exclusive
+        self.rules = rules
         self.clean: LazyHeap[ItemT] = LazyHeap(key)
         self.dirty: LazyHeap[ItemT] = LazyHeap(key)
         self.doubles: LazyHeap[ItemT] = LazyHeap(key)
@@ -204,7 +213,7 @@ class Copies(Generic[ItemT]):
         if item.busy:
             return
         if item.host_ready:
-            state = host_state(item)
+            state = host_state(item, may_sink=self.rules.may_sink)
             if state is HostState.CLEAN:
                 self.clean.push(item)
             elif state is HostState.DIRTY:
@@ -225,27 +234,28 @@ class Copies(Generic[ItemT]):
     def _check_host(
         self, item: ItemT, wanted: HostState, other: LazyHeap[ItemT], judge: Callable[[ItemT], Verdict]
     ) -> Verdict:
-        state = host_state(item)
+        state = host_state(item, may_sink=self.rules.may_sink)
         if state is wanted:
             return judge(item)
         if state is not HostState.HELD:
             other.push(item)
         return Verdict.PARK
 
-    def make_disk_room(self, item: ItemT, *, lossless: bool) -> bool:
+    def make_disk_room(self, item: ItemT, gone: Callable[[ItemT], None], *, lossless: bool) -> bool:
         """See that a disk slot is free for `item` by dropping what is worth less; if exclusive, what loses nothing
         goes before it, whatever it is worth.
 
         A pinned chunk is worth more than any other.
 
         Args:
+            gone: told of the chunk that lost its disk copy.
             lossless: if exclusive, no chunk may leave the system for it.
         """
         if self.disk.free_count:
             return True
         floor = None if item.pins else self.key(item)
         victim = self.doubles.search(lambda double: self._judge_double(double, floor))
-        if not (self.exclusive and (victim is not None or lossless)):
+        if not (self.rules.exclusive and (victim is not None or lossless)):
             settled = self.settled.search(lambda settled: self._judge_settled(settled, floor))
             if victim is None or (settled is not None and self.key(settled) < self.key(victim)):
                 victim = settled
@@ -254,6 +264,7 @@ class Copies(Generic[ItemT]):
         self.evictions[TierKind.DISK] += 1
         self.drop_disk(victim)
         self.offer(victim)
+        gone(victim)
         return True
 
     def _judge_double(self, item: ItemT, floor: VictimKey | None) -> Verdict:
@@ -262,7 +273,7 @@ class Copies(Generic[ItemT]):
         if not item.host_ready:
             self.settled.push(item)
             return Verdict.PARK
-        if not self.exclusive and floor is not None and self.key(item) >= floor:
+        if not self.rules.exclusive and floor is not None and self.key(item) >= floor:
             return Verdict.STOP
         return Verdict.TAKE
 

@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic
 
-from trunkline.kvstore.copies import Copies, IndexEvent, may_leave
+from trunkline.kvstore.copies import Copies, CopyRules, IndexEvent, may_leave
 from trunkline.kvstore.directory_check import IntegrityError, check_directory
 from trunkline.kvstore.directory_config import DirectoryConfig
 from trunkline.kvstore.eviction import Policy, victim_key
@@ -86,7 +86,7 @@ class Directory(Generic[ItemT]):
             config.disk_slots,
             config.first_generation,
             victim_key(config.policy),
-            exclusive=config.is_exclusive,
+            CopyRules(config.is_exclusive, may_sink=bool(tiers)),
         )
         self.jobs: WaitingJobs[ItemT] = WaitingJobs()
         self.mover: TierMover[ItemT] = TierMover(self.copies, self.jobs, self.health, config)
@@ -389,6 +389,11 @@ class Directory(Generic[ItemT]):
             if missing[tier] or (is_coming and health.reading):
                 slowest = max(slowest, health.predicted_us(missing[tier]))
         return slowest
+
+    def doubt_costs(self) -> None:
+        """Reads were not ordered because they seemed too slow: believe a little less in that."""
+        for tier, health in self.health.items():
+            health.doubt(READ_US[tier])
 
     def stats(self) -> dict[TierKind, TierStats]:
         """By tier that exists."""

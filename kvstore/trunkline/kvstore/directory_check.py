@@ -79,7 +79,7 @@ def _check_item(copies: Copies[ItemT], item: ItemT) -> None:
     _require((item.arrived > 0) == item.is_stored, "arrival does not agree with copies", item)
     if item.busy:
         return
-    state = host_state(item)
+    state = host_state(item, may_sink=copies.rules.may_sink)
     if item.host_ready and state is not HostState.HELD:
         # On the device or not, the heaps find out when they meet it; but it is in one of them.
         _require(item in copies.clean or item in copies.dirty, "a host copy cannot be evicted", item)

@@ -11,6 +11,9 @@ from typing import Final
 FAILURES_IN_A_ROW: Final = 3
 FIRST_PAUSE_S: Final = 1.0
 LONGEST_PAUSE_S: Final = 60.0
+SURPRISE_MAX: Final = 4.0
+"""A read counts as so many times what was expected at most."""
+DOUBT: Final = 0.8
 SMOOTHING: Final = 0.1
 """Weight of the newest sample of a move's cost."""
 
@@ -83,6 +86,7 @@ class TierHealth:
             self.reads += 1
             # With several under way the time between two ends is what one costs.
             sample = max(0.0, now - max(ordered, self._last_read)) * 1e6
+            sample = min(sample, SURPRISE_MAX * self.read_us)  # a stall, or a busy machine: not the way it is
             if elapsed_us:
                 sample = min(sample, elapsed_us)  # the rest is the messages' delay, not the tier's
             self._last_read = now
@@ -97,6 +101,11 @@ class TierHealth:
     def predicted_us(self, reads: int) -> float:
         """Time until so many reads more than those in flight are done."""
         return max(self.latency_us, (self.reading + reads) * self.read_us)
+
+    def doubt(self, prior_us: float) -> None:
+        """What reads cost may be less by now: lower the estimate by a fifth, not below `prior_us`."""
+        self.read_us = max(prior_us, DOUBT * self.read_us)
+        self.latency_us *= DOUBT
 
     def failed(self, is_write: bool, now: float, detail: str) -> None:
         """A move could not be carried out."""

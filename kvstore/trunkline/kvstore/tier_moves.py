@@ -249,7 +249,7 @@ class TierMover(Generic[ItemT]):
         for tier, health in self._health.items():
             if not health.may_write():
                 continue
-            if tier is TierKind.REMOTE or self._copies.make_disk_room(item, lossless=lossless):
+            if tier is TierKind.REMOTE or self._copies.make_disk_room(item, self._jobs.note, lossless=lossless):
                 self._order(item, tier, is_write=True, now=now, evicts=True)
                 return True
         if lossless or not may_leave(item) or not all(health.may_write() for health in self._health.values()):

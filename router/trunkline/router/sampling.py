@@ -95,7 +95,8 @@ def check_prompt(prompt: list[int], limits: Limits, param: str, dropped: int = 0
         raise bad_value(
             param,
             f"this model's context is {limits.max_context} tokens, prompt and output together; "
-            f"`{param}` alone has {len(prompt) - dropped} tokens. Please shorten it, or allow `truncation`.",
+            f"`{param}` alone has {len(prompt) - dropped} tokens. Please shorten it, or use `truncation` where "
+            "there is one.",
             code="context_length_exceeded",
         )
     check_ids(prompt, limits.vocab_size, param)
@@ -180,6 +181,7 @@ def make_job(
         priority=request.priority or 0,
         cut=cut,
         session=request.session_id or "",
+        salt=(request.cache_salt or "").encode(),
     )
 
 

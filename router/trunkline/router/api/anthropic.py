@@ -45,6 +45,7 @@ _NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
     "context_management": ({},),
     "output_format": (),
     "session_id": (),
+    "cache_salt": (),
     "truncation": ("disabled",),
 }
 """Parameters that are known and not supported, with the values that ask for nothing."""

@@ -129,6 +129,8 @@ class GenerationRequest(_Request):
     priority: Priority | None = None
     session_id: SessionId | None = None
     """Of a stored session, or any label for the conversation that it belongs to."""
+    cache_salt: SessionId | None = None
+    """KV is shared only between requests of the same salt."""
     truncation: Truncation | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None

@@ -18,6 +18,7 @@ _NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
     "background": (False,),
     "prompt": (),
     "session_id": (),
+    "cache_salt": (),
     "reasoning": ({},),
     "top_logprobs": (0,),
     "context_management": ([],),

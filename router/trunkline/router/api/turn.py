@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-from trunkline.router.api.common import check_length, check_model
+from trunkline.router.api.common import check_length
 from trunkline.router.api.connection import Closable
 from trunkline.router.api.models import ChatRequest, CompletionRequest, Message
 from trunkline.router.api.responses import ChatMessage
@@ -174,7 +174,8 @@ async def open_turn(service: RouterService, body: ChatRequest | CompletionReques
             raise bad_value(name, f"`{name}` is not available in a stored session")
     lease = await service.sessions.acquire(session_id)
     try:
-        check_model(service, lease.session.model)
+        if lease.session.model not in service.config.model_names:
+            lease.session.model = service.config.model_name  # served under another name than when it began
         return Turn(service, lease, form)
     except BaseException:
         lease.close()

@@ -32,13 +32,14 @@ _CHAT: Final[dict[str, tuple[Any, ...]]] = {
 }
 _COMPLETIONS: Final[dict[str, tuple[Any, ...]]] = {**_COMMON, "suffix": ("",)}
 
-_SESSION: Final[dict[str, tuple[Any, ...]]] = {"schema": (), "prompt": (), "pml": ()}
+_SESSION: Final[dict[str, tuple[Any, ...]]] = {"schema": (), "prompt": (), "pml": (), "cache_salt": ()}
 _TOKENIZE: Final = {name: _CHAT[name] for name in ("documents", "chat_template", "continue_final_message")}
 
 _REASONS: Final = {
     "best_of": "`best_of` is a parameter of /v1/completions only",
     "functions": "`functions` is not supported; use `tools`",
     "schema": "prompt schemas are not supported yet; give `messages`",
+    "cache_salt": "a session has no salt of its own; send `cache_salt` with each of its requests",
     "prompt": "a session begins with `messages`; a prompt is given with its first completion",
     "function_call": "`function_call` is not supported; use `tool_choice`",
 }

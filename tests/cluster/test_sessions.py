@@ -1,0 +1,246 @@
+"""Conversations over many turns, against real processes: found again, cut, copied, forgotten, and never changed.
+
+Texts are compared with a server that has no prefix cache, in float32. Each test talks about something of its own,
+so that it finds no other's KV.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from cluster.harness import Cluster, wait_for
+
+MODEL = "trunkline-demo"
+CONTEXT = 2048
+CHUNK = 64
+QUESTION = "What does os.path.join do?"
+QUESTIONS = ("What does str.split do?", "What does json.dumps do?", "Explain dict.get.", "What does len do?")
+FILLER = "The following functions are part of the standard library. " * 28
+
+Message = dict[str, str]
+
+
+def system(topic: str) -> Message:
+    """Instructions that begin with their topic, longer than a chunk."""
+    return {"role": "system", "content": f"{topic}. " * CHUNK}
+
+
+def chat(cluster: Cluster, messages: list[Message], tokens: int = 24, **more: object) -> dict[str, Any]:
+    body = {"model": MODEL, "messages": messages, "max_tokens": tokens, "temperature": 0, **more}
+    return cluster.post("/v1/chat/completions", body)
+
+
+def ask(cluster: Cluster, question: str, tokens: int = 24, **more: object) -> dict[str, Any]:
+    return chat(cluster, [{"role": "user", "content": question}], tokens, **more)
+
+
+def text_of(answer: dict[str, Any]) -> str:
+    return str(answer["choices"][0]["message"]["content"])
+
+
+def details(answer: dict[str, Any]) -> tuple[int, int]:
+    """Tokens of the prompt that were cached, and those that the session brought."""
+    found = answer["usage"]["prompt_tokens_details"]
+    return found["cached_tokens"], found["session_tokens"]
+
+
+def begin(cluster: Cluster, topic: str, **more: object) -> str:
+    return str(cluster.post("/v1/sessions", {"messages": [system(topic)], **more})["id"])
+
+
+def stored_turns(cluster: Cluster, topic: str) -> list[dict[str, Any]]:
+    session = begin(cluster, topic)
+    return [ask(cluster, question, session_id=session) for question in QUESTIONS]
+
+
+def stateless_turns(cluster: Cluster, topic: str) -> list[dict[str, Any]]:
+    """The same conversation by somebody who sends all of it each time."""
+    messages, answers = [system(topic)], []
+    for question in QUESTIONS:
+        messages.append({"role": "user", "content": question})
+        answers.append(chat(cluster, messages))
+        messages.append({"role": "assistant", "content": text_of(answers[-1])})
+    return answers
+
+
+@pytest.mark.parametrize("turns", [stored_turns, stateless_turns])
+def test_later_turns_compute_only_what_is_new_and_say_the_same(
+    cluster: Cluster, plain: Cluster, turns: Callable[[Cluster, str], list[dict[str, Any]]]
+) -> None:
+    topic = f"Birds and {turns is stored_turns}"
+    answers, expected = turns(cluster, topic), turns(plain, topic)
+    assert [text_of(a) for a in answers] == [text_of(a) for a in expected]
+    assert all(len(text_of(a)) > 3 for a in answers)
+    for before, after in pairwise(answers):
+        history = before["usage"]["total_tokens"]
+        cached, from_session = details(after)
+        # The last token of an answer that was cut short is known, but was never computed with.
+        assert history - 1 <= cached < after["usage"]["prompt_tokens"]
+        assert from_session == (history if turns is stored_turns else 0)
+        assert after["cache"]["tiers"] == {"device": cached}
+        assert after["cache"]["exact"] is True
+    assert all(details(a)[0] == 0 for a in expected)
+    assert expected[0]["cache"]["reason"] == "off"
+
+
+def test_a_conversation_goes_on_beyond_the_context(cluster: Cluster) -> None:
+    session = begin(cluster, "Trees")
+    answers = []
+    for index in range(12):
+        answers.append(ask(cluster, f"{index}: {FILLER}", session_id=session))
+        assert answers[-1]["usage"]["total_tokens"] <= CONTEXT
+    cut = [a for a in answers if a["truncation"]["occurred"]]
+    assert 3 <= len(cut) < len(answers)
+    dropped = [a["truncation"]["dropped_tokens"] for a in cut]
+    assert set(dropped) == {CONTEXT // 2, CONTEXT}  # a second cut came in time, and each stayed where it was
+    assert dropped == sorted(dropped)
+    for before, after in pairwise(answers):
+        gone = after["truncation"]["dropped_tokens"] - before["truncation"]["dropped_tokens"]
+        # Whatever is cut off, nothing that is still seen is computed again.
+        assert details(after)[0] >= before["usage"]["total_tokens"] - gone - 1
+    assert {a["truncation"]["kept"] for a in cut} == {"cached"}
+    assert cut[-1]["cache"]["exact"] is False
+    asked = ask(cluster, QUESTION, 40, session_id=session)
+    assert asked["truncation"]["kept"] == "cached"
+    # Still sense, and to the point: as if nothing had been before.
+    assert text_of(asked) == text_of(chat(cluster, [system("Trees"), {"role": "user", "content": QUESTION}], 40))
+
+
+def test_a_prompt_that_is_too_long_is_cut_if_that_is_asked_for(cluster: Cluster, plain: Cluster) -> None:
+    messages = [system("Rivers")]
+    for index in range(9):
+        messages.append({"role": "user", "content": f"{index}: {FILLER}"})
+        messages.append({"role": "assistant", "content": "Noted."})
+    messages.append({"role": "user", "content": QUESTION})
+    body = {"model": MODEL, "messages": messages, "max_tokens": 8}
+    refused = httpx.post(f"{cluster.url}/v1/chat/completions", json=body, timeout=30)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["code"] == "context_length_exceeded"
+    # Nothing of it was computed before, so both compute what is left, at the same positions.
+    answers = [chat(c, messages, truncation="auto") for c in (cluster, plain)]
+    assert [a["truncation"]["kept"] for a in answers] == ["recomputed"] * 2
+    assert text_of(answers[0]) == text_of(answers[1])
+    assert answers[0]["usage"]["prompt_tokens"] + 24 <= CONTEXT
+
+
+def test_what_is_discarded_is_not_seen_any_more(cluster: Cluster) -> None:
+    session = begin(cluster, "Clouds")
+    for index in range(3):
+        first = ask(cluster, f"{index}: {FILLER}", session_id=session)
+    shown = cluster.post(f"/v1/sessions/{session}/discard", {"messages": [1, 2]})
+    ((start, stop),) = shown["discards"]
+    assert shown["tokens"] == first["usage"]["total_tokens"]
+    answer = ask(cluster, QUESTION, session_id=session)
+    assert answer["truncation"]["kept"] == "cached"
+    assert answer["truncation"]["dropped_tokens"] == stop - start > CHUNK
+    assert details(answer)[0] >= shown["tokens"] - (stop - start) - 1
+    assert text_of(answer)
+
+
+def test_a_fork_goes_its_own_way_over_the_same_kv(cluster: Cluster, plain: Cluster) -> None:
+    texts = []
+    for server in (cluster, plain):
+        session = begin(server, "Stones")
+        ask(server, QUESTIONS[0], session_id=session)
+        fork = server.post(f"/v1/sessions/{session}/fork")
+        assert fork["parent"] == session
+        answers = [
+            ask(server, q, session_id=s) for q, s in zip(QUESTIONS[1:3], (session, fork["id"]), strict=True)
+        ]
+        texts.append([text_of(a) for a in answers])
+        if server is cluster:
+            assert all(cached >= brought - 1 > CHUNK for cached, brought in map(details, answers))
+            prefetched = server.post(f"/v1/sessions/{fork['id']}/prefetch")
+            assert prefetched["coming_tokens"] == 0  # all of it is on the device
+            assert prefetched["known_tokens"] >= fork["tokens"] - CHUNK
+    assert texts[0] == texts[1]
+    assert texts[0][0] != texts[0][1]
+
+
+def test_a_session_answers_one_at_a_time(cluster: Cluster) -> None:
+    session = begin(cluster, "Winds")
+
+    def status() -> int:
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "And?"}], "max_tokens": 2}
+        url = f"{cluster.url}/v1/chat/completions"
+        return httpx.post(url, json=body | {"session_id": session}, timeout=30).status_code
+
+    with cluster.client() as client:
+        stream = client.chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": QUESTION}],
+            max_tokens=1500,
+            stream=True,
+            extra_body={"session_id": session, "ignore_eos": True},
+        )
+        next(iter(stream))
+        assert status() == 409
+        assert httpx.delete(f"{cluster.url}/v1/sessions/{session}", timeout=30).status_code == 409
+        stream.close()
+    wait_for(lambda: status() == 200, 10)
+    shown = httpx.get(f"{cluster.url}/v1/sessions/{session}", timeout=30).json()
+    assert shown["turns"] == 1  # the turn that was left does not count
+    assert httpx.delete(f"{cluster.url}/v1/sessions/{session}", timeout=30).status_code == 200
+    assert status() == 404
+
+
+def test_what_nobody_uses_for_its_time_is_forgotten(cluster: Cluster) -> None:
+    session = begin(cluster, "Sands", ttl=1)
+    ask(cluster, QUESTION, session_id=session)
+
+    def listed() -> bool:
+        return session in httpx.get(f"{cluster.url}/v1/sessions", params={"limit": 100}, timeout=30).text
+
+    wait_for(lambda: not listed(), 10)
+    gone = httpx.get(f"{cluster.url}/v1/sessions/{session}", timeout=30)
+    assert gone.json()["error"]["code"] == "session_not_found"
+
+    # Its KV went before it: the listing that did not show it came later.
+    assert chat(cluster, [system("Sands")], 1)["cache"]["reason"] == "ttl"
+
+
+def test_the_public_client_needs_nothing_special(cluster: Cluster) -> None:
+    with cluster.client() as client:
+        session = client.post("/sessions", body={"messages": [system("Coins")]}, cast_to=dict[str, Any])["id"]
+        extra = {"session_id": session}
+        first = client.chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": QUESTION}],
+            max_tokens=16,
+            temperature=0,
+            extra_body=extra,
+        )
+        chunks = list(
+            client.chat.completions.create(
+                model=MODEL,
+                messages=[{"role": "user", "content": QUESTIONS[0]}],
+                max_tokens=16,
+                temperature=0,
+                stream=True,
+                stream_options={"include_usage": True},
+                extra_body=extra,
+            )
+        )
+        assert first.usage is not None
+        assert chunks[-1].usage is not None
+        assert chunks[-1].usage.prompt_tokens_details is not None
+        assert chunks[-1].usage.prompt_tokens_details.cached_tokens == first.usage.total_tokens - 1
+        assert chunks[-1].model_extra is not None
+        assert chunks[-1].model_extra["cache"]["tier"] == "device"
+        response = client.responses.create(
+            model=MODEL, input=f"Coins again. {FILLER} {QUESTION}", max_output_tokens=8, truncation="auto"
+        )
+        assert response.truncation == "auto"
+        assert response.model_extra is not None
+        assert response.model_extra["cache"]["status"] in ("miss", "partial")
+        with pytest.raises(openai.NotFoundError, match="sess_unknown"):
+            client.chat.completions.create(
+                model=MODEL,
+                messages=[{"role": "user", "content": "x"}],
+                extra_body={"session_id": "sess_unknown"},
+            )

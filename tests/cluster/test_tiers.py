@@ -1,0 +1,257 @@
+"""KV below the device, against real processes: it sinks, comes back, outlives the cluster, and is never wrong.
+
+The device holds one context, the host pool eight chunks: what a prompt computes must leave both for the next. All
+texts are compared with a server that has no prefix cache, in float32.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import sqlite3
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from cluster.harness import Cluster, wait_for
+from worker.redis_server import RedisServer
+
+MODEL = "trunkline-demo"
+CHUNK = 64
+OPTIONS = ("--tp", "2", "--dtype", "float32", "--threads", "1", "--kv-memory", "8MiB", "--host-tier", "2MiB")
+DISK_BYTES = 512 << 20
+DEVICE_CHUNKS, HOST_CHUNKS = 32, 8
+TOKENS = 12
+SENTENCE = "The following functions are part of the standard library and are described here in turn. "
+PROMPTS = [f"Chapter {index}. {SENTENCE * 18} Function number {index} returns" for index in range(10)]
+
+
+def small_cluster(folder: Path, *options: str) -> Cluster:
+    return Cluster(*OPTIONS, "--disk-tier", f"{folder}:{DISK_BYTES}", *options)
+
+
+def ask(cluster: Cluster, prompt: str) -> dict[str, Any]:
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+    return cluster.post("/v1/completions", body)
+
+
+def say(cluster: Cluster, session: str, question: str) -> dict[str, Any]:
+    body = {"model": MODEL, "session_id": session, "max_tokens": TOKENS, "temperature": 0}
+    return cluster.post("/v1/chat/completions", body | {"messages": [{"role": "user", "content": question}]})
+
+
+def text_of(answer: dict[str, Any]) -> str:
+    choice = answer["choices"][0]
+    return str(choice["text"] if "text" in choice else choice["message"]["content"])
+
+
+def chunks_of(answer: dict[str, Any]) -> int:
+    """Whole chunks of its prompt."""
+    return int(answer["usage"]["prompt_tokens"]) // CHUNK
+
+
+def chunks_from(answer: dict[str, Any], *tiers: str) -> int:
+    """Whole chunks that came from these tiers."""
+    return sum(int(answer["cache"]["tiers"].get(tier, 0)) for tier in tiers) // CHUNK
+
+
+@pytest.fixture(scope="module")
+def expected(plain: Cluster) -> list[str]:
+    """What each prompt is to be answered, and the two turns of a session behind them."""
+    session = begin(plain)
+    return [text_of(ask(plain, p)) for p in PROMPTS] + [text_of(say(plain, session, q)) for q in "AB"]
+
+
+def begin(cluster: Cluster) -> str:
+    messages = [{"role": "system", "content": f"Sessions outlive clusters. {SENTENCE * 10}"}]
+    return str(cluster.post("/v1/sessions", {"messages": messages})["id"])
+
+
+class Killed:
+    """The disk tier of a cluster that was killed while it wrote to it."""
+
+    def __init__(self, folder: Path, expected: list[str]) -> None:
+        self.folder = folder
+        with small_cluster(folder) as cluster:
+            self.first = [ask(cluster, prompt) for prompt in PROMPTS]
+            self.session = begin(cluster)
+            self.first.append(say(cluster, self.session, "A"))
+            self.chunks = sum(map(chunks_of, self.first))
+            wait_for(lambda: cluster.metric("tier_slots_used", tier="disk") >= self.chunks, 20)
+            assert self.chunks > DEVICE_CHUNKS + HOST_CHUNKS
+            self.again = ask(cluster, PROMPTS[0])
+            self.traffic = Traffic(cluster)
+            written = cluster.metric("tier_writes_total", tier="disk")
+            wait_for(lambda: cluster.metric("tier_writes_total", tier="disk") > written + 5, 20)
+            cluster.kill()
+            self.traffic.join(30)
+        assert [text_of(answer) for answer in self.first] == expected[:-1]
+
+    def copy(self, folder: Path) -> Path:
+        """The group's folder in a copy for a cluster of its own."""
+        shutil.copytree(self.folder, folder, dirs_exist_ok=True)
+        (group,) = folder.glob("*/group-0")
+        return group
+
+
+class Traffic(threading.Thread):
+    """Prompts one after the other that nobody has asked before, until the cluster is no more."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        super().__init__(daemon=True)
+        self._cluster = cluster
+        self.start()
+
+    def run(self) -> None:
+        index = 0
+        try:
+            with self._cluster.client() as client:
+                while True:
+                    index += 1
+                    client.completions.create(model=MODEL, prompt=f"Page {index}. {SENTENCE * 30}", max_tokens=4)
+        except (openai.OpenAIError, httpx.HTTPError):
+            pass
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory, expected: list[str]) -> Killed:
+    return Killed(tmp_path_factory.mktemp("killed"), expected)
+
+
+def test_what_has_sunk_to_disk_comes_back(killed: Killed, expected: list[str]) -> None:
+    assert text_of(killed.again) == expected[0]
+    assert killed.again["cache"]["tier"] == "disk"
+    assert chunks_from(killed.again, "disk") == chunks_of(killed.again)
+
+
+def test_a_killed_cluster_finds_its_kv_and_sessions_again(
+    killed: Killed, expected: list[str], tmp_path: Path
+) -> None:
+    killed.copy(tmp_path)
+    with small_cluster(tmp_path) as cluster:
+        turn = say(cluster, killed.session, "B")
+        assert text_of(turn) == expected[-1]
+        history = killed.first[-1]["usage"]["total_tokens"]
+        assert turn["usage"]["prompt_tokens_details"]["session_tokens"] == history
+        answers = [ask(cluster, prompt) for prompt in PROMPTS]
+        assert [text_of(answer) for answer in answers] == expected[:-2]
+        found = sum(chunks_from(answer, "host", "disk") for answer in (turn, *answers))
+        assert found >= 0.95 * killed.chunks
+        assert cluster.metric("tier_failures_total") == 0
+        assert cluster.stop() == 0
+
+
+@pytest.mark.soak
+def test_a_stopped_cluster_leaves_all_that_it_knew(plain: Cluster, tmp_path: Path) -> None:
+    fresh = [f"Volume {prompt}" for prompt in PROMPTS[:4]]
+    with small_cluster(tmp_path) as cluster:
+        before = [ask(cluster, prompt) for prompt in fresh]
+        assert cluster.stop() == 0  # at once: nobody has waited for the disk
+    with small_cluster(tmp_path) as cluster:
+        after = [ask(cluster, prompt) for prompt in fresh]
+    assert [text_of(answer) for answer in after] == [text_of(ask(plain, prompt)) for prompt in fresh]
+    assert sum(chunks_from(a, "disk") for a in after) >= 0.95 * sum(map(chunks_of, before))
+
+
+def flip_bits(group: Path) -> None:
+    """One in every MiB of one rank's slab: the other's is whole, and worth nothing without it."""
+    rng = random.Random(0)
+    with (group / "rank-1.slab").open("r+b") as slab:
+        for start in range(0, slab.seek(0, 2), 1 << 20):
+            offset = start + rng.randrange(1 << 20)
+            slab.seek(offset)
+            byte = slab.read(1)
+            slab.seek(offset)
+            slab.write(bytes([(byte or b"\0")[0] ^ 1 << rng.randrange(8)]))
+
+
+def cut_short(group: Path) -> None:
+    with (group / "rank-0.slab").open("r+b") as slab:
+        slab.truncate(slab.seek(0, 2) // 2 + 1000)
+
+
+def put_another(group: Path) -> None:
+    """A file of somebody else, and longer than before."""
+    (group / "rank-0.slab").write_bytes(random.Random(1).randbytes(40 << 20))
+
+
+def swap_ranks(group: Path) -> None:
+    (group / "rank-0.slab").rename(group / "x")
+    (group / "rank-1.slab").rename(group / "rank-0.slab")
+    (group / "x").rename(group / "rank-1.slab")
+
+
+def delete_index(group: Path) -> None:
+    for file in group.glob("index.sqlite*"):
+        file.unlink()
+
+
+def flip_bits_of_index(group: Path) -> None:
+    database = sqlite3.connect(group / "index.sqlite")
+    database.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # most of it is in the log still
+    database.close()
+    content = bytearray((group / "index.sqlite").read_bytes())
+    rng = random.Random(2)
+    for _ in range(len(content) >> 9):
+        content[rng.randrange(4096, len(content))] ^= 1 << rng.randrange(8)
+    (group / "index.sqlite").write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        flip_bits,
+        pytest.param(cut_short, marks=pytest.mark.soak),
+        pytest.param(put_another, marks=pytest.mark.soak),
+        pytest.param(swap_ranks, marks=pytest.mark.soak),
+        pytest.param(delete_index, marks=pytest.mark.soak),
+        pytest.param(flip_bits_of_index, marks=pytest.mark.soak),
+    ],
+)
+def test_damaged_files_cost_hits_never_words(
+    killed: Killed, expected: list[str], tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    damage(killed.copy(tmp_path))
+    with small_cluster(tmp_path) as cluster:
+        answers = [ask(cluster, prompt) for prompt in PROMPTS]
+        assert [text_of(answer) for answer in answers] == expected[:-2]
+        found = sum(chunks_from(answer, "host", "disk") for answer in answers)
+        assert found < 0.95 * killed.chunks  # it was damaged indeed
+        # What replaces it is kept as ever; so small a host pool may lose a chunk before the disk has it, once.
+        for _ in range(2):
+            again = [ask(cluster, prompt) for prompt in PROMPTS]
+            assert [text_of(answer) for answer in again] == expected[:-2]
+        assert all(chunks_from(a, "device", "host", "disk") == chunks_of(a) for a in again)
+        assert cluster.stop() == 0
+
+
+@pytest.fixture
+def redis_server(tmp_path: Path) -> Iterator[RedisServer]:
+    server = RedisServer(tmp_path)
+    server.start()
+    yield server
+    server.kill()
+
+
+def test_clusters_share_a_remote_tier_and_do_without_it(
+    redis_server: RedisServer, expected: list[str], tmp_path: Path
+) -> None:
+    half = len(PROMPTS) // 2
+    with small_cluster(tmp_path / "a", "--remote-tier", redis_server.url) as cluster:
+        chunks = sum(chunks_of(ask(cluster, prompt)) for prompt in PROMPTS)
+        wait_for(lambda: len(redis_server.places()) >= 2 * chunks, 20)  # a shard per rank
+    with small_cluster(tmp_path / "b", "--remote-tier", redis_server.url) as cluster:
+        answers = [ask(cluster, prompt) for prompt in PROMPTS[:half]]
+        assert [text_of(answer) for answer in answers] == expected[:half]
+        assert answers[0]["cache"]["tier"] == "remote"
+        assert sum(chunks_from(a, "remote") for a in answers) >= 0.95 * sum(map(chunks_of, answers))
+        redis_server.kill()
+        # Half of the prompts are here by now, the others nowhere any more.
+        assert [text_of(ask(cluster, prompt)) for prompt in PROMPTS] == expected[:-2]
+        wait_for(lambda: cluster.metric("tier_up", tier="remote") == 0, 10)
+        assert cluster.health() == 200
+        assert cluster.stop() == 0

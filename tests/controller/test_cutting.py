@@ -1,0 +1,360 @@
+"""What a session keeps behind a cut: found by who sees the same, by nobody else; computed again where it is gone.
+
+The simulated workers check each token that is seen, and at which position its key was rotated; the oracle knows
+only what is left of the prompt. So these tests look at what was computed and what was said of it.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from simulation.driver import Options, Simulation, Stream, verify
+
+from trunkline.controller.config import EngineConfig
+from trunkline.controller.forest import CUT_ROOT
+from trunkline.controller.tree import ChunkTree
+
+CHUNK = 4
+CONFIG = EngineConfig(num_blocks=60, chunk_size=CHUNK, max_context=64, token_budget=40, max_rows=8)
+Drops = tuple[tuple[int, int], ...]
+
+
+class Session:
+    """A client that always sends its whole history, and what of it is not to be seen."""
+
+    def __init__(self, simulation: Simulation, start: int = 100, salt: bytes = b"") -> None:
+        self.simulation = simulation
+        self.history: list[int] = []
+        self._next = start
+        self._salt = salt
+
+    def send(self, new: int, drops: Drops = (), max_tokens: int = 4) -> int:
+        """A turn of so many new tokens begins."""
+        self.history += range(self._next, self._next + new)
+        self._next += new
+        options: Options = {"drops": drops, "salt": self._salt}
+        return self.simulation.submit(list(self.history), max_tokens, **options)
+
+    def turn(self, new: int, drops: Drops = (), max_tokens: int = 4) -> Stream:
+        """A turn, from its beginning to its end."""
+        request = self.send(new, drops, max_tokens)
+        self.simulation.run()
+        return self.ended(request)
+
+    def ended(self, request: int) -> Stream:
+        stream = self.simulation.streams[request]
+        verify(stream, self.simulation.engine.config.longest_sequence)
+        self.history += stream.output
+        return stream
+
+
+def kind(stream: Stream) -> str:
+    assert stream.started is not None
+    return stream.started.cut
+
+
+def found(stream: Stream) -> int:
+    assert stream.cached_tokens is not None
+    return stream.cached_tokens
+
+
+def tree_of(simulation: Simulation) -> ChunkTree:
+    return simulation.engine.scheduler.residence.tree
+
+
+def cuts_of(simulation: Simulation) -> list[Drops]:
+    tree = tree_of(simulation)
+    return [tuple(tree.drops_of(root)) for root in tree.roots() if root.key.startswith(CUT_ROOT)]
+
+
+@pytest.mark.parametrize(
+    "drops",
+    [
+        ((4, 16),),
+        ((0, 16),),
+        ((0, 20),),
+        ((5, 18),),
+        ((6, 7),),
+        ((5, 8), (9, 11)),
+        ((3, 13), (14, 15), (17, 21)),
+        ((1, 2), (3, 4), (5, 6), (20, 30)),
+        ((0, 31),),
+    ],
+)
+def test_the_kv_behind_a_cut_is_kept(drops: Drops) -> None:
+    """Whatever is cut off, and however it lies on chunks: of what is left only the tail is computed again."""
+    simulation = Simulation(CONFIG)
+    session = Session(simulation)
+    session.turn(30)
+    computed = simulation.workers.computed_tokens
+    before = len(session.history)
+    stream = session.turn(5, drops)
+    assert kind(stream) == "kept"
+    dropped = sum(b - a for a, b in drops)
+    stored = before - 1 - before % CHUNK  # the last sampled token has no KV, and tails may not be found
+    assert found(stream) >= stored - dropped - CHUNK
+    assert simulation.workers.computed_tokens - computed <= 5 + 4 + 2 * CHUNK
+
+
+def test_who_cuts_again_the_same_way_finds_it_again() -> None:
+    simulation = Simulation(CONFIG)
+    session = Session(simulation)
+    session.turn(30)
+    for _ in range(4):
+        stream = session.turn(3, ((4, 16),))
+        assert kind(stream) == "kept"
+        assert found(stream) >= len(stream.prompt) - 3 - CHUNK
+    assert cuts_of(simulation) == [((4, 16),)]
+
+
+def test_a_session_is_cut_again_and_again() -> None:
+    """As a policy does it: the oldest part behind the head goes each time the context is full (CachedAttention
+    §3.4). The client's history grows beyond every limit."""
+    simulation = Simulation(CONFIG)
+    session = Session(simulation)
+    session.turn(30)
+    cut, computed = 4, simulation.workers.computed_tokens
+    for _ in range(12):
+        while len(session.history) - (cut - 4) + 8 + 4 > CONFIG.max_context:
+            cut += 16
+        stream = session.turn(8, ((4, cut),) if cut > 4 else ())
+        assert kind(stream) in ("kept", "")
+    assert len(session.history) > 2 * CONFIG.max_context
+    assert simulation.workers.computed_tokens - computed <= 12 * (8 + 4 + 2 * CHUNK)
+
+
+def test_a_list_of_ranges_grows() -> None:
+    """Token discard lists: each turn names what was dropped before, and one more."""
+    simulation = Simulation(CONFIG)
+    session = Session(simulation)
+    session.turn(20)
+    drops: Drops = ()
+    for _ in range(5):
+        end = len(session.history)
+        drops = (*drops, (end - 7, end - 5))
+        stream = session.turn(4, drops)
+        assert kind(stream) == "kept"
+        assert found(stream) >= len(stream.prompt) - 4 - 2 * CHUNK
+
+
+def test_other_sessions_that_share_the_head_find_it_still() -> None:
+    """A system prompt stands before the cut: it is not moved, and not computed again for anybody."""
+    simulation = Simulation(CONFIG)
+    session, head = Session(simulation), list(range(100, 108))
+    session.turn(30)
+    assert kind(session.turn(4, ((8, 20),))) == "kept"
+    other = Session(simulation, start=500)
+    other.history = list(head)
+    assert found(other.turn(6)) == 8
+    assert kind(session.turn(4, ((8, 20),))) == "kept"
+
+
+def test_two_sessions_with_one_past_are_cut_one_after_the_other() -> None:
+    """The first takes the chunks along; the second finds them behind the same cut, as far as they agree."""
+    simulation = Simulation(CONFIG)
+    session = Session(simulation)
+    session.turn(30)
+    fork = Session(simulation, start=900)
+    fork.history = list(session.history)
+    assert kind(session.turn(4, ((4, 16),))) == "kept"
+    stream = fork.turn(4, ((4, 16),))
+    assert kind(stream) == "kept"
+    assert found(stream) >= len(stream.prompt) - 4 - CHUNK
+
+
+def test_who_sees_everything_finds_nothing_that_moved() -> None:
+    simulation = Simulation(CONFIG)
+    session = Session(simulation)
+    session.turn(30)
+    past = list(session.history)
+    session.turn(4, ((4, 16),))
+    session.turn(4, ((4, 16),))
+    whole = Session(simulation, start=700)
+    whole.history = past
+    stream = whole.turn(3)
+    assert found(stream) == 16, "what was cut off, and the head; the rest hangs behind the cut now"
+    longer = Session(simulation, start=700)
+    longer.history = list(session.history)
+    assert found(longer.turn(3)) < 40, "KV computed behind the cut is not for who sees more"
+
+
+def test_a_prompt_that_is_what_is_left_finds_only_the_head() -> None:
+    """Its keys would have to be rotated elsewhere, and what was computed saw more."""
+    simulation = Simulation(CONFIG)
+    session = Session(simulation)
+    session.turn(30)
+    session.turn(4, ((4, 16),))
+    plain = Session(simulation, start=700)
+    plain.history = session.history[:4] + session.history[16:]
+    assert found(plain.turn(3)) == 4
+
+
+@pytest.mark.parametrize(
+    "other", [((4, 12),), ((4, 20),), ((4, 16), (20, 24)), ((0, 16),), ((16, 20),), ((20, 24),)]
+)
+def test_other_cuts_are_other_contexts(other: Drops) -> None:
+    """Whoever sees less may go on with KV computed while more was seen; who sees more must not."""
+    simulation = Simulation(CONFIG)
+    session = Session(simulation)
+    session.turn(30)
+    for _ in range(2):
+        session.turn(4, ((4, 16),))
+    behind = len(session.history)
+    stream = session.turn(4, other)  # the simulated workers check what each key saw
+    sees_less = all(any(a <= x and y <= b for a, b in other) for x, y in ((4, 16),))
+    if not sees_less:
+        assert found(stream) <= 34, f"of {behind} tokens, those behind the cut saw less"
+
+
+def test_salts_stay_apart_behind_a_cut() -> None:
+    simulation = Simulation(CONFIG)
+    session = Session(simulation, salt=b"a")
+    session.turn(30)
+    session.turn(4, ((4, 16),))
+    other = Session(simulation, salt=b"b")
+    other.history = list(session.history)
+    stream = other.turn(3, ((4, 16),))
+    assert found(stream) == 0
+    assert kind(stream) == "recomputed"
+
+
+def test_what_another_uses_now_is_not_taken_from_it() -> None:
+    """Its chunks are in somebody's table; moving them would rename what that one is computing below."""
+    simulation = Simulation(CONFIG)
+    session = Session(simulation)
+    session.turn(30)
+    other = simulation.submit([*session.history, 1, 2, 3], 20)
+    while len(simulation.streams[other].output) < 3:
+        simulation.step()
+    stream = session.turn(4, ((4, 16),))
+    assert kind(stream) == "recomputed"
+    assert found(stream) == 4, "the head"
+    verify(simulation.streams[other], CONFIG.max_context)
+
+
+def test_both_go_on_when_two_cut_the_same_past_at_once() -> None:
+    simulation = Simulation(CONFIG)
+    session = Session(simulation)
+    session.turn(30)
+    fork = Session(simulation, start=900)
+    fork.history = list(session.history)
+    requests = [session.send(4, ((4, 16),)), fork.send(4, ((4, 16),))]
+    simulation.run()
+    streams = [session.ended(requests[0]), fork.ended(requests[1])]
+    assert [kind(stream) for stream in streams] == ["kept", "kept"]
+
+
+@pytest.mark.parametrize("victim", ["everything", "the kept part"])
+def test_what_is_gone_is_computed_again(victim: str) -> None:
+    simulation = Simulation(CONFIG)
+    session = Session(simulation)
+    session.turn(30)
+    tree = tree_of(simulation)
+    if victim == "everything":
+        simulation.engine.flush_cache()
+    else:
+        tree.evict(tree.node_count - 2)
+    stream = session.turn(4, ((4, 16),))
+    assert kind(stream) == "recomputed"
+    assert found(stream) == (0 if victim == "everything" else 4)
+    again = session.turn(4, ((4, 16),))
+    assert found(again) >= len(again.prompt) - 4 - CHUNK, "as a plain prompt it is found again"
+
+
+def test_a_piece_before_the_last_cut_cannot_be_computed_alone() -> None:
+    """Token 12 is seen, but its chunk is gone, and computing could go on behind token 15 only. Chunks 0 and 2 are
+    there, which are more than a plain prompt finds."""
+    simulation = Simulation(CONFIG)
+    session = Session(simulation)
+    session.turn(30)
+    tree = tree_of(simulation)
+    tree.evict(tree.node_count - 3)
+    stream = session.turn(4, ((4, 8), (13, 15)))
+    assert kind(stream) == "recomputed"
+    assert found(stream) == 4
+
+
+def test_only_the_end_is_gone() -> None:
+    """Behind the last cut more can be computed: what is there of it is used."""
+    simulation = Simulation(CONFIG)
+    session = Session(simulation)
+    session.turn(30)
+    tree_of(simulation).evict(2)
+    stream = session.turn(4, ((4, 16),))
+    assert kind(stream) == "kept"
+    assert 4 < found(stream) < 20
+
+
+@pytest.mark.parametrize("change", [{"positions_shift": False}, {"prefix_cache": False}])
+def test_groups_that_cannot_keep_kv_behind_a_cut_compute_it(change: dict[str, bool]) -> None:
+    simulation = Simulation(msgspec.structs.replace(CONFIG, **change))
+    session = Session(simulation)
+    session.turn(30)
+    stream = session.turn(4, ((4, 16),))
+    assert kind(stream) == "recomputed"
+    assert not cuts_of(simulation)
+
+
+def test_a_history_longer_than_the_context_is_served_from_what_is_left() -> None:
+    simulation = Simulation(CONFIG)
+    session = Session(simulation)
+    session.history = list(range(300))
+    stream = session.turn(3, ((4, 280),))
+    assert kind(stream) == "recomputed"
+    assert len(stream.prompt) == 27
+
+
+def test_roots_of_cuts_go_with_their_last_chunk() -> None:
+    simulation = Simulation(CONFIG)
+    for start in range(100, 900, 100):
+        session = Session(simulation, start=start)
+        session.turn(30)
+        session.turn(4, ((4, 16),))
+    tree = tree_of(simulation)
+    tree.evict(60)
+    assert not list(tree.roots())
+    assert not tree._cuts
+
+
+def test_preempted_behind_a_cut() -> None:
+    config = msgspec.structs.replace(CONFIG, host_slots=60, preemption="swap")
+    for events in range(1, 24, 2):
+        simulation = Simulation(config, seed=events)
+        session = Session(simulation)
+        session.turn(30)
+        request = session.send(5, ((4, 16),), 12)
+        for _ in range(events):
+            simulation.step()
+        scheduler = simulation.engine.scheduler
+        groups = [s.group for s in scheduler.running()]
+        if groups:
+            scheduler.preempt(groups[0], simulation.now)
+            scheduler.residence.make_room(60)
+        simulation.run()
+        session.ended(request)
+
+
+def test_samples_fork_behind_a_cut() -> None:
+    simulation = Simulation(CONFIG)
+    session = Session(simulation)
+    session.turn(30)
+    request = simulation.submit([*session.history, 7, 8, 9], 9, drops=((5, 18),), n=3)
+    simulation.run()
+    verify(simulation.streams[request], CONFIG.max_context)
+    assert kind(simulation.streams[request]) == "kept"
+
+
+def test_grafting_keeps_names_and_copies() -> None:
+    """On disk a chunk is found by its name: it must not change when the chunk hangs from another root."""
+    simulation = Simulation(msgspec.structs.replace(CONFIG, host_slots=40))
+    session = Session(simulation)
+    session.turn(30)
+    tree = tree_of(simulation)
+    full = [node for node in tree.nodes() if node.token_count == CHUNK]
+    before = {node.name: (node.host, node.host_ready) for node in full}
+    assert kind(session.turn(1, ((4, 16),), 1)) == "kept"
+    after = {node.name: (node.host, node.host_ready) for node in tree.nodes()}
+    assert before.items() <= after.items()
+    moved = {node.name for node in tree.grafted}
+    assert len(moved) == 1
+    assert moved <= before.keys()

@@ -1,0 +1,192 @@
+"""Load or recompute, and for how long: patience per run of one tier, deadlines, probes."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from trunkline.controller.costs import StepCosts
+from trunkline.controller.fetching import PATIENCE_FACTOR, PATIENCE_LEAST_S, PROBE_PATIENCE_S, Fetching, tier_of
+from trunkline.controller.node import Node
+from trunkline.controller.sequence import Request, SequenceGroup
+from trunkline.kvstore.directory import Directory, DirectoryConfig, MoveStatus
+from trunkline.kvstore.layout import NO_BLOCK, BlockId, SlotId
+from trunkline.kvstore.names import chunk_name, root_name
+from trunkline.kvstore.tier import TierKind
+from trunkline.worker.messages import Sampling
+
+CHUNK = 4
+
+
+class Desk:
+    """A directory with chunks of one path in disk and remote tiers, and what fetching makes of them."""
+
+    def __init__(self, disk: int, remote: int = 0, *, token_us: float = 1000.0, host_slots: int = 16) -> None:
+        self.tiers: Directory[Node] = Directory(
+            DirectoryConfig(host_slots=host_slots, disk_slots=32, remote=True, host_free=0)
+        )
+        self.costs = StepCosts(0.0)
+        self.costs._costs[2] = token_us
+        self.fetching = Fetching(self.tiers, self.costs, CHUNK)
+        node = Node(None, b"s", root_name(b"", "", CHUNK, b""), NO_BLOCK)
+        self.path: list[Node] = []
+        for index in range(disk + remote):
+            key = bytes([index]) * 4 * CHUNK
+            node = Node(node, key, chunk_name(node.name, key), NO_BLOCK)
+            self.path.append(node)
+            if index < disk:
+                assert self.tiers.restore(node, SlotId(index), 1, 0.0)
+            else:
+                self.tiers.add_remote(node)
+
+    def costs_us(self, disk: float, remote: float = 1000.0) -> None:
+        """What one read of each tier is known to take."""
+        self.tiers.health[TierKind.DISK].read_us = disk
+        self.tiers.health[TierKind.REMOTE].read_us = remote
+
+
+def group(number: int = 1) -> SequenceGroup:
+    request = Request(id=number, tokens=np.arange(4, dtype=np.int32), max_tokens=1, sampling=Sampling())
+    return SequenceGroup(request, number, 100, request.sampling)
+
+
+def test_what_loads_faster_than_it_is_computed_is_waited_for() -> None:
+    desk = Desk(4)
+    desk.costs_us(100.0)
+    assert desk.fetching.worth_waiting(group(), desk.path, 0.0)
+    assert not desk.fetching.gave_up(group())
+    assert len(desk.tiers.moves(0.0)) == 4, "and is fetched now, if nobody has asked for it before"
+
+
+def test_what_is_computed_faster_is_computed() -> None:
+    desk = Desk(4, token_us=1.0)
+    desk.costs_us(100.0)
+    assert not desk.fetching.worth_waiting(group(), desk.path, 0.0)
+    assert desk.fetching.gave_up(group())
+    assert not desk.tiers.moves(0.0)
+
+
+def test_each_run_of_a_tier_is_weighed_by_itself() -> None:
+    """A near run before a far one that does not pay, and far runs in front that spoil all behind them."""
+    desk = Desk(4, 4)
+    desk.costs_us(disk=100.0, remote=1e6)
+    count, load_us = desk.fetching._best(desk.path)
+    assert count == 4
+    assert load_us == pytest.approx(400.0)
+    desk.costs_us(disk=100.0, remote=1000.0)
+    assert desk.fetching._best(desk.path)[0] == 8
+    desk.costs_us(disk=1e6, remote=1.0)
+    assert desk.fetching._best(desk.path)[0] == 0, "nobody gets to the remote run but through the slow one"
+    desk.costs_us(disk=4500.0, remote=1.0)
+    assert desk.fetching._best(desk.path)[0] == 8, "the slow run pays with what comes behind it"
+
+
+@pytest.mark.parametrize("disk_us", [100.0, 3000.0, 4100.0, 30_000.0])
+@pytest.mark.parametrize("remote_us", [100.0, 3900.0, 9000.0])
+def test_the_choice_is_the_best_of_all_ends_of_runs(disk_us: float, remote_us: float) -> None:
+    desk = Desk(3, 5)
+    desk.costs_us(disk_us, remote_us)
+    costs = {}
+    for count in (0, 3, 8):
+        load = desk.tiers.predicted_us(desk.path[:count]) if count else 0.0
+        costs[count] = load + (8 - count) * CHUNK * desk.costs.token_us
+    best, _ = desk.fetching._best(desk.path)
+    assert costs[best] == min(costs.values())
+
+
+@pytest.mark.parametrize("read_us", [1.0, 1e5])
+def test_patience_ends_at_twice_what_was_predicted(read_us: float) -> None:
+    desk = Desk(4, token_us=1e6)
+    desk.costs_us(read_us)
+    waiting = group()
+    patience = max(PATIENCE_LEAST_S, PATIENCE_FACTOR * 4 * read_us / 1e6)
+    assert desk.fetching.worth_waiting(waiting, desk.path, 10.0)
+    assert desk.fetching.next_deadline(10.0) == pytest.approx(10.0 + patience)
+    assert desk.fetching.worth_waiting(waiting, desk.path, 10.0 + 0.99 * patience)
+    assert not desk.fetching.worth_waiting(waiting, desk.path, 10.0 + 1.01 * patience)
+    assert desk.fetching.gave_up(waiting)
+    assert not desk.fetching.worth_waiting(waiting, desk.path, 10.0), "for good"
+    assert desk.fetching.next_deadline(10.0 + 2 * patience) == float("inf")
+
+
+def test_the_deadline_does_not_move_while_chunks_come() -> None:
+    """Each time there are fewer left: a tier that trickles must not hold a request for ever."""
+    desk = Desk(8, token_us=1e6)
+    desk.costs_us(1e5)
+    waiting, now = group(), 0.0
+    assert desk.fetching.worth_waiting(waiting, desk.path, now)
+    for left in range(7, 0, -1):
+        now += 0.2
+        assert desk.fetching.worth_waiting(waiting, desk.path[-left:], now)
+    assert not desk.fetching.worth_waiting(waiting, desk.path[-1:], 1.7)
+
+
+def test_a_paused_tier_is_not_waited_for() -> None:
+    desk = Desk(4)
+    desk.costs_us(1.0)
+    for _ in range(3):
+        desk.tiers.health[TierKind.DISK].ordered(False)
+        desk.tiers.health[TierKind.DISK].failed(False, 0.0, "gone")
+    assert not desk.fetching.worth_waiting(group(), desk.path, 0.0)
+
+
+def test_chunks_are_fetched_while_their_request_waits_and_not_after() -> None:
+    desk = Desk(3)
+    waiting = group()
+    desk.fetching.expect(waiting, desk.path)
+    moves = desk.tiers.moves(0.0)
+    assert [move.item for move in moves] == desk.path
+    desk.tiers.done(moves[0].id, MoveStatus.DONE, 0.1)
+    desk.fetching.done(waiting)
+    assert all(not node.wants for node in desk.path)
+    other = Desk(3)
+    other.fetching.expect(waiting, other.path)
+    other.fetching.done(waiting)
+    assert not other.tiers.moves(0.0)
+
+
+def test_requests_are_served_in_the_order_of_the_queue() -> None:
+    desk = Desk(6)
+    desk.tiers.health[TierKind.DISK]._limits = (2, 2)
+    late, early = group(9), group(2)
+    desk.fetching.expect(late, desk.path[:3])
+    desk.fetching.expect(early, desk.path[3:])
+    assert [move.item for move in desk.tiers.moves(0.0)] == desk.path[3:5]
+
+
+def test_where_a_chunk_came_from_is_remembered() -> None:
+    desk = Desk(1, 1)
+    waiting = group()
+    desk.fetching.expect(waiting, desk.path)
+    for move in desk.tiers.moves(0.0):
+        desk.tiers.done(move.id, MoveStatus.DONE, 0.1)
+    assert all(node.host_ready for node in desk.path)
+    origins = [desk.fetching.origin(waiting, node, TierKind.HOST) for node in desk.path]
+    assert origins == [TierKind.DISK, TierKind.REMOTE]
+    assert desk.fetching.origin(group(5), desk.path[0], TierKind.HOST) == TierKind.HOST
+    desk.fetching.done(waiting)
+    assert desk.fetching.origin(waiting, desk.path[0], TierKind.HOST) == TierKind.HOST
+
+
+def test_a_probe_is_waited_for_a_moment_only() -> None:
+    desk, waiting = Desk(1), group()
+    assert not desk.fetching.is_probing(waiting, 0.0)
+    desk.fetching.probing(waiting, 3.0)
+    assert desk.fetching.is_probing(waiting, 3.0 + 0.9 * PROBE_PATIENCE_S)
+    assert desk.fetching.next_deadline(3.0) == 3.0 + PROBE_PATIENCE_S
+    assert not desk.fetching.is_probing(waiting, 3.0 + PROBE_PATIENCE_S)
+    desk.fetching.probing(waiting, 5.0)
+    desk.fetching.probed(waiting)
+    assert not desk.fetching.is_probing(waiting, 5.0)
+
+
+def test_the_nearest_tier_counts() -> None:
+    node = Node(None, b"s", root_name(b"", "", CHUNK, b""), NO_BLOCK)
+    flags = list(itertools.product([False, True], repeat=3))
+    for on_device, host, disk in flags:
+        node.block = BlockId(0) if on_device else NO_BLOCK
+        node.host_ready, node.disk_ready, node.remote = host, disk, True
+        expected = 0 if on_device else 1 if host else 2 if disk else 3
+        assert tier_of(node) == TierKind(expected)

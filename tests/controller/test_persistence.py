@@ -1,0 +1,312 @@
+"""What is found again after a restart: an engine over a real index, and simulated ranks' disks, which survive.
+
+A kill takes the engine, host memory and device with it at any moment; the disks stay as they are, with writes that
+nobody has acknowledged, and the index as it was flushed. What is read from then on is checked as always: a slot
+gives back what was written under that name and generation, or nothing, and the workers see each token.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import sqlite3
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from controller.tier_bench import CHUNK, TIERED, Session, settle, simulate, sink, tiers_of, tree_of
+from msgspec.structs import replace
+from simulation.driver import Simulation
+from simulation.traffic import Mix, Traffic
+
+from trunkline.controller.config import EngineConfig
+from trunkline.controller.engine import Engine
+from trunkline.controller.integrity import check_integrity
+from trunkline.controller.persistence import Persistence
+from trunkline.kvstore.tier import TierKind
+
+CONFIG = replace(TIERED, remote=False, ranks=2)
+FINGERPRINT = b"a model"
+EPOCH = 1.7e9
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A minute or more lies between two new databases: their boots are numbered by it."""
+    minutes = itertools.count(1)
+    clock = SimpleNamespace(time=lambda: EPOCH + 60_000.0 * next(minutes), monotonic=time.monotonic)
+    monkeypatch.setattr("trunkline.controller.database.time", clock)
+
+
+class Machine:
+    """A controller that is started again and again over the same disks."""
+
+    def __init__(self, folder: Path, config: EngineConfig = CONFIG, *, fingerprint: bytes = FINGERPRINT) -> None:
+        self.path = folder / "index.sqlite"
+        self.config = config
+        self.fingerprint = fingerprint
+        self.simulation: Simulation
+        self.persistence: Persistence
+        self.restored = 0
+        self.wall = EPOCH
+        self.start(simulate(config))
+
+    def start(self, simulation: Simulation) -> None:
+        """The engine begins with what the index says; a simulation that has run before gives its disks."""
+        self.simulation = simulation
+        self.persistence = Persistence(str(self.path), self.fingerprint, self.wall, simulation.now)
+        engine = simulation.engine = Engine(self.config, 1, self.persistence.first_generation)
+        for health in tree_of(simulation).tiers.health.values():
+            health.read_us = 1.0
+        self.restored = self.persistence.restore(engine.scheduler.residence.tree, simulation.now)
+        check_integrity(engine.scheduler)
+
+    def follow(self) -> None:
+        self.persistence.follow(tree_of(self.simulation))
+
+    def stop(self) -> None:
+        """In order: what is known is written down."""
+        settle(self.simulation)
+        self.follow()
+        self.persistence.close()
+
+    def restart(self, simulation: Simulation | None = None) -> Simulation:
+        """On another day, by another clock."""
+        before, self.wall = self.simulation, self.wall + 1000.0
+        self.persistence.close()  # what it was told is in the file; of the last events it may know nothing
+        simulation = simulation or simulate(self.config)
+        simulation.now += random.Random(len(before.streams)).uniform(0.0, 1e6)
+        simulation.tiers.disk = before.tiers.disk
+        self.start(simulation)
+        return simulation
+
+
+def test_a_session_is_found_after_a_restart(tmp_path: Path) -> None:
+    machine = Machine(tmp_path)
+    session = Session(machine.simulation)
+    session.turn(30)
+    machine.stop()
+    session.simulation = machine.restart()
+    assert machine.restored == 8
+    stream = session.turn(3)
+    assert tiers_of(stream) == [0, 0, 32, 0]
+
+
+def test_a_session_grows_over_several_runs(tmp_path: Path) -> None:
+    machine = Machine(tmp_path)
+    session = Session(machine.simulation)
+    session.turn(10)
+    for _ in range(4):
+        machine.stop()
+        session.simulation = machine.restart()
+        stored = (len(session.history) - 1) // CHUNK * CHUNK
+        assert sum(tiers_of(session.turn(6))) == stored
+
+
+def test_what_stands_behind_a_cut_is_found_after_a_restart(tmp_path: Path) -> None:
+    machine = Machine(tmp_path)
+    session = Session(machine.simulation)
+    session.turn(30)
+    settle(machine.simulation)
+    machine.follow()  # on disk, and in the index, before it is moved
+    session.turn(5, drops=((4, 16),))
+    machine.stop()
+    for _ in range(2):
+        session.simulation = machine.restart()
+        stream = session.turn(3, drops=((4, 16),))
+        assert stream.started is not None
+        assert stream.started.cut == "kept"
+        assert sum(tiers_of(stream)) >= len(stream.prompt) - 3 - 2 * CHUNK
+        machine.stop()
+    session.simulation = machine.restart()
+    other = Session(session.simulation, start=900)
+    other.history = list(session.history)
+    assert sum(tiers_of(other.turn(2))) == 16, "who sees everything finds the head and what was cut off"
+
+
+def test_salts_stay_apart_over_a_restart(tmp_path: Path) -> None:
+    machine = Machine(tmp_path)
+    prompt = list(range(30))
+    machine.simulation.submit(prompt, 2, salt=b"a")
+    machine.simulation.run()
+    machine.stop()
+    simulation = machine.restart()
+    requests = [simulation.submit(prompt, 2, salt=salt) for salt in (b"", b"b", b"a")]
+    simulation.run()
+    found = [sum(tiers_of(simulation.streams[request])) for request in requests]
+    assert found == [0, 0, 28]
+
+
+@pytest.mark.parametrize(
+    ("change", "fingerprint"),
+    [({"model_fingerprint": b"other"}, b"other"), ({"chunk_size": 8}, b"other"), ({"disk_slots": 0}, FINGERPRINT)],
+)
+def test_another_model_begins_with_nothing(tmp_path: Path, change: dict[str, object], fingerprint: bytes) -> None:
+    machine = Machine(tmp_path)
+    Session(machine.simulation).turn(30)
+    machine.stop()
+    other = Machine(tmp_path, replace(CONFIG, **change), fingerprint=fingerprint)
+    assert other.restored == 0
+    other.simulation.tiers.disk = machine.simulation.tiers.disk
+    stream = Session(other.simulation).turn(30)
+    assert sum(tiers_of(stream)) == 0
+
+
+def test_chunks_of_another_model_never_match_though_the_index_is_ours(tmp_path: Path) -> None:
+    """A second line of defence: roots carry the model in their names."""
+    machine = Machine(tmp_path)
+    Session(machine.simulation).turn(30)
+    machine.stop()
+    other = Machine(tmp_path, replace(CONFIG, model_fingerprint=b"other"))
+    assert other.restored == 0
+
+
+def test_a_smaller_disk_keeps_what_is_in_its_slots(tmp_path: Path) -> None:
+    machine = Machine(tmp_path)
+    for start in range(0, 600, 100):
+        Session(machine.simulation, start).turn(30, 1)
+    machine.stop()
+    kept = Machine(tmp_path, replace(CONFIG, disk_slots=10))
+    assert 0 < kept.restored <= 10
+
+
+def test_time_to_live_goes_on_over_a_restart(tmp_path: Path) -> None:
+    machine = Machine(tmp_path)
+    short, long = Session(machine.simulation), Session(machine.simulation, 500)
+    short.turn(20, ttl=500.0)
+    long.turn(20, ttl=5000.0)
+    machine.stop()
+    machine.restart()  # a thousand seconds later
+    settle(machine.simulation)
+    for session, found in ((short, 0), (long, 20)):
+        session.simulation = machine.simulation
+        assert sum(tiers_of(session.turn(3))) == found
+
+
+def test_a_damaged_row_costs_its_branch_only(tmp_path: Path) -> None:
+    machine = Machine(tmp_path)
+    sessions = [Session(machine.simulation, start) for start in (0, 100, 200)]
+    for session in sessions:
+        session.turn(30)
+    machine.stop()
+    with sqlite3.connect(machine.path) as database:
+        rows = database.execute("SELECT slot, tokens FROM chunks").fetchall()
+        slot = next(slot for slot, tokens in rows if tokens[:4] == (108).to_bytes(4, "little"))
+        database.execute("UPDATE chunks SET tokens = ? WHERE slot = ?", (b"\1" * 16, slot))
+    database.close()
+    simulation = machine.restart()
+    for session, found in zip(sessions, (32, 8, 32), strict=True):
+        session.simulation = simulation
+        assert sum(tiers_of(session.turn(3))) == found
+
+
+def test_a_lost_index_is_an_empty_cache(tmp_path: Path) -> None:
+    machine = Machine(tmp_path)
+    session = Session(machine.simulation)
+    session.turn(30)
+    machine.stop()
+    machine.path.write_bytes(b"this is no database" * 1000)
+    session.simulation = machine.restart()
+    assert machine.restored == 0
+    assert sum(tiers_of(session.turn(3))) == 0
+    machine.stop()
+    session.simulation = machine.restart()
+    assert machine.restored == 10, "slots that still held old chunks are written under newer generations"
+    assert sum(tiers_of(session.turn(3))) == 40
+
+
+def test_slots_whose_content_is_gone_are_misses(tmp_path: Path) -> None:
+    machine = Machine(tmp_path)
+    session = Session(machine.simulation)
+    session.turn(30)
+    machine.stop()
+    session.simulation = machine.restart()
+    machine.simulation.tiers.disk[1].clear()  # one rank's slab only
+    assert sum(tiers_of(session.turn(3))) == 0
+
+
+def test_old_generations_are_not_handed_out_again(tmp_path: Path) -> None:
+    """The simulated disk asserts it; here it must happen that slots are written again."""
+    machine = Machine(tmp_path, replace(CONFIG, disk_slots=6, host_slots=6))
+    for run in range(4):
+        for start in range(0, 400, 100):
+            Session(machine.simulation, 1000 * run + start).turn(14, 1)
+            sink(machine.simulation, TierKind.DISK)
+        machine.stop()
+        machine.restart()
+    boots = {held[1] >> 32 for held in machine.simulation.tiers.disk[0].values()}
+    assert boots & {(machine.persistence.first_generation >> 32) - back for back in (1, 2)}, (
+        "nothing was overwritten"
+    )
+
+
+def whole(simulation: Simulation) -> set[bytes]:
+    """Names of the chunks that the engine thinks to be on disk and that all disks have, with all that is above."""
+    tree = tree_of(simulation)
+    slots = tree.tiers.copies.disk
+    found: set[bytes] = {root.name for root in tree.roots()}
+    for node in tree.nodes():  # parents first
+        assert node.parent is not None
+        held = (node.name, slots.generation(node.disk)) if node.disk_ready else None
+        on_all = all(rank.get(node.disk, (b"", 0, []))[:2] == held for rank in simulation.tiers.disk)
+        if held is not None and on_all and node.parent.name in found:
+            found.add(node.name)
+    return found - {root.name for root in tree.roots()}
+
+
+def run_and_kill(machine: Machine, rng: random.Random, traffic_seed: int) -> tuple[int, int]:
+    """Restart, and random traffic up to the next kill; chunks that were on disk before the start, and after it."""
+    traffic = Traffic(machine.config, Mix(cuts=0.4, beams=0.1), traffic_seed, check=False)
+    traffic.simulation.pace_s = 1e-5
+    before = whole(machine.simulation)
+    machine.restart(traffic.simulation)
+    after = whole(machine.simulation)
+    for _ in range(rng.randrange(20, 60)):
+        while traffic.live >= traffic.mix.crowd:
+            traffic.act()
+            machine.follow()
+        traffic.submit()
+        for _ in range(rng.randrange(8)):
+            traffic.act()
+            machine.follow()
+    for _ in range(rng.randrange(4)):
+        traffic.act()  # of this the index is not told any more
+    return len(before), len(before & after)
+
+
+def test_killed_at_any_moment(tmp_path: Path) -> None:
+    """Random traffic with cuts, and kills in the middle of it: at least 95 % of what was on disk is found. What
+    the index did not see any more, or saw too early, is a miss: all text is right."""
+    held = found = 0
+    for seed in range(6):
+        rng = random.Random(seed)
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        disk_slots = rng.choice([30, 200])
+        machine = Machine(folder, replace(CONFIG, host_slots=20, disk_slots=disk_slots))
+        for run in range(5):
+            before, after = run_and_kill(machine, rng, 100 * seed + run % 2)
+            held, found = held + before, found + after
+        machine.restart()
+        assert machine.restored > 0
+        settle(machine.simulation)
+    assert held > 700
+    assert found >= 0.95 * held, f"{found} of {held}"
+
+
+def test_a_session_of_one_run_is_right_in_the_next_whatever_became_of_it(tmp_path: Path) -> None:
+    """Killed before the index was told of a cut, of overwritten slots, of anything."""
+    for told in range(12):
+        folder = tmp_path / str(told)
+        folder.mkdir()
+        machine = Machine(folder, replace(CONFIG, disk_slots=12, host_slots=12))
+        session = Session(machine.simulation)
+        for turn in range(6):
+            session.turn(6, drops=((4, 12),) if len(session.history) > 24 else ())
+            settle(machine.simulation)
+            if turn == told // 2:
+                machine.follow()
+        session.simulation = machine.restart()
+        session.turn(3, drops=((4, 12),) if told % 2 else ((4, 20),))
+        check_integrity(machine.simulation.engine.scheduler)

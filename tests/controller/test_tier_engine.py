@@ -1,0 +1,335 @@
+"""An engine over disk and remote tiers that are slow, full, lossy, broken or gone: what sessions find again, and
+that text is right and every request ends whatever the tiers do."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from controller.tier_bench import CHUNK, TIERED, Session, miss_of, settle, simulate, sink, tiers_of, tree_of
+from msgspec.structs import replace
+from simulation.driver import Simulation
+from simulation.traffic import Mix, Traffic
+
+from trunkline.controller.config import EngineConfig
+from trunkline.controller.messages import MoveOutcome, MovesDone
+from trunkline.controller.sequence import Request
+from trunkline.kvstore.tier import TierKind
+from trunkline.worker.messages import Sampling, TierMoves
+
+DISK, REMOTE = TierKind.DISK, TierKind.REMOTE
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("tier", list(TierKind))
+def test_the_second_turn_finds_the_first_one_wherever_it_is(tier: TierKind, ranks: int) -> None:
+    simulation = simulate(replace(TIERED, ranks=ranks))
+    session = Session(simulation)
+    session.turn(30)
+    if tier is not TierKind.DEVICE:
+        sink(simulation, tier)
+    computed = simulation.workers.computed_tokens
+    stream = session.turn(5)
+    expected = [0] * len(TierKind)
+    expected[tier] = 32 if tier is not TierKind.DEVICE else 33  # a tail without a copy is lost with its block
+    assert tiers_of(stream) == expected
+    assert simulation.workers.computed_tokens - computed == len(stream.prompt) - expected[tier] + 3
+    counters = simulation.engine.counters
+    assert counters.tier_tokens == expected
+
+
+def test_each_turn_of_a_session_is_written_down_once() -> None:
+    simulation = simulate()
+    session = Session(simulation)
+    for _ in range(4):
+        session.turn(10)
+        settle(simulation)
+    stats = tree_of(simulation).tiers.stats()
+    full = (len(session.history) - 1) // CHUNK
+    assert stats[DISK].writes == stats[REMOTE].writes == full
+    assert not stats[DISK].reads
+    assert tree_of(simulation).saved_blocks == full
+
+
+def on_disk(simulation: Simulation) -> set[bytes]:
+    return {node.name for node in tree_of(simulation).nodes() if node.disk_ready}
+
+
+def test_a_chunk_of_which_one_rank_failed_is_not_published() -> None:
+    """Each rank holds its shard: what three quarters hold is nothing."""
+    simulation = simulate(replace(TIERED, ranks=2, remote=False))
+    engine = simulation.engine
+    simulation.tier_pace = 0.0
+    request = Session(simulation).send(16)
+    while simulation.streams[request].ended is None:
+        simulation.step()
+    moves = {move.id: move for _, _, move in simulation.tiers._waiting}
+    assert moves, "there is something to write"
+    done = sorted(moves)
+    engine.tier_report(MovesDone(0, 1, [MoveOutcome(move, 0, 5) for move in done]), simulation.now)
+    assert not on_disk(simulation), "published on the word of one rank"
+    engine.tier_report(MovesDone(0, 1, [MoveOutcome(move, 0, 5) for move in done]), simulation.now)
+    assert not on_disk(simulation), "said twice by one"
+    outcomes = [MoveOutcome(move, 2 * (i == 0), 5) for i, move in enumerate(done)]
+    engine.tier_report(MovesDone(1, 1, outcomes), simulation.now)
+    assert on_disk(simulation) == {moves[move].name for move in done[1:]}
+    engine.scheduler.residence.tree.tiers.check()
+
+
+def test_answers_of_a_group_that_was_given_up_count_nothing() -> None:
+    simulation = simulate(replace(TIERED, remote=False))
+    Session(simulation).send(16)
+    while not (orders := [m for m in simulation.engine.tier_messages(simulation.now) if isinstance(m, TierMoves)]):
+        simulation.now += 0.01
+        simulation.plan()
+        simulation.answer()
+    move = orders[0].moves[0].id
+    simulation.engine.tier_report(MovesDone(0, 99, [MoveOutcome(move, 0, 5)]), simulation.now)
+    assert not any(node.disk_ready for node in tree_of(simulation).nodes())
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("tier", [DISK, REMOTE])
+def test_a_tier_that_dies_while_others_are_served(tier: TierKind, ranks: int) -> None:
+    """Before, in the middle, and after it: every turn ends with the right text, and host memory is used on."""
+    simulation = simulate(replace(TIERED, ranks=ranks, host_slots=12))
+    sessions = [Session(simulation, start=100 * i) for i in range(5)]
+    for number, session in enumerate(sessions * 4):
+        if number == 7:
+            simulation.tiers.faults.dead.add(tier)
+        if number == 14:
+            simulation.tiers.faults.dead.clear()
+            simulation.now += 100.0
+        session.turn(4)
+    stats = tree_of(simulation).tiers.stats()[tier]
+    assert stats.failures > 0
+    assert stats.writes > 0
+    settle(simulation)
+    assert not stats.problem or tree_of(simulation).tiers.health[tier].is_paused is False
+
+
+def test_a_dead_tier_is_left_alone_and_named() -> None:
+    simulation = simulate()
+    simulation.tiers.faults.dead.add(DISK)
+    session = Session(simulation)
+    for _ in range(6):
+        session.turn(8)
+    health = tree_of(simulation).tiers.health[DISK]
+    assert health.is_paused
+    assert health.problem == "broken"
+    assert health.failures <= 40, "it is asked again and again"
+
+
+def test_a_remote_tier_that_has_forgotten() -> None:
+    """Probed and entered, then gone: a miss, and the text is computed."""
+    simulation = simulate(replace(TIERED, disk_slots=0))
+    session = Session(simulation)
+    session.turn(30)
+    sink(simulation, REMOTE)
+    for rank in simulation.tiers.remote:
+        rank.clear()
+    stream = session.turn(5)
+    assert sum(tiers_of(stream)) == 0
+    assert miss_of(stream) == ("lost", 0)
+
+
+def test_one_controller_finds_what_another_left_in_the_remote_tier() -> None:
+    config = replace(TIERED, disk_slots=0)
+    first, second = simulate(config), simulate(config)
+    session = Session(first)
+    session.turn(30)
+    settle(first)
+    second.tiers.remote = first.tiers.remote
+    elsewhere = Session(second, start=900)
+    elsewhere.history = list(session.history)
+    stream = elsewhere.turn(3)
+    assert tiers_of(stream) == [0, 0, 0, 32]
+
+
+@pytest.mark.parametrize("dead", [False, True])
+def test_a_probe_that_is_not_answered_holds_nobody_for_long(dead: bool) -> None:
+    simulation = simulate(pace_s=0.001)
+    simulation.tiers.faults.dead |= {REMOTE} if dead else set()
+    simulation.tier_pace = 0.0 if not dead else 0.5
+    for i in range(4):
+        before = simulation.now
+        request = simulation.submit([50 * i + j for j in range(9)], 2)
+        while simulation.streams[request].ended is None:
+            simulation.step()
+        assert simulation.now - before < 0.4
+        assert i == 0 or simulation.now - before < 0.1, "only the first one waits"
+
+
+def test_full_tiers_stay_within_their_bounds_and_say_what_they_gave_up() -> None:
+    config = replace(TIERED, host_slots=8, disk_slots=10, remote=False, num_blocks=24)
+    simulation = simulate(config)
+    sessions = [Session(simulation, start=100 * i) for i in range(8)]
+    for session in sessions:
+        session.turn(16, 1)
+        settle(simulation)
+    simulation.engine.scheduler.residence.make_room(24)
+    tree = tree_of(simulation)
+    assert tree.node_count <= 18
+    stats = tree.tiers.stats()
+    assert stats[TierKind.DISK].used <= 10
+    assert stats[TierKind.HOST].used <= 8
+    latest = sessions[-1].turn(3, 1)
+    assert sum(tiers_of(latest)) == 16
+    reasons = [miss_of(session.turn(3, 1))[0] for session in sessions]
+    assert reasons.count("evicted") >= 3
+    assert set(reasons) <= {"evicted", "new"}
+
+
+def test_in_full_tiers_the_latest_sessions_are_found_whole() -> None:
+    """All tiers have been full for long, and what comes back is less than the disk holds: new chunks must get
+    there before they lose their places above."""
+    simulation = simulate(replace(TIERED, num_blocks=30, host_slots=16, disk_slots=100, remote=False))
+    sessions: list[Session] = []
+    found = known = 0
+    for number in range(60):
+        sessions.append(Session(simulation, start=100 * number))
+        sessions[-1].turn(18, 1)
+        if number >= 30:
+            back = sessions[number - 8]
+            known += (len(back.history) - 1) // CHUNK * CHUNK
+            found += sum(tiers_of(back.turn(3, 1))) // CHUNK * CHUNK
+    assert found >= 0.95 * known
+
+
+def test_what_has_not_been_used_for_long_expires_in_every_tier() -> None:
+    simulation = simulate(replace(TIERED, session_ttl_s=50.0, remote=False))
+    short, long = Session(simulation), Session(simulation, start=500)
+    short.turn(20)
+    long.turn(20, ttl=500.0)
+    sink(simulation, DISK)
+    simulation.now += 60.0
+    settle(simulation)
+    assert {node.key[:2] for node in tree_of(simulation).nodes() if node.depth == 1} == {
+        (500).to_bytes(2, "little")
+    }
+    assert miss_of(short.turn(3)) == ("ttl", 0)
+    assert sum(tiers_of(long.turn(3))) == 20
+    simulation.now += 600.0
+    settle(simulation)
+    assert not tree_of(simulation).node_count
+
+
+def test_waiting_requests_have_their_chunks_fetched() -> None:
+    """Look-ahead: while the rows are taken, what those who wait will need comes into host memory."""
+    simulation = simulate(replace(TIERED, max_rows=1, remote=False))
+    session = Session(simulation)
+    session.turn(30)
+    sink(simulation, DISK)
+    simulation.submit(list(range(9)), 40)
+    simulation.step()
+    request = session.send(3)
+    for _ in range(20):
+        simulation.step()
+    assert sum(node.host_ready for node in tree_of(simulation).nodes()) >= 8
+    simulation.run()
+    assert tiers_of(session.ended(request)) == [0, 0, 32, 0], "from where it came"
+
+
+def test_a_slow_disk_is_waited_for_no_longer_than_computing_takes() -> None:
+    simulation = simulate(replace(TIERED, remote=False), pace_s=0.001)
+    session = Session(simulation)
+    session.turn(30)
+    sink(simulation, DISK)
+    tree_of(simulation).tiers.health[DISK].read_us = 1e9
+    simulation.tier_pace = 0.0
+    before = simulation.now
+    request = session.send(3)
+    while simulation.streams[request].ended is None:
+        simulation.step()
+    assert simulation.now - before < 0.2
+    assert miss_of(session.ended(request)) == ("slow", 0)
+
+
+def test_a_disk_that_stalls_is_given_up_after_a_while() -> None:
+    """It was fast so far: it is waited for, but not for ever."""
+    simulation = simulate(replace(TIERED, remote=False), pace_s=0.001)
+    session = Session(simulation)
+    session.turn(30)
+    sink(simulation, DISK)
+    tree_of(simulation).tiers.health[DISK].read_us = 1.0
+    simulation.engine.scheduler.costs._costs[2] = 1000.0
+    simulation.tier_pace = 0.0
+    other = simulation.submit(list(range(5)), 60)
+    request = session.send(3)
+    while simulation.streams[request].ended is None:
+        simulation.step()
+    assert simulation.now < 10.0
+    assert len(simulation.streams[other].output) > 20, "others went on meanwhile"
+    assert miss_of(session.ended(request)) == ("slow", 0)
+
+
+def test_an_announced_session_is_near_when_it_comes() -> None:
+    simulation = simulate(replace(TIERED, remote=False))
+    session = Session(simulation)
+    session.turn(30)
+    sink(simulation, DISK)
+    tokens = np.array(session.history, np.int32)
+    announced = Request(id=0, tokens=tokens, max_tokens=1, sampling=Sampling())
+    assert simulation.engine.prefetch(announced, simulation.now) == (32, 32)
+    settle(simulation)
+    assert simulation.engine.prefetch(announced, simulation.now) == (32, 0)
+    assert tiers_of(session.turn(3)) == [0, 32, 0, 0]
+    simulation.now += 100.0
+    settle(simulation)
+    assert all(not node.wants for node in tree_of(simulation).nodes())
+
+
+def random_engine(rng: random.Random) -> EngineConfig:
+    """Small pools of any proportion, tiers of any kind."""
+    return EngineConfig(
+        num_blocks=rng.choice([20, 30, 60]),
+        chunk_size=rng.choice([1, 3, 4, 8]),
+        max_context=80,
+        token_budget=rng.choice([17, 40, 100]),
+        max_rows=rng.choice([4, 16]),
+        host_slots=rng.choice([3, 8, 20, 60]),
+        disk_slots=rng.choice([0, 10, 80]),
+        remote=rng.random() < 0.5,
+        ranks=rng.choice([1, 2]),
+        tier_policy=rng.choice(["look-ahead", "lru", "fifo"]),
+        session_ttl_s=rng.choice([0.0, 30.0]),
+        preemption=rng.choice(["auto", "swap", "recompute"]),
+    )
+
+
+def random_traffic(seed: int, *, check: bool) -> Traffic:
+    """Everything at once: all kinds of requests, cuts, preemptions, tiers that fail, lose, and die."""
+    rng = random.Random(seed)
+    mix = Mix(cuts=rng.choice([0.0, 0.5]), ttl=0.3, preempts=rng.choice([0.0, 0.05]))
+    traffic = Traffic(random_engine(rng), mix, seed, check=check)
+    simulation = traffic.simulation
+    simulation.pace_s = rng.choice([1.0, 0.01, 0.002])
+    faults = simulation.tiers.faults
+    faults.fail, faults.lose = rng.choice([0.0, 0.0, 0.1]), rng.choice([0.0, 0.0, 0.1])
+    faults.dead = {tier for tier in (DISK, REMOTE) if rng.random() < 0.1}
+    return traffic
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_every_request_ends_with_the_right_text(seed: int) -> None:
+    random_traffic(seed, check=False).run(50)
+
+
+def test_every_invariant_holds_after_every_event() -> None:
+    config = replace(TIERED, num_blocks=24, max_context=80, host_slots=12, disk_slots=30, ranks=2)
+    traffic = Traffic(config, Mix(cuts=0.4, ttl=0.3, preempts=0.05), 104)
+    traffic.simulation.pace_s = 1e-5
+    traffic.simulation.tiers.faults.fail = traffic.simulation.tiers.faults.lose = 0.05
+    tree_of(traffic.simulation).tiers.health[DISK].read_us = 1.0
+    traffic.run(60)
+    assert tree_of(traffic.simulation).loaded_blocks > 5
+    assert tree_of(traffic.simulation).tiers.health[DISK].reads > 0
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", range(1000, 1100))
+def test_thousands_of_requests(seed: int) -> None:
+    """In all: 30,000 over a hundred engines."""
+    random_traffic(seed, check=False).run(300)

@@ -1,0 +1,105 @@
+"""Sessions over simulated tiers, and ways to make their chunks sink to where a test wants them."""
+
+from __future__ import annotations
+
+from simulation.driver import Options, Simulation, Stream, verify
+
+from trunkline.controller.config import EngineConfig
+from trunkline.controller.tree import ChunkTree
+from trunkline.kvstore.layout import NO_SLOT
+from trunkline.kvstore.tier import TierKind
+
+CHUNK = 4
+TIERED = EngineConfig(
+    num_blocks=40,
+    chunk_size=CHUNK,
+    max_context=96,
+    token_budget=40,
+    max_rows=8,
+    host_slots=40,
+    disk_slots=80,
+    remote=True,
+    preemption="swap",
+)
+
+
+def simulate(config: EngineConfig = TIERED, *, pace_s: float = 1e-5) -> Simulation:
+    """Fast tiers: a move takes a few steps, a step 10 µs, and loading pays if nothing else is said."""
+    simulation = Simulation(config)
+    simulation.pace_s = pace_s
+    for health in tree_of(simulation).tiers.health.values():
+        health.read_us = 1.0
+    return simulation
+
+
+def tree_of(simulation: Simulation) -> ChunkTree:
+    return simulation.engine.scheduler.residence.tree
+
+
+def settle(simulation: Simulation) -> None:
+    """Until every chunk is where it is to be and nobody moves any more."""
+    for _ in range(1000):
+        simulation.now += simulation.pace_s
+        planned, moved = simulation.plan(), simulation.move_chunks()
+        answered = simulation.answer()
+        if not (planned or moved or answered or simulation.engine.traffic.in_flight):
+            return
+    raise AssertionError("the tiers never come to rest")
+
+
+def sink(simulation: Simulation, tier: TierKind) -> None:
+    """All chunks that can be are in this tier and below, and in none above."""
+    settle(simulation)
+    residence, tree = simulation.engine.scheduler.residence, tree_of(simulation)
+    residence.make_room(simulation.engine.config.num_blocks)
+    for node in sorted(tree.nodes(), key=lambda node: -node.depth):
+        if tier > TierKind.HOST and node.host != NO_SLOT and (node.disk_ready or node.remote):
+            tree.tiers.mover.drop_host(node)
+        if tier > TierKind.DISK and node.disk != NO_SLOT and node.remote:
+            tree.tiers.copies.drop_disk(node)
+    tree.drop_lost()
+
+
+class Session:
+    """A client that always sends its whole history."""
+
+    def __init__(self, simulation: Simulation, start: int = 100) -> None:
+        self.simulation = simulation
+        self.history: list[int] = []
+        self._next = start
+
+    def send(
+        self, new: int, max_tokens: int = 4, drops: tuple[tuple[int, int], ...] = (), ttl: float = 0.0
+    ) -> int:
+        """A turn of so many new tokens begins."""
+        self.history += range(self._next, self._next + new)
+        self._next += new
+        options: Options = {"drops": drops, "ttl": ttl}
+        return self.simulation.submit(list(self.history), max_tokens, **options)
+
+    def turn(
+        self, new: int, max_tokens: int = 4, drops: tuple[tuple[int, int], ...] = (), ttl: float = 0.0
+    ) -> Stream:
+        """A turn, from its beginning to its end."""
+        request = self.send(new, max_tokens, drops, ttl)
+        self.simulation.run()
+        return self.ended(request)
+
+    def ended(self, request: int) -> Stream:
+        """The turn's answer, which is the oracle's."""
+        stream = self.simulation.streams[request]
+        verify(stream, self.simulation.engine.config.longest_sequence)
+        self.history += stream.output
+        return stream
+
+
+def tiers_of(stream: Stream) -> list[int]:
+    """Cached tokens by tier."""
+    assert stream.started is not None
+    return stream.started.tier_tokens
+
+
+def miss_of(stream: Stream) -> tuple[str, int]:
+    """Why something was missed, and from which token on."""
+    assert stream.started is not None
+    return str(stream.started.miss), stream.started.miss_token
