@@ -8,10 +8,17 @@ import numpy as np
 import pytest
 
 from trunkline.controller.costs import StepCosts
-from trunkline.controller.fetching import PATIENCE_FACTOR, PATIENCE_LEAST_S, PROBE_PATIENCE_S, Fetching, tier_of
+from trunkline.controller.fetching import (
+    PATIENCE_FACTOR,
+    PATIENCE_LEAST_S,
+    PATIENCE_SHARE,
+    PROBE_PATIENCE_S,
+    Fetching,
+    tier_of,
+)
 from trunkline.controller.node import Node
 from trunkline.controller.sequence import Request, SequenceGroup
-from trunkline.kvstore.directory import Directory, DirectoryConfig, MoveStatus
+from trunkline.kvstore.directory import READ_US, Directory, DirectoryConfig, MoveStatus
 from trunkline.kvstore.layout import NO_BLOCK, BlockId, SlotId
 from trunkline.kvstore.names import chunk_name, root_name
 from trunkline.kvstore.tier import TierKind
@@ -96,12 +103,20 @@ def test_the_choice_is_the_best_of_all_ends_of_runs(disk_us: float, remote_us: f
     assert costs[best] == min(costs.values())
 
 
-@pytest.mark.parametrize("read_us", [1.0, 1e5])
-def test_patience_ends_at_twice_what_was_predicted(read_us: float) -> None:
-    desk = Desk(4, token_us=1e6)
+@pytest.mark.parametrize(
+    ("read_us", "token_us", "patience"),
+    [
+        (1.0, 1000.0, PATIENCE_LEAST_S),
+        (1e5, 5e4, PATIENCE_FACTOR * 0.4),
+        (1.0, 1e6, PATIENCE_SHARE * 16.0),
+        (1e5, 1e6, PATIENCE_SHARE * 16.0),
+    ],
+)
+def test_patience_is_the_longest_of_three(read_us: float, token_us: float, patience: float) -> None:
+    """Four chunks of four tokens: a least time, twice what was predicted, half of what computing them takes."""
+    desk = Desk(4, token_us=token_us)
     desk.costs_us(read_us)
     waiting = group()
-    patience = max(PATIENCE_LEAST_S, PATIENCE_FACTOR * 4 * read_us / 1e6)
     assert desk.fetching.worth_waiting(waiting, desk.path, 10.0)
     assert desk.fetching.next_deadline(10.0) == pytest.approx(10.0 + patience)
     assert desk.fetching.worth_waiting(waiting, desk.path, 10.0 + 0.99 * patience)
@@ -111,9 +126,17 @@ def test_patience_ends_at_twice_what_was_predicted(read_us: float) -> None:
     assert desk.fetching.next_deadline(10.0 + 2 * patience) == float("inf")
 
 
+def test_patience_counts_only_what_is_waited_for() -> None:
+    """The remote run is computed in any case: that it takes long is no reason to wait longer for the disk."""
+    desk = Desk(4, 4, token_us=1e5)
+    desk.costs_us(disk=100.0, remote=1e7)
+    assert desk.fetching.worth_waiting(group(), desk.path, 10.0)
+    assert desk.fetching.next_deadline(10.0) == pytest.approx(10.0 + PATIENCE_SHARE * 4 * CHUNK * 0.1)
+
+
 def test_the_deadline_does_not_move_while_chunks_come() -> None:
     """Each time there are fewer left: a tier that trickles must not hold a request for ever."""
-    desk = Desk(8, token_us=1e6)
+    desk = Desk(8, token_us=5e4)
     desk.costs_us(1e5)
     waiting, now = group(), 0.0
     assert desk.fetching.worth_waiting(waiting, desk.path, now)
@@ -121,6 +144,39 @@ def test_the_deadline_does_not_move_while_chunks_come() -> None:
         now += 0.2
         assert desk.fetching.worth_waiting(waiting, desk.path[-left:], now)
     assert not desk.fetching.worth_waiting(waiting, desk.path[-1:], 1.7)
+
+
+def test_a_refusal_for_cost_lowers_what_reads_are_thought_to_cost() -> None:
+    """By a fifth, once for each request: nothing else would correct it, as nothing is read."""
+    desk = Desk(4, token_us=300.0)
+    desk.costs_us(5000.0)
+    health, refused = desk.tiers.health[TierKind.DISK], group()
+    for _ in range(3):
+        assert not desk.fetching.worth_waiting(refused, desk.path, 0.0)
+    assert health.read_us == pytest.approx(4000.0)
+    for number in range(2, 8):
+        assert not desk.fetching.worth_waiting(group(number), desk.path, 0.0)
+    assert health.read_us == pytest.approx(5000.0 * 0.8**7)
+    assert desk.fetching.worth_waiting(group(8), desk.path, 0.0), "1049 µs against 1200: it is tried again"
+    assert health.read_us == pytest.approx(5000.0 * 0.8**7), "who waits does not doubt"
+
+
+def test_who_loses_patience_does_not_doubt_the_costs() -> None:
+    desk = Desk(4, token_us=1e6)
+    desk.costs_us(1e5)
+    waiting = group()
+    assert desk.fetching.worth_waiting(waiting, desk.path, 0.0)
+    assert not desk.fetching.worth_waiting(waiting, desk.path, 100.0)
+    assert desk.tiers.health[TierKind.DISK].read_us == 1e5
+
+
+def test_doubt_ends_at_what_was_assumed_at_first() -> None:
+    desk = Desk(4, token_us=1.0)
+    desk.costs_us(disk=600.0, remote=1e6)
+    for number in range(1, 5):
+        assert not desk.fetching.worth_waiting(group(number), desk.path, 0.0)
+    assert desk.tiers.health[TierKind.DISK].read_us == READ_US[TierKind.DISK]
+    assert desk.tiers.health[TierKind.REMOTE].read_us == pytest.approx(1e6 * 0.8**4)
 
 
 def test_a_paused_tier_is_not_waited_for() -> None:

@@ -106,3 +106,38 @@ def test_others_decode_while_a_session_comes_back() -> None:
     simulation.run()
     for stream in simulation.streams.values():
         verify(stream, config.longest_sequence)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("steps", [4, 5, 9, 12, 13, 17])
+def test_a_row_whose_chunk_is_merged_with_one_on_its_way_waits_for_it(steps: int, seed: int) -> None:
+    """It computes a chunk that another request has just had loaded: from then on it reads that block, which must
+    be there. The simulated workers assert that it is."""
+    config = EngineConfig(
+        num_blocks=40,
+        chunk_size=4,
+        max_context=120,
+        token_budget=6,
+        max_rows=4,
+        host_slots=30,
+        preemption="swap",
+        swap_us_per_block=1e6,
+    )
+    simulation = Simulation(config, seed=seed)
+    simulation.pace_s = 0.001
+    prompt = [5] * 8 + [7, 9, 11]
+    first = simulation.submit(prompt, 30, seed=3)
+    simulation.run()
+    for _ in range(5):
+        simulation.step()
+    tree = simulation.engine.scheduler.residence.tree
+    tree.evict(7)
+    again = simulation.submit(prompt, 30, seed=3)
+    for _ in range(steps):
+        simulation.step()
+    output, loaded = simulation.streams[first].output, tree.loaded_blocks
+    longer = simulation.submit([*prompt, *output, *[1, 2, 3] * 4], 4, seed=1)
+    simulation.run()
+    assert tree.loaded_blocks > loaded
+    for request in (again, longer):
+        verify(simulation.streams[request], config.longest_sequence)

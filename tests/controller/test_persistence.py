@@ -8,6 +8,7 @@ gives back what was written under that name and generation, or nothing, and the 
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import sqlite3
 import time
@@ -181,6 +182,33 @@ def test_time_to_live_goes_on_over_a_restart(tmp_path: Path) -> None:
     settle(machine.simulation)
     for session, found in ((short, 0), (long, 20)):
         session.simulation = machine.simulation
+        assert sum(tiers_of(session.turn(3))) == found
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_what_was_over_before_this_machine_started_is_over(tmp_path: Path, later: bool) -> None:
+    """By a clock that began when the machine did, it ended at a negative time; 0 would say never."""
+    machine = Machine(tmp_path)
+    short, ever = Session(machine.simulation), Session(machine.simulation, 500)
+    short.turn(20, ttl=500.0)
+    ever.turn(20)
+    machine.stop()
+    machine.wall += 1e6
+    simulation = simulate(CONFIG)
+    simulation.now = 3.0 if later else 0.0
+    simulation.tiers.disk = machine.simulation.tiers.disk
+    machine.start(simulation)
+    tree = tree_of(simulation)
+    assert machine.restored == 10
+    first = {node.key[:2]: node for node in tree.nodes() if node.depth == 1}
+    ended, kept = first[(100).to_bytes(2, "little")], first[(500).to_bytes(2, "little")]
+    assert 0.0 < ended.expires < 1.0
+    assert kept.expires == math.inf
+    simulation.now = max(simulation.now, 1.0)
+    settle(simulation)
+    assert len(list(tree.nodes())) == 5
+    for session, found in ((short, 0), (ever, 20)):
+        session.simulation = simulation
         assert sum(tiers_of(session.turn(3))) == found
 
 

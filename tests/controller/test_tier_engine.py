@@ -13,9 +13,10 @@ from simulation.driver import Simulation
 from simulation.traffic import Mix, Traffic
 
 from trunkline.controller.config import EngineConfig
-from trunkline.controller.messages import MoveOutcome, MovesDone
+from trunkline.controller.messages import MoveOutcome, MovesDone, Probed
 from trunkline.controller.sequence import Request
 from trunkline.kvstore.tier import TierKind
+from trunkline.kvstore.tier_moves import MoveStatus
 from trunkline.worker.messages import Sampling, TierMoves
 
 DISK, REMOTE = TierKind.DISK, TierKind.REMOTE
@@ -280,6 +281,94 @@ def test_an_announced_session_is_near_when_it_comes() -> None:
     assert all(not node.wants for node in tree_of(simulation).nodes())
 
 
+def test_an_announcement_comes_after_those_who_wait() -> None:
+    """It would fill host memory twice. Who has sent a request does not wait for it."""
+    config = EngineConfig(
+        num_blocks=60,
+        chunk_size=CHUNK,
+        max_context=230,
+        token_budget=400,
+        max_rows=8,
+        host_slots=20,
+        disk_slots=400,
+        preemption="swap",
+        swap_us_per_block=1.0,
+    )
+    simulation = Simulation(config, check=False)
+    simulation.pace_s = 0.003
+    announced, asked = [i % 50 for i in range(160)], [(7 * i + 3) % 49 for i in range(32)]
+    other = [(11 * i + 3) % 47 for i in range(200)]
+    for prompt in (announced, asked, other, other[::-1]):
+        simulation.submit(prompt, 2)
+        simulation.run()
+        rest(simulation)
+    request = Request(id=0, tokens=np.array(announced, np.int32), max_tokens=1, sampling=Sampling())
+    assert simulation.engine.prefetch(request, simulation.now) == (160, 160)
+    rest(simulation)
+    number = simulation.submit(asked, 2)
+    simulation.run()
+    assert tiers_of(simulation.streams[number]) == [0, 0, 31, 0]
+
+
+def rest(simulation: Simulation) -> None:
+    """Until nothing moves and nothing is to be moved, or for a while."""
+    for _ in range(600):
+        if not simulation.step() and simulation.engine.is_settled:
+            return
+
+
+@pytest.mark.parametrize("tier_pace", [0.2, 0.5, 0.9])
+def test_a_prompt_larger_than_host_memory_is_on_disk_whole_in_the_end(tier_pace: float) -> None:
+    """What finds no host slot when it was computed is saved when others have gone on to the disk."""
+    config = replace(
+        TIERED, num_blocks=300, max_context=1000, token_budget=400, host_slots=60, disk_slots=400, remote=False
+    )
+    simulation = Simulation(config, check=False)
+    simulation.pace_s, simulation.tier_pace = 0.01, tier_pace
+    simulation.submit([i % 50 for i in range(200 * CHUNK)], 4)
+    simulation.run()
+    for _ in range(2000):
+        if not simulation.step() and simulation.engine.is_settled:
+            break
+    whole = [node for node in tree_of(simulation).nodes() if node.token_count == CHUNK]
+    assert len(whole) == 200
+    assert all(node.disk_ready for node in whole)
+
+
+@pytest.mark.parametrize("tier", [DISK, REMOTE])
+def test_chunks_that_a_tier_has_lost_are_counted(tier: TierKind, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each one once, if any rank misses it; neither what is found nor what fails is one."""
+    simulation = simulate(replace(TIERED, ranks=2))
+    session, traffic = Session(simulation), simulation.engine.traffic
+    session.turn(30)
+    sink(simulation, tier)
+    assert sum(tiers_of(session.turn(3))) == 32
+    sink(simulation, tier)
+    simulation.tiers.faults.dead.add(tier)
+    session.turn(3)
+    assert tree_of(simulation).tiers.health[tier].failures
+    assert not traffic.lost_chunks
+    simulation.tiers.faults.dead.clear()
+    simulation.now += 100.0
+    session.turn(3)
+    sink(simulation, tier)
+    if tier is DISK:
+        simulation.tiers.disk[1].clear()
+    else:
+        simulation.tiers.remote[1].clear()
+    missed: set[int] = set()
+    report = simulation.engine.tier_report
+
+    def watch(answer: MovesDone | Probed, now: float) -> None:
+        if isinstance(answer, MovesDone):
+            missed.update(outcome.id for outcome in answer.outcomes if outcome.status == MoveStatus.MISS)
+        report(answer, now)
+
+    monkeypatch.setattr(simulation.engine, "tier_report", watch)
+    session.turn(3)
+    assert traffic.lost_chunks == len(missed) >= 8
+
+
 def random_engine(rng: random.Random) -> EngineConfig:
     """Small pools of any proportion, tiers of any kind."""
     return EngineConfig(
@@ -318,7 +407,7 @@ def test_every_request_ends_with_the_right_text(seed: int) -> None:
 
 def test_every_invariant_holds_after_every_event() -> None:
     config = replace(TIERED, num_blocks=24, max_context=80, host_slots=12, disk_slots=30, ranks=2)
-    traffic = Traffic(config, Mix(cuts=0.4, ttl=0.3, preempts=0.05), 104)
+    traffic = Traffic(config, Mix(cuts=0.4, ttl=0.3, preempts=0.05), 103)
     traffic.simulation.pace_s = 1e-5
     traffic.simulation.tiers.faults.fail = traffic.simulation.tiers.faults.lose = 0.05
     tree_of(traffic.simulation).tiers.health[DISK].read_us = 1.0

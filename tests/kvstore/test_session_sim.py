@@ -51,7 +51,7 @@ def test_looking_ahead_finds_more_than_lru_and_fifo_when_jobs_wait(share: float)
     ahead, lru, fifo = (run_with(policy, share) for policy in (Policy.LOOK_AHEAD, Policy.LRU, Policy.FIFO))
     assert ahead.queue_max > 10 * BASE.slots, "the queue is saturated"
     assert ahead.hit_rate > max(lru.hit_rate, fifo.hit_rate) + 0.05
-    assert ahead.host_share > 0.8 > max(lru.host_share, fifo.host_share)
+    assert ahead.host_share > 0.75 > max(lru.host_share, fifo.host_share)
 
 
 def test_when_none_waits_there_is_nothing_to_look_ahead_to() -> None:
