@@ -28,9 +28,9 @@ def no_proxy() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def quiet() -> Iterator[None]:
-    """Only errors are logged while these tests run."""
+    """Only errors are logged while these tests run; those of other folders look for warnings."""
     before = structlog.get_config()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     yield
