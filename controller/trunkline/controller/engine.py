@@ -162,7 +162,7 @@ class Engine:
             cut_group(group, self.scheduler.residence.tree, self.config)
         self._groups[request.id] = group
         self.scheduler.queue.add(group)
-        if self.config.prefix_cache:
+        if self.config.prefix_cache and self.config.host_slots:  # else there is nothing to fetch from, or to keep
             self.expectations.came(group, self._step + 1, now)
         if entry is not None:
             group.waits_for_grammar = not entry.ready

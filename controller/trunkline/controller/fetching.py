@@ -61,6 +61,8 @@ class Fetching:
         self._costs = costs
         self._chunk_size = chunk_size
         self._waits: dict[int, _Wait] = {}
+        self._timed: dict[int, _Wait] = {}
+        """Those of them whose patience may end: a few, while all others only queue."""
 
     def expect(self, group: SequenceGroup, path: AbstractSequence[Node]) -> None:
         """A request that waits will use these chunks."""
@@ -73,7 +75,9 @@ class Fetching:
 
     def probing(self, group: SequenceGroup, now: float) -> None:
         """The remote tier is asked what it has of the request's prompt."""
-        self._waits.setdefault(group.id, _Wait()).probe_until = now + PROBE_PATIENCE_S
+        wait = self._waits.setdefault(group.id, _Wait())
+        wait.probe_until = now + PROBE_PATIENCE_S
+        self._timed[group.id] = wait
 
     def probed(self, group: SequenceGroup) -> None:
         """It has answered."""
@@ -99,6 +103,7 @@ class Fetching:
             saved_us = count * self._chunk_size * self._costs.token_us
             patience_us = max(PATIENCE_FACTOR * predicted_us, PATIENCE_SHARE * saved_us)
             wait.fetch_until = now + max(PATIENCE_LEAST_S, patience_us / 1e6)
+            self._timed[group.id] = wait
         if now >= wait.fetch_until:
             wait.gave_up = True
             return False
@@ -132,10 +137,11 @@ class Fetching:
 
     def done(self, group: SequenceGroup) -> None:
         """It has started, or ended: nothing is fetched for it any more."""
+        self._timed.pop(group.id, None)
         if self._waits.pop(group.id, None) is not None:
             self._tiers.unwant(group.id)
 
     def next_deadline(self, now: float) -> float:
         """When somebody's patience ends next; infinity if nobody waits."""
-        times = [t for wait in self._waits.values() for t in (wait.probe_until, wait.fetch_until) if t > now]
+        times = [t for wait in self._timed.values() for t in (wait.probe_until, wait.fetch_until) if t > now]
         return min(times, default=float("inf"))
