@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from trunkline.controller.config import EngineConfig
-from trunkline.controller.engine import Engine, EngineOutputs
+from trunkline.controller.engine import Engine
 from trunkline.controller.messages import BeamSearch, StepResult
+from trunkline.controller.outcomes import EngineOutputs
 from trunkline.controller.sequence import Request
 from trunkline.worker.config import WorkerConfig
 from trunkline.worker.messages import Sampling

@@ -12,19 +12,32 @@ from typing import TypedDict, Unpack
 
 import numpy as np
 from simulation.model import prefix_hash, prompt_score
+from simulation.module_checks import check_places, joining_modules
+from simulation.module_oracle import expected_module_output, prompt_tokens
 from simulation.oracle import beam_search, expected_output
 from simulation.tiers import SimulatedTiers
 from simulation.worker import SimulatedWorkers
 
 from trunkline.controller.config import EngineConfig
-from trunkline.controller.engine import Engine, EngineOutputs
+from trunkline.controller.engine import Engine
 from trunkline.controller.integrity import check_integrity
-from trunkline.controller.messages import BeamSearch, Grammar, GrammarReady, PromptLogprobs, StepResult
+from trunkline.controller.messages import (
+    BeamSearch,
+    Grammar,
+    GrammarReady,
+    ModulesCall,
+    ModuleText,
+    PromptLayout,
+    PromptLogprobs,
+    StepResult,
+)
+from trunkline.controller.module_calls import CallDone
+from trunkline.controller.outcomes import EngineOutputs
 from trunkline.controller.samples import sample_seed
 from trunkline.controller.sequence import Request
 from trunkline.kvstore.layout import unpack_int32
 from trunkline.router.messages import Finished, FinishReason, Hypothesis, Started
-from trunkline.worker.messages import CompileGrammar, Sampling
+from trunkline.worker.messages import CompileGrammar, Sampling, StepPlan
 
 
 class Options(TypedDict, total=False):
@@ -40,6 +53,17 @@ class Options(TypedDict, total=False):
     grammar: Grammar | None
     drops: tuple[tuple[int, int], ...]
     ttl: float
+    layout: PromptLayout | None
+    history: bool
+    """Whether its sampling looks at all earlier tokens."""
+
+
+class CallOptions(TypedDict, total=False):
+    """What a call about texts may have besides them."""
+
+    salt: bytes
+    holder: str
+    ttl: float
 
 
 @dataclass
@@ -47,12 +71,18 @@ class Stream:
     """What a client of the simulation sees of a request."""
 
     prompt: list[int]
+    """All that is seen of it, by position."""
     seed: int
     max_tokens: int
     stop_ids: tuple[int, ...]
     n: int = 1
     beam: BeamSearch | None = None
     prompt_logprobs: int = -1
+    layout: PromptLayout | None = None
+    own: list[int] = field(default_factory=list)
+    """Of a prompt with modules, what is no module's."""
+    positions: int = 0
+    """That the model has."""
     outputs: list[list[int]] = field(default_factory=list)
     """By sample."""
     reasons: dict[int, str] = field(default_factory=dict)
@@ -72,6 +102,13 @@ class Stream:
     def output(self) -> list[int]:
         """Of the first sample."""
         return self.outputs[0]
+
+    @property
+    def end(self) -> int:
+        """The position behind a prompt with modules."""
+        assert self.layout is not None
+        position, count = unpack_int32(self.layout.runs, 2)[-1].tolist()
+        return int(position + count)
 
     @property
     def reason(self) -> str | None:
@@ -94,6 +131,8 @@ class Simulation:
         self.results: deque[StepResult] = deque()
         self.grammars: dict[int, CompileGrammar] = {}
         """Sent to the workers, not yet compiled."""
+        self.replies: dict[int, CallDone] = {}
+        """To calls about texts of modules."""
         self.now = 0.0
         self.check = check
         self.next_id = 1
@@ -105,13 +144,19 @@ class Simulation:
         seed, stop_ids = options.get("seed", 0), options.get("stop_ids", ())
         n, beam, scored = options.get("n", 1), options.get("beam"), options.get("prompt_logprobs", -1)
         drops = options.get("drops", ())
+        layout = options.get("layout")
         seen = [token for i, token in enumerate(prompt) if not any(a <= i < b for a, b in drops)]
-        self.streams[request_id] = Stream(seen, seed, max_tokens, stop_ids, n, beam, scored)
+        if layout is not None:
+            seen = prompt_tokens(layout, prompt)
+        stream = Stream(seen, seed, max_tokens, stop_ids, n, beam, scored, layout, prompt)
+        stream.positions = self.engine.config.max_context
+        self.streams[request_id] = stream
+        penalty = 0.5 * options.get("history", False)
         request = Request(
             id=request_id,
             tokens=np.array(prompt, np.int32),
             max_tokens=max_tokens,
-            sampling=Sampling(seed=seed, prompt_logprobs=scored),
+            sampling=Sampling(seed=seed, prompt_logprobs=scored, presence_penalty=penalty),
             stop_ids=stop_ids,
             salt=options.get("salt", b""),
             drops=drops,
@@ -120,6 +165,7 @@ class Simulation:
             beam=beam,
             priority=options.get("priority", 0),
             grammar=options.get("grammar"),
+            layout=layout,
         )
         self.engine.submit(request, self.now)
         self._collect()
@@ -127,6 +173,21 @@ class Simulation:
 
     def abort(self, request_id: int) -> None:
         self.engine.abort(request_id, self.now)
+        self._collect()
+
+    def modules_call(self, op: str, texts: list[ModuleText], **options: Unpack[CallOptions]) -> int:
+        """Ask something about texts; the answer comes to `replies` under the number that is returned."""
+        ticket = self.next_id
+        self.next_id += 1
+        self._call(ticket, ModulesCall(ticket, op, texts, **options))
+        return ticket
+
+    def cancel_call(self, ticket: int) -> None:
+        """The answer to an earlier call is not waited for any more."""
+        self._call(ticket, ModulesCall(ticket, "cancel"))
+
+    def _call(self, ticket: int, call: ModulesCall) -> None:
+        self.engine.modules_call(ticket, call, self.now)
         self._collect()
 
     def compiled(self, grammar: int, problem: str = "") -> None:
@@ -161,9 +222,20 @@ class Simulation:
             plan = self.engine.next_step(self.now)
             self._verify()
             if plan is None:
+                self._collect()  # calls may have been answered
                 return planned
-            self.results.append(self.workers.execute(plan))
+            self.results.append(self._execute(plan))
             planned = True
+
+    def _execute(self, plan: StepPlan) -> StepResult:
+        """Besides what a plan says, the simulated workers are told which sequences have modules."""
+        modules = joining_modules(self.engine.scheduler, plan)
+        if not modules:
+            return self.workers.execute(plan)
+        result = self.workers.execute(plan, modules)
+        for stay, sequence in modules.items():
+            check_places(sequence, self.workers.residents[stay].layout, self.engine.config)
+        return result
 
     def _send_grammars(self) -> None:
         for message in self.engine.grammar_messages():
@@ -218,6 +290,8 @@ class Simulation:
             assert sum(started.tier_tokens) == started.cached_tokens, "tokens were found in no tier"
             assert started.cached_tokens < len(stream.prompt), "the last token is always computed"
             assert bool(started.miss) == (started.cached_tokens < len(stream.prompt) - 1)
+            assert started.module_tokens == (len(stream.prompt) - len(stream.own) if stream.layout else 0)
+            assert started.exact == (stream.layout is None and started.cut != "kept")
         self._collect_tokens(outputs)
         for scored in outputs.prompt_logprobs:
             self._collect_scores(self.streams[scored.request], scored.logprobs)
@@ -225,6 +299,9 @@ class Simulation:
             stream = self.streams[found.request]
             assert stream.hypotheses is None, "a beam search has two results"
             stream.hypotheses = found.hypotheses
+        for done in outputs.modules:
+            assert done.call not in self.replies, "a call is answered twice"
+            self.replies[done.call] = done
         for finished in outputs.finished:
             self._collect_end(self.streams[finished.request], finished)
 
@@ -268,16 +345,19 @@ def verify(stream: Stream, longest: int) -> None:
     """A stream that ended is what its oracle says, or, where it was aborted, a part of that.
 
     Args:
-        longest: tokens of prompt and output that the group allows.
+        longest: tokens of prompt and output that the group allows; with modules it is `Stream.positions` that
+            counts.
     """
     assert stream.ended is not None
     limit = min(stream.max_tokens, longest - len(stream.prompt))
+    if stream.layout is not None:
+        limit = min(stream.max_tokens, stream.positions - stream.end)
     if stream.reason in (FinishReason.INVALID, FinishReason.QUEUE_FULL):
         assert not any(stream.outputs)
         return
     if stream.beam is None:
         for sample, output in enumerate(stream.outputs):
-            expected = expected_output(stream.prompt, sample_seed(stream.seed, sample), limit, stream.stop_ids)
+            expected = _expected(stream, sample_seed(stream.seed, sample), limit)
             if sample in stream.reasons:
                 assert output == expected
                 stopped = expected[-1] in stream.stop_ids
@@ -290,6 +370,12 @@ def verify(stream: Stream, longest: int) -> None:
         _verify_search(stream, limit)
     if stream.prompt_logprobs >= 0:
         _verify_scores(stream)
+
+
+def _expected(stream: Stream, seed: int, limit: int) -> list[int]:
+    if stream.layout is None:
+        return expected_output(stream.prompt, seed, limit, stream.stop_ids)
+    return expected_module_output(stream.layout, stream.own, seed, limit, stream.stop_ids)
 
 
 def _verify_search(stream: Stream, limit: int) -> None:

@@ -16,8 +16,8 @@ import structlog
 import zmq
 from msgspec.structs import replace
 
-from trunkline.controller.engine import EngineOutputs
 from trunkline.controller.messages import RouterRequest, TopLogprobs
+from trunkline.controller.outcomes import EngineOutputs
 from trunkline.controller.submissions import NUMBER_BITS
 from trunkline.kvstore.layout import pack_int32
 from trunkline.router.messages import BeamsFound, Finished, Outputs, PromptScored, RouterMessage, Started
@@ -145,6 +145,10 @@ class Clients:
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise
             client.last_heard = float("-inf")
+
+    def find(self, index: int) -> Client | None:
+        """The router with an index, if it is still there."""
+        return self._by_index.get(index)
 
     def all(self) -> list[Client]:
         return list(self._by_index.values())

@@ -13,8 +13,9 @@ from trunkline.kvstore.layout import blocks_for
 
 PREEMPTIONS: Final = ("auto", "swap", "recompute")
 TIER_POLICIES: Final = ("look-ahead", "lru", "fifo")
-HOLE_BLOCKS: Final = 16
-"""Blocks that a sequence may have beyond its length because parts of them are cut off."""
+HOLE_BLOCKS: Final = 256
+"""Blocks that a sequence may have beyond its length because parts of them are not seen: cut off, or the empty rest
+behind a module's text."""
 
 
 class ConfigError(ValueError):

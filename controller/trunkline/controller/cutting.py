@@ -15,15 +15,13 @@ decoupled positions do it.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from trunkline.controller.config import EngineConfig
 from trunkline.controller.forest import Match
 from trunkline.controller.node import Node
-from trunkline.controller.sequence import GroupCut, Sequence, SequenceGroup, Stem, TokenBuffer
+from trunkline.controller.sequence import GroupCut, Place, Sequence, SequenceGroup, Stem, TokenBuffer
 from trunkline.controller.tree import ChunkTree
 from trunkline.kvstore.cuts import Cut, Segment, cut_name
-from trunkline.kvstore.layout import blocks_for, pack_int32
+from trunkline.kvstore.layout import blocks_for
 from trunkline.kvstore.names import ChunkName
 
 
@@ -49,52 +47,13 @@ def cut_group(group: SequenceGroup, tree: ChunkTree, config: EngineConfig) -> No
         group.compact()
 
 
-class Place(NamedTuple):
-    """Where a sequence's tokens are found in the forest."""
-
-    stem: Stem
-    match: Match
-    """The whole path: chunks in other trees first (`Stem.base` of them)."""
-
-
-def locate(tree: ChunkTree, sequence: Sequence, stop: int, step: int) -> Place:
-    """Find what the forest has of a sequence's first `stop` tokens (counted in its table).
-
-    A group whose KV before its last cut is not all there is made compact first.
-    """
-    place = _behind_cut(tree, sequence, stop, step)
-    if place is None:
-        sequence.group.compact()
-        root = tree.root(sequence.salt)
-        tokens = sequence.tokens.to_bytes(0, min(stop, sequence.tokens.count))
-        return Place(Stem(root), tree.match(root, tokens, step))
-    return place
-
-
-def expect(tree: ChunkTree, sequence: Sequence, step: int) -> tuple[list[Node], list[Node]]:
-    """What a waiting sequence will use, as far as is known now: whole chunks, and one of which it will use the
-    head, if there is one."""
-    place = _behind_cut(tree, sequence, sequence.tokens.count, step)
-    if place is None:
-        return [], []
-    path, stem = place.match.path, place.stem
-    head = None
-    if place.match.pending is None:
-        end = path[-1] if len(path) > stem.base else stem.root
-        start = len(path) * tree.chunk_size
-        rest = sequence.tokens.view(start, min(start + tree.chunk_size, sequence.tokens.count))
-        head, _ = tree.likest(end, pack_int32(rest), step)
-    tree.prune_root(stem.root)
-    return path, [head] if head is not None else []
-
-
 def settle(tree: ChunkTree, sequence: Sequence, step: int) -> None:
     """Decide before an admission whether a group with a cut goes on with the KV it kept, or as a plain prompt of
     which the tree may have more (because it was computed so before)."""
     group = sequence.group
     if group.cut is None:
         return
-    place = _behind_cut(tree, sequence, sequence.tokens.count, step)
+    place = behind_cut(tree, sequence, sequence.tokens.count, step)
     if place is not None and place.match.pending is not None:
         return
     kept = _tokens(tree, place.match) - group.holes if place is not None else 0
@@ -111,8 +70,11 @@ def _tokens(tree: ChunkTree, match: Match) -> int:
     return len(match.path) * tree.chunk_size + match.partial_tokens
 
 
-def _behind_cut(tree: ChunkTree, sequence: Sequence, stop: int, step: int) -> Place | None:
-    """None: something before the last segment is missing, or there is no cut."""
+def behind_cut(tree: ChunkTree, sequence: Sequence, stop: int, step: int) -> Place | None:
+    """Where the first `stop` tokens of a sequence are.
+
+    None: something before the last segment is missing.
+    """
     group_cut = sequence.group.cut
     if group_cut is None:
         root = tree.root(sequence.salt)

@@ -12,7 +12,7 @@ on, and what it computed for rows that ended in step k is discarded when its res
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Final
 
 import msgspec
@@ -23,24 +23,27 @@ from trunkline.controller.cutting import cut_group
 from trunkline.controller.draft import InflightStep, PlanDraft
 from trunkline.controller.expectations import Expectations
 from trunkline.controller.grammars import GrammarBook
-from trunkline.controller.limits import problem_of_request
+from trunkline.controller.limits import problem_of_request, problem_of_texts
 from trunkline.controller.messages import (
     BeamStep,
     GrammarReady,
+    ModulesCall,
     MovesDone,
     Probed,
     PromptLogprobs,
     StepResult,
     TopLogprobs,
 )
-from trunkline.controller.rows import BEAM, Int64Array, RowSet
+from trunkline.controller.module_calls import CallDone, EncodeCall
+from trunkline.controller.modules import lay_out, name_texts, prompt_of
+from trunkline.controller.outcomes import EngineCounters, EngineOutputs
+from trunkline.controller.rows import BEAM, RowSet
 from trunkline.controller.scheduler import Scheduler
-from trunkline.controller.sequence import Found, Request, Sequence, SequenceGroup
+from trunkline.controller.sequence import Request, Sequence, SequenceGroup
 from trunkline.controller.tier_traffic import TierTraffic
 from trunkline.kvstore.layout import Int32Array, unpack_int32
-from trunkline.kvstore.tier import TierKind
 from trunkline.router.messages import BeamsFound, Finished, FinishReason, PromptScored, Started
-from trunkline.worker.messages import CompileGrammar, ForgetGrammar, Probe, StepPlan, TierMoves
+from trunkline.worker.messages import CompileGrammar, ForgetGrammar, Probe, Sampling, StepPlan, TierMoves
 
 PLAIN_STEPS_PER_OBSERVATION: Final = 8
 """Of the steps that only decode, one in so many teaches what steps cost: they are alike, and learning costs."""
@@ -48,55 +51,6 @@ PLAIN_STEPS_PER_OBSERVATION: Final = 8
 
 class ProtocolError(RuntimeError):
     """The workers answered something that no correct worker answers; the group cannot be trusted."""
-
-
-@dataclass(slots=True)
-class EngineOutputs:
-    """What happened since the last call of `outputs`. Meaning in order: started, tokens, beams, finished."""
-
-    started: list[Started] = field(default_factory=list)
-    requests: list[Int64Array] = field(default_factory=list)
-    """Per result: request of each token, …"""
-    samples: list[Int64Array] = field(default_factory=list)
-    """… which of its samples it belongs to, …"""
-    tokens: list[Int32Array] = field(default_factory=list)
-    """… and the tokens."""
-    logprobs: list[dict[int, TopLogprobs] | None] = field(default_factory=list)
-    """Per result: by index into its tokens."""
-    prompt_logprobs: list[PromptScored] = field(default_factory=list)
-    beams: list[BeamsFound] = field(default_factory=list)
-    finished: list[Finished] = field(default_factory=list)
-
-    def __bool__(self) -> bool:
-        return bool(self.started or self.tokens or self.prompt_logprobs or self.beams or self.finished)
-
-
-@dataclass(slots=True)
-class EngineCounters:
-    """Totals since the start."""
-
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    output_tokens: int = 0
-    steps: int = 0
-    row_set_changes: int = 0
-    """Steps that carried a new row set; all others copy no plan (ChunkAttention §3.3)."""
-    plan_copies: int = 0
-    """Steps for which the workers rebuilt their decode plan: new rows, or a row that filled its block."""
-    kv_bytes_read: int = 0
-    """By decode attention on rank 0."""
-    tier_tokens: list[int] = field(default_factory=lambda: [0] * len(TierKind))
-    """`cached_tokens` by tier."""
-    misses: dict[str, int] = field(default_factory=dict)
-    """Requests by reason."""
-
-    def found(self, found: Found) -> None:
-        """A request has started."""
-        self.cached_tokens += found.tokens
-        for tier, tokens in enumerate(found.tier_tokens):
-            self.tier_tokens[tier] += tokens
-        if found.miss:
-            self.misses[found.miss] = self.misses.get(found.miss, 0) + 1
 
 
 class Engine:
@@ -127,7 +81,11 @@ class Engine:
     @property
     def is_idle(self) -> bool:
         """Nothing runs, waits or is in flight."""
-        return not self._groups and not self._inflight
+        return not (self._has_work or self._inflight)
+
+    @property
+    def _has_work(self) -> bool:
+        return bool(self._groups) or self.scheduler.encoding.is_working
 
     @property
     def is_settled(self) -> bool:
@@ -157,17 +115,36 @@ class Engine:
         if request.grammar is not None:
             entry = self.grammars.use(request.grammar, request.id)
             sampling = msgspec.structs.replace(sampling, grammar=entry.id)
-        group = SequenceGroup(request, self._arrivals, limit, sampling)
-        if request.drops:
-            cut_group(group, self.scheduler.residence.tree, self.config)
+        group = self._group(request, limit, sampling)
         self._groups[request.id] = group
         self.scheduler.queue.add(group)
+        self.scheduler.encoding.jobs.is_ready(
+            group, self._step + 1
+        )  # texts that are nowhere: begin with the next plan
         if self.config.prefix_cache and self.config.host_slots:  # else there is nothing to fetch from, or to keep
             self.expectations.came(group, self._step + 1, now)
+        self._expect_texts(now)
         if entry is not None:
             group.waits_for_grammar = not entry.ready
             if entry.problem:
                 self._refuse_grammar(group, entry.problem, now)
+
+    def _expect_texts(self, now: float) -> None:
+        """Texts are to be encoded: other controllers may have put them into the remote tier."""
+        for job in self.scheduler.encoding.jobs.take_new():
+            if self.config.host_slots and job.members:
+                self.expectations.came(job, self._step + 1, now)
+
+    def _group(self, request: Request, limit: int, sampling: Sampling) -> SequenceGroup:
+        tree, config = self.scheduler.residence.tree, self.config
+        group = SequenceGroup(request, self._arrivals, limit, sampling)
+        if request.drops:
+            cut_group(group, tree, config)
+        if request.layout is not None:
+            lay_out(
+                group, prompt_of(tree, request.salt, request.layout, config.positions_shift), config.max_context
+            )
+        return group
 
     def _refusal(self, request: Request) -> Finished | None:
         if request.id in self._groups:
@@ -206,10 +183,43 @@ class Engine:
         """The workers are gone: every request ends with `ENGINE_FAILED`, all KV is lost."""
         for group in self._groups.values():
             self._outputs.finished.append(Finished(group.id, FinishReason.ENGINE_FAILED, detail))
+        for call in self.scheduler.encoding.calls.ids():
+            self._outputs.modules.append(CallDone(call, "failed", detail))
         self._groups.clear()
         self._inflight.clear()
         self.scheduler = Scheduler(self.config)
         self.grammars = GrammarBook()
+
+    # Texts of modules
+
+    def modules_call(self, call_id: int, call: ModulesCall, now: float) -> None:
+        """What a router wants of the texts of a schema; `EngineOutputs.modules` has the answer, perhaps later.
+
+        Args:
+            call_id: unique among the calls that are not answered.
+        """
+        calls, tree = self.scheduler.encoding.calls, self.scheduler.residence.tree
+        if call.op == "cancel":
+            if (cancelled := calls.cancel(call_id)) is not None:
+                self.scheduler.leave_jobs(cancelled, now)
+            return
+        if call.op == "unpin":
+            calls.unpin(call.holder, now)
+            calls.done.append(CallDone(call_id, "ok"))
+            return
+        if problem := problem_of_texts(call.texts, self.config):
+            calls.done.append(CallDone(call_id, "failed", problem))
+            return
+        texts = name_texts(tree, call.salt, call.texts, self.config.positions_shift)
+        if call.op == "encode":
+            calls.encode(EncodeCall(call_id, texts, call.salt, call.holder, call.ttl))
+        else:
+            tiers, blocks = calls.look(texts, self._step + 1)
+            calls.done.append(CallDone(call_id, "ok", "", tiers, blocks))
+
+    def modules_calls(self) -> list[int]:
+        """Calls that have not been answered."""
+        return self.scheduler.encoding.calls.ids()
 
     # Grammars
 
@@ -256,9 +266,7 @@ class Engine:
 
     def prefetch(self, request: Request, now: float) -> tuple[int, int]:
         """A request like this one is expected (it is not queued): see `Expectations.announce`."""
-        group = SequenceGroup(request, self._arrivals, 0, request.sampling)
-        if request.drops:
-            cut_group(group, self.scheduler.residence.tree, self.config)
+        group = self._group(request, 0, request.sampling)
         return self.expectations.announce(group, self._step + 1, now)
 
     def next_deadline(self, now: float) -> float:
@@ -269,10 +277,16 @@ class Engine:
 
     def next_step(self, now: float) -> StepPlan | None:
         """The next plan to broadcast, or None: nothing to do, or two steps are unanswered."""
-        idle = not (self._groups or self.scheduler.residence.tree.has_unsaved)
+        scheduler = self.scheduler
+        idle = not (self._has_work or scheduler.residence.tree.has_unsaved)
         if idle or len(self._inflight) >= self.config.max_inflight_steps:
             return None
-        draft = self.scheduler.plan(self._step + 1, now)
+        scheduler.encoding.calls.advance(self._step + 1, self._arrivals, now)
+        self._expect_texts(now)
+        draft = scheduler.plan(self._step + 1, now)
+        while draft is None and scheduler.encoding.calls.advance(self._step + 1, self._arrivals, now):
+            self._expect_texts(now)
+            draft = scheduler.plan(self._step + 1, now)  # texts that have just ended let others begin
         if draft is None:
             return None
         self._step += 1
@@ -314,7 +328,16 @@ class Engine:
         self.counters.found(found)
         cut = "" if not group.request.drops else "kept" if group.cut is not None else "recomputed"
         self._outputs.started.append(
-            Started(group.id, found.tokens, found.tier_tokens, found.miss, found.miss_token, found.exact, cut)
+            Started(
+                group.id,
+                found.tokens,
+                found.tier_tokens,
+                found.miss,
+                found.miss_token,
+                found.exact,
+                cut,
+                found.module_tokens,
+            )
         )
 
     def step_done(self, result: StepResult, now: float) -> None:
@@ -431,6 +454,10 @@ class Engine:
 
     def outputs(self) -> EngineOutputs | None:
         """What happened since the last call, or None."""
+        done = self.scheduler.encoding.calls.done
+        if done:
+            self._outputs.modules += done
+            done.clear()
         if not self._outputs:
             return None
         outputs, self._outputs = self._outputs, EngineOutputs()

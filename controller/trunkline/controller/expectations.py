@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf
-from typing import Final
+from typing import Final, NamedTuple
 
-from trunkline.controller.cutting import expect
 from trunkline.controller.fetching import PROBE_PATIENCE_S, Fetching
 from trunkline.controller.messages import Probed
+from trunkline.controller.node import Node
+from trunkline.controller.placing import expect
 from trunkline.controller.sequence import Sequence, SequenceGroup
 from trunkline.controller.tier_traffic import TierTraffic
 from trunkline.controller.tree import ChunkTree
-from trunkline.kvstore.names import chunk_name
+from trunkline.kvstore.names import ChunkName, chunk_name
 
 PROBED_CHUNKS_MAX: Final = 4096
 """Chunks of one prompt that the remote tier is asked for."""
@@ -26,6 +27,21 @@ ANNOUNCED_S: Final = 60.0
 """For so long the chunks of an announced request are kept near, …"""
 ANNOUNCED_MAX: Final = 256
 """… those of so many requests: of more, the oldest announcement is forgotten."""
+
+
+def _entries(group: SequenceGroup) -> int:
+    """Table entries before the group's own tree."""
+    return group.modules.entries if group.modules is not None else 0
+
+
+class _Origin(NamedTuple):
+    """Of a path of chunks."""
+
+    root: Node | None
+    name: ChunkName
+    """Of the root, whether there is one or not."""
+    marker: bytes
+    """As in `trunkline.controller.sequence.Stem`."""
 
 
 @dataclass(slots=True)
@@ -55,8 +71,9 @@ class Expectations:
         sequence = group.members[0]
         path, head = expect(self._tree, sequence, step)
         self._fetching.expect(group, path + head)
-        if self._tree.tiers.config.remote and group.cut is None and self._may_probe(now):
-            self._probe(group, sequence, len(path), now)
+        plain = group.cut is None and group.modules is None
+        if self._tree.tiers.config.remote and (plain or group.encodes) and self._may_probe(now):
+            self._probe(group, sequence, len(path) - _entries(group) if path else 0, now)
 
     def _may_probe(self, now: float) -> bool:
         """Not while the remote tier does not answer: every request would wait for nothing."""
@@ -66,24 +83,40 @@ class Expectations:
         return now >= self._silent_until
 
     def _probe(self, group: SequenceGroup, sequence: Sequence, known: int, now: float) -> None:
-        size = self._tree.chunk_size
-        full = min(sequence.tokens.count // size, known + PROBED_CHUNKS_MAX)
-        root = self._tree.find_root(sequence.salt)
-        name = self._tree.root_name(sequence.salt)
-        node = root
-        for index in range(known):
+        """
+        Args:
+            known: chunks of its own tree that are known.
+        """
+        size, first = self._tree.chunk_size, _entries(group)
+        known = max(0, known)
+        stop = min(sequence.tokens.count, (first + known + PROBED_CHUNKS_MAX) * size)
+        if not group.encodes:
+            stop -= stop % size  # the end of a text is kept as it is, others are only wanted whole
+        keys = [sequence.tokens.to_bytes(at, min(at + size, stop)) for at in range(first * size, stop, size)]
+        origin = self._origin(group)
+        node, name = origin.root, origin.name
+        for key in keys[:known]:
             assert node is not None
-            node = node.children[sequence.tokens.to_bytes(index * size, (index + 1) * size)]
+            node = node.children[key]
             name = node.name
-        keys = [sequence.tokens.to_bytes(index * size, (index + 1) * size) for index in range(known, full)]
+        keys = keys[known:]
         if not keys or (node is not None and keys[0] in node.children):
             return  # nothing is missing, or somebody is computing it now
         names = []
         for key in keys:
-            name = chunk_name(name, key)
+            name = chunk_name(name, origin.marker + key)
             names.append(name)
         self._probes[self._traffic.probe(names)] = _Probing(group, known, keys, now)
         self._fetching.probing(group, now)
+
+    def _origin(self, group: SequenceGroup) -> _Origin:
+        """Where the chunks of a plain request, or of a text that is to be encoded, hang from."""
+        salt, prompt = group.request.salt, group.modules
+        if prompt is None:
+            return _Origin(self._tree.find_root(salt), self._tree.root_name(salt), b"")
+        root = self._tree.find_text_root(prompt.name)
+        name = root.name if root is not None else self._tree.text_name(prompt.name, prompt.runs[0][0])
+        return _Origin(root, name, name)
 
     def probed(self, report: Probed, step: int, now: float) -> None:
         """A rank has said what its remote tier has."""
@@ -103,15 +136,20 @@ class Expectations:
 
     def _learn(self, probing: _Probing, present: int, now: float) -> None:
         """Enter the chunks that were found, if what is above them is still there."""
-        sequence, size = probing.group.members[0], self._tree.chunk_size
-        node = self._tree.root(sequence.salt)
-        for index in range(probing.start):
+        group, size = probing.group, self._tree.chunk_size
+        sequence, first = group.members[0], _entries(group)
+        if group.modules is None:
+            node, marker = self._tree.root(sequence.salt), b""
+        else:
+            node = self._tree.text_root(group.modules.name, group.modules.runs[0][0])
+            marker = node.name
+        for index in range(first, first + probing.start):
             child = node.children.get(sequence.tokens.to_bytes(index * size, (index + 1) * size))
             if child is None:
                 return
             node = child
         for key in probing.keys[:present]:
-            node = self._tree.add_remote(node, key, now)
+            node = self._tree.add_remote(node, key, now, marker)
         self._tree.prune_root(node)
 
     def announce(self, group: SequenceGroup, step: int, now: float) -> tuple[int, int]:
@@ -124,7 +162,7 @@ class Expectations:
         if path:
             job, self._next_job = self._next_job, self._next_job - 1
             # Behind all that wait already, in the order of their coming.
-            self._tree.tiers.want(job, (inf, 1.0, float(-job)), path + head)
+            self._tree.tiers.want(job, (inf, 1.0, float(-job), 0.0), path + head)
             self._announced[job] = now + ANNOUNCED_S
             if len(self._announced) > ANNOUNCED_MAX:
                 self._forget(next(iter(self._announced)))

@@ -125,6 +125,10 @@ class Fetching:
                 best, best_us, best_load_us = count, total_us, load_us
         return best, best_load_us
 
+    def give_up(self, group: SequenceGroup) -> None:
+        """It is not to wait for chunks that are far away."""
+        self._waits.setdefault(group.id, _Wait()).gave_up = True
+
     def gave_up(self, group: SequenceGroup) -> bool:
         """Whether chunks of its prompt that are known are not waited for."""
         wait = self._waits.get(group.id)

@@ -12,6 +12,12 @@ A node is a chunk: its key is the bytes of its token ids, so a path is matched b
 chunk, and the sorted list of a node's keys finds, by bisection, the child that agrees longest with a prompt
 that no child matches whole. Full chunks hold `chunk_size` tokens; shorter ones are leaves.
 
+      root (per text)
+       └── [64]──[17]                         a text of a module, shared by prompts wherever it stands in them
+
+      root (per prompt with modules)
+       └── [64]──[23]                         own tokens of those that see the same texts at the same places
+
 The root of a cut stands for the history before it and for what of that can still be seen: its name is a digest
 of both, so that KV computed behind a cut is never found by a request that sees more or less (design.md section
 4). The history itself is not kept: who sends it all again finds the root by that digest.
@@ -38,7 +44,13 @@ SALT_ROOT: Final = b"s"
 CUT_ROOT: Final = b"c"
 """The root's name follows, then the name of the chunk of the history after which it stands, then what is
 dropped."""
-_CUT_KEY_BYTES: Final = 1 + NAME_BYTES
+TEXT_ROOT: Final = b"m"
+"""The name under which it is looked for follows, then the position at which its first token was computed."""
+PROMPT_ROOT: Final = b"p"
+"""The root's name follows."""
+_PLACE_BYTES: Final = 1 + NAME_BYTES
+"""Of the keys of all roots but a salt's: by so much of them they are found."""
+_POSITION_BYTES: Final = 8
 
 
 @dataclass(slots=True)
@@ -57,7 +69,12 @@ class Match:
 
 
 def _after(cut_key: bytes) -> ChunkName:
-    return ChunkName(cut_key[_CUT_KEY_BYTES : _CUT_KEY_BYTES + NAME_BYTES])
+    return ChunkName(cut_key[_PLACE_BYTES : _PLACE_BYTES + NAME_BYTES])
+
+
+def _place(key: bytes) -> bytes:
+    """By what of its key a root is found."""
+    return key if key.startswith(SALT_ROOT) else key[:_PLACE_BYTES]
 
 
 def common_tokens(left: bytes, right: bytes) -> int:
@@ -81,7 +98,7 @@ class ChunkForest:
         self.chunk_bytes = chunk_size * TOKEN_BYTES
         self._identity = (fingerprint, dtype)
         self._roots: dict[bytes, Node] = {}
-        """By key; those of cuts by the part of it that says which cut it is."""
+        """By key; but for those of salts, by the part of it that says what it is the root of (`_place`)."""
         self._cuts: dict[ChunkName, dict[bytes, None]] = {}
         """Keys of the roots of cuts by the chunk after which they stand, in order of creation."""
         self.node_count = 0
@@ -116,8 +133,7 @@ class ChunkForest:
         if not root.key.startswith(CUT_ROOT):
             return []
         return [
-            (a, b)
-            for a, b in np.frombuffer(root.key[_CUT_KEY_BYTES + NAME_BYTES :], "<i8").reshape(-1, 2).tolist()
+            (a, b) for a, b in np.frombuffer(root.key[_PLACE_BYTES + NAME_BYTES :], "<i8").reshape(-1, 2).tolist()
         ]
 
     def find_cut(self, name: ChunkName) -> Node | None:
@@ -128,21 +144,63 @@ class ChunkForest:
         """Roots of cuts that stand after the same history, the latest first."""
         return [self._roots[key] for key in reversed(self._cuts.get(after, {}))]
 
+    def text_root(self, place: ChunkName, position: int) -> Node:
+        """The root of a text of a module.
+
+        Args:
+            place: names what it sees and how it begins.
+            position: where its first token will be computed, if there is no such root yet (`base_position`).
+        """
+        root = self.find_text_root(place)
+        if root is not None:
+            return root
+        return self._root(
+            TEXT_ROOT + place + position.to_bytes(_POSITION_BYTES, "little"), self.text_name(place, position)
+        )
+
+    def find_text_root(self, place: ChunkName) -> Node | None:
+        """The root of a text, if there is one."""
+        return self._roots.get(TEXT_ROOT + place)
+
+    @staticmethod
+    def base_position(root: Node) -> int:
+        """At which position the first token of a text was computed, or is to be."""
+        return int.from_bytes(root.key[_PLACE_BYTES:], "little")
+
+    @staticmethod
+    def text_name(place: ChunkName, position: int) -> ChunkName:
+        """The name of a text's root: keys of its chunks are rotated, so it says from where on."""
+        return chunk_name(place, position.to_bytes(_POSITION_BYTES, "little"))
+
+    @staticmethod
+    def first_chunk_name(place: ChunkName, position: int, key: bytes) -> ChunkName:
+        """The name of the first chunk of a text that was computed at a position."""
+        root = ChunkForest.text_name(place, position)
+        return chunk_name(root, root + key)
+
+    def prompt_root(self, name: ChunkName) -> Node:
+        """The root of the own tokens of prompts with the same modules at the same places."""
+        return self._root(PROMPT_ROOT + name, name)
+
     def restore_root(self, key: bytes) -> Node | None:
         """The root with a key that was stored in another run; None if the key says nothing here."""
         if key.startswith(SALT_ROOT):
             return self.root(key[len(SALT_ROOT) :])
-        start = _CUT_KEY_BYTES + NAME_BYTES
+        if key.startswith(PROMPT_ROOT) and len(key) == _PLACE_BYTES:
+            return self.prompt_root(ChunkName(key[1:]))
+        if key.startswith(TEXT_ROOT) and len(key) == _PLACE_BYTES + _POSITION_BYTES:
+            return self.text_root(ChunkName(key[1:_PLACE_BYTES]), int.from_bytes(key[_PLACE_BYTES:], "little"))
+        start = _PLACE_BYTES + NAME_BYTES
         if key.startswith(CUT_ROOT) and len(key) > start and not (len(key) - start) % 16:
-            return self._root(key, ChunkName(key[1:_CUT_KEY_BYTES]))
+            return self._root(key, ChunkName(key[1:_PLACE_BYTES]))
         return None
 
     def _root(self, key: bytes, name: ChunkName) -> Node:
-        place = key[:_CUT_KEY_BYTES] if key.startswith(CUT_ROOT) else key
+        place = _place(key)
         root = self._roots.get(place)
         if root is None:
             root = self._roots[place] = Node(None, key, name, NO_BLOCK)
-            if place != key:
+            if key.startswith(CUT_ROOT):
                 self._cuts.setdefault(_after(key), {})[place] = None
         return root
 
@@ -150,11 +208,9 @@ class ChunkForest:
         """Forget an empty tree nobody holds: salts come from clients and must not pile up."""
         if node.parent is not None or node.children or node.holders:
             return
-        if not node.key.startswith(CUT_ROOT):
-            self._roots.pop(node.key, None)
-            return
-        place, after = node.key[:_CUT_KEY_BYTES], _after(node.key)
-        if self._roots.pop(place, None) is not None:
+        place = _place(node.key)
+        if self._roots.pop(place, None) is not None and node.key.startswith(CUT_ROOT):
+            after = _after(node.key)
             del self._cuts[after][place]
             if not self._cuts[after]:
                 del self._cuts[after]

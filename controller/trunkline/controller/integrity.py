@@ -2,7 +2,8 @@
 
 1. A block is held as often as there are holders of it: the chunk of the tree that has it, each sequence that has
    it in its table or among its tails; and it is free exactly if there is none.
-2. A chunk's `holders` equal the sequences whose path ends there; `active` follows from them. What eviction could
+2. A chunk's `holders` equal the sequences whose path ends there, and whoever else holds it; `active` follows
+   from them. What eviction could
    free is counted right: inactive chunks on the device, whose blocks nobody else holds.
 3. A pending chunk is on the device, those below it that are there are pending, too, and a running sequence ends
    there or below.
@@ -19,9 +20,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 from trunkline.controller.block_pool import BlockPool
-from trunkline.controller.forest import CUT_ROOT
+from trunkline.controller.forest import SALT_ROOT
 from trunkline.controller.node import PENDING, Node
 from trunkline.controller.residence import Residence
 from trunkline.controller.scheduler import Scheduler
@@ -57,18 +59,23 @@ def check_integrity(scheduler: Scheduler) -> None:
         IntegrityError: with the first one that is broken.
     """
     running = running_sequences(scheduler)
-    check_residence(scheduler.residence, running, waiting_sequences(scheduler))
+    check_residence(scheduler.residence, running, waiting_sequences(scheduler), scheduler.encoding.held)
     _check_rows(scheduler)
 
 
-def check_residence(residence: Residence, running: list[Sequence], waiting: list[Sequence]) -> None:
+def check_residence(
+    residence: Residence, running: list[Sequence], waiting: list[Sequence], held: Iterable[Node] = ()
+) -> None:
     """Check what concerns blocks, chunks and slots (1 to 6).
+
+    Args:
+        held: chunks that are held by others than running sequences.
 
     Raises:
         IntegrityError: with the first one that is broken.
     """
     _check_blocks(residence.pool, residence.tree, running)
-    _check_tree(residence.tree, running)
+    _check_tree(residence.tree, running, held)
     _check_device(residence.pool, residence.tree)
     residence.tree.tiers.check()
     _check_claims(residence.tree, running, waiting)
@@ -92,8 +99,9 @@ def _check_blocks(pool: BlockPool, tree: ChunkTree, running: list[Sequence]) -> 
     _check(not free & owners.keys(), f"blocks are free and held: {free & owners.keys()}")
 
 
-def _check_tree(tree: ChunkTree, running: list[Sequence]) -> None:
+def _check_tree(tree: ChunkTree, running: list[Sequence], held: Iterable[Node]) -> None:
     holders = Counter(id(node) for sequence in running for node in (*sequence.stem.pins, sequence.anchor))
+    holders.update(id(node) for node in held)
     nodes = active = 0
     for root in tree.roots():
         _check(root.holders == holders[id(root)], f"a root has {root.holders} holders")
@@ -137,7 +145,7 @@ def _check_node(tree: ChunkTree, node: Node, holders: int) -> None:
     root = node.parent
     while root.parent is not None:
         root = root.parent
-    _check(node.exact or root.key.startswith(CUT_ROOT), "what was computed behind a cut is in a plain tree")
+    _check(node.exact or not root.key.startswith(SALT_ROOT), "what did not see all before it is in a plain tree")
     full = node.token_count == tree.chunk_size
     _check(full or (0 < node.token_count < tree.chunk_size and not node.children), "a partial chunk is inner")
     if node.ready_step == PENDING:

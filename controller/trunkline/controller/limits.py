@@ -5,11 +5,15 @@ Whoever is let in fits the pool alone at its longest; so the oldest request alwa
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from trunkline.controller.beam_search import WIDTH_MAX
 from trunkline.controller.config import EngineConfig
+from trunkline.controller.messages import ModuleText
+from trunkline.controller.node import TOKEN_BYTES
 from trunkline.controller.sequence import Request
 from trunkline.kvstore.cuts import problem_of_drops
-from trunkline.kvstore.layout import blocks_for
+from trunkline.kvstore.layout import blocks_for, unpack_int32
 
 
 def problem_of_request(request: Request, config: EngineConfig) -> tuple[str, str]:
@@ -24,6 +28,8 @@ def problem_of_request(request: Request, config: EngineConfig) -> tuple[str, str
             return problem, "truncation"
         dropped = sum(stop - start for start, stop in request.drops)
         count, prompt_len = count - dropped, prompt_len - dropped
+    if request.layout is not None and (problem := _problem_of_layout(request, prompt_len, config)):
+        return problem, "prompt"
     if request.max_tokens < 1:
         return f"max_tokens is {request.max_tokens}; at least 1 is needed", "max_tokens"
     if count >= longest:
@@ -39,6 +45,62 @@ def _problem_of_cut(request: Request, prompt_len: int) -> str:
     if request.sampling.prompt_logprobs >= 0:
         return "tokens of a prompt that is not seen whole cannot be scored"
     return problem_of_drops(request.drops, prompt_len)
+
+
+def _problem_of_layout(request: Request, prompt_len: int, config: EngineConfig) -> str:
+    layout = request.layout
+    assert layout is not None
+    if request.drops or request.beam is not None or request.sampling.prompt_logprobs >= 0:
+        return "a prompt with modules cannot be cut, searched with beams, or have its tokens scored"
+    if problem := problem_of_texts(layout.texts, config):
+        return problem
+    size = config.chunk_size
+    runs = unpack_int32(layout.runs, columns=2)
+    last, behind = int(runs[-1, 0]), int(runs[:-1, 1].sum())
+    end = last + prompt_len - behind
+    if end >= config.max_context:
+        return f"the prompt ends at position {end}; this model has {config.max_context}, with the output"
+    longest = min(prompt_len + request.max_tokens, behind + config.max_context - last)
+    # All texts count, also those that are needed only to compute others: so who waits for several of them can have
+    # them all at once.
+    texts = [blocks_for(len(text.tokens) // TOKEN_BYTES, size) for text in layout.texts]
+    needed = (
+        sum(texts)
+        + blocks_for(longest, size)
+        + (request.width - 1) * (blocks_for(longest, size) - prompt_len // size)
+    )
+    if needed > config.num_blocks:
+        return (
+            f"its modules and {request.width} outputs of up to {longest} own tokens need {needed} blocks of "
+            f"{size} tokens at once (a text begins a block of its own); this group has {config.num_blocks}"
+        )
+    seen = sum(count for count, text in zip(texts, layout.texts, strict=True) if text.seen)
+    if seen + blocks_for(longest, size) > config.max_table_blocks:
+        return (
+            f"it sees texts in {seen} blocks of {size} tokens (a text begins a block of its own) and has "
+            f"{longest} own tokens; a sequence has at most {config.max_table_blocks} blocks. "
+            "Use fewer, longer modules."
+        )
+    return ""
+
+
+def problem_of_texts(texts: Sequence[ModuleText], config: EngineConfig) -> str:
+    """Why these texts of modules can never be encoded here; "" if they can."""
+    if not config.prefix_cache:
+        return "this group keeps no KV (its prefix cache is off), so it has no modules"
+    blocks: list[int] = []
+    for index, text in enumerate(texts):
+        count = len(text.tokens) // TOKEN_BYTES
+        end = text.position + count
+        if end > config.max_context:
+            return f"text {index} ends at position {end}; this model has {config.max_context} positions"
+        blocks.append(blocks_for(count, config.chunk_size) + (blocks[text.parent] if text.parent >= 0 else 0))
+        if blocks[-1] > min(config.num_blocks, config.max_table_blocks):
+            return (
+                f"text {index} and those that it sees need {blocks[-1]} blocks of {config.chunk_size} tokens at "
+                f"once; this group has {config.num_blocks}, and a sequence at most {config.max_table_blocks}"
+            )
+    return ""
 
 
 def _problem_of_width(request: Request, prompt_len: int, config: EngineConfig) -> tuple[str, str]:

@@ -30,6 +30,34 @@ class BeamSearch(msgspec.Struct, array_like=True, frozen=True):
     ("never"): when it cannot."""
 
 
+class ModuleText(msgspec.Struct, array_like=True, frozen=True):
+    """A text of a schema whose KV is computed once, seeing only the texts before it on its path, and then serves
+    every prompt that imports it (Prompt Cache §3.3)."""
+
+    tokens: bytes
+    """int32, the placeholders of parameters included."""
+    position: int
+    """Of its first token in the prompt."""
+    parent: int = -1
+    """Index, smaller than its own, of the text before it on its path: it sees that one and what that one sees.
+    -1: it sees nothing but itself."""
+    seen: bytes = b""
+    """int32 `[n, 2]`: ranges `[start, stop)` of its tokens, ascending and disjoint, that the request sees. Empty:
+    it is there only because others are computed behind it."""
+
+
+class PromptLayout(msgspec.Struct, array_like=True, frozen=True):
+    """Where a prompt's tokens stand: cached texts, and the request's own tokens between and behind them."""
+
+    texts: list[ModuleText]
+    runs: bytes
+    """int32 `[n, 2]`: position and count of the request's own tokens (`Submit.tokens` up to `prompt_len`), in
+    their order: ascending positions, none of them a seen text's. The last run stands behind all that is seen, and
+    the output behind it."""
+    ttl: float = 0.0
+    """Seconds for which the texts are kept after the request's end; 0: as the group is set."""
+
+
 class Submit(msgspec.Struct, array_like=True, frozen=True, tag="submit"):
     """A router asks for tokens. Answered by `Started` or `Finished`, then by token outputs."""
 
@@ -60,6 +88,8 @@ class Submit(msgspec.Struct, array_like=True, frozen=True, tag="submit"):
     ttl: float = 0.0
     """Seconds for which its KV is kept after its end, at least (while there is room) and at most; 0: as the
     group is set."""
+    layout: PromptLayout | None = None
+    """Of a prompt with modules; then `tokens` are the request's own only. Not together with `drops`."""
 
 
 class Abort(msgspec.Struct, array_like=True, frozen=True, tag="abort"):
@@ -91,15 +121,38 @@ class Prefetch(msgspec.Struct, array_like=True, frozen=True, tag="prefetch"):
     salt: bytes = b""
     drops: bytes = b""
     """As in `Submit`."""
+    layout: PromptLayout | None = None
+    """As in `Submit`; `tokens` may be empty, to have the texts only."""
+
+
+class ModulesCall(msgspec.Struct, array_like=True, frozen=True, tag="modules"):
+    """About the cached texts of a schema. Answered by `ModulesReply`.
+
+    Operations: "encode" (compute those that no tier has, as ordinary work beside the requests; answered when all
+    is done; ended early by "cancel" with the same ticket), "look" (say where they are), "unpin" (`texts` are not
+    looked at).
+    """
+
+    ticket: int
+    op: str
+    texts: list[ModuleText] = []
+    """A text's parent comes before it; `seen` is not looked at."""
+    salt: bytes = b""
+    holder: str = ""
+    """encode: pin them under this name (a schema's id), so that they stay in some tier, instead of those that were
+    pinned under it before; "": do not. unpin: the name."""
+    ttl: float = 0.0
+    """encode: seconds for which they are kept; 0: as the group is set."""
 
 
 class RecordCall(msgspec.Struct, array_like=True, frozen=True, tag="record"):
     """Something about a record: a small document that outlives requests, such as a session. The controller does
     not look into `value`. Answered by `RecordReply`.
 
-    Operations: "create" (id must be new), "get", "put" (replace; `version` must be the present one), "delete",
-    "list" (ids after `id`, `limit` of them, without values), "acquire" (get, and nobody else may acquire, put or
-    delete it until "release", "put" with `release`, or `lease_s` have passed), "release".
+    Operations: "create" (id must be new), "get" (without the value if `version` is the present one), "put"
+    (replace; `version` must be the present one), "delete", "list" (ids after `id`, `limit` of them, without
+    values), "acquire" (get, and nobody else may acquire, put or delete it until "release", "put" with `release`, or
+    `lease_s` have passed), "release".
     """
 
     ticket: int
@@ -118,7 +171,7 @@ class RecordCall(msgspec.Struct, array_like=True, frozen=True, tag="record"):
     limit: int = 100
 
 
-RouterRequest = Submit | Abort | Ping | FlushCache | Prefetch | RecordCall
+RouterRequest = Submit | Abort | Ping | FlushCache | Prefetch | ModulesCall | RecordCall
 
 
 class TopLogprobs(msgspec.Struct, array_like=True, frozen=True):

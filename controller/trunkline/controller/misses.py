@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from trunkline.controller.draft import PlanDraft
 from trunkline.controller.fetching import Fetching
-from trunkline.controller.forest import CUT_ROOT
+from trunkline.controller.forest import SALT_ROOT
 from trunkline.controller.residence import Residence
 from trunkline.controller.sequence import Found, Sequence
 from trunkline.kvstore.names import chunk_name
@@ -18,18 +20,27 @@ def explain(residence: Residence, fetching: Fetching, sequence: Sequence, draft:
     seen = sequence.prompt_len - group.holes
     if sequence.recompute_from_start or not residence.prefix_cache:
         return Found(miss=MissReason.OFF if seen > 1 else "")
-    found = Found(tokens=max(0, min(sequence.resident - group.holes, seen - 1)), exact=group.cut is None)
+    modules = group.modules
+    exact = group.cut is None and modules is None
+    found = Found(tokens=max(0, min(sequence.resident - group.holes, seen - 1)), exact=exact)
     # Chunks that were on the device, or came from a tier below it; those to be computed are in the path, too.
     path = sequence.path[: sequence.resident // size]
     loaded = {block for block, _, _ in draft.loads}
-    for node in path:
+    counts = [size] * len(path)
+    if modules is not None:
+        found.module_tokens = modules.seen_tokens
+        found.tokens -= modules.encoded_tokens
+        in_texts = np.bincount(modules.seen_indices // size, minlength=modules.entries)
+        counts[: modules.entries] = in_texts.tolist()
+    for node, tokens in zip(path, counts, strict=True):
         nearest = TierKind.HOST if node.block in loaded else TierKind.DEVICE
-        found.tier_tokens[fetching.origin(group, node, nearest)] += size
+        found.tier_tokens[fetching.origin(group, node, nearest)] += tokens
     last = fetching.origin(group, path[-1], TierKind.DEVICE) if path else TierKind.DEVICE
     _balance(found, last)
     if found.tokens < seen - 1:
         found.miss_token = found.tokens
-        found.miss = _reason(residence, fetching, sequence)
+        computed = modules.miss if modules is not None else ""
+        found.miss = computed or _reason(residence, fetching, sequence)
     return found
 
 
@@ -66,7 +77,7 @@ def _reason(residence: Residence, fetching: Fetching, sequence: Sequence) -> Mis
     others = [c for c in above.children.values() if c not in sequence.path and not key.startswith(c.key)]
     if sequence.resident or any(_agrees(child.key, key) for child in others):
         return MissReason.DIVERGED if others else MissReason.NEW
-    if sequence.salt and not others and not above.key.startswith(CUT_ROOT):
+    if sequence.salt and not others and (above.parent is not None or above.key.startswith(SALT_ROOT)):
         return MissReason.SALT
     return MissReason.NEW
 

@@ -14,7 +14,7 @@ from typing import Final
 import structlog
 
 from trunkline.controller.database import Database
-from trunkline.controller.forest import CUT_ROOT
+from trunkline.controller.forest import SALT_ROOT
 from trunkline.controller.index import DiskChunk, TierIndex
 from trunkline.controller.node import Node
 from trunkline.controller.records import RecordStore
@@ -156,14 +156,14 @@ def _restored(tree: ChunkTree, parent: Node | None, chunk: DiskChunk) -> Node | 
     if parent is None or chunk.tokens in parent.children or len(chunk.tokens) > tree.chunk_bytes:
         return None
     exact = chunk.name == chunk_name(parent.name, chunk.tokens)
-    if not exact and not _is_behind_cut(parent):
+    if not exact and _sees_all(parent):
         return None  # it must not be found by who sees everything
     node = tree.attach(parent, chunk.tokens, NO_BLOCK, 0)
     node.name, node.exact = ChunkName(chunk.name), exact
     return node
 
 
-def _is_behind_cut(node: Node) -> bool:
+def _sees_all(node: Node) -> bool:
     while node.parent is not None:
         node = node.parent
-    return node.key.startswith(CUT_ROOT)
+    return node.key.startswith(SALT_ROOT)

@@ -35,5 +35,5 @@ class RequestQueue:
         group.queued = False
 
 
-def _key(group: SequenceGroup) -> tuple[int, bool, int]:
+def _key(group: SequenceGroup) -> tuple[int, bool, int, int]:
     return group.key

@@ -126,7 +126,8 @@ class RecordStore:
         """Carry out `call`; the answer, numbered `seq`.
 
         "get" and "acquire" answer with the record; "create" and "put" with the record as it is now, but without
-        its value, which the caller has; "exists", "conflict" and "busy" with what is there, without its value.
+        its value, which the caller has, and so does "get" of the version that the caller has; "exists", "conflict"
+        and "busy" with what is there, without its value.
         While the disk takes nothing, `detail` of a change says so: it would not survive a restart.
         """
         self.expire(now)
@@ -139,7 +140,8 @@ class RecordStore:
         except _RefusedError as refusal:
             records = [_record(refusal.row, with_value=False)] if refusal.row is not None else []
             return RecordReply(seq, call.ticket, refusal.status, records, refusal.detail)
-        records = [_record(row, with_value=call.op in ("get", "acquire"))] if row is not None else []
+        wanted = call.op == "acquire" or (call.op == "get" and row is not None and call.version != row.version)
+        records = [_record(row, with_value=wanted)] if row is not None else []
         detail = ""
         if call.op in ("create", "put", "delete") and self._database is not None and self._database.problem:
             detail = f"kept in memory only: {self._database.problem}"

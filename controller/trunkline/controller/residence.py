@@ -18,11 +18,12 @@ from enum import Enum, auto
 import msgspec
 
 from trunkline.controller.block_pool import BlockPool
-from trunkline.controller.cutting import locate
 from trunkline.controller.draft import PlanDraft
 from trunkline.controller.forest import Match
+from trunkline.controller.modules import seen_tokens
 from trunkline.controller.node import PENDING, Node
-from trunkline.controller.sequence import Sequence, Stem
+from trunkline.controller.placing import locate
+from trunkline.controller.sequence import Place, Sequence, Stem
 from trunkline.controller.tree import ChunkTree
 from trunkline.kvstore.layout import BlockId, pack_int32
 from trunkline.worker.messages import Join, Sampling
@@ -38,6 +39,8 @@ class Admission(Enum):
     """Somebody is computing a chunk of its prompt; it waits, holding nothing."""
     FAR = auto()
     """Chunks of its prompt are in tiers from which they cannot be loaded yet; it waits, holding nothing."""
+    LACKING = auto()
+    """Texts of its modules are nowhere, or too far away to be waited for; they must be encoded first."""
 
 
 class Residence:
@@ -91,7 +94,7 @@ class Residence:
             full = self._shareable_tokens(sequence) // self.chunk_size if self.prefix_cache else 0
             private += sequence.blocks_needed(self.chunk_size) - full
             tokens = sequence.tokens.to_bytes(0, full * self.chunk_size)
-            node = self.tree.find_root(sequence.salt) if sequence.group.cut is None else None
+            node = self.tree.find_root(sequence.salt) if self._is_plain(sequence) else None
             prefix = 0
             for at in range(0, len(tokens), size):
                 key = tokens[at : at + size]
@@ -104,6 +107,11 @@ class Residence:
                     active += node is not None and node.on_device and node.active > 0
                 prefix = known
         return len(prefixes) - active + private
+
+    @staticmethod
+    def _is_plain(sequence: Sequence) -> bool:
+        """Whether all its chunks are in its salt's tree."""
+        return sequence.group.cut is None and sequence.group.modules is None
 
     def _shareable_tokens(self, sequence: Sequence) -> int:
         """Tokens whose blocks may be another's. A beam that comes back stores its last token when it decodes, as
@@ -134,7 +142,10 @@ class Residence:
                 (`FAR`); if not, they are computed.
             loads: whether chunks on the host are loaded; else they are computed again, which is faster.
         """
-        stem, match = self._find(sequence, draft.step)
+        place = self._find(sequence, draft.step)
+        if place is None:
+            return Admission.LACKING
+        stem, match = place
         if match.pending is not None:
             sequence.waits_on = match.pending
             self.tree.prune_root(stem.root)
@@ -154,19 +165,24 @@ class Residence:
             outcome = self._reserve(sequence, stem, match, spare, now, draft, tails)
         if outcome is None:
             self.tree.prune_root(stem.root)
+            if sequence.group.modules is not None:
+                return Admission.LACKING
             sequence.group.compact()
             return self.admit(sequence, spare, now, draft, tails=tails, wait_for=wait_for, loads=loads)
         return outcome
 
     def _covers(self, sequence: Sequence, match: Match) -> bool:
-        """Whether all is there that is seen before the last part that was cut off: it cannot be computed alone."""
-        cut = sequence.group.cut
+        """Whether all is there that is seen before the last part that was cut off, and all texts of modules: it
+        cannot be computed alone."""
+        cut, modules = sequence.group.cut, sequence.group.modules
+        if modules is not None:
+            return len(match.path) >= modules.entries
         found = len(match.path) * self.chunk_size + match.partial_tokens
         return cut is None or found >= max(cut.cut.closed_end, cut.cut.table_start * self.chunk_size)
 
-    def _find(self, sequence: Sequence, step: int) -> tuple[Stem, Match]:
+    def _find(self, sequence: Sequence, step: int) -> Place | None:
         if not self.prefix_cache:
-            return Stem(self.tree.root(sequence.salt)), Match([], None, None, 0)
+            return Place(Stem(self.tree.root(sequence.salt)), Match([], None, None, 0))
         return locate(self.tree, sequence, self._shareable_tokens(sequence), step)
 
     def _reserve(
@@ -213,6 +229,8 @@ class Residence:
         leaf = match.partial
         if leaf is None or not leaf.on_device or leaf.children or leaf.active > 1:
             return False
+        if sequence.group.encodes or leaf.pins:
+            return False  # it is the end of a text, which is wanted as it is
         others = leaf.claims - (sequence.claim is not None and leaf in sequence.claim)
         return match.partial_tokens == leaf.token_count < self.chunk_size and not others
 
@@ -272,6 +290,8 @@ class Residence:
         sequence.computed = 0 if sequence.recompute_from_start else min(sequence.resident, total - 1)
         if sequence.group.cut is not None:
             sequence.computed = max(sequence.computed, sequence.group.cut.cut.first_open)
+        elif sequence.group.modules is not None:
+            sequence.computed = max(sequence.computed, sequence.group.modules.entries * self.chunk_size)
         sequence.stay = self.next_stay
         self.next_stay += 1
         sampling = sequence.sampling
@@ -358,7 +378,7 @@ class Residence:
         if self.prefix_cache:
             self.seal(sequence, kv_tokens, now)
             tail = self._keep_tail(sequence, kv_tokens, now)
-            self.tree.keep(sequence.path + tail, now, sequence.group.request.ttl or self.ttl)
+            self._keep(sequence, tail, now)
             if claim:
                 self.drop_claim(sequence)
                 sequence.claim = self.tree.claim(sequence.path + tail)
@@ -367,6 +387,18 @@ class Residence:
         for node in (*sequence.stem.pins, sequence.anchor):
             self.tree.release(node, now)
         sequence.path, sequence.private, sequence.tails = [], [], []
+
+    def _keep(self, sequence: Sequence, tail: list[Node], now: float) -> None:
+        """Its chunks are kept for its own time, texts of modules for theirs."""
+        group, path = sequence.group, sequence.path
+        if group.modules is not None:
+            base = sequence.stem.base
+            self.tree.keep(path[:base], now, group.modules.ttl or self.ttl)
+            path = path[base:]
+        if group.encodes:
+            for node in tail:
+                self.tree.save_later(node, partial=True)  # it will not grow
+        self.tree.keep(path + tail, now, group.request.ttl or self.ttl)
 
     def _take_back(self, node: Node) -> BlockId:
         """The block of a chunk that its producer does not compute any more."""
@@ -402,14 +434,15 @@ class Residence:
 
 
 def _join(sequence: Sequence, sampling: Sampling) -> Join:
-    """Behind a cut the workers count tokens as they act (`trunkline.kvstore.cuts`)."""
-    cut, holes = sequence.group.cut, sequence.group.holes
+    """Behind a cut and with modules the workers count tokens as they are seen (`trunkline.kvstore.cuts`)."""
+    cut, modules, holes = sequence.group.cut, sequence.group.modules, sequence.group.holes
     first = 0 if sampling.needs_history else sequence.computed
-    tokens, extents = sequence.tokens.view(first), b""
+    tokens, extents = sequence.tokens.view(first), sequence.stem.extents
     if cut is not None:
-        if not first:
-            tokens = cut.cut.seen(tokens)
-        extents = pack_int32([value for extent in cut.cut.extents() for value in extent])
+        extents = cut.cut.extents()
+        tokens = tokens if first else cut.cut.seen(tokens)
+    elif modules is not None and not first:
+        tokens = seen_tokens(modules, tokens)
     return Join(
         sequence=sequence.stay,
         tokens=pack_int32(tokens),
@@ -417,6 +450,6 @@ def _join(sequence: Sequence, sampling: Sampling) -> Join:
         prompt_len=sequence.prompt_len - holes,
         blocks=pack_int32(sequence.block_table()),
         sampling=sampling,
-        extents=extents,
+        extents=pack_int32([value for extent in extents for value in extent]) if extents else b"",
         seat=sequence.seat,
     )

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trunkline.controller.sequence import Sequence
-from trunkline.controller.sharing import shared_runs, tree_order
+from trunkline.controller.sharing import shared_runs, text_runs, tree_order
 from trunkline.kvstore.layout import NO_BLOCK, BlockId, Int32Array
 
 Int64Array = NDArray[np.int64]
@@ -63,6 +63,8 @@ class DecodeRows:
         self.limit: Int64Array = np.zeros(capacity, np.int64)
         self.tables: Int32Array = np.full((capacity, max_blocks), NO_BLOCK, np.int32)
         self.block_counts: Int32Array = np.zeros(capacity, np.int32)
+        self.text_blocks: Int32Array = np.zeros(capacity, np.int32)
+        """Entries of texts of modules in each table: others may have the same ones elsewhere in theirs."""
         self._stop_ids: Int32Array = np.full((capacity, STOP_IDS_INLINE), -1, np.int32)
         self._many_stops: dict[int, frozenset[int]] = {}
         self._recent: Int32Array = np.zeros((capacity, 2 * chunk_size), np.int32)
@@ -88,6 +90,7 @@ class DecodeRows:
         table = sequence.block_table()
         self.tables[slot, : len(table)] = table
         self.block_counts[slot] = len(table)
+        self.text_blocks[slot] = sequence.stem.base if sequence.group.modules is not None else 0
         # A search decides itself what a stop token means.
         stop_ids = sequence.group.request.stop_ids if sequence.seat is None else ()
         if len(stop_ids) <= STOP_IDS_INLINE:
@@ -109,7 +112,7 @@ class DecodeRows:
         self.sequences[slot] = None
         self.stays[slot] = 0
         self.tables[slot, : self.block_counts[slot]] = NO_BLOCK
-        self.block_counts[slot] = 0
+        self.block_counts[slot] = self.text_blocks[slot] = 0
         self._stop_ids[slot] = -1
         self._many_stops.pop(slot, None)
         sequence.slot = -1
@@ -142,7 +145,8 @@ class DecodeRows:
         order = tree_order(tables)
         ordered = slots[order]
         runs = shared_runs(tables[order], self.block_counts[ordered])
-        return self.row_set(ordered), runs
+        texts = text_runs(self.text_blocks[ordered])
+        return self.row_set(ordered), np.concatenate([runs, texts]) if len(texts) else runs
 
     def row_set(self, slots: NDArray[np.intp]) -> RowSet:
         """The rows in these slots, in this order, as they are now."""

@@ -11,7 +11,7 @@ ends; then the next is the oldest. Preempted groups resume before new ones of th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -24,6 +24,8 @@ from trunkline.controller.config import EngineConfig
 from trunkline.controller.costs import StepCosts
 from trunkline.controller.cutting import settle
 from trunkline.controller.draft import PlanDraft
+from trunkline.controller.encoding import Encoding
+from trunkline.controller.entries import Entries
 from trunkline.controller.fetching import Fetching
 from trunkline.controller.groups import Forks, move_beams, restore_output
 from trunkline.controller.loading import Loading
@@ -82,6 +84,8 @@ class Scheduler:
         self.fetching = Fetching(tree.tiers, self.costs, config.chunk_size)
         self.rows = DecodeRows(config.max_rows, config.chunk_size, config.max_table_blocks)
         self.queue = RequestQueue()
+        self.entries = Entries(self.queue)
+        self.encoding = Encoding(self.residence, self.queue, self.fetching)
         self.prefilling: list[Sequence] = []
         """Admitted, prompt not wholly planned; in order of admission."""
         self.parked: list[Sequence] = []
@@ -90,26 +94,24 @@ class Scheduler:
         self.counters = SchedulerCounters()
         self.row_set = NO_ROWS
         self._news = _News()
-        self._entering: dict[int, SequenceGroup] = {}
-        """Groups that come back after a preemption, some sequences of them already, while others still wait."""
-        self._blocked: tuple[int, int, int] | None = None
-        """(request, blocks available, `running_count`) of the last admission that failed for lack of blocks."""
 
     @property
     def running_count(self) -> int:
         """Sequences that hold blocks."""
-        return self.config.max_rows - self.rows.free_count + len(self.prefilling) + len(self.parked)
+        decoding = self.config.max_rows - self.rows.free_count
+        return decoding + len(self.prefilling) + len(self.parked) + len(self.encoding.finishing)
 
     @property
     def waiting_count(self) -> int:
         """Requests of which a sequence waits."""
-        return len(self.queue)
+        return len(self.queue) - sum(group.queued for group in self.encoding.jobs.groups())
 
     def plan(self, step: int, now: float) -> PlanDraft | None:
         """The next step, or None if nothing can be computed."""
         draft = PlanDraft(step, self.config.chunk_size)
         residence, tree = self.residence, self.residence.tree
         residence.pool.taken.clear()
+        self._end_encoded(step, now)
         self._grow(draft, now)
         copied = self.forks.copy_tails(draft)
         self._unpark(draft)
@@ -143,6 +145,11 @@ class Scheduler:
                 self._news.rows_changed = True  # these rows have sampled their last token with this step
         if draft.sampling:
             self._news.rows_changed = True
+
+    def _end_encoded(self, step: int, now: float) -> None:
+        for sequence in list(self.encoding.finishing):
+            self.end(sequence, now)
+            self.encoding.jobs.done(sequence.group, step)
 
     # Growth and preemption
 
@@ -184,7 +191,8 @@ class Scheduler:
 
     def running(self) -> list[Sequence]:
         """Everyone who holds blocks."""
-        return [s for s in self.rows.sequences if s is not None] + self.prefilling + self.parked
+        entering = self.prefilling + self.parked + self.encoding.finishing
+        return [s for s in self.rows.sequences if s is not None] + entering
 
     def _newest(self) -> SequenceGroup:
         return max((s.group for s in self.running()), key=lambda group: group.rank)
@@ -196,7 +204,7 @@ class Scheduler:
             if sequence.stay:
                 self.release(sequence, now, claim=claim)
             sequence.phase = Phase.WAITING
-        self._entering.pop(group.id, None)
+        self.entries.left(group)
         whole = len(group.members) == group.request.width > 1
         if whole and group.members[0].tokens.count == group.prompt_len:
             # Nothing tells the samples apart yet: they will fork again. Not if one was
@@ -247,6 +255,9 @@ class Scheduler:
         elif sequence.phase is Phase.PARKED:
             kv_tokens = sequence.computed
             self.parked.remove(sequence)
+        elif sequence in self.encoding.finishing:
+            kv_tokens = sequence.computed
+            self.encoding.finishing.remove(sequence)
         else:
             kv_tokens = max(sequence.computed, sequence.resident)
             self.prefilling.remove(sequence)
@@ -266,17 +277,14 @@ class Scheduler:
         group.members.remove(sequence)
         if not group.members:
             self.fetching.done(group)
-        self._note_entry(group)
+            self.leave_jobs(group, now)
+        self.entries.note(group)
 
-    def _note_entry(self, group: SequenceGroup) -> None:
-        """A sequence of the group has come in or has ended: whether others of it wait may be different now."""
-        waits = any(member.phase is Phase.WAITING for member in group.members)
-        if group.queued and not waits:
-            self.queue.remove(group)
-        if waits and any(member.stay for member in group.members):
-            self._entering[group.id] = group
-        else:
-            self._entering.pop(group.id, None)
+    def leave_jobs(self, waiter: Hashable, now: float) -> None:
+        """Somebody does not wait for texts any more; what nobody waits for is not encoded."""
+        for orphan in self.encoding.jobs.left(waiter):
+            for member in orphan.members.copy():
+                self.end(member, now)
 
     def seal(self, slot: int, kv_tokens: int, now: float) -> None:
         """A row's chunk is full: name it and share it."""
@@ -311,47 +319,50 @@ class Scheduler:
             if budget <= 0:
                 return
             budget -= self._prefill_chunk(sequence, budget, draft, now)
-        matched = 0
+        started = -1
+        while started < self.encoding.jobs.started_texts:  # who finds a text gone has it encoded, maybe at once
+            started = self.encoding.jobs.started_texts
+            budget = self._start_waiting(budget, draft, now)
+
+    def _start_waiting(self, budget: int, draft: PlanDraft, now: float) -> int:
+        """Admit who waits, in order; returns what is left of the budget, 0 if nobody else may start."""
+        matched, jobs = 0, self.encoding.jobs
+        if len(jobs):
+            jobs.hold_for(next((g for g in self.queue if not g.encodes), None), draft.step)
         for group in self._candidates():
             if budget <= 0 or matched >= MATCHED_TOKENS_MAX:
-                return
+                return 0
             if group.waits_for_grammar or self.fetching.is_probing(group, now):
                 continue
+            if not jobs.is_ready(group, draft.step):
+                continue
             if not self._may_start(group, draft.step):
-                return  # nobody overtakes: that would starve large requests
+                return 0  # nobody overtakes: that would starve large requests
             for sequence in list(group.members):
                 if sequence.phase is not Phase.WAITING or self._still_pending(sequence, draft.step):
                     continue
                 sequence.waits_on = None
                 matched += sequence.tokens.count
                 outcome = self._admit(sequence, now, draft)
+                if outcome is Admission.NO_BLOCKS and jobs.make_way(group):
+                    outcome = self._admit(sequence, now, draft)
+                if outcome is Admission.LACKING:
+                    jobs.too_far(group, draft.step)
                 if outcome is Admission.NO_BLOCKS:
-                    self._blocked = (group.id, self.residence.available, self.running_count)
-                    return
+                    self.entries.blocked(group, self.residence.available, self.running_count)
+                    return 0
                 if outcome is Admission.ADMITTED:
                     budget -= self._prefill_chunk(sequence, budget, draft, now)
                 if budget <= 0:
                     break
-            if group.search is not None and group.id in self._entering:
-                return  # see `_candidates`
+            if group.search is not None and self.entries.is_entering(group):
+                return 0  # see `_candidates`
+        return budget
 
     def _candidates(self) -> list[SequenceGroup]:
-        """Who may start now, in order; nobody while the first of them still lacks blocks.
-
-        Beams that have come back hold blocks and compute nothing before all of their search are there. So a search
-        that has begun to come in goes before everybody, and alone: two of them, or one and a prompt of
-        better priority, could each hold what the other waits for.
-        """
-        waiting = list(self.queue)
-        for search in [group for group in self._entering.values() if group.search is not None]:
-            waiting.remove(search)
-            waiting.insert(0, search)
-        if not waiting:
-            return []
+        """Who may start now, in order."""
         going = self.running_count > len(self.parked)  # else nothing is going to change by itself
-        if going and self._blocked == (waiting[0].id, self.residence.available, self.running_count):
-            return []
-        return waiting
+        return self.entries.candidates(self.residence.available, self.running_count, going=going)
 
     def _may_start(self, group: SequenceGroup, step: int) -> bool:
         """Whether all of a group fits the rows and, if several sequences come back at once, the pool."""
@@ -366,7 +377,7 @@ class Scheduler:
     def _rows_promised(self) -> int:
         """Rows that those who hold blocks, and the rest of their groups, will need beyond those they have."""
         groups = {s.group.id: s.group for s in (*self.prefilling, *self.parked)}
-        groups |= self._entering
+        groups |= self.entries.entering()
         return sum(g.rows_needed - sum(s.slot >= 0 for s in g.members) for g in groups.values())
 
     def _spare_blocks(self, group: SequenceGroup) -> int:
@@ -397,13 +408,15 @@ class Scheduler:
             draft,
             tails=0 if group.forked else group.request.width - 1,
             wait_for=lambda far: self.fetching.worth_waiting(group, far, now),
-            loads=self.config.preemption == "swap" or self.costs.load_pays(self.config.chunk_size),
+            loads=self._loads(group),
         )
         if outcome is not Admission.ADMITTED:
             if not any(member.stay for member in group.members):
                 for member in group.members:
                     self.forks.end_stay(member)  # its search has not come in, after all
             return outcome
+        if group.modules is not None:
+            self.leave_jobs(group, now)
         if group.found is None:
             group.found = explain(self.residence, self.fetching, sequence, draft)
         self.fetching.done(group)
@@ -412,9 +425,16 @@ class Scheduler:
             self.loading.wait(sequence.stay, step)
         sequence.phase = Phase.PREFILL
         self.prefilling.append(sequence)
-        self._note_entry(group)
-        self._blocked = None  # should it be this group's: it needs other blocks now
+        self.entries.note(group)
+        self.entries.unblock()
         return outcome
+
+    def _loads(self, group: SequenceGroup) -> bool:
+        """Whether a group's chunks are loaded from the host, or computed again. Texts of modules are encoded by
+        others, so they are always loaded."""
+        if group.modules is not None or self.config.preemption == "swap":
+            return True
+        return self.costs.load_pays(self.config.chunk_size)
 
     def _prefill_chunk(self, sequence: Sequence, budget: int, draft: PlanDraft, now: float) -> int:
         """Plan the next part of a prompt, unless the KV before it is better waited for; returns its tokens."""
@@ -427,7 +447,7 @@ class Scheduler:
             return 0
         self.residence.tree.fences.reads(self.loading.begin(sequence.stay))
         last = start + tokens == stop
-        samples = last and stop == sequence.tokens.count
+        samples = last and stop == sequence.tokens.count and not group.encodes
         if tokens:
             write_from = max(start, sequence.resident)
             holes = group.holes
@@ -444,6 +464,9 @@ class Scheduler:
         if scored:
             # Not again after a preemption: the workers score what is computed of such a prompt.
             sequence.sampling = msgspec.structs.replace(sequence.sampling, prompt_logprobs=-1)
+        if group.encodes:
+            self.encoding.finishing.append(sequence)
+            return tokens
         if not samples:
             sequence.phase = Phase.PARKED
             self.parked.append(sequence)

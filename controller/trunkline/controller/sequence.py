@@ -21,10 +21,12 @@ from typing import NamedTuple
 import numpy as np
 
 from trunkline.controller.beam_search import BeamHistory
-from trunkline.controller.messages import BeamSearch, Grammar
+from trunkline.controller.forest import Match
+from trunkline.controller.messages import BeamSearch, Grammar, PromptLayout
+from trunkline.controller.module_prompt import ModulePrompt
 from trunkline.controller.node import Node
 from trunkline.kvstore.cuts import Cut
-from trunkline.kvstore.layout import BlockId, Int32Array, blocks_for
+from trunkline.kvstore.layout import BlockId, Extent, Int32Array, blocks_for
 from trunkline.kvstore.names import ChunkName
 from trunkline.kvstore.tier import TierKind
 from trunkline.worker.messages import BeamSeat, Sampling
@@ -46,6 +48,8 @@ class Request:
     """Ranges of the prompt that are not seen (`trunkline.kvstore.cuts`)."""
     ttl: float = 0.0
     """Seconds for which its KV is kept behind its end; 0: as the group is set."""
+    layout: PromptLayout | None = None
+    """Of a prompt with modules (`trunkline.controller.modules`): then `tokens` are its own only."""
     n: int = 1
     """Samples, or hypotheses of a beam search."""
     beam: BeamSearch | None = None
@@ -100,7 +104,8 @@ class TokenBuffer:
 
 
 class Stem(NamedTuple):
-    """From where a sequence's chunks hang: one tree, or, behind cuts, several (`trunkline.controller.cutting`)."""
+    """From where a sequence's chunks hang: one tree, or, behind cuts (`trunkline.controller.cutting`) and with
+    modules (`trunkline.controller.modules`), several."""
 
     root: Node
     """Of the tree in which its last chunks are, and new ones will be."""
@@ -109,7 +114,17 @@ class Stem(NamedTuple):
     pins: tuple[Node, ...] = ()
     """The last of them in each of these trees: holding it keeps those before."""
     marker: bytes = b""
-    """Name of the cut behind which it computes; empty without one."""
+    """Names what it sees, if that is not all before it (a cut, modules); else empty."""
+    extents: tuple[Extent, ...] = ()
+    """Its layout, with modules."""
+
+
+class Place(NamedTuple):
+    """Where a sequence's tokens are found in the forest."""
+
+    stem: Stem
+    match: Match
+    """The whole path: chunks in other trees first (`Stem.base` of them)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +147,7 @@ class Found:
     miss: str = ""
     miss_token: int = 0
     exact: bool = True
+    module_tokens: int = 0
 
 
 class SequenceGroup:
@@ -144,6 +160,7 @@ class SequenceGroup:
         "found",
         "limit",
         "members",
+        "modules",
         "preempted",
         "prompt_len",
         "prompt_scored",
@@ -176,6 +193,8 @@ class SequenceGroup:
         self.cut: GroupCut | None = None
         """Set if parts of the prompt are not seen while KV of the rest is kept: then prompt, limit and tokens
         count in the table (`trunkline.kvstore.cuts`)."""
+        self.modules: ModulePrompt | None = None
+        """Set if the prompt has modules: likewise."""
         self.prompt_scored = request.sampling.prompt_logprobs < 0
         """Whether the log-probabilities of the whole prompt have been computed, if they were asked for."""
         self.waits_for_grammar = False
@@ -190,9 +209,10 @@ class SequenceGroup:
         return self.request.id
 
     @property
-    def key(self) -> tuple[int, bool, int]:
-        """Order in the queue: by priority; who was preempted before who is new; by arrival."""
-        return self.request.priority, not self.preempted, self.arrival
+    def key(self) -> tuple[int, bool, int, int]:
+        """Order in the queue: by priority; who was preempted before who is new; by arrival; what encodes a text
+        for a request (its id is negative) before that."""
+        return self.request.priority, not self.preempted, self.arrival, self.id
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -203,7 +223,14 @@ class SequenceGroup:
     def holes(self) -> int:
         """Tokens in the block tables that are not seen: positions act so much earlier than they are counted
         here."""
+        if self.modules is not None:
+            return self.modules.holes
         return self.cut.cut.holes if self.cut is not None else 0
+
+    @property
+    def encodes(self) -> bool:
+        """Whether it computes a text of a module, for others: it samples nothing."""
+        return self.modules is not None and self.modules.target >= 0
 
     def compact(self) -> None:
         """Go on as a plain prompt of what is seen: the KV that was kept is not used (any more)."""
@@ -219,6 +246,8 @@ class SequenceGroup:
     @property
     def rows_needed(self) -> int:
         """Sequences that will decode at once."""
+        if self.encodes:
+            return 0
         return len(self.members) if self.forked else self.request.width
 
 

@@ -21,15 +21,17 @@ import msgspec
 import structlog
 import zmq
 
-from trunkline.controller.clients import CLIENT_SHIFT, Client, Clients
+from trunkline.controller.clients import CLIENT_SHIFT, NUMBER_MASK, Client, Clients
 from trunkline.controller.config import ConfigError, ControllerConfig
 from trunkline.controller.engine import Engine, ProtocolError
 from trunkline.controller.group import GroupLostError, WorkerGroup
 from trunkline.controller.integrity import check_integrity
+from trunkline.controller.layout_checks import problem_of_call
 from trunkline.controller.messages import (
     Abort,
     FlushCache,
     GrammarReady,
+    ModulesCall,
     MovesDone,
     Ping,
     Prefetch,
@@ -39,6 +41,7 @@ from trunkline.controller.messages import (
     StepResult,
     Submit,
 )
+from trunkline.controller.module_calls import CallDone
 from trunkline.controller.persistence import Persistence
 from trunkline.controller.state_report import state_of
 from trunkline.controller.submissions import (
@@ -49,7 +52,7 @@ from trunkline.controller.submissions import (
     request_of_prefetch,
 )
 from trunkline.kvstore.tier import TierKind
-from trunkline.router.messages import Finished, FinishReason, Flushed, Outputs, Prefetched, State
+from trunkline.router.messages import Finished, FinishReason, Flushed, ModulesReply, Outputs, Prefetched, State
 
 POLL_MS_MAX = 1000
 SETTLE_SECONDS_MAX = 2.0
@@ -239,8 +242,25 @@ class ControllerService:
             log.warning("a tier did not hold a chunk whole, which is computed again; from now on only counted")
 
     def _publish(self) -> None:
-        if self.engine is not None and (outputs := self.engine.outputs()) is not None:
-            self.clients.publish(outputs)
+        if self.engine is None or (outputs := self.engine.outputs()) is None:
+            return
+        self.clients.publish(outputs)
+        for done in outputs.modules:
+            client = self.clients.find(done.call >> CLIENT_SHIFT)
+            if client is not None:
+                self.clients.send(client, self._modules_reply(client, done))
+
+    def _modules_reply(self, client: Client, done: CallDone) -> ModulesReply:
+        return ModulesReply(
+            client.next_seq(),
+            done.call & NUMBER_MASK,
+            done.status,
+            done.detail,
+            done.tiers,
+            done.blocks,
+            done.computed_tokens,
+            sum(rank.block_bytes for rank in self.group.ready.values()),
+        )
 
     def _handle(self, client: Client, message: RouterRequest, now: float) -> None:
         match message:
@@ -259,6 +279,8 @@ class ControllerService:
                 self.clients.send(client, self.persistence.records.handle(message, client.next_seq(), wall))
             case Prefetch():
                 self._prefetch(client, message, now)
+            case ModulesCall():
+                self._modules_call(client, message, now)
 
     def _submit(self, client: Client, message: Submit, now: float) -> None:
         refusal = self._refusal(message)
@@ -274,6 +296,18 @@ class ControllerService:
         if self.engine is not None and not problem_of_prefetch(message, self.config.vocab_size):
             known, coming = self.engine.prefetch(request_of_prefetch(message), now)
         self.clients.send(client, Prefetched(client.next_seq(), message.ticket, known, coming))
+
+    def _modules_call(self, client: Client, call: ModulesCall, now: float) -> None:
+        problem = problem_of_call(call, self.config.vocab_size)
+        if not is_request_number(call.ticket):
+            return
+        if self.engine is None or self.status is not Status.READY:
+            problem = problem or f"the group is {self.status}: {self.detail}"
+        if problem:
+            self.clients.send(client, ModulesReply(client.next_seq(), call.ticket, "failed", problem))
+            return
+        assert self.engine is not None
+        self.engine.modules_call(client.index << CLIENT_SHIFT | call.ticket, call, now)
 
     def _refusal(self, message: Submit) -> Finished | None:
         if self.status is Status.DRAINING:
@@ -293,6 +327,9 @@ class ControllerService:
         mine = [i for i in self.engine.request_ids() if i >> CLIENT_SHIFT == client.index]
         for request in mine:
             self.engine.abort(request, now)
+        for call in self.engine.modules_calls():
+            if call >> CLIENT_SHIFT == client.index:
+                self.engine.modules_call(call, ModulesCall(call & NUMBER_MASK, "cancel"), now)
         if mine:
             log.warning("a router is gone; its requests were aborted", requests=len(mine))
 

@@ -61,3 +61,19 @@ def shared_runs(tables: Int32Array, block_counts: Int32Array) -> Int32Array:
             open_runs.append((first, depth))
     runs.sort(key=lambda run: (run[0], -run[1]))
     return np.array(runs, dtype=np.int32).reshape(-1, 4)
+
+
+def text_runs(text_blocks: Int32Array) -> Int32Array:
+    """Runs that cover the texts of modules: any rows may share any of these blocks, wherever in their tables, so
+    that the workers look for equal ones among all of them (`trunkline.kernels.plan.build_decode_plan`).
+
+    Args:
+        text_blocks: `[rows]`, entries of texts at the beginning of each table.
+
+    Returns:
+        `[runs, 4]` as `shared_runs`; none if fewer than two rows have texts.
+    """
+    rows = np.flatnonzero(text_blocks)
+    if len(rows) < 2:
+        return np.empty((0, 4), dtype=np.int32)
+    return np.stack([rows, rows + 1, np.zeros_like(rows), text_blocks[rows]], axis=1).astype(np.int32)

@@ -44,6 +44,10 @@ def state_of(engine: Engine) -> dict[str, Any]:
         "tiers": _tiers(engine),
         "misses": dict(counters.misses),
         "positions_shift": config.positions_shift,
+        "texts_encoded": scheduler.encoding.jobs.encoded_texts,
+        "text_tokens_encoded": scheduler.encoding.jobs.encoded_tokens,
+        "texts_encoding": len(scheduler.encoding.jobs),
+        "chunks_pinned": scheduler.encoding.calls.pinned_count,
     }
 
 

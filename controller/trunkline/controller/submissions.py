@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from typing import Final
 
+from trunkline.controller.layout_checks import problem_of_layout, tokens_problem
 from trunkline.controller.messages import Prefetch, Submit
 from trunkline.controller.sequence import Request
 from trunkline.kvstore.beams import candidate_count
@@ -53,6 +54,7 @@ def request_of(message: Submit, request_id: int) -> Request:
         stop_ids=tuple(message.stop_token_ids),
         salt=message.salt,
         drops=_drops(message.drops),
+        layout=message.layout,
         ttl=message.ttl,
         n=message.n,
         beam=message.beam,
@@ -70,6 +72,7 @@ def request_of_prefetch(message: Prefetch) -> Request:
         sampling=Sampling(),
         salt=message.salt,
         drops=_drops(message.drops),
+        layout=message.layout,
     )
 
 
@@ -79,19 +82,12 @@ def _drops(packed: bytes) -> tuple[tuple[int, int], ...]:
 
 def problem_of_prefetch(message: Prefetch, vocab_size: int) -> str:
     """What is wrong with an announcement that no router should send; "" if nothing is."""
-    problem = _tokens_problem(message.tokens, vocab_size)
+    problem = tokens_problem(message.tokens, vocab_size)
+    if not problem and message.layout is not None:
+        problem = problem_of_layout(message.layout, len(message.tokens) // 4, vocab_size)
     if problem or not message.drops:
         return problem
     return _drops_problem(message.drops, len(message.tokens) // 4)
-
-
-def _tokens_problem(packed: bytes, vocab_size: int) -> str:
-    if len(packed) % 4:
-        return f"tokens are {len(packed)} bytes, which is no array of int32"
-    tokens, id_max = unpack_int32(packed), vocab_size - 1 if vocab_size else _INT32_MAX
-    if len(tokens) and not (tokens.min() >= 0 and tokens.max() <= id_max):
-        return f"token ids from {tokens.min()} to {tokens.max()} were given; they are 0 to {id_max}"
-    return ""
 
 
 def _drops_problem(packed: bytes, count: int) -> str:
@@ -108,11 +104,15 @@ def problem_of(message: Submit, vocab_size: int) -> str:
     """
     if not is_request_number(message.request):
         return f"request number {message.request} does not fit {NUMBER_BITS} bits"
-    problem = _tokens_problem(message.tokens, vocab_size)
+    problem = tokens_problem(message.tokens, vocab_size)
     if problem:
         return problem
     if message.drops and (problem := _drops_problem(message.drops, message.prompt_len)):
         return problem
+    if message.layout is not None:
+        problem = problem_of_layout(message.layout, message.prompt_len, vocab_size)
+        if problem or message.drops:
+            return problem or "a prompt with modules cannot have dropped ranges"
     if not 0.0 <= message.ttl < math.inf:
         return f"ttl is {message.ttl}; it is a time in seconds"
     id_max = vocab_size - 1 if vocab_size else _INT32_MAX

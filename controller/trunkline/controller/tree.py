@@ -122,11 +122,11 @@ class ChunkTree(ChunkForest):
         moves.loads.append((block, slot, generation))
         self.loaded_blocks += 1
 
-    def add_remote(self, parent: Node, key: bytes, now: float) -> Node:
-        """A chunk that the remote tier was found to have."""
+    def add_remote(self, parent: Node, key: bytes, now: float, marker: bytes = b"") -> Node:
+        """A chunk that the remote tier was found to have; `marker` as in `attach`."""
         node = parent.children.get(key)
         if node is None:
-            node = self.attach(parent, key, NO_BLOCK, 0)
+            node = self.attach(parent, key, NO_BLOCK, 0, marker)
             node.last_use = now
         self.tiers.add_remote(node)
         return node
@@ -139,9 +139,10 @@ class ChunkTree(ChunkForest):
             return
         self.save_later(node)
 
-    def save_later(self, node: Node) -> None:
-        """Copy a chunk to the host in one of the next plans."""
-        if not self.tiers.config.host_slots or node.token_count < self.chunk_size:
+    def save_later(self, node: Node, *, partial: bool = False) -> None:
+        """Copy a chunk to the host in one of the next plans; one that is not full only if it will not grow
+        (`partial`)."""
+        if not self.tiers.config.host_slots or (node.token_count < self.chunk_size and not partial):
             return
         if len(self._unsaved) > 2 * self._pool.num_blocks + 64:
             self._unsaved = deque(dict.fromkeys(other for other in self._unsaved if other.on_device))
@@ -200,7 +201,7 @@ class ChunkTree(ChunkForest):
         assert parent is not None
         while (at := bisect_left(parent.sorted_keys, node.key)) > 0:
             sibling = parent.children[parent.sorted_keys[at - 1]]
-            spared = sibling.active or sibling.children or sibling.claims
+            spared = sibling.active or sibling.children or sibling.claims or sibling.pins
             if spared or not node.key.startswith(sibling.key):
                 return
             self._drop(sibling)
@@ -312,7 +313,7 @@ class ChunkTree(ChunkForest):
 
     def _evict_chunk(self, node: Node, moves: Moves | None) -> None:
         if moves is not None and self._wants_copy(node):
-            self._reserve(node, moves, moves.saves, forced=node.claims > 0)
+            self._reserve(node, moves, moves.saves, forced=node.claims > 0 or node.pins > 0)
         if node.is_stored:
             self._pool.release(self.unplace(node))
         else:

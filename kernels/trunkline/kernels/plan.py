@@ -214,6 +214,17 @@ def _group(segments: Segments, chosen: NDArray[np.int64], chunk_size: int) -> tu
     chosen, place = chosen[order], place[order]
     is_like_previous = np.zeros(len(chosen) + 1, dtype=bool)
     np.equal(place[1:], place[:-1], out=is_like_previous[1:-1])
+    row = segments.row[chosen]
+    is_again = np.zeros(len(chosen), dtype=bool)
+    np.logical_and(is_like_previous[1:-1], row[1:] == row[:-1], out=is_again[1:])
+    if is_again.any():
+        # A row that reads a range at several places, each with a shift of its own, is in several items: of all
+        # rows the first reading in one, the second in another.
+        number = np.arange(len(chosen))
+        reading = number - np.maximum.accumulate(np.where(is_again, 0, number))
+        order = np.lexsort((reading, place))
+        chosen, place, reading = chosen[order], place[order], reading[order]
+        is_like_previous[1:-1] = (place[1:] == place[:-1]) & (reading[1:] == reading[:-1])
     starts = (is_like_previous[:-1] < is_like_previous[1:]).nonzero()[0]
     members = is_like_previous[:-1] | is_like_previous[1:]
     # Segments of one place follow each other in order of appearance: the first of them names the item.

@@ -50,6 +50,9 @@ class Started(msgspec.Struct, array_like=True, frozen=True):
     cut: str = ""
     """Of a request with drops: "kept" (cached KV is used behind the cut), "recomputed" (it was not there, or the
     model's positions cannot shift); "" without drops."""
+    module_tokens: int = 0
+    """Prompt tokens that are parts of modules; those that were not computed for this request are among
+    `cached_tokens`."""
 
 
 class MissReason(StrEnum):
@@ -201,6 +204,14 @@ class State(msgspec.Struct, array_like=True, frozen=True, tag="state"):
     """Requests by `MissReason`, since the start."""
     positions_shift: bool = True
     """Whether KV can be kept when the tokens before it are cut off."""
+    texts_encoded: int = 0
+    """Texts of modules that were computed since the start, …"""
+    text_tokens_encoded: int = 0
+    """… and their tokens."""
+    texts_encoding: int = 0
+    """Texts that are being computed, or wait for it."""
+    chunks_pinned: int = 0
+    """Chunks of schemas that are pinned."""
 
 
 class Flushed(msgspec.Struct, array_like=True, frozen=True, tag="flushed"):
@@ -220,6 +231,25 @@ class Prefetched(msgspec.Struct, array_like=True, frozen=True, tag="prefetched")
     """Of the prompt, in any tier, …"""
     coming_tokens: int
     """… of them being fetched into host memory now."""
+
+
+class ModulesReply(msgspec.Struct, array_like=True, frozen=True, tag="modules"):
+    """Answer to `ModulesCall`."""
+
+    seq: int
+    ticket: int
+    status: str
+    """"ok"; "failed": `detail` says why, and what could be computed is there; "quota": all is there, but is not
+    pinned, because more would be than this group allows; "cancelled"."""
+    detail: str = ""
+    tiers: bytes = b""
+    """int32 per text: the slowest tier that one of its chunks has to come from (`TierKind`); -1: not all is there."""
+    blocks: bytes = b""
+    """int32 per text: chunks that hold it."""
+    computed_tokens: int = 0
+    """For this call, placeholders included."""
+    block_bytes: int = 0
+    """Of a chunk, all ranks together."""
 
 
 class Record(msgspec.Struct, array_like=True, frozen=True):
@@ -247,4 +277,4 @@ class RecordReply(msgspec.Struct, array_like=True, frozen=True, tag="record"):
     detail: str = ""
 
 
-RouterMessage = Outputs | State | Flushed | Prefetched | RecordReply
+RouterMessage = Outputs | State | Flushed | Prefetched | ModulesReply | RecordReply

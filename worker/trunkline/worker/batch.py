@@ -24,7 +24,7 @@ from trunkline.kernels.plan import DecodePlan, PrefillPlan, WritePlan, build_dec
 from trunkline.kvstore.layout import NO_BLOCK, Int32Array, unpack_int32
 from trunkline.worker.errors import PlanError
 from trunkline.worker.messages import StepPlan
-from trunkline.worker.sequences import Sequence, SequenceTable, join_segments, plain_segments
+from trunkline.worker.sequences import Sequence, SequenceTable, segments_of
 
 _NO_RUNS = np.zeros((0, 4), dtype=np.int32)
 
@@ -193,15 +193,12 @@ class BatchBuilder:
 
     def _rebuild(self) -> None:
         rows, chunk_size = self._rows, self._chunk_size
-        positions = np.array([row.known - 1 for row in rows], dtype=np.int32)
+        known = np.array([row.known for row in rows], dtype=np.int32)
+        segments = segments_of(rows, known, chunk_size)
         if all(row.is_plain for row in rows):
-            segments = plain_segments(rows, positions, chunk_size)
-            frame = positions
+            frame = known - np.int32(1)
         else:
-            segments = join_segments(
-                [row.segments(index, row.known, chunk_size) for index, row in enumerate(rows)]
-            )
-            frame = np.array([row.frame_position(row.known - 1) for row in rows], dtype=np.int32)
+            frame = np.concatenate([row.layout.frame_positions(row.known - 1, row.known) for row in rows])
         try:
             self._plan = build_decode_plan(segments, frame, self._runs, chunk_size)
         except ValueError as error:
@@ -225,29 +222,26 @@ class _Prefill:
         self.scored: list[ScoredPrompt] = []
         self.scored_tokens: list[NDArray[np.int64]] = []
         """Indices, among all prefill tokens, of those before each of the scored ones."""
-        self._segments = []
+        self._sequences: list[Sequence] = []
+        self._stops: list[int] = []
+        """By entry: the index behind its last token."""
         total = 0
-        for row, (sequence_id, start, count, write_from, sample) in enumerate(entries.tolist()):
+        for sequence_id, start, count, write_from, sample in entries.tolist():
             sequence, stop = sequences[sequence_id], start + count
             self.ids.append(sequence.token_slice(start, stop))
-            first = sequence.frame_position(start)
-            self.positions.append(np.arange(first, first + count, dtype=np.int32))
             slots = sequence.slots(start, stop, chunk_size)
             slots[: max(0, min(count, write_from - start))] = NO_BLOCK
             self.slots.append(slots)
-            if sequence.is_plain:
-                segments = plain_segments([sequence], np.array([stop - 1], dtype=np.int32), chunk_size)
-                segments.row += np.int32(row)
-            else:
-                segments = sequence.segments(row, stop, chunk_size)
-            self._segments.append(segments)
+            self.positions.append(sequence.layout.frame_positions(start, stop))
+            self._sequences.append(sequence)
+            self._stops.append(stop)
             if sequence.sampling.prompt_logprobs >= 0:
                 self._score(sequence, start, stop, total)
             total += count
             if sample:
                 if stop != sequence.known:
                     raise PlanError(
-                        f"sequence {sequence_id}: to sample after position {stop - 1}, "
+                        f"sequence {sequence_id}: to sample after index {stop - 1}, "
                         f"while {sequence.known} tokens are known"
                     )
                 self.samples.append(sequence)
@@ -263,8 +257,8 @@ class _Prefill:
         self.scored_tokens.append(np.arange(first_token, first_token + count))
 
     def plan(self, chunk_size: int) -> PrefillPlan:
-        segments = join_segments(self._segments)
-        items = [len(part.row) for part in self._segments]
+        segments = segments_of(self._sequences, np.array(self._stops, dtype=np.int32), chunk_size)
+        items = np.bincount(segments.row, minlength=len(self._sequences))
         return PrefillPlan(
             chunk_size=chunk_size,
             query_indptr=np.cumsum([0, *map(len, self.ids)], dtype=np.int32),

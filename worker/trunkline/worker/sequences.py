@@ -1,9 +1,7 @@
 """A worker's mirror of the sequences in the controller's batch, kept up to date by the deltas of step plans.
 
-Positions: a sequence's tokens are numbered by the positions at which they act. New tokens are computed in the
-open extent, in its frame: the position used for rotation is `position - shift`, and every other extent's
-shift is taken relative to the open one's. So truncation, which shifts all that it keeps alike, stays on the
-fast path, and what is stored is always "the rotation of the position at which it was computed".
+A sequence's tokens are numbered by index; `trunkline.worker.extents` knows where they lie and at which positions
+they act. What is stored is always "the rotation of the position at which it was computed".
 """
 
 from __future__ import annotations
@@ -14,8 +12,9 @@ import msgspec
 import numpy as np
 
 from trunkline.kernels.plan import Segments
-from trunkline.kvstore.layout import OPEN_COUNT, PLAIN_LAYOUT, Extent, Int32Array, unpack_int32
+from trunkline.kvstore.layout import Extent, Int32Array, unpack_int32
 from trunkline.worker.errors import PlanError
+from trunkline.worker.extents import PLAIN, ContextLayout
 from trunkline.worker.messages import BeamSeat, Fork, Join, Sampling, StepPlan
 
 
@@ -40,7 +39,7 @@ class Sequence:
         self.tokens = array("i", unpack_int32(join.tokens).tobytes())
         self.first = join.first
         self.known = join.first + len(self.tokens)
-        """Tokens known so far, sampled ones included: the last one stands at position `known - 1`."""
+        """Tokens known so far, sampled ones included: the last one has index `known - 1`."""
         self.prompt_len = join.prompt_len
         self.blocks = array("i", unpack_int32(join.blocks).tobytes())
         self.sampling: Sampling = join.sampling
@@ -51,6 +50,11 @@ class Sequence:
         """Whether an entry of the block table was replaced since the last batch."""
         if not self.tokens or join.first < 0:
             raise PlanError(f"sequence {self.id} joins with {len(self.tokens)} tokens from {join.first} on")
+        if self.known <= self.layout.open_start:
+            raise PlanError(
+                f"sequence {self.id} joins with {self.known} tokens; its open extent begins at index "
+                f"{self.layout.open_start}, and at least the last token must lie in it"
+            )
 
     @classmethod
     def forked(cls, fork: Fork, parent: Sequence) -> Sequence:
@@ -73,7 +77,7 @@ class Sequence:
 
     @property
     def is_plain(self) -> bool:
-        return self.layout == PLAIN_LAYOUT
+        return self.layout.is_plain
 
     @property
     def output_index(self) -> int:
@@ -96,14 +100,14 @@ class Sequence:
         self.known += 1
 
     def token_slice(self, start: int, stop: int) -> Int32Array:
-        """Token ids at positions `[start, stop)`.
+        """Token ids at indices `[start, stop)`.
 
         Raises:
             PlanError: not all of them are known.
         """
         if not self.first <= start < stop <= self.known:
             raise PlanError(
-                f"sequence {self.id}: positions [{start}, {stop}) asked for; [{self.first}, {self.known}) known"
+                f"sequence {self.id}: indices [{start}, {stop}) asked for; [{self.first}, {self.known}) known"
             )
         return np.array(self.tokens[start - self.first : stop - self.first], dtype=np.int32)
 
@@ -121,63 +125,24 @@ class Sequence:
         else:
             raise PlanError(f"sequence {self.id}: block-table entry {index} set; there are {len(self.blocks)}")
 
-    def frame_position(self, position: int) -> int:
-        """The position at which a new token's query and key are rotated."""
-        return position - self.layout[-1].shift
-
     def slots(self, start: int, stop: int, chunk_size: int) -> Int32Array:
-        """Where the KV of new tokens at positions `[start, stop)` goes: `block * chunk_size + offset`.
+        """Where the KV of new tokens with indices `[start, stop)` goes: `block * chunk_size + offset`.
 
         Raises:
-            PlanError: the block table is too short.
+            PlanError: the block table is too short, or some of them can only be read.
         """
-        extent = self.layout[-1]
-        begin = self.frame_position(start) - extent.base_position
-        if begin < 0:
-            raise PlanError(f"sequence {self.id}: position {start} is not in its open extent")
-        offsets = np.arange(begin, begin + stop - start, dtype=np.int32) + extent.first_token
-        entries = extent.table_start + offsets // chunk_size
-        if entries[-1] >= len(self.blocks):
+        try:
+            entries, offsets = self.layout.cells(start, stop, chunk_size)
+        except PlanError as error:
+            raise PlanError(f"sequence {self.id}: {error}") from error
+        if entries.max() >= len(self.blocks):
             raise PlanError(
-                f"sequence {self.id}: position {stop - 1} needs block-table entry {entries[-1]}; "
-                f"there are {len(self.blocks)}"
+                f"sequence {self.id} needs block-table entry {entries.max()} for indices [{start}, {stop}); "
+                f"it has {len(self.blocks)}"
             )
         blocks = np.frombuffer(self.blocks, dtype=np.int32)[entries]
-        slots: Int32Array = blocks * np.int32(chunk_size) + offsets % chunk_size
+        slots: Int32Array = blocks * np.int32(chunk_size) + offsets
         return slots
-
-    def segments(self, row: int, length: int, chunk_size: int) -> Segments:
-        """Everything that a query at position `length - 1` reads, in order.
-
-        Raises:
-            PlanError: the block table is too short.
-        """
-        parts = [self._extent_segments(extent, length, chunk_size) for extent in self.layout]
-        table = np.concatenate([part for part in parts if part.shape[1]], axis=1)
-        index, first, count, base, shift = table
-        if index[-1] >= len(self.blocks):
-            raise PlanError(f"sequence {self.id}: its layout reaches beyond its {len(self.blocks)} blocks")
-        blocks = np.array(self.blocks, dtype=np.int32)[index]
-        return Segments(np.full(len(index), row, dtype=np.int32), index, blocks, first, count, base, shift)
-
-    def _extent_segments(self, extent: Extent, length: int, chunk_size: int) -> Int32Array:
-        """int32 `[5, n]`: table index, first, count, base, shift relative to the open extent."""
-        count = extent.token_count
-        if count == OPEN_COUNT:
-            count = self.frame_position(length) - extent.base_position
-        begin, end = extent.first_token, extent.first_token + count
-        entries = np.arange(begin // chunk_size, -(-end // chunk_size), dtype=np.int32)
-        lower = np.maximum(entries * chunk_size, begin)
-        upper = np.minimum((entries + 1) * chunk_size, end)
-        return np.stack(
-            [
-                extent.table_start + entries,
-                lower - entries * chunk_size,
-                upper - lower,
-                extent.base_position + lower - begin,
-                np.full(len(entries), extent.shift - self.layout[-1].shift, dtype=np.int32),
-            ]
-        ).astype(np.int32)
 
 
 class SequenceTable:
@@ -233,12 +198,19 @@ class SequenceTable:
             raise PlanError(f"blocks {blocks.min()} to {blocks.max()} named; the pool has {self._pool_blocks}")
 
 
-def plain_segments(sequences: list[Sequence], positions: Int32Array, chunk_size: int) -> Segments:
-    """`Sequence.segments` of many plain sequences at once, rows numbered in order (no loop over blocks).
+def segments_of(sequences: list[Sequence], lengths: Int32Array, chunk_size: int) -> Segments:
+    """What sequences read, rows numbered in order: of each the tokens with indices below its length.
 
     Raises:
         PlanError: a block table is too short.
     """
+    if all(sequence.is_plain for sequence in sequences):
+        return _plain_segments(sequences, lengths - 1, chunk_size)
+    return _laid_out_segments(sequences, lengths, chunk_size)
+
+
+def _plain_segments(sequences: list[Sequence], positions: Int32Array, chunk_size: int) -> Segments:
+    """`segments_of` plain sequences, of which the last token read has this position (no loop over blocks)."""
     used = positions // chunk_size + 1
     for sequence, entries in zip(sequences, used.tolist(), strict=True):
         if entries > len(sequence.blocks):
@@ -256,16 +228,35 @@ def plain_segments(sequences: list[Sequence], positions: Int32Array, chunk_size:
     return Segments(row, index, np.concatenate(tables), zeros, count, index * np.int32(chunk_size), zeros)
 
 
-def join_segments(parts: list[Segments]) -> Segments:
-    """Segments of several rows as one list."""
-    columns = zip(*(vars(part).values() for part in parts), strict=True)
-    return Segments(*(np.concatenate(column) for column in columns))
+def _laid_out_segments(sequences: list[Sequence], lengths: Int32Array, chunk_size: int) -> Segments:
+    """`segments_of` sequences with any layouts (no loop over extents or blocks)."""
+    spans = [sequence.layout.spans for sequence in sequences]
+    row = np.repeat(np.arange(len(sequences), dtype=np.int32), [part.shape[1] for part in spans])
+    table_start, first, base, shift, count, start = np.concatenate(spans, axis=1)
+    count = np.clip(lengths[row] - start, 0, count)
+    end, opening = first + count, first // chunk_size
+    used = np.where(count > 0, -(-end // chunk_size) - opening, 0)
+    # From here on one element per block: `extent` is its extent, `number` its place among the extent's entries.
+    extent = np.repeat(np.arange(len(row)), used)
+    number = np.arange(len(extent)) - np.repeat(np.cumsum(used) - used, used) + opening[extent]
+    begin = number * chunk_size
+    lower, upper = np.maximum(begin, first[extent]), np.minimum(begin + chunk_size, end[extent])
+    row, index = row[extent], table_start[extent] + number
+    sizes = np.array([len(sequence.blocks) for sequence in sequences])
+    beyond = np.flatnonzero(index >= sizes[row])
+    if len(beyond):
+        sequence, entry = sequences[row[beyond[0]]], index[beyond[0]]
+        raise PlanError(f"sequence {sequence.id} needs block-table entry {entry}; it has {len(sequence.blocks)}")
+    tables = np.concatenate([np.frombuffer(sequence.blocks, dtype=np.int32) for sequence in sequences])
+    block = tables[(np.cumsum(sizes) - sizes)[row] + index]
+    columns = (index, block, lower - begin, upper - lower, base[extent] + (lower - first[extent]), shift[extent])
+    return Segments(row, *(column.astype(np.int32) for column in columns))
 
 
-def _read_layout(join: Join) -> tuple[Extent, ...]:
+def _read_layout(join: Join) -> ContextLayout:
     if not join.extents:
-        return PLAIN_LAYOUT
-    layout = tuple(Extent(*row) for row in unpack_int32(join.extents, columns=5).tolist())
-    if layout[-1].token_count != OPEN_COUNT or any(extent.token_count <= 0 for extent in layout[:-1]):
-        raise PlanError(f"sequence {join.sequence}: exactly the last extent of a layout must be open")
-    return layout
+        return PLAIN
+    try:
+        return ContextLayout(tuple(Extent(*row) for row in unpack_int32(join.extents, columns=5).tolist()))
+    except PlanError as error:
+        raise PlanError(f"sequence {join.sequence}: {error}") from error

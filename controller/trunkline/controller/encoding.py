@@ -1,0 +1,31 @@
+"""The scheduler's part for texts of modules: who waits for them, who asked for them, what is held."""
+
+from __future__ import annotations
+
+from trunkline.controller.fetching import Fetching
+from trunkline.controller.module_calls import ModuleCalls
+from trunkline.controller.module_jobs import ModuleJobs
+from trunkline.controller.node import Node
+from trunkline.controller.queue import RequestQueue
+from trunkline.controller.residence import Residence
+from trunkline.controller.sequence import Sequence
+
+
+class Encoding:
+    """See `trunkline.controller.module_jobs` and `trunkline.controller.module_calls`."""
+
+    def __init__(self, residence: Residence, queue: RequestQueue, fetching: Fetching) -> None:
+        self.jobs = ModuleJobs(residence.tree, queue, fetching)
+        self.calls = ModuleCalls(residence, self.jobs)
+        self.finishing: list[Sequence] = []
+        """Texts whose last part is computed by the plan made last: they end with the next."""
+
+    @property
+    def is_working(self) -> bool:
+        """Whether something is being encoded, or asked for."""
+        return bool(len(self.jobs) or len(self.calls))
+
+    @property
+    def held(self) -> list[Node]:
+        """Chunks that are held by others than running sequences."""
+        return [*self.jobs.held, *self.calls.held]
