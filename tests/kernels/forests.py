@@ -39,6 +39,8 @@ class Row:
 
     ranges: list[Range] = field(default_factory=list)
     position: int = 0
+    own: list[int] = field(default_factory=list)
+    """Ascending positions of its own tokens, which end with `position`; empty: they are consecutive."""
 
     @property
     def tokens(self) -> int:
@@ -50,6 +52,11 @@ class Row:
         self.ranges[-1] = tail._replace(tokens=tail.tokens + 1)
         self.position += 1
         return tail.first + tail.tokens
+
+    def query_positions(self, count: int) -> NDArray[np.int64]:
+        """Positions of its last own tokens."""
+        consecutive = range(self.position - count + 1, self.position + 1)
+        return np.array(self.own[-count:] if self.own else consecutive, dtype=np.int64)
 
     def key_positions(self) -> NDArray[np.int64]:
         """Where each key acts."""
@@ -80,9 +87,9 @@ class Forest:
         return build_decode_plan(self.segments(), self.positions, self.runs, self.chunk_size)
 
     def prefill_plan(self, counts: list[int]) -> PrefillPlan:
-        """The last `counts[i]` tokens of row i are its queries; they lie at consecutive positions."""
+        """The last `counts[i]` own tokens of row i are its queries."""
         table = _table(self.rows)
-        positions = [np.arange(r.position - n + 1, r.position + 1) for r, n in zip(self.rows, counts, strict=True)]
+        positions = [row.query_positions(count) for row, count in zip(self.rows, counts, strict=True)]
         return PrefillPlan(
             chunk_size=self.chunk_size,
             query_indptr=np.cumsum([0, *counts], dtype=np.int32),

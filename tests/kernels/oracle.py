@@ -140,10 +140,10 @@ def decode_oracle(
 def prefill_oracle(
     forest: Forest, counts: list[int], q: Tensor, data: Tensor, layer: int, spec: AttentionSpec
 ) -> tuple[Tensor, Tensor]:
-    """Likewise for the last `counts[i]` tokens of each row, the queries in `q` one row after the other."""
+    """Likewise for the last `counts[i]` own tokens of each row, the queries in `q` one row after the other."""
     exact, plain = [], []
     for row, part, count in zip(forest.rows, torch.split(q, counts), counts, strict=True):
-        positions = torch.arange(row.position - count + 1, row.position + 1)
+        positions = torch.from_numpy(row.query_positions(count))
         exact.append(exact_attention(row, part, positions, data, layer, spec))
         plain.append(plain_attention(row, part, positions, data, layer, spec))
     return torch.cat(exact), torch.cat(plain)

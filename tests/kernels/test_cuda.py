@@ -9,7 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kernels import test_decode, test_dense, test_pool, test_prefill, test_quantisation, test_write_kv
+from kernels import (
+    test_decode,
+    test_dense,
+    test_module_prompts,
+    test_pool,
+    test_prefill,
+    test_quantisation,
+    test_write_kv,
+)
 from kernels.cuda_emulated import (
     A100,
     ADA,
@@ -99,6 +107,18 @@ def test_random_sequences(seed: int, where: str, kernels: Kernels) -> None:
     if where == "emulated" and seed in (3, 6, 9, 14):
         pytest.skip("long; float32 and large heads are met in shorter ones")
     test_prefill.test_random_sequences(seed, kernels)
+
+
+@pytest.mark.parametrize("kind", test_module_prompts.KINDS)
+@pytest.mark.parametrize("seed", range(6))
+def test_prompts_with_modules(seed: int, kind: str, kernels: Kernels) -> None:
+    test_module_prompts.test_new_tokens_stand_between_modules(seed, kind, kernels)
+
+
+@pytest.mark.parametrize("kind", test_module_prompts.KINDS)
+@pytest.mark.parametrize("seed", range(6))
+def test_rows_share_modules(seed: int, kind: str, kernels: Kernels) -> None:
+    test_module_prompts.test_rows_share_modules_in_any_subset(seed, kind, kernels)
 
 
 @pytest.mark.soak

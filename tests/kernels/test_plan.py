@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernels.forests import Shape, beam_forest, random_forest
+from kernels.forests import Forest, Range, Row, Shape, beam_forest, random_forest
 
 from trunkline.kernels.plan import Segments, build_decode_plan
 from trunkline.kernels.softmax_state import SoftmaxState, attend, merge
@@ -45,6 +45,18 @@ def test_modules_of_scattered_rows_are_read_once() -> None:
         np.diff(plan.rows[plan.row_indptr[i] : plan.row_indptr[i + 1]]).max() for i in range(plan.shared_items)
     ]
     assert max(gaps) > 1
+
+
+def test_a_row_that_reads_a_block_twice_has_it_in_two_items() -> None:
+    """The same text at two places of a prompt: what shares an item is the n-th reading of each row."""
+    first = Row([Range(0, 5, 0, 8, 0, 0), Range(1, 5, 0, 8, 0, 8), Range(2, 1, 0, 3, 16, 0)], 18)
+    second = Row([Range(0, 5, 0, 8, 0, 4), Range(1, 6, 0, 8, 20, 0), Range(2, 5, 0, 8, 0, 30)], 41)
+    second.ranges.append(Range(3, 2, 0, 2, 40, 0))
+    plan = Forest(8, [first, second], np.array([[0, 1, 0, 3], [1, 2, 0, 4]], dtype=np.int32), 7).decode_plan()
+    assert plan.shared_items == 2
+    assert plan.block.tolist() == [5, 5, 1, 6, 2]
+    assert plan.rows.tolist() == [0, 1, 0, 1, 0, 1, 1]
+    assert plan.shifts.tolist() == [0, 4, 8, 30, 0, 0, 0]
 
 
 @settings(max_examples=150, deadline=None)

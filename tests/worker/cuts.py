@@ -136,12 +136,13 @@ def reported(result: StepResult | None, stream: int) -> list[NDArray[np.float32]
     scored = (result.prompt_logprobs or {}).get(stream)
     sampled = result.logprobs or {}
     return [
-        *(_dense(scored) if scored else []),
+        *(dense_scores(scored) if scored else []),
         *(dense_logprobs(report, VOCAB_SIZE) for report in sampled.values()),
     ]
 
 
-def _dense(scored: PromptLogprobs) -> list[NDArray[np.float32]]:
+def dense_scores(scored: PromptLogprobs) -> list[NDArray[np.float32]]:
+    """Log-probabilities by token id, of a report about the whole vocabulary, in the order of the tokens."""
     ids = unpack_int32(scored.top_ids, columns=VOCAB_SIZE)
     values = np.frombuffer(scored.top_logprobs, dtype="<f4").reshape(ids.shape)
     dense = np.full(ids.shape, np.nan, dtype=np.float32)

@@ -197,7 +197,8 @@ class Residence:
             self.tree.hold(node)
         if match.partial is not None:
             self.tree.hold(match.partial)
-        absent = [node for node in match.path if not node.on_device]
+        # Once each: two modules of a prompt may be the same text.
+        absent = list(dict.fromkeys(node for node in match.path if not node.on_device))
         needed = sequence.blocks_needed(self.chunk_size) - len(match.path) + len(absent) + tails
         adopt = self._adoptable(sequence, match)
         copied = match.partial if match.partial is not None and match.partial.on_device and not adopt else None

@@ -213,8 +213,8 @@ class ChunkTree(ChunkForest):
         ever (C10)."""
         self.tiers.used(path, now, hit=False)
         self.tiers.keep(path, now + ttl if ttl else inf)
-        if path:
-            self._note_idle(path[-1])  # a tail that nobody holds has just become younger
+        for node in path:
+            self._note_idle(node)  # what nobody holds has just become younger
         deepest = next((node for node in reversed(path) if node.disk_ready), None)
         if deepest is not None:
             self.touched[deepest] = None

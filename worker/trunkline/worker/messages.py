@@ -85,7 +85,7 @@ class Join(msgspec.Struct, array_like=True, frozen=True):
     sequence: int
     """Id of this stay in the batch; never used twice within an epoch."""
     tokens: bytes
-    """int32 token ids from position `first` on: all known tokens that are not yet computed at least."""
+    """int32 token ids from index `first` on: all known tokens that are not yet computed at least."""
     first: int
     """0 if `sampling.needs_history`."""
     prompt_len: int
@@ -138,8 +138,8 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True, tag="step"):
     blocks: bytes = b""
     """int32 `[n, 3]`: sequence, index, block: entries of block tables set or appended."""
     prefill: bytes = b""
-    """int32 `[n, 5]`: sequence, start, count, write_from, sample. Compute positions `[start, start + count)`;
-    store KV only from `write_from` on (before it, a shared block holds it already); `sample` 1: the last
+    """int32 `[n, 5]`: sequence, start, count, write_from, sample. Compute the tokens with indices
+    `[start, start + count)`; store KV only from index `write_from` on (before it, a shared block holds it already); `sample` 1: the last
     position's logits give the sequence's next token."""
     rows: bytes | None = None
     """int32 sequences that decode one token each, in tree order; None: the same as in the last step.
