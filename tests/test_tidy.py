@@ -39,6 +39,7 @@ LATE_IMPORTS: Final = {
     "worker/trunkline/worker/tier_service.py": {"trunkline.worker.remote_tier"},
     # Too slow to import for a command that may not need it.
     "deploy/trunkline/deploy/models.py": {"huggingface_hub", "huggingface_hub.errors"},
+    "deploy/trunkline/deploy/pml_sources.py": {"trunkline.router.pml_tokenizer", "trunkline.router.tokenizer"},
     # xgrammar imports transformers: over a second and 40 MB, for the first grammar only, beside the steps.
     "worker/trunkline/worker/grammar.py": {"trunkline.worker.automaton"},
 }
@@ -49,8 +50,8 @@ ALLOWED_IMPORTS: Final = {
     "kernels": {"kernels", "kvstore"},
     "controller": {"controller", "kvstore"},
     "worker": {"worker", "kernels", "kvstore"},
-    "router": {"router", "controller", "kvstore"},
-    "deploy": set(PACKAGES),
+    "router": {"router", "prompts", "controller", "kvstore"},
+    "deploy": {*PACKAGES, "prompts"},
 }
 """Who may import whom (docs/architecture.md), besides the leaves."""
 LEAVES: Final = re.compile(r"trunkline\.(\w+\.messages|deploy\.process)")

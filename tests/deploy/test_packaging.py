@@ -35,6 +35,7 @@ def test_the_wheel_holds_every_package_with_its_types(wheel_names: list[str]) ->
         expected = {f"trunkline/{package}/{path.relative_to(folder).as_posix()}" for path in folder.rglob("*.py")}
         assert expected - set(wheel_names) == set()
         assert f"trunkline/{package}/py.typed" in wheel_names
+    assert {"trunkline/prompts/__init__.py", "trunkline/prompts/py.typed"} <= set(wheel_names)
     assert "trunkline/__init__.py" not in wheel_names
     assert [name for name in wheel_names if "tests" in name or "__pycache__" in name] == []
 

@@ -19,8 +19,10 @@ import zmq
 from trunkline.controller.messages import (
     Abort,
     FlushCache,
+    ModulesCall,
     Ping,
     Prefetch,
+    PromptLayout,
     PromptLogprobs,
     RecordCall,
     RouterRequest,
@@ -35,6 +37,7 @@ from trunkline.router.messages import (
     FinishReason,
     Flushed,
     Hypothesis,
+    ModulesReply,
     Outputs,
     Prefetched,
     PromptScored,
@@ -108,10 +111,59 @@ class Behaviour:
     records: RecordStore = field(default_factory=RecordStore)
     calls: list[RecordCall] = field(default_factory=list)
     prefetches: list[Prefetch] = field(default_factory=list)
+    modules: FakeModules = field(default_factory=lambda: FakeModules())
     submits: list[Submit] = field(default_factory=list)
     aborts: list[int] = field(default_factory=list)
     dropped: list[tuple[int, int]] = field(default_factory=list)
     """Single samples that were aborted: request and index."""
+
+
+@dataclass
+class FakeModules:
+    """Texts of modules that were computed, and who pins them."""
+
+    calls: list[ModulesCall] = field(default_factory=list)
+    texts: set[tuple[bytes, bytes]] = field(default_factory=set)
+    """Salt and tokens."""
+    pins: dict[str, int] = field(default_factory=dict)
+    """Texts by holder."""
+    status: str = "ok"
+    """What becomes of an "encode"."""
+    detail: str = ""
+    hold: bool = False
+    """Do not answer "encode" until it is cancelled."""
+
+    def handle(self, call: ModulesCall, seq: int) -> ModulesReply | None:
+        """The answer, unless it is held back."""
+        self.calls.append(call)
+        missing = [text for text in call.texts if (call.salt, text.tokens) not in self.texts]
+        computed = 0
+        if call.op == "encode":
+            if self.hold:
+                return None
+            if self.status in ("ok", "quota"):
+                computed = sum(len(text.tokens) // 4 for text in missing)
+                self.texts |= {(call.salt, text.tokens) for text in missing}
+            if call.holder and self.status == "ok":
+                self.pins[call.holder] = len(call.texts)
+        elif call.op == "unpin":
+            self.pins.pop(call.holder, None)
+        elif call.op == "cancel":
+            return ModulesReply(seq, call.ticket, "cancelled")
+        there = [(call.salt, text.tokens) in self.texts for text in call.texts]
+        blocks = [
+            -(-len(text.tokens) // 256) if found else 0 for text, found in zip(call.texts, there, strict=True)
+        ]
+        return ModulesReply(
+            seq,
+            call.ticket,
+            self.status if call.op == "encode" else "ok",
+            self.detail if call.op == "encode" else "",
+            pack_int32([0 if found else -1 for found in there]),
+            pack_int32(blocks),
+            computed,
+            block_bytes=1000,
+        )
 
 
 class FakeController:
@@ -197,6 +249,10 @@ class FakeController:
             behaviour.prefetches.append(message)
             known = len(message.tokens) // 4
             self._send(socket, router, lambda seq: Prefetched(seq, message.ticket, known, known // 2))
+        elif isinstance(message, ModulesCall):
+            answer = behaviour.modules.handle(message, self._sequence.get(router, 0))
+            if answer is not None:
+                self._send(socket, router, lambda seq: answer)
         elif isinstance(message, Abort):
             live = self._live.get((router, message.request))
             if message.sample >= 0:
@@ -216,6 +272,10 @@ class FakeController:
             texts = [list(script(message, index))[: message.max_tokens] for index in range(message.n)]
             self._live[router, message.request] = _Live(router, message, [_Sample(text) for text in texts])
             started = Started(message.request, behaviour.cached_tokens, cut="kept" if message.drops else "")
+            if message.layout is not None:
+                started = Started(
+                    message.request, behaviour.cached_tokens, module_tokens=seen_tokens(message.layout)
+                )
             if behaviour.found is not None:
                 started = behaviour.found(message)
             scored = [PromptScored(message.request, piece) for piece in score_prompt(message)]
@@ -366,6 +426,11 @@ def score_prompt(submit: Submit) -> list[PromptLogprobs]:
 def drops_of(submit: Submit | Prefetch) -> list[tuple[int, int]]:
     """Ranges of a request's prompt that it does not see."""
     return [(int(start), int(stop)) for start, stop in unpack_int32(submit.drops, 2)]
+
+
+def seen_tokens(layout: PromptLayout) -> int:
+    """Tokens of modules that a prompt sees."""
+    return sum(int(stop - start) for text in layout.texts for start, stop in unpack_int32(text.seen, 2))
 
 
 def prompt_of(submit: Submit | Prefetch) -> list[int]:

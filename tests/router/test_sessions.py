@@ -76,7 +76,7 @@ def test_a_conversation(
     assert answer.choices[0].message.content == ANSWER
     assert answer.usage is not None
     assert answer.usage.prompt_tokens_details is not None
-    assert answer.usage.prompt_tokens_details.model_extra == {"session_tokens": 0}
+    assert answer.usage.prompt_tokens_details.model_extra == {"session_tokens": 0, "module_tokens": 0}
     [first] = fake.behaviour.submits
     assert prompt_of(first) == tokenizer.encode(FIRST, add_special_tokens=False)
     told = get(http, session, include="messages")
@@ -91,7 +91,11 @@ def test_a_conversation(
         tokenizer.decode(second[len(history) :], skip_special_tokens=False)
         == "<|user|>And then?<|end|><|assistant|>"
     )
-    assert again["usage"]["prompt_tokens_details"] == {"cached_tokens": 9, "session_tokens": len(history)}
+    assert again["usage"]["prompt_tokens_details"] == {
+        "cached_tokens": 9,
+        "session_tokens": len(history),
+        "module_tokens": 0,
+    }
     assert get(http, session)["turns"] == 2
     assert get(http, session)["metadata"] == {"user": "u"}
 
@@ -334,7 +338,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "wizard", "content": "x"}]}, "messages"),
     ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
-    ({"schema": "s"}, "schema"),
+    ({"schema": 5}, "schema"),
     ({"prompt": "s"}, "prompt"),
 ]
 

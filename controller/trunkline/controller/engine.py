@@ -217,6 +217,10 @@ class Engine:
             tiers, blocks = calls.look(texts, self._step + 1)
             calls.done.append(CallDone(call_id, "ok", "", tiers, blocks))
 
+    def unpin(self, holder: str, now: float) -> None:
+        """What was pinned under a name is not any more. An unknown one is fine."""
+        self.scheduler.encoding.calls.unpin(holder, now)
+
     def modules_calls(self) -> list[int]:
         """Calls that have not been answered."""
         return self.scheduler.encoding.calls.ids()
@@ -263,6 +267,7 @@ class Engine:
             self.scheduler.residence.tree.drop_lost()
         else:
             self.expectations.probed(report, self._step + 1, now)
+            self.scheduler.end_found(self._step + 1, now)
 
     def prefetch(self, request: Request, now: float) -> tuple[int, int]:
         """A request like this one is expected (it is not queued): see `Expectations.announce`."""

@@ -34,6 +34,10 @@ def _entries(group: SequenceGroup) -> int:
     return group.modules.entries if group.modules is not None else 0
 
 
+def _tokens(nodes: list[Node]) -> int:
+    return sum(node.token_count for node in nodes)
+
+
 class _Origin(NamedTuple):
     """Of a path of chunks."""
 
@@ -166,8 +170,7 @@ class Expectations:
             self._announced[job] = now + ANNOUNCED_S
             if len(self._announced) > ANNOUNCED_MAX:
                 self._forget(next(iter(self._announced)))
-        size = self._tree.chunk_size
-        return len(path) * size, sum(not node.is_loadable for node in path) * size
+        return _tokens(path), _tokens([node for node in path if not node.is_loadable])
 
     def forget_old(self, now: float) -> None:
         """Announcements that nobody has followed up."""

@@ -139,8 +139,9 @@ class ModulesCall(msgspec.Struct, array_like=True, frozen=True, tag="modules"):
     """A text's parent comes before it; `seen` is not looked at."""
     salt: bytes = b""
     holder: str = ""
-    """encode: pin them under this name (a schema's id), so that they stay in some tier, instead of those that were
-    pinned under it before; "": do not. unpin: the name."""
+    """encode: pin them under this name, so that they stay in some tier, instead of those that were pinned under it
+    before; "": do not. unpin: the name. A record's kind and id with a slash between them: what is pinned under it
+    goes with the record."""
     ttl: float = 0.0
     """encode: seconds for which they are kept; 0: as the group is set."""
 
@@ -151,8 +152,8 @@ class RecordCall(msgspec.Struct, array_like=True, frozen=True, tag="record"):
 
     Operations: "create" (id must be new), "get" (without the value if `version` is the present one), "put"
     (replace; `version` must be the present one), "delete", "list" (ids after `id`, `limit` of them, without
-    values), "acquire" (get, and nobody else may acquire, put or delete it until "release", "put" with `release`, or
-    `lease_s` have passed), "release".
+    values), "acquire" (get, and nobody else may acquire, put or delete it until "release", "put" with `release`,
+    or `lease_s` have passed), "release".
     """
 
     ticket: int

@@ -6,7 +6,7 @@ ends is found in the forest by everybody.
 
 The first request in the queue *holds* those of its texts that are there while others of them are encoded: else
 what was encoded first could be evicted before the last is done. Only one does so, and only as long as it is the
-first; and it lets go if somebody else's job needs the blocks: so nobody waits for blocks in a circle.
+first; and it lets go if somebody else's job before it needs the blocks: so nobody waits for blocks in a circle.
 """
 
 from __future__ import annotations
@@ -186,16 +186,21 @@ class ModuleJobs:
 
     # Ending
 
-    def done(self, group: SequenceGroup, step: int) -> None:
+    def found(self, step: int) -> list[SequenceGroup]:
+        """Jobs that have not begun and whose text has turned up in a tier; they are to be ended."""
+        queued = [group for group in self.groups() if group.queued]
+        return [g for g in queued if find_text(self._tree, text := _target(g), text.token_count, step).nodes]
+
+    def done(self, group: SequenceGroup, step: int, *, computed: bool = True) -> None:
         """A job has ended: whoever waits for it finds its text."""
-        prompt = group.modules
-        assert prompt is not None
-        text = prompt.texts[prompt.target]
+        text = _target(group)
         job = self._jobs.pop(text.content)
         for waiter in job.waiters:
             self._unwait(waiter, text.content)
-        self.encoded_texts += 1
-        self.encoded_tokens += text.token_count
+            if not computed and isinstance(waiter, SequenceGroup) and waiter.modules is not None:
+                waiter.modules.not_encoded(text)
+        self.encoded_texts += computed
+        self.encoded_tokens += text.token_count * computed
         if self._holder in job.waiters:
             self._hold(text, text.token_count, step)
 
@@ -245,11 +250,21 @@ class ModuleJobs:
         self._held, self._holder = [], None
 
     def make_way(self, blocked: SequenceGroup) -> bool:
-        """A group lacks blocks: let go of what is held for somebody else; whether that was anything."""
-        mine = blocked is self._holder or any(
-            self._holder in job.waiters for job in self._jobs.values() if job.group is blocked
-        )
-        if mine or not self._held:
+        """A group lacks blocks: let go of what is held for somebody behind it in the queue, who would wait for
+        its end in turn; whether that was anything.
+
+        Who comes later waits: else those who wait for texts could evict each other's for ever.
+        """
+        if self._holder is None or not self._held or blocked.key >= self._holder.key:
+            return False
+        if any(self._holder in job.waiters for job in self._jobs.values() if job.group is blocked):
             return False
         self.let_go()
         return True
+
+
+def _target(group: SequenceGroup) -> CachedText:
+    """The text that a job computes."""
+    prompt = group.modules
+    assert prompt is not None
+    return prompt.texts[prompt.target]

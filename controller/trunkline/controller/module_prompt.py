@@ -133,3 +133,9 @@ class ModulePrompt:
             at += part.chunks * self.chunk_size
         table[at:] = own
         return table
+
+    def not_encoded(self, text: CachedText) -> None:
+        """It was found after all."""
+        self.encoded = {index for index in self.encoded if self.texts[index].content != text.content}
+        if not self.encoded:
+            self.miss = ""

@@ -116,7 +116,7 @@ def lay_out(group: SequenceGroup, prompt: ModulePrompt, max_context: int) -> Non
     own = group.members[0].tokens.view()
     table = prompt.table_tokens(own)
     before = len(table) - len(own)
-    first, _ = prompt.runs[-1]
+    first, _ = prompt.runs[-1] if prompt.runs else (0, 0)  # texts may be announced without a request's tokens
     open_index = sum(count for _, count in prompt.runs[:-1])
     group.prompt_len += before
     group.limit = before + min(group.limit, open_index + max_context - first)

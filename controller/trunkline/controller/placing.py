@@ -30,8 +30,10 @@ def locate(tree: ChunkTree, sequence: Sequence, stop: int, step: int) -> Place |
 def expect(tree: ChunkTree, sequence: Sequence, step: int) -> tuple[list[Node], list[Node]]:
     """What a waiting sequence will use, as far as is known now: whole chunks (and the last ones of texts), and one
     of which it will use the head, if there is one."""
-    if sequence.group.modules is not None:
-        place = place_modules(tree, sequence, sequence.tokens.count, step)
+    prompt = sequence.group.modules
+    if prompt is not None:
+        # Texts that are announced without a request's tokens have no place of their own.
+        place = place_modules(tree, sequence, sequence.tokens.count, step) if prompt.runs else None
         if place is None or place.match.pending is not None:
             return _texts(tree, sequence, step), []
     else:

@@ -116,6 +116,7 @@ class RecordStore:
             "acquire": self._acquire,
             "release": self._release,
         }
+        self._gone: list[_Key] = []
         if database is not None:
             self._load(database, now)
 
@@ -166,6 +167,11 @@ class RecordStore:
                 self._remove(key)
                 forgotten += 1
         return forgotten
+
+    def take_gone(self) -> list[tuple[str, str]]:
+        """Kind and id of the records that were deleted, or forgotten, since the last call."""
+        gone, self._gone = self._gone, []
+        return gone
 
     def _problem(self, call: RecordCall) -> str:
         if call.op != "list" and call.op not in self._operations:
@@ -301,6 +307,7 @@ class RecordStore:
             del self._ids[kind]
         self._leases.pop(key, None)
         self._due.pop(key, None)
+        self._gone.append(key)
         if self._database is not None:
             statement = "DELETE FROM records WHERE kind = ? AND id = ?"
             self._database.write(("record", kind, id_), statement, (kind, id_))

@@ -147,9 +147,16 @@ class Scheduler:
             self._news.rows_changed = True
 
     def _end_encoded(self, step: int, now: float) -> None:
-        for sequence in list(self.encoding.finishing):
+        for sequence in self.encoding.finishing.copy():
             self.end(sequence, now)
             self.encoding.jobs.done(sequence.group, step)
+
+    def end_found(self, step: int, now: float) -> None:
+        """Texts that were to be encoded may have turned up in the remote tier."""
+        for group in self.encoding.jobs.found(step):
+            for member in group.members.copy():
+                self.end(member, now)
+            self.encoding.jobs.done(group, step, computed=False)
 
     # Growth and preemption
 
@@ -329,7 +336,8 @@ class Scheduler:
         matched, jobs = 0, self.encoding.jobs
         if len(jobs):
             jobs.hold_for(next((g for g in self.queue if not g.encodes), None), draft.step)
-        for group in self._candidates():
+        going = self.running_count > len(self.parked)  # else nothing is going to change by itself
+        for group in self.entries.candidates(self.residence.available, self.running_count, going=going):
             if budget <= 0 or matched >= MATCHED_TOKENS_MAX:
                 return 0
             if group.waits_for_grammar or self.fetching.is_probing(group, now):
@@ -339,7 +347,7 @@ class Scheduler:
             if not self._may_start(group, draft.step):
                 return 0  # nobody overtakes: that would starve large requests
             for sequence in list(group.members):
-                if sequence.phase is not Phase.WAITING or self._still_pending(sequence, draft.step):
+                if sequence.phase is not Phase.WAITING or sequence.is_pending(draft.step):
                     continue
                 sequence.waits_on = None
                 matched += sequence.tokens.count
@@ -356,13 +364,8 @@ class Scheduler:
                 if budget <= 0:
                     break
             if group.search is not None and self.entries.is_entering(group):
-                return 0  # see `_candidates`
+                return 0  # see `Entries.candidates`
         return budget
-
-    def _candidates(self) -> list[SequenceGroup]:
-        """Who may start now, in order."""
-        going = self.running_count > len(self.parked)  # else nothing is going to change by itself
-        return self.entries.candidates(self.residence.available, self.running_count, going=going)
 
     def _may_start(self, group: SequenceGroup, step: int) -> bool:
         """Whether all of a group fits the rows and, if several sequences come back at once, the pool."""
@@ -388,10 +391,6 @@ class Scheduler:
         """
         others = self.running_count - sum(sequence.stay > 0 for sequence in group.members)
         return -(-others // 4)
-
-    def _still_pending(self, sequence: Sequence, step: int) -> bool:
-        node = sequence.waits_on
-        return bool(node is not None and node.parent is not None and node.ready_step >= step)
 
     def _admit(self, sequence: Sequence, now: float, draft: PlanDraft) -> Admission:
         group, tree = sequence.group, self.residence.tree

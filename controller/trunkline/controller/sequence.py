@@ -335,6 +335,11 @@ class Sequence:
         """The node this sequence holds while it runs."""
         return self.path[-1] if len(self.path) > self.stem.base else self.stem.root
 
+    def is_pending(self, step: int) -> bool:
+        """Whether the chunk that it waits for cannot be read yet."""
+        node = self.waits_on
+        return node is not None and node.parent is not None and node.ready_step >= step
+
     def block_table(self) -> list[BlockId]:
         return [node.block for node in self.path] + self.private
 

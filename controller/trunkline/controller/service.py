@@ -192,8 +192,16 @@ class ControllerService:
             self._handle(client, message, now)
         for client in self.clients.silent(now, self.config.router_silence_seconds_max):
             self._forget(client, now)
+        self._forget_pins(now)
         self._plan(now)
         self._publish()
+
+    def _forget_pins(self, now: float) -> None:
+        """What was pinned for a record goes with it."""
+        self.persistence.records.expire(self.persistence.wall(now))
+        for kind, id_ in self.persistence.records.take_gone():
+            if self.engine is not None:
+                self.engine.unpin(f"{kind}/{id_}", now)
 
     def _try_start(self) -> None:
         if self.status is not Status.STARTING:

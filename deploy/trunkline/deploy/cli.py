@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import fields
 from importlib.metadata import version as package_version
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.text import Text
 
 from trunkline.deploy import chat as chat_client
-from trunkline.deploy.errors import DeployError
+from trunkline.deploy import schema_cli
+from trunkline.deploy.reporting import run
 from trunkline.deploy.serve import serve as run_cluster
 from trunkline.deploy.settings import ServeSettings
 from trunkline.deploy.sizes import parse_bytes
@@ -26,8 +24,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-T = TypeVar("T")
+app.add_typer(schema_cli.app, name="schema", rich_help_panel="Commands")
 
 _MODEL = "Model"
 _CLUSTER = "Cluster"
@@ -59,6 +56,8 @@ def root(
     trunkline serve OWNER/NAME --groups 2  [dim]# a hub model, twice[/]
 
     trunkline chat  [dim]# talk to a running server[/]
+
+    trunkline schema lint trip.pml  [dim]# prompts made of cached modules[/]
     """
 
 
@@ -210,11 +209,11 @@ def serve(
     trunkline serve --groups 2 --tp 1 --port 9000 --served-model-name mine
     """
     given: dict[str, Any] = dict(locals())
-    given["kv_memory_bytes"] = _run(lambda: None if kv_memory is None else parse_bytes(kv_memory, "--kv-memory"))
-    given["disk_tier"] = _run(lambda: None if disk_tier is None else parse_disk_tier(disk_tier))
-    given["host_tier_bytes"] = _run(lambda: None if host_tier is None else _size_or_none(host_tier))
+    given["kv_memory_bytes"] = run(lambda: None if kv_memory is None else parse_bytes(kv_memory, "--kv-memory"))
+    given["disk_tier"] = run(lambda: None if disk_tier is None else parse_disk_tier(disk_tier))
+    given["host_tier_bytes"] = run(lambda: None if host_tier is None else _size_or_none(host_tier))
     settings = ServeSettings(**{field.name: given[field.name] for field in fields(ServeSettings)})
-    raise typer.Exit(_run(lambda: run_cluster(settings)))
+    raise typer.Exit(run(lambda: run_cluster(settings)))
 
 
 @app.command(rich_help_panel="Commands")
@@ -239,7 +238,7 @@ def chat(
     options = chat_client.ChatOptions(
         url=url, model=model, system=system, max_tokens=max_tokens, temperature=temperature
     )
-    raise typer.Exit(_run(lambda: chat_client.chat(options)))
+    raise typer.Exit(run(lambda: chat_client.chat(options)))
 
 
 @app.command(rich_help_panel="Commands")
@@ -250,15 +249,6 @@ def version() -> None:
 
 def _size_or_none(host_tier: str) -> int:
     return 0 if host_tier.strip() == "0" else parse_bytes(host_tier, "--host-tier")
-
-
-def _run(action: Callable[[], T]) -> T:
-    """`action`, with errors meant for people turned into one line and an exit code."""
-    try:
-        return action()
-    except DeployError as error:
-        Console(stderr=True).print(Text.assemble(("Error: ", "bold red"), str(error)), soft_wrap=True)
-        raise typer.Exit(error.exit_code) from error
 
 
 def main() -> None:

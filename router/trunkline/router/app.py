@@ -14,12 +14,13 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from trunkline.router.api import admin, anthropic, chat, completions, openai_responses, sessions, tokens
+from trunkline.router.api import admin, anthropic, chat, completions, openai_responses, schemas, sessions, tokens
 from trunkline.router.api.anthropic import CountTokensRequest, MessagesRequest
 from trunkline.router.api.error_forms import SCHEMAS, error_body, schema_of
 from trunkline.router.api.models import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from trunkline.router.api.openai_response_types import ResponsesRequest
 from trunkline.router.api.responses import JsonResponse
+from trunkline.router.api.schema_types import SchemaRequest, SchemaUpdate
 from trunkline.router.api.session_types import DiscardRequest, ForkRequest, SessionRequest, SessionUpdate
 from trunkline.router.errors import ApiError
 from trunkline.router.middleware import RequestMiddleware
@@ -33,6 +34,8 @@ _BODIES: dict[str, type[BaseModel]] = {
     "/v1/messages/count_tokens": CountTokensRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
+    "/v1/schemas": SchemaRequest,
+    "/v1/schemas/{schema_id}": SchemaUpdate,
     "/v1/sessions": SessionRequest,
     "/v1/sessions/{session_id}": SessionUpdate,
     "/v1/sessions/{session_id}/fork": ForkRequest,
@@ -65,7 +68,7 @@ def create_app(service: RouterService) -> FastAPI:
         exception_handlers={ApiError: _on_api_error, HTTPException: _on_http_exception},
     )
     app.state.service = service
-    for module in (chat, completions, openai_responses, anthropic, sessions, tokens, admin):
+    for module in (chat, completions, openai_responses, anthropic, schemas, sessions, tokens, admin):
         app.include_router(module.routes)
     app.add_middleware(RequestMiddleware, metrics=service.metrics, paths=_PATHS)
     app.openapi = lambda: _schema(app)  # type: ignore[method-assign]
@@ -94,7 +97,7 @@ def _schema(app: FastAPI) -> dict[str, Any]:
             ref_template="#/components/schemas/{model}",
         )
         # Instead of what FastAPI has there: its own form of errors, which is never sent.
-        schema["components"] = {"schemas": definitions["$defs"] | SCHEMAS | sessions.SCHEMAS}
+        schema["components"] = {"schemas": definitions["$defs"] | SCHEMAS | sessions.SCHEMAS | schemas.SCHEMAS}
         for path, model in _BODIES.items():
             reference = {"$ref": f"#/components/schemas/{model.__name__}"}
             operations = schema["paths"][path]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 from trunkline.router.messages import FinishReason
@@ -24,14 +25,20 @@ class ApiError(Exception):
         kind: str = "invalid_request_error",
         param: str | None = None,
         code: str | None = None,
+        details: Mapping[str, Any] | None = None,
     ) -> None:
-        """`kind`, `param` and `code` are OpenAI's `error.type`, `error.param` and `error.code`."""
+        """
+        Args:
+            kind: with `param` and `code` OpenAI's `error.type`, `error.param` and `error.code`.
+            details: more fields of the error, for programs (a place in a source, limits).
+        """
         super().__init__(message)
         self.status = status
         self.message = message
         self.kind = kind
         self.param = param
         self.code = code
+        self.details = details or {}
 
     def body(self) -> dict[str, Any]:
         """The JSON body; also the payload of an error event within a stream."""
@@ -41,6 +48,7 @@ class ApiError(Exception):
                 "type": self.kind,
                 "param": self.param,
                 "code": self.code,
+                **self.details,
             }
         }
 

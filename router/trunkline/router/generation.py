@@ -141,6 +141,7 @@ class Generation:
             self._metrics.first_token.observe(now - self._arrived_at)
             self._metrics.prompt_tokens.inc(self.job.seen_tokens)
             self._metrics.cached_tokens.inc(self.cached_tokens)
+            self._metrics.module_tokens.inc(self.job.module_tokens)
             if self.job.cut.drops and self.started is not None:
                 self._metrics.truncations.labels(self.started.cut or "kept").inc()
         elif count == 1:

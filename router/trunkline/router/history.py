@@ -33,6 +33,18 @@ class Mark(NamedTuple):
     tokens: int
 
 
+class SessionModules(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A prompt of a schema's modules, which stands in front of every turn."""
+
+    source: str | dict[str, Any]
+    """PML, or the object that says the same."""
+    trailing: Literal["fixed", "compact"] = "fixed"
+    salt: str = ""
+    """With which the schema is found, and KV shared."""
+    schema: str = ""
+    """Its name, as it is told."""
+
+
 class Session(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A stored session: the value of its record, in MessagePack. Fields may be added, with defaults."""
 
@@ -41,7 +53,7 @@ class Session(msgspec.Struct, kw_only=True, omit_defaults=True):
     messages: list[dict[str, Any]] = []
     """In OpenAI's form, answers included; of a conversation only."""
     text: str = ""
-    """Of the last prompt and its answer, special tokens written out."""
+    """Of the last prompt and its answer, special tokens written out; what `modules` bring is not part of it."""
     tokens: bytes = b""
     """The same as int32 ids."""
     vocabulary: str = ""
@@ -58,6 +70,7 @@ class Session(msgspec.Struct, kw_only=True, omit_defaults=True):
     turns: int = 0
     parent: str = ""
     """The session that it was forked from."""
+    modules: SessionModules | None = None
 
     @property
     def token_count(self) -> int:
@@ -97,6 +110,37 @@ class Known(msgspec.Struct):
     tokens: list[int]
     reused_tokens: int
     """First ones that are the history's own."""
+
+
+class Part(NamedTuple):
+    """A piece of a prompt that is tokenised by itself."""
+
+    text: str
+    tokens: list[int]
+    plain: bool
+    """Whether special tokens that are written in it are text."""
+
+
+class Split(NamedTuple):
+    """A part of which a history holds the beginning."""
+
+    rest: str
+    plain: bool
+
+
+def parts_behind(parts: Sequence[Part], mark: Mark) -> tuple[Split | None, list[int]]:
+    """What follows a mark in the text of `parts`: the rest of one that it splits, and the others' tokens."""
+    split: Split | None = None
+    tokens: list[int] = []
+    place = 0
+    for part in parts:
+        end = place + len(part.text)
+        if place >= mark.characters:
+            tokens += part.tokens
+        elif end > mark.characters:
+            split = Split(part.text[mark.characters - place :], part.plain)
+        place = end
+    return split, tokens
 
 
 def _thinned(marks: list[Mark]) -> list[Mark]:

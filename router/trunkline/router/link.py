@@ -25,11 +25,21 @@ import structlog
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from trunkline.controller.messages import Abort, FlushCache, Ping, Prefetch, RecordCall, RouterRequest, Submit
+from trunkline.controller.messages import (
+    Abort,
+    FlushCache,
+    ModulesCall,
+    Ping,
+    Prefetch,
+    RecordCall,
+    RouterRequest,
+    Submit,
+)
 from trunkline.router.errors import unavailable
 from trunkline.router.messages import (
     FinishReason,
     Flushed,
+    ModulesReply,
     Outputs,
     Prefetched,
     RecordReply,
@@ -43,8 +53,8 @@ PING_SECONDS: Final = 1.0
 _MESSAGES_PER_TURN: Final = 64
 """Messages handled before other coroutines get a turn."""
 _HIGH_WATER: Final = 20_000
-Call = FlushCache | Prefetch | RecordCall
-Answer = Flushed | Prefetched | RecordReply
+Call = FlushCache | Prefetch | ModulesCall | RecordCall
+Answer = Flushed | Prefetched | ModulesReply | RecordReply
 _log = structlog.get_logger("trunkline.router.link")
 
 
@@ -61,6 +71,8 @@ class ControllerLink:
         self.last_token_at = float("-inf")
         """Loop time at which a token last arrived, in seconds."""
         self.down_reason = "no controller has answered yet"
+        self.connections = 0
+        """Made so far. What a controller holds in memory only may be gone when there is another one."""
         self._context = context
         self._silence_seconds = silence_seconds
         self._loop = asyncio.get_running_loop()
@@ -128,6 +140,7 @@ class ControllerLink:
                 grammar=job.grammar,
                 drops=job.packed_drops(),
                 ttl=job.ttl,
+                layout=None if job.modules is None else job.modules.layout,
             )
         )
         if not sent:
@@ -151,8 +164,17 @@ class ControllerLink:
         answer = await self.call(FlushCache, timeout_seconds)
         return answer.blocks_freed if isinstance(answer, Flushed) else 0
 
-    async def call(self, make: Callable[[int], Call], timeout_seconds: float) -> Answer:
-        """Send what `make` makes of a fresh ticket, and wait for the answer.
+    async def call(
+        self,
+        make: Callable[[int], Call],
+        timeout_seconds: float | None,
+        *,
+        give_up: Callable[[int], Call] | None = None,
+    ) -> Answer:
+        """Send what `make` makes of a fresh ticket, and wait for the answer; None: as long as it takes.
+
+        Args:
+            give_up: what is sent with the same ticket if nobody waits for the answer any more.
 
         Raises:
             ApiError: 503, no answer; whether the call was carried out is not known.
@@ -165,7 +187,11 @@ class ControllerLink:
                 raise unavailable("the connection to the engine is down")
             async with asyncio.timeout(timeout_seconds):
                 return await future
-        except TimeoutError:
+        except (TimeoutError, asyncio.CancelledError) as error:
+            if give_up is not None:
+                self._send(give_up(ticket))
+            if isinstance(error, asyncio.CancelledError):
+                raise
             raise unavailable(f"the engine did not answer within {timeout_seconds:.0f} s") from None
         finally:
             self._calls.pop(ticket, None)
@@ -289,6 +315,7 @@ class ControllerLink:
     def _update_state(self, state: State) -> None:
         if self.state is None or self.state.status != state.status:
             _log.info("controller_state", endpoint=self.endpoint, status=state.status, detail=state.detail)
+        self.connections += self.state is None
         if self.state is not None and state.output_tokens > self.state.output_tokens:
             self.last_token_at = self._loop.time()  # somebody's, perhaps of another router
         self.state = state

@@ -243,7 +243,8 @@ class ModulesReply(msgspec.Struct, array_like=True, frozen=True, tag="modules"):
     pinned, because more would be than this group allows; "cancelled"."""
     detail: str = ""
     tiers: bytes = b""
-    """int32 per text: the slowest tier that one of its chunks has to come from (`TierKind`); -1: not all is there."""
+    """int32 per text: the slowest tier that one of its chunks has to come from (`TierKind`); -1: not all is
+    there."""
     blocks: bytes = b""
     """int32 per text: chunks that hold it."""
     computed_tokens: int = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -26,6 +26,8 @@ _GAUGES: Final = (
     ("blocks_logical", "blocks_logical", "Device blocks that running sequences would hold if they shared none."),
     ("host_slots", "host_slots", "Blocks that the host pool holds."),
     ("host_slots_free", "host_slots_free", "Of these, slots that hold nothing."),
+    ("texts_encoding", "texts_encoding", "Texts of modules that are being computed, or wait for it."),
+    ("chunks_pinned", "chunks_pinned", "Chunks of schemas that are pinned."),
     ("max_rows", "max_rows", "Sequences that can decode at once."),
     ("max_context", "max_context_tokens", "Longest prompt + output this group can hold, in tokens."),
 )
@@ -40,6 +42,8 @@ _COUNTERS: Final = (
     ("forks", "forks", "Samples and beams that came out of another's prompt."),
     ("swapped", "swapped", "Preemptions that chose the host pool."),
     ("blocks_saved", "blocks_saved", "Device blocks copied to the host pool."),
+    ("texts_encoded", "texts_encoded", "Texts of modules that were computed."),
+    ("text_tokens_encoded", "text_tokens_encoded", "Their tokens."),
     ("blocks_loaded", "blocks_loaded", "Device blocks copied back from the host pool."),
     ("evicted_blocks", "evicted_blocks", "Cached blocks given up for others."),
 )
@@ -119,8 +123,10 @@ def _tier_families(links: Sequence[ControllerLink]) -> Iterable[Metric]:
 class Metrics:
     """The router's own numbers. Times in seconds."""
 
-    def __init__(self, links: Callable[[], Sequence[ControllerLink]]) -> None:
-        """`links` gives the controllers at the time of a scrape."""
+    def __init__(
+        self, links: Callable[[], Sequence[ControllerLink]], schemas: Callable[[], int] = lambda: 0
+    ) -> None:
+        """At the time of a scrape, `links` gives the controllers and `schemas` how many are ready for use."""
         self._registry = registry = CollectorRegistry()
         registry.register(_ControllerCollector(links))
         self.requests = Counter(
@@ -165,6 +171,20 @@ class Metrics:
             ["kv"],
             registry=registry,
         )
+        self.module_requests = Counter(
+            "trunkline_module_requests", "Prompts with modules that were given to a controller.", registry=registry
+        )
+        self.module_tokens = Counter(
+            "trunkline_module_prompt_tokens",
+            "Prompt tokens of requests that started that are modules'.",
+            registry=registry,
+        )
+        self.pml_errors = Counter(
+            "trunkline_pml_errors", "Schemas and prompts that were refused, by code.", ["code"], registry=registry
+        )
+        Gauge(
+            "trunkline_schemas_cached", "Schemas that this router has compiled.", registry=registry
+        ).set_function(lambda: float(schemas()))
         self.output_tokens = Counter("trunkline_output_tokens", "Output tokens delivered.", registry=registry)
 
     def scrape(self) -> bytes:

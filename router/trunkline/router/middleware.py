@@ -69,6 +69,8 @@ class RequestMiddleware:
         if path.startswith("/v1/sessions/"):
             verb = path.split("/", 4)[4:]
             return "/v1/sessions/{session}" + (f"/{verb[0]}" if verb and verb[0] in SESSION_VERBS else "")
+        if path.startswith("/v1/schemas/"):
+            return "/v1/schemas/{schema}"
         return path if path in self._paths else "other"
 
 

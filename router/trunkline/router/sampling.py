@@ -8,9 +8,10 @@ from typing import TypeVar
 import msgspec
 from msgspec.structs import replace
 
-from trunkline.controller.messages import Grammar
+from trunkline.controller.messages import Grammar, PromptLayout
 from trunkline.kvstore.layout import pack_int32
 from trunkline.router.api.models import ChatRequest, CompletionRequest, GenerationRequest
+from trunkline.router.api.parameters import SESSION_ID_CHARACTERS_MAX
 from trunkline.router.decoding import Decoding, check_candidates, decoding_of
 from trunkline.router.errors import bad_value
 from trunkline.router.model_files import SamplingDefaults
@@ -32,10 +33,43 @@ REPEATED_BYTES_MAX = 16 << 20
 _SEED_MASK = 0xFFFF_FFFF_FFFF_FFFF
 
 
+class Modules(msgspec.Struct, frozen=True):
+    """What of a prompt is taken from a schema."""
+
+    layout: PromptLayout
+    """Of the whole prompt."""
+    tokens: int
+    """Of modules, that the model sees."""
+    end: int
+    """Positions that the prompt spans."""
+    schema: str
+    """Key of the schema's record (`Schema.key`)."""
+    hint: PromptLayout | None = None
+    """Texts that other requests of the schema will likely want soon."""
+
+
+class Prompt(msgspec.Struct, frozen=True):
+    """A request's prompt, ready for the engine."""
+
+    tokens: list[int]
+    """Of one with modules: the request's own."""
+    param: str = ""
+    """Where it comes from; "": `messages` or `prompt`."""
+    cut: Cut = Cut()
+    """What of it is not to be seen."""
+    modules: Modules | None = None
+
+    @property
+    def span(self) -> int:
+        """How much of the context it takes."""
+        return len(self.tokens) - self.cut.dropped_tokens if self.modules is None else self.modules.end
+
+
 class Job(msgspec.Struct, frozen=True):
     """Everything about one generation that does not depend on where it runs."""
 
     prompt: list[int]
+    """Of one with modules: the request's own tokens."""
     max_tokens: int
     sampling: Sampling
     eos_ids: frozenset[int]
@@ -57,11 +91,17 @@ class Job(msgspec.Struct, frozen=True):
     """First tokens of `prompt` that are a stored session's."""
     ttl: float = 0.0
     """Seconds for which its KV is kept; 0: as the engine is set."""
+    modules: Modules | None = None
+
+    @property
+    def module_tokens(self) -> int:
+        """Prompt tokens that are modules'."""
+        return 0 if self.modules is None else self.modules.tokens
 
     @property
     def seen_tokens(self) -> int:
         """Prompt tokens that the model sees."""
-        return len(self.prompt) - self.cut.dropped_tokens
+        return len(self.prompt) - self.cut.dropped_tokens + self.module_tokens
 
     def packed_prompt(self) -> bytes:
         """The prompt as it travels."""
@@ -83,23 +123,23 @@ class Limits(msgspec.Struct, frozen=True):
     """Sequences that an engine decodes at once; 0: not known."""
 
 
-def check_prompt(prompt: list[int], limits: Limits, param: str, dropped: int = 0) -> None:
-    """Refuse prompts that cannot run. `dropped`: tokens of it that are not seen.
+def check_prompt(prompt: Prompt, limits: Limits, param: str) -> None:
+    """Refuse prompts that cannot run.
 
     Raises:
         ApiError: 400: empty, ids outside the vocabulary, or no room left for a single output token.
     """
-    if not prompt:
+    if not prompt.tokens:
         raise bad_value(param, f"`{param}` comes to no tokens at all")
-    if len(prompt) - dropped >= limits.max_context:
+    if prompt.span >= limits.max_context:
         raise bad_value(
             param,
             f"this model's context is {limits.max_context} tokens, prompt and output together; "
-            f"`{param}` alone has {len(prompt) - dropped} tokens. Please shorten it, or use `truncation` where "
+            f"`{param}` alone has {prompt.span} tokens. Please shorten it, or use `truncation` where "
             "there is one.",
             code="context_length_exceeded",
         )
-    check_ids(prompt, limits.vocab_size, param)
+    check_ids(prompt.tokens, limits.vocab_size, param)
 
 
 def check_ids(ids: Iterable[int], vocab_size: int, param: str) -> None:
@@ -126,30 +166,24 @@ def bad_word_ids(words: Sequence[str], encode: Callable[[str], list[int]]) -> li
 
 def make_job(
     request: ChatRequest | CompletionRequest,
-    prompt: list[int],
+    prompt: Prompt,
     limits: Limits,
     draw_seed: Callable[[], int],
     *,
     bad_words: list[list[int]] | None = None,
     tools: ToolPlan | None = None,
-    param: str = "",
-    cut: Cut | None = None,
 ) -> Job:
     """Put a request together for the engine.
 
     Args:
         bad_words: the request's, as token ids.
         tools: the request's, made ready.
-        param: where the prompt comes from; "" means `messages` or `prompt`.
-        cut: what of the prompt is not to be seen.
 
     Raises:
         ApiError: 400 naming the parameter.
     """
-    cut = cut or Cut()
     chat = isinstance(request, ChatRequest)
-    dropped = cut.dropped_tokens
-    max_tokens = _fit(request, prompt, limits, param or ("messages" if chat else "prompt"), dropped)
+    max_tokens = _fit(request, prompt, limits)
     stop_ids = frozenset(request.stop_token_ids or ())
     check_ids(stop_ids, limits.vocab_size, "stop_token_ids")
     check_ids(request.logit_bias, limits.vocab_size, "logit_bias")
@@ -160,7 +194,7 @@ def make_job(
     if decoding.beam is not None:
         check_candidates(decoding.beam, len(eos_ids), limits.vocab_size)
     return Job(
-        prompt=prompt,
+        prompt=prompt.tokens,
         max_tokens=max_tokens,
         sampling=_sampling(
             request,
@@ -179,21 +213,17 @@ def make_job(
         decoding=decoding,
         grammar=grammar,
         priority=request.priority or 0,
-        cut=cut,
-        session=request.session_id or "",
+        cut=prompt.cut,
+        modules=prompt.modules,
+        session=request.session_id or (request.prompt_cache_key or "")[:SESSION_ID_CHARACTERS_MAX],
         salt=(request.cache_salt or "").encode(),
     )
 
 
 def another_job(
-    job: Job,
-    request: CompletionRequest,
-    prompt: list[int],
-    limits: Limits,
-    draw_seed: Callable[[], int],
-    param: str,
+    job: Job, request: CompletionRequest, prompt: Prompt, limits: Limits, draw_seed: Callable[[], int]
 ) -> Job:
-    """A request's job again, for another of its prompts, which stands at `param`.
+    """A request's job again, for another of its prompts.
 
     Raises:
         ApiError: 400: the prompt cannot run.
@@ -201,7 +231,7 @@ def another_job(
     sampling = job.sampling
     if request.seed is None:
         sampling = replace(sampling, seed=draw_seed() & _SEED_MASK)
-    return replace(job, prompt=prompt, max_tokens=_fit(request, prompt, limits, param), sampling=sampling)
+    return replace(job, prompt=prompt.tokens, max_tokens=_fit(request, prompt, limits), sampling=sampling)
 
 
 def check_repeated(job: Job, prompts: int) -> None:
@@ -220,12 +250,10 @@ def check_repeated(job: Job, prompts: int) -> None:
         )
 
 
-def _fit(
-    request: ChatRequest | CompletionRequest, prompt: list[int], limits: Limits, param: str, dropped: int = 0
-) -> int:
+def _fit(request: ChatRequest | CompletionRequest, prompt: Prompt, limits: Limits) -> int:
     """Output tokens that a prompt gets, at least 1."""
-    check_prompt(prompt, limits, param, dropped)
-    max_tokens = _max_tokens(request, len(prompt) - dropped, limits.max_context)
+    check_prompt(prompt, limits, prompt.param or ("messages" if isinstance(request, ChatRequest) else "prompt"))
+    max_tokens = _max_tokens(request, prompt.span, limits.max_context)
     if request.min_tokens and request.min_tokens > max_tokens:
         raise bad_value(
             "min_tokens", f"`min_tokens` is {request.min_tokens}, but the answer has {max_tokens} tokens at most"

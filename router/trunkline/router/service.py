@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import zmq
 
+from trunkline.controller.messages import Prefetch
 from trunkline.router.choices import Choices
 from trunkline.router.config import RouterConfig
 from trunkline.router.errors import draining, overloaded, unavailable
@@ -22,7 +23,9 @@ from trunkline.router.link import ControllerLink
 from trunkline.router.messages import FinishReason
 from trunkline.router.metrics import Metrics
 from trunkline.router.policy import ControllerLoad, LeastInflight, Policy, RouteRequest
-from trunkline.router.sampling import Job, Limits
+from trunkline.router.records import RecordHomes
+from trunkline.router.sampling import Job, Limits, Modules
+from trunkline.router.schemas import SchemaStore
 from trunkline.router.sessions import SessionStore, is_stored
 from trunkline.router.tokenizer import Tokenizer
 
@@ -34,8 +37,10 @@ class RouterService:
         self.config = config
         self.tokenizer = tokenizer
         self.links: list[ControllerLink] = []
-        self.sessions = SessionStore(self.links)
-        self.metrics = Metrics(lambda: self.links)
+        homes = RecordHomes(self.links)
+        self.sessions = SessionStore(homes)
+        self.metrics = Metrics(lambda: self.links, lambda: len(self.schemas))
+        self.schemas = SchemaStore(homes, tokenizer, lambda code: self.metrics.pml_errors.labels(code).inc())
         self.created = int(time.time())
         """Start of this process, Unix time in seconds."""
         self.version = importlib.metadata.version("trunkline")
@@ -105,9 +110,15 @@ class RouterService:
         """
         self.check_admission()
         loads = [ControllerLoad(link.index, link.inflight) for link in self.links if link.ready]
-        home = self.sessions.home_of(job.session).index if is_stored(job.session) else -1
+        home = -1
+        if is_stored(job.session):
+            home = self.sessions.home_of(job.session).index
+        elif job.modules is not None:
+            home = self.schemas.home_of(job.modules.schema).index
         chosen = self._policy.choose(RouteRequest(job.prompt, job.salt, job.session, home), loads)
         stream = self.links[chosen].submit(job)
+        if job.modules is not None:
+            self._count_modules(job, job.modules, self.links[chosen])
         generation = Generation(
             job, stream, Choices(job, self.tokenizer.vocabulary), self.metrics, arrived_at, self._forget
         )
@@ -117,6 +128,12 @@ class RouterService:
         if self.config.request_timeout_seconds:
             generation.limit(self.config.request_timeout_seconds)
         return generation
+
+    def _count_modules(self, job: Job, modules: Modules, link: ControllerLink) -> None:
+        self.metrics.module_requests.inc()
+        hint = modules.hint
+        if hint is not None:
+            link.tell(lambda ticket: Prefetch(ticket, b"", job.salt, layout=hint))
 
     def _forget(self, generation: Generation) -> None:
         self._generations.discard(generation)

@@ -1,36 +1,31 @@
-"""Where stored sessions live: records of the controllers, which a router only borrows.
+"""Where stored sessions live: records of the controllers (`records.py`), which a router only borrows.
 
-Every session has a home, the controller that keeps its record (rendezvous hash of its id over the configured
-controllers). Whoever changes a session acquires it first: until it is put back or let go of, everybody else is
-told that it is busy. A lease runs out by itself if its router dies, and is renewed while a long answer is made.
+Whoever changes a session acquires it first: until it is put back or let go of, everybody else is told that it is
+busy. A lease runs out by itself if its router dies, and is renewed while a long answer is made.
 """
 
 from __future__ import annotations
 
 import asyncio
-import heapq
 import secrets
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import msgspec
 
-from trunkline.controller.messages import Prefetch, RecordCall
+from trunkline.controller.messages import Prefetch, PromptLayout, RecordCall
 from trunkline.kvstore.layout import pack_int32
 from trunkline.router.errors import ApiError, in_conflict, not_found, unavailable
 from trunkline.router.history import Session, pack_session, unpack_session
 from trunkline.router.link import ControllerLink
 from trunkline.router.messages import Prefetched, Record, RecordReply
-from trunkline.router.policy import rendezvous
+from trunkline.router.records import CALL_SECONDS, RecordHomes, ask, record_call
 from trunkline.router.truncation import Span
 
 SESSION_PREFIX: Final = "sess_"
 TTL_DEFAULT_S: Final = 24 * 3600.0
 """A session that nobody has touched for a day is forgotten, if its client did not say otherwise."""
-VALUE_BYTES_MAX: Final = 15 << 20
-"""A controller takes a little more; a turn that would end above this is refused before it begins."""
 _KIND: Final = "session"
-_CALL_SECONDS: Final = 10.0
 _LEASE_SECONDS: Final = 30.0
 """How long a session stays busy after its router has died."""
 _RENEWALS: Final = 3
@@ -52,16 +47,19 @@ class Stored(msgspec.Struct):
 class SessionStore:
     """All sessions of all controllers. Calls that are not answered raise `ApiError` 503."""
 
-    def __init__(self, links: Sequence[ControllerLink]) -> None:
-        """`links`: the controllers, by index; they may be added later."""
-        self._links = links
+    def __init__(self, homes: RecordHomes) -> None:
+        self._homes = homes
 
     def home_of(self, session_id: str) -> ControllerLink:
         """The controller that keeps it."""
-        return self._links[rendezvous(session_id, len(self._links))]
+        return self._homes.home_of(session_id)
 
     def draw_id(self, beside: str = "") -> str:
-        """A new session's id; with the same home as session `beside`, so that they share what is cached."""
+        """A new session's id; with the same home as `beside`, so that they share what is cached.
+
+        Args:
+            beside: another session's id, or the key of another kind of record.
+        """
         while True:
             drawn = SESSION_PREFIX + secrets.token_hex(16)
             if not beside or self.home_of(drawn) is self.home_of(beside):
@@ -106,27 +104,28 @@ class SessionStore:
 
     async def page(self, after: str, limit: int) -> list[Record]:
         """Records without their values, `limit` at most, in the order of their ids, behind `after`."""
-        if not self._links:
-            return []
-        replies = await asyncio.gather(
-            *(link.call(_call_of("list", after, limit=limit), _CALL_SECONDS) for link in self._links)
-        )
-        pages = [_checked(reply, after).records for reply in replies]
-        return list(heapq.merge(*pages, key=lambda record: record.id))[:limit]
+        return await self._homes.page(_KIND, after, limit)
 
-    async def prefetch(self, session_id: str, tokens: Sequence[int], drops: Sequence[Span]) -> Prefetched:
-        """Have its home fetch what it knows of a prompt."""
+    async def prefetch(
+        self,
+        session_id: str,
+        tokens: Sequence[int],
+        drops: Sequence[Span] = (),
+        *,
+        salt: bytes = b"",
+        layout: PromptLayout | None = None,
+    ) -> Prefetched:
+        """Have its home fetch what it knows of a prompt. `layout`: of one with modules."""
         packed, cut = pack_int32(list(tokens)), pack_int32([end for span in drops for end in span])
         answer = await self.home_of(session_id).call(
-            lambda ticket: Prefetch(ticket, packed, drops=cut), _CALL_SECONDS
+            lambda ticket: Prefetch(ticket, packed, salt, cut, layout), CALL_SECONDS
         )
         if not isinstance(answer, Prefetched):
             raise unavailable("the engine gave another answer than the one to the question")
         return answer
 
     async def _call(self, session_id: str, op: str, **fields: Any) -> RecordReply:
-        answer = await self.home_of(session_id).call(_call_of(op, session_id, **fields), _CALL_SECONDS)
-        return _checked(answer, session_id)
+        return _checked(await ask(self.home_of(session_id), _call_of(op, session_id, **fields)), session_id)
 
 
 class Lease:
@@ -160,7 +159,7 @@ class Lease:
             release=True,
         )
         try:
-            reply = _checked(await self._home.call(put, _CALL_SECONDS), self.record.id)
+            reply = _checked(await ask(self._home, put), self.record.id)
         except BaseException:  # cancellation included: the client left
             self._release()
             raise
@@ -195,7 +194,7 @@ def ttl_of(session: Session) -> float:
 
 def _call_of(op: str, session_id: str, **fields: Any) -> Callable[[int], RecordCall]:
     """A call but for its ticket."""
-    return lambda ticket: RecordCall(ticket, op, _KIND, session_id, **fields)
+    return record_call(op, _KIND, session_id, **fields)
 
 
 def _read(reply: RecordReply) -> Stored:
@@ -206,14 +205,12 @@ def _read(reply: RecordReply) -> Stored:
         raise unavailable(f"session {record.id} cannot be read: {error}", code="session_unreadable") from None
 
 
-def _checked(answer: object, session_id: str) -> RecordReply:
+def _checked(answer: RecordReply, session_id: str) -> RecordReply:
     """The answer, if it is a good one.
 
     Raises:
         ApiError: what it says.
     """
-    if not isinstance(answer, RecordReply):
-        raise unavailable("the engine gave another answer than the one to the question")
     if answer.status == "ok":
         return answer
     name = f"session {session_id[:80]!r}"

@@ -7,6 +7,7 @@ neither torch nor transformers (it starts in half a second and stays small).
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -99,6 +100,33 @@ class Tokenizer:
         [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids
+
+    @functools.cached_property
+    def _plain(self) -> tokenizers.Tokenizer:
+        # Of its own, because the switch is the tokenizer's and not a call's; made when it is first needed, because
+        # a large vocabulary takes a second and a hundred megabytes.
+        plain = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
+        plain.encode_special_tokens = True
+        return plain
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Token ids of a text in which special tokens are what is written there, like everything else."""
+        [encoding] = self._plain.encode_batch_fast([text], add_special_tokens=False)
+        ids: list[int] = encoding.ids
+        return ids
+
+    @functools.cached_property
+    def leading_ids(self) -> tuple[int, ...]:
+        """What the post-processor puts in front of a text: often BOS, often nothing."""
+        text = "a"
+        alone, whole = (self.encode(text, add_special_tokens=added) for added in (False, True))
+        found = (start for start in range(len(whole)) if whole[start : start + len(alone)] == alone)
+        return tuple(whole[: next(found, 0)])
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether there is one."""
+        return self._chat is not None
 
     async def encode_async(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """`encode`, in a thread if the text is long."""

@@ -46,9 +46,14 @@ _NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
     "output_format": (),
     "session_id": (),
     "cache_salt": (),
+    "pml": (),
+    "prompt": (),
     "truncation": ("disabled",),
 }
 """Parameters that are known and not supported, with the values that ask for nothing."""
+_REASONS: Final = dict.fromkeys(
+    ("pml", "prompt"), "prompts of modules belong to /v1/chat/completions and /v1/completions; send `messages`"
+)
 
 Object = dict[str, Any]
 _Text = WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]})
@@ -115,7 +120,7 @@ def check_fields(fields: Object) -> None:
     for name, neutral in _NEUTRAL.items():
         value = fields.get(name)
         if value is not None and value not in neutral:
-            raise unsupported(name, f"`{name}` is not supported")
+            raise unsupported(name, _REASONS.get(name, f"`{name}` is not supported"))
 
 
 @routes.post("/v1/messages")

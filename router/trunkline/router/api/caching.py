@@ -35,7 +35,7 @@ def cache_use(*generations: Generation) -> CacheUse | UnsetType:
         status=status,
         tier=slowest[-1] if slowest else None,
         tiers=tiers,
-        exact=all(started.exact for started in known),
+        exact=all(started.exact for started in known) and not any(g.job.modules for g in generations),
         reason=None if missed is None else missed.miss,
         miss_token=None if missed is None else missed.miss_token,
     )

@@ -26,6 +26,7 @@ from trunkline.router.api.common import (
 from trunkline.router.api.connection import EventStream, while_connected
 from trunkline.router.api.logprobs import chat_logprobs, prompt_logprob_list
 from trunkline.router.api.models import ChatRequest
+from trunkline.router.api.module_prompts import has_modules, modules_job
 from trunkline.router.api.prompting import chat_job
 from trunkline.router.api.responses import (
     DONE_EVENT,
@@ -73,7 +74,10 @@ async def chat_completions(request: Request) -> Response:
     work = Together(turn)
     streaming = False
     try:
-        job = await chat_job(service, body, plan, turn)
+        if has_modules(body, turn):
+            job = await modules_job(service, body, plan, turn)
+        else:
+            job = await chat_job(service, body, plan, turn)
         generation = await while_connected(request, start(service, job, arrived_at))
         work = Together(generation, turn)
         answer = _Answer(service, body, plan, generation, turn)

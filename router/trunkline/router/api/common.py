@@ -14,16 +14,16 @@ from starlette.requests import Request
 
 from trunkline.router.api.logprobs import PromptScores, join_prompt_logprobs
 from trunkline.router.api.models import ChatRequest, CompletionRequest, Message
-from trunkline.router.api.responses import Usage, make_usage
+from trunkline.router.api.responses import CachedTokens, Usage, make_usage
 from trunkline.router.chat_template import ChatTemplateError
 from trunkline.router.errors import ApiError, bad_value, unavailable
 from trunkline.router.generation import Generation
-from trunkline.router.sampling import Job, Limits, bad_word_ids, make_job
+from trunkline.router.sampling import Job, Limits, Prompt, bad_word_ids, make_job
 from trunkline.router.service import RouterService
 from trunkline.router.text import FinishName, TokenLogprob
 from trunkline.router.tokenizer import OFF_LOOP_CHARACTERS, Tokenizer
 from trunkline.router.tools.plan import ToolPlan
-from trunkline.router.truncation import Cut, clip_spans, span_tokens
+from trunkline.router.truncation import clip_spans, span_tokens
 
 _Value = TypeVar("_Value")
 
@@ -245,8 +245,11 @@ def usage_of(*generations: Generation) -> Usage:
     return make_usage(
         sum(generation.job.seen_tokens for generation in generations),
         sum(generation.output_tokens for generation in generations),
-        sum(generation.cached_tokens for generation in generations),
-        sum(_session_tokens(generation.job) for generation in generations),
+        CachedTokens(
+            sum(generation.cached_tokens for generation in generations),
+            sum(_session_tokens(generation.job) for generation in generations),
+            sum(generation.job.module_tokens for generation in generations),
+        ),
     )
 
 
@@ -277,11 +280,9 @@ def optional(value: _Value | None) -> _Value | UnsetType:
 def job_for(
     service: RouterService,
     body: ChatRequest | CompletionRequest,
-    prompt: list[int],
+    prompt: Prompt,
     *,
     tools: ToolPlan | None = None,
-    param: str = "",
-    cut: Cut | None = None,
 ) -> Job:
     """What the engine is asked for a prompt of a request (see `make_job`).
 
@@ -297,6 +298,4 @@ def job_for(
             body.bad_words, lambda text: service.tokenizer.encode(text, add_special_tokens=False)
         ),
         tools=tools,
-        param=param,
-        cut=cut,
     )

@@ -34,6 +34,7 @@ from trunkline.router.api.logprobs import (
     prompt_logprob_list,
 )
 from trunkline.router.api.models import CompletionRequest
+from trunkline.router.api.module_prompts import has_modules, modules_job
 from trunkline.router.api.prompting import completion_job
 from trunkline.router.api.prompts import PromptBatch
 from trunkline.router.api.responses import (
@@ -52,7 +53,7 @@ from trunkline.router.decoding import check_choices, decoding_of
 from trunkline.router.detokenizer import make_detokenizer
 from trunkline.router.errors import bad_value
 from trunkline.router.generation import Generation
-from trunkline.router.sampling import Job, another_job, check_repeated
+from trunkline.router.sampling import Job, Prompt, another_job, check_repeated
 from trunkline.router.service import RouterService
 from trunkline.router.sessions import is_stored
 from trunkline.router.text import Delta, FinishName
@@ -75,7 +76,7 @@ async def completions(request: Request) -> Response:
         lambda fields: check_supported(fields, chat=False),
     )
     check_model(service, body.model)
-    check_choices(len(body.prompt), decoding_of(body, service.limits.max_rows))
+    check_choices(max(len(body.prompts), 1), decoding_of(body, service.limits.max_rows))
     _check_one_prompt(body)
     turn = await while_connected(request, open_turn(service, body, "text"))
     work = Together(turn)
@@ -100,7 +101,7 @@ def _check_one_prompt(body: CompletionRequest) -> None:
     Raises:
         ApiError: 400.
     """
-    if len(body.prompt) == 1:
+    if len(body.prompts) <= 1:
         return
     if body.truncation is not None and body.truncation.policy() is not None:
         raise bad_value("truncation", "`truncation` is available for a single `prompt` only")
@@ -110,19 +111,21 @@ def _check_one_prompt(body: CompletionRequest) -> None:
 
 async def _jobs(service: RouterService, body: CompletionRequest, turn: Turn | None) -> list[Job]:
     """What the engine is asked, for each prompt. The other parameters are looked at once only."""
-    if len(body.prompt) == 1:
-        return [await completion_job(service, body, body.prompt[0], turn)]
+    if has_modules(body, turn):
+        return [await modules_job(service, body, turn=turn)]
+    if len(body.prompts) == 1:
+        return [await completion_job(service, body, body.prompts[0], turn)]
     limits = service.limits
     jobs: list[Job] = []
-    for index, given in enumerate(body.prompt):
+    for index, given in enumerate(body.prompts):
         param = f"prompt[{index}]"
-        prompt = await _encode(service, body, given, param)
+        prompt = Prompt(await _encode(service, body, given, param), param)
         if jobs:
-            jobs.append(another_job(jobs[0], body, prompt, limits, draw_seed, param))
+            jobs.append(another_job(jobs[0], body, prompt, limits, draw_seed))
             await asyncio.sleep(0)  # many short prompts are a long one: others get their turn
         else:
-            jobs.append(job_for(service, body, prompt, param=param))
-            check_repeated(jobs[0], len(body.prompt))
+            jobs.append(job_for(service, body, prompt))
+            check_repeated(jobs[0], len(body.prompts))
     return jobs
 
 
@@ -301,7 +304,7 @@ class _Answer:
             listed = prompt_logprob_list(scores, generation.job.prompt, wanted, self._vocabulary)
         if not self._body.echo:
             return _Echo(scores=listed)
-        text, offsets = self._prompt_text(generation, self._body.prompt[index])
+        text, offsets = self._prompt_text(generation, self._body.prompts[index])
         if scores is not None and self._count >= 0:
             logprobs = echo_logprobs(scores, generation.job.prompt, self._count, self._vocabulary, offsets)
         return _Echo(text, logprobs, listed)

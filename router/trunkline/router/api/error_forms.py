@@ -30,6 +30,9 @@ SCHEMAS: Final[dict[str, dict[str, Any]]] = {
                     "type": {"type": "string"},
                     "param": _NULLABLE_STRING,
                     "code": _NULLABLE_STRING,
+                    "line": {"type": ["integer", "null"], "description": "Of PML, where the error is; from 1."},
+                    "column": {"type": ["integer", "null"]},
+                    "path": {"type": "string", "description": "Of the module that the error is in."},
                 },
                 "required": ["message", "type", "param", "code"],
             }

@@ -28,6 +28,7 @@ from trunkline.router.api.parameters import (
     LengthPenalty,
     LogitBias,
     LogprobCount,
+    ModulesPrompt,
     Priority,
     PromptLogprobCount,
     Prompts,
@@ -39,6 +40,7 @@ from trunkline.router.api.parameters import (
     TokenIds,
     ToolChoice,
     Tools,
+    Trailing,
     Truncation,
     clean_text,
 )
@@ -130,12 +132,24 @@ class GenerationRequest(_Request):
     session_id: SessionId | None = None
     """Of a stored session, or any label for the conversation that it belongs to."""
     cache_salt: SessionId | None = None
-    """KV is shared only between requests of the same salt."""
+    """KV, and schemas, are shared only between requests of the same salt."""
+    prompt_cache_key: str | None = None
+    """A label for requests that begin alike."""
+    pml: str | None = None
+    """A prompt of a schema's modules, in PML."""
+    trailing: Trailing | None = None
+    """Where text behind all modules goes: behind the whole schema, or right behind the last one imported."""
     truncation: Truncation | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+
+    @property
+    def modules(self) -> str | dict[str, Any] | None:
+        """The prompt if it is one of modules: PML, or an object that says the same."""
+        prompt = getattr(self, "prompt", None)
+        return self.pml if self.pml is not None else prompt if isinstance(prompt, dict) else None
 
     @property
     def include_usage(self) -> bool:
@@ -231,7 +245,9 @@ class Message(BaseModel):
 class ChatRequest(GenerationRequest):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: list[Message] = []
+    """May be left out beside modules, behind which they stand."""
+    prompt: ModulesPrompt | None = None
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -249,6 +265,16 @@ class ChatRequest(GenerationRequest):
         return (self.top_logprobs or 0) if self.logprobs else -1
 
     @model_validator(mode="after")
+    def _check_prompt(self) -> ChatRequest:
+        _check_one_of(self)
+        if not self.messages and self.modules is None:
+            given = "messages" in self.model_fields_set
+            raise PydanticCustomError(
+                "empty" if given else "missing", "must have at least one message", {"param": "messages"}
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_logprobs(self) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
             raise PydanticCustomError(
@@ -260,8 +286,8 @@ class ChatRequest(GenerationRequest):
 class CompletionRequest(GenerationRequest):
     """`POST /v1/completions`."""
 
-    prompt: Prompts
-    """Always a list: of texts or of lists of token ids."""
+    prompt: Prompts = []
+    """A list, of texts or of lists of token ids; or an object, a prompt of modules."""
     max_tokens: CountOrZero | None = None
     """0 only with `echo`: nothing but the prompt is wanted."""
     logprobs: LogprobCount | None = None
@@ -274,11 +300,32 @@ class CompletionRequest(GenerationRequest):
         """See `GenerationRequest`."""
         return -1 if self.logprobs is None else self.logprobs
 
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts that are none of modules."""
+        return [] if isinstance(self.prompt, dict) else self.prompt
+
+    @model_validator(mode="after")
+    def _check_prompt(self) -> CompletionRequest:
+        _check_one_of(self)
+        if not self.prompt and self.pml is None:
+            raise PydanticCustomError("missing", "is required", {"param": "prompt"})
+        return self
+
     @model_validator(mode="after")
     def _check_max_tokens(self) -> CompletionRequest:
         if self.max_tokens == 0 and not self.echo:
             raise PydanticCustomError("max_tokens", "must be at least 1 without `echo`", {"param": "max_tokens"})
         return self
+
+
+def _check_one_of(request: ChatRequest | CompletionRequest) -> None:
+    if request.pml is not None and request.prompt:
+        raise PydanticCustomError("pml", "says the same as `prompt`; give one of them", {"param": "pml"})
+    if request.trailing is not None and request.modules is None:
+        raise PydanticCustomError(
+            "trailing", "is about prompts of modules (`pml`, or `prompt` with a `schema`)", {"param": "trailing"}
+        )
 
 
 class TokenizeRequest(_Request):

@@ -17,6 +17,7 @@ _NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
     "conversation": (),
     "background": (False,),
     "prompt": (),
+    "pml": (),
     "session_id": (),
     "cache_salt": (),
     "reasoning": ({},),
@@ -29,7 +30,8 @@ _REASONS: Final = {
     "conversation": "conversations are not stored; send all of it as `input`",
     "background": "responses are not stored, so they cannot be made in the background",
     "session_id": "stored sessions belong to /v1/chat/completions and /v1/completions",
-    "prompt": "prompt templates are not stored here; send `instructions` and `input`",
+    "prompt": "prompts of modules belong to /v1/chat/completions and /v1/completions; send `input`",
+    "pml": "prompts of modules belong to /v1/chat/completions and /v1/completions; send `input`",
 }
 
 Object = dict[str, Any]

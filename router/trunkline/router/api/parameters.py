@@ -117,8 +117,15 @@ def _one_prompt(value: Any) -> str | list[int]:
     return value
 
 
-def _prompts(value: Any) -> list[str] | list[list[int]]:
-    """Every prompt: one is a text or a list of token ids; several, all of one kind, stand in a list."""
+def _prompts(value: Any) -> list[str] | list[list[int]] | dict[str, Any]:
+    """Every prompt: one is a text or a list of token ids; several, all of one kind, stand in a list. One of
+    modules stays as it is; none at all is fine here.
+    """
+    if value is None:
+        return []
+    if isinstance(value, dict):
+        modules: dict[str, Any] = _modules(value)
+        return modules
     if not (isinstance(value, list) and value and isinstance(value[0], str | list)):
         return [_one_prompt(value)]  # type: ignore[return-value]
     if len(value) > CHOICES_MAX:
@@ -133,6 +140,15 @@ def _prompts(value: Any) -> list[str] | list[list[int]]:
             param = "prompt" if len(value) == 1 else f"prompt[{index}]"
             raise PydanticCustomError(error.type, error.message_template, {"param": param}) from None
     return prompts
+
+
+def _modules(value: Any) -> Any:
+    """A prompt of a schema's modules; all but its form is the compiler's business."""
+    if not isinstance(value, dict):
+        raise PydanticCustomError("prompt", "must be an object with a `schema` and, mostly, `modules`")
+    if not isinstance(value.get("schema"), str) or not value["schema"]:
+        raise PydanticCustomError("prompt", "needs the name of a schema in `schema`")
+    return value
 
 
 def _no_bool(value: Any) -> Any:
@@ -211,8 +227,26 @@ _IDS: Final[dict[str, Any]] = {
     "items": {"type": "integer", "minimum": 0, "maximum": _INT32_MAX},
     "minItems": 1,
 }
+_MODULE: Final[dict[str, Any]] = {
+    "type": "object",
+    "properties": {
+        "path": _TEXT,
+        "args": {"type": "object", "additionalProperties": {"type": "string"}},
+    },
+    "required": ["path"],
+}
+_MODULES: Final[dict[str, Any]] = {
+    "type": "object",
+    "properties": {
+        "schema": _TEXT,
+        "modules": {"type": "array", "items": _MODULE},
+        "text": {"type": "string"},
+    },
+    "required": ["schema"],
+}
 _PROMPTS: Final[dict[str, Any]] = {
     "anyOf": [
+        _MODULES,
         _TEXT,
         _IDS,
         {"type": "array", "items": _TEXT, "minItems": 1, "maxItems": CHOICES_MAX},
@@ -337,6 +371,8 @@ Stops = Annotated[Any, BeforeValidator(_stops), WithJsonSchema(_STOPS)]
 BadWords = Annotated[Any, BeforeValidator(_bad_words), WithJsonSchema(_BAD_WORDS)]
 LogitBias = Annotated[Any, BeforeValidator(_logit_bias), WithJsonSchema(_LOGIT_BIAS)]
 Prompts = Annotated[Any, BeforeValidator(_prompts), WithJsonSchema(_PROMPTS)]
+ModulesPrompt = Annotated[Any, BeforeValidator(_modules), WithJsonSchema(_MODULES)]
+Trailing = Literal["fixed", "compact"]
 JsonSchema = Annotated[Any, BeforeValidator(_schema), WithJsonSchema(_SCHEMA_OR_JSON)]
 StructuralTag = Annotated[Any, BeforeValidator(_object), WithJsonSchema(_OBJECT_OR_JSON)]
 GrammarChoices = Annotated[Any, BeforeValidator(_grammar_choices), WithJsonSchema(_TEXTS)]
@@ -424,4 +460,5 @@ class TruncationChoice(BaseModel):
 Truncation = Annotated[TruncationChoice, BeforeValidator(_policy), WithJsonSchema(_TRUNCATION)]
 Metadata = Annotated[Any, BeforeValidator(_metadata), WithJsonSchema(_METADATA)]
 SessionTtl = Annotated[StrictInt, Field(ge=1, le=TTL_MAX_S), _NoBool]
+SchemaTtl = Annotated[StrictInt, Field(ge=0, le=TTL_MAX_S), _NoBool]
 SessionId = Annotated[str, Field(min_length=1, max_length=SESSION_ID_CHARACTERS_MAX)]

@@ -17,7 +17,7 @@ from trunkline.router.api.models import ChatRequest, CompletionRequest, Message
 from trunkline.router.api.turn import Turn
 from trunkline.router.errors import ApiError, bad_value
 from trunkline.router.history import common_length
-from trunkline.router.sampling import COMPLETION_TOKENS_DEFAULT, Job, wanted_tokens
+from trunkline.router.sampling import COMPLETION_TOKENS_DEFAULT, Job, Prompt, wanted_tokens
 from trunkline.router.service import RouterService
 from trunkline.router.tools.plan import ToolPlan
 from trunkline.router.truncation import Cut, CutError, RetentionPolicy, Span, plan_cut, room_for, span_tokens
@@ -142,7 +142,7 @@ def _job(
             wanted = getattr(body, param, None)
             if wanted is not None and wanted is not False:
                 raise bad_value(param, f"`{param}` is not available for a prompt of which a part was left out")
-    job = job_for(service, body, tokens, tools=plan, cut=cut)
+    job = job_for(service, body, Prompt(tokens, cut=cut), tools=plan)
     if turn is None:
         return job
     turn.check_size(prompt)

@@ -22,6 +22,8 @@ class CachedTokens(msgspec.Struct):
     cached_tokens: int
     session_tokens: int = 0
     """Of a stored session's history."""
+    module_tokens: int = 0
+    """Of modules of a schema."""
 
 
 class Usage(msgspec.Struct):
@@ -33,9 +35,8 @@ class Usage(msgspec.Struct):
     prompt_tokens_details: CachedTokens
 
 
-def make_usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int, session_tokens: int = 0) -> Usage:
+def make_usage(prompt_tokens: int, completion_tokens: int, details: CachedTokens) -> Usage:
     """Counts with their sum."""
-    details = CachedTokens(cached_tokens, session_tokens)
     return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, details)
 
 
@@ -49,7 +50,8 @@ class CacheUse(msgspec.Struct, kw_only=True):
     tiers: dict[str, int]
     """Tokens found, by tier."""
     exact: bool
-    """False: some of it was computed when the model saw tokens that have been dropped since."""
+    """False: some of it was computed when the model saw other tokens before it than now: tokens that have been
+    dropped since, or only those that a module sees."""
     reason: str | None
     """Why the rest was not found."""
     miss_token: int | None

@@ -12,8 +12,9 @@ from pydantic_core import PydanticCustomError
 
 from trunkline.kvstore.cuts import DROPS_MAX
 from trunkline.router.api.models import Message
-from trunkline.router.api.parameters import Metadata, SessionTtl, Truncation
-from trunkline.router.history import Session
+from trunkline.router.api.parameters import Metadata, ModulesPrompt, SessionId, SessionTtl, Trailing, Truncation
+from trunkline.router.errors import bad_value
+from trunkline.router.history import Session, SessionModules
 from trunkline.router.truncation import Span
 
 DISCARDS_MAX: Final = DROPS_MAX - 1
@@ -47,11 +48,19 @@ class SessionUpdate(BaseModel):
     metadata: Metadata | None = None
 
     def apply(self, session: Session) -> None:
-        """Change a session."""
+        """Change a session.
+
+        Raises:
+            ApiError: 400, it cannot be changed so.
+        """
         if self.ttl is not None:
             session.ttl = float(self.ttl)
         if self.truncation is not None:
             session.truncation = self.truncation.policy()
+            if session.modules is not None and session.truncation is not None:
+                raise bad_value(
+                    "truncation", "a session with modules cannot be truncated: they stand at fixed places"
+                )
         if self.metadata is not None:
             session.metadata = self.metadata
 
@@ -68,6 +77,42 @@ class SessionRequest(SessionUpdate):
     model: str | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
     """What the conversation begins with."""
+    pml: str | None = None
+    """A prompt of modules that stands in front of every turn …"""
+    prompt: ModulesPrompt | None = None
+    """… the same as an object …"""
+    schema_: Annotated[str | None, Field(alias="schema", min_length=1)] = None
+    """… or all that a schema brings by itself."""
+    trailing: Trailing | None = None
+    cache_salt: SessionId | None = None
+    """With which the schema was made."""
+
+    @model_validator(mode="after")
+    def _check_modules(self) -> SessionRequest:
+        given = [name for name in ("pml", "prompt", "schema_") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise PydanticCustomError(
+                "prompt", "give one of `pml`, `prompt` and `schema`", {"param": given[1].rstrip("_")}
+            )
+        if self.trailing is not None and not given:
+            raise PydanticCustomError(
+                "trailing", "is about prompts of modules (`pml`, `prompt`, `schema`)", {"param": "trailing"}
+            )
+        return self
+
+    @property
+    def modules_param(self) -> str:
+        """The one that gives the modules."""
+        return "pml" if self.pml is not None else "schema" if self.schema_ is not None else "prompt"
+
+    def modules(self) -> SessionModules | None:
+        """What stands in front of every turn, if anything does."""
+        source = self.pml if self.pml is not None else self.prompt
+        if self.schema_ is not None:
+            source = {"schema": self.schema_, "modules": []}
+        if source is None:
+            return None
+        return SessionModules(source, self.trailing or "fixed", self.cache_salt or "")
 
 
 class DiscardRequest(BaseModel):
@@ -116,6 +161,8 @@ class SessionObject(msgspec.Struct, kw_only=True):
     model: str
     parent: str | None
     """The session that it was forked from."""
+    schema: str | None
+    """The schema whose modules stand in front of every turn."""
     turns: int
     """Requests that were answered."""
     tokens: int

@@ -19,6 +19,8 @@ from trunkline.kvstore.layout import pack_int32
 from trunkline.router.api.body import parse_json_object, read_body, read_request, validate
 from trunkline.router.api.common import check_length, check_model, render_messages, service_of
 from trunkline.router.api.models import Message
+from trunkline.router.api.module_prompts import as_roles, place
+from trunkline.router.api.paging import PAGE_PARAMETERS, page_of
 from trunkline.router.api.prompting import Rendering, instruction_tokens
 from trunkline.router.api.responses import JsonResponse
 from trunkline.router.api.session_types import (
@@ -38,10 +40,11 @@ from trunkline.router.api.session_types import (
 from trunkline.router.api.turn import stored_messages
 from trunkline.router.api.unsupported import check_session
 from trunkline.router.errors import bad_value, not_found
-from trunkline.router.history import Mark, Session, common_length, token_at
+from trunkline.router.history import Mark, Session, SessionModules, common_length, token_at
 from trunkline.router.messages import Record
+from trunkline.router.records import VALUE_BYTES_MAX
 from trunkline.router.service import RouterService
-from trunkline.router.sessions import VALUE_BYTES_MAX, Stored, is_stored, ttl_of
+from trunkline.router.sessions import Stored, is_stored, ttl_of
 from trunkline.router.truncation import (
     CutError,
     RetentionPolicy,
@@ -54,16 +57,6 @@ from trunkline.router.truncation import (
 )
 
 routes = APIRouter()
-
-_PAGE_MAX: Final = 100
-_PAGE_DEFAULT: Final = 20
-_LIST_PARAMETERS: Final = {
-    "parameters": [
-        {"name": "limit", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": _PAGE_MAX}},
-        {"name": "after", "in": "query", "schema": {"type": "string"}},
-    ]
-}
-
 
 _ANSWERS: Final = (SessionObject, SessionList, SessionDeleted, SessionPrefetch)
 SCHEMAS: Final[dict[str, Any]] = msgspec.json.schema_components(
@@ -88,40 +81,52 @@ async def create_session(request: Request) -> JsonResponse:
         vocabulary=service.tokenizer.fingerprint,
         truncation=RetentionPolicy(),
     )
+    beside = await _bind(service, session, body)
     body.apply(session)
     if body.messages is not None:
         await _begin(service, session, body.messages)
-    return _told(await service.sessions.create(service.sessions.draw_id(), session))
+    return _told(await service.sessions.create(service.sessions.draw_id(beside), session))
+
+
+async def _bind(service: RouterService, session: Session, body: SessionRequest) -> str:
+    """Put modules in front of a session's turns, if it is to have any; the key of their schema."""
+    given = body.modules()
+    if given is None:
+        return ""
+    messages = as_roles(service.tokenizer, body.messages or [])
+    placed = await place(service, given, body.modules_param, messages, add_generation_prompt=True)
+    session.form, session.truncation = "chat", None
+    session.modules = replace(given, schema=placed.schema.name)
+    return placed.schema.key
 
 
 async def _begin(service: RouterService, session: Session, messages: list[Message]) -> None:
     """Put messages into an empty session."""
+    session.messages = [message.model_dump(exclude_none=True) for message in messages]
+    if session.modules is not None:  # their tokens are those of the first turn
+        return
     text = await render_messages(service, messages, add_generation_prompt=False)
     check_length(len(text), "messages")
     if 8 * len(text.encode()) > VALUE_BYTES_MAX:
         raise bad_value("messages", "`messages` are too long to be kept", code="session_too_long")
     tokens = await service.tokenizer.encode_async(text, add_special_tokens=False)
     session.form = "chat"
-    session.messages = [message.model_dump(exclude_none=True) for message in messages]
     session.text, session.tokens = text, pack_int32(tokens)
     session.marks = [Mark(len(text), len(tokens))] if tokens else []
 
 
-@routes.get("/v1/sessions", responses=_answers(SessionList), openapi_extra=_LIST_PARAMETERS)
+@routes.get("/v1/sessions", responses=_answers(SessionList), openapi_extra={"parameters": PAGE_PARAMETERS})
 async def list_sessions(request: Request) -> JsonResponse:
     """All sessions, page by page, in the order of their ids."""
-    given = request.query_params.get("limit", str(_PAGE_DEFAULT))
-    if not (given.isascii() and given.isdigit() and len(given) < 9 and 1 <= int(given) <= _PAGE_MAX):
-        raise bad_value("limit", f"`limit` must be a number from 1 to {_PAGE_MAX}")
-    limit = int(given)
-    found = await service_of(request).sessions.page(request.query_params.get("after", "")[:256], limit + 1)
-    data = [_summary(record) for record in found[:limit]]
+    page = page_of(request)
+    found = await service_of(request).sessions.page(page.after, page.limit + 1)
+    data = [_summary(record) for record in found[: page.limit]]
     return JsonResponse(
         SessionList(
             data=data,
             first_id=data[0].id if data else None,
             last_id=data[-1].id if data else None,
-            has_more=len(found) > limit,
+            has_more=len(found) > page.limit,
         )
     )
 
@@ -170,6 +175,8 @@ async def prefetch_session(request: Request, session_id: str) -> JsonResponse:
     """Say that a request of this session is expected soon: its KV is fetched from slow tiers."""
     service = service_of(request)
     session = _readable(service, (await service.sessions.get(_checked(session_id))).session)
+    if session.modules is not None:
+        return JsonResponse(await _prefetch_modules(service, session_id, session, session.modules))
     tokens = session.ids()
     known = coming = 0
     if tokens:
@@ -177,6 +184,25 @@ async def prefetch_session(request: Request, session_id: str) -> JsonResponse:
         known, coming = found.known_tokens, found.coming_tokens
     return JsonResponse(
         SessionPrefetch(id=session_id, tokens=len(tokens), known_tokens=known, coming_tokens=coming)
+    )
+
+
+async def _prefetch_modules(
+    service: RouterService, session_id: str, session: Session, given: SessionModules
+) -> SessionPrefetch:
+    messages = as_roles(service.tokenizer, stored_messages(session))
+    placed = await place(service, given, "session_id", messages, add_generation_prompt=True)
+    own = placed.prompt.own.tolist()[: placed.prompt.messages_from] + session.ids()
+    found = await service.sessions.prefetch(
+        session_id, own, salt=given.salt.encode(), layout=placed.layout(len(own))
+    )
+    tokens = len(own) + placed.prompt.module_tokens
+    # The engine counts a text's chunks as if they were full.
+    return SessionPrefetch(
+        id=session_id,
+        tokens=tokens,
+        known_tokens=min(found.known_tokens, tokens),
+        coming_tokens=min(found.coming_tokens, tokens),
     )
 
 
@@ -204,6 +230,8 @@ async def discard_tokens(request: Request, session_id: str) -> JsonResponse:
     lease = await service.sessions.acquire(_checked(session_id))
     try:
         session = _readable(service, lease.session)
+        if session.modules is not None:
+            raise bad_value("session_id", "nothing can be discarded in a session with modules")
         if body.tokens is not None:
             spans = _token_spans(session, body.tokens)
         else:
@@ -298,6 +326,7 @@ def _told(stored: Stored, *, messages: bool = False) -> JsonResponse:
             ttl=int(ttl_of(session)),
             model=session.model,
             parent=session.parent or None,
+            schema=None if session.modules is None else session.modules.schema,
             turns=session.turns,
             tokens=session.token_count,
             discards=session.discards,

@@ -14,9 +14,10 @@ from trunkline.router.api.connection import Closable
 from trunkline.router.api.models import ChatRequest, CompletionRequest, Message
 from trunkline.router.api.responses import ChatMessage
 from trunkline.router.errors import bad_value
-from trunkline.router.history import Form, Known, Session, common_mark, text_of
+from trunkline.router.history import Form, Known, Part, Session, common_mark, parts_behind, text_of
+from trunkline.router.records import VALUE_BYTES_MAX
 from trunkline.router.service import RouterService
-from trunkline.router.sessions import VALUE_BYTES_MAX, Lease, is_stored
+from trunkline.router.sessions import Lease, is_stored
 from trunkline.router.truncation import Span, clip_spans
 
 _FORMS: Final = {"chat": "conversations (/v1/chat/completions)", "text": "texts (/v1/completions)"}
@@ -83,6 +84,19 @@ class Turn:
             tokens = await self._tokenizer.encode_async(text, add_special_tokens=add_special_tokens)
         self._known = Known(text, tokens, mark.tokens)
         return tokens
+
+    async def tokens_of_parts(self, parts: Sequence[Part]) -> list[int]:
+        """Token ids of a prompt in parts: the history's own as far as it begins with the history."""
+        text = "".join([part.text for part in parts])
+        mark = common_mark(self.session, text, self._tokenizer.vocabulary)
+        split, rest = parts_behind(parts, mark)
+        tokens = self.session.ids()[: mark.tokens]
+        if split is not None and split.plain:
+            tokens += self._tokenizer.encode_plain(split.rest)
+        elif split is not None:
+            tokens += await self._tokenizer.encode_rest(split.rest)
+        self._known = Known(text, tokens + rest, mark.tokens)
+        return self._known.tokens
 
     async def continued(self, given: str | list[int], *, add_special_tokens: bool) -> list[int]:
         """Token ids of the history with a text, or with tokens, behind it."""

@@ -32,15 +32,15 @@ _CHAT: Final[dict[str, tuple[Any, ...]]] = {
 }
 _COMPLETIONS: Final[dict[str, tuple[Any, ...]]] = {**_COMMON, "suffix": ("",)}
 
-_SESSION: Final[dict[str, tuple[Any, ...]]] = {"schema": (), "prompt": (), "pml": (), "cache_salt": ()}
+_SESSION: Final[dict[str, tuple[Any, ...]]] = {"cache_salt": ()}
+SESSION_MODULES: Final = ("schema", "prompt", "pml")
+"""Parameters that give a session modules; then it has a salt."""
 _TOKENIZE: Final = {name: _CHAT[name] for name in ("documents", "chat_template", "continue_final_message")}
 
 _REASONS: Final = {
     "best_of": "`best_of` is a parameter of /v1/completions only",
     "functions": "`functions` is not supported; use `tools`",
-    "schema": "prompt schemas are not supported yet; give `messages`",
-    "cache_salt": "a session has no salt of its own; send `cache_salt` with each of its requests",
-    "prompt": "a session begins with `messages`; a prompt is given with its first completion",
+    "cache_salt": "a session without modules has no salt of its own; send `cache_salt` with each of its requests",
     "function_call": "`function_call` is not supported; use `tool_choice`",
 }
 
@@ -68,7 +68,8 @@ def check_tokenize(fields: dict[str, Any]) -> None:
 
 def check_session(fields: dict[str, Any]) -> None:
     """`check_supported` for a new session."""
-    _check(fields, _SESSION)
+    if not any(fields.get(name) for name in SESSION_MODULES):
+        _check(fields, _SESSION)
 
 
 def _check(fields: dict[str, Any], table: dict[str, tuple[Any, ...]]) -> None:

@@ -1,0 +1,217 @@
+"""A client for prompts with modules. It stands beside OpenAI's client, which does everything else.
+
+    client = Client("http://127.0.0.1:8000")
+    answer = client.chat(trip("Lisbon", budget=True), "Plan a Sunday.")
+
+    openai.chat.completions.create(messages=[...], extra_body=client.extra_body(trip("Lisbon")), ...)
+
+The schema of a prompt program is sent to the server when the program is used first, and again if the server has
+forgotten it meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Final, TypeAlias
+
+import httpx
+
+from trunkline.prompts.errors import RequestError, UnreachableError
+from trunkline.prompts.program import PromptCall, PromptProgram
+from trunkline.prompts.schemas import Schemas
+from trunkline.prompts.transport import DEFAULT_URL, Connection
+
+PromptSource: TypeAlias = PromptCall | str | Mapping[str, Any]
+"""A call of a prompt program, PML, or `{"schema": …, "modules": […]}`."""
+
+_SCHEMA_UNKNOWN: Final = "E_SCHEMA_UNKNOWN"
+
+
+@dataclass
+class Completion:
+    """An answer."""
+
+    text: str = ""
+    finish_reason: str | None = None
+    usage: dict[str, Any] = field(default_factory=dict)
+    cache: dict[str, Any] = field(default_factory=dict)
+    """What was found of the prompt: `status`, `tier`, `exact`, …"""
+    first_token_s: float | None = None
+    """Seconds from the request to the first text; None: there was none."""
+    seconds: float = 0.0
+    """… to the end."""
+
+
+def extra_body(prompt: PromptSource) -> dict[str, Any]:
+    """What OpenAI's client sends besides: `create(…, extra_body=extra_body(call))`.
+
+    The server has to know the schema; `Client.extra_body` sees to that. What OpenAI's client wants as `prompt` of
+    a completion is not looked at: give "".
+    """
+    if isinstance(prompt, PromptCall):
+        return {"prompt": prompt.to_json()}
+    if isinstance(prompt, str):
+        return {"pml": prompt, "prompt": None}
+    return {"prompt": dict(prompt)}
+
+
+class Client:
+    """Of one server. May be used by several threads. Closes its connections at the end of `with`.
+
+    All requests raise `RequestError` (`PmlRequestError` where PML is wrong) or `UnreachableError`.
+    """
+
+    def __init__(
+        self,
+        base_url: str = DEFAULT_URL,
+        *,
+        model: str | None = None,
+        api_key: str | None = None,
+        timeout_s: float = 600.0,
+        transport: httpx.BaseTransport | None = None,
+    ) -> None:
+        """
+        Args:
+            base_url: of the server, with or without `/v1`.
+            model: a served name; None: the first that is served.
+            api_key: sent as a bearer token, for a gateway in front of the server.
+            timeout_s: of silence: a queue may be long.
+            transport: of httpx.
+        """
+        self._connection = Connection(base_url, api_key, timeout_s, transport)
+        self._model = model
+        self.schemas = Schemas(self._connection, model)
+        self._known: set[str] = set()
+        """Programs' schemas that the server has, as far as is known here."""
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._connection.close()
+
+    def complete(
+        self, prompt: PromptSource, *, on_text: Callable[[str], None] | None = None, **parameters: Any
+    ) -> Completion:
+        """Continue a prompt (`/v1/completions`).
+
+        Args:
+            prompt: what is to be continued.
+            on_text: called with each piece of the answer as it comes.
+            **parameters: `max_tokens`, `temperature`, …, as the server takes them.
+        """
+        return self._run("/v1/completions", prompt, parameters, on_text)
+
+    def chat(
+        self,
+        prompt: PromptSource | None,
+        messages: str | Sequence[Mapping[str, Any]] = (),
+        *,
+        on_text: Callable[[str], None] | None = None,
+        **parameters: Any,
+    ) -> Completion:
+        """Answer a conversation that begins with a prompt (`/v1/chat/completions`).
+
+        Args:
+            prompt: what stands before the messages; None: nothing.
+            messages: a user's message, or messages in OpenAI's form.
+            on_text: called with each piece of the answer as it comes.
+            **parameters: `max_tokens`, `temperature`, …, as the server takes them.
+        """
+        turns = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
+        return self._run("/v1/chat/completions", prompt, {"messages": turns, **parameters}, on_text)
+
+    def extra_body(self, prompt: PromptSource) -> dict[str, Any]:
+        """See `extra_body`; sends the schema of a prompt program that the server does not have yet."""
+        if isinstance(prompt, PromptCall):
+            self.register(prompt.program)
+        return extra_body(prompt)
+
+    def register(self, program: PromptProgram[Any], *, cache_salt: str | None = None) -> None:
+        """Have the server know a program's schema; nothing is done if this client knows that it does."""
+        key = f"{cache_salt or ''}/{program.schema_name}"
+        with self._lock:
+            if key in self._known:
+                return
+            # A name with a digest stands for what it says: another process may have sent it.
+            if not (program.named_by_digest and self._has(program, cache_salt)):
+                self.schemas.create(program, cache_salt=cache_salt)
+            self._known.add(key)
+
+    def _has(self, program: PromptProgram[Any], cache_salt: str | None) -> bool:
+        try:
+            self.schemas.get(program.schema_name, cache_salt=cache_salt)
+        except RequestError as error:
+            if error.status != 404:
+                raise
+            return False
+        return True
+
+    def _run(
+        self,
+        path: str,
+        prompt: PromptSource | None,
+        parameters: Mapping[str, Any],
+        on_text: Callable[[str], None] | None,
+    ) -> Completion:
+        body = {**({} if prompt is None else extra_body(prompt)), **parameters}
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+        if self._model is not None:
+            body["model"] = self._model
+        if not isinstance(prompt, PromptCall):
+            return self._collect(path, body, on_text)
+        salt = parameters.get("cache_salt")
+        self.register(prompt.program, cache_salt=salt)
+        try:
+            return self._collect(path, body, on_text)
+        except RequestError as error:
+            if error.code != _SCHEMA_UNKNOWN:
+                raise
+        with self._lock:  # its time was over, or the server is another one
+            self._known.discard(f"{salt or ''}/{prompt.program.schema_name}")
+        self.register(prompt.program, cache_salt=salt)
+        return self._collect(path, body, on_text)
+
+    def _collect(self, path: str, body: Mapping[str, Any], on_text: Callable[[str], None] | None) -> Completion:
+        answer = Completion()
+        started = time.monotonic()
+        with contextlib.closing(self._connection.events(path, body)) as events:
+            for piece in _take(answer, events):
+                if answer.first_token_s is None:
+                    answer.first_token_s = time.monotonic() - started
+                if on_text is not None:
+                    on_text(piece)
+        answer.seconds = time.monotonic() - started
+        return answer
+
+
+def _take(answer: Completion, events: Iterator[dict[str, Any]]) -> Iterator[str]:
+    """Put an event stream into `answer`; yields each piece of its text.
+
+    Raises:
+        UnreachableError: the events are no completion's.
+    """
+    try:
+        for event in events:
+            answer.usage = event.get("usage") or answer.usage
+            answer.cache = event.get("cache") or answer.cache
+            for choice in event["choices"]:
+                answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
+                piece = choice.get("text") or (choice.get("delta") or {}).get("content")
+                if piece:
+                    answer.text += piece
+                    yield piece
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UnreachableError(f"the server does not speak the expected protocol: {error!r}") from error

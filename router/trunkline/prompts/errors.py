@@ -1,0 +1,60 @@
+"""What can go wrong: with a prompt program when it is decorated, and with a request.
+
+TrunklineError
+  PromptProgramError       a function cannot be compiled; has file and line
+  UnreachableError        no answer, or not one of a Trunkline server
+  RequestError             the server refused; has status and code
+    PmlRequestError        … because of a schema or prompt; has line, column and path
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+class TrunklineError(Exception):
+    """Base of all errors of this package."""
+
+
+class PromptProgramError(TrunklineError):
+    """A prompt program says something that PML cannot express. Raised where it is decorated."""
+
+    def __init__(self, message: str, filename: str, line: int) -> None:
+        """`line` counts from 1."""
+        super().__init__(f"{filename}:{line}: {message}")
+        self.message = message
+        self.filename = filename
+        self.line = line
+
+
+class UnreachableError(TrunklineError):
+    """The server does not answer, went away, or does not speak the protocol."""
+
+
+class RequestError(TrunklineError):
+    """The server refused a request."""
+
+    def __init__(self, message: str, status: int, code: str | None) -> None:
+        """`status`: of HTTP (200 if it failed in the middle of an answer); `code`: the server's own."""
+        super().__init__(f"{message} ({code or f'HTTP {status}'})")
+        self.message = message
+        self.status = status
+        self.code = code
+
+
+class PmlRequestError(RequestError):
+    """The server refused a schema or a prompt; `code` is one of PML's (`E_…`)."""
+
+    def __init__(self, message: str, status: int, fields: Mapping[str, Any]) -> None:
+        """`fields`: of the error object in the answer."""
+        super().__init__(message, status, str(fields["code"]))
+        self.line: int | None = fields.get("line")
+        """In the PML that was sent, from 1; None: the form that was sent has no lines."""
+        self.column: int | None = fields.get("column")
+        """From 1."""
+        self.path: str = fields.get("path") or ""
+        """Of the module."""
+        known = {"message", "type", "param", "code", "line", "column", "path"}
+        self.extra: dict[str, Any] = {name: value for name, value in fields.items() if name not in known}
+        """What belongs to the code, such as `len` and `got` of E_ARG_TOO_LONG (tokens)."""

@@ -1,0 +1,171 @@
+"""Prompt programs (Prompt Cache §3.2.4): a Python function as a schema, a call of it as a prompt.
+
+    @prompt
+    def trip(city: Annotated[str, MaxTokens(8)], budget: bool = False) -> None:
+        "You plan trips."                        # text
+        f" The traveller goes to {city}."        # text with a parameter
+        if budget:                               # a module …
+            " Suggest only what costs nothing."
+        else:                                    # … or another in its place: a union
+            " Money is no object."
+        house_rules()                            # another program: a nested module
+
+    client.complete(trip("Lisbon", budget=True).followed_by("Plan a Sunday."))
+
+The body is read, never run; of it only conditions and the arguments of nested programs are evaluated, when the
+program is called: any expression over the function's parameters and the global names of its file that assigns
+nothing. Text is said as written, blanks and line ends included, and nothing is put between two texts. A name in
+the braces of an f-string is a parameter annotated with `MaxTokens`, or a text that the file defined before, which
+becomes part of the schema. The first string is text, too: there is no docstring. Formatters take it for one and
+trim its ends, so let no blank there matter: begin the next string with it.
+
+All texts of a program are one module of the schema with its name; programs that it calls are modules within it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import FunctionType
+from typing import Any, Generic, ParamSpec, overload
+
+from trunkline.prompts import names
+from trunkline.prompts.compiler import compile_function
+from trunkline.prompts.errors import PromptProgramError
+from trunkline.prompts.items import Program, Role
+from trunkline.prompts.markup import write_prompt, write_schema
+from trunkline.prompts.selection import Selection, select
+from trunkline.prompts.source import definition
+from trunkline.router.pml import parse_schema, schema_to_json
+from trunkline.router.pml.tree import TAGS
+
+P = ParamSpec("P")
+
+
+@dataclass(frozen=True, eq=False)
+class PromptProgram(Program, Generic[P]):
+    """A compiled function. Calling it makes a prompt."""
+
+    schema_name: str
+    """Under which servers know it: with a digest of all it says, so that two versions of a program can be in use
+    at the same time; or the name that was given to `prompt`, as it is."""
+    named_by_digest: bool
+    """Whether that name stands for what the program says, and for nothing else."""
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> PromptCall:
+        """The prompt for these arguments.
+
+        Raises:
+            TypeError: they do not fit.
+            Exception: whatever a condition raises.
+        """
+        return PromptCall(self, select(self.name, self, self.values(*args, **kwargs)))
+
+    def to_pml(self) -> str:
+        """The schema in XML."""
+        return write_schema(self.schema_name, self)
+
+    def to_json(self) -> dict[str, Any]:
+        """The schema in PML's JSON form."""
+        return schema_to_json(parse_schema(self.to_pml()))
+
+
+@dataclass(frozen=True)
+class PromptCall:
+    """A prompt: modules of a program's schema, arguments, and the text that follows them."""
+
+    program: PromptProgram[Any]
+    selection: Selection
+    trailing: str = ""
+
+    @property
+    def text(self) -> str:
+        """What the model reads, without what the chat template writes around roles."""
+        return self.selection.text + self.trailing
+
+    def followed_by(self, text: str) -> PromptCall:
+        """The same with more text behind it. It is not cached as a module is."""
+        return replace(self, trailing=self.trailing + text)
+
+    def to_pml(self) -> str:
+        """The prompt in XML.
+
+        Raises:
+            ValueError: an argument has a character that XML cannot hold.
+        """
+        return write_prompt(self.program.schema_name, self.selection, self.trailing)
+
+    def to_json(self) -> dict[str, Any]:
+        """The prompt as the HTTP API takes it (`prompt`)."""
+        modules = []
+        for path, selected in self.selection.walk():
+            modules.append(
+                {"path": path, "args": dict(selected.arguments)} if selected.arguments else {"path": path}
+            )
+        form: dict[str, Any] = {"schema": self.program.schema_name, "modules": modules}
+        return {**form, "text": self.trailing} if self.trailing else form
+
+
+@overload
+def prompt(function: Callable[P, None], /) -> PromptProgram[P]: ...
+
+
+@overload
+def prompt(
+    *, name: str | None = None, role: Role | None = None
+) -> Callable[[Callable[P, None]], PromptProgram[P]]: ...
+
+
+def prompt(
+    function: Callable[P, None] | None = None, /, *, name: str | None = None, role: Role | None = None
+) -> PromptProgram[P] | Callable[[Callable[P, None]], PromptProgram[P]]:
+    """Compile a function to a prompt program.
+
+    Args:
+        function: a plain function; see this module.
+        name: of the schema, and of its module. Without one it is called as the function is, and the schema's name
+            has a digest of what it says; a name that is given is the schema's as it is, and changing the program
+            changes what others get under it.
+        role: all its text is one message of this role in the model's chat template.
+
+    Raises:
+        PromptProgramError: the function cannot be compiled; with file and line.
+    """
+    if function is None:
+        return lambda decorated: _compiled(decorated, name, role)
+    return _compiled(function, name, role)
+
+
+def _compiled(function: Callable[P, None], name: str | None, role: Role | None) -> PromptProgram[P]:
+    if not isinstance(function, FunctionType):
+        raise TypeError(
+            f"@prompt is for plain functions, not for {type(function).__name__}; put it directly above `def`"
+        )
+    line = function.__code__.co_firstlineno
+    if name is not None and not names.is_name(name):
+        raise PromptProgramError(
+            f"{name!r} is no name for a schema: letters, digits, `_`, `.`, `-`, with a letter or `_` first, "
+            f"and none of {', '.join(sorted(TAGS))}",
+            function.__code__.co_filename,
+            line,
+        )
+    if role not in (None, "system", "user", "assistant"):
+        raise PromptProgramError(
+            f"{role!r} is no role; there are system, user, assistant", function.__code__.co_filename, line
+        )
+    compiled = compile_function(function, definition(function), name or names.readable(function.__name__), role)
+    return PromptProgram(
+        name=compiled.name,
+        role=compiled.role,
+        signature=compiled.signature,
+        limits=compiled.limits,
+        items=compiled.items,
+        schema_name=name or f"{compiled.name}-{_digest(compiled)}",
+        named_by_digest=name is None,
+    )
+
+
+def _digest(program: Program) -> str:
+    """Of all it says; eight hexadecimal digits are enough among the versions of one function."""
+    return hashlib.sha256(write_schema("", program).encode()).hexdigest()[:8]

@@ -1,0 +1,166 @@
+"""`client.schemas`: the schemas that a server keeps. A schema's id is its name; names live per `cache_salt`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, Literal, TypeVar
+from urllib.parse import quote
+
+import msgspec
+
+from trunkline.prompts.errors import UnreachableError
+from trunkline.prompts.program import PromptProgram
+from trunkline.prompts.transport import Connection
+
+_PATH: Final = "/v1/schemas"
+T = TypeVar("T")
+
+
+class SchemaParam(msgspec.Struct, frozen=True):
+    """A parameter of a module."""
+
+    name: str
+    length: int
+    """Tokens that an argument may have."""
+    required: bool = False
+    default: str | None = None
+
+
+class SchemaModule(msgspec.Struct, frozen=True):
+    """A module of a schema as the server has laid it out."""
+
+    path: str
+    """"" for what stands in the schema itself."""
+    start: int
+    """Position of its first token."""
+    length: int
+    """Positions that it takes, parameters and modules in it included."""
+    params: tuple[SchemaParam, ...] = ()
+    cached: bool = True
+    """False: it is computed for each request."""
+    tokens: int = 0
+    """Of its own text, placeholders included."""
+    bytes: int = 0
+    """Of KV that is kept for its text."""
+    tier: str | None = None
+    """The slowest one from which a part of it has to come; None: not all of it is there."""
+
+
+class Schema(msgspec.Struct, frozen=True):
+    """A schema as the server has it."""
+
+    id: str
+    name: str
+    version: int
+    status: str
+    """ready: all modules are computed; partial; encoding; cold: none is. Requests have the rest computed."""
+    extent: int
+    """Positions that it takes."""
+    pin: bool = False
+    modules: tuple[SchemaModule, ...] = ()
+    expires_at: int | None = None
+    """If nobody uses it until then, in seconds since 1970; None: never."""
+    usage: dict[str, int] = {}
+    """`tokens`, `computed_tokens`, `bytes`."""
+    warnings: tuple[str, ...] = ()
+
+
+class SchemaEntry(msgspec.Struct, frozen=True):
+    """A schema in a list."""
+
+    id: str
+    """Its name."""
+    expires_at: int | None = None
+
+
+class Schemas:
+    """What can be done with them. All methods raise `RequestError`, `PmlRequestError` or `UnreachableError`."""
+
+    def __init__(self, connection: Connection, model: str | None) -> None:
+        self._connection = connection
+        self._model = model
+
+    def create(
+        self,
+        source: PromptProgram[Any] | str | Mapping[str, Any],
+        *,
+        ttl: int | None = None,
+        pin: bool | None = None,
+        warm: bool | None = None,
+        encode_scope: Literal["ancestors", "self"] | None = None,
+        cache_salt: str | None = None,
+    ) -> Schema:
+        """Store a schema; in place of the one with its name, if there is one. None: the server's default.
+
+        Args:
+            source: a prompt program, PML, or its JSON form.
+            ttl: seconds without use after which it is forgotten; 0: never.
+            pin: its KV stays in some tier as long as the schema does.
+            warm: compute its KV now; the answer comes when that is done.
+            encode_scope: what a module sees while it is computed: what stands before it in its ancestors, too, or
+                only itself.
+            cache_salt: it is found with this salt only.
+        """
+        body = {
+            **source_fields(source),
+            "model": self._model,
+            "ttl": ttl,
+            "pin": pin,
+            "warm": warm,
+            "encode_scope": encode_scope,
+            "cache_salt": cache_salt,
+        }
+        given = {name: value for name, value in body.items() if value is not None}
+        return _typed(self._connection.call("POST", _PATH, given), Schema)
+
+    def get(self, schema_id: str, *, cache_salt: str | None = None) -> Schema:
+        """A schema."""
+        return _typed(self._connection.call("GET", _path(schema_id), query={"cache_salt": cache_salt}), Schema)
+
+    def list(self, *, cache_salt: str | None = None) -> Iterator[SchemaEntry]:
+        """All of them, asked for page by page."""
+        after: str | None = None
+        while True:
+            page = self._connection.call("GET", _PATH, query={"after": after, "cache_salt": cache_salt})
+            entries = [_typed(entry, SchemaEntry) for entry in page.get("data", [])]
+            yield from entries
+            if not entries or not page.get("has_more"):
+                return
+            after = entries[-1].id
+
+    def update(
+        self,
+        schema_id: str,
+        *,
+        ttl: int | None = None,
+        pin: bool | None = None,
+        cache_salt: str | None = None,
+    ) -> Schema:
+        """Change what is done with it; None: as it is."""
+        body = {name: value for name, value in {"ttl": ttl, "pin": pin}.items() if value is not None}
+        answer = self._connection.call("PATCH", _path(schema_id), body, {"cache_salt": cache_salt})
+        return _typed(answer, Schema)
+
+    def delete(self, schema_id: str, *, cache_salt: str | None = None) -> None:
+        """Forget it. Requests that run are not disturbed."""
+        self._connection.call("DELETE", _path(schema_id), query={"cache_salt": cache_salt})
+
+
+def source_fields(source: PromptProgram[Any] | str | Mapping[str, Any]) -> dict[str, Any]:
+    """A schema's source as the server takes it."""
+    if isinstance(source, PromptProgram):
+        return {"pml": source.to_pml()}
+    if isinstance(source, str):
+        return {"pml": source}
+    return {"json": dict(source)}
+
+
+def _path(schema_id: str) -> str:
+    return f"{_PATH}/{quote(schema_id, safe='')}"
+
+
+def _typed(value: object, kind: type[T]) -> T:
+    try:
+        return msgspec.convert(value, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise UnreachableError(f"the server does not speak the expected protocol: {error}") from error

@@ -1,0 +1,70 @@
+"""What a call selects: the modules on whose conditions it decided, with the arguments that go into them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from trunkline.prompts.items import Branches, Item, Nested, Program, Slot, Values
+
+
+@dataclass(frozen=True)
+class Selection:
+    """A module with what is selected in it."""
+
+    name: str
+    arguments: Mapping[str, str]
+    """Of its own parameters, by their names in the schema."""
+    parts: tuple[Part, ...]
+    """What the model reads, in order: text, arguments included, and modules."""
+
+    @property
+    def children(self) -> tuple[Selection, ...]:
+        """The modules in it."""
+        return tuple(part for part in self.parts if isinstance(part, Selection))
+
+    @property
+    def text(self) -> str:
+        """All text, that of the modules included; without what the chat template writes around roles."""
+        return "".join(part if isinstance(part, str) else part.text for part in self.parts)
+
+    def walk(self, above: str = "") -> Iterator[tuple[str, Selection]]:
+        """It and all modules in it with their paths, in document order."""
+        path = f"{above}{self.name}"
+        yield path, self
+        for child in self.children:
+            yield from child.walk(f"{path}/")
+
+
+Part: TypeAlias = str | Selection
+
+
+def select(name: str, program: Program, values: Values) -> Selection:
+    """What a call of `program` with these values selects.
+
+    Raises:
+        Exception: whatever a condition or an argument raises.
+    """
+    return _module(name, program.items, values)
+
+
+def _module(name: str, items: tuple[Item, ...], values: Values) -> Selection:
+    arguments: dict[str, str] = {}
+    parts: list[Part] = []
+    for item in items:
+        match item:
+            case str():
+                parts.append(item)
+            case Slot():
+                arguments[item.name] = format(values[item.argument], "")
+                parts.append(arguments[item.name])
+            case Branches():
+                taken = item.choose(values)
+                member = item.members[taken] if taken >= 0 else None
+                if member is not None:
+                    parts.append(_module(member.name, member.items, values))
+            case Nested():
+                args, kwargs = item.bind(values)
+                parts.append(select(item.name, item.program, item.program.values(*args, **kwargs)))
+    return Selection(name, arguments, tuple(parts))

@@ -1,0 +1,110 @@
+"""HTTP with a server: requests, streams, and the one seam at which foreign errors become this package's."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Generator, Iterator, Mapping
+from typing import Any, Final
+
+import httpx
+
+from trunkline.prompts.errors import PmlRequestError, RequestError, UnreachableError
+
+DEFAULT_URL: Final = "http://127.0.0.1:8000"
+_CONNECT_SECONDS: Final = 10.0
+
+
+class Connection:
+    """To one server."""
+
+    def __init__(
+        self, base_url: str, api_key: str | None, timeout_s: float, transport: httpx.BaseTransport | None
+    ) -> None:
+        """`base_url` with or without the `/v1` that OpenAI's clients want; `timeout_s`: of silence."""
+        self._url = base_url.rstrip("/").removesuffix("/v1")
+        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, _CONNECT_SECONDS))
+        with self._errors():
+            self._http = httpx.Client(base_url=self._url, headers=headers, timeout=timeout, transport=transport)
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._http.close()
+
+    def call(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        query: Mapping[str, str | int | None] | None = None,
+    ) -> dict[str, Any]:
+        """The JSON object that answers a request. What is None in `query` is left out.
+
+        Raises:
+            RequestError: it was refused.
+            UnreachableError: there was no answer.
+        """
+        params = {name: value for name, value in (query or {}).items() if value is not None}
+        with self._errors():
+            response = self._http.request(method, path, json=body, params=params)
+            if response.status_code >= 400:
+                raise _refusal(response)
+            answer = response.json()
+        if not isinstance(answer, dict):
+            raise UnreachableError(f"{self._url} does not speak the expected protocol: {path} is no JSON object")
+        return answer
+
+    def events(self, path: str, body: Mapping[str, Any]) -> Generator[dict[str, Any], None, None]:
+        """The JSON objects of an answer's event stream. Closing the iterator early ends the request.
+
+        Raises:
+            RequestError: it was refused, or failed later.
+            UnreachableError: there was no answer, or it ended before its end.
+        """
+        with self._errors(), self._http.stream("POST", path, json=body) as response:
+            if response.status_code >= 400:
+                response.read()
+                raise _refusal(response)
+            for line in response.iter_lines():
+                if not line.startswith("data:"):
+                    continue
+                data = line[5:].strip()
+                if data == "[DONE]":
+                    return
+                event = json.loads(data)
+                if "error" in event:
+                    raise _error(event["error"], response.status_code)
+                yield event
+            raise UnreachableError("the server ended the answer before its end")
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except httpx.ConnectError as error:
+            raise UnreachableError(
+                f"no server answers at {self._url}; start one with `trunkline serve`, or say where it is"
+            ) from error
+        except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
+            raise UnreachableError(f"{self._url} is no address of a server: {error}") from error
+        except httpx.HTTPError as error:
+            raise UnreachableError(
+                f"the connection to {self._url} failed: {error or type(error).__name__}"
+            ) from error
+        except json.JSONDecodeError as error:
+            raise UnreachableError(f"{self._url} does not speak the expected protocol: {error}") from error
+
+
+def _refusal(response: httpx.Response) -> RequestError:
+    try:
+        return _error(response.json()["error"], response.status_code)
+    except (ValueError, KeyError, TypeError):
+        return RequestError(response.text[:200] or "no reason was given", response.status_code, None)
+
+
+def _error(fields: Mapping[str, Any], status: int) -> RequestError:
+    message, code = str(fields["message"]), fields.get("code")
+    if isinstance(code, str) and code.startswith("E_"):
+        return PmlRequestError(message, status, fields)
+    return RequestError(message, status, code if isinstance(code, str) else None)

@@ -1,0 +1,243 @@
+"""From a request whose prompt is made of modules to its job (Prompt Cache §3.4).
+
+    pml / prompt ─► document ─┐
+    schema's record ─► compiled schema ─┴─► layout: cached texts, and the request's own tokens between them
+    messages ─► further roles behind everything ─┘
+
+The request's own tokens are all that is tokenised and, but for what the engine finds of them, computed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple, TypeVar
+
+from msgspec.structs import replace
+
+from trunkline.controller.messages import PromptLayout
+from trunkline.kvstore.layout import pack_int32
+from trunkline.router import pml
+from trunkline.router.api.common import job_for
+from trunkline.router.api.models import ChatRequest, CompletionRequest, Message
+from trunkline.router.api.turn import Turn
+from trunkline.router.errors import bad_value
+from trunkline.router.history import Part, SessionModules
+from trunkline.router.pml_tokenizer import ModelText
+from trunkline.router.sampling import Job, Modules, Prompt
+from trunkline.router.schemas import Schema
+from trunkline.router.service import RouterService
+from trunkline.router.tokenizer import OFF_LOOP_CHARACTERS, Tokenizer
+from trunkline.router.tools.plan import ToolPlan
+from trunkline.router.tools.turns import TurnError, for_plain_template, for_tool_template, has_calls
+
+_T = TypeVar("_T")
+
+_NOT_WITH_MODULES: Final[dict[str, str]] = {
+    "use_beam_search": "is not available for a prompt of modules",
+    "prompt_logprobs": "is not available for a prompt of modules: most of its tokens are not computed",
+    "echo": "is not available for a prompt of modules: its text does not stand in one piece",
+    "truncate_prompt_tokens": "is not available for a prompt of modules: they stand at fixed places",
+}
+
+
+def has_modules(body: ChatRequest | CompletionRequest, turn: Turn | None) -> bool:
+    """Whether a request's prompt is one of modules, by itself or by its stored session."""
+    return body.modules is not None or (turn is not None and turn.session.modules is not None)
+
+
+class Placed(NamedTuple):
+    """A prompt laid out."""
+
+    schema: Schema
+    prompt: pml.CompiledPrompt
+
+    def layout(self, own_tokens: int | None = None) -> PromptLayout:
+        """As it travels. `own_tokens`: how many of its own it has, if its last part is not as it was laid out."""
+        layout: PromptLayout = pml.to_layout(self.prompt, self.schema.definition.ttl)
+        if own_tokens is None or own_tokens == len(self.prompt.own):
+            return layout
+        *runs, (position, count) = self.prompt.runs
+        count += own_tokens - len(self.prompt.own)
+        if count:
+            runs.append((position, count))
+        return replace(layout, runs=pack_int32([number for run in runs for number in run]))
+
+    def message_parts(self) -> list[Part]:
+        """The last of its own tokens, which are the messages'."""
+        prompt = self.prompt
+        missing = len(prompt.own) - prompt.messages_from
+        parts: list[Part] = []
+        for piece in reversed(prompt.pieces):
+            if missing <= 0:
+                break
+            start = prompt.messages_from + missing - piece.count
+            parts.append(Part(piece.text, prompt.own[start : start + piece.count].tolist(), piece.kind != "role"))
+            missing -= piece.count
+        assert missing == 0, "messages begin within a piece"
+        return parts[::-1]
+
+
+async def modules_job(
+    service: RouterService,
+    body: ChatRequest | CompletionRequest,
+    plan: ToolPlan | None = None,
+    turn: Turn | None = None,
+) -> Job:
+    """What the engine is asked for a prompt of modules; a chat's messages stand behind them.
+
+    Raises:
+        ApiError: 400 naming the parameter, with a PML error's code and place; 404 if the schema is not there.
+    """
+    _check(body, turn)
+    given = _given(body) if turn is None else _given_by_session(body, turn)
+    param = "session_id" if turn is not None else "prompt" if body.pml is None else "pml"
+    messages = None
+    if isinstance(body, ChatRequest):
+        whole = body.messages if turn is None else turn.messages(body.messages)
+        messages = as_roles(service.tokenizer, whole, plan)
+    placed = await place(
+        service,
+        given,
+        param,
+        messages,
+        add_generation_prompt=isinstance(body, ChatRequest) and body.add_generation_prompt,
+        switches=getattr(body, "chat_template_kwargs", None),
+    )
+    own = placed.prompt.own.tolist()
+    if turn is not None:
+        own = own[: placed.prompt.messages_from] + await turn.tokens_of_parts(placed.message_parts())
+        turn.check_size("messages")
+    prompt = Prompt(own, param, modules=_modules(placed, len(own)))
+    job = replace(job_for(service, body, prompt, tools=plan), salt=given.salt.encode())
+    if turn is None:
+        return job
+    return replace(job, session_tokens=turn.reused_tokens, ttl=turn.session.ttl)
+
+
+async def place(
+    service: RouterService,
+    given: SessionModules,
+    param: str,
+    messages: list[dict[str, str]] | None,
+    *,
+    add_generation_prompt: bool,
+    switches: dict[str, Any] | None = None,
+) -> Placed:
+    """Lay a prompt out.
+
+    Args:
+        param: what it came from.
+        messages: further roles behind everything.
+        switches: the chat template's own.
+
+    Raises:
+        ApiError: 400, 404.
+    """
+    with service.schemas.errors_of(param):
+        size = len(given.source) if isinstance(given.source, str) else len(str(given.source))
+        document = await _beside_loop(size, lambda: _parse(given.source))
+        context = service.limits.max_context
+        schema = await service.schemas.get(document.schema, given.salt.encode(), context)
+        text = ModelText(service.tokenizer, switches)
+        size += sum(len(message["content"]) for message in messages or ())
+        compiled = await _beside_loop(
+            size + OFF_LOOP_CHARACTERS * schema.is_large,
+            lambda: pml.compile_prompt(
+                schema.compiled,
+                document,
+                text,
+                context=context,
+                trailing=given.trailing,
+                messages=messages,
+                add_generation_prompt=add_generation_prompt,
+            ),
+        )
+    service.schemas.keep_pinned(schema)
+    return Placed(schema, compiled)
+
+
+async def _beside_loop(size: int, work: Callable[[], _T]) -> _T:
+    """Do work on so many characters; in a thread if it may take long."""
+    return await asyncio.to_thread(work) if size > OFF_LOOP_CHARACTERS else work()
+
+
+def _parse(source: str | dict[str, Any]) -> pml.PromptDocument:
+    return pml.parse_prompt(source) if isinstance(source, str) else pml.prompt_from_json(source)
+
+
+def _given(body: ChatRequest | CompletionRequest) -> SessionModules:
+    source = body.modules
+    assert source is not None
+    return SessionModules(source, body.trailing or "fixed", body.cache_salt or "")
+
+
+def _given_by_session(body: ChatRequest | CompletionRequest, turn: Turn) -> SessionModules:
+    """What stands in front of a session's turns.
+
+    Raises:
+        ApiError: 400, the request wants something else.
+    """
+    given = turn.session.modules
+    if body.modules is not None or given is None:
+        raise bad_value(
+            "session_id",
+            "a stored session gets its modules when it is made (POST /v1/sessions); give either `session_id` or a "
+            "prompt of modules",
+        )
+    if body.cache_salt not in (None, given.salt or None):
+        raise bad_value("cache_salt", "the session was made with another `cache_salt`; it may be left out")
+    return given
+
+
+def _check(body: ChatRequest | CompletionRequest, turn: Turn | None) -> None:
+    """Refuse what is not possible with modules, rather than ignore it.
+
+    Raises:
+        ApiError: 400.
+    """
+    for name, why in _NOT_WITH_MODULES.items():
+        value = getattr(body, name, None)
+        if value is not None and value is not False:
+            raise bad_value(name, f"`{name}` {why}")
+    best_of = getattr(body, "best_of", None)
+    if best_of is not None and best_of != (body.n or 1):
+        raise bad_value("best_of", "`best_of` is not available for a prompt of modules; use `n`")
+    if body.truncation is not None and body.truncation.policy() is not None:
+        raise bad_value(
+            "truncation",
+            "a prompt of modules cannot be truncated: they stand at fixed places; `truncation` can only be "
+            '"disabled"',
+        )
+    if isinstance(body, CompletionRequest) and not body.add_special_tokens:
+        raise bad_value("add_special_tokens", "modules were computed with their special tokens already")
+
+
+def as_roles(tokenizer: Tokenizer, messages: list[Message], plan: ToolPlan | None = None) -> list[dict[str, str]]:
+    """Messages as further roles. Tools are described to the first user of these, since what stands before them has
+    been computed.
+
+    Raises:
+        ApiError: 400, a tool's result answers no call.
+    """
+    turns = [message.for_template() for message in messages]
+    tools = None if plan is None else plan.template_tools
+    if tools or has_calls(turns):
+        try:
+            called = for_tool_template(turns, tokenizer.tool_style)
+        except TurnError as error:
+            raise bad_value("messages", str(error)[:1000]) from None
+        turns = for_plain_template(called, tools, tokenizer.tool_style, system=False)
+    return [{"role": turn["role"], "content": turn["content"]} for turn in turns]
+
+
+def _modules(placed: Placed, own_tokens: int) -> Modules:
+    schema, prompt = placed
+    schema.used(schema.compiled.modules[index].path for index in prompt.modules)
+    return Modules(
+        placed.layout(own_tokens),
+        prompt.module_tokens,
+        prompt.end + own_tokens - len(prompt.own),
+        schema.key,
+        schema.hint(prompt, asyncio.get_running_loop().time()),
+    )

@@ -1,0 +1,103 @@
+"""What can be wrong with a schema or a prompt: one exception, and a code for each kind of mistake."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Final, NamedTuple
+
+MESSAGE_CHARACTERS_MAX: Final = 1000
+PATH_CHARACTERS_MAX: Final = 200
+"""Names may be as long as documents; what is said about them may not."""
+
+
+class ErrorCode(StrEnum):
+    """Each code has one meaning."""
+
+    XML = "E_XML"
+    """The document cannot be read: not well-formed, not UTF-8, a construct that is not allowed (DOCTYPE,
+    processing instructions, entities), larger or deeper than allowed, or JSON of another shape."""
+    TAG = "E_TAG"
+    """An element or attribute that does not belong where it stands, is missing, or has a value it cannot have."""
+    NAME = "E_NAME"
+    """A name is missing or is not one."""
+    DUP = "E_DUP"
+    """Two modules, two parameters or two scaffolds of one namespace have the same name."""
+    PARAM_ROOT = "E_PARAM_ROOT"
+    """A parameter outside any module."""
+    UNION_CONTENT = "E_UNION_CONTENT"
+    """Something else than modules in a union."""
+    UNION_EMPTY = "E_UNION_EMPTY"
+    """A union without modules."""
+    SCAFFOLD_PATH = "E_SCAFFOLD_PATH"
+    """A scaffold names no modules, or one that is not there, is named twice, is not cached, or cannot be imported
+    together with another."""
+    SCHEMA_TOO_LONG = "E_SCHEMA_TOO_LONG"
+    """The schema has more positions than the model, or more tokens in all than a schema may have."""
+    TEMPLATE = "E_TEMPLATE"
+    """The model has no chat template, or its template refuses the roles or does not write them in their order."""
+    ROLE_ORDER = "E_ROLE_ORDER"
+    """A role within a role, or a role behind an open one."""
+    SCHEMA_UNKNOWN = "E_SCHEMA_UNKNOWN"
+    """The prompt names a schema that is not there (HTTP 404)."""
+    MODULE_UNKNOWN = "E_MODULE_UNKNOWN"
+    """The prompt imports a module that is not there."""
+    DUP_IMPORT = "E_DUP_IMPORT"
+    """The prompt imports a module twice."""
+    UNION_CONFLICT = "E_UNION_CONFLICT"
+    """The prompt imports two modules of one union."""
+    ARG_UNKNOWN = "E_ARG_UNKNOWN"
+    """An argument for a parameter that is not there."""
+    ARG_MISSING = "E_ARG_MISSING"
+    """A required parameter has no argument."""
+    ARG_TOO_LONG = "E_ARG_TOO_LONG"
+    """An argument has `got` tokens where its parameter has room for `len`."""
+    TEXT_OVERFLOW = "E_TEXT_OVERFLOW"
+    """A text between modules has `got` tokens where there are `capacity` free positions."""
+    ORDER = "E_ORDER"
+    """Modules before and behind a text are not in the schema's order."""
+    EMPTY = "E_EMPTY"
+    """The prompt selects nothing and adds nothing."""
+    CONTEXT_LENGTH = "E_CONTEXT_LENGTH"
+    """The prompt leaves no position for an answer."""
+
+
+class Mark(NamedTuple):
+    """A place in a document, both numbers from 1; columns count characters."""
+
+    line: int
+    column: int
+
+
+class PmlError(ValueError):
+    """A schema or a prompt is wrong. Raised by everything in this package, written for the document's author."""
+
+    def __init__(
+        self,
+        code: ErrorCode,
+        message: str,
+        mark: Mark | None = None,
+        path: str = "",
+        extra: Mapping[str, int] | None = None,
+    ) -> None:
+        """`path`: of the module that it is about (JSON: maybe of the value); `extra`: the code's numbers."""
+        message = _cut(message, MESSAGE_CHARACTERS_MAX)
+        super().__init__(message)
+        self.code: str = code.value
+        self.message = message
+        self.line: int | None = mark.line if mark else None
+        self.column: int | None = mark.column if mark else None
+        self.path = _cut(path, PATH_CHARACTERS_MAX)
+        self.extra: dict[str, int] = dict(extra or {})
+
+    def __str__(self) -> str:
+        place = f" (line {self.line}, column {self.column})" if self.line is not None else ""
+        return f"{self.code}: {self.message}{place}"
+
+
+def _cut(text: str, length: int) -> str:
+    return text if len(text) <= length else f"{text[:length]}…"
+
+
+class RoleTemplateError(ValueError):
+    """A chat template refused a conversation; `PmlTokenizer.render_chat` raises it, its text is for the client."""

@@ -1,0 +1,294 @@
+"""Where a schema's tokens stand and what its texts see (Prompt Cache §3.2, §3.3).
+
+Positions. A cursor walks through the schema in document order: a text moves it on by its tokens, a parameter by
+its length, a module by all that is in it; a union's modules all begin where the union begins, and the longest one
+moves it on. Where it ends is the schema's *extent*. What is first is the model's BOS, if it has one (position 0,
+part of the schema's own text).
+
+Texts. A *segment* is a longest run of texts and parameters of one module with no other module in between; what a
+chat template writes around a role is text of the module (or the schema) that the role stands in. A segment of a
+cached module becomes a *text* whose KV is computed once. It sees its parent, and what that sees:
+
+    scope "ancestors"   the segment before it in its module; the first one: the last one of the modules around
+                        it (and of the schema) that stands before it. So it sees its own module's and all its
+                        ancestors' earlier text, and neither siblings nor children.
+    scope "self"        the segment before it in its module; the first one sees nothing (the paper's literal rule).
+                        The schema's anonymous texts together count as one module.
+
+Scaffolds. A scaffold's members and their ancestors, the schema included, are one chain in document order: each
+text's parent is the one before it in the chain. Where that is the parent that it has anyway, it is the same text.
+
+Modules with `cache="false"`, and all in them, are no texts: their tokens are computed for each request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+
+from trunkline.router.pml.compiled import (
+    CompiledModule,
+    CompiledSchema,
+    CompiledText,
+    ParamSlot,
+    Piece,
+    RoleSlot,
+    SchemaPieceKind,
+    Scope,
+    Segment,
+    Span,
+    UnionSlot,
+)
+from trunkline.router.pml.errors import ErrorCode, Mark, PmlError
+from trunkline.router.pml.roles import RoleForms, trimmed, without_common
+from trunkline.router.pml.scaffolds import compile_scaffolds
+from trunkline.router.pml.tokens import PmlTokenizer
+from trunkline.router.pml.tree import Item, Module, Param, Role, SchemaDocument, Text, Union, join_path
+
+TOKENS_MAX: Final = 8 << 20
+"""Of all a schema's texts together, placeholders and the members of unions included: 32 MiB on their way to the
+controller."""
+
+
+def compile_schema(
+    document: SchemaDocument, tokenizer: PmlTokenizer, *, scope: Scope, context: int, revision: str = ""
+) -> CompiledSchema:
+    """Lay a schema out for one model.
+
+    Args:
+        document: as `parse_schema` or `schema_from_json` gave it.
+        tokenizer: the model's.
+        scope: what texts see.
+        context: positions of the model; the schema must leave at least one.
+        revision: whatever the caller wants to find in the result.
+
+    Raises:
+        PmlError: E_SCHEMA_TOO_LONG, E_TEMPLATE, E_ARG_TOO_LONG (a parameter's default).
+    """
+    layout = _Layout(tokenizer, scope, context)
+    root = layout.schema(document)
+    modules = layout.modules()
+    by_path = {module.path: index for index, module in enumerate(modules)}
+    scaffolds = compile_scaffolds(document.scaffolds, modules, by_path, layout.texts)
+    if layout.total + scaffolds.tokens > TOKENS_MAX:
+        message = (
+            f"its scaffolds have {scaffolds.tokens} tokens, with its modules more than {TOKENS_MAX}; use fewer"
+        )
+        raise PmlError(ErrorCode.SCHEMA_TOO_LONG, message, document.mark)
+    return CompiledSchema(
+        name=document.name,
+        revision=revision,
+        scope=scope,
+        extent=root.length,
+        texts=(*layout.texts, *scaffolds.texts),
+        modules=modules,
+        scaffolds=scaffolds.scaffolds,
+        by_path=by_path,
+        forms=layout.forms,
+    )
+
+
+@dataclass(slots=True)
+class _Frame:
+    """A module while its content is being laid out."""
+
+    index: int
+    path: str
+    cached: bool
+    start: int
+    cursor: int
+    seen_text: int
+    """The text that its next one sees; -1: none."""
+    roles_before: tuple[str, ...]
+    """Roles of the messages that stand before the cursor."""
+    suffix_before: str = ""
+    """What was written behind the last of them."""
+    pieces: list[Piece] = field(default_factory=list)
+    """Of the segment that is not finished, …"""
+    ids: list[int] = field(default_factory=list)
+    """… and its tokens."""
+    params: list[ParamSlot] = field(default_factory=list)
+    segments: list[Segment] = field(default_factory=list)
+    children: dict[str, int] = field(default_factory=dict)
+    unions: list[UnionSlot] = field(default_factory=list)
+    roles: list[RoleSlot] = field(default_factory=list)
+
+
+class _Layout:
+    """One walk through a schema."""
+
+    def __init__(self, tokenizer: PmlTokenizer, scope: Scope, context: int) -> None:
+        self.texts: list[CompiledText] = []
+        self.total = 0
+        """Tokens."""
+        self.forms = RoleForms(tokenizer)
+        self._tokenizer = tokenizer
+        self._scope = scope
+        self._context = context
+        self._events = 0
+        self._count = 0
+        """Modules, without the schema itself."""
+        self._closed: dict[int, CompiledModule] = {}
+
+    def modules(self) -> tuple[CompiledModule, ...]:
+        """All, in document order, once the walk is over."""
+        return tuple(self._closed[index] for index in range(len(self._closed)))
+
+    def schema(self, document: SchemaDocument) -> CompiledModule:
+        """Walk through it all; what it is as a module."""
+        frame = _Frame(0, "", True, 0, 0, -1, ())
+        enter = self._event()
+        if self.forms.bos:
+            self._put(frame, "role", "", list(self.forms.bos), document.mark)
+        self._items(frame, document.items)
+        return self._close(frame, parent=-1, union=-1, enter=enter, mark=document.mark)
+
+    def _event(self) -> int:
+        self._events += 1
+        return self._events
+
+    def _items(self, frame: _Frame, items: Sequence[Item]) -> None:
+        for item in items:
+            match item:
+                case Text():
+                    self._put(frame, "text", item.text, self._tokenizer.encode_plain(item.text), item.mark)
+                case Param():
+                    self._param(frame, item)
+                case Role():
+                    self._role(frame, item)
+                case Module():
+                    self._flush(frame)
+                    child = self._module(frame, item, -1)
+                    frame.cursor = child.cursor
+                    frame.roles_before, frame.suffix_before = child.roles_before, child.suffix_before
+                case Union():
+                    self._flush(frame)
+                    self._union(frame, item)
+
+    def _put(self, frame: _Frame, kind: SchemaPieceKind, text: str, ids: list[int], mark: Mark | None) -> None:
+        """Add tokens at the cursor."""
+        if not ids:
+            return
+        self._room(frame, len(ids), mark)
+        frame.pieces.append(Piece(kind, frame.cursor, len(ids), text))
+        frame.ids += ids
+        frame.cursor += len(ids)
+
+    def _room(self, frame: _Frame, count: int, mark: Mark | None) -> None:
+        """See that so many more tokens can be there, before they are."""
+        end = frame.cursor + count
+        if end >= self._context:
+            message = (
+                f"the schema reaches position {end} here, and the model has {self._context}, of which one must be "
+                "left for an answer; shorten it, or put modules that are not used together into a union"
+            )
+            raise PmlError(ErrorCode.SCHEMA_TOO_LONG, message, mark, frame.path)
+        self.total += count
+        if self.total > TOKENS_MAX:
+            message = f"the schema's texts have more than {TOKENS_MAX} tokens in all; split it"
+            raise PmlError(ErrorCode.SCHEMA_TOO_LONG, message, mark, frame.path)
+
+    def _param(self, frame: _Frame, param: Param) -> None:
+        self._room(frame, param.length, param.mark)
+        default = self._tokenizer.encode_plain(param.default) if param.default else []
+        if len(default) > param.length:
+            message = f'the default of "{param.name}" has {len(default)} tokens; its length is {param.length}'
+            extra = {"len": param.length, "got": len(default)}
+            raise PmlError(ErrorCode.ARG_TOO_LONG, message, param.mark, frame.path, extra)
+        slot = ParamSlot(param.name, frame.cursor, param.length, param.required, param.default, tuple(default))
+        frame.params.append(slot)
+        frame.pieces.append(Piece("param", frame.cursor, param.length, param.name))
+        frame.ids += self._tokenizer.placeholder_ids(param.fill, param.length)
+        frame.cursor += param.length
+
+    def _role(self, frame: _Frame, role: Role) -> None:
+        form = self.forms.form(frame.roles_before, role.role, role.mark, frame.path)
+        prefix = without_common(form.gap, frame.suffix_before)
+        self._put(frame, "role", prefix, self.forms.encode(prefix), role.mark)
+        event = self._event()
+        self._items(frame, trimmed(role.items, form))
+        if not role.open:
+            self._put(frame, "role", form.suffix, self.forms.encode(form.suffix), role.mark)
+        frame.roles.append(RoleSlot(event, role.role, form.suffix, role.open))
+        frame.roles_before = (*frame.roles_before, role.role)
+        frame.suffix_before = "" if role.open else form.suffix
+
+    def _flush(self, frame: _Frame) -> None:
+        """Finish the segment at the cursor."""
+        if not frame.pieces:
+            return
+        tokens = np.array(frame.ids, dtype=np.int32)
+        tokens.setflags(write=False)
+        index = len(self.texts) if frame.cached else -1
+        position = frame.pieces[0].position
+        segment = Segment(index, position, tokens, tuple(frame.pieces), _seen(frame.pieces))
+        frame.segments.append(segment)
+        if frame.cached:
+            self.texts.append(CompiledText(frame.index, segment, frame.seen_text))
+            frame.seen_text = index
+        frame.pieces, frame.ids = [], []
+
+    def _module(self, outer: _Frame, module: Module, union: int) -> _Frame:
+        self._count += 1
+        index = outer.children[module.name] = self._count
+        enter = self._event()
+        frame = _Frame(
+            index,
+            join_path(outer.path, module.name),
+            outer.cached and module.cache,
+            outer.cursor,
+            outer.cursor,
+            outer.seen_text if self._scope == "ancestors" else -1,
+            outer.roles_before,
+            outer.suffix_before,
+        )
+        self._items(frame, module.items)
+        self._close(frame, parent=outer.index, union=union, enter=enter, mark=module.mark)
+        return frame
+
+    def _union(self, frame: _Frame, union: Union) -> None:
+        members = [self._module(frame, member, len(frame.unions)) for member in union.members]
+        indexes = tuple(member.index for member in members)
+        default = frame.children[union.default] if union.default is not None else -1
+        frame.unions.append(UnionSlot(indexes, default))
+        shown = next((member for member in members if member.index == default), members[0])
+        frame.roles_before, frame.suffix_before = shown.roles_before, shown.suffix_before
+        frame.cursor = max(member.cursor for member in members)
+
+    def _close(self, frame: _Frame, *, parent: int, union: int, enter: int, mark: Mark | None) -> CompiledModule:
+        self._flush(frame)
+        module = CompiledModule(
+            path=frame.path,
+            parent=parent,
+            start=frame.start,
+            length=frame.cursor - frame.start,
+            cached=frame.cached,
+            params=tuple(frame.params),
+            segments=tuple(frame.segments),
+            children=frame.children,
+            unions=tuple(frame.unions),
+            union=union,
+            roles=tuple(frame.roles),
+            enter=enter,
+            exit=self._event(),
+            mark=mark,
+        )
+        self._closed[frame.index] = module
+        return module
+
+
+def _seen(pieces: Sequence[Piece]) -> tuple[Span, ...]:
+    """Ranges of a segment's tokens that are no placeholders."""
+    spans: list[Span] = []
+    origin = pieces[0].position
+    for piece in pieces:
+        start = piece.position - origin
+        if piece.kind == "param":
+            continue
+        if spans and spans[-1][1] == start:
+            start = spans.pop()[0]
+        spans.append((start, piece.position - origin + piece.count))
+    return tuple(spans)

@@ -1,0 +1,207 @@
+"""What a model's chat template writes around messages, found by rendering it.
+
+A conversation is rendered with a sentinel as each message's content, and its text is cut at the sentinels: into
+what stands before the first message, between each two, and behind the last. What stands between two messages
+belongs partly to the first (its suffix) and partly to the second (its prefix); the suffix is what the template
+writes behind a message while it is the last one, as far as the text goes on like that with another message behind
+it.
+
+A schema's roles are compiled once, although prompts select different ones of them: each as the template writes it
+behind those roles that stand before it in the schema, with the first (or default) module of every union. The
+messages that a prompt adds are rendered behind those that are really there. Templates that write messages in
+another order than they come, or leave some out, cannot be used like this (E_TEMPLATE).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final, NamedTuple, TypeVar
+
+from trunkline.router.pml.errors import ErrorCode, Mark, PmlError, RoleTemplateError
+from trunkline.router.pml.tokens import PmlTokenizer
+from trunkline.router.pml.tree import Text
+
+ROLES_MAX: Final = 128
+"""On one path of a schema, and in a prompt (messages that follow a prompt do not count): finding what is written
+around each takes as many renderings."""
+_REMEMBERED_MAX: Final = 4096
+"""Forms; there are as many as there are different beginnings of conversations."""
+
+_SENTINEL: Final = "PmlSlot{}End"
+_SENTINEL_PATTERN: Final = re.compile(r"(\t\n)?PmlSlot([0-9]+)End(\n\t)?", re.ASCII)
+"""With white space that no template writes by itself; if it is gone, the template trims contents."""
+
+
+class RoleForm(NamedTuple):
+    """What the template writes around a message at its place in a conversation."""
+
+    gap: str
+    """All that stands between the message before it (or the beginning) and it, without the BOS."""
+    suffix: str
+    trims_left: bool
+    """Whether it removes white space at the content's beginning, …"""
+    trims_right: bool
+    """… and at its end."""
+
+
+class Rendered(NamedTuple):
+    """A conversation without its contents."""
+
+    gaps: tuple[str, ...]
+    """Before, between and behind the messages: one more than there are."""
+    trims: tuple[tuple[bool, bool], ...]
+    """Of each message: whether its content's beginning and end are trimmed."""
+
+
+class RoleForms:
+    """The forms of one model's chat template, each found when it is first asked for."""
+
+    def __init__(self, tokenizer: PmlTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._forms: dict[tuple[str, ...], RoleForm] = {}
+        bos = _template_bos(tokenizer) if tokenizer.has_chat_template else None
+        self.bos: tuple[int, ...] = tuple(tokenizer.bos_ids) if bos is None else bos
+        """What stands at position 0 of every prompt: what the template writes there, else what the tokenizer puts
+        in front of plain completions."""
+        self._bos_text = self._find_bos_text()
+
+    def render(
+        self, roles: tuple[str, ...], *, generate: bool = False, tokenizer: PmlTokenizer | None = None
+    ) -> Rendered:
+        """A conversation of these roles, without the BOS.
+
+        Args:
+            roles: of its messages.
+            generate: whether the prompt for an answer stands behind them.
+            tokenizer: to render with another one, whose template has other switches.
+
+        Raises:
+            PmlError: E_TEMPLATE.
+        """
+        tokenizer = tokenizer or self._tokenizer
+        if not tokenizer.has_chat_template:
+            message = "the model has no chat template, so <system>, <user> and <assistant> have no form"
+            raise PmlError(ErrorCode.TEMPLATE, message)
+        messages = [{"role": role, "content": f"\t\n{_SENTINEL.format(n)}\n\t"} for n, role in enumerate(roles)]
+        try:
+            text = tokenizer.render_chat(messages, generate)
+        except RoleTemplateError as error:
+            shown = ", ".join(roles[-8:])
+            message = f"the model's chat template refuses the roles {'… ' * (len(roles) > 8)}{shown}: {error}"
+            raise PmlError(ErrorCode.TEMPLATE, message) from None
+        found = list(_SENTINEL_PATTERN.finditer(text))
+        if [int(match[2]) for match in found] != list(range(len(roles))):
+            message = f"the model's chat template does not write the roles {', '.join(roles[-8:])} in this order"
+            raise PmlError(ErrorCode.TEMPLATE, message)
+        starts = [0, *(match.end() for match in found)]
+        ends = [*(match.start() for match in found), len(text)]
+        gaps = [text[start:end] for start, end in zip(starts, ends, strict=True)]
+        gaps[0] = gaps[0].removeprefix(self._bos_text)
+        return Rendered(tuple(gaps), tuple((match[1] is None, match[3] is None) for match in found))
+
+    def form(self, before: tuple[str, ...], role: str, mark: Mark | None = None, path: str = "") -> RoleForm:
+        """What is written around a message of this role behind those roles.
+
+        Args:
+            before: the roles in front of it.
+            role: its own.
+            mark: where it stands, for the error, …
+            path: … and in which module.
+
+        Raises:
+            PmlError: E_TEMPLATE.
+        """
+        roles = (*before, role)
+        known = self._forms.get(roles)
+        if known is None:
+            if len(roles) > ROLES_MAX:
+                message = f"there are more than {ROLES_MAX} messages one behind the other; put some into one"
+                raise PmlError(ErrorCode.TEMPLATE, message, mark, path)
+            try:
+                known = self._find(roles)
+            except PmlError as error:
+                raise PmlError(ErrorCode.TEMPLATE, error.message, mark, path) from None
+            if len(self._forms) >= _REMEMBERED_MAX:
+                self._forms.clear()
+            self._forms[roles] = known
+        return known
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens of what the template wrote."""
+        return self._tokenizer.encode_special(text) if text else []
+
+    def _find(self, roles: tuple[str, ...]) -> RoleForm:
+        """Render the message as the last one and with another behind it; templates may refuse one of the two, or
+        need the other to write the message at all (a system message within the first user's)."""
+        follower = "assistant" if roles[-1] == "user" else "user"
+        try:
+            followed = self.render((*roles, follower))
+        except PmlError:
+            last = self.render(roles)
+            return RoleForm(last.gaps[-2], last.gaps[-1], *last.trims[-1])
+        behind, trims = followed.gaps[-2], followed.trims[-2]
+        try:
+            suffix = self.render(roles).gaps[-1]
+        except PmlError:
+            suffix = behind
+        if not behind.startswith(suffix):
+            suffix = behind
+        return RoleForm(followed.gaps[-3], suffix, *trims)
+
+    def _find_bos_text(self) -> str:
+        """How the template writes the BOS; "" if it does not."""
+        if not self.bos or not self._tokenizer.has_chat_template:
+            return ""
+        for roles in (("user",), ("system", "user")):
+            try:
+                text = self._tokenizer.render_chat([{"role": role, "content": "x"} for role in roles], False)
+            except RoleTemplateError:
+                continue
+            bos = list(self.bos)
+            if self._tokenizer.encode_special(text)[: len(bos)] == bos:
+                return next(
+                    (text[:n] for n in range(len(text)) if self._tokenizer.encode_special(text[:n]) == bos), ""
+                )
+        return ""
+
+
+_Part = TypeVar("_Part")
+
+
+def trimmed(items: Sequence[_Part | Text], form: RoleForm) -> list[_Part | Text]:
+    """A message's parts as the template would write them: without the white space that it trims."""
+    parts = list(items)
+    if parts and form.trims_left and isinstance(parts[0], Text):
+        parts[0] = replace(parts[0], text=parts[0].text.lstrip())
+    if parts and form.trims_right and isinstance(parts[-1], Text):
+        parts[-1] = replace(parts[-1], text=parts[-1].text.rstrip())
+    return [part for part in parts if not isinstance(part, Text) or part.text]
+
+
+def without_common(text: str, prefix: str) -> str:
+    """What is left of `text` behind its longest common beginning with `prefix`."""
+    length = next(
+        (n for n, (a, b) in enumerate(zip(text, prefix, strict=False)) if a != b), min(len(text), len(prefix))
+    )
+    return text[length:]
+
+
+def _template_bos(tokenizer: PmlTokenizer) -> tuple[int, ...] | None:
+    """The tokens with which a template marks the beginning of a conversation; None: it does not.
+
+    It is the tokenizer's own BOS or, where that adds none by itself, a special token that comes first and never
+    again.
+    """
+    messages = [{"role": role, "content": "x"} for role in ("user", "assistant", "user")]
+    try:
+        text = tokenizer.render_chat(messages, False)
+    except RoleTemplateError:
+        return None
+    ids = tokenizer.encode_special(text)
+    own = tokenizer.bos_ids
+    if own:
+        return tuple(own) if ids[: len(own)] == own else None
+    is_special = bool(ids) and tokenizer.encode_plain(text)[:1] != ids[:1]
+    return (ids[0],) if is_special and ids.count(ids[0]) == 1 else None

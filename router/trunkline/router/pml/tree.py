@@ -1,0 +1,159 @@
+"""Schemas and prompts as trees: what both written forms, XML and JSON, are read into.
+
+Texts are final here: white space has been dealt with, no text is empty, and no two stand side by side. Two trees
+are equal if they mean the same; where their parts stood in a document (`mark`) does not matter.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Literal, TypeAlias
+
+from trunkline.router.pml.errors import Mark
+
+NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
+ROLES: Final = ("system", "user", "assistant")
+TAGS: Final = frozenset({"schema", "module", "union", "param", "parameter", "scaffold", "prompt", *ROLES})
+"""Names that modules and parameters cannot have."""
+
+SOURCE_BYTES_MAX: Final = 8 << 20
+DEPTH_MAX: Final = 32
+"""Elements within each other, the root included."""
+NODES_MAX: Final = 65_536
+"""Elements and texts of one document."""
+
+RoleName: TypeAlias = Literal["system", "user", "assistant"]
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Literal text; tokenised on its own."""
+
+    text: str
+    mark: Mark | None = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Param:
+    """A place for an argument (Prompt Cache §3.2.2)."""
+
+    name: str
+    length: int
+    """Tokens that an argument may have."""
+    default: str | None = None
+    """The argument of those who give none."""
+    fill: str | None = None
+    """What its place holds while the module is encoded."""
+    required: bool = False
+    mark: Mark | None = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """A part that prompts import by name (§3.2.1)."""
+
+    name: str
+    items: tuple[Item, ...] = ()
+    cache: bool = True
+    """False: it is computed for each request, with all in sight that stands before it."""
+    mark: Mark | None = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Union:
+    """Modules of which a prompt has at most one; all begin at the same position (§3.2.3)."""
+
+    members: tuple[Module, ...]
+    default: str | None = None
+    """The member that a prompt has if it imports none."""
+    mark: Mark | None = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """A message in the model's own form (§3.2.3). It is no namespace of its own."""
+
+    role: RoleName
+    items: tuple[Item, ...] = ()
+    open: bool = False
+    """True: what follows in the prompt goes on in it."""
+    mark: Mark | None = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Scaffold:
+    """Modules that see each other where a prompt has them all (§3.3)."""
+
+    name: str
+    modules: tuple[str, ...]
+    """Paths."""
+    mark: Mark | None = field(default=None, compare=False, repr=False)
+
+
+Item: TypeAlias = Text | Param | Module | Union | Role
+
+
+@dataclass(frozen=True, slots=True)
+class SchemaDocument:
+    """A schema."""
+
+    name: str
+    items: tuple[Item, ...] = ()
+    scaffolds: tuple[Scaffold, ...] = ()
+    mark: Mark | None = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A prompt's import of a module, with what it adds within it."""
+
+    name: str
+    args: tuple[tuple[str, str], ...] = ()
+    items: tuple[PromptItem, ...] = ()
+    mark: Mark | None = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A message that a prompt adds."""
+
+    role: RoleName
+    items: tuple[PromptItem, ...] = ()
+    open: bool = False
+    """True: the model's answer goes on in it."""
+    mark: Mark | None = field(default=None, compare=False, repr=False)
+
+
+PromptItem: TypeAlias = Text | Ref | Turn
+
+
+@dataclass(frozen=True, slots=True)
+class PromptDocument:
+    """A prompt derived from a schema."""
+
+    schema: str
+    items: tuple[PromptItem, ...] = ()
+    mark: Mark | None = field(default=None, compare=False, repr=False)
+
+
+def join_path(parent: str, name: str) -> str:
+    """Path of a module in another ("" is the schema itself)."""
+    return f"{parent}/{name}" if parent else name
+
+
+def modules_below(items: Sequence[Item], parent: str = "") -> Iterator[tuple[str, Module]]:
+    """All modules, with their paths, in document order."""
+    for item in items:
+        match item:
+            case Module():
+                path = join_path(parent, item.name)
+                yield path, item
+                yield from modules_below(item.items, path)
+            case Union():
+                yield from modules_below(item.members, parent)
+            case Role():
+                yield from modules_below(item.items, parent)
+            case _:
+                pass

@@ -1,0 +1,263 @@
+"""What both written forms of a schema must keep beyond their grammar: names, unions, roles, scaffolds."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from difflib import get_close_matches
+from itertools import islice
+from typing import Final, NamedTuple, NoReturn
+
+from trunkline.router.pml.errors import ErrorCode, Mark, PmlError
+from trunkline.router.pml.tree import (
+    NAME,
+    TAGS,
+    Item,
+    Module,
+    Param,
+    PromptDocument,
+    PromptItem,
+    Ref,
+    Role,
+    Scaffold,
+    SchemaDocument,
+    Text,
+    Turn,
+    Union,
+    join_path,
+)
+
+LENGTH_MAX: Final = 2**31 - 1
+"""Positions have 32 bits."""
+_SHOWN_MAX: Final = 60
+"""Characters of a wrong name in a message."""
+_LISTED_MAX: Final = 10
+"""Names in a message."""
+_COMPARED_MAX: Final = 1000
+"""Comparing costs 10 µs a name."""
+
+
+def check_name(name: str, what: str, mark: Mark | None, path: str) -> None:
+    """Raises PmlError (E_NAME) if `name` is none; `what`: what it is the name of."""
+    if not name:
+        raise PmlError(ErrorCode.NAME, f'{what} has no name; give it one (name="…")', mark, path)
+    if NAME.fullmatch(name) is None:
+        rule = 'letters, digits, "_", "." and "-" are allowed, a letter or "_" first'
+        raise PmlError(ErrorCode.NAME, f'{what} has the name "{short(name)}"; {rule}', mark, path)
+    if name in TAGS:
+        raise PmlError(ErrorCode.NAME, f'{what} has the name "{name}", which is a tag; choose another', mark, path)
+
+
+def check_schema(document: SchemaDocument) -> SchemaDocument:
+    """The schema itself, if nothing is wrong with it.
+
+    Raises:
+        PmlError: E_NAME, E_DUP, E_TAG, E_PARAM_ROOT, E_UNION_EMPTY, E_ROLE_ORDER, E_SCAFFOLD_PATH,
+            E_SCHEMA_TOO_LONG (a parameter of more than 2³¹ tokens).
+    """
+    check_name(document.name, "the schema", document.mark, "")
+    _check_items(document.items, "", _Names(set(), set()), in_role=False)
+    _check_open_roles(document.items, None)
+    places = _places(document.items, "", True, ()) if document.scaffolds else {}
+    names: set[str] = set()
+    for scaffold in document.scaffolds:
+        check_name(scaffold.name, "a scaffold", scaffold.mark, "")
+        _add(names, scaffold.name, "scaffolds", scaffold.mark, "")
+        _check_scaffold(scaffold, places)
+    return document
+
+
+class _Names(NamedTuple):
+    """What a module has already."""
+
+    modules: set[str]
+    params: set[str]
+
+
+def _add(names: set[str], name: str, what: str, mark: Mark | None, path: str) -> None:
+    if name in names:
+        where = f'in module "{path}"' if path else "in the schema"
+        message = f'there are two {what} with the name "{name}" {where}; rename one'
+        raise PmlError(ErrorCode.DUP, message, mark, join_path(path, name) if what == "modules" else path)
+    names.add(name)
+
+
+def _check_items(items: Sequence[Item], path: str, names: _Names, *, in_role: bool) -> None:
+    for item in items:
+        match item:
+            case Text():
+                pass
+            case Param():
+                _check_param(item, path)
+                _add(names.params, item.name, "parameters", item.mark, path)
+            case Module():
+                check_name(item.name, "a module", item.mark, path)
+                _add(names.modules, item.name, "modules", item.mark, path)
+                _check_items(item.items, join_path(path, item.name), _Names(set(), set()), in_role=in_role)
+            case Union():
+                if not item.members:
+                    message = "a union needs modules to choose from; put some in it or remove it"
+                    raise PmlError(ErrorCode.UNION_EMPTY, message, item.mark, path)
+                _check_items(item.members, path, names, in_role=in_role)
+                _check_default(item, path)
+            case Role():
+                if in_role:
+                    message = f"<{item.role}> stands in another role; end that one first"
+                    raise PmlError(ErrorCode.ROLE_ORDER, message, item.mark, path)
+                _check_items(item.items, path, names, in_role=True)
+
+
+def _check_param(param: Param, path: str) -> None:
+    if not path:
+        message = f'the parameter "{param.name}" is in no module; only modules have parameters'
+        raise PmlError(ErrorCode.PARAM_ROOT, message, param.mark)
+    check_name(param.name, "a parameter", param.mark, path)
+    what = f'the parameter "{param.name}"'
+    if param.length < 1:
+        message = f"{what} has a length of {param.length} tokens; allowed are 1 and more"
+        raise PmlError(ErrorCode.TAG, message, param.mark, path)
+    if param.length > LENGTH_MAX:
+        message = f"{what} has a length of more than {LENGTH_MAX} tokens, and no model has so many positions"
+        raise PmlError(ErrorCode.SCHEMA_TOO_LONG, message, param.mark, path)
+    if param.required and param.default is not None:
+        message = f"{what} is required and has a default; it can have only one of the two"
+        raise PmlError(ErrorCode.TAG, message, param.mark, path)
+
+
+def _check_default(union: Union, path: str) -> None:
+    members = [member.name for member in union.members]
+    if union.default is not None and union.default not in members:
+        message = f'the union has the default "{short(union.default)}"; its modules are {listed(members)}'
+        raise PmlError(ErrorCode.TAG, message, union.mark, path)
+
+
+def _check_open_roles(items: Sequence[Item], opened: Role | None) -> Role | None:
+    """The role that is open at the end, given the one that is at the beginning."""
+    for item in items:
+        match item:
+            case Role():
+                if opened is not None:
+                    message = f"<{opened.role}> is open, but another role follows; only the last one can be open"
+                    raise PmlError(ErrorCode.ROLE_ORDER, message, opened.mark)
+                opened = item if item.open else _check_open_roles(item.items, None)
+            case Module():
+                opened = _check_open_roles(item.items, opened)
+            case Union():
+                # Members never follow one another.
+                ends = [_check_open_roles(member.items, opened) for member in item.members]
+                opened = next((end for end in ends if end is not None), None)
+            case _:
+                pass
+    return opened
+
+
+class _Place(NamedTuple):
+    """What decides whether a module can be in a scaffold, and with which others."""
+
+    cached: bool
+    choices: tuple[tuple[int, str], ...]
+    """The unions that it is in, those of the modules around it included, and its member of each."""
+
+
+def _places(
+    items: Sequence[Item], path: str, cached: bool, choices: tuple[tuple[int, str], ...]
+) -> dict[str, _Place]:
+    """All modules, by path."""
+    found: dict[str, _Place] = {}
+    for item in items:
+        match item:
+            case Module():
+                own = join_path(path, item.name)
+                found[own] = _Place(cached and item.cache, choices)
+                found |= _places(item.items, own, cached and item.cache, choices)
+            case Union():
+                for member in item.members:
+                    found |= _places([member], path, cached, (*choices, (id(item), member.name)))
+            case Role():
+                found |= _places(item.items, path, cached, choices)
+            case _:
+                pass
+    return found
+
+
+def _check_scaffold(scaffold: Scaffold, places: dict[str, _Place]) -> None:
+    def refuse(problem: str, path: str = "") -> NoReturn:
+        message = f'the scaffold "{scaffold.name}" {problem}'
+        raise PmlError(ErrorCode.SCAFFOLD_PATH, message, scaffold.mark, path)
+
+    if not scaffold.modules:
+        refuse('names no modules; list their paths (modules="a a/b")')
+    chosen: dict[int, tuple[str, str]] = {}
+    named: set[str] = set()
+    for path in scaffold.modules:
+        place = places.get(path)
+        if place is None:
+            refuse(f'names the module "{short(path)}", which is not in the schema{likely(path, places)}', path)
+        if path in named:
+            refuse(f'names the module "{path}" twice', path)
+        named.add(path)
+        if not place.cached:
+            refuse(f'names the module "{path}", which is not cached (cache="false")', path)
+        for union, member in place.choices:
+            other = chosen.setdefault(union, (member, path))
+            if other[0] != member:
+                refuse(f'names "{other[1]}" and "{path}", of which a prompt can have only one (a union)', path)
+
+
+def check_prompt(document: PromptDocument) -> PromptDocument:
+    """The prompt itself, if nothing is wrong with it as far as can be seen without its schema.
+
+    Raises:
+        PmlError: E_NAME, E_ROLE_ORDER.
+    """
+    check_name(document.schema, "the prompt's schema", document.mark, "")
+    _check_prompt_items(document.items, "", None)
+    for turn in document.items[:-1]:
+        if isinstance(turn, Turn) and turn.open:
+            message = f"<{turn.role}> is open, but something follows; only the prompt's last part can be open"
+            raise PmlError(ErrorCode.ROLE_ORDER, message, turn.mark)
+    return document
+
+
+def _check_prompt_items(items: Sequence[PromptItem], path: str, role: Turn | None) -> None:
+    for item in items:
+        match item:
+            case Text():
+                pass
+            case Ref():
+                check_name(item.name, "an import", item.mark, path)
+                own = join_path(path, item.name)
+                for name, _ in item.args:
+                    check_name(name, "an argument", item.mark, own)
+                _check_prompt_items(item.items, own, role)
+            case Turn():
+                if role is not None:
+                    message = f"<{item.role}> stands in <{role.role}>; end that one first"
+                    raise PmlError(ErrorCode.ROLE_ORDER, message, item.mark, path)
+                if item.open and path:
+                    message = (
+                        f'<{item.role}> is open in the module "{path}"; only the prompt\'s last part can be open'
+                    )
+                    raise PmlError(ErrorCode.ROLE_ORDER, message, item.mark, path)
+                _check_prompt_items(item.items, path, item)
+
+
+def short(text: str) -> str:
+    """The text, or its beginning, for a message."""
+    return text if len(text) <= _SHOWN_MAX else f"{text[:_SHOWN_MAX]}…"
+
+
+def listed(names: Collection[str]) -> str:
+    """Some names, for a message."""
+    shown = ", ".join(f'"{name}"' for name in islice(names, _LISTED_MAX))
+    return f"{shown}, … ({len(names)} in all)" if len(names) > _LISTED_MAX else shown
+
+
+def likely(name: str, names: Collection[str]) -> str:
+    """The name that was probably meant, or which there are, as the end of a message."""
+    if not names:
+        return "; there are none"
+    if len(name) <= _SHOWN_MAX and len(names) <= _COMPARED_MAX:
+        close = get_close_matches(name, names, 1)
+        if close:
+            return f'; did you mean "{close[0]}"?'
+    return f"; there are {listed(names)}"

@@ -1,0 +1,361 @@
+"""`/v1/schemas`: each verb, versions, salts, pins, what routers see of each other."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from router.fake_controller import FakeController
+from router.harness import DEMO_MODEL, RunningRouter, running, wait_until
+from router.schema_calls import PLAN, TRIP, complete, look, post
+from router.session_calls import error_of
+
+from trunkline.router import pml
+from trunkline.router.config import RouterConfig
+from trunkline.router.tokenizer import Tokenizer
+
+
+def encodes(fake: FakeController) -> list[Any]:
+    return [call for call in fake.behaviour.modules.calls if call.op == "encode"]
+
+
+def test_a_schema_is_computed_once(http: httpx.Client, fake: FakeController, tokenizer: Tokenizer) -> None:
+    made = post(http)
+    assert (made["id"], made["object"], made["name"], made["version"]) == ("trip", "schema", "trip", 1)
+    assert (made["status"], made["model"], made["encode_scope"]) == ("ready", "demo", "ancestors")
+    assert (made["pin"], made["ttl"], made["expires_at"], made["usage"]["bytes"]) == (False, 0, None, 4000)
+    modules = {module["path"]: module for module in made["modules"]}
+    assert list(modules) == ["", "city", "sea", "hill"]
+    root, city, sea, hill = modules.values()
+    assert (root["start"], root["length"]) == (0, made["extent"])
+    assert city["start"] == 1 + len(tokenizer.encode_plain(" You plan trips. ")), "<|bos|> comes first"
+    assert city["params"] == [{"name": "days", "length": 6, "required": False, "default": None}]
+    assert sea["start"] == hill["start"] == city["start"] + city["length"]
+    assert hill["start"] + hill["length"] == made["extent"]
+    assert {module["tier"] for module in modules.values()} == {"device"}
+    assert all(module["bytes"] == 1000 for module in modules.values())
+    total = sum(module["tokens"] for module in modules.values())
+    assert made["usage"] == {"tokens": total, "computed_tokens": total, "bytes": 4000}
+    [call] = encodes(fake)
+    assert (call.salt, call.holder, call.ttl) == (b"", "", 0)
+    assert [text.parent for text in call.texts] == [-1, 0, 0, 0]
+    again = post(http)
+    assert (again["version"], again["usage"]["computed_tokens"]) == (2, 0)
+    told = look(http)
+    assert told | {"last_used_at": 0, "usage": 0} == again | {"last_used_at": 0, "usage": 0}
+    assert "pml" not in told
+
+
+def test_the_same_as_json(http: httpx.Client) -> None:
+    document = pml.parse_schema(TRIP)
+    answer = http.post("/v1/schemas", json={"json": pml.schema_to_json(document)})
+    assert answer.status_code == 201, answer.text
+    made = answer.json()
+    assert pml.parse_schema(look(http, include="pml")["pml"]) == document
+    assert post(http)["modules"] == made["modules"]
+
+
+def test_cold_and_partly_computed(http: httpx.Client, fake: FakeController) -> None:
+    made = post(http, warm=False)
+    assert made["status"] == "cold"
+    assert {(module["tier"], module["bytes"]) for module in made["modules"]} == {(None, 0)}
+    assert not encodes(fake)
+    post(http)
+    longer = TRIP.replace("<union>", '<module name="food">Eat fish.</module><union>')
+    assert post(http, longer, warm=False)["status"] == "partial"
+    assert post(http, longer)["status"] == "ready"
+
+
+@pytest.mark.parametrize("status", ["failed", "quota"])
+def test_what_the_engine_refuses_is_a_warning(http: httpx.Client, fake: FakeController, status: str) -> None:
+    fake.behaviour.modules.status, fake.behaviour.modules.detail = status, "the pool is too small"
+    made = post(http, pin=True)
+    assert any("the pool is too small" in warning for warning in made["warnings"])
+    assert made["status"] == ("ready" if status == "quota" else "cold")
+    assert not fake.behaviour.modules.pins
+
+
+def test_lists(http: httpx.Client, fake: FakeController) -> None:
+    names = [f"s{number}" for number in range(5)]
+    for name in names:
+        post(http, f'<schema name="{name}">Hello there.</schema>', warm=False)
+    post(http, '<schema name="s0">Hello there.</schema>', warm=False, cache_salt="other")
+    first = http.get("/v1/schemas", params={"limit": 3}).json()
+    assert [item["id"] for item in first["data"]] == names[:3]
+    assert (first["object"], first["has_more"], first["last_id"]) == ("list", True, "s2")
+    rest = http.get("/v1/schemas", params={"limit": 3, "after": "s2"}).json()
+    assert [item["name"] for item in rest["data"]] == names[3:]
+    assert not rest["has_more"]
+    other = http.get("/v1/schemas", params={"cache_salt": "other"}).json()
+    assert [item["id"] for item in other["data"]] == ["s0"]
+    assert error_of(http.get("/v1/schemas", params={"limit": 0}))[0] == 400
+
+
+def test_pins(http: httpx.Client, fake: FakeController) -> None:
+    post(http, pin=True, ttl=60)
+    [call] = encodes(fake)
+    assert (call.holder, call.ttl) == ("schema/trip", 60)
+    assert fake.behaviour.modules.pins == {"schema/trip": 4}
+    changed = http.patch("/v1/schemas/trip", json={"pin": False}).json()
+    assert (changed["pin"], changed["version"], changed["ttl"]) == (False, 1, 60)
+    wait_until(lambda: not fake.behaviour.modules.pins)
+    assert http.patch("/v1/schemas/trip", json={"pin": True}).json()["pin"] is True
+    assert fake.behaviour.modules.pins == {"schema/trip": 4}
+    post(http)  # not pinned any more
+    wait_until(lambda: not fake.behaviour.modules.pins)
+    post(http, pin=True)
+    assert http.delete("/v1/schemas/trip").json() == {"id": "trip", "object": "schema.deleted", "deleted": True}
+    wait_until(lambda: not fake.behaviour.modules.pins)
+
+
+def test_times(http: httpx.Client, fake: FakeController) -> None:
+    made = post(http, warm=False, ttl=60)
+    assert made["expires_at"] == made["last_used_at"] + 60
+    longer = http.patch("/v1/schemas/trip", json={"ttl": 600}).json()
+    assert longer["expires_at"] == longer["last_used_at"] + 600
+    never = http.patch("/v1/schemas/trip", json={"ttl": 0}).json()
+    assert (never["ttl"], never["expires_at"]) == (0, None)
+
+
+def test_names_live_per_salt(http: httpx.Client, fake: FakeController) -> None:
+    post(http, cache_salt="a")
+    [call] = encodes(fake)
+    assert call.salt == b"a"
+    assert error_of(http.get("/v1/schemas/trip"))[:2] == (404, "E_SCHEMA_UNKNOWN")
+    assert error_of(complete(http))[:2] == (404, "E_SCHEMA_UNKNOWN")
+    assert error_of(complete(http, cache_salt="b"))[:2] == (404, "E_SCHEMA_UNKNOWN")
+    assert complete(http, cache_salt="a").status_code == 200
+    assert fake.behaviour.submits[-1].salt == b"a"
+    assert look(http, cache_salt="a")["version"] == 1
+    assert post(http)["version"] == 1
+    assert http.patch("/v1/schemas/trip", json={"ttl": 5, "cache_salt": "a"}).json()["ttl"] == 5
+    assert look(http)["ttl"] == 0
+    assert http.delete("/v1/schemas/trip", params={"cache_salt": "a"}).status_code == 200
+    assert look(http)["version"] == 1
+
+
+def test_deleted(http: httpx.Client, fake: FakeController) -> None:
+    post(http)
+    assert complete(http).status_code == 200
+    assert http.delete("/v1/schemas/trip").status_code == 200
+    for answer in (
+        http.get("/v1/schemas/trip"),
+        http.patch("/v1/schemas/trip", json={"ttl": 5}),
+        http.delete("/v1/schemas/trip"),
+        complete(http),
+        http.get(f"/v1/schemas/{'x' * 600}"),
+    ):
+        assert error_of(answer)[:2] == (404, "E_SCHEMA_UNKNOWN")
+    other = TRIP.replace("many", "no")
+    assert post(http, other)["version"] == 1
+    assert "no hills" in look(http, include="pml")["pml"]
+
+
+def test_deleted_while_in_use(http: httpx.Client, fake: FakeController) -> None:
+    post(http, pin=True)
+    fake.behaviour.hold = True
+    answers: list[httpx.Response] = []
+    thread = threading.Thread(target=lambda: answers.append(complete(http)))
+    thread.start()
+    wait_until(lambda: fake.live == 1)
+    assert http.delete("/v1/schemas/trip").status_code == 200
+    assert error_of(complete(http))[:2] == (404, "E_SCHEMA_UNKNOWN")
+    fake.behaviour.hold = False
+    thread.join(10)
+    assert answers[0].status_code == 200
+
+
+def test_a_client_that_leaves_ends_the_work(
+    http: httpx.Client, fake: FakeController, router: RunningRouter
+) -> None:
+    fake.behaviour.modules.hold = True
+    with pytest.raises(httpx.ReadTimeout):
+        http.post("/v1/schemas", json={"pml": TRIP, "pin": True}, timeout=0.5)
+    wait_until(lambda: any(call.op == "cancel" for call in fake.behaviour.modules.calls))
+    [encode] = encodes(fake)
+    cancel = next(call for call in fake.behaviour.modules.calls if call.op == "cancel")
+    assert cancel.ticket == encode.ticket
+    fake.behaviour.modules.hold = False
+    assert look(http)["status"] == "cold"
+    assert complete(http).status_code == 200
+    assert encodes(fake)[-1].holder == "schema/trip", "its first use sets the pin that was not"
+
+
+def test_pins_are_set_again_over_a_new_connection(
+    http: httpx.Client, fake: FakeController, router: RunningRouter
+) -> None:
+    post(http, pin=True)
+    complete(http)
+    assert len(encodes(fake)) == 1
+    fake.behaviour.modules.pins.clear()
+    [link] = router.service.links
+
+    async def lose() -> None:
+        link.lost("a test")
+
+    router.spawn(lose())
+    wait_until(lambda: link.connections > 1 and link.ready)
+    assert complete(http).status_code == 200
+    assert complete(http).status_code == 200
+    assert [call.holder for call in encodes(fake)] == ["schema/trip"] * 2
+    assert fake.behaviour.modules.pins == {"schema/trip": 4}
+
+
+def test_another_router_sees_every_change(place: Path, tokenizer: Tokenizer) -> None:
+    with running(place, tokenizer) as (one, [fake]):
+        config = RouterConfig(model_path=str(DEMO_MODEL), controllers=[fake.endpoint], port=0)
+        two = RunningRouter(config, Tokenizer(DEMO_MODEL))
+        two.start()
+        try:
+            wait_until(lambda: two.ready == 1)
+            with (
+                httpx.Client(base_url=one.url, trust_env=False) as first,
+                httpx.Client(base_url=two.url, trust_env=False) as second,
+            ):
+                post(first)
+                assert complete(second).status_code == 200
+                before = len(fake.behaviour.submits[-1].layout.texts)  # type: ignore[union-attr]
+                assert complete(second).status_code == 200
+                post(first, TRIP.replace("<union>", "Between.<union>"))
+                assert complete(second).status_code == 200
+                assert len(fake.behaviour.submits[-1].layout.texts) == before + 1  # type: ignore[union-attr]
+                first.delete("/v1/schemas/trip")
+                assert complete(second).status_code == 404
+                post(first)  # version 1 again, of another record
+                assert complete(second).status_code == 200
+                assert len(fake.behaviour.submits[-1].layout.texts) == before  # type: ignore[union-attr]
+        finally:
+            two.stop()
+
+
+def test_requests_go_where_their_modules_are(place: Path, tokenizer: Tokenizer) -> None:
+    with (
+        running(place, tokenizer, controllers=2) as (router, fakes),
+        httpx.Client(base_url=router.url, trust_env=False) as http,
+    ):
+        homes = set()
+        for number in range(8):
+            source = TRIP.replace('"trip"', f'"trip{number}"')
+            post(http, source)
+            [home] = (fake for fake in fakes if encodes(fake))
+            homes.add(home.endpoint)
+            session = http.post("/v1/sessions", json={"schema": f"trip{number}"}).json()["id"]
+            for body in ({"pml": f'<prompt schema="trip{number}">x</prompt>'}, {"session_id": session}):
+                messages = [{"role": "user", "content": "x"}]
+                assert http.post("/v1/chat/completions", json={**body, "messages": messages}).status_code == 200
+            assert len(home.behaviour.submits) == 2
+            for fake in fakes:
+                fake.behaviour.modules.calls.clear()
+                fake.behaviour.submits.clear()
+        assert len(homes) == 2
+        names = [item["id"] for item in http.get("/v1/schemas").json()["data"]]
+        assert names == [f"trip{number}" for number in range(8)]
+
+
+def test_what_is_known_is_not_sent_again(http: httpx.Client, fake: FakeController) -> None:
+    post(http)
+    complete(http)
+    gets = [call for call in fake.behaviour.calls if call.op == "get"]
+    assert [call.version for call in gets] == [1]
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "param"),
+    [
+        ({"pml": '<schema name="x">a</schem>'}, "E_XML", "pml"),
+        ({"pml": '<!DOCTYPE x [<!ENTITY a "b">]><schema name="x">&a;</schema>'}, "E_XML", "pml"),
+        ({"pml": '<schema name="x"><param name="p" len="3"/></schema>'}, "E_PARAM_ROOT", "pml"),
+        ({"pml": '<schema name="x"><module name="m"/><module name="m"/></schema>'}, "E_DUP", "pml"),
+        ({"json": {}}, None, "json"),
+        ({"pml": "<schema name='x'>" + "word " * 5000 + "</schema>"}, "E_SCHEMA_TOO_LONG", "pml"),
+        (
+            {"pml": '<schema name="x"><module name="m"><param name="p" len="99999999"/></module></schema>'},
+            None,
+            "pml",
+        ),
+        ({}, None, "pml"),
+        ({"pml": TRIP, "json": {}}, None, "pml"),
+        ({"pml": TRIP, "pin": True, "warm": False}, None, "warm"),
+        ({"pml": TRIP, "encode_scope": "all"}, None, "encode_scope"),
+        ({"pml": TRIP, "ttl": -1}, None, "ttl"),
+        ({"pml": f'<schema name="{"x" * 300}">a</schema>'}, None, "name"),
+    ],
+)
+def test_bad_schemas(http: httpx.Client, fields: dict[str, Any], code: str | None, param: str) -> None:
+    status, found, where = error_of(http.post("/v1/schemas", json=fields))
+    assert (status, where) == (400, param)
+    assert code is None or found == code
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "<schema name='x'>" + "".join(f"<module name='m{i}'/>" for i in range(350_000)),
+        '<schema name="x">' + '<module name="m">' * 10**5,
+        '<!DOCTYPE x [<!ENTITY a "lol">'
+        + "".join(f'<!ENTITY a{i} "{"&a;" * 10}">' for i in range(99))
+        + ']><schema name="x">&a98;</schema>',
+        '<schema name="x"><union>'
+        + "".join(f'<module name="m{i}"><param name="p" len="2000"/></module>' for i in range(30_000))
+        + "</union></schema>",
+    ],
+    ids=["modules", "depth", "laughs", "positions"],
+)
+def test_bombs_disturb_nobody(
+    http: httpx.Client, fake: FakeController, router: RunningRouter, source: str
+) -> None:
+    answers: list[httpx.Response] = []
+
+    def send() -> None:
+        with httpx.Client(base_url=router.url, timeout=60, trust_env=False) as client:
+            answers.append(client.post("/v1/schemas", json={"pml": source}))
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    while thread.is_alive():
+        assert http.post("/v1/completions", json={"prompt": "x"}).status_code == 200
+    status, code, _ = error_of(answers[0])
+    assert (status, code) in ((400, "E_XML"), (400, "E_SCHEMA_TOO_LONG"))
+    assert not fake.behaviour.modules.calls
+
+
+def test_errors_tell_the_place(http: httpx.Client) -> None:
+    error = http.post("/v1/schemas", json={"pml": '<schema name="x">\n  <module/>\n</schema>'}).json()["error"]
+    assert (error["code"], error["line"], error["column"]) == ("E_NAME", 2, 3)
+    assert error["type"] == "invalid_request_error"
+    assert error["message"]
+
+
+def test_another_model(http: httpx.Client) -> None:
+    answer = http.post("/v1/schemas", json={"model": "nope", "pml": TRIP})
+    assert error_of(answer) == (404, "model_not_found", "model")
+
+
+def test_in_the_api_document(http: httpx.Client) -> None:
+    paths = http.get("/openapi.json").json()["paths"]
+    assert set(paths["/v1/schemas"]) == {"post", "get"}
+    assert set(paths["/v1/schemas/{schema_id}"]) == {"get", "patch", "delete"}
+    reference = paths["/v1/schemas"]["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+    assert reference.endswith("/SchemaRequest")
+
+
+def test_metrics(http: httpx.Client) -> None:
+    http.post("/v1/schemas", json={"pml": "<"})
+    post(http)
+    complete(http)
+    complete(http, PLAN.replace("sea", "lake"))
+    text = http.get("/metrics").text
+    for line in (
+        'trunkline_pml_errors_total{code="E_XML"} ',
+        'trunkline_pml_errors_total{code="E_MODULE_UNKNOWN"} ',
+        "trunkline_module_requests_total ",
+        "trunkline_module_prompt_tokens_total ",
+        "trunkline_schemas_cached ",
+        'endpoint="/v1/schemas",status="201"',
+    ):
+        assert line in text
+    http.get("/v1/schemas/nope")
+    assert 'endpoint="/v1/schemas/{schema}",status="404"' in http.get("/metrics").text
