@@ -113,6 +113,45 @@ def session_turns(rows: Rows) -> Figure:
     return figure
 
 
+def prompt_cache(rows: Rows) -> Figure:
+    """How the time to the first token grows with what is cached, and how many times sooner it comes."""
+    figure, (growth, speedup) = _panels(2)
+    for impl in ("full", "first_use", "prefix_varied", "prefix", "device", "device_varied", "host"):
+        growth.plot(*series(rows, "ttft", "n", part="growth", impl=impl), marker=".", label=impl)
+        if impl != "full":
+            speedup.plot(*series(rows, "speedup", "n", part="growth", impl=impl), marker=".", label=impl)
+    own = next(row["case"]["u"] for row in rows if row["case"]["part"] == "growth")
+    _label(growth, f"n cached tokens, {own} of its own", "n", "time to first token, ms")
+    growth.set_yscale("log")
+    _label(speedup, "against full prefill", "n", "times sooner")
+    return figure
+
+
+def masking_quality(rows: Rows) -> Figure:
+    """Share of the context's gain that each way of making a context keeps."""
+    figure, panels = _panels(2)
+    for axes, part in zip(panels, ("texts", "facts"), strict=True):
+        kept = [row for row in rows if row["metric"] == "kept" and row["case"]["part"] == part]
+        kept = [row for row in kept if row["case"]["scope"] not in ("plain", "none")]
+        errors = [row for row in rows if row["metric"] == "standard_error" and row["case"]["part"] == part]
+        spread = {tuple(row["case"].values()): row["value"] for row in errors}
+        names = [_way(row["case"]) for row in kept]
+        bars = [spread[tuple(row["case"].values())] for row in kept]
+        axes.barh(names, [row["value"] for row in kept], xerr=bars)
+        axes.axvline(100, color="black", linewidth=0.8)
+        _label(axes, part, "context gain kept, %", "", has_legend=False)
+        axes.tick_params(axis="y", labelsize=6)
+        axes.invert_yaxis()
+    return figure
+
+
+def _way(case: dict[str, Any]) -> str:
+    parts = [case["scope"]]
+    parts += [f"gaps of {case['gaps']}"] if case["gaps"] != "no" else []
+    parts += [case["places"]] if case["places"] != "right" else []
+    return ", ".join(parts)
+
+
 PLOTS: Final[dict[str, Callable[[Rows], Figure]]] = {
     "overload": overload,
     "memory_sharing": memory_sharing,
@@ -120,6 +159,8 @@ PLOTS: Final[dict[str, Callable[[Rows], Figure]]] = {
     "hit_rate": hit_rate,
     "session_turns": session_turns,
     "truncation_quality": truncation_quality,
+    "prompt_cache": prompt_cache,
+    "masking_quality": masking_quality,
 }
 """By the benchmark's name."""
 
@@ -129,12 +170,13 @@ def _panels(count: int) -> tuple[Figure, list[Axes]]:
     return figure, [figure.add_subplot(1, count, index + 1) for index in range(count)]
 
 
-def _label(axes: Axes, title: str, x: str, y: str) -> None:
+def _label(axes: Axes, title: str, x: str, y: str, *, has_legend: bool = True) -> None:
     axes.set_title(title)
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     axes.grid(alpha=0.3)
-    axes.legend()
+    if has_legend:
+        axes.legend()
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ import pytest
 from prompts import programs
 
 from trunkline.prompts import Client, PmlRequestError, RequestError, UnreachableError, extra_body
+from trunkline.prompts.client import PROGRAM_TTL_S
 
 SCHEMA = {
     "id": "s",
@@ -110,7 +111,7 @@ def test_a_schema_is_sent_with_its_first_use_only() -> None:
         ("POST", "/v1/completions"),
         ("POST", "/v1/completions"),
     ]
-    assert server.seen[1][2] == {"pml": CALL.program.to_pml()}
+    assert server.seen[1][2] == {"pml": CALL.program.to_pml(), "ttl": PROGRAM_TTL_S}
     server.seen.clear()
     with server.client() as other:  # it finds what the first has sent
         other.complete(CALL)

@@ -190,6 +190,29 @@ def test_a_late_and_then_frozen_controller(place: Path, tokenizer: Tokenizer) ->
         assert http.post("/v1/chat/completions", json=CHAT).status_code == 200
 
 
+def test_a_router_that_stood_still_does_not_take_its_controller_for_dead(
+    place: Path, tokenizer: Tokenizer
+) -> None:
+    with (
+        running(place, tokenizer, silence_seconds=2.0) as (router, [fake]),
+        httpx.Client(base_url=router.url) as http,
+    ):
+        fake.behaviour.hold = True
+        answers: list[httpx.Response] = []
+        thread = threading.Thread(target=lambda: answers.append(http.post("/v1/chat/completions", json=CHAT)))
+        thread.start()
+        wait_until(lambda: fake.live == 1)
+
+        async def stand_still() -> None:
+            threading.Event().wait(3.0)
+
+        router.spawn(stand_still())
+        fake.behaviour.hold = False
+        thread.join(10)
+        assert answers[0].status_code == 200
+        assert router.service.links[0].connections == 1
+
+
 def test_two_controllers_share_the_load(place: Path, tokenizer: Tokenizer) -> None:
     with running(place, tokenizer, controllers=2) as (router, fakes), httpx.Client(base_url=router.url) as http:
         for _ in range(6):

@@ -13,8 +13,10 @@ from router.harness import DEMO_MODEL, RunningRouter, running, wait_until
 from router.schema_calls import PLAN, TRIP, complete, look, post
 from router.session_calls import error_of
 
+from trunkline.controller.messages import RecordCall
 from trunkline.router import pml
 from trunkline.router.config import RouterConfig
+from trunkline.router.messages import RecordReply
 from trunkline.router.tokenizer import Tokenizer
 
 
@@ -152,6 +154,22 @@ def test_deleted(http: httpx.Client, fake: FakeController) -> None:
     other = TRIP.replace("many", "no")
     assert post(http, other)["version"] == 1
     assert "no hills" in look(http, include="pml")["pml"]
+
+
+def test_deleted_while_it_is_posted_again(http: httpx.Client, fake: FakeController) -> None:
+    """Between the answer that it exists and the change of it."""
+    post(http)
+    handle = fake.behaviour.records.handle
+
+    def delete_first(call: RecordCall, seq: int, now: float) -> RecordReply:
+        if call.op == "get":
+            fake.behaviour.records.handle = handle  # type: ignore[method-assign]
+            handle(RecordCall(0, "delete", call.kind, call.id), 0, now)
+        return handle(call, seq, now)
+
+    fake.behaviour.records.handle = delete_first  # type: ignore[method-assign]
+    assert post(http)["version"] == 1
+    assert post(http)["version"] == 2
 
 
 def test_deleted_while_in_use(http: httpx.Client, fake: FakeController) -> None:
@@ -359,3 +377,15 @@ def test_metrics(http: httpx.Client) -> None:
         assert line in text
     http.get("/v1/schemas/nope")
     assert 'endpoint="/v1/schemas/{schema}",status="404"' in http.get("/metrics").text
+
+
+def test_the_source_of_a_schema_that_xml_cannot_write(http: httpx.Client) -> None:
+    sent = {"schema": "odd", "items": ["a bell \u0007 rings"]}
+    assert http.post("/v1/schemas", json={"json": sent, "warm": False}).status_code == 201
+    told = http.get("/v1/schemas/odd", params={"include": "pml"}).json()
+    assert "pml" not in told
+    assert told["json"]["items"] == sent["items"]
+    post(http, warm=False)
+    told = http.get("/v1/schemas/trip", params={"include": "pml"}).json()
+    assert "json" not in told
+    assert told["pml"].startswith("<schema")

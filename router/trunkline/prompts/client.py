@@ -60,6 +60,11 @@ def extra_body(prompt: PromptSource) -> dict[str, Any]:
     return {"prompt": dict(prompt)}
 
 
+PROGRAM_TTL_S: Final = 7 * 24 * 3600
+"""Schemas of programs whose names change with their text are forgotten when nobody has used them for so long; a
+client that needs one again sends it again."""
+
+
 class Client:
     """Of one server. May be used by several threads. Closes its connections at the end of `with`.
 
@@ -147,7 +152,8 @@ class Client:
                 return
             # A name with a digest stands for what it says: another process may have sent it.
             if not (program.named_by_digest and self._has(program, cache_salt)):
-                self.schemas.create(program, cache_salt=cache_salt)
+                ttl = PROGRAM_TTL_S if program.named_by_digest else None
+                self.schemas.create(program, cache_salt=cache_salt, ttl=ttl)
             self._known.add(key)
 
     def _has(self, program: PromptProgram[Any], cache_salt: str | None) -> bool:

@@ -1,4 +1,4 @@
-"""From a function's syntax tree to the items of a module (Prompt Cache §3.2.4, pml.md §5).
+"""From a function's syntax tree to the items of a module (Prompt Cache §3.2.4, docs/pml.md, prompt programs).
 
 Statements are text, branches, or calls of other programs. Everything else is refused with its line: whatever were
 skipped silently would be missing in the prompt.

@@ -87,7 +87,7 @@ class ControllerLink:
     def open(self) -> None:
         """Begin to connect; never waits."""
         self._connect()
-        self._tick()
+        self._tick(self._loop.time())
 
     def close(self) -> None:
         """End all streams (as failed) and the connection."""
@@ -243,11 +243,15 @@ class ControllerLink:
         if self._socket is not None:
             self._socket.send_ping()
 
-    def _tick(self) -> None:
-        self._timer = self._loop.call_later(PING_SECONDS, self._tick)
+    def _tick(self, due: float) -> None:
+        now = self._loop.time()
+        self._timer = self._loop.call_at(now + PING_SECONDS, self._tick, now + PING_SECONDS)
         socket = self._socket
         if socket is not None and socket.heard_at is not None:
-            silence = self._loop.time() - socket.heard_at
+            # For as long as this is late the event loop stood still (timers come before sockets in a turn of it):
+            # nobody was heard, whoever spoke.
+            socket.heard_at = min(now, socket.heard_at + now - due)
+            silence = now - socket.heard_at
             if silence > self._silence_seconds:
                 self.lost(f"no answer for {silence:.0f} s")
         self.ping()

@@ -30,6 +30,7 @@ from trunkline.router import pml
 from trunkline.router.errors import ApiError, bad_value, in_conflict, not_found, unavailable
 from trunkline.router.link import Answer, ControllerLink
 from trunkline.router.messages import ModulesReply, Record, RecordReply
+from trunkline.router.pml.tree import NAME_CHARACTERS_MAX
 from trunkline.router.pml_tokenizer import ModelText
 from trunkline.router.records import CALL_SECONDS, VALUE_BYTES_MAX, RecordHomes, ask, record_call
 from trunkline.router.tokenizer import Tokenizer
@@ -37,7 +38,6 @@ from trunkline.router.tokenizer import Tokenizer
 _KIND: Final = "schema"
 Scope = Literal["ancestors", "self"]
 UNKNOWN: Final = "E_SCHEMA_UNKNOWN"
-NAME_CHARACTERS_MAX: Final = 256
 CACHED_MAX: Final = 1024
 CACHED_BYTES_MAX: Final = 256 << 20
 """Of sources and tokens; what is compiled of them takes a few times more."""
@@ -182,19 +182,27 @@ class SchemaStore:
             ApiError: 409, others change it all the time; 503, it was not stored.
         """
         kind = kind_of(salt)
-        reply = await self._ask(kind, name, "create", value=_pack(definition), ttl=definition.ttl)
-        if reply.status == "exists":
 
-            def replaced(present: Definition) -> Definition:
-                definition.version = present.version + 1
-                return definition
+        def replaced(present: Definition) -> Definition:
+            definition.version = present.version + 1
+            return definition
 
-            record, before = await self._change(kind, name, replaced)
+        for _ in range(_TRIES):
+            definition.version = 1
+            reply = await self._ask(kind, name, "create", value=_pack(definition), ttl=definition.ttl)
+            if reply.status != "exists":
+                record = _checked(reply, name).records[0]
+                return self._keep(Schema(salt, record, definition, ready))
+            try:
+                record, before = await self._change(kind, name, replaced)
+            except ApiError as error:
+                if error.code != UNKNOWN:
+                    raise
+                continue  # it has been deleted just now
             if before.pin and not definition.pin:
                 self.unpin(key_of(kind, name))
-        else:
-            record = _checked(reply, name).records[0]
-        return self._keep(Schema(salt, record, definition, ready))
+            return self._keep(Schema(salt, record, definition, ready))
+        raise _contended(name)
 
     async def get(self, name: str, salt: bytes, context: int) -> Schema:
         """A schema as it is now.
@@ -266,9 +274,7 @@ class SchemaStore:
             reply = await self._ask(kind, name, "put", value=_pack(after), version=record.version, ttl=after.ttl)
             if reply.status != "conflict":
                 return _checked(reply, name).records[0], before
-        raise in_conflict(
-            "schema", f"schema {name!r} is changed by others all the time; try again", code="schema_conflict"
-        )
+        raise _contended(name)
 
     async def _record(self, kind: str, name: str, version: int) -> Record:
         if len(name) > NAME_CHARACTERS_MAX:
@@ -405,6 +411,13 @@ def schema_unknown(name: str) -> ApiError:
         "schema",
         f"schema {name[:80]!r} does not exist (any more) with this `cache_salt`; see GET /v1/schemas",
         code=UNKNOWN,
+    )
+
+
+def _contended(name: str) -> ApiError:
+    """409: nothing can be done with a schema, because others do."""
+    return in_conflict(
+        "schema", f"schema {name!r} is changed by others all the time; try again", code="schema_conflict"
     )
 
 

@@ -42,8 +42,8 @@ class Maker:
             return document
         places = [path for path, module in modules_below(items) if module.cache]
         found = []
-        for number in range(self._rng.randrange(3)):
-            chosen = self._rng.sample(places, min(len(places), self._rng.randint(1, 3)))
+        for number in range(self._rng.randrange(8)):
+            chosen = self._rng.sample(places, min(len(places), self._rng.randint(1, 4)))
             if chosen and self._compatible(items, chosen):
                 found.append(Scaffold(f"s{number}", tuple(chosen)))
         return replace(document, scaffolds=tuple(found))
@@ -68,7 +68,7 @@ class Maker:
         self, depth: int, path: str, modules: list[int], params: list[int], role: bool = False
     ) -> tuple[Item, ...]:
         items: list[Item] = []
-        for _ in range(self._rng.randint(0 if depth < 3 else 1, 4)):
+        for _ in range(self._rng.randint(0, 4) if depth < 3 else self._rng.randint(4, 8)):
             kind = self._rng.choice(["text", "text", "param", "module", "union", "role"])
             if kind == "text" and not (items and isinstance(items[-1], Text)):
                 items.append(self._text())
@@ -105,8 +105,9 @@ class Maker:
 
     def _refs(self, items: Sequence[Item], gaps: bool) -> list[PromptItem]:
         found: list[PromptItem] = []
+        skipped = self._rng.choice([0.0, 0.1, 0.5])
         for choice in namespace(items):
-            if self._rng.random() < 0.3:
+            if self._rng.random() < skipped:
                 continue
             module = self._rng.choice(choice)
             args = tuple(

@@ -166,7 +166,7 @@ def test_prompts_survive_both_forms(seed: int) -> None:
     assert prompt_from_json(json.loads(json.dumps(prompt_to_json(document)))) == document
 
 
-@pytest.mark.parametrize("text", ["\f", "\0", "\ufffe"])
+@pytest.mark.parametrize("text", ["\f", "\x01", "\ufffe"])
 def test_characters_that_only_json_can_write(text: str) -> None:
     document = schema_from_json({"schema": "s", "items": [text]})
     with pytest.raises(PmlError, match="XML cannot write U"):
@@ -222,6 +222,7 @@ SHAPES: list[tuple[Any, str, str]] = [
     ({"schema": "s", "items": [{"role": "tool"}]}, "E_TAG", "items[0]"),
     ({"schema": "s", "items": [{"union": ["text"]}]}, "E_UNION_CONTENT", "items[0].union[0]"),
     ({"schema": "s", "items": ["\ud800"]}, "E_XML", "items[0]"),
+    ({"schema": "s", "items": ["a", "\0"]}, "E_XML", "items[1]"),
     ({"schema": "s", "scaffolds": [{"scaffold": "x", "modules": [1]}]}, "E_XML", "scaffolds[0].modules[0]"),
     ({"schema": "s", "scaffolds": [{"scaffold": "x"}]}, "E_TAG", "scaffolds[0]"),
 ]

@@ -23,7 +23,7 @@ from trunkline.router.pml import (
     schema_from_json,
     schema_to_xml,
 )
-from trunkline.router.pml.tree import DEPTH_MAX, NODES_MAX, SOURCE_BYTES_MAX
+from trunkline.router.pml.tree import DEPTH_MAX, NAME_CHARACTERS_MAX, NODES_MAX, SOURCE_BYTES_MAX
 
 LAUGHS = """<?xml version="1.0"?>
 <!DOCTYPE schema [
@@ -117,17 +117,37 @@ def test_many_large_scaffolds() -> None:
     assert caught.value.code == "E_SCHEMA_TOO_LONG"
 
 
-def test_names_that_are_very_long() -> None:
-    name = "x" * 10**6
-    error = refused(f'<schema name="s"><module name="{name}é"/></schema>', "has the name", "E_NAME")
+@pytest.mark.parametrize("name", ["x" * 257, "x" * 10**6, "é" * 10**6])
+def test_names_that_are_very_long(name: str) -> None:
+    """Each of the modules within has it in its path."""
+    inner = '<module name="m"/>' * 10_000
+    error = refused(f'<schema name="s"><module name="{name}">{inner}</module></schema>', "a name of", "E_NAME")
     assert len(str(error)) < 500
+    refused(f'<schema name="{name}"/>', "a name of", "E_NAME")
+    with pytest.raises(PmlError, match="an import has a name of"):
+        parse_prompt(f'<prompt schema="s"><{name}>{"<m/>" * 10_000}</{name}></prompt>')
+    with pytest.raises(PmlError, match="an import has a name of"):
+        prompt_from_json({"schema": "s", "modules": [f"{name}/m{n}" for n in range(3)]})
+
+
+def test_paths_that_are_very_long() -> None:
+    name = "x" * NAME_CHARACTERS_MAX
+    inner = "".join(f'<module name="m{n}"/>' for n in range(10_000))
+    nested = f'<module name="{name}">' * 4 + inner + "</module>" * 4
+    error = refused(f'<schema name="{name}">{nested}</schema>', "the path of a module has", "E_NAME")
+    assert len(str(error)) < 500
+    with pytest.raises(PmlError, match="the path of a module has"):
+        parse_prompt(f'<prompt schema="{name}">{f"<{name}>" * 5}{f"</{name}>" * 5}</prompt>')
     schema = compile_schema(
-        parse_schema('<schema name="s"><module name="m"/></schema>'), Words(), scope="self", context=9
+        parse_schema(f'<schema name="{name}"><module name="{name}"><module name="m"/></module></schema>'),
+        Words(),
+        scope="self",
+        context=9,
     )
     with pytest.raises(PmlError, match="has no module") as caught:
         compile_prompt(
             schema,
-            parse_prompt(f'<prompt schema="s"><{name}/></prompt>'),
+            parse_prompt(f'<prompt schema="{name}"><{name}><{name}/></{name}></prompt>'),
             Words(),
             context=9,
             add_generation_prompt=True,

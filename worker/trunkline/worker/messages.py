@@ -138,9 +138,9 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True, tag="step"):
     blocks: bytes = b""
     """int32 `[n, 3]`: sequence, index, block: entries of block tables set or appended."""
     prefill: bytes = b""
-    """int32 `[n, 5]`: sequence, start, count, write_from, sample. Compute the tokens with indices
-    `[start, start + count)`; store KV only from index `write_from` on (before it, a shared block holds it already); `sample` 1: the last
-    position's logits give the sequence's next token."""
+    """int32 `[n, 5]`: sequence, start, count, write_from, sample. Compute the tokens with indices `[start, start +
+    count)`; store KV only from index `write_from` on (before it, a shared block holds it already); `sample` 1: the
+    last position's logits give the sequence's next token."""
     rows: bytes | None = None
     """int32 sequences that decode one token each, in tree order; None: the same as in the last step.
 

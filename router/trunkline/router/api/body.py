@@ -63,6 +63,23 @@ def parse_json_object(body: bytes) -> dict[str, Any]:
     return fields
 
 
+def is_heavier(value: object, limit: int) -> bool:
+    """Whether a JSON value has more than so many parts and characters; does not look further than that."""
+    weight = 0
+    parts = [value]
+    while parts:
+        part = parts.pop()
+        weight += 1 + (len(part) if isinstance(part, str | list | dict) else 0)
+        if weight > limit:
+            return True
+        if isinstance(part, dict):
+            parts += part
+            parts += part.values()
+        elif isinstance(part, list):
+            parts += part
+    return False
+
+
 def validate(model: type[_Model], fields: dict[str, Any]) -> _Model:
     """Check the fields against a request model.
 

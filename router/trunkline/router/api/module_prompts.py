@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from trunkline.controller.messages import PromptLayout
 from trunkline.kvstore.layout import pack_int32
 from trunkline.router import pml
+from trunkline.router.api.body import is_heavier
 from trunkline.router.api.common import job_for
 from trunkline.router.api.models import ChatRequest, CompletionRequest, Message
 from trunkline.router.api.turn import Turn
@@ -135,14 +136,14 @@ async def place(
         ApiError: 400, 404.
     """
     with service.schemas.errors_of(param):
-        size = len(given.source) if isinstance(given.source, str) else len(str(given.source))
-        document = await _beside_loop(size, lambda: _parse(given.source))
+        is_long = is_heavier(given.source, OFF_LOOP_CHARACTERS)
+        document = await _beside_loop(is_long, lambda: _parse(given.source))
         context = service.limits.max_context
         schema = await service.schemas.get(document.schema, given.salt.encode(), context)
         text = ModelText(service.tokenizer, switches)
-        size += sum(len(message["content"]) for message in messages or ())
+        size = sum(len(message["content"]) for message in messages or ())
         compiled = await _beside_loop(
-            size + OFF_LOOP_CHARACTERS * schema.is_large,
+            is_long or schema.is_large or size > OFF_LOOP_CHARACTERS,
             lambda: pml.compile_prompt(
                 schema.compiled,
                 document,
@@ -157,9 +158,9 @@ async def place(
     return Placed(schema, compiled)
 
 
-async def _beside_loop(size: int, work: Callable[[], _T]) -> _T:
-    """Do work on so many characters; in a thread if it may take long."""
-    return await asyncio.to_thread(work) if size > OFF_LOOP_CHARACTERS else work()
+async def _beside_loop(is_long: bool, work: Callable[[], _T]) -> _T:
+    """Do work; in a thread if it may take long."""
+    return await asyncio.to_thread(work) if is_long else work()
 
 
 def _parse(source: str | dict[str, Any]) -> pml.PromptDocument:

@@ -122,7 +122,9 @@ class SchemaObject(msgspec.Struct, kw_only=True):
     usage: SchemaUsage
     warnings: list[str]
     pml: str | UnsetType = UNSET
-    """With `?include=pml`."""
+    """With `?include=pml`, unless a text has characters that XML cannot write."""
+    json_: dict[str, Any] | UnsetType = msgspec.field(name="json", default=UNSET)
+    """With `?include=pml`: the JSON form, of a schema that was sent so."""
 
 
 class SchemaSummary(msgspec.Struct, kw_only=True):

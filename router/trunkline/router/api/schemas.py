@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, Final
 
 import msgspec
@@ -19,7 +20,7 @@ from starlette.requests import Request
 from trunkline.kvstore.layout import unpack_int32
 from trunkline.kvstore.tier import TierKind
 from trunkline.router import pml
-from trunkline.router.api.body import read_request
+from trunkline.router.api.body import is_heavier, read_request
 from trunkline.router.api.common import check_model, service_of
 from trunkline.router.api.connection import while_connected
 from trunkline.router.api.paging import PAGE_PARAMETERS, page_of
@@ -37,9 +38,8 @@ from trunkline.router.api.schema_types import (
     SchemaUpdate,
     SchemaUsage,
 )
-from trunkline.router.errors import bad_value
 from trunkline.router.messages import ModulesReply, Record
-from trunkline.router.schemas import NAME_CHARACTERS_MAX, Definition, Schema
+from trunkline.router.schemas import Definition, Schema
 from trunkline.router.service import RouterService
 
 routes = APIRouter()
@@ -49,6 +49,7 @@ SCHEMAS: Final[dict[str, Any]] = msgspec.json.schema_components(
     _ANSWERS, ref_template="#/components/schemas/{name}"
 )[1]
 """For the OpenAPI document."""
+_OFF_LOOP_WEIGHT: Final = 64 << 10
 _SALT: Final = {
     "name": "cache_salt",
     "in": "query",
@@ -71,7 +72,7 @@ async def create_schema(request: Request) -> JsonResponse:
     check_model(service, body.model)
     definition = Definition(
         model=body.model or service.config.model_name,
-        source=body.pml if body.pml is not None else to_json(body.json_).decode(),
+        source=await _source(body),
         form="json" if body.pml is None else "xml",
         scope=body.encode_scope or "ancestors",
         pin=bool(body.pin),
@@ -79,16 +80,10 @@ async def create_schema(request: Request) -> JsonResponse:
     )
     with service.schemas.errors_of("pml" if body.json_ is None else "json"):
         ready = await while_connected(request, service.schemas.compile(definition, service.limits.max_context))
-    name = ready.schema.name
-    if len(name) > NAME_CHARACTERS_MAX:
-        raise bad_value(
-            "name",
-            f"the schema's name has {len(name)} characters; it may have {NAME_CHARACTERS_MAX}",
-        )
-    schema = await service.schemas.put(name, _salt(body.cache_salt), definition, ready)
+    schema = await service.schemas.put(ready.schema.name, _salt(body.cache_salt), definition, ready)
     if body.warm is False:
         return await _told(service, schema, await service.schemas.look(schema), status=201)
-    return await _told(service, schema, await _encode(request, service, schema), status=201)
+    return await _told(service, *await _encode(request, service, schema), status=201)
 
 
 @routes.get("/v1/schemas", responses=_answers(SchemaList), openapi_extra={"parameters": [*PAGE_PARAMETERS, _SALT]})
@@ -139,7 +134,7 @@ async def update_schema(request: Request, schema_id: str) -> JsonResponse:
         service.schemas.unpin(schema.key)
     # Pinned texts are kept for the schema's time: a new one is told as well.
     if schema.definition.pin:
-        return await _told(service, schema, await _encode(request, service, schema))
+        return await _told(service, *await _encode(request, service, schema))
     return await _told(service, schema, await service.schemas.look(schema))
 
 
@@ -152,9 +147,28 @@ async def delete_schema(request: Request, schema_id: str) -> JsonResponse:
     return JsonResponse(SchemaDeleted(id=schema_id))
 
 
-async def _encode(request: Request, service: RouterService, schema: Schema) -> ModulesReply:
+async def _source(body: SchemaRequest) -> str:
+    """What was sent, as text."""
+    if body.pml is not None:
+        return body.pml
+    if is_heavier(body.json_, _OFF_LOOP_WEIGHT):
+        return (await asyncio.to_thread(to_json, body.json_)).decode()
+    return to_json(body.json_).decode()
+
+
+async def _encode(request: Request, service: RouterService, schema: Schema) -> tuple[Schema, ModulesReply]:
+    """Have a schema's modules computed; one that cannot be pinned is not said to be."""
     seconds = service.config.request_timeout_seconds or None
-    return await while_connected(request, service.schemas.encode(schema, seconds))
+    reply = await while_connected(request, service.schemas.encode(schema, seconds))
+    if reply.status == "quota":
+        context = service.limits.max_context
+        with service.schemas.errors_of("schema"):
+            schema = await service.schemas.change(schema.name, schema.salt, context, _unpin)
+    return schema, reply
+
+
+def _unpin(definition: Definition) -> None:
+    definition.pin = False
 
 
 def _salt(given: str | None) -> bytes:
@@ -186,7 +200,11 @@ async def _told(
         if encoding:
             told.status = "encoding"
         if source:
-            told.pml = pml.schema_to_xml(schema.definition.parse())
+            document = schema.definition.parse()
+            with suppress(pml.PmlError):  # JSON has characters that XML has not
+                told.pml = pml.schema_to_xml(document)
+            if schema.definition.form == "json":
+                told.json_ = pml.schema_to_json(document)
         return JsonResponse(told, status)
 
     return await asyncio.to_thread(write) if schema.is_large else write()

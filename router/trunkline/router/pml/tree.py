@@ -23,6 +23,9 @@ DEPTH_MAX: Final = 32
 """Elements within each other, the root included."""
 NODES_MAX: Final = 65_536
 """Elements and texts of one document."""
+NAME_CHARACTERS_MAX: Final = 256
+MODULE_PATH_CHARACTERS_MAX: Final = 1024
+"""Each module repeats the names around it: without a limit a small document would have gigabytes of paths."""
 
 RoleName: TypeAlias = Literal["system", "user", "assistant"]
 

@@ -9,7 +9,9 @@ from typing import Final, NamedTuple, NoReturn
 
 from trunkline.router.pml.errors import ErrorCode, Mark, PmlError
 from trunkline.router.pml.tree import (
+    MODULE_PATH_CHARACTERS_MAX,
     NAME,
+    NAME_CHARACTERS_MAX,
     TAGS,
     Item,
     Module,
@@ -40,11 +42,27 @@ def check_name(name: str, what: str, mark: Mark | None, path: str) -> None:
     """Raises PmlError (E_NAME) if `name` is none; `what`: what it is the name of."""
     if not name:
         raise PmlError(ErrorCode.NAME, f'{what} has no name; give it one (name="…")', mark, path)
+    if len(name) > NAME_CHARACTERS_MAX:
+        message = f"{what} has a name of {len(name)} characters; allowed are {NAME_CHARACTERS_MAX}"
+        raise PmlError(ErrorCode.NAME, message, mark, path)
     if NAME.fullmatch(name) is None:
         rule = 'letters, digits, "_", "." and "-" are allowed, a letter or "_" first'
         raise PmlError(ErrorCode.NAME, f'{what} has the name "{short(name)}"; {rule}', mark, path)
     if name in TAGS:
         raise PmlError(ErrorCode.NAME, f'{what} has the name "{name}", which is a tag; choose another', mark, path)
+
+
+def _inner_path(outer: str, item: Module | Ref) -> str:
+    """Path of a module, whose name has been checked, or of its import.
+
+    Raises:
+        PmlError: E_NAME, it is too long.
+    """
+    path = join_path(outer, item.name)
+    if len(path) > MODULE_PATH_CHARACTERS_MAX:
+        message = f"the path of a module has {len(path)} characters; allowed are {MODULE_PATH_CHARACTERS_MAX}"
+        raise PmlError(ErrorCode.NAME, f"{message}; shorten the names in it", item.mark, path)
+    return path
 
 
 def check_schema(document: SchemaDocument) -> SchemaDocument:
@@ -92,7 +110,7 @@ def _check_items(items: Sequence[Item], path: str, names: _Names, *, in_role: bo
             case Module():
                 check_name(item.name, "a module", item.mark, path)
                 _add(names.modules, item.name, "modules", item.mark, path)
-                _check_items(item.items, join_path(path, item.name), _Names(set(), set()), in_role=in_role)
+                _check_items(item.items, _inner_path(path, item), _Names(set(), set()), in_role=in_role)
             case Union():
                 if not item.members:
                     message = "a union needs modules to choose from; put some in it or remove it"
@@ -225,7 +243,7 @@ def _check_prompt_items(items: Sequence[PromptItem], path: str, role: Turn | Non
                 pass
             case Ref():
                 check_name(item.name, "an import", item.mark, path)
-                own = join_path(path, item.name)
+                own = _inner_path(path, item)
                 for name, _ in item.args:
                     check_name(name, "an argument", item.mark, own)
                 _check_prompt_items(item.items, own, role)

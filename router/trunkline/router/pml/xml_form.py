@@ -41,7 +41,7 @@ from trunkline.router.pml.tree import (
     Union,
     join_path,
 )
-from trunkline.router.pml.validation import check_prompt, check_schema, listed, short
+from trunkline.router.pml.validation import check_name, check_prompt, check_schema, listed, short
 from trunkline.router.pml.whitespace import BLANKS, normalise
 
 _SPACE: Final = "xml:space"
@@ -172,6 +172,7 @@ class _SchemaReader:
     def _module(self, element: Element, preserve: bool, path: str) -> Module:
         _attributes(element, {"name", "cache"}, path)
         name = element.attributes.get("name", "")
+        check_name(name, "a module", element.mark, path)  # before paths are made of it
         own = join_path(path, name)
         items = self._items(element.children, _preserves(element, preserve), own)
         return Module(name, items, _truth(element, "cache", True, own), element.mark)
@@ -245,6 +246,7 @@ def _prompt_items(element: Element, preserve: bool, path: str) -> tuple[PromptIt
             _refuse_tag(child, f"<{child.tag}> has no meaning in a prompt; allowed are {allowed}", path)
         else:
             args = tuple((name, value) for name, value in child.attributes.items() if name != _SPACE)
+            check_name(child.tag, "an import", child.mark, path)  # before paths are made of it
             own = join_path(path, child.tag)
             items.append(Ref(child.tag, args, _prompt_items(child, inner, own), child.mark))
     return tuple(items)

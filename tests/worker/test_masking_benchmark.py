@@ -1,0 +1,121 @@
+"""What `benchmarks/masking_quality.py` rests on: its own forward, its ways of making a context, its shares."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from cut_texts import DEMO_MODEL
+from masking_model import MaskedModel
+from masking_quality import DIFFERENCE_MAX, share_kept
+from masking_rank import Rank
+from masking_texts import Target, Task
+from masking_ways import MOVED_BACK, WAYS, Way, build
+from numpy.typing import NDArray
+
+ROOT = 5
+LENGTHS = (70, 40, 90)
+Said = NDArray[np.float64]
+
+
+@pytest.fixture(scope="module")
+def model() -> MaskedModel:
+    return MaskedModel(DEMO_MODEL)
+
+
+@pytest.fixture(scope="module")
+def task() -> Task:
+    rng = np.random.default_rng(0)
+
+    def draw(count: int) -> list[int]:
+        return list(rng.integers(6, 4096, count).tolist())
+
+    return Task(draw(ROOT), [draw(length) for length in LENGTHS], [Target(draw(30), 1, -1)])
+
+
+def said(model: MaskedModel, task: Task, way: Way) -> Said:
+    context = build(model.read, task, way, seed=1)
+    return model.read(task.targets[0].tokens, context.end, context.seen)[1].logprobs
+
+
+def test_a_rank_says_the_same(model: MaskedModel, task: Task) -> None:
+    rank = Rank(DEMO_MODEL, blocks=32, threads=1)
+    for way in WAYS:
+        if way.is_wrong:
+            continue
+        context = build(rank.read, task, way, seed=1)
+        _, logprobs = rank.read(task.targets[0].tokens, context.end, context.seen)
+        np.testing.assert_allclose(logprobs, said(model, task, way), rtol=0, atol=DIFFERENCE_MAX)
+        rank.forget()
+    rank.close()
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (Way("scaffold"), Way("plain")),
+        # What has seen nothing else does not know where it stands.
+        (Way("self", places="moved on"), Way("self")),
+    ],
+)
+def test_ways_that_are_the_same(one: Way, other: Way, model: MaskedModel, task: Task) -> None:
+    np.testing.assert_allclose(said(model, task, one), said(model, task, other), rtol=0, atol=DIFFERENCE_MAX)
+
+
+def test_ways_that_are_not_the_same(model: MaskedModel, task: Task) -> None:
+    plain = said(model, task, Way("plain"))
+    for way in (Way("none"), Way("self"), Way("ancestors"), Way("ancestors", places="restarted")):
+        assert np.abs(said(model, task, way) - plain).max() > 10 * DIFFERENCE_MAX
+
+
+class Notes:
+    """A reader that only writes down what it is asked; a text is known by its length."""
+
+    def __init__(self) -> None:
+        self.texts: dict[int, tuple[int, list[tuple[int, int]]]] = {}
+        """Position and what is seen, by length."""
+
+    def read(self, tokens: list[int], position: int, seen: list[tuple[int, int]]) -> tuple[int, None]:
+        self.texts[len(tokens)] = (position, list(seen))
+        return len(tokens), None
+
+
+@pytest.mark.parametrize(
+    ("way", "computed", "acting", "end"),
+    [
+        (Way("ancestors"), [5, 75, 115], [5, 75, 115], 205),
+        (Way("self", "modules"), [75, 185, 315], [75, 185, 315], 405),
+        (Way("ancestors", places="moved on"), [5, 5, 5], [5, 75, 115], 205),
+        (Way("ancestors", places="moved back"), [p + MOVED_BACK for p in (5, 75, 115)], [5, 75, 115], 205),
+        (Way("ancestors", places="stacked"), [5, 5, 5], [5, 5, 5], 205),
+        (Way("ancestors", places="stacked, near"), [5, 5, 5], [5, 5, 5], 95),
+        (Way("ancestors", places="restarted"), [5, 75, 115], [5, 75, 115], 5),
+    ],
+)
+def test_where_documents_stand(way: Way, computed: list[int], acting: list[int], end: int, task: Task) -> None:
+    notes = Notes()
+    context = build(notes.read, task, way, seed=0)
+    assert [notes.texts[length][0] for length in LENGTHS] == computed
+    assert context.seen == [(ROOT, 0), *zip(LENGTHS, acting, strict=True)]
+    assert context.end == end
+
+
+def test_who_sees_whom(task: Task) -> None:
+    above = {}
+    for scope in ("self", "ancestors", "scaffold"):
+        notes = Notes()
+        build(notes.read, task, Way(scope), seed=0)
+        above[scope] = [[text for text, _ in notes.texts[length][1]] for length in LENGTHS]
+    assert above == {
+        "self": [[], [], []],
+        "ancestors": [[ROOT], [ROOT], [ROOT]],
+        "scaffold": [[ROOT], [ROOT, 70], [ROOT, 70, 40]],
+    }
+
+
+def test_shares_of_the_gain() -> None:
+    plain, none = np.array([1.0, 2.0, 4.0]), np.array([2.0, 4.0, 5.0])
+    assert share_kept(plain, plain, none) == (1.0, 0.0)
+    assert share_kept(none, plain, none) == (0.0, 0.0)
+    share, error = share_kept(np.array([1.0, 4.0, 4.0]), plain, none)
+    assert share == 0.5
+    assert error > 0
