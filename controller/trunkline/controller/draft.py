@@ -72,6 +72,17 @@ class PlanDraft:
         return sum(count for _, _, count, _, _ in self.prefill)
 
 
+@dataclass(slots=True)
+class News:
+    """What the workers have not been told yet."""
+
+    rows_changed: bool = False
+    left: list[int] = field(default_factory=list)
+    """Stays that are over."""
+    merged: list[tuple[int, int, int]] = field(default_factory=list)
+    """(stay, index, block) of table entries that were replaced."""
+
+
 @dataclass(frozen=True, slots=True)
 class InflightStep:
     """What the engine must remember to understand a step's result."""

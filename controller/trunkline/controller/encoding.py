@@ -8,15 +8,17 @@ from trunkline.controller.module_jobs import ModuleJobs
 from trunkline.controller.node import Node
 from trunkline.controller.queue import RequestQueue
 from trunkline.controller.residence import Residence
-from trunkline.controller.sequence import Sequence
+from trunkline.controller.sequence import Sequence, SequenceGroup
 
 
 class Encoding:
     """See `trunkline.controller.module_jobs` and `trunkline.controller.module_calls`."""
 
-    def __init__(self, residence: Residence, queue: RequestQueue, fetching: Fetching) -> None:
+    def __init__(
+        self, residence: Residence, queue: RequestQueue, fetching: Fetching, *, positions_shift: bool
+    ) -> None:
         self.jobs = ModuleJobs(residence.tree, queue, fetching)
-        self.calls = ModuleCalls(residence, self.jobs)
+        self.calls = ModuleCalls(residence, self.jobs, positions_shift=positions_shift)
         self.finishing: list[Sequence] = []
         """Texts whose last part is computed by the plan made last: they end with the next."""
 
@@ -29,3 +31,12 @@ class Encoding:
     def held(self) -> list[Node]:
         """Chunks that are held by others than running sequences."""
         return [*self.jobs.held, *self.calls.held]
+
+    def make_way(self, blocked: SequenceGroup, now: float, *, going: bool) -> bool:
+        """A group lacks blocks: let go of something that is held although nobody runs who needs it; whether there
+        was anything.
+
+        Args:
+            going: whether anything may change by itself; if not, even what is pinned must go.
+        """
+        return self.jobs.make_way(blocked, going=going) or (not going and self.calls.make_way(now))

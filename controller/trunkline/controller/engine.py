@@ -34,8 +34,8 @@ from trunkline.controller.messages import (
     StepResult,
     TopLogprobs,
 )
-from trunkline.controller.module_calls import CallDone, EncodeCall
-from trunkline.controller.modules import lay_out, name_texts, prompt_of
+from trunkline.controller.module_calls import CallDone, TextsCall
+from trunkline.controller.modules import lay_out, prompt_of
 from trunkline.controller.outcomes import EngineCounters, EngineOutputs
 from trunkline.controller.rows import BEAM, RowSet
 from trunkline.controller.scheduler import Scheduler
@@ -183,6 +183,7 @@ class Engine:
         """The workers are gone: every request ends with `ENGINE_FAILED`, all KV is lost."""
         for group in self._groups.values():
             self._outputs.finished.append(Finished(group.id, FinishReason.ENGINE_FAILED, detail))
+        self._outputs.modules += self.scheduler.encoding.calls.done
         for call in self.scheduler.encoding.calls.ids():
             self._outputs.modules.append(CallDone(call, "failed", detail))
         self._groups.clear()
@@ -198,7 +199,7 @@ class Engine:
         Args:
             call_id: unique among the calls that are not answered.
         """
-        calls, tree = self.scheduler.encoding.calls, self.scheduler.residence.tree
+        calls = self.scheduler.encoding.calls
         if call.op == "cancel":
             if (cancelled := calls.cancel(call_id)) is not None:
                 self.scheduler.leave_jobs(cancelled, now)
@@ -210,12 +211,11 @@ class Engine:
         if problem := problem_of_texts(call.texts, self.config):
             calls.done.append(CallDone(call_id, "failed", problem))
             return
-        texts = name_texts(tree, call.salt, call.texts, self.config.positions_shift)
         if call.op == "encode":
-            calls.encode(EncodeCall(call_id, texts, call.salt, call.holder, call.ttl))
+            wanted = TextsCall(call_id, call.texts, call.salt, True, call.holder, call.ttl)
         else:
-            tiers, blocks = calls.look(texts, self._step + 1)
-            calls.done.append(CallDone(call_id, "ok", "", tiers, blocks))
+            wanted = TextsCall(call_id, call.texts, call.salt, False)
+        calls.begin(wanted, self._step + 1, now)
 
     def unpin(self, holder: str, now: float) -> None:
         """What was pinned under a name is not any more. An unknown one is fine."""
@@ -276,6 +276,8 @@ class Engine:
 
     def next_deadline(self, now: float) -> float:
         """When `next_step` should be asked again although nothing has happened; may be infinite."""
+        if self.scheduler.encoding.calls.is_busy and len(self._inflight) < self.config.max_inflight_steps:
+            return now
         return self.scheduler.fetching.next_deadline(now)
 
     # Steps
@@ -286,10 +288,10 @@ class Engine:
         idle = not (self._has_work or scheduler.residence.tree.has_unsaved)
         if idle or len(self._inflight) >= self.config.max_inflight_steps:
             return None
-        scheduler.encoding.calls.advance(self._step + 1, self._arrivals, now)
+        scheduler.encoding.calls.advance(self._step + 1, self._arrivals + 1, now)
         self._expect_texts(now)
         draft = scheduler.plan(self._step + 1, now)
-        while draft is None and scheduler.encoding.calls.advance(self._step + 1, self._arrivals, now):
+        while draft is None and scheduler.encoding.calls.advance(self._step + 1, self._arrivals + 1, now):
             self._expect_texts(now)
             draft = scheduler.plan(self._step + 1, now)  # texts that have just ended let others begin
         if draft is None:

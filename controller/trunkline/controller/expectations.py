@@ -53,6 +53,8 @@ class _Probing:
     group: SequenceGroup
     start: int
     """The first chunk that was asked for."""
+    above: ChunkName
+    """Of the chunk, or root, above that one."""
     keys: list[bytes]
     asked: float
 
@@ -106,11 +108,11 @@ class Expectations:
         keys = keys[known:]
         if not keys or (node is not None and keys[0] in node.children):
             return  # nothing is missing, or somebody is computing it now
-        names = []
+        names, above = [], name
         for key in keys:
             name = chunk_name(name, origin.marker + key)
             names.append(name)
-        self._probes[self._traffic.probe(names)] = _Probing(group, known, keys, now)
+        self._probes[self._traffic.probe(names)] = _Probing(group, known, above, keys, now)
         self._fetching.probing(group, now)
 
     def _origin(self, group: SequenceGroup) -> _Origin:
@@ -150,10 +152,11 @@ class Expectations:
         for index in range(first, first + probing.start):
             child = node.children.get(sequence.tokens.to_bytes(index * size, (index + 1) * size))
             if child is None:
-                return
+                break
             node = child
-        for key in probing.keys[:present]:
-            node = self._tree.add_remote(node, key, now, marker)
+        if node.name == probing.above:  # else it has gone, or the text is computed at another position meanwhile
+            for key in probing.keys[:present]:
+                node = self._tree.add_remote(node, key, now, marker)
         self._tree.prune_root(node)
 
     def announce(self, group: SequenceGroup, step: int, now: float) -> tuple[int, int]:

@@ -57,7 +57,7 @@ def _problem_of_layout(request: Request, prompt_len: int, config: EngineConfig) 
     size = config.chunk_size
     runs = unpack_int32(layout.runs, columns=2)
     last, behind = int(runs[-1, 0]), int(runs[:-1, 1].sum())
-    end = last + prompt_len - behind
+    end = last + len(request.tokens) - behind
     if end >= config.max_context:
         return f"the prompt ends at position {end}; this model has {config.max_context}, with the output"
     longest = min(prompt_len + request.max_tokens, behind + config.max_context - last)

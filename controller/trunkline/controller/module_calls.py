@@ -2,34 +2,44 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
+from trunkline.controller.messages import ModuleText
 from trunkline.controller.module_jobs import ModuleJobs, Wish
 from trunkline.controller.module_prompt import CachedText
-from trunkline.controller.modules import find_text
+from trunkline.controller.modules import find_text, name_texts
 from trunkline.controller.node import Node
 from trunkline.controller.residence import Residence
 from trunkline.kvstore.layout import blocks_for, pack_int32
 
 JOBS_AT_ONCE: Final = 32
-"""Texts of one call that are encoded at the same time: enough to fill steps, few enough that requests which come
-meanwhile soon have their turn."""
+"""Texts of all calls that are encoded at the same time (one of each call at least): enough to fill steps, few
+enough that requests which come meanwhile soon have their turn."""
+TEXTS_PER_STEP: Final = 256
+"""Texts of all calls that are named, or looked for, at once, some 20 µs each: the 20,000 of a large schema would
+stop every stream for a second."""
 PINNED_DEVICE_SHARE: Final = 0.5
 """Of the device blocks, those that pins may take where there is no tier below."""
 
 
 @dataclass(eq=False, slots=True)
-class EncodeCall:
-    """One call. Compared by identity: it is what its jobs wait under."""
+class TextsCall:
+    """One call to encode texts, or to look for them. Compared by identity: it is what its jobs wait under."""
 
     id: int
-    texts: list[CachedText]
+    sources: Sequence[ModuleText]
     salt: bytes
-    holder: str
-    ttl: float
-    next: int = 0
-    """The first text that has not been looked at."""
+    encodes: bool
+    holder: str = ""
+    ttl: float = 0.0
+    texts: list[CachedText] = field(default_factory=list)
+    """Those that have been named; if it encodes, they are there, or are being encoded, or have been once."""
+    tiers: list[int] = field(default_factory=list)
+    """Of those that have been looked for after that, as in `CallDone`."""
+    chunks: dict[Node, None] = field(default_factory=dict)
+    """Theirs, to be pinned: texts that begin alike share some."""
     computed_tokens: int = 0
 
 
@@ -48,11 +58,18 @@ class CallDone:
 class ModuleCalls:
     """Calls that are not done, and what is pinned."""
 
-    def __init__(self, residence: Residence, jobs: ModuleJobs) -> None:
+    def __init__(self, residence: Residence, jobs: ModuleJobs, *, positions_shift: bool) -> None:
+        """
+        Args:
+            positions_shift: as in `EngineConfig`.
+        """
         self._residence = residence
         self._tree = residence.tree
         self._jobs = jobs
-        self._calls: dict[int, EncodeCall] = {}
+        self._positions_shift = positions_shift
+        self._left = 0
+        """Texts that may still be named or looked for before the next plan."""
+        self._calls: dict[int, TextsCall] = {}
         self._pinned: dict[str, list[Node]] = {}
         """By holder: chunks, each as often as the holder pinned it."""
         self.done: list[CallDone] = []
@@ -74,11 +91,23 @@ class ModuleCalls:
     def _on_device(self) -> bool:
         return not self._tree.tiers.config.host_slots
 
-    def encode(self, call: EncodeCall) -> None:
-        """Begin; `done` gets the answer when everything has been encoded once."""
-        self._calls[call.id] = call
+    @property
+    def is_busy(self) -> bool:
+        """Whether there was more to name, or to look for, than could be done before the last plan."""
+        return bool(self._calls) and not self._left
 
-    def cancel(self, call_id: int) -> EncodeCall | None:
+    def begin(self, call: TextsCall, step: int, now: float) -> None:
+        """`done` gets the answer: where the texts are, after everything has been encoded once if it is to be."""
+        if call.id in self._calls:
+            self.done.append(CallDone(call.id, "failed", "a call with this ticket has not been answered yet"))
+            return
+        self._calls[call.id] = call
+        if not call.encodes:
+            self._left = TEXTS_PER_STEP
+            self._name(call, step, now, None)
+            self._look(call, step, now)
+
+    def cancel(self, call_id: int) -> TextsCall | None:
         """Forget a call; its jobs are to be left (`ModuleJobs.left`). An unknown one is fine."""
         call = self._calls.pop(call_id, None)
         if call is not None:
@@ -93,40 +122,65 @@ class ModuleCalls:
         """Start what may be started now; whether that is anything.
 
         Args:
-            arrival: of the latest request: those that come later go behind what is started now.
+            arrival: of the next request: it and those after it go behind what is started now, others before it.
         """
         started = self._jobs.started_texts
+        self._left = TEXTS_PER_STEP
         for call in list(self._calls.values()):
-            wish = Wish(call, call.salt, 0, False, arrival, call.ttl)
-            while call.next < len(call.texts) and self._jobs.waits_of(call) < JOBS_AT_ONCE:
-                index, call.next = call.next, call.next + 1
-                text = call.texts[index]
-                found = find_text(self._tree, text, text.token_count, step)
-                if found.nodes:
-                    self._tree.keep(found.nodes, now, call.ttl or self._residence.ttl)
-                else:
-                    call.computed_tokens += text.token_count
-                    self._jobs.encode(call.texts, index, wish)
-            if call.next == len(call.texts) and not self._jobs.waits_of(call):
-                del self._calls[call.id]
-                self._finish(call, step, now)
+            wish = Wish(call, call.salt, 0, False, arrival, call.ttl) if call.encodes else None
+            self._name(call, step, now, wish)
+            if len(call.texts) == len(call.sources) and not self._jobs.waits_of(call):
+                self._look(call, step, now)
         return self._jobs.started_texts > started
 
-    def _finish(self, call: EncodeCall, step: int, now: float) -> None:
+    def _name(self, call: TextsCall, step: int, now: float, wish: Wish | None) -> None:
+        """Go on with a call's texts: name them and, with a wish, have those encoded that are not there."""
+        at_once = max(1, JOBS_AT_ONCE // len(self._calls))
+        while self._left and len(call.texts) < len(call.sources) and self._jobs.waits_of(call) < at_once:
+            self._left -= 1
+            index = len(call.texts)
+            name_texts(self._tree, call.salt, call.sources[index : index + 1], self._positions_shift, call.texts)
+            if wish is None:
+                continue
+            text = call.texts[index]
+            found = find_text(self._tree, text, text.token_count, step)
+            if found.nodes:
+                self._tree.keep(found.nodes, now, self._ttl(call))
+            else:
+                call.computed_tokens += text.token_count
+                self._jobs.encode(call.texts, index, wish)
+
+    def _look(self, call: TextsCall, step: int, now: float) -> None:
+        """See where a call's texts are now; with the last one it is done."""
+        while self._left and len(call.tiers) < len(call.texts):
+            self._left -= 1
+            text = call.texts[len(call.tiers)]
+            nodes = find_text(self._tree, text, text.token_count, step).nodes
+            places = [self._tree.tiers.tier_of(node) for node in nodes]
+            call.tiers.append(max((int(place) for place in places if place is not None), default=-1))
+            if call.encodes:
+                self._tree.keep(nodes, now, self._ttl(call))  # others may have had it encoded for less time
+            if call.holder:
+                call.chunks.update(dict.fromkeys(nodes))
+        if len(call.tiers) == len(call.sources):
+            del self._calls[call.id]
+            self._finish(call, now)
+
+    def _ttl(self, call: TextsCall) -> float:
+        return call.ttl or self._residence.ttl
+
+    def _finish(self, call: TextsCall, now: float) -> None:
         status, detail = "ok", ""
         if call.holder:
-            nodes = self._chunks(call.texts, step)
-            self.unpin(call.holder, now)
+            nodes = [node for node in call.chunks if not node.is_forgotten and (node.on_device or node.is_stored)]
+            self._release(call.holder, now)
             if not self._pin(call.holder, nodes):
                 status = "quota"
                 detail = f"{len(nodes)} chunks would be pinned; this group pins {self._room()} more at most"
-        tiers, blocks = self.look(call.texts, step)
-        self.done.append(CallDone(call.id, status, detail, tiers, blocks, call.computed_tokens))
-
-    def _chunks(self, texts: list[CachedText], step: int) -> list[Node]:
-        found = [find_text(self._tree, text, text.token_count, step).nodes for text in texts]
-        # Texts that begin alike share chunks.
-        return list(dict.fromkeys(node for nodes in found for node in nodes))
+        counts = [blocks_for(text.token_count, self._tree.chunk_size) for text in call.texts]
+        self.done.append(
+            CallDone(call.id, status, detail, pack_int32(call.tiers), pack_int32(counts), call.computed_tokens)
+        )
 
     def _room(self) -> int:
         if self._on_device:
@@ -134,11 +188,16 @@ class ModuleCalls:
             return share - len({id(node) for node in self.held})
         return self._tree.tiers.config.pins_max - self._tree.tiers.pinned_count
 
+    def _new(self, nodes: list[Node]) -> int:
+        """Chunks of these that nobody has pinned on the device."""
+        held = {id(node) for node in self.held}
+        return sum(id(node) not in held for node in nodes)
+
     def _pin(self, holder: str, nodes: list[Node]) -> bool:
         if not nodes:
             return True
         if self._on_device:
-            if len(nodes) > self._room() or not all(node.on_device for node in nodes):
+            if self._new(nodes) > self._room() or not all(node.on_device for node in nodes):
                 return False
             for node in nodes:
                 self._tree.hold(node)
@@ -148,7 +207,13 @@ class ModuleCalls:
         return True
 
     def unpin(self, holder: str, now: float) -> None:
-        """Undo what was pinned for a holder. An unknown one is fine."""
+        """Undo what was pinned for a holder, or is to be when a call is done. An unknown one is fine."""
+        for call in self._calls.values():
+            if call.holder == holder:
+                call.holder = ""
+        self._release(holder, now)
+
+    def _release(self, holder: str, now: float) -> None:
         nodes = self._pinned.pop(holder, [])
         if not self._on_device:
             self._tree.tiers.unpin([node for node in nodes if not node.is_forgotten])
@@ -156,13 +221,9 @@ class ModuleCalls:
         for node in nodes:
             self._tree.release(node, now)
 
-    def look(self, texts: list[CachedText], step: int) -> tuple[bytes, bytes]:
-        """Where texts are (the slowest tier of each, -1 if not all is there), and how many chunks hold each."""
-        tiers = []
-        for text in texts:
-            nodes = find_text(self._tree, text, text.token_count, step).nodes
-            places = [self._tree.tiers.tier_of(node) for node in nodes]
-            tiers.append(max((int(place) for place in places if place is not None), default=-1))
-        return pack_int32(tiers), pack_int32(
-            [blocks_for(text.token_count, self._tree.chunk_size) for text in texts]
-        )
+    def make_way(self, now: float) -> bool:
+        """Nothing runs, and what waits lacks blocks: undo a pin that takes some; whether there was one."""
+        if not (self._on_device and self._pinned):
+            return False
+        self._release(next(iter(self._pinned)), now)
+        return True

@@ -31,6 +31,12 @@ from trunkline.worker.messages import Sampling
 FIRST_JOB_ID: Final = -(1 << 40)
 """Ids of jobs go down from here: they are no request's, nor an announcement's."""
 _NO_LIMIT: Final = 1 << 40
+TEXTS_AT_ONCE: Final = 64
+"""Texts that somebody waits for at the same time. A job has a table of all that its text sees: a thousand texts in
+a chain, all at once, would take seconds and gigabytes."""
+JOBS_MAX: Final = 256
+"""Jobs, from which on only the first request in the queue has more texts encoded (and jobs those above their
+own)."""
 
 
 @dataclass(slots=True)
@@ -95,20 +101,34 @@ class ModuleJobs:
 
     # Waiting
 
-    def is_ready(self, group: SequenceGroup, step: int) -> bool:
-        """Whether all texts that a group sees are somewhere. Those that are not are being encoded from now on."""
+    def is_ready(self, group: SequenceGroup, step: int, *, is_first: bool = False) -> bool:
+        """Whether all texts that a group sees are somewhere. Those that are not are being encoded from now on, as
+        many at once as is allowed.
+
+        Args:
+            is_first: no request is before it in the queue.
+        """
         prompt = group.modules
         if prompt is None:
             return True
         if self._waits.get(group):
             return False
-        lacking = [
-            part.text
+        if len(self._jobs) >= JOBS_MAX and not (is_first or group.encodes):
+            return False  # not even looked for: many may wait
+        found = {
+            part.text: find_text(self._tree, prompt.texts[part.text], part.tokens(prompt), step).nodes
             for part in prompt.parts
-            if not find_text(self._tree, prompt.texts[part.text], part.tokens(prompt), step).nodes
-        ]
-        self._encode_for(group, prompt, lacking, far=False)
-        return not lacking
+        }
+        lacking = [text for text, nodes in found.items() if not nodes]
+        self._encode_for(group, prompt, lacking[:TEXTS_AT_ONCE], far=False)
+        far = {text: sum(not node.is_loadable for node in nodes) for text, nodes in found.items()}
+        crowd = sum(far.values()) > self._tree.tiers.config.host_slots // 2
+        if crowd:
+            # Host memory does not hold all at once that comes from below: each text goes to the device by itself.
+            wish = _wish_of(group, prompt)
+            for text in list(filter(far.__getitem__, far))[:TEXTS_AT_ONCE]:
+                self.encode(prompt.texts, text, wish)
+        return not (lacking or crowd)
 
     def too_far(self, group: SequenceGroup, step: int) -> None:
         """Texts of a group are in tiers from which they would come too late, or never: they are computed again."""
@@ -119,11 +139,10 @@ class ModuleJobs:
             found = find_text(self._tree, prompt.texts[part.text], part.tokens(prompt), step)
             if not all(node.is_loadable for node in found.nodes):
                 far.append(part.text)
-        self._encode_for(group, prompt, far, far=True)
+        self._encode_for(group, prompt, far[:TEXTS_AT_ONCE], far=True)
 
     def _encode_for(self, group: SequenceGroup, prompt: ModulePrompt, texts: list[int], *, far: bool) -> None:
-        request = group.request
-        wish = Wish(group, request.salt, request.priority, group.preempted, group.arrival, prompt.ttl)
+        wish = _wish_of(group, prompt)
         for index in texts:
             text = prompt.texts[index]
             if text.content not in self._jobs and not group.encodes and group.found is None:
@@ -149,17 +168,23 @@ class ModuleJobs:
             self._queue.add(job.group)
             self.started_texts += 1
             self._new.append(job.group)
-        elif job.group.queued and wish.key < job.group.key[:3]:
-            # Somebody more urgent waits for it.
-            self._queue.remove(job.group)
-            job.group.request = replace(job.group.request, priority=wish.priority)
-            job.group.preempted |= wish.preempted
-            job.group.arrival = wish.arrival
-            self._queue.add(job.group)
+        elif wish.key < job.group.key[:3]:
+            self._hurry(job.group, wish)
         if far:
             self._fetching.give_up(job.group)
         job.waiters[wish.waiter] = None
         self._waits.setdefault(wish.waiter, {})[text.content] = None
+
+    def _hurry(self, group: SequenceGroup, wish: Wish) -> None:
+        """Somebody more urgent waits for a job, too; if it runs, that counts when somebody must be preempted."""
+        queued = group.queued
+        if queued:
+            self._queue.remove(group)
+        group.request = replace(group.request, priority=wish.priority)
+        group.preempted |= wish.preempted
+        group.arrival = wish.arrival
+        if queued:
+            self._queue.add(group)
 
     def _group(self, texts: list[CachedText], index: int, wish: Wish) -> SequenceGroup:
         sampling = Sampling(temperature=0.0)
@@ -192,7 +217,11 @@ class ModuleJobs:
         return [g for g in queued if find_text(self._tree, text := _target(g), text.token_count, step).nodes]
 
     def done(self, group: SequenceGroup, step: int, *, computed: bool = True) -> None:
-        """A job has ended: whoever waits for it finds its text."""
+        """A job has ended: whoever waits for it finds its text.
+
+        Args:
+            computed: the text was; else it was found in some tier.
+        """
         text = _target(group)
         job = self._jobs.pop(text.content)
         for waiter in job.waiters:
@@ -205,16 +234,20 @@ class ModuleJobs:
             self._hold(text, text.token_count, step)
 
     def left(self, waiter: Hashable) -> list[SequenceGroup]:
-        """Somebody does not wait any more; returns the jobs that nobody waits for now. They are to be ended."""
+        """Somebody does not wait any more; returns the jobs that nobody waits for now, those that only such jobs
+        waited for among them. They are to be ended."""
         if waiter is self._holder:
             self.let_go()
-        orphans = []
-        for content in self._waits.pop(waiter, {}):
-            job = self._jobs[content]
-            del job.waiters[waiter]
-            if not job.waiters:
-                del self._jobs[content]
-                orphans.append(job.group)
+        orphans: list[SequenceGroup] = []
+        leaving = [waiter]
+        for one in leaving:  # grows while it is read: no recursion, a chain of texts may be long
+            for content in self._waits.pop(one, {}):
+                job = self._jobs[content]
+                del job.waiters[one]
+                if not job.waiters:
+                    del self._jobs[content]
+                    orphans.append(job.group)
+                    leaving.append(job.group)
         return orphans
 
     def _unwait(self, waiter: Hashable, content: ChunkName) -> None:
@@ -249,18 +282,38 @@ class ModuleJobs:
             self._tree.release(node, node.last_use)
         self._held, self._holder = [], None
 
-    def make_way(self, blocked: SequenceGroup) -> bool:
+    def make_way(self, blocked: SequenceGroup, *, going: bool) -> bool:
         """A group lacks blocks: let go of what is held for somebody behind it in the queue, who would wait for
         its end in turn; whether that was anything.
 
         Who comes later waits: else those who wait for texts could evict each other's for ever.
+
+        Args:
+            going: whether anything may change by itself.
         """
-        if self._holder is None or not self._held or blocked.key >= self._holder.key:
+        if self._holder is None or not self._held or (going and blocked.key >= self._holder.key):
             return False
-        if any(self._holder in job.waiters for job in self._jobs.values() if job.group is blocked):
+        if blocked.encodes and self._serves(blocked, self._holder):
             return False
         self.let_go()
         return True
+
+    def _serves(self, group: SequenceGroup, waiter: SequenceGroup) -> bool:
+        """Whether somebody waits for a job, or for one that waits for it."""
+        order, known = [group], {group}
+        for one in order:  # grows while it is read
+            for other in self._jobs[_target(one).content].waiters:
+                if other is waiter:
+                    return True
+                if isinstance(other, SequenceGroup) and other.encodes and other not in known:
+                    known.add(other)
+                    order.append(other)
+        return False
+
+
+def _wish_of(group: SequenceGroup, prompt: ModulePrompt) -> Wish:
+    request = group.request
+    return Wish(group, request.salt, request.priority, group.preempted, group.arrival, prompt.ttl)
 
 
 def _target(group: SequenceGroup) -> CachedText:

@@ -42,15 +42,15 @@ def pairs(packed: bytes) -> Ranges:
 
 
 def name_texts(
-    tree: ChunkTree, salt: bytes, texts: AbstractSequence[ModuleText], shifts: bool
-) -> list[CachedText]:
-    """Names for texts whose parents come before them.
+    tree: ChunkTree, salt: bytes, texts: AbstractSequence[ModuleText], shifts: bool, named: list[CachedText]
+) -> None:
+    """Name texts whose parents come before them.
 
     Args:
         shifts: whether a text that was computed at one position may act at another (not with learned absolute
             positions: then the position is part of the names).
+        named: the texts before these; they come behind them.
     """
-    named: list[CachedText] = []
     base = _digest(b"modules", tree.root_name(salt))
     for text in texts:
         above = named[text.parent].content if text.parent >= 0 else base
@@ -58,7 +58,6 @@ def name_texts(
         place = _digest(b"place", above, where, text.tokens[: tree.chunk_bytes])
         content = _digest(b"content", above, where, text.tokens)
         named.append(CachedText(text.tokens, text.position, text.parent, pairs(text.seen), place, content))
-    return named
 
 
 def _digest(*parts: bytes) -> ChunkName:
@@ -80,7 +79,8 @@ def chain_of(texts: AbstractSequence[CachedText], index: int) -> list[int]:
 
 def prompt_of(tree: ChunkTree, salt: bytes, layout: PromptLayout, shifts: bool) -> ModulePrompt:
     """What the engine has to know of a request's layout."""
-    texts = name_texts(tree, salt, layout.texts, shifts)
+    texts: list[CachedText] = []
+    name_texts(tree, salt, layout.texts, shifts, texts)
     shown = sorted((i for i, text in enumerate(texts) if text.seen), key=lambda i: texts[i].position)
     runs = pairs(layout.runs)
     digest = blake2b(digest_size=NAME_BYTES, person=b"trunkline-prompt")

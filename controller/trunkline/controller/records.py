@@ -168,6 +168,10 @@ class RecordStore:
                 forgotten += 1
         return forgotten
 
+    def has(self, kind: str, id_: str) -> bool:
+        """Whether there is such a record."""
+        return (kind, id_) in self._rows
+
     def take_gone(self) -> list[tuple[str, str]]:
         """Kind and id of the records that were deleted, or forgotten, since the last call."""
         gone, self._gone = self._gone, []

@@ -12,7 +12,7 @@ ends; then the next is the oldest. Preempted groups resume before new ones of th
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 import msgspec
@@ -23,7 +23,7 @@ from trunkline.controller.block_pool import BlockPool
 from trunkline.controller.config import EngineConfig
 from trunkline.controller.costs import StepCosts
 from trunkline.controller.cutting import settle
-from trunkline.controller.draft import PlanDraft
+from trunkline.controller.draft import News, PlanDraft
 from trunkline.controller.encoding import Encoding
 from trunkline.controller.entries import Entries
 from trunkline.controller.fetching import Fetching
@@ -55,17 +55,6 @@ class SchedulerCounters:
     """… of them with a claim on the host pool."""
 
 
-@dataclass(slots=True)
-class _News:
-    """What the workers have not been told yet."""
-
-    rows_changed: bool = False
-    left: list[int] = field(default_factory=list)
-    """Stays that are over."""
-    merged: list[tuple[int, int, int]] = field(default_factory=list)
-    """(stay, index, block) of table entries that were replaced."""
-
-
 class Scheduler:
     """Queue and running sets of a group of workers. Pure; `now` is used for eviction order only."""
 
@@ -85,7 +74,7 @@ class Scheduler:
         self.rows = DecodeRows(config.max_rows, config.chunk_size, config.max_table_blocks)
         self.queue = RequestQueue()
         self.entries = Entries(self.queue)
-        self.encoding = Encoding(self.residence, self.queue, self.fetching)
+        self.encoding = Encoding(self.residence, self.queue, self.fetching, positions_shift=config.positions_shift)
         self.prefilling: list[Sequence] = []
         """Admitted, prompt not wholly planned; in order of admission."""
         self.parked: list[Sequence] = []
@@ -93,7 +82,7 @@ class Scheduler:
         self.forks = Forks()
         self.counters = SchedulerCounters()
         self.row_set = NO_ROWS
-        self._news = _News()
+        self._news = News()
 
     @property
     def running_count(self) -> int:
@@ -149,11 +138,14 @@ class Scheduler:
     def _end_encoded(self, step: int, now: float) -> None:
         for sequence in self.encoding.finishing.copy():
             self.end(sequence, now)
-            self.encoding.jobs.done(sequence.group, step)
+            computed = sequence.resident < sequence.tokens.count
+            self.encoding.jobs.done(sequence.group, step, computed=computed)
 
     def end_found(self, step: int, now: float) -> None:
         """Texts that were to be encoded may have turned up in the remote tier."""
         for group in self.encoding.jobs.found(step):
+            if not group.members:
+                continue  # it was there for one of the others only, and has ended with that
             for member in group.members.copy():
                 self.end(member, now)
             self.encoding.jobs.done(group, step, computed=False)
@@ -174,7 +166,10 @@ class Scheduler:
         for members in groups.values():
             group = members[0].group
             while members[0].slot >= 0 and not self.residence.make_room(len(members), draft):
-                self.preempt(self._newest(), now)
+                newest = self._newest()
+                going = any(sequence.group is not newest for sequence in self.running())
+                if not self.encoding.make_way(newest, now, going=going):
+                    self.preempt(newest, now)
             if members[0].slot < 0:
                 continue  # it was the newest itself
             for sequence in members:
@@ -334,25 +329,26 @@ class Scheduler:
     def _start_waiting(self, budget: int, draft: PlanDraft, now: float) -> int:
         """Admit who waits, in order; returns what is left of the budget, 0 if nobody else may start."""
         matched, jobs = 0, self.encoding.jobs
-        if len(jobs):
-            jobs.hold_for(next((g for g in self.queue if not g.encodes), None), draft.step)
-        going = self.running_count > len(self.parked)  # else nothing is going to change by itself
-        for group in self.entries.candidates(self.residence.available, self.running_count, going=going):
+        first = next((group for group in self.queue if not group.encodes), None)
+        if len(jobs) or jobs.held:
+            jobs.hold_for(first, draft.step)
+        for group in self.entries.candidates(self.residence.available, self.running_count, going=self._is_going):
             if budget <= 0 or matched >= MATCHED_TOKENS_MAX:
                 return 0
             if group.waits_for_grammar or self.fetching.is_probing(group, now):
                 continue
-            if not jobs.is_ready(group, draft.step):
+            if not jobs.is_ready(group, draft.step, is_first=group is first):
                 continue
-            if not self._may_start(group, draft.step):
-                return 0  # nobody overtakes: that would starve large requests
+            while not self._may_start(group, draft.step):
+                if not self.encoding.make_way(group, now, going=self._is_going):
+                    return 0  # nobody overtakes: that would starve large requests
             for sequence in list(group.members):
                 if sequence.phase is not Phase.WAITING or sequence.is_pending(draft.step):
                     continue
                 sequence.waits_on = None
                 matched += sequence.tokens.count
                 outcome = self._admit(sequence, now, draft)
-                if outcome is Admission.NO_BLOCKS and jobs.make_way(group):
+                while outcome is Admission.NO_BLOCKS and self.encoding.make_way(group, now, going=self._is_going):
                     outcome = self._admit(sequence, now, draft)
                 if outcome is Admission.LACKING:
                     jobs.too_far(group, draft.step)
@@ -366,6 +362,11 @@ class Scheduler:
             if group.search is not None and self.entries.is_entering(group):
                 return 0  # see `Entries.candidates`
         return budget
+
+    @property
+    def _is_going(self) -> bool:
+        """Whether anything is going to change by itself: parked beams compute nothing."""
+        return self.running_count > len(self.parked)
 
     def _may_start(self, group: SequenceGroup, step: int) -> bool:
         """Whether all of a group fits the rows and, if several sequences come back at once, the pool."""

@@ -315,6 +315,9 @@ class ControllerService:
             self.clients.send(client, ModulesReply(client.next_seq(), call.ticket, "failed", problem))
             return
         assert self.engine is not None
+        kind, slash, id_ = call.holder.partition("/")
+        if call.op == "encode" and slash and not self.persistence.records.has(kind, id_):
+            call = msgspec.structs.replace(call, holder="")  # what it was to be pinned for is gone already
         self.engine.modules_call(client.index << CLIENT_SHIFT | call.ticket, call, now)
 
     def _refusal(self, message: Submit) -> Finished | None:
