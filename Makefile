@@ -58,7 +58,10 @@ check-cuda: $(STAMP) ## Compile the CUDA kernels for sm_80 and sm_90a with warni
 	$(BIN)/python -m trunkline.kernels.cuda_build --check
 
 # Tests that only compute run two at a time. The others start processes and listen to the clock.
-PURE := $(addprefix tests/,kernels controller simulation kvstore)
+CLOCKED := $(patsubst %,tests/worker/test_%.py,service parallel host_pool hostile_grammars grammar tier_copies \
+	tier_disk tier_queue tier_remote tier_service)
+PURE := $(addprefix tests/,kernels controller simulation kvstore router/pml prompts) \
+	$(filter-out $(CLOCKED),$(wildcard tests/worker/test_*.py))
 test: check check-native ## Style, types, sanitizers and the whole test suite
 ifeq ($(strip $(TESTS)),)
 	$(BIN)/python -m pytest -q -n 2 $(PURE)

@@ -14,11 +14,9 @@ from trunkline.controller.sequence import Sequence, SequenceGroup
 class Encoding:
     """See `trunkline.controller.module_jobs` and `trunkline.controller.module_calls`."""
 
-    def __init__(
-        self, residence: Residence, queue: RequestQueue, fetching: Fetching, *, positions_shift: bool
-    ) -> None:
+    def __init__(self, residence: Residence, queue: RequestQueue, fetching: Fetching) -> None:
         self.jobs = ModuleJobs(residence.tree, queue, fetching)
-        self.calls = ModuleCalls(residence, self.jobs, positions_shift=positions_shift)
+        self.calls = ModuleCalls(residence, self.jobs)
         self.finishing: list[Sequence] = []
         """Texts whose last part is computed by the plan made last: they end with the next."""
 

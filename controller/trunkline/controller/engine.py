@@ -23,7 +23,7 @@ from trunkline.controller.cutting import cut_group
 from trunkline.controller.draft import InflightStep, PlanDraft
 from trunkline.controller.expectations import Expectations
 from trunkline.controller.grammars import GrammarBook
-from trunkline.controller.limits import problem_of_request, problem_of_texts
+from trunkline.controller.limits import is_expectable, problem_of_request, problem_of_texts
 from trunkline.controller.messages import (
     BeamStep,
     GrammarReady,
@@ -35,7 +35,7 @@ from trunkline.controller.messages import (
     TopLogprobs,
 )
 from trunkline.controller.module_calls import CallDone, TextsCall
-from trunkline.controller.modules import lay_out, prompt_of
+from trunkline.controller.modules import Moves, lay_out, prompt_of
 from trunkline.controller.outcomes import EngineCounters, EngineOutputs
 from trunkline.controller.rows import BEAM, RowSet
 from trunkline.controller.scheduler import Scheduler
@@ -141,10 +141,15 @@ class Engine:
         if request.drops:
             cut_group(group, tree, config)
         if request.layout is not None:
-            lay_out(
-                group, prompt_of(tree, request.salt, request.layout, config.positions_shift), config.max_context
-            )
+            moves = self._moves(request.layout.relocate)
+            lay_out(group, prompt_of(tree, request.salt, request.layout, moves), config.max_context)
         return group
+
+    def _moves(self, relocate: bool) -> Moves:
+        """Where texts of modules may act, if their client lets them `relocate`."""
+        if not self.config.positions_shift:
+            return Moves.NOWHERE
+        return Moves.ANYWHERE if relocate else Moves.WITH_ITS_PARENT
 
     def _refusal(self, request: Request) -> Finished | None:
         if request.id in self._groups:
@@ -211,10 +216,11 @@ class Engine:
         if problem := problem_of_texts(call.texts, self.config):
             calls.done.append(CallDone(call_id, "failed", problem))
             return
+        moves = self._moves(call.relocate)
         if call.op == "encode":
-            wanted = TextsCall(call_id, call.texts, call.salt, True, call.holder, call.ttl)
+            wanted = TextsCall(call_id, call.texts, call.salt, moves, True, call.holder, call.ttl)
         else:
-            wanted = TextsCall(call_id, call.texts, call.salt, False)
+            wanted = TextsCall(call_id, call.texts, call.salt, moves, False)
         calls.begin(wanted, self._step + 1, now)
 
     def unpin(self, holder: str, now: float) -> None:
@@ -271,6 +277,8 @@ class Engine:
 
     def prefetch(self, request: Request, now: float) -> tuple[int, int]:
         """A request like this one is expected (it is not queued): see `Expectations.announce`."""
+        if not is_expectable(request, self.config):
+            return 0, 0
         group = self._group(request, 0, request.sampling)
         return self.expectations.announce(group, self._step + 1, now)
 

@@ -84,6 +84,15 @@ def _problem_of_layout(request: Request, prompt_len: int, config: EngineConfig) 
     return ""
 
 
+def is_expectable(request: Request, config: EngineConfig) -> bool:
+    """Whether one like this, without its last tokens perhaps, may come: else nothing is done for it."""
+    if request.layout is None:
+        return True
+    texts, size = request.layout.texts, config.chunk_size
+    seen = sum(blocks_for(len(text.tokens) // TOKEN_BYTES, size) for text in texts if text.seen)
+    return seen <= config.max_table_blocks and not problem_of_texts(texts, config)
+
+
 def problem_of_texts(texts: Sequence[ModuleText], config: EngineConfig) -> str:
     """Why these texts of modules can never be encoded here; "" if they can."""
     if not config.prefix_cache:

@@ -56,6 +56,8 @@ class PromptLayout(msgspec.Struct, array_like=True, frozen=True):
     the output behind it."""
     ttl: float = 0.0
     """Seconds for which the texts are kept after the request's end; 0: as the group is set."""
+    relocate: bool = True
+    """Whether a text that was computed at another distance from those above it serves, too."""
 
 
 class Submit(msgspec.Struct, array_like=True, frozen=True, tag="submit"):
@@ -144,6 +146,8 @@ class ModulesCall(msgspec.Struct, array_like=True, frozen=True, tag="modules"):
     goes with the record."""
     ttl: float = 0.0
     """encode: seconds for which they are kept; 0: as the group is set."""
+    relocate: bool = True
+    """As in `PromptLayout`."""
 
 
 class RecordCall(msgspec.Struct, array_like=True, frozen=True, tag="record"):

@@ -9,7 +9,7 @@ from typing import Final
 from trunkline.controller.messages import ModuleText
 from trunkline.controller.module_jobs import ModuleJobs, Wish
 from trunkline.controller.module_prompt import CachedText
-from trunkline.controller.modules import find_text, name_texts
+from trunkline.controller.modules import Moves, find_text, name_texts
 from trunkline.controller.node import Node
 from trunkline.controller.residence import Residence
 from trunkline.kvstore.layout import blocks_for, pack_int32
@@ -31,6 +31,7 @@ class TextsCall:
     id: int
     sources: Sequence[ModuleText]
     salt: bytes
+    moves: Moves
     encodes: bool
     holder: str = ""
     ttl: float = 0.0
@@ -58,15 +59,10 @@ class CallDone:
 class ModuleCalls:
     """Calls that are not done, and what is pinned."""
 
-    def __init__(self, residence: Residence, jobs: ModuleJobs, *, positions_shift: bool) -> None:
-        """
-        Args:
-            positions_shift: as in `EngineConfig`.
-        """
+    def __init__(self, residence: Residence, jobs: ModuleJobs) -> None:
         self._residence = residence
         self._tree = residence.tree
         self._jobs = jobs
-        self._positions_shift = positions_shift
         self._left = 0
         """Texts that may still be named or looked for before the next plan."""
         self._calls: dict[int, TextsCall] = {}
@@ -139,7 +135,7 @@ class ModuleCalls:
         while self._left and len(call.texts) < len(call.sources) and self._jobs.waits_of(call) < at_once:
             self._left -= 1
             index = len(call.texts)
-            name_texts(self._tree, call.salt, call.sources[index : index + 1], self._positions_shift, call.texts)
+            name_texts(self._tree, call.salt, call.sources[index : index + 1], call.moves, call.texts)
             if wish is None:
                 continue
             text = call.texts[index]
@@ -174,7 +170,9 @@ class ModuleCalls:
         if call.holder:
             nodes = [node for node in call.chunks if not node.is_forgotten and (node.on_device or node.is_stored)]
             self._release(call.holder, now)
-            if not self._pin(call.holder, nodes):
+            if -1 in call.tiers:
+                status, detail = "quota", "there is no room for all of its texts at once, so none is pinned"
+            elif not self._pin(call.holder, nodes):
                 status = "quota"
                 detail = f"{len(nodes)} chunks would be pinned; this group pins {self._room()} more at most"
         counts = [blocks_for(text.token_count, self._tree.chunk_size) for text in call.texts]

@@ -21,6 +21,7 @@ To *encode* a text is to compute it as the own tokens of a sequence that sees th
 from __future__ import annotations
 
 from collections.abc import Sequence as AbstractSequence
+from enum import Enum, auto
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -41,20 +42,31 @@ def pairs(packed: bytes) -> Ranges:
     return tuple((a, b) for a, b in unpack_int32(packed, columns=2).tolist())
 
 
+class Moves(Enum):
+    """Where a text that was computed at one position may act."""
+
+    ANYWHERE = auto()
+    WITH_ITS_PARENT = auto()
+    """Where the texts above it are as far away as they were."""
+    NOWHERE = auto()
+    """There only: positions are learned."""
+
+
 def name_texts(
-    tree: ChunkTree, salt: bytes, texts: AbstractSequence[ModuleText], shifts: bool, named: list[CachedText]
+    tree: ChunkTree, salt: bytes, texts: AbstractSequence[ModuleText], moves: Moves, named: list[CachedText]
 ) -> None:
     """Name texts whose parents come before them.
 
     Args:
-        shifts: whether a text that was computed at one position may act at another (not with learned absolute
-            positions: then the position is part of the names).
         named: the texts before these; they come behind them.
     """
     base = _digest(b"modules", tree.root_name(salt))
     for text in texts:
         above = named[text.parent].content if text.parent >= 0 else base
-        where = b"" if shifts else text.position.to_bytes(8, "little")
+        origin = named[text.parent].position if text.parent >= 0 else text.position
+        where = b""
+        if moves is not Moves.ANYWHERE:
+            where = (text.position - (origin if moves is Moves.WITH_ITS_PARENT else 0)).to_bytes(8, "little")
         place = _digest(b"place", above, where, text.tokens[: tree.chunk_bytes])
         content = _digest(b"content", above, where, text.tokens)
         named.append(CachedText(text.tokens, text.position, text.parent, pairs(text.seen), place, content))
@@ -77,10 +89,10 @@ def chain_of(texts: AbstractSequence[CachedText], index: int) -> list[int]:
     return chain[::-1]
 
 
-def prompt_of(tree: ChunkTree, salt: bytes, layout: PromptLayout, shifts: bool) -> ModulePrompt:
+def prompt_of(tree: ChunkTree, salt: bytes, layout: PromptLayout, moves: Moves) -> ModulePrompt:
     """What the engine has to know of a request's layout."""
     texts: list[CachedText] = []
-    name_texts(tree, salt, layout.texts, shifts, texts)
+    name_texts(tree, salt, layout.texts, moves, texts)
     shown = sorted((i for i, text in enumerate(texts) if text.seen), key=lambda i: texts[i].position)
     runs = pairs(layout.runs)
     digest = blake2b(digest_size=NAME_BYTES, person=b"trunkline-prompt")

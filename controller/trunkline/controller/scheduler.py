@@ -74,7 +74,7 @@ class Scheduler:
         self.rows = DecodeRows(config.max_rows, config.chunk_size, config.max_table_blocks)
         self.queue = RequestQueue()
         self.entries = Entries(self.queue)
-        self.encoding = Encoding(self.residence, self.queue, self.fetching, positions_shift=config.positions_shift)
+        self.encoding = Encoding(self.residence, self.queue, self.fetching)
         self.prefilling: list[Sequence] = []
         """Admitted, prompt not wholly planned; in order of admission."""
         self.parked: list[Sequence] = []

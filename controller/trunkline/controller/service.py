@@ -309,7 +309,8 @@ class ControllerService:
         problem = problem_of_call(call, self.config.vocab_size)
         if not is_request_number(call.ticket):
             return
-        if self.engine is None or self.status is not Status.READY:
+        is_less = call.op in ("cancel", "unpin")  # welcome while it stops, too
+        if self.engine is None or not (is_less or self.status is Status.READY):
             problem = problem or f"the group is {self.status}: {self.detail}"
         if problem:
             self.clients.send(client, ModulesReply(client.next_seq(), call.ticket, "failed", problem))

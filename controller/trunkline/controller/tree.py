@@ -38,6 +38,8 @@ from trunkline.router.messages import MissReason
 
 DEPARTED_MAX: Final = 1 << 15
 """Names of chunks that have gone which are remembered, to say why a prompt misses them."""
+EXPIRED_AGAIN_S: Final = 1.0
+"""A chunk whose time is over while somebody uses it is looked at again so much later."""
 SAVES_PER_PLAN: Final = 64
 """Chunks that a plan saves at most beside those that it must: a burst must not fill the copy thread's queue."""
 
@@ -222,7 +224,11 @@ class ChunkTree(ChunkForest):
     def expire(self, now: float) -> None:
         """Drop idle chunks whose time is over, wherever they are, leaves first."""
         for node in self.tiers.expire(now):
-            if node.parent is not None and not (node.active or node.children or node.claims):
+            if node.parent is None:
+                continue
+            if node.active or node.children or node.claims:
+                self.tiers.keep([node], now + EXPIRED_AGAIN_S)
+            else:
                 self._drop(node, MissReason.TTL)
 
     def claim(self, path: list[Node]) -> list[Node]:

@@ -88,6 +88,7 @@ class Schemas:
         pin: bool | None = None,
         warm: bool | None = None,
         encode_scope: Literal["ancestors", "self"] | None = None,
+        relocate: bool | None = None,
         cache_salt: str | None = None,
     ) -> Schema:
         """Store a schema; in place of the one with its name, if there is one. None: the server's default.
@@ -99,6 +100,7 @@ class Schemas:
             warm: compute its KV now; the answer comes when that is done.
             encode_scope: what a module sees while it is computed: what stands before it in its ancestors, too, or
                 only itself.
+            relocate: KV of the same text at another distance from its ancestors serves, too.
             cache_salt: it is found with this salt only.
         """
         body = {
@@ -108,6 +110,7 @@ class Schemas:
             "pin": pin,
             "warm": warm,
             "encode_scope": encode_scope,
+            "relocate": relocate,
             "cache_salt": cache_salt,
         }
         given = {name: value for name, value in body.items() if value is not None}

@@ -248,8 +248,7 @@ class ControllerLink:
         self._timer = self._loop.call_at(now + PING_SECONDS, self._tick, now + PING_SECONDS)
         socket = self._socket
         if socket is not None and socket.heard_at is not None:
-            # For as long as this is late the event loop stood still (timers come before sockets in a turn of it):
-            # nobody was heard, whoever spoke.
+            # For as long as this is late the event loop stood still: nobody was asked, and nobody heard.
             socket.heard_at = min(now, socket.heard_at + now - due)
             silence = now - socket.heard_at
             if silence > self._silence_seconds:

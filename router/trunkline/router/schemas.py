@@ -24,6 +24,7 @@ from contextlib import contextmanager
 from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
 from trunkline.controller.messages import ModulesCall, ModuleText, PromptLayout
 from trunkline.router import pml
@@ -60,6 +61,7 @@ class Definition(msgspec.Struct, kw_only=True, omit_defaults=True):
     form: Literal["xml", "json"] = "xml"
     """… and what it is."""
     scope: Scope = "ancestors"
+    relocate: bool = True
     version: int = 1
     """One more with each source."""
     pin: bool = False
@@ -146,7 +148,7 @@ class Schema:
         wanted = pml.likely_texts(self.compiled, prompt, self.uses, _HINT_TEXTS_MAX)
         if not wanted:
             return None
-        return pml.hint_layout(self.compiled, wanted)
+        return replace(pml.hint_layout(self.compiled, wanted), relocate=self.definition.relocate)
 
 
 class SchemaStore:
@@ -349,9 +351,12 @@ class SchemaStore:
         Raises:
             ApiError: 503.
         """
-        home, salt = self.home_of(schema.key), schema.salt
+        home, salt, relocate = self.home_of(schema.key), schema.salt, schema.definition.relocate
+        texts = schema.ready.texts
         return _modules_reply(
-            await home.call(lambda ticket: ModulesCall(ticket, "look", schema.ready.texts, salt), CALL_SECONDS)
+            await home.call(
+                lambda ticket: ModulesCall(ticket, "look", texts, salt, relocate=relocate), CALL_SECONDS
+            )
         )
 
     def keep_pinned(self, schema: Schema) -> None:
@@ -369,7 +374,9 @@ class SchemaStore:
     def _encode_call(schema: Schema) -> Callable[[int], ModulesCall]:
         definition = schema.definition
         holder, salt = schema.key if definition.pin else "", schema.salt
-        return lambda ticket: ModulesCall(ticket, "encode", schema.ready.texts, salt, holder, definition.ttl)
+        return lambda ticket: ModulesCall(
+            ticket, "encode", schema.ready.texts, salt, holder, definition.ttl, definition.relocate
+        )
 
     # -- errors
 

@@ -55,7 +55,8 @@ class Placed(NamedTuple):
 
     def layout(self, own_tokens: int | None = None) -> PromptLayout:
         """As it travels. `own_tokens`: how many of its own it has, if its last part is not as it was laid out."""
-        layout: PromptLayout = pml.to_layout(self.prompt, self.schema.definition.ttl)
+        definition = self.schema.definition
+        layout: PromptLayout = replace(pml.to_layout(self.prompt, definition.ttl), relocate=definition.relocate)
         if own_tokens is None or own_tokens == len(self.prompt.own):
             return layout
         *runs, (position, count) = self.prompt.runs

@@ -29,6 +29,9 @@ class SchemaRequest(BaseModel):
     warm: bool | None = None
     """Whether its modules are computed before the answer (the default), or when requests need them."""
     encode_scope: Literal["ancestors", "self"] | None = None
+    relocate: bool | None = None
+    """Whether KV serves that was computed for the same text below the same ancestors, but at another distance from
+    them (the default); else it is computed again for each distance."""
     cache_salt: SessionId | None = None
     """Whose schema it is: only requests with the same salt find it."""
 
@@ -112,6 +115,7 @@ class SchemaObject(msgspec.Struct, kw_only=True):
     extent: int
     """Positions that it spans."""
     encode_scope: str
+    relocate: bool
     pin: bool
     ttl: int
     created_at: int

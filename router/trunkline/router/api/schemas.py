@@ -75,6 +75,7 @@ async def create_schema(request: Request) -> JsonResponse:
         source=await _source(body),
         form="json" if body.pml is None else "xml",
         scope=body.encode_scope or "ancestors",
+        relocate=body.relocate is not False,
         pin=bool(body.pin),
         ttl=float(body.ttl or 0),
     )
@@ -225,6 +226,7 @@ def _object(schema: Schema, reply: ModulesReply) -> SchemaObject:
         status=_status(tiers),
         extent=compiled.extent,
         encode_scope=definition.scope,
+        relocate=definition.relocate,
         pin=definition.pin,
         ttl=int(definition.ttl),
         created_at=int(record.created),

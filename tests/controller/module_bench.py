@@ -1,0 +1,87 @@
+"""Requests and texts by hand, and what the engine says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Unpack
+
+from simulation.driver import Options, Simulation, Stream, verify
+from simulation.module_prompts import Ranges, layout, text
+
+from trunkline.controller.config import EngineConfig
+from trunkline.controller.messages import ModuleText
+from trunkline.controller.module_calls import CallDone
+from trunkline.controller.module_jobs import ModuleJobs
+from trunkline.kvstore.layout import unpack_int32
+
+CHUNK = 4
+ROOMY = EngineConfig(num_blocks=96, chunk_size=CHUNK, max_context=96, token_budget=24, max_rows=12)
+
+
+def words(start: int, count: int) -> list[int]:
+    """Tokens that begin no other text."""
+    return list(range(start, start + count))
+
+
+def jobs_of(simulation: Simulation) -> ModuleJobs:
+    return simulation.engine.scheduler.encoding.jobs
+
+
+def submit(
+    simulation: Simulation,
+    texts: Sequence[ModuleText],
+    runs: Ranges,
+    max_tokens: int = 4,
+    own: Sequence[int] | None = None,
+    **options: Unpack[Options],
+) -> int:
+    """A request with these texts and its own tokens (if they are not given: 500, 501, …) at these places."""
+    count = sum(count for _, count in runs)
+    options["layout"] = layout(texts, runs)
+    return simulation.submit(words(500, count) if own is None else list(own), max_tokens, **options)
+
+
+def ask(
+    simulation: Simulation,
+    texts: Sequence[ModuleText],
+    runs: Ranges,
+    max_tokens: int = 4,
+    own: Sequence[int] | None = None,
+    **options: Unpack[Options],
+) -> Stream:
+    """`submit`, from its beginning to its end; the text is the oracle's."""
+    request = submit(simulation, texts, runs, max_tokens, own, **options)
+    simulation.run()
+    verify_all(simulation)
+    return simulation.streams[request]
+
+
+def verify_all(simulation: Simulation) -> None:
+    for stream in simulation.streams.values():
+        verify(stream, simulation.engine.config.longest_sequence)
+
+
+def call(simulation: Simulation, op: str, texts: list[ModuleText], holder: str = "", ttl: float = 0.0) -> CallDone:
+    """A call, until its answer is there and all is at rest."""
+    ticket = simulation.modules_call(op, texts, holder=holder, ttl=ttl)
+    simulation.run()
+    return simulation.replies[ticket]
+
+
+def tiers_in(reply: CallDone) -> list[int]:
+    return unpack_int32(reply.tiers).tolist()
+
+
+__all__ = [
+    "CHUNK",
+    "ROOMY",
+    "ask",
+    "call",
+    "jobs_of",
+    "layout",
+    "submit",
+    "text",
+    "tiers_in",
+    "verify_all",
+    "words",
+]
