@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from msgspec.structs import replace
-
 from controller.module_bench import ROOMY, jobs_of, verify_all, words
+from msgspec.structs import replace
 from simulation.driver import Simulation
 from simulation.module_prompts import layout, text
 
@@ -16,7 +15,9 @@ def cached(simulation: Simulation, root: int, city: int, *, relocate: bool) -> i
     request = simulation.submit([500], 2, layout=asked)
     simulation.run()
     verify_all(simulation)
-    return simulation.streams[request].cached_tokens
+    found = simulation.streams[request].cached_tokens
+    assert found is not None
+    return found
 
 
 def test_a_text_moves_with_its_parent_only() -> None:

@@ -1,0 +1,133 @@
+"""Modules below the device, against real processes: they sink, come back, outlive the cluster, and stay pinned.
+
+One rank whose device holds one context and whose host pool holds half of that; everything is compared with two
+ranks that have all of it on their devices.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster.harness import Cluster, wait_for
+from cluster.module_calls import (
+    ask,
+    ask_plain,
+    details_of,
+    look,
+    module_text,
+    post,
+    prompt_source,
+    same,
+    schema_source,
+    tiers_of,
+)
+
+OPTIONS = ("--tp", "1", "--dtype", "float32", "--threads", "1", "--kv-memory", "16MiB", "--host-tier", "8MiB")
+DISK_BYTES = 512 << 20
+CHUNK_BYTES = 512 << 10
+"""Of a chunk's KV."""
+NAMES = ("harbour", "village")
+SELECTIONS = ("abc", "ac", "ab")
+FILLERS = 6
+REPEATS = 3
+"""Modules of two chunks: all that a prompt imports fits into half of the host pool, and comes together."""
+
+
+def small_cluster(folder: Path, *options: str) -> Cluster:
+    return Cluster(*OPTIONS, "--disk-tier", f"{folder}:{DISK_BYTES}", *options)
+
+
+def ask_all(cluster: Cluster) -> list[dict[str, Any]]:
+    return [ask(cluster, prompt_source(name, modules)) for name in NAMES for modules in SELECTIONS]
+
+
+def push_out(cluster: Cluster) -> None:
+    """Prompts that leave no room for anything else on the device, nor in host memory."""
+    for index in range(FILLERS):
+        ask_plain(cluster, module_text(f"filler {index}", 60), max_tokens=1)
+
+
+def from_tier(answer: dict[str, Any], tier: str) -> int:
+    found: int = answer["cache"]["tiers"].get(tier, 0)
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected(cluster: Cluster) -> list[dict[str, Any]]:
+    for name in NAMES:
+        post(cluster, schema_source(name, repeats=REPEATS))
+    return ask_all(cluster)
+
+
+class Killed:
+    """The disk tier of a cluster that was killed, after its modules had been everywhere."""
+
+    def __init__(self, folder: Path, expected: list[dict[str, Any]]) -> None:
+        self.folder = folder
+        with small_cluster(folder) as cluster:
+            pinned, other = NAMES
+            self.made = post(cluster, schema_source(pinned, repeats=REPEATS), pin=True)
+            post(cluster, schema_source(other, repeats=REPEATS))
+            assert all(map(same, ask_all(cluster), expected))
+            # So small a host pool may lose what the disk does not have yet.
+            chunks = sum(look(cluster, name)["usage"]["bytes"] for name in NAMES) // CHUNK_BYTES
+            wait_for(lambda: cluster.metric("tier_slots_used", tier="disk") >= chunks, 20)
+            push_out(cluster)
+            wait_for(lambda: tiers_of(cluster, pinned) | tiers_of(cluster, other) == {"disk"}, 20)
+            self.sunk = ask_all(cluster)
+            self.encoded = cluster.gauge("texts_encoded_total")
+            wait_for(lambda: cluster.gauge("chunks_pinned") > 0, 5)
+            self.pinned = cluster.gauge("chunks_pinned")
+            cluster.kill()
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory, expected: list[dict[str, Any]]) -> Killed:
+    return Killed(tmp_path_factory.mktemp("killed"), expected)
+
+
+def test_modules_come_back_from_disk(killed: Killed, expected: list[dict[str, Any]]) -> None:
+    """Nothing is computed again, and everything is said as from the device (theorem 5)."""
+    assert all(map(same, killed.sunk, expected))
+    cached, modules = details_of(killed.sunk[0])
+    assert from_tier(killed.sunk[0], "disk") == cached >= modules > 200
+    assert killed.encoded == len(NAMES) * len(killed.made["modules"])
+
+
+def test_a_killed_cluster_finds_its_schemas_and_modules(
+    killed: Killed, expected: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    shutil.copytree(killed.folder, tmp_path, dirs_exist_ok=True)
+    pinned, other = NAMES
+    with small_cluster(tmp_path) as cluster:
+        found = look(cluster, pinned)
+        assert (found["status"], found["pin"], found["version"]) == ("ready", True, 1)
+        assert tiers_of(cluster, pinned) | tiers_of(cluster, other) == {"disk"}
+        first = ask_all(cluster)
+        assert all(map(same, first, expected))
+        # Of some short texts it may say, before it has read any, that to compute them is faster.
+        begun = first[:: len(SELECTIONS)]
+        assert sum(from_tier(a, "disk") for a in begun) > 0.5 * sum(details_of(a)[1] for a in begun)
+        # The pin was in memory; the first use has set it again.
+        wait_for(lambda: cluster.gauge("chunks_pinned") == killed.pinned, 10)
+        assert cluster.metric("tier_failures_total") == 0
+        assert post(cluster, schema_source(other, repeats=REPEATS))["usage"]["computed_tokens"] == 0
+        assert cluster.stop() == 0
+
+
+@pytest.mark.soak
+def test_pinned_modules_stay_when_the_disk_is_too_small(expected: list[dict[str, Any]], tmp_path: Path) -> None:
+    """Everything else has to go; what is pinned is never computed again."""
+    with Cluster(*OPTIONS, "--disk-tier", f"{tmp_path}:{32 << 20}") as cluster:
+        pinned, other = NAMES
+        assert not post(cluster, schema_source(pinned, repeats=REPEATS), pin=True)["warnings"]
+        post(cluster, schema_source(other, repeats=REPEATS))
+        push_out(cluster)
+        assert None not in tiers_of(cluster, pinned)
+        answers = ask_all(cluster)
+        assert all(map(same, answers, expected))
+        assert details_of(answers[0])[0] >= details_of(answers[0])[1]
+        assert cluster.stop() == 0

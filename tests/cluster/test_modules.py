@@ -1,0 +1,212 @@
+"""Prompts with modules against real processes: computed once, shared by all, and gone when they are to go.
+
+The cluster has two ranks; what it says is compared with a plain prompt on a server of one rank that keeps no KV
+(`test_module_tiers` compares it with modules on one rank).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from cluster.harness import Cluster, wait_for
+from cluster.module_calls import (
+    GREEDY,
+    MODEL,
+    ask,
+    ask_plain,
+    details_of,
+    look,
+    module_text,
+    post,
+    prompt_source,
+    same,
+    schema_source,
+    text_of,
+    tiers_of,
+)
+
+
+def encoded(cluster: Cluster) -> int:
+    """Texts that were computed since the start."""
+    return cluster.gauge("texts_encoded_total")
+
+
+def wait_for_encoded(cluster: Cluster, texts: int) -> None:
+    """Metrics are up to a second old."""
+    wait_for(lambda: encoded(cluster) >= texts, 10)
+    assert encoded(cluster) == texts
+
+
+def test_a_schema_is_computed_once_and_serves_all_prompts(cluster: Cluster) -> None:
+    made = post(cluster, schema_source("library"))
+    assert made["status"] == "ready"
+    assert made["usage"]["computed_tokens"] == made["usage"]["tokens"]
+    assert {module["tier"] for module in made["modules"]} == {"device"}
+    first = ask(cluster, prompt_source("library"))
+    cached, modules = details_of(first)
+    assert cached == modules > 300
+    assert first["cache"] | {"tiers": {}} == first["cache"] | {"exact": False, "tier": "device", "tiers": {}}
+    again = ask(cluster, prompt_source("library"))
+    assert same(again, first)
+    other = ask(cluster, prompt_source("library", "ac"))
+    assert details_of(other)[0] == details_of(other)[1]
+    assert not same(other, first)
+    assert post(cluster, schema_source("library"))["usage"]["computed_tokens"] == 0
+    more = post(cluster, schema_source("library", "abcd"))
+    assert more["version"] == 3
+    assert more["usage"]["computed_tokens"] == next(m["tokens"] for m in more["modules"] if m["path"] == "d")
+
+
+def test_all_ways_to_ask_say_the_same(cluster: Cluster) -> None:
+    post(cluster, schema_source("ways"))
+    source = prompt_source("ways", "ab")
+    whole = ask(cluster, source)
+    assert streamed(cluster, source) == text_of(whole)
+    both = ask(cluster, source, n=2)
+    assert [choice["text"] for choice in both["choices"]] == [text_of(whole)] * 2
+    modules = [{"path": "b"}, {"path": "a", "args": {"what": "a value"}}]
+    parts = {"schema": "ways", "modules": modules, "text": "What is it?"}
+    assert same(cluster.post("/v1/completions", GREEDY | {"prompt": parts, "logprobs": 1}), whole)
+
+
+def streamed(cluster: Cluster, source: str) -> str:
+    with cluster.client() as client:
+        stream = client.completions.create(
+            model=MODEL,
+            prompt="",
+            max_tokens=int(GREEDY["max_tokens"]),
+            temperature=0,
+            stream=True,
+            extra_body={"ignore_eos": True, "pml": source, "prompt": None},
+        )
+        return "".join(chunk.choices[0].text for chunk in stream if chunk.choices)
+
+
+def test_a_chat_goes_on_behind_modules(cluster: Cluster) -> None:
+    system = f"<system>You help. <module name='files'>{module_text('files', 5)}</module></system>"
+    post(cluster, f'<schema name="talk">{system}</schema>')
+    body = GREEDY | {"pml": '<prompt schema="talk"><files/></prompt>'}
+    body |= {"messages": [{"role": "user", "content": "Which functions are there?"}]}
+    answer, again = (cluster.post("/v1/chat/completions", body) for _ in range(2))
+    assert details_of(answer)[0] == details_of(answer)[1] > 80
+    assert text_of(answer) == text_of(again) != ""
+
+
+def test_everything_in_one_scaffold_is_a_plain_prompt(cluster: Cluster, plain: Cluster) -> None:
+    """Theorem 1 of the specification, against a server that knows nothing of modules."""
+    texts = ["It begins here. ", module_text("one", 4), module_text("two", 5), " Now go on: "]
+    post(
+        cluster,
+        f'<schema name="whole">{texts[0]}<module name="a">{texts[1]}</module><module name="b">{texts[2]}</module>'
+        '<scaffold name="all" modules="a b"/></schema>',
+    )
+    answer = ask(cluster, f'<prompt schema="whole"><a/><b/>{texts[3]}</prompt>')
+    # Runs of whitespace at the ends are one blank each: as they are here.
+    bos, *_ = tokens(plain, messages=[{"role": "user", "content": "x"}])
+    expected = ask_plain(plain, [bos, *(token for text in texts for token in tokens(plain, prompt=text))])
+    assert answer["usage"]["prompt_tokens"] == expected["usage"]["prompt_tokens"]
+    assert same(answer, expected)
+
+
+def tokens(cluster: Cluster, **what: Any) -> list[int]:
+    """Of a text or a conversation."""
+    found: list[int] = cluster.post("/tokenize", what)["tokens"]
+    return found
+
+
+def test_ten_requests_at_once_compute_a_cold_schema_once(cluster: Cluster) -> None:
+    made = post(cluster, schema_source("cold", repeats=8), warm=False)
+    assert made["status"] == "cold"
+    assert tiers_of(cluster, "cold") == {None}
+    wait_for(cluster.is_idle, 10)
+    before = encoded(cluster)
+
+    async def all_at_once() -> list[dict[str, Any]]:
+        async with httpx.AsyncClient(base_url=cluster.url, timeout=60.0) as client:
+            sources = [prompt_source("cold", "abc" if i % 2 else "ac") for i in range(10)]
+            bodies = [GREEDY | {"logprobs": 1, "pml": source} for source in sources]
+            answers = await asyncio.gather(*(client.post("/v1/completions", json=body) for body in bodies))
+            return [answer.json() for answer in answers]
+
+    said = asyncio.run(all_at_once())
+    wait_for_encoded(cluster, before + len(look(cluster, "cold")["modules"]))  # each has one text
+    assert look(cluster, "cold")["status"] == "ready"
+    alone = [ask(cluster, prompt_source("cold", modules)) for modules in ("ac", "abc")]
+    assert all(map(same, said, alone * 5))
+
+
+def test_a_schema_may_be_deleted_while_it_is_used(cluster: Cluster) -> None:
+    post(cluster, schema_source("brief"), pin=True)
+    expected = text_of(ask(cluster, prompt_source("brief"), max_tokens=100))
+    wait_for(lambda: cluster.gauge("chunks_pinned") > 0, 5)
+    parts: list[str] = []
+    with cluster.client() as client:
+        stream = client.completions.create(
+            model=MODEL,
+            prompt="",
+            max_tokens=100,
+            temperature=0,
+            stream=True,
+            extra_body={"ignore_eos": True, "pml": prompt_source("brief"), "prompt": None},
+        )
+        for chunk in stream:
+            parts.append(chunk.choices[0].text)
+            if len(parts) == 3:
+                assert httpx.delete(f"{cluster.url}/v1/schemas/brief").status_code == 200
+                cluster.post("/flush_cache")
+    assert "".join(parts) == expected
+    gone = httpx.post(f"{cluster.url}/v1/completions", json=GREEDY | {"pml": prompt_source("brief")})
+    assert (gone.status_code, gone.json()["error"]["code"]) == (404, "E_SCHEMA_UNKNOWN")
+    wait_for(lambda: cluster.gauge("chunks_pinned") == 0 and cluster.is_idle(), 10)
+
+
+def test_who_leaves_while_a_schema_is_computed_leaves_nothing_behind(cluster: Cluster) -> None:
+    """Nobody waits for its texts any more: they are not computed."""
+    members = "".join(f'<module name="m{i}">{module_text(f"leaving {i}", 70)}</module>' for i in range(12))
+    source = f'<schema name="left">You wait. <union>{members}</union></schema>'
+    before = encoded(cluster)
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{cluster.url}/v1/schemas", json={"pml": source}, timeout=httpx.Timeout(30.0, read=0.5))
+    wait_for(lambda: cluster.gauge("texts_encoding") == 0 and cluster.is_idle(), 20)
+    assert encoded(cluster) < before + 13
+    assert look(cluster, "left")["status"] in ("cold", "partial")
+    answer = ask(cluster, '<prompt schema="left"><m11/>And?</prompt>')
+    assert details_of(answer)[1] > 1000
+
+
+def test_prompts_with_modules_and_without_share_steps(cluster: Cluster) -> None:
+    """All at once, each gets what it would get alone."""
+    post(cluster, schema_source("mixed"))
+    jobs: list[Callable[[], dict[str, Any]]] = []
+    for index in range(4):
+        source = prompt_source("mixed", ("abc", "ab", "ac")[index % 3], f"Question {index}?")
+        jobs.append(partial(ask, cluster, source))
+        jobs.append(partial(ask_plain, cluster, f"{module_text('plain', 3)} Number {index}"))
+    alone = [job() for job in jobs]
+    cluster.post("/flush_cache")
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        together = list(pool.map(lambda job: job(), jobs))
+    assert all(map(same, together, alone))
+
+
+def test_what_cannot_be_is_said(cluster: Cluster) -> None:
+    post(cluster, schema_source("errors"))
+    with cluster.client() as client:
+        for extra, code in (
+            ({"pml": '<prompt schema="errors"><nobody/>x</prompt>'}, "E_MODULE_UNKNOWN"),
+            ({"pml": '<prompt schema="nothing">x</prompt>'}, "E_SCHEMA_UNKNOWN"),
+            (
+                {"pml": '<prompt schema="errors"><a what="' + "far too much " * 9 + '"/>x</prompt>'},
+                "E_ARG_TOO_LONG",
+            ),
+        ):
+            with pytest.raises(openai.APIStatusError) as error:
+                client.completions.create(model=MODEL, prompt="", extra_body={"prompt": None, **extra})
+            assert error.value.code == code

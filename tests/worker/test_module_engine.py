@@ -1,0 +1,419 @@
+"""Prompts with modules through the engine and a rank, on the kernels that serve: equal to a block-masked forward.
+
+Texts are encoded as scheduled work beside other requests, in pieces, preempted, evicted, fetched from every tier
+and moved; what is answered is always what one forward of `transformers` says over the same tokens at the same
+positions (Prompt Cache §3; theorems 1, 3, 4 and 5 of the specification).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+from worker.cuts import draw
+from worker.module_driver import ModulePrompt, Part, Text
+from worker.module_group import (
+    ENGINE,
+    Answer,
+    LayoutJudge,
+    ModuleGroup,
+    Prompt,
+    as_prompt,
+    compile_prompt,
+    compile_schema,
+)
+from worker.module_prompts import random_prompt, random_texts
+from worker.redis_server import RedisServer
+from worker.test_modules import make_model
+
+from trunkline.controller.config import EngineConfig
+from trunkline.controller.costs import StepCosts
+from trunkline.kvstore.tier import TierKind
+from trunkline.router import pml
+from trunkline.worker.messages import Sampling
+
+SAME = 1e-5
+"""Of log-probabilities that come from the same KV."""
+POSITIONS = {"gqa": True, "gpt2": False, "falcon-rw": True, "mpt": True, "gemma3": True}
+"""Families by whether their KV may stand elsewhere."""
+families = pytest.mark.parametrize("name", ["gqa", "gpt2", "mpt"])
+HOST_BYTES = 1 << 22
+
+
+@pytest.fixture
+def groups() -> Iterator[list[ModuleGroup]]:
+    """Those that are to be closed."""
+    made: list[ModuleGroup] = []
+    yield made
+    for group in made:
+        group.close()
+
+
+class Bench:
+    """A model, its judge, and groups that serve it."""
+
+    def __init__(self, folder: Path, name: str, groups: list[ModuleGroup]) -> None:
+        self.model = make_model(folder / name, name)
+        self.judge = LayoutJudge(self.model)
+        self.engine = replace(ENGINE, positions_shift=POSITIONS[name])
+        self._groups = groups
+
+    def serve(self, engine: dict[str, Any] | None = None, **worker: Any) -> ModuleGroup:
+        limits: EngineConfig = replace(self.engine, **(engine or {}))
+        self._groups.append(ModuleGroup(self.model, limits, **worker))
+        return self._groups[-1]
+
+    def stop(self, group: ModuleGroup) -> None:
+        self._groups.remove(group)
+        group.close()
+
+
+@pytest.fixture
+def bench(tmp_path: Path, groups: list[ModuleGroup]) -> Bench:
+    """Of a model with rotary positions."""
+    return Bench(tmp_path, "gqa", groups)
+
+
+def random_prompts(seed: int, schemas: int, count: int) -> list[Prompt]:
+    """Several of each of some schemas, in turn; all of them begin with the same texts."""
+    rng = np.random.default_rng(seed)
+    common = random_texts(rng, 3)
+    end = max(text.end for text in common)
+    prompts: list[Prompt] = []
+    for _ in range(schemas):
+        further = [Text(text.tokens, text.position + end, -1) for text in random_texts(rng, 3)]
+        for index, text in enumerate(further):
+            above = [i for i, other in enumerate([*common, *further[:index]]) if other.end <= text.position]
+            text.parent = int(rng.choice([-1, *above]))
+        texts = common + further
+        prompts += [as_prompt(texts, random_prompt(rng, texts)) for _ in range(count)]
+    return prompts[::2] + prompts[1::2]
+
+
+PRESSURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "roomy": ({}, {}),
+    "small steps": ({"token_budget": 9, "max_rows": 8}, {}),
+    "small pool": ({"num_blocks": 22, "token_budget": 40, "preemption": "recompute"}, {}),
+    "small pool, swapping": (
+        {"num_blocks": 22, "token_budget": 40, "preemption": "swap"},
+        {"host_memory_bytes": HOST_BYTES},
+    ),
+}
+"""Fields of the engine's and the worker's configuration."""
+
+
+@pytest.mark.parametrize(
+    ("name", "pressure"),
+    [
+        pytest.param(name, pressure, marks=[] if "gqa" in name or pressure == "small pool" else pytest.mark.soak)
+        for name in POSITIONS
+        for pressure in PRESSURES
+    ],
+)
+def test_answers_are_those_of_a_masked_forward(
+    name: str, pressure: str, tmp_path: Path, groups: list[ModuleGroup]
+) -> None:
+    """Requests of several schemas at once, some with several samples, some without modules (theorem 4)."""
+    bench = Bench(tmp_path, name, groups)
+    engine, worker = PRESSURES[pressure]
+    group = bench.serve(engine, **worker)
+    prompts = random_prompts(1, schemas=3, count=4)
+    answers = []
+    for index, prompt in enumerate(prompts):
+        answers.append(group.submit_prompt(prompt, 24, n=1 + 2 * (index % 4 == 1)))
+        if index % 3 == 2:
+            group.submit_prompt(prompt.own, 24)
+        if index == 2:
+            group.run()
+    group.run()
+    for answer in answers:
+        bench.judge.check(answer)
+    preemptions = group.engine.scheduler.counters.preemptions
+    assert (preemptions > 0) == pressure.startswith("small pool")
+    assert group.engine.is_idle
+
+
+def test_sampled_answers_do_not_depend_on_what_the_engine_does(bench: Bench) -> None:
+    """Alone and together, in a pool that is too small for all."""
+    prompts = random_prompts(2, schemas=2, count=5)
+    sampling = [Sampling(temperature=1.0, seed=seed) for seed in range(len(prompts))]
+    alone = []
+    group = bench.serve()
+    for prompt, how in zip(prompts, sampling, strict=True):
+        alone.append(group.submit_prompt(prompt, 30, n=2, sampling=how))
+        group.run()
+    tight = bench.serve({"num_blocks": 22})
+    together = [
+        tight.submit_prompt(prompt, 30, n=2, sampling=how) for prompt, how in zip(prompts, sampling, strict=True)
+    ]
+    tight.run()
+    assert tight.engine.scheduler.counters.preemptions > 0
+    assert [answer.tokens for answer in together] == [answer.tokens for answer in alone]
+    assert all(answer.tokens[0] != answer.tokens[1] for answer in alone)
+
+
+def test_a_text_that_many_wait_for_is_computed_once(bench: Bench) -> None:
+    group = bench.serve()
+    prompts = random_prompts(3, schemas=1, count=10)
+    answers = [group.submit_prompt(prompt, 6) for prompt in prompts]
+    group.run()
+    for answer in answers:
+        bench.judge.check(answer)
+    jobs = group.engine.scheduler.encoding.jobs
+    texts = {(text.tokens, text.position) for prompt in prompts for text in prompt.layout.texts if text.seen}
+    assert jobs.encoded_texts == len(texts)
+    own = sum(len(prompt.own) for prompt in prompts)
+    assert group.engine.computed_tokens <= jobs.encoded_tokens + own
+
+
+SCHEMA = """<schema name="guide">
+You answer in few words and with much care. <module name="city">Miami is a city by the sea, and warm.
+It has <param name="what" len="6"/> in plenty. <module name="beach">The beach is long, white and full of
+people at any time of the year.</module> Nobody lives there for nothing.</module>
+<union><module name="summer">In summer it rains every day, but never for long at all.</module>
+<module name="winter">Winters are dry.</module></union>
+<module name="fresh" cache="false">Today the wind comes from the north.</module>
+More was never said.
+{appended}
+{scaffold}</schema>"""
+APPENDED = '<module name="food">People eat what the sea brings them, and oranges.</module>'
+PROMPTS = [
+    '<prompt schema="guide"><city what="birds"/><winter/>Is it cold now?</prompt>',
+    '<prompt schema="guide"><summer/><city what="ships and sand and sun"><beach/></city><fresh/>When?</prompt>',
+    '<prompt schema="guide"><fresh/></prompt>',
+    '<prompt schema="guide"><city><beach/></city><summer/></prompt>',
+]
+
+
+@families
+@pytest.mark.parametrize("scope", ["ancestors", "self"])
+def test_schemas_are_answered_as_they_are_written(
+    name: str, scope: Any, tmp_path: Path, groups: list[ModuleGroup]
+) -> None:
+    """From PML to log-probabilities: parameters, unions, modules within modules and such that are not cached."""
+    bench = Bench(tmp_path, name, groups)
+    schema = compile_schema(SCHEMA.format(appended="", scaffold=""), scope)
+    group = bench.serve()
+    answers = [group.submit_prompt(compile_prompt(schema, source), 10) for source in PROMPTS]
+    group.run()
+    for answer in answers:
+        bench.judge.check(answer)
+    assert len({tuple(answer.tokens[0]) for answer in answers}) == len(answers)
+
+
+@families
+def test_a_scaffold_over_everything_is_a_plain_prefill(
+    name: str, tmp_path: Path, groups: list[ModuleGroup]
+) -> None:
+    """Theorem 1, from PML to the answer: the same as a request without modules."""
+    source = """<schema name="all">Everything begins here, where nothing was before.
+<module name="a">A first module of some length.<module name="b">With one in it.</module>And an end.</module>
+<module name="c">Another that stands behind the first one, and is a bit longer than that one was.</module>
+Words between. <module name="d">The last.</module>
+<scaffold name="together" modules="a a/b c d"/></schema>"""
+    bench = Bench(tmp_path, name, groups)
+    schema = compile_schema(source)
+    prompt = compile_prompt(schema, '<prompt schema="all"><a><b/></a><c/><d/>What follows?</prompt>')
+    chain = sorted(schema.texts[i].position for i in schema.scaffolds[0].member_texts.values())
+    texts = {text.position: text.tokens for text in prompt.layout.texts if text.seen}
+    assert len(chain) == 5
+    plain = np.frombuffer(b"".join(texts[at] for at in sorted(texts)), "<i4").tolist() + prompt.own
+    assert len(plain) == schema.extent + len(prompt.own)
+    modular, ordinary = bench.serve().ask(prompt, 12), bench.serve().ask(plain, 12)
+    bench.judge.check(modular)
+    assert modular.tokens == ordinary.tokens
+    np.testing.assert_allclose(modular.logprobs, ordinary.logprobs, rtol=0, atol=SAME)
+
+
+def same(actual: Answer, expected: Answer) -> None:
+    """From the same KV."""
+    assert actual.tokens == expected.tokens
+    np.testing.assert_allclose(actual.logprobs, expected.logprobs, rtol=0, atol=SAME)
+
+
+@families
+@pytest.mark.parametrize("scope", ["ancestors", "self"])
+def test_a_module_that_is_appended_leaves_the_others_valid(
+    name: str, scope: Any, tmp_path: Path, groups: list[ModuleGroup]
+) -> None:
+    """Theorem 3: nothing but the new module is computed, and what does not import it is answered as before."""
+    bench = Bench(tmp_path, name, groups)
+    before = compile_schema(SCHEMA.format(appended="", scaffold=""), scope)
+    after = compile_schema(SCHEMA.format(appended=APPENDED, scaffold=""), scope)
+    group = bench.serve()
+    first = group.call("encode", pml.texts_message(before))
+    assert first.computed_tokens == group.engine.computed_tokens == sum(len(t.tokens) for t in before.texts)
+    old = [group.ask(compile_prompt(before, source)) for source in PROMPTS[2:]]
+    computed = group.engine.computed_tokens
+    second = group.call("encode", pml.texts_message(after))
+    food = after.modules[after.by_path["food"]].tokens
+    assert second.computed_tokens == food == group.engine.computed_tokens - computed
+    computed = group.engine.computed_tokens
+    # These end in the schema's own last token, which is computed again; the first words stand where they stood.
+    new = [group.ask(compile_prompt(after, source)) for source in PROMPTS[2:]]
+    own = sum(len(answer.prompt.own) for answer in new if isinstance(answer.prompt, Prompt))
+    assert group.engine.computed_tokens - computed <= own
+    for one, other in zip(new, old, strict=True):
+        same(one, other)
+    bench.judge.check(group.ask(compile_prompt(after, '<prompt schema="guide"><food/><city/>What?</prompt>')))
+
+
+@pytest.fixture
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is in some tier is waited for: computing seems to take far longer."""
+    monkeypatch.setattr(StepCosts, "token_us", 1e6)
+
+
+@pytest.fixture
+def redis_server(tmp_path: Path) -> Iterator[RedisServer]:
+    server = RedisServer(tmp_path)
+    server.start()
+    yield server
+    server.kill()
+
+
+@families
+@pytest.mark.usefixtures("patience")
+def test_answers_are_the_same_from_every_tier(
+    name: str, tmp_path: Path, groups: list[ModuleGroup], redis_server: RedisServer
+) -> None:
+    """Theorem 5: nothing is computed but own tokens, wherever the texts come from, and after a restart."""
+    bench = Bench(tmp_path, name, groups)
+    tiers: dict[str, Any] = {
+        "host_memory_bytes": HOST_BYTES,
+        "disk_path": str(tmp_path / "slab"),
+        "disk_bytes": 1 << 23,
+        "index": tmp_path / "index.sqlite",
+        "remote_url": redis_server.url,
+    }
+    schema = compile_schema(SCHEMA.format(appended="", scaffold=""))
+    prompts = [compile_prompt(schema, source) for source in PROMPTS]
+    group = bench.serve(**tiers)
+    expected = [group.ask(prompt) for prompt in prompts]
+    for answer in expected:
+        bench.judge.check(answer)
+    group.settle()
+    for tier in (TierKind.DEVICE, TierKind.HOST, TierKind.DISK):
+        check_from(group, tier, expected)
+    group.settle()
+    bench.stop(group)
+    again = bench.serve(**tiers)
+    assert again.restored > len(schema.texts)
+    for tier in (TierKind.DISK, TierKind.REMOTE):
+        check_from(again, tier, expected)
+
+
+def check_from(group: ModuleGroup, tier: TierKind, expected: list[Answer]) -> None:
+    """The texts are there, and nowhere above; answers are the same, and nothing else was computed."""
+    for answer in expected:
+        group.settle()
+        group.sink(tier)
+        prompt = answer.prompt
+        assert isinstance(prompt, Prompt)
+        computed = group.engine.computed_tokens
+        encoded = group.engine.scheduler.encoding.jobs.encoded_texts
+        again = group.ask(prompt)
+        same(again, answer)
+        module_tokens = again.started[0].module_tokens
+        assert again.found[tier] >= module_tokens, "the texts came from elsewhere"
+        assert group.engine.computed_tokens - computed <= len(prompt.own)
+        assert group.engine.scheduler.encoding.jobs.encoded_texts == encoded
+
+
+def two_places(rng: np.random.Generator, parent: int) -> tuple[Prompt, Prompt]:
+    """A text behind a first one, and the same text farther behind that in another schema."""
+    root, moved, other = (draw(rng, count) for count in (19, 37, 23))
+    near = [Text(root, 0), Text(moved, 19, parent)]
+    far = [Text(root, 0), Text(other, 19, 0), Text(moved, 45, parent)]
+    one = ModulePrompt(
+        [Part(0, [(0, 19)], 0), Part(1, [(0, 9), (12, 37)], 19)], [(28, draw(rng, 2)), (60, draw(rng, 6))]
+    )
+    two = ModulePrompt(
+        [Part(0, [(0, 19)], 0), Part(1, [(0, 23)], 19), Part(2, [(0, 37)], 45)],
+        [(43, draw(rng, 2)), (82, draw(rng, 7))],
+    )
+    return as_prompt(near, one), as_prompt(far, two)
+
+
+@pytest.mark.parametrize("name", [name for name, shifts in POSITIONS.items() if shifts])
+@pytest.mark.parametrize("scope", ["ancestors", "self"])
+@pytest.mark.parametrize("from_disk", [False, True])
+@pytest.mark.usefixtures("patience")
+def test_a_text_serves_another_schema_at_another_place(
+    name: str, scope: str, from_disk: bool, tmp_path: Path, groups: list[ModuleGroup]
+) -> None:
+    """Moved by a shift: exact if it saw only itself; else as it was computed, right behind what it saw there."""
+    bench = Bench(tmp_path, name, groups)
+    tiers: dict[str, Any] = {
+        "host_memory_bytes": HOST_BYTES,
+        "disk_path": str(tmp_path / "slab"),
+        "disk_bytes": 1 << 22,
+        "index": tmp_path / "index.sqlite",
+    }
+    group = bench.serve(**(tiers if from_disk else {}))
+    near, far = two_places(np.random.default_rng(4), -1 if scope == "self" else 0)
+    bench.judge.check(group.ask(near))
+    if from_disk:
+        group.settle()
+        bench.stop(group)
+        group = bench.serve(**tiers)
+    computed = group.engine.computed_tokens
+    answer = group.ask(far)
+    assert group.engine.computed_tokens - computed == 23 + len(far.own), "the text was computed again"
+    bench.judge.check(answer, {} if scope == "self" else {2: 19})
+    if scope == "ancestors":
+        off = bench.judge.expected(far, answer.tokens[0]) - answer.logprobs
+        assert np.abs(off).max() > 10 * LayoutJudge.TOLERANCE, "the judge does not see where it was computed"
+
+
+def test_with_learned_positions_a_text_is_computed_for_each_place(
+    tmp_path: Path, groups: list[ModuleGroup]
+) -> None:
+    bench = Bench(tmp_path, "gpt2", groups)
+    group = bench.serve()
+    for prompt in two_places(np.random.default_rng(4), -1):
+        bench.judge.check(group.ask(prompt))
+    assert group.engine.scheduler.encoding.jobs.encoded_tokens == 19 + 37 + 19 * 0 + 23 + 37
+
+
+def test_rows_read_a_module_once_wherever_it_stands(bench: Bench) -> None:
+    """Every decode step reads each module's KV once for all rows, in whatever order they have it."""
+    rng = np.random.default_rng(9)
+    tokens = [draw(rng, count) for count in (20, 40, 7, 33)]
+    prompts = []
+    for order in ([0, 1, 2], [2, 1], [3, 0], [1, 3, 2, 0]):
+        texts, parts, end = [], [], 0
+        for place, index in enumerate(order):
+            texts.append(Text(tokens[index], end))
+            parts.append(Part(place, [(0, len(tokens[index]))], end))
+            end = texts[-1].end
+        prompts.append(as_prompt(texts, ModulePrompt(parts, [(end, draw(rng, 5))])))
+    group = bench.serve({"token_budget": 200})
+    group.call("encode", prompts[-1].layout.texts)
+    answers = [group.submit_prompt(prompt, 7) for prompt in prompts]
+    group.run()
+    for answer in answers:
+        bench.judge.check(answer)
+    modules = sum(map(len, tokens))
+    own = [sum(len(prompt.own) + step for prompt in prompts) for step in range(1, 7)]
+    read = [count for count in group.engine.bytes_read if count]
+    assert read == [group.token_bytes * (modules + count) for count in own]
+
+
+def test_pinned_texts_stay_while_others_need_the_room(bench: Bench) -> None:
+    """On a device with nothing below it."""
+    group = bench.serve({"num_blocks": 40})
+    schema = compile_schema(SCHEMA.format(appended="", scaffold=""))
+    assert group.call("encode", pml.texts_message(schema), holder="guide").status == "ok"
+    encoded = group.engine.scheduler.encoding.jobs.encoded_texts
+    rng = np.random.default_rng(5)
+    for _ in range(6):
+        group.ask(draw(rng, 230))
+    answers = [group.ask(compile_prompt(schema, source)) for source in PROMPTS]
+    for answer in answers:
+        bench.judge.check(answer)
+    assert group.engine.scheduler.encoding.jobs.encoded_texts == encoded
