@@ -69,7 +69,7 @@ def call(simulation: Simulation, op: str, texts: list[ModuleText], holder: str =
 
 
 def tiers_in(reply: CallDone) -> list[int]:
-    return unpack_int32(reply.tiers).tolist()
+    return [int(tier) for tier in unpack_int32(reply.tiers)]
 
 
 __all__ = [

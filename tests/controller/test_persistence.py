@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from controller.module_bench import ask, jobs_of, text, words
 from controller.tier_bench import CHUNK, TIERED, Session, settle, simulate, sink, tiers_of, tree_of
 from msgspec.structs import replace
 from simulation.driver import Simulation
@@ -124,6 +125,23 @@ def test_what_stands_behind_a_cut_is_found_after_a_restart(tmp_path: Path) -> No
     other = Session(session.simulation, start=900)
     other.history = list(session.history)
     assert sum(tiers_of(other.turn(2))) == 16, "who sees everything finds the head and what was cut off"
+
+
+def test_texts_of_modules_are_found_after_a_restart(tmp_path: Path) -> None:
+    """With their last chunks, which are not full, at another place, and the own tokens of prompts, too."""
+    machine = Machine(tmp_path)
+    root, city = text(words(0, 10), 0), text(words(20, 7), 10, parent=0)
+    ask(machine.simulation, [root, city], [(17, 6)])
+    machine.stop()
+    simulation = machine.restart()
+    assert machine.restored == 3 + 2 + 2
+    assert tiers_of(ask(simulation, [root, city], [(17, 6)])) == [0, 0, 17 + 5, 0]
+    moved = ask(simulation, [root, text(words(20, 7), 40, parent=0)], [(47, 1)])
+    assert moved.cached_tokens == 17
+    assert jobs_of(simulation).started_texts == 0
+    machine.stop()
+    other = ask(machine.restart(), [text(words(20, 7), 10)], [(17, 1)], own=[3])
+    assert other.cached_tokens == 0, "without the root it is another text"
 
 
 def test_salts_stay_apart_over_a_restart(tmp_path: Path) -> None:

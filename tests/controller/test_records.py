@@ -38,7 +38,9 @@ def test_the_life_of_a_record() -> None:
     stale = ask(store, "put", now=21.0, value=b"two", version=2)
     assert (stale.status, stale.records[0].version) == ("conflict", 1)
     assert ask(store, "put", now=21.0, value=b"two", version=1, ttl=60.0).records[0].version == 2
-    assert ask(store, "get", now=22.0).records[0].value == b"two"
+    assert ask(store, "get", now=22.0, version=1).records[0].value == b"two"
+    known = ask(store, "get", now=22.0, version=2).records[0]
+    assert (known.value, known.version) == (b"", 2)  # the caller has it
     assert ask(store, "delete", now=23.0).status == "ok"
     assert ask(store, "delete", now=23.0).status == "missing"
     assert (len(store), store.total_bytes) == (0, 0)
@@ -241,7 +243,9 @@ def test_random_calls_agree_with_a_model(tmp_path: Path, seed: int) -> None:
         assert store.total_bytes == sum(len(known.value) for known in model.values())
         if status == "ok" and call.op in ("get", "acquire"):
             record, known = answer.records[0], model[id_]
-            assert (record.value, record.version, record.used) == (known.value, known.version, now)
+            has_it = call.op == "get" and call.version == known.version
+            assert record.value == (b"" if has_it else known.value)
+            assert (record.version, record.used) == (known.version, now)
     ids = [record.id for record in store.handle(RecordCall(0, "list", "session", ""), 0, now).records]
     assert ids == sorted(model)
     database.close()

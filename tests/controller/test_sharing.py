@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from trunkline.controller.sharing import shared_runs, tree_order
+from trunkline.controller.sharing import shared_runs, text_runs, tree_order
 from trunkline.kvstore.layout import NO_BLOCK, Int32Array
 
 
@@ -54,3 +54,15 @@ def test_equal_tables_share_only_what_counts() -> None:
 def test_no_rows_and_one_row() -> None:
     assert len(shared_runs(np.empty((0, 0), np.int32), np.empty(0, np.int32))) == 0
     assert tree_order(np.array([[3]], np.int32)).tolist() == [0]
+
+
+def test_rows_with_texts_are_named_one_by_one() -> None:
+    """Others may have the same blocks anywhere in their tables, so the workers compare them all."""
+    runs = text_runs(np.array([0, 3, 0, 5, 1], np.int32))
+    assert runs.dtype == np.int32
+    assert runs.tolist() == [[1, 2, 0, 3], [3, 4, 0, 5], [4, 5, 0, 1]]
+
+
+@pytest.mark.parametrize("blocks", [[], [0, 0], [0, 4, 0]])
+def test_texts_that_nobody_else_can_have_are_not_named(blocks: list[int]) -> None:
+    assert text_runs(np.array(blocks, np.int32)).shape == (0, 4)

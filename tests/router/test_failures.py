@@ -203,10 +203,15 @@ def test_a_router_that_stood_still_does_not_take_its_controller_for_dead(
         thread.start()
         wait_until(lambda: fake.live == 1)
 
+        stood = threading.Event()
+
         async def stand_still() -> None:
-            threading.Event().wait(3.0)
+            threading.Event().wait(3.5)
+            stood.set()
 
         router.spawn(stand_still())
+        assert stood.wait(8)
+        wait_until(lambda: router.ready == 1)
         fake.behaviour.hold = False
         thread.join(10)
         assert answers[0].status_code == 200

@@ -299,7 +299,7 @@ def test_what_is_known_is_not_sent_again(http: httpx.Client, fake: FakeControlle
         ({"pml": TRIP, "pin": True, "warm": False}, None, "warm"),
         ({"pml": TRIP, "encode_scope": "all"}, None, "encode_scope"),
         ({"pml": TRIP, "ttl": -1}, None, "ttl"),
-        ({"pml": f'<schema name="{"x" * 300}">a</schema>'}, None, "name"),
+        ({"pml": f'<schema name="{"x" * 300}">a</schema>'}, "E_NAME", "pml"),
     ],
 )
 def test_bad_schemas(http: httpx.Client, fields: dict[str, Any], code: str | None, param: str) -> None:

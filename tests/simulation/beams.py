@@ -5,6 +5,7 @@ What every rank must do by the contract of `BeamSeat`, `Fork` and `StepPlan` (tr
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -31,6 +32,8 @@ class Resident:
     seat: BeamSeat | None = None
     computed: int | None = None
     """Positions before this one were computed or found; None: nothing is planned for it yet."""
+    reaches: Mapping[int, int] = field(default_factory=dict)
+    """As `SimulatedWorkers.execute` was told."""
 
     @property
     def total(self) -> int:

@@ -12,7 +12,7 @@ from typing import TypedDict, Unpack
 
 import numpy as np
 from simulation.model import prefix_hash, prompt_score
-from simulation.module_checks import check_places, joining_modules
+from simulation.module_checks import check_places, expected_reaches, joining_modules
 from simulation.module_oracle import expected_module_output, prompt_tokens
 from simulation.oracle import beam_search, expected_output
 from simulation.tiers import SimulatedTiers
@@ -64,6 +64,7 @@ class CallOptions(TypedDict, total=False):
     salt: bytes
     holder: str
     ttl: float
+    relocate: bool
 
 
 @dataclass
@@ -232,7 +233,8 @@ class Simulation:
         modules = joining_modules(self.engine.scheduler, plan)
         if not modules:
             return self.workers.execute(plan)
-        result = self.workers.execute(plan, modules)
+        reaches = {stay: expected_reaches(sequence) for stay, sequence in modules.items()}
+        result = self.workers.execute(plan, reaches)
         for stay, sequence in modules.items():
             check_places(sequence, self.workers.residents[stay].layout, self.engine.config)
         return result

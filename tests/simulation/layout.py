@@ -6,43 +6,81 @@ arithmetic with the engine or the real workers.
 
 from __future__ import annotations
 
+from itertools import pairwise
+from typing import NamedTuple
+
 from simulation.model import prefix_hash
 from simulation.pool import Entry
 
 from trunkline.kvstore.layout import OPEN_COUNT, PLAIN_LAYOUT, Extent, unpack_int32
 
 
-class Layout:
-    """The extents of one sequence."""
+class Cell(NamedTuple):
+    """Where a token is."""
 
-    def __init__(self, packed: bytes = b"", chunk_size: int = 1) -> None:
+    entry: int
+    """Index of its block in the table."""
+    offset: int
+    """In the block."""
+    frame: int
+    """Position at which its key was rotated."""
+    acting: int
+    """Position at which it acts."""
+
+
+class Layout:
+    """The extents of one sequence. Tokens are counted through them, one extent behind the other."""
+
+    def __init__(self, packed: bytes = b"", chunk_size: int = 1, *, modules: bool = False) -> None:
+        """
+        Args:
+            modules: extents may act at any positions, if only they are different and the open one's are the
+                last; else each acts where the one before it ends.
+        """
         rows = unpack_int32(packed, 5).tolist()
         self.extents = tuple(Extent(*row) for row in rows) if rows else PLAIN_LAYOUT
-        self.is_plain = not rows
+        self.is_plain = not rows and not modules
+        self.has_modules = modules
         self._chunk_size = chunk_size
         assert [extent.token_count for extent in self.extents].count(OPEN_COUNT) == 1
         assert self.extents[-1].token_count == OPEN_COUNT, "an extent that is not the last one grows"
-        acting = 0
-        for extent in self.extents:
-            assert extent.base_position + extent.shift == acting, (
+        self._closed = [
+            self._cell(extent, place) for extent in self.extents[:-1] for place in range(extent.token_count)
+        ]
+        self._by_position = sorted(enumerate(self._closed), key=lambda numbered: numbered[1].acting)
+        acting = [cell.acting for _, cell in self._by_position]
+        first_open = self._cell(self.extents[-1], 0).acting
+        if modules:
+            assert all(a < b for a, b in pairwise([-1, *acting, first_open])), "two tokens act at one position"
+        else:
+            assert [cell.acting for cell in self._closed] == list(range(first_open)), (
                 "an extent does not act where the one before ends"
             )
-            acting += max(0, extent.token_count)
 
-    def cell(self, position: int) -> tuple[int, int, int]:
-        """(table entry, offset in its block, position of rotation) of the token that acts at `position`."""
-        before = 0
-        for extent in self.extents:
-            if extent.token_count == OPEN_COUNT or position < before + extent.token_count:
-                offset = extent.first_token + position - before
-                entry = extent.table_start + offset // self._chunk_size
-                return entry, offset % self._chunk_size, extent.base_position + position - before
-            before += extent.token_count
-        raise AssertionError("the last extent is open")
+    def _cell(self, extent: Extent, place: int) -> Cell:
+        entry, offset = divmod(extent.first_token + place, self._chunk_size)
+        frame = extent.base_position + place
+        return Cell(extent.table_start + entry, offset, frame, frame + extent.shift)
 
-    def cells(self, count: int) -> list[tuple[int, int, int]]:
-        """`cell` of the first `count` positions."""
-        return [self.cell(position) for position in range(count)]
+    @property
+    def open_start(self) -> int:
+        """Number of the first token of the extent that grows."""
+        return len(self._closed)
+
+    def cell(self, number: int) -> Cell:
+        """Where token `number` is."""
+        if number < len(self._closed):
+            return self._closed[number]
+        return self._cell(self.extents[-1], number - len(self._closed))
+
+    def cells(self, count: int) -> list[Cell]:
+        """`cell` of the first `count` tokens."""
+        return [self.cell(number) for number in range(count)]
+
+    def by_position(self, count: int) -> list[tuple[int, Cell]]:
+        """The first `count` tokens, with their numbers, in the order in which they act."""
+        closed = [numbered for numbered in self._by_position if numbered[0] < count]
+        return closed + [(number, self.cell(number)) for number in range(len(self._closed), count)]
 
 
 def seen_hash(entries: list[Entry]) -> bytes:

@@ -35,6 +35,21 @@ def prefix_hash(tokens: list[int]) -> bytes:
     return current
 
 
+MODULES: Final = b"modules"
+"""Hash of nothing that a prompt with modules sees."""
+
+
+def text_token(seen: bytes, token: int) -> bytes:
+    """What is stored of a token that is computed after a prompt with modules, or a text of one, has seen this."""
+    return blake2b(seen + token.to_bytes(4, "little"), digest_size=8, key=b"token").digest()
+
+
+def extend_seen(seen: bytes, stored: bytes) -> bytes:
+    """Hash of what is seen after one more token: only the order of tokens counts, not where they stand, because a
+    text serves at many places. Yet each of them counts with all that it saw itself when it was computed."""
+    return blake2b(seen + stored, digest_size=8, key=b"seen").digest()
+
+
 def next_token(prefix: bytes, seed: int) -> int:
     """What is sampled after this prefix with this seed."""
     value = int.from_bytes(prefix, "little")

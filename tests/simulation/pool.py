@@ -33,6 +33,8 @@ class Entry(NamedTuple):
     """Position at which its key was rotated."""
     saw: int
     """Tokens before it that it could see."""
+    reach: int = 0
+    """Sum of the distances to them; of a prompt with modules."""
 
 
 @dataclass(slots=True)

@@ -13,6 +13,8 @@ from typing import Final
 
 from simulation.driver import Options, Simulation, verify
 from simulation.model import VOCABULARY
+from simulation.module_prompts import Schemas
+from simulation.module_traffic import ModuleCallers, modules_fit, needed_tokens
 
 from trunkline.controller.config import EngineConfig
 from trunkline.controller.integrity import check_integrity
@@ -43,6 +45,12 @@ class Mix:
     aborts: float = 0.05
     cuts: float = 0.0
     """Of the requests that are neither scored nor searches: parts of the prompt are not seen."""
+    modules: float = 0.0
+    """Prompts of texts of schemas."""
+    schemas: int = 4
+    """How many there are."""
+    calls: float = 0.0
+    """Of an event: something is asked about the texts of a schema."""
     ttl: float = 0.0
     preempts: float = 0.0
     """Of a step: somebody is preempted for no reason."""
@@ -71,6 +79,8 @@ class Traffic:
         """Computed by a group that forgets everything but shares nothing, and is never short of blocks."""
         self._rng = random.Random(seed)
         self._bases = [self._tokens(mix.prompt_max) for _ in range(5)]
+        self._schemas = Schemas(self._rng, config.chunk_size, count=mix.schemas, span=config.max_context // 2)
+        self._callers = ModuleCallers(self.simulation, self._schemas, self._rng)
         self._acts = 0
         self._wrong: dict[int, str] = {}
         """Requests that cannot run: "size" or "grammar"."""
@@ -84,6 +94,8 @@ class Traffic:
     def submit(self) -> int:
         """One random request; its beginning is often that of others."""
         rng, mix = self._rng, self.mix
+        if self._chance(mix.modules):
+            return self._submit_modules()
         base = rng.choice(self._bases)
         prompt = base[: rng.randrange(1, len(base) + 1)] if self._chance(0.7) else []
         prompt = (prompt + self._tokens(6))[: mix.prompt_max]
@@ -123,6 +135,32 @@ class Traffic:
         self.settle()
         return request
 
+    def _submit_modules(self) -> int:
+        """One whose prompt is made of texts."""
+        rng, mix = self._rng, self.mix
+        own, layout = self._schemas.prompt()
+        options: Options = {"seed": rng.randrange(4), "layout": layout}
+        options["stop_ids"] = tuple(rng.sample(range(VOCABULARY), rng.choice([0, 0, 1, 3, 10])))
+        options["n"] = rng.choice(WIDTHS) if self._chance(mix.samples) else 1
+        options["history"] = self._chance(0.1)
+        if self._chance(mix.grammars):
+            options["grammar"] = Grammar("regex", rng.choice(["a", "b", "c", BAD_GRAMMAR]), "structured_outputs")
+        if self._chance(mix.priorities):
+            options["priority"] = rng.randrange(-1, 3)
+        if self._chance(mix.salts):
+            options["salt"] = b"tenant"
+        if self._chance(mix.ttl):
+            options["ttl"] = rng.choice([1.0, 20.0])
+        max_tokens = rng.randrange(1, mix.output_max + 1)
+        request = self.simulation.submit(own, max_tokens, **options)
+        grammar = options.get("grammar")
+        if not modules_fit(self.config, layout, len(own), max_tokens, options["n"]):
+            self._wrong[request] = "size"
+        elif grammar is not None and grammar.text == BAD_GRAMMAR:
+            self._wrong[request] = "grammar"
+        self.settle()
+        return request
+
     def _drops(self, length: int) -> tuple[tuple[int, int], ...]:
         """Often the oldest part behind a head, in steps, as a policy would cut; sometimes anything."""
         rng = self._rng
@@ -152,6 +190,8 @@ class Traffic:
         elif simulation.grammars and self._chance(0.3):
             grammar = simulation.grammars[rng.choice(list(simulation.grammars))]
             simulation.compiled(grammar.grammar, "it is bad" if grammar.text == BAD_GRAMMAR else "")
+        elif self._chance(self.mix.calls):
+            self._callers.act()
         elif self._chance(self.mix.preempts):
             groups = [s.group for s in simulation.engine.scheduler.running()]
             if groups:
@@ -178,6 +218,9 @@ class Traffic:
             self.ended += 1
             width = stream.beam.width if stream.beam else stream.n
             self.needed_tokens += len(stream.prompt) + width * min(stream.max_tokens, longest)
+            if stream.layout is not None:
+                self.needed_tokens += needed_tokens(stream.layout)
+                continue
             if stream.reason == FinishReason.LENGTH and stream.n == 1 and not stream.beam and self._chance(0.05):
                 next_turn = (stream.prompt + stream.output)[: self.mix.prompt_max]
                 self._bases[self._rng.randrange(len(self._bases))] = next_turn
@@ -198,6 +241,7 @@ class Traffic:
             for message in list(simulation.grammars.values()):
                 simulation.compiled(message.grammar, "it is bad" if message.text == BAD_GRAMMAR else "")
             self.settle()
+        self._callers.end()
         assert not simulation.streams
         assert self.ended == requests
         self.check_empty()
@@ -210,18 +254,27 @@ class Traffic:
         chunks = config.num_blocks + config.host_slots + config.disk_slots
         assert config.remote or tree.node_count <= chunks
         assert len(tree._idle_leaves) <= 4 * chunks + 65
-        assert self.mix.cuts or len(list(tree.roots())) <= 2
-        assert len(scheduler.queue) <= self.live
+        assert self.mix.cuts or self.mix.modules or len(list(tree.roots())) <= 2
+        jobs = len(scheduler.encoding.jobs)
+        assert scheduler.waiting_count <= len(scheduler.queue) <= self.live + jobs
+        assert jobs <= self._callers.texts_asked + self.live * 2 * 7
         assert len(scheduler.forks.searches) <= self.live
         assert len(workers.grammars) <= self.live + 64
         assert len(workers.residents) <= 2 * self.config.max_rows + scheduler.running_count
         running = self.live * (self.mix.prompt_max + max(WIDTHS) * self.mix.output_max)
-        assert workers.computed_tokens <= RECOMPUTED_MAX * (self.needed_tokens + running)
+        if self.mix.modules:
+            running += self.live * 3 * self.config.max_context
+        needed = self.needed_tokens + self._callers.needed_tokens + running
+        assert workers.computed_tokens <= RECOMPUTED_MAX * needed
 
     def check_empty(self) -> None:
         """Nothing is held when nothing runs; cached chunks can all be dropped."""
         engine = self.simulation.engine
         self.check_bounds()
+        encoding = engine.scheduler.encoding
+        assert not encoding.is_working
+        assert not encoding.finishing
+        assert not encoding.held
         assert engine.scheduler.residence.tree.active_count == 0
         engine.flush_cache()
         assert engine.scheduler.residence.tree.node_count == 0

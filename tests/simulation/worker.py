@@ -8,13 +8,13 @@ that are whole. Its pool (`simulation.pool`) holds hashes, its model (`simulatio
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import msgspec
 import numpy as np
 from simulation.beams import Resident, Searches
 from simulation.layout import Layout, seen_hash
-from simulation.model import extend_hash, next_token, prompt_score
+from simulation.model import MODULES, extend_hash, extend_seen, next_token, prompt_score, text_token
 from simulation.pool import Entry, SimulatedPool
 
 from trunkline.controller.messages import BeamStep, PromptLogprobs, StepResult
@@ -67,12 +67,17 @@ class SimulatedWorkers:
         else:
             del self.grammars[message.grammar]
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def execute(self, plan: StepPlan, modules: Mapping[int, Mapping[int, int]] | None = None) -> StepResult:
+        """
+        Args:
+            modules: of those that join, the ones whose prompts have modules; also those that compute texts. By
+                position, what `Entry.reach` must be of a token that acts there, where that is known.
+        """
         assert plan.step == self.last_step + 1, "a step plan was lost"
         self.last_step = plan.step
         self._leave(unpack_int32(plan.leaves).tolist())
         for join in plan.joins:
-            self._join(join)
+            self._join(join, (modules or {}).get(join.sequence))
         saves, loads = unpack_int32(plan.saves, 3).tolist(), unpack_int32(plan.loads, 3).tolist()
         late_saves = unpack_int32(plan.late_saves, 3).tolist()
         self.pool.order(plan.step, saves, loads, plan.save_fence, plan.load_fence)
@@ -100,7 +105,7 @@ class SimulatedWorkers:
             del self.residents[stay]
         self.searches.leave(seats)
 
-    def _join(self, join: Join) -> None:
+    def _join(self, join: Join, reaches: Mapping[int, int] | None) -> None:
         assert join.sequence not in self.residents
         grammar = join.sampling.grammar
         assert not grammar or self.grammars.get(grammar), "a sequence follows a grammar that nobody compiled"
@@ -113,8 +118,9 @@ class SimulatedWorkers:
                 join.first,
                 unpack_int32(join.tokens).tolist(),
                 unpack_int32(join.blocks).tolist(),
-                Layout(join.extents, self.chunk_size),
+                Layout(join.extents, self.chunk_size, modules=reaches is not None),
                 join.seat,
+                reaches=reaches or {},
             ),
         )
 
@@ -136,19 +142,38 @@ class SimulatedWorkers:
             self.holders.update(resident.table)
 
     def _check_runs(self) -> None:
-        """Rows of a run agree on its blocks, those of searches excepted; nested runs cover disjoint ranges."""
+        """Rows of a run agree on its blocks, those of searches excepted; nested runs cover disjoint ranges. A run
+        of one row names what others may have elsewhere in their tables: texts of modules."""
         covered: set[tuple[int, int]] = set()
+        named: set[tuple[int, int]] = set()
         for first, stop, start, end in self.runs.tolist():
-            assert stop - first >= 2
+            assert first < stop
             assert start < end
             members = [self.residents[stay] for stay in self.rows[first:stop]]
             assert len(members) == stop - first, "a run covers rows that are not there"
             assert all(len(member.table) >= end for member in members), "a run goes beyond a table"
+            if stop - first == 1:
+                assert members[0].layout.has_modules, "a run of one row is of no use"
+                named |= {(first, index) for index in range(start, end)}
+                continue
             tables = [member.table[start:end] for member in members if member.seat is None]
             assert all(table == tables[0] for table in tables), "rows of a run read different blocks"
             cells = {(row, index) for row in range(first, stop) for index in range(start, end)}
             assert not cells & covered, "a block would be read twice for a row"
             covered |= cells
+        self._check_shared(covered | named)
+
+    def _check_shared(self, covered: set[tuple[int, int]]) -> None:
+        """What several rows of prompts with modules read is in runs of all of them."""
+        readers: dict[int, set[tuple[int, int]]] = {}
+        for row, stay in enumerate(self.rows):
+            resident = self.residents[stay]
+            if resident.layout.has_modules:
+                for index, block in enumerate(resident.table):
+                    readers.setdefault(block, set()).add((row, index))
+        for cells in readers.values():
+            if len({row for row, _ in cells}) > 1:
+                assert cells <= covered, "rows read a block each for itself"
 
     # Computing
 
@@ -167,6 +192,7 @@ class SimulatedWorkers:
             assert count > 0
             assert start + count <= resident.total, "a prompt is computed beyond its end"
             assert not sample or start + count == resident.total, "a token is sampled inside of a prompt"
+            assert not sample or resident.total > resident.layout.open_start, "nothing stands where it samples"
             if resident.sampling.prompt_logprobs >= 0 and (report := self._score(stay, start, count)):
                 scored[stay] = report
             last = self._run(stay, start, count, write_from)
@@ -189,10 +215,50 @@ class SimulatedWorkers:
         resident = self.residents[stay]
         assert resident.computed in (None, start), "a sequence computes something twice or not at all"
         resident.computed = start + count
+        if resident.layout.has_modules:
+            return self._run_modules(stay, start, count, write_from)
         last = self._past(stay, start)
         for position in range(start, start + count):
             last = self._position(stay, position, last, write=position >= write_from)
         return last
+
+    def _run_modules(self, stay: int, start: int, count: int, write_from: int) -> bytes:
+        """Likewise with modules: each new token sees what acts at smaller positions, in that order."""
+        resident = self.residents[stay]
+        seen, new, positions = MODULES, start, 0
+        for place, (number, cell) in enumerate(resident.layout.by_position(start + count)):
+            positions += cell.acting
+            block = resident.table[cell.entry]
+            if number < start:
+                entry = self.pool.read(block, cell.offset, self.last_step, stay)
+                assert entry.frame == cell.frame, "a key was rotated at another position than is assumed"
+                known = number < resident.first or entry.token == resident.tokens[number - resident.first]
+                assert known, "KV of other tokens is seen"
+                reach = resident.reaches.get(cell.acting, entry.reach)
+                assert entry.reach == reach, "KV is nearer to, or farther from, what it saw"
+                seen = extend_seen(seen, entry.after)
+                continue
+            assert number == new, "new tokens are not in the order of their positions"
+            token = resident.tokens[number - resident.first]
+            reach = (place + 1) * cell.acting - positions
+            entry = Entry(text_token(seen, token), seen, token, cell.frame, place, reach)
+            self._store(stay, block, cell.offset, entry, write=number >= write_from)
+            seen = extend_seen(seen, entry.after)
+            new += 1
+            if new == start + count:
+                return seen
+        raise AssertionError("a layout has no place for a new token")
+
+    def _store(self, stay: int, block: int, offset: int, entry: Entry, *, write: bool) -> None:
+        """Store (or, unstored, find) what was computed of a token."""
+        if write:
+            assert self.holders[block] == 1, "a sequence writes to a block that others refer to"
+            self.pool.write(block, offset, entry, self.last_step, stay)
+            self.written_tokens += 1
+        else:
+            stored = self.pool.read(block, offset, self.last_step, stay)
+            assert stored == entry, "a token that is not stored differs from the stored one"
+        self.computed_tokens += 1
 
     def _past(self, stay: int, count: int) -> bytes:
         """Attend over a sequence's first `count` positions; the hash of what is seen there."""
@@ -201,9 +267,9 @@ class SimulatedWorkers:
             return self.pool.walk(resident.table, count, self.last_step, stay)
         cells = resident.layout.cells(count)
         step = self.last_step
-        entries = [self.pool.read(resident.table[index], offset, step, stay) for index, offset, _ in cells]
-        for entry, (_, _, frame) in zip(entries, cells, strict=True):
-            assert entry.frame == frame, "a key was rotated at another position than is assumed"
+        entries = [self.pool.read(resident.table[cell.entry], cell.offset, step, stay) for cell in cells]
+        for entry, cell in zip(entries, cells, strict=True):
+            assert entry.frame == cell.frame, "a key was rotated at another position than is assumed"
         known = resident.tokens[: max(0, count - resident.first)]
         assert [entry.token for entry in entries][resident.first :] == known, "KV of other tokens is seen"
         return seen_hash(entries)
@@ -213,7 +279,7 @@ class SimulatedWorkers:
         resident = self.residents[stay]
         token = resident.tokens[position - resident.first]
         current = extend_hash(past, token)
-        index, offset, frame = resident.layout.cell(position)
+        index, offset, frame, _ = resident.layout.cell(position)
         block = resident.table[index]
         if write:
             assert self.holders[block] == 1, "a sequence writes to a block that others refer to"
@@ -221,7 +287,7 @@ class SimulatedWorkers:
             self.written_tokens += 1
         else:
             stored = self.pool.read(block, offset, self.last_step, stay)
-            same = stored == (current, past, token, frame, position)
+            same = stored == Entry(current, past, token, frame, position)
             behind_cut = not resident.layout.is_plain and stored[2:4] == (token, frame)
             assert same or behind_cut, "a token that is not stored differs from the stored one"
         self.computed_tokens += 1
@@ -276,7 +342,7 @@ class SimulatedWorkers:
         assert fork.parent not in self.rows, "a fork comes out of a row"
         assert fork.child not in self.residents
         table = unpack_int32(fork.blocks).tolist()
-        index, offset, _ = parent.layout.cell(parent.total - 1)
+        index, offset, _, _ = parent.layout.cell(parent.total - 1)
         whole, rest = divmod(index * self.chunk_size + offset + 1, self.chunk_size)
         assert table[:whole] == parent.table[:whole], "a fork does not share its parent's blocks"
         assert len(table) <= whole + bool(rest), "a fork has blocks that nobody needs yet"
@@ -293,6 +359,7 @@ class SimulatedWorkers:
             parent.layout,
             fork.seat,
             parent.total,
+            parent.reaches,
         )
         self._enter(fork.child, child)
 

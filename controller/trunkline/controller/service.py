@@ -139,6 +139,9 @@ class ControllerService:
         if self.status in (Status.STARTING, Status.READY):
             self.status, self.detail = Status.DRAINING, "the controller is stopping"
             self._drain_deadline = time.monotonic() + self.config.drain_seconds
+            if self.engine is not None:
+                for call in self.engine.modules_calls():  # nobody's answer depends on them
+                    self._cancel(call, time.monotonic())
             self._broadcast_state()
         else:
             self._drain_deadline = 0.0
@@ -341,9 +344,13 @@ class ControllerService:
             self.engine.abort(request, now)
         for call in self.engine.modules_calls():
             if call >> CLIENT_SHIFT == client.index:
-                self.engine.modules_call(call, ModulesCall(call & NUMBER_MASK, "cancel"), now)
+                self._cancel(call, now)
         if mine:
             log.warning("a router is gone; its requests were aborted", requests=len(mine))
+
+    def _cancel(self, call: int, now: float) -> None:
+        assert self.engine is not None
+        self.engine.modules_call(call, ModulesCall(call & NUMBER_MASK, "cancel"), now)
 
     def _state(self, client: Client) -> State:
         counts = state_of(self.engine) if self.engine is not None else dict.fromkeys(_STATE_COUNTS, 0)

@@ -52,13 +52,6 @@ def add(
         bool, typer.Option("--warm/--no-warm", help="Compute its KV now, not with the first prompts.")
     ] = True,
     scope: Scope = "ancestors",
-    relocate: Annotated[
-        bool,
-        typer.Option(
-            "--relocate/--no-relocate",
-            help="Let KV serve that was computed at another distance from the ancestors.",
-        ),
-    ] = True,
     cache_salt: Salt = None,
 ) -> None:
     """Have a server keep a schema; in place of the one with its name."""
@@ -75,7 +68,6 @@ def add(
                 pin=pin,
                 warm=warm,
                 encode_scope=encode_scope,
-                relocate=relocate,
                 cache_salt=cache_salt,
             )
         show_schema(_out(), schema)

@@ -1,0 +1,230 @@
+"""What routers ask of the engine about texts: encode, pin, look, unpin, cancel."""
+
+from __future__ import annotations
+
+import pytest
+from controller.module_bench import ROOMY, ask, call, jobs_of, submit, text, tiers_in, verify_all, words
+from controller.tier_bench import TIERED, settle, simulate, sink, tree_of
+from msgspec.structs import replace
+from simulation.driver import Simulation
+
+from trunkline.controller.messages import ModuleText
+from trunkline.kvstore.layout import unpack_int32
+from trunkline.kvstore.tier import TierKind
+
+SCHEMA = [
+    text(words(0, 10), 0),
+    text(words(20, 7), 10, parent=0),
+    text(words(30, 12), 10, parent=0),
+    text(words(50, 4), 22, parent=0),
+]
+TOKENS, CHUNKS = 33, [3, 2, 3, 1]
+
+
+def others(simulation: Simulation, count: int) -> None:
+    """So many blocks are wanted by somebody else."""
+    simulation.submit(words(1000 + simulation.next_id * 100, 4 * count - 1), 1)
+    simulation.run()
+    verify_all(simulation)
+
+
+def test_a_schema_is_encoded_before_anybody_asks_for_it() -> None:
+    simulation = Simulation(ROOMY)
+    assert tiers_in(call(simulation, "look", SCHEMA)) == [-1] * 4
+    reply = call(simulation, "encode", SCHEMA)
+    assert (reply.status, reply.computed_tokens) == ("ok", TOKENS)
+    assert tiers_in(reply) == tiers_in(call(simulation, "look", SCHEMA)) == [0] * 4
+    assert unpack_int32(reply.blocks).tolist() == CHUNKS
+    assert call(simulation, "encode", SCHEMA).computed_tokens == 0
+    stream = ask(simulation, [SCHEMA[0], SCHEMA[2]], [(22, 1)])
+    assert stream.cached_tokens == 22
+    assert jobs_of(simulation).encoded_texts == 4
+
+
+def test_a_call_about_nothing() -> None:
+    simulation = Simulation(ROOMY)
+    assert call(simulation, "encode", [], holder="x").status == "ok"
+    assert call(simulation, "look", []).tiers == b""
+    assert call(simulation, "unpin", [], holder="nobody").status == "ok"
+    simulation.cancel_call(12345)
+    assert simulation.engine.is_idle
+
+
+def test_two_calls_and_a_request_that_want_the_same_texts() -> None:
+    simulation = Simulation(ROOMY)
+    tickets = [simulation.modules_call("encode", SCHEMA) for _ in range(2)]
+    submit(simulation, SCHEMA[:2], [(17, 1)])
+    simulation.run()
+    verify_all(simulation)
+    assert [simulation.replies[ticket].status for ticket in tickets] == ["ok", "ok"]
+    assert jobs_of(simulation).encoded_texts == 4
+
+
+def test_requests_that_come_during_a_long_call_do_not_wait_for_its_end() -> None:
+    simulation = Simulation(ROOMY)
+    texts = [text(words(20 * i, 20), 0) for i in range(80)]
+    ticket = simulation.modules_call("encode", texts)
+    for _ in range(3):
+        simulation.step()
+    request = simulation.submit(words(5000, 5), 2)
+    while simulation.streams[request].ended is None:
+        simulation.step()
+    assert ticket not in simulation.replies
+    assert jobs_of(simulation).encoded_texts < 40
+    simulation.run()
+    assert simulation.replies[ticket].computed_tokens == 1600
+
+
+def test_a_cancelled_call_encodes_no_more() -> None:
+    simulation = Simulation(replace(ROOMY, token_budget=13))
+    texts = [text(words(100, 60), 0), text(words(200, 30), 60, parent=0), text(words(300, 30), 0)]
+    ticket = simulation.modules_call("encode", texts, holder="schema")
+    request = submit(simulation, texts[:1], [(60, 1)])
+    simulation.step()
+    simulation.cancel_call(ticket)
+    assert simulation.replies[ticket].status == "cancelled"
+    assert len(jobs_of(simulation)) == 1, "one text is wanted by a request"
+    simulation.cancel_call(ticket)
+    simulation.run()
+    verify_all(simulation)
+    assert simulation.streams[request].reasons
+    assert jobs_of(simulation).encoded_texts == 1
+    assert tree_of(simulation).active_count == 0
+
+
+def test_what_is_pinned_on_the_device_stays_there() -> None:
+    simulation = Simulation(replace(ROOMY, num_blocks=24))
+    call(simulation, "encode", SCHEMA, holder="schema")
+    for _ in range(3):
+        others(simulation, 14)
+    assert tiers_in(call(simulation, "look", SCHEMA)) == [0] * 4
+    call(simulation, "unpin", [], holder="schema")
+    for _ in range(3):
+        others(simulation, 20)
+    assert tiers_in(call(simulation, "look", SCHEMA)) == [-1] * 4
+
+
+def test_pins_on_the_device_are_limited_and_give_way_when_nothing_else_goes() -> None:
+    simulation = Simulation(replace(ROOMY, num_blocks=24))
+    assert call(simulation, "encode", SCHEMA, holder="a").status == "ok"
+    second = [text(words(100, 16), 0)]
+    reply = call(simulation, "encode", second, holder="b")
+    assert reply.status == "quota"
+    assert "4 chunks" in reply.detail
+    assert tiers_in(reply) == [0], "it is there all the same"
+    assert call(simulation, "encode", SCHEMA[:2], holder="c").status == "ok", (
+        "what is pinned already costs nothing"
+    )
+    others(simulation, 24)
+    assert tiers_in(call(simulation, "look", SCHEMA)) == [-1] * 4
+    assert not simulation.engine.scheduler.encoding.held
+
+
+def test_a_row_that_grows_is_not_starved_by_pins() -> None:
+    simulation = Simulation(replace(ROOMY, num_blocks=16))
+    call(simulation, "encode", [text(words(0, 32), 0)], holder="a")
+    request = simulation.submit(words(100, 10), 50)
+    simulation.run(steps_max=500)
+    verify_all(simulation)
+    assert len(simulation.streams[request].output) == 50
+    assert simulation.engine.scheduler.counters.preemptions == 0
+
+
+def test_what_is_pinned_under_a_name_replaces_what_was() -> None:
+    simulation = Simulation(replace(ROOMY, num_blocks=24))
+    call(simulation, "encode", SCHEMA, holder="schema")
+    call(simulation, "encode", SCHEMA[:1], holder="schema")
+    assert len(simulation.engine.scheduler.encoding.held) == 3
+    call(simulation, "unpin", [], holder="schema")
+    assert not simulation.engine.scheduler.encoding.held
+    call(simulation, "unpin", [], holder="schema")
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_what_is_pinned_stays_in_some_tier(remote: bool) -> None:
+    config = replace(TIERED, num_blocks=24, host_slots=16, disk_slots=40, remote=remote)
+    simulation = simulate(config)
+    assert call(simulation, "encode", SCHEMA, holder="schema").status == "ok"
+    settle(simulation)
+    for _ in range(12):
+        others(simulation, 20)
+        settle(simulation)
+    assert -1 not in tiers_in(call(simulation, "look", SCHEMA))
+    stream = ask(simulation, [SCHEMA[0], SCHEMA[2]], [(22, 1)])
+    assert stream.cached_tokens == 22
+    simulation.modules_call("unpin", [], holder="schema")
+    settle(simulation)
+    assert tree_of(simulation).tiers.pinned_count == 0
+
+
+def test_a_second_host_pin_beyond_the_quota_is_refused() -> None:
+    simulation = simulate(replace(TIERED, host_slots=16, disk_slots=0, remote=False))
+    statuses = []
+    for i in range(8):
+        texts = [text(words(100 * i, 12), 0)]
+        statuses.append(call(simulation, "encode", texts, holder=f"schema {i}").status)
+        settle(simulation)
+    assert statuses[0] == "ok"
+    assert statuses[-1] == "quota"
+    for i in range(8):
+        simulation.modules_call("unpin", [], holder=f"schema {i}")
+    settle(simulation)
+    assert tree_of(simulation).tiers.pinned_count == 0
+
+
+@pytest.mark.parametrize("tier", list(TierKind))
+def test_where_texts_are(tier: TierKind) -> None:
+    simulation = simulate()
+    call(simulation, "encode", SCHEMA)
+    if tier is not TierKind.DEVICE:
+        sink(simulation, tier)
+    assert tiers_in(call(simulation, "look", SCHEMA)) == [tier] * 4
+    assert call(simulation, "encode", SCHEMA).computed_tokens == 0
+
+
+def test_texts_that_are_encoded_for_a_time() -> None:
+    simulation = Simulation(ROOMY)
+    call(simulation, "encode", SCHEMA, ttl=50.0)
+    simulation.now += 40.0
+    call(simulation, "encode", SCHEMA[:1], ttl=50.0)  # is kept again
+    simulation.now += 40.0
+    simulation.move_chunks()
+    assert tiers_in(call(simulation, "look", SCHEMA)) == [0, -1, -1, -1]
+
+
+@pytest.mark.parametrize(
+    ("texts", "words_of_it"),
+    [
+        ([text(words(0, 10), 90)], "text 0 ends at position 100"),
+        (
+            [text(words(0, 40), 0), text(words(0, 44), 40, parent=0)],
+            "text 1 and those that it sees need 21 blocks",
+        ),
+    ],
+)
+def test_texts_that_can_never_be_encoded(texts: list[ModuleText], words_of_it: str) -> None:
+    simulation = Simulation(replace(ROOMY, num_blocks=20))
+    reply = call(simulation, "encode", texts)
+    assert reply.status == "failed"
+    assert words_of_it in reply.detail
+
+
+def test_without_a_cache_there_are_no_modules() -> None:
+    simulation = Simulation(replace(ROOMY, prefix_cache=False))
+    assert "prefix cache is off" in call(simulation, "encode", SCHEMA).detail
+    request = submit(simulation, SCHEMA[:1], [(10, 1)])
+    ended = simulation.streams[request].ended
+    assert ended is not None
+    assert (ended.reason, ended.param) == ("invalid", "prompt")
+    assert "prefix cache is off" in ended.detail
+
+
+def test_calls_end_when_the_workers_are_gone() -> None:
+    simulation = Simulation(ROOMY)
+    ticket = simulation.modules_call("encode", SCHEMA)
+    simulation.step()
+    simulation.engine.fail_all("gone")
+    outputs = simulation.engine.outputs()
+    assert outputs is not None
+    assert [(done.call, done.status, done.detail) for done in outputs.modules] == [(ticket, "failed", "gone")]
+    assert simulation.engine.is_idle

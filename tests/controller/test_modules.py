@@ -1,0 +1,280 @@
+"""Prompts made of modules: what is computed once and found by whom, in every tier; which text comes out is
+checked by the oracle throughout."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from controller.module_bench import ROOMY, ask, jobs_of, layout, submit, text, verify_all, words
+from controller.tier_bench import miss_of, settle, simulate, sink, tiers_of, tree_of
+from msgspec.structs import replace
+from simulation.driver import Simulation, Stream
+
+from trunkline.controller.sequence import Request
+from trunkline.kvstore.layout import unpack_int32
+from trunkline.kvstore.tier import TierKind
+from trunkline.worker.messages import Sampling, StepPlan
+
+ROOT = text(words(0, 10), 0)
+CITY = text(words(20, 7), 10, parent=0)
+
+
+def test_ten_requests_at_once_encode_a_text_once() -> None:
+    simulation = Simulation(ROOMY)
+    requests = [submit(simulation, [ROOT, CITY], [(17, 1)], own=[i]) for i in range(10)]
+    simulation.run()
+    verify_all(simulation)
+    assert jobs_of(simulation).encoded_texts == 2
+    assert simulation.workers.computed_tokens == 17 + 10 * 4
+    cached = [simulation.streams[request].cached_tokens for request in requests]
+    assert cached == [0] + [17] * 9  # the first had it computed
+    assert all(simulation.streams[request].started.module_tokens == 17 for request in requests)  # type: ignore[union-attr]
+
+
+def test_rows_share_blocks_of_texts_wherever_they_stand_in_their_tables() -> None:
+    """Four selections of three texts; each block is held once, and (as the workers assert) in runs of all rows."""
+    simulation = Simulation(ROOMY)
+    a, b, c = text(words(0, 9), 0), text(words(20, 8), 9), text(words(40, 5), 17)
+    for texts in ([a, b, c], [b, c], [c], [a, c]):
+        submit(simulation, texts, [(22, 2)], max_tokens=40)
+    for _ in range(8):
+        simulation.step()
+    assert len(simulation.workers.rows) == 4
+    physical, logical = simulation.workers.blocks_held
+    own = sum(len(s.private) + len(s.path) - s.stem.base for s in simulation.engine.scheduler.running())
+    assert physical - own == 3 + 2 + 2
+    assert logical - own == 7 + 4 + 2 + 5
+    assert {(first, stop - first, start) for first, stop, start, _ in simulation.workers.runs.tolist()} >= {
+        (row, 1, 0) for row in range(4)
+    }
+    simulation.run()
+    verify_all(simulation)
+
+
+def test_the_same_text_at_another_place_is_found_and_shifted() -> None:
+    simulation = Simulation(ROOMY)
+    plans: list[StepPlan] = []
+    simulation.workers.observer = plans.append
+    ask(simulation, [ROOT, CITY], [(17, 1)])
+    other = text(words(20, 7), 33, parent=0)
+    stream = ask(simulation, [ROOT, text(words(60, 9), 20, parent=0), other], [(40, 2)])
+    assert jobs_of(simulation).encoded_texts == 3
+    assert stream.cached_tokens == 17
+    extents = unpack_int32(plans[-1].joins[-1].extents if plans[-1].joins else _last_join(plans), 5).tolist()
+    assert [(count, base, shift) for _, _, count, base, shift in extents] == [
+        (10, 0, 0),
+        (9, 20, 0),
+        (7, 10, 23),
+        (-1, 40, 0),
+    ]
+
+
+def _last_join(plans: list[StepPlan]) -> bytes:
+    return next(plan.joins[-1].extents for plan in reversed(plans) if plan.joins)
+
+
+def test_with_learned_positions_a_text_serves_at_its_own_place_only() -> None:
+    simulation = Simulation(replace(ROOMY, positions_shift=False))
+    ask(simulation, [ROOT, CITY], [(17, 1)])
+    assert ask(simulation, [ROOT, CITY], [(17, 1)], own=[9]).cached_tokens == 17
+    stream = ask(simulation, [ROOT, text(words(20, 7), 11, parent=0)], [(18, 1)])
+    assert stream.cached_tokens == 10
+    assert jobs_of(simulation).encoded_texts == 3
+
+
+def test_a_text_is_another_one_under_other_texts() -> None:
+    """Whatever is seen before it is part of its name: alone, under a root, under another text below that root."""
+    simulation = Simulation(ROOMY)
+    ask(simulation, [ROOT, CITY], [(17, 1)])
+    ask(simulation, [text(words(20, 7), 0)], [(7, 1)])
+    between = text(words(40, 5), 10, parent=0)
+    ask(simulation, [ROOT, between, text(words(20, 7), 15, parent=1)], [(22, 1)])
+    assert jobs_of(simulation).encoded_texts == 2 + 1 + 2
+
+
+def test_a_chain_is_encoded_in_order_and_shown_in_part() -> None:
+    """A scaffold: each text sees all before it; the root's own version is context only."""
+    simulation = Simulation(ROOMY)
+    chain = [
+        text(words(0, 6), 0, seen=[]),
+        text(words(10, 6), 6, parent=0),
+        text(words(20, 6), 12, parent=1, seen=[(0, 2), (4, 6)]),
+        text(words(30, 6), 18, parent=2),
+    ]
+    stream = ask(simulation, chain, [(14, 2), (24, 3)])
+    assert jobs_of(simulation).encoded_texts == 4
+    assert stream.started is not None
+    assert stream.started.module_tokens == 6 + 4 + 6
+
+
+def test_appending_a_text_to_a_schema_leaves_the_others_valid() -> None:
+    simulation = Simulation(ROOMY)
+    ask(simulation, [ROOT, CITY], [(17, 1)])
+    later = text(words(70, 5), 17, parent=0)
+    assert ask(simulation, [ROOT, CITY, later], [(22, 1)]).cached_tokens == 17
+    assert jobs_of(simulation).encoded_texts == 3
+
+
+def test_the_order_in_which_texts_are_named_changes_nothing() -> None:
+    """Own tokens are found, too, and so is the output, by a prompt that goes on from it."""
+    simulation = Simulation(ROOMY)
+    b, c = text(words(20, 7), 10, parent=0), text(words(30, 7), 20, parent=0)
+    first = ask(simulation, [ROOT, b, c], [(17, 2), (27, 6)], 6)
+    again = ask(simulation, [ROOT, c, b], [(17, 2), (27, 6)], 6)
+    assert again.output == first.output
+    assert again.cached_tokens == len(again.prompt) - 1
+    own = [*words(500, 8), *first.output]
+    longer = ask(simulation, [ROOT, c, b], [(17, 2), (27, 12)], 6, own=own)
+    assert longer.cached_tokens == len(longer.prompt) - 1
+    elsewhere = ask(simulation, [ROOT, c, b], [(18, 2), (27, 6)], 6)
+    assert elsewhere.cached_tokens == 24, "own tokens at another place are others"
+
+
+def test_own_tokens_of_modules_are_never_found_by_plain_prompts() -> None:
+    simulation = Simulation(ROOMY)
+    ask(simulation, [], [(0, 12)])
+    plain = simulation.submit(words(500, 12), 4)
+    simulation.run()
+    verify_all(simulation)
+    assert simulation.streams[plain].cached_tokens == 0
+
+
+def test_the_same_text_twice_in_a_prompt_is_computed_once() -> None:
+    simulation = Simulation(ROOMY)
+    stream = ask(simulation, [text(words(0, 9), 0), text(words(0, 9), 30)], [(39, 2)])
+    assert jobs_of(simulation).encoded_texts == 1
+    assert stream.started is not None
+    assert stream.started.module_tokens == 18
+
+
+def test_texts_that_begin_alike_share_what_they_have_in_common() -> None:
+    simulation = Simulation(ROOMY)
+    ask(simulation, [text(words(0, 10), 0)], [(10, 1)])
+    computed = simulation.workers.computed_tokens
+    ask(simulation, [text([*words(0, 9), 90, 91], 5)], [(16, 1)], 1)
+    assert simulation.workers.computed_tokens - computed == 2 + 1
+    assert jobs_of(simulation).encoded_tokens == 21
+
+
+def test_several_samples_and_their_history() -> None:
+    simulation = Simulation(ROOMY)
+    stream = ask(simulation, [ROOT, CITY], [(17, 3)], 9, n=3, history=True)
+    assert len(stream.reasons) == 3
+
+
+def resume(simulation: Simulation, stream: Stream, tokens: int, max_tokens: int) -> None:
+    """Another engine goes on with a stream of which so many tokens are known: `tokens` hold them, behind the
+    prompt's own."""
+    known = [*stream.own, *stream.output[:tokens]]
+    request = Request(
+        id=77,
+        tokens=np.array(known, np.int32),
+        max_tokens=max_tokens,
+        sampling=Sampling(),
+        prompt_len=len(stream.own),
+        layout=stream.layout,
+    )
+    stream.outputs[0], stream.reasons = stream.output[:tokens], {}
+    stream.cached_tokens = stream.started = stream.ended = None
+    simulation.streams[77] = stream
+    simulation.engine.submit(request, simulation.now)
+    simulation.run()
+
+
+@pytest.mark.parametrize("known", [1, 5, 7])
+def test_a_stream_that_is_resumed_goes_on(known: int) -> None:
+    whole = ask(Simulation(ROOMY), [ROOT, CITY], [(17, 3)], 8)
+    simulation = Simulation(ROOMY)
+    resume(simulation, whole, known, 8)
+    verify_all(simulation)
+    assert len(whole.output) == 8
+
+
+def test_a_stream_at_the_last_position_cannot_be_resumed() -> None:
+    whole = ask(Simulation(ROOMY), [ROOT, CITY], [(90, 2)], 8)
+    assert len(whole.output) == 4
+    simulation = Simulation(ROOMY)
+    resume(simulation, whole, 4, 8)
+    assert whole.reason == "invalid"
+    assert whole.ended is not None
+    assert "position 96" in whole.ended.detail
+
+
+@pytest.mark.parametrize("tier", list(TierKind))
+def test_texts_come_back_from_every_tier(tier: TierKind) -> None:
+    """Their last chunks, which are not full, too."""
+    simulation = simulate()
+    ask(simulation, [ROOT, CITY], [(17, 1)])
+    if tier is not TierKind.DEVICE:
+        sink(simulation, tier)
+        assert not any(node.on_device for node in tree_of(simulation).nodes())
+    computed = simulation.workers.computed_tokens
+    stream = ask(simulation, [ROOT, CITY], [(17, 2)], own=[7, 8])
+    expected = [0] * len(TierKind)
+    expected[tier] = 17
+    assert tiers_of(stream) == expected
+    assert simulation.workers.computed_tokens - computed == 2 + 3
+    assert jobs_of(simulation).encoded_texts == 2
+
+
+def test_texts_sink_to_host_memory_while_others_take_their_blocks() -> None:
+    """Each is computed once, though the device holds a third of them."""
+    simulation = Simulation(replace(ROOMY, num_blocks=12, host_slots=60, preemption="swap"))
+    schemas = [[text(words(100 * i, 14), 0), text(words(100 * i + 50, 6), 14, parent=0)] for i in range(5)]
+    for turn in range(3):
+        for schema in schemas:
+            ask(simulation, schema, [(20, 2)], own=[turn, turn])
+            settle(simulation)
+    assert jobs_of(simulation).encoded_texts == 10
+    assert tree_of(simulation).loaded_blocks > 30
+
+
+def test_why_a_text_was_missed() -> None:
+    simulation = Simulation(replace(ROOMY, num_blocks=10))
+    assert miss_of(ask(simulation, [ROOT, CITY], [(17, 1)])) == ("new", 0)
+    assert miss_of(ask(simulation, [ROOT, CITY], [(17, 1)])) == ("", 0)
+    assert miss_of(ask(simulation, [ROOT, CITY], [(17, 2)], own=[1, 2])) == ("diverged", 17)
+    simulation.submit(words(200, 38), 1)
+    simulation.run()
+    stream = ask(simulation, [ROOT, CITY], [(17, 1)])
+    assert miss_of(stream) == ("evicted", 0)
+    assert stream.cached_tokens == 0
+
+
+def test_other_tenants_texts_are_not_found() -> None:
+    simulation = Simulation(ROOMY)
+    for salt in (b"", b"a", b"b", b"a"):
+        ask(simulation, [ROOT, CITY], [(17, 1)], salt=salt)
+    assert jobs_of(simulation).encoded_texts == 6
+
+
+def test_a_text_is_forgotten_after_its_time() -> None:
+    """That of the request which wanted it for longest."""
+    simulation = Simulation(ROOMY)
+    for ttl in (50.0, 500.0, 50.0):
+        simulation.submit([5], 2, layout=layout([ROOT, CITY], [(17, 1)], ttl))
+        simulation.run()
+        simulation.now += 60.0
+        simulation.move_chunks()
+    assert jobs_of(simulation).encoded_texts == 4
+    simulation.now += 500.0
+    simulation.move_chunks()
+    stream = ask(simulation, [ROOT, CITY], [(17, 1)])
+    assert (stream.cached_tokens, miss_of(stream)) == (0, ("ttl", 0))
+
+
+def test_an_announcement_brings_texts_into_host_memory() -> None:
+    simulation = simulate()
+    ask(simulation, [ROOT, CITY], [(17, 2)])
+    sink(simulation, TierKind.DISK)
+    assert simulation.streams[1].layout is not None
+    request = Request(
+        id=0,
+        tokens=np.empty(0, np.int32),
+        max_tokens=1,
+        sampling=Sampling(),
+        layout=replace(simulation.streams[1].layout, runs=b""),
+    )
+    assert simulation.engine.prefetch(request, simulation.now) == (17, 17)
+    settle(simulation)
+    assert sum(node.host_ready for node in tree_of(simulation).nodes()) == 3 + 2
