@@ -114,6 +114,17 @@ def test_a_tier_that_does_not_give_a_text_back_is_not_waited_for() -> None:
     assert jobs_of(simulation).encoded_texts == 2
 
 
+def test_a_text_whose_end_is_only_in_a_longer_one_far_away_is_encoded_once() -> None:
+    simulation = simulate()
+    ask(simulation, [text(words(0, 8), 0)], [(8, 1)])
+    sink(simulation, TierKind.REMOTE)
+    simulation.tiers.faults.dead.add(TierKind.REMOTE)
+    submit(simulation, [text(words(0, 6), 0)], [(6, 2)])
+    simulation.run(steps_max=500)
+    verify_all(simulation)
+    assert jobs_of(simulation).encoded_texts == 2
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_requests_whose_texts_do_not_fit_together_all_end(seed: int) -> None:
     """They do not evict each other's texts for ever, and the first is never overtaken by much."""

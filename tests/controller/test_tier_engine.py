@@ -387,10 +387,11 @@ def random_engine(rng: random.Random) -> EngineConfig:
     )
 
 
-def random_traffic(seed: int, *, check: bool) -> Traffic:
+def random_traffic(seed: int, *, check: bool, modules: float = 0.0) -> Traffic:
     """Everything at once: all kinds of requests, cuts, preemptions, tiers that fail, lose, and die."""
     rng = random.Random(seed)
-    mix = Mix(cuts=rng.choice([0.0, 0.5]), ttl=0.3, preempts=rng.choice([0.0, 0.05]))
+    cuts, preempts = rng.choice([0.0, 0.5]), rng.choice([0.0, 0.05])
+    mix = Mix(cuts=cuts, ttl=0.3, preempts=preempts, modules=modules, calls=modules / 20)
     traffic = Traffic(random_engine(rng), mix, seed, check=check)
     simulation = traffic.simulation
     simulation.pace_s = rng.choice([1.0, 0.01, 0.002])
@@ -403,6 +404,11 @@ def random_traffic(seed: int, *, check: bool) -> Traffic:
 @pytest.mark.parametrize("seed", range(12))
 def test_every_request_ends_with_the_right_text(seed: int) -> None:
     random_traffic(seed, check=False).run(50)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_every_request_with_modules_ends_with_the_right_text(seed: int) -> None:
+    random_traffic(seed, check=seed % 3 == 0, modules=0.7).run(50)
 
 
 def test_every_invariant_holds_after_every_event() -> None:
@@ -420,5 +426,6 @@ def test_every_invariant_holds_after_every_event() -> None:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", range(1000, 1100))
 def test_thousands_of_requests(seed: int) -> None:
-    """In all: 30,000 over a hundred engines."""
+    """In all: 60,000 over a hundred engines."""
     random_traffic(seed, check=False).run(300)
+    random_traffic(seed, check=False, modules=0.7).run(300)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 from simulation.layout import Layout
 from simulation.model import MODULES, extend_seen, next_token, text_token
-from simulation.module_oracle import expected_module_output, prompt_tokens, stored_texts
+from simulation.module_oracle import expected_module_output, prompt_tokens, reaches, stored_texts
 from simulation.module_prompts import layout, text
 from simulation.worker import SimulatedWorkers
 
@@ -105,6 +105,20 @@ def test_text_that_saw_something_else_is_noticed() -> None:
     plan = StepPlan(2, 1, leaves=pack_int32([1]), joins=[second], prefill=pack_int32([2, 0, 5, 0, 0]))
     group.execute(plan, {2: {}})
     assert ask(group, EXTENTS) != expected_module_output(PROMPT, OWN, 0, 3)
+
+
+def test_text_that_was_computed_farther_from_its_root_is_noticed_if_that_counts() -> None:
+    """Where it may relocate, it is as good as any other."""
+    moved = [(*e[:4], 3) if e[0] in (1, 2) else e for e in EXTENTS[:3]] + [
+        (3, 0, 1, 4, 0),
+        (3, 1, OPEN_COUNT, 15, 0),
+    ]
+    there = layout([text(ROOT, 0), text(CITY, 9, parent=0, seen=[(0, 1), (3, 5)])], [(4, 1), (15, 1)])
+    assert ask(encoded(), moved) == expected_module_output(there, OWN, 0, 3)
+    joined = join(3, OWN, 6, [0, 1, 2, 3], packed(*moved))
+    plan = StepPlan(3, 1, leaves=pack_int32([2]), joins=[joined], prefill=pack_int32([3, 6, 2, 6, 1]))
+    with pytest.raises(AssertionError, match="farther from"):
+        encoded().execute(plan, {3: reaches(there)})
 
 
 def test_rows_that_do_not_share_a_text_are_noticed() -> None:

@@ -257,7 +257,8 @@ class SimulatedWorkers:
             self.written_tokens += 1
         else:
             stored = self.pool.read(block, offset, self.last_step, stay)
-            assert stored == entry, "a token that is not stored differs from the stored one"
+            same = stored == entry._replace(reach=stored.reach)  # texts may have moved since
+            assert same, "a token that is not stored differs from the stored one"
         self.computed_tokens += 1
 
     def _past(self, stay: int, count: int) -> bytes:

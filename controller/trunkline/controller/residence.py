@@ -423,6 +423,8 @@ class Residence:
         key = sequence.tokens.to_bytes(start, stop)
         leaf = self.tree.covered_by_sibling(sequence.anchor, key)
         shared = self.pool.holders(sequence.private[0]) > 1
+        if leaf is not None and leaf.key != key and sequence.group.encodes and not leaf.is_loadable:
+            leaf = None  # the end of a longer text is too far away: else this one would be encoded for ever
         if leaf is not None:
             if leaf.key == key and not (leaf.on_device or shared):
                 self.tree.place(leaf, sequence.private.pop(0))
