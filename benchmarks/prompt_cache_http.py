@@ -136,7 +136,9 @@ def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--tp", default="1,2", help="ranks of the servers, in turn")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--serve-args", default="--kv-memory 4GiB --disk-tier 0", help="more arguments for `trunkline serve`")
+    parser.add_argument(
+        "--serve-args", default="--kv-memory 4GiB --disk-tier 0", help="more arguments for `trunkline serve`"
+    )
     arguments = parser.parse_args()
     arguments.model = str(small_model())
     report = Report("prompt_cache_http")
