@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from trunkline.controller.messages import ModuleText
 from trunkline.controller.module_jobs import ModuleJobs, Wish
 from trunkline.controller.module_prompt import CachedText
-from trunkline.controller.modules import Moves, find_text, name_texts
+from trunkline.controller.modules import find_text, name_texts
 from trunkline.controller.node import Node
 from trunkline.controller.residence import Residence
 from trunkline.kvstore.layout import blocks_for, pack_int32
+from trunkline.kvstore.module_names import Moves
 
 JOBS_AT_ONCE: Final = 32
 """Texts of all calls that are encoded at the same time (one of each call at least): enough to fill steps, few
@@ -29,6 +30,7 @@ class TextsCall:
     """One call to encode texts, or to look for them. Compared by identity: it is what its jobs wait under."""
 
     id: int
+    """Of nobody's call: negative. It gets no answer."""
     sources: Sequence[ModuleText]
     salt: bytes
     moves: Moves
@@ -68,6 +70,8 @@ class ModuleCalls:
         self._calls: dict[int, TextsCall] = {}
         self._pinned: dict[str, list[Node]] = {}
         """By holder: chunks, each as often as the holder pinned it."""
+        self._pinned_by: dict[str, TextsCall] = {}
+        """By holder: what was asked for."""
         self.done: list[CallDone] = []
 
     def __len__(self) -> int:
@@ -97,18 +101,45 @@ class ModuleCalls:
         if call.id in self._calls:
             self.done.append(CallDone(call.id, "failed", "a call with this ticket has not been answered yet"))
             return
+        if call.holder:
+            self._pin_no_more(call.holder)
         self._calls[call.id] = call
         if not call.encodes:
             self._left = TEXTS_PER_STEP
             self._name(call, step, now, None)
             self._look(call, step, now)
 
+    def _pin_no_more(self, holder: str) -> None:
+        """What was to be pinned again for a holder is not: it was unpinned, or another call replaces it."""
+        for call in [call for call in self._calls.values() if call.id < 0 and call.holder == holder]:
+            call.holder = ""
+            if not call.texts:  # else its jobs end by themselves
+                del self._calls[call.id]
+
+    def postpone(self, call: TextsCall) -> None:
+        """As `begin`, with the next step."""
+        self._calls[call.id] = call
+
+    def begin_again(self) -> list[TextsCall]:
+        """What is to be asked of other workers if these, with all that is pinned, are gone: to pin that again, and
+        all calls that are not done. They know nothing of the old tree."""
+        replaced = {call.holder for call in self._calls.values()}
+        wanted = [call for holder, call in self._pinned_by.items() if holder not in replaced]
+        wanted = [_unbegun(call, -number) for number, call in enumerate(wanted, start=1)]
+        for call in self._calls.values():
+            wanted.append(_unbegun(call, call.id if call.id >= 0 else -len(wanted) - 1))
+        return wanted
+
     def cancel(self, call_id: int) -> TextsCall | None:
         """Forget a call; its jobs are to be left (`ModuleJobs.left`). An unknown one is fine."""
         call = self._calls.pop(call_id, None)
         if call is not None:
-            self.done.append(CallDone(call_id, "cancelled"))
+            self._answer(CallDone(call_id, "cancelled"))
         return call
+
+    def _answer(self, done: CallDone) -> None:
+        if done.call >= 0:
+            self.done.append(done)
 
     def ids(self) -> list[int]:
         """Calls that are not done."""
@@ -172,11 +203,13 @@ class ModuleCalls:
             self._release(call.holder, now)
             if -1 in call.tiers:
                 status, detail = "quota", "there is no room for all of its texts at once, so none is pinned"
-            elif not self._pin(call.holder, nodes):
+            elif self._pin(call.holder, nodes):
+                self._pinned_by[call.holder] = _unbegun(call, call.id)
+            else:
                 status = "quota"
                 detail = f"{len(nodes)} chunks would be pinned; this group pins {self._room()} more at most"
         counts = [blocks_for(text.token_count, self._tree.chunk_size) for text in call.texts]
-        self.done.append(
+        self._answer(
             CallDone(call.id, status, detail, pack_int32(call.tiers), pack_int32(counts), call.computed_tokens)
         )
 
@@ -206,6 +239,7 @@ class ModuleCalls:
 
     def unpin(self, holder: str, now: float) -> None:
         """Undo what was pinned for a holder, or is to be when a call is done. An unknown one is fine."""
+        self._pin_no_more(holder)
         for call in self._calls.values():
             if call.holder == holder:
                 call.holder = ""
@@ -213,6 +247,7 @@ class ModuleCalls:
 
     def _release(self, holder: str, now: float) -> None:
         nodes = self._pinned.pop(holder, [])
+        self._pinned_by.pop(holder, None)
         if not self._on_device:
             self._tree.tiers.unpin([node for node in nodes if not node.is_forgotten])
             return
@@ -225,3 +260,7 @@ class ModuleCalls:
             return False
         self._release(next(iter(self._pinned)), now)
         return True
+
+
+def _unbegun(call: TextsCall, call_id: int) -> TextsCall:
+    return replace(call, id=call_id, texts=[], tiers=[], chunks={}, computed_tokens=0)

@@ -21,8 +21,6 @@ To *encode* a text is to compute it as the own tokens of a sequence that sees th
 from __future__ import annotations
 
 from collections.abc import Sequence as AbstractSequence
-from enum import Enum, auto
-from hashlib import blake2b
 from typing import NamedTuple
 
 import numpy as np
@@ -33,23 +31,8 @@ from trunkline.controller.module_prompt import CachedText, ModulePrompt, Ranges
 from trunkline.controller.node import TOKEN_BYTES, Node
 from trunkline.controller.sequence import Place, Sequence, SequenceGroup, Stem, TokenBuffer
 from trunkline.controller.tree import ChunkTree
-from trunkline.kvstore.layout import OPEN_COUNT, Extent, Int32Array, blocks_for, unpack_int32
-from trunkline.kvstore.names import NAME_BYTES, ChunkName
-
-
-def pairs(packed: bytes) -> Ranges:
-    """int32 `[n, 2]` as tuples."""
-    return tuple((a, b) for a, b in unpack_int32(packed, columns=2).tolist())
-
-
-class Moves(Enum):
-    """Where a text that was computed at one position may act."""
-
-    ANYWHERE = auto()
-    WITH_ITS_PARENT = auto()
-    """Where the texts above it are as far away as they were."""
-    NOWHERE = auto()
-    """There only: positions are learned."""
+from trunkline.kvstore.layout import OPEN_COUNT, Extent, Int32Array, blocks_for
+from trunkline.kvstore.module_names import Moves, modules_root, pairs, prompt_root, text_names
 
 
 def name_texts(
@@ -60,23 +43,11 @@ def name_texts(
     Args:
         named: the texts before these; they come behind them.
     """
-    base = _digest(b"modules", tree.root_name(salt))
+    base = modules_root(tree.root_name(salt))
     for text in texts:
-        above = named[text.parent].content if text.parent >= 0 else base
-        origin = named[text.parent].position if text.parent >= 0 else text.position
-        where = b""
-        if moves is not Moves.ANYWHERE:
-            where = (text.position - (origin if moves is Moves.WITH_ITS_PARENT else 0)).to_bytes(8, "little")
-        place = _digest(b"place", above, where, text.tokens[: tree.chunk_bytes])
-        content = _digest(b"content", above, where, text.tokens)
-        named.append(CachedText(text.tokens, text.position, text.parent, pairs(text.seen), place, content))
-
-
-def _digest(*parts: bytes) -> ChunkName:
-    digest = blake2b(digest_size=NAME_BYTES, person=b"trunkline-module")
-    for part in parts:
-        digest.update(len(part).to_bytes(4, "little") + part)
-    return ChunkName(digest.digest())
+        parent = (named[text.parent].content, named[text.parent].position) if text.parent >= 0 else None
+        names = text_names(text, parent, base, moves, tree.chunk_bytes)
+        named.append(CachedText(text.tokens, text.position, text.parent, pairs(text.seen), *names))
 
 
 def chain_of(texts: AbstractSequence[CachedText], index: int) -> list[int]:
@@ -95,16 +66,10 @@ def prompt_of(tree: ChunkTree, salt: bytes, layout: PromptLayout, moves: Moves) 
     name_texts(tree, salt, layout.texts, moves, texts)
     shown = sorted((i for i, text in enumerate(texts) if text.seen), key=lambda i: texts[i].position)
     runs = pairs(layout.runs)
-    digest = blake2b(digest_size=NAME_BYTES, person=b"trunkline-prompt")
-    digest.update(_digest(b"modules", tree.root_name(salt)))
-    for index in shown:
-        text = texts[index]
-        digest.update(text.content + np.array([text.position, *sum(text.seen, ())], "<i8").tobytes() + b";")
-    # Where own tokens stand is part of the name; how many there are behind all is not.
-    closed = [value for run in runs[:-1] for value in run]
-    digest.update(np.array([*closed, runs[-1][0] if runs else 0], "<i8").tobytes())
+    seen = [(texts[i].content, texts[i].position, texts[i].seen) for i in shown]
+    name = prompt_root(modules_root(tree.root_name(salt)), seen, runs)
     ranges = [texts[i].seen for i in shown]
-    prompt = ModulePrompt(texts, shown, ranges, runs, ChunkName(digest.digest()), tree.chunk_size)
+    prompt = ModulePrompt(texts, shown, ranges, runs, name, tree.chunk_size)
     prompt.ttl = layout.ttl
     return prompt
 

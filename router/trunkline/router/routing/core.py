@@ -1,0 +1,330 @@
+"""Which controller gets a request: index, loads, breakers, sessions and a rule put together. Pure.
+
+      route ──► Decision ──► sent(ticket) ──► started(ticket) ──► ended(ticket)
+                             load, expected     no queued          no load
+                             chunks, session    tokens any more
+
+A *ticket* is one dispatch of one request to one controller. `route` changes nothing but whose turn it is among
+equals, so a decision that is not carried out leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from trunkline.kvstore.layout import blocks_for
+from trunkline.router.routing.breaker import Breaker
+from trunkline.router.routing.index import TIERS, ChunkIndex, IntArray
+from trunkline.router.routing.loads import FloatArray, Live, Loads
+from trunkline.router.routing.names import Chain, Identity, Names, prompt_names
+from trunkline.router.routing.policies import POLICIES, Policy, RoutingSettings, Turns, View
+from trunkline.router.routing.request import Decision, RouteRequest
+from trunkline.router.routing.sessions import SessionPlaces
+
+__all__ = ["Decision", "NoControllerError", "RouteRequest", "RoutingCore", "RoutingSettings"]
+
+_UNKNOWN_CHUNK: Final = 64
+"""Tokens of a chunk of a controller that has not said it."""
+
+
+class NoControllerError(Exception):
+    """No controller can take the request now."""
+
+    def __init__(self, message: str, wait_seconds: float) -> None:
+        super().__init__(message)
+        self.wait_seconds = wait_seconds
+        """How long until one that has failed may be tried again, at least; infinity: something else must
+        happen."""
+
+
+class _Found(NamedTuple):
+    """A request's chunks, for the controllers of one identity."""
+
+    names: Names
+    overlaps: list[tuple[Chain, IntArray]]
+    """Chunks that each controller has of each chain, `[controllers, 4]`."""
+
+
+class RoutingCore:
+    """See the module. Controllers are numbers from 0 on; times are seconds of any clock that does not go back."""
+
+    def __init__(
+        self,
+        controllers: int,
+        policy: str = "prefix",
+        *,
+        settings: RoutingSettings | None = None,
+        replica_seed: int = 0,
+    ) -> None:
+        """
+        Args:
+            policy: one of `POLICIES`.
+            settings: None: the defaults.
+            replica_seed: another one for each router, so that equals do not all get the same turn.
+
+        Raises:
+            ValueError: there is no such policy, or a setting is wrong.
+        """
+        if policy not in POLICIES:
+            raise ValueError(f"policy is {policy!r}; it must be one of {', '.join(POLICIES)}")
+        self.settings = settings or RoutingSettings()
+        self.settings.validate()
+        self.index = ChunkIndex(controllers, self.settings.index_bytes_max)
+        self.loads = Loads(controllers)
+        self._policy_name = policy
+        self._policy: Policy = POLICIES[policy](self.settings, Turns(replica_seed))
+        self._available = np.zeros(controllers, bool)
+        self._breakers = [Breaker() for _ in range(controllers)]
+        self._failing: set[int] = set()
+        """Controllers whose breakers are not closed."""
+        self._sessions = SessionPlaces(self.settings.sessions_max)
+        self._identities: list[Identity | None] = [None] * controllers
+        self._members: dict[Identity, IntArray] = {}
+        self._chunk_size = np.full(controllers, _UNKNOWN_CHUNK)
+        self._worth = np.tile([1.0, self.settings.host_worth, self.settings.disk_worth, 1.0], (controllers, 1))
+        """What a cached token of each tier saves, of what computing it takes; `[controllers, 4]`."""
+
+    # What is known of controllers
+
+    def set_identity(self, controller: int, identity: Identity) -> None:
+        """What the names of its chunks begin with; until it is known, nothing is found there."""
+        if self._identities[controller] == identity:
+            return
+        self._identities[controller] = identity
+        self._chunk_size[controller] = identity.chunk_size
+        distinct = {identity for identity in self._identities if identity is not None}
+        self._members = {
+            each: np.array([i for i, other in enumerate(self._identities) if other == each]) for each in distinct
+        }
+
+    def set_costs(self, controller: int, prefill_us: float, load_us: Sequence[float]) -> None:
+        """
+        Args:
+            prefill_us: computing a prompt token takes; 0: not measured.
+            load_us: loading one takes, by `TierKind`; 0: not measured, as is what is left out.
+        """
+        settings = self.settings
+        for tier, default in ((1, settings.host_worth), (2, settings.disk_worth)):
+            load = load_us[tier] if tier < len(load_us) else 0.0
+            is_measured = prefill_us > 0 and load > 0
+            self._worth[controller, tier] = 1.0 - min(1.0, load / prefill_us) if is_measured else default
+
+    def report(
+        self, controller: int, *, requests: int, queued_tokens: int, kv_used: float, running: int, now: float
+    ) -> None:
+        """What a controller says of all routers' requests.
+
+        Args:
+            requests: that have not ended.
+            queued_tokens: prompt tokens of them that have still to be computed.
+            kv_used: part of its blocks that running requests hold, 0 to 1.
+            running: how many run.
+        """
+        self.loads.report(
+            controller, requests=requests, queued_tokens=queued_tokens, kv_used=kv_used, running=running
+        )
+
+    def set_available(self, controller: int, available: bool, now: float) -> None:
+        """Whether it can take requests. May be said again and again; only a change does something: one that is
+        back after failures is tried with one request first."""
+        if not available:
+            self.loads.lost(controller)
+        elif not self._available[controller]:
+            self._breakers[controller].back()
+        self._available[controller] = available
+
+    def is_available(self, controller: int, now: float) -> bool:
+        """Whether a request may be sent there."""
+        return bool(self._available[controller]) and self._breakers[controller].allows(now)
+
+    def inflight(self, controller: int) -> int:
+        """This router's requests there."""
+        return int(self.loads.own_inflight[controller])
+
+    # A request's life
+
+    def route(self, request: RouteRequest, now: float) -> Decision:
+        """Where it should go.
+
+        Raises:
+            NoControllerError: nowhere, at present.
+            ValueError: see `prompt_names`.
+        """
+        candidates = self._candidates(request, now)
+        found, tiers, effective = self._look_up(request, now)
+        prompt = max((each.names.prompt_tokens for each in found.values()), default=_prompt_tokens(request))
+        new = prompt - effective
+        loads, settings = self.loads, self.settings
+        inflight, queued = loads.inflight, loads.queued
+        waiting = (inflight * settings.request_tokens + queued) / settings.chunk_tokens
+        costs = (new + settings.floor_tokens) * (1.0 + waiting)
+        matched = tiers.sum(axis=1)
+        if request.pinned >= 0:
+            chosen, reason = request.pinned, "pinned"
+        elif len(candidates) == 1:
+            chosen, reason = int(candidates[0]), "only"
+        else:
+            view = View(
+                candidates,
+                prompt,
+                self._chunk_size,
+                new,
+                matched,
+                inflight,
+                loads.own_inflight,
+                queued,
+                loads.own_queued,
+                loads.own_blocks,
+                loads.running,
+                loads.kv_used,
+                costs,
+                request.session,
+                self._sessions.find(request.session) if request.session else -1,
+                request.home,
+            )
+            chosen, reason = self._policy.choose(view)
+        identity = self._identities[chosen]
+        return Decision(
+            chosen,
+            reason or self._policy_name,
+            max(0, prompt - int(matched[chosen])),
+            int(matched[chosen]),
+            tiers[chosen].tolist(),
+            float(costs[chosen]),
+            float(costs[candidates].min()),
+            _missing(found[identity], chosen) if identity is not None else [],
+            blocks_for(prompt, int(self._chunk_size[chosen])),
+        )
+
+    def sent(self, ticket: int, decision: Decision, request: RouteRequest, now: float) -> None:
+        """The request was sent as decided.
+
+        Raises:
+            ValueError: the ticket is in use.
+        """
+        controller = decision.controller
+        self.loads.sent(ticket, Live(controller, decision.new_tokens, decision.blocks, now))
+        self.index.expect(ticket, controller, decision.names, now)
+        self._breakers[controller].sent(ticket)
+        if request.session:
+            self._sessions.sent(request.session, controller)
+
+    def started(self, ticket: int, now: float) -> None:
+        """Its prompt is computed. Unknown tickets, and ones that have started, are fine."""
+        live = self.loads.started(ticket)
+        if live is not None:
+            self.index.settle(ticket, now)
+            self._breakers[live.controller].succeeded(live.sent_at)
+            if self._breakers[live.controller].is_closed:
+                self._failing.discard(live.controller)
+
+    def ended(self, ticket: int, now: float, *, failed: bool = False) -> None:
+        """It has ended in any way. Unknown tickets, and ones that have ended, are fine.
+
+        Args:
+            failed: the controller failed it (it was lost, its workers were, it did not answer); not: the request
+                was wrong or refused, its client left.
+        """
+        live = self.loads.ended(ticket)
+        if live is None:
+            return
+        breaker = self._breakers[live.controller]
+        breaker.ended(ticket)
+        if failed:
+            breaker.failed(live.sent_at, now)
+            self._failing.add(live.controller)
+        if failed or not live.started:
+            self.index.drop(ticket)
+
+    # Inside
+
+    def _candidates(self, request: RouteRequest, now: float) -> IntArray:
+        usable = self._available
+        paused = [i for i in self._failing if not self._breakers[i].allows(now)]
+        if paused:
+            usable = usable.copy()
+            usable[paused] = False
+        if request.pinned >= 0:
+            if not usable[request.pinned]:
+                wait = self._breakers[request.pinned].wait_seconds(now)
+                raise NoControllerError(
+                    f"controller {request.pinned}, which the request needs, is not available",
+                    wait if self._available[request.pinned] else float("inf"),
+                )
+            return np.array([request.pinned])
+        if not usable.any():
+            waits = [self._breakers[i].wait_seconds(now) for i in np.flatnonzero(self._available)]
+            raise NoControllerError("no controller is available", min(waits, default=float("inf")))
+        if request.exclude:
+            rest = usable.copy()
+            rest[list(request.exclude)] = False
+            if rest.any():
+                usable = rest
+        candidates: IntArray = usable.nonzero()[0]
+        return candidates
+
+    def _look_up(self, request: RouteRequest, now: float) -> tuple[dict[Identity, _Found], IntArray, FloatArray]:
+        """What each identity's names are; cached tokens, `[controllers, 4]`; what these save, in tokens."""
+        count = len(self._available)
+        tiers = np.zeros((count, TIERS), np.int64)
+        effective = np.zeros(count)
+        found: dict[Identity, _Found] = {}
+        for identity, members in self._members.items():
+            names = prompt_names(request, identity)
+            overlaps = [(chain, self.index.match(chain.names, now).tiers) for chain in names.chains]
+            found[identity] = _Found(names, overlaps)
+            cached = _best_way(overlaps)[members]
+            tiers[members] = cached
+            effective[members] = (cached * self._worth[members]).sum(axis=1)
+        return found, tiers, effective
+
+
+def _best_way(overlaps: Sequence[tuple[Chain, IntArray]]) -> IntArray:
+    """Cached tokens by tier, of each controller's best way."""
+    ways: dict[int, IntArray] = {}
+    for chain, chunks in overlaps:
+        tokens = _tokens(chain, chunks)
+        ways[chain.way] = ways[chain.way] + tokens if chain.way in ways else tokens
+    first, *others = ways.values()
+    for other in others:
+        first = np.where((other.sum(axis=1) > first.sum(axis=1))[:, None], other, first)
+    return first
+
+
+def _tokens(chain: Chain, chunks: IntArray) -> IntArray:
+    """Tokens that are seen of the chunks that are there, by tier."""
+    tokens = chunks * chain.tokens
+    if chain.least <= 1 and chain.last_tokens == chain.tokens and not chain.unseen_tokens:
+        return tokens
+    counts = chunks.sum(axis=1)
+    slowest = TIERS - 1 - np.argmax(chunks[:, ::-1] > 0, axis=1)
+    everyone = np.arange(len(chunks))
+    tokens[everyone, slowest] -= np.where(counts == len(chain.names), chain.tokens - chain.last_tokens, 0)
+    # Tokens that are not seen are taken from where most of the chunks are: exact as a sum, which is what counts.
+    unseen = np.minimum(chain.unseen_tokens, tokens.sum(axis=1))
+    for _ in range(TIERS):
+        fullest = tokens.argmax(axis=1)
+        taken = np.minimum(unseen, tokens[everyone, fullest])
+        tokens[everyone, fullest] -= taken
+        unseen -= taken
+    return np.where((counts >= chain.least)[:, None], tokens, 0)
+
+
+def _missing(found: _Found, controller: int) -> list[bytes]:
+    """Of each chain, the chunks that the controller has yet to compute, as far as it has not told of them."""
+    names: list[bytes] = []
+    for chain, chunks in found.overlaps:
+        if chain.way:
+            continue  # of the ways to go on after a cut, the controller will keep what it has if it can
+        *told, expected = chunks[controller].tolist()
+        # What is only expected is expected of this request, too: the other one may fail.
+        names += chain.names if expected else chain.names[sum(told) :]
+    return names
+
+
+def _prompt_tokens(request: RouteRequest) -> int:
+    """Of a prompt whose chunks nobody could name."""
+    return request.token_count if request.names is not None else len(request.tokens) // 4

@@ -1,0 +1,408 @@
+"""Which chunks each controller has, and in which tiers: an exact copy of what controllers publish (`KvEvents`),
+plus what requests that were just sent are expected to compute. Pure.
+
+One dictionary entry per name, however many controllers have it: an integer with four bits per *column*.
+
+      name ─► … |column 2: expected disk host device|column 1: expected disk host device|column 0: used|
+
+A lookup of a whole prompt packs its integers into a matrix and goes on in numpy, so it costs the same whoever has
+what. Each controller owns a column. A snapshot is written to another column while the old one serves, and
+forgetting a controller only takes its column away: a column that nobody owns is wiped little by little, a shard
+of the dictionary at each call, before it is given away again. So no call takes long, however much is known.
+
+The index is bounded by bytes. What leaves it is missing until its controller tells of it again: a match may say
+too little, never too much. Which names leave is decided by second chance: column 0 notes that a name was looked
+for.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from itertools import islice
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trunkline.kvstore.names import NAME_BYTES
+
+IntArray = NDArray[np.int64]
+
+EXPECT_SECONDS: Final = 2.0
+"""What a request was expected to compute is taken for granted so long after it has started; by then its controller
+has told of it."""
+DEVICE, HOST, DISK, EXPECTED = range(4)
+TIERS: Final = 4
+"""Bits of a column. The first three are told by controllers (`1 << TierKind`)."""
+_TOLD: Final = 0b0111
+_EXPECTED_BIT: Final = 1 << EXPECTED
+_USED: Final = 1
+"""Bit 0 of column 0, which no controller owns."""
+SHARDS: Final = 256
+"""Dictionaries that share the names, by first byte: so none is so large that growing or wiping it takes long."""
+_NAME_OVERHEAD_BYTES: Final = 64 + 56
+"""Of a name: the object, and its place in a dictionary that is half full."""
+_EVICTED_AT_ONCE: Final = 64
+
+_HAS: Final = np.array([(0xF if x & 0xF else 0) | (0xF0 if x & 0xF0 else 0) for x in range(256)], np.uint8)
+"""Of two columns: all bits of those that have any."""
+_FASTEST: Final = np.array([(x & 0xF & -(x & 0xF)) | ((x >> 4) & -(x >> 4)) << 4 for x in range(256)], np.uint8)
+"""Of two columns: the lowest bit of each."""
+_COUNTED_AT_ONCE: Final = 255
+"""So many bits add up in a byte."""
+
+
+class Overlap(NamedTuple):
+    """How much of a chain each controller has."""
+
+    tiers: IntArray
+    """Chunks of the prefix that it has without a gap, `[controllers, 4]`: those whose fastest tier is the
+    device, host memory, the disk, and those that are only expected."""
+
+    @property
+    def device(self) -> IntArray:
+        """Per controller, as are the following."""
+        return self.tiers[:, DEVICE]
+
+    @property
+    def host(self) -> IntArray:
+        """See `tiers`."""
+        return self.tiers[:, HOST]
+
+    @property
+    def disk(self) -> IntArray:
+        """See `tiers`."""
+        return self.tiers[:, DISK]
+
+    @property
+    def expected(self) -> IntArray:
+        """See `tiers`."""
+        return self.tiers[:, EXPECTED]
+
+    @property
+    def total(self) -> IntArray:
+        """Chunks of the prefix."""
+        total: IntArray = self.tiers.sum(axis=1)
+        return total
+
+
+class _Ticket(NamedTuple):
+    column: int
+    names: list[bytes]
+
+
+class ChunkIndex:
+    """See the module. Names are of 16 bytes; times are seconds of any clock that does not go back."""
+
+    def __init__(self, controllers: int, bytes_max: int = 256 << 20) -> None:
+        """
+        Args:
+            bytes_max: about how much memory it may take.
+
+        Raises:
+            ValueError: that is less than one name takes.
+        """
+        self._row_bytes = _row_bytes(1 + controllers)
+        self._shards: list[dict[bytes, int]] = [{} for _ in range(SHARDS)]
+        self._names = _Bound(self._row_bytes, bytes_max)
+        self._columns = np.arange(1, controllers + 1)
+        """By controller."""
+        self._shadows: dict[int, int] = {}
+        """Columns of snapshots that are not complete, by controller."""
+        self._clean: list[int] = []
+        """Columns without a bit that nobody owns, the lowest last."""
+        self._dirty: dict[int, int] = {}
+        """Columns that are being wiped: the next shard."""
+        self._tickets: dict[int, _Ticket] = {}
+        """What is expected, by whom."""
+        self._shared: list[dict[bytes, int]] = [{} for _ in range(1 + controllers)]
+        """By column: names that several tickets expect there, and how many."""
+        self._settled: deque[tuple[float, int]] = deque()
+        """(end, ticket), in order."""
+
+    @property
+    def size(self) -> int:
+        """Names."""
+        return self._names.count
+
+    @property
+    def estimated_bytes(self) -> int:
+        """Memory that it takes, about; what is expected apart."""
+        return self._names.count * self._names.bytes_each
+
+    @property
+    def evicted(self) -> int:
+        """Names that had to make room since the start."""
+        return self._names.evicted
+
+    # What controllers tell
+
+    def apply(self, controller: int, names: bytes, tiers: bytes) -> None:
+        """A controller's chunks have moved.
+
+        Args:
+            names: 16 bytes each.
+            tiers: for each, a byte with the tiers in which it is now; 0: in none. Bits that are not known here
+                (the remote tier) do not count.
+
+        Raises:
+            ValueError: names and tiers are not of one number.
+        """
+        self._wipe()
+        self._write(int(self._columns[controller]), names, tiers)
+        shadow = self._shadows.get(controller)
+        if shadow is not None:
+            self._write(shadow, names, tiers)
+
+    def begin_snapshot(self, controller: int) -> None:
+        """All that a controller has will be told. Until `end_snapshot` what is known serves, and `apply` adds to
+        both."""
+        self._drop_shadow(controller)
+        self._shadows[controller] = self._take_column()
+
+    def add_snapshot(self, controller: int, names: bytes, tiers: bytes) -> None:
+        """A part of a snapshot; see `apply`.
+
+        Raises:
+            ValueError: see `apply`, or no snapshot has begun.
+        """
+        if controller not in self._shadows:
+            raise ValueError(f"no snapshot of controller {controller} has begun")
+        self._write(self._shadows[controller], names, tiers)
+
+    def end_snapshot(self, controller: int) -> None:
+        """From now on the snapshot is what is known.
+
+        Raises:
+            ValueError: none has begun.
+        """
+        if controller not in self._shadows:
+            raise ValueError(f"no snapshot of controller {controller} has begun")
+        old, new = int(self._columns[controller]), self._shadows.pop(controller)
+        self._columns[controller] = new
+        self._shared[old], self._shared[new] = {}, self._shared[old]
+        bit = _EXPECTED_BIT << TIERS * new
+        for ticket, entry in self._tickets.items():
+            if entry.column == old:
+                self._tickets[ticket] = entry._replace(column=new)
+                for name in entry.names:
+                    self._set(name, bit)
+        self._dirty[old] = 0
+        self._make_room()
+
+    def forget(self, controller: int) -> None:
+        """A controller has gone, or begins anew: nothing is known of it, and nothing expected."""
+        self._drop_shadow(controller)
+        old = int(self._columns[controller])
+        self._columns[controller] = self._take_column()
+        self._shared[old] = {}
+        self._tickets = {ticket: entry for ticket, entry in self._tickets.items() if entry.column != old}
+        self._dirty[old] = 0
+
+    # What is expected
+
+    def expect(self, ticket: int, controller: int, names: Sequence[bytes], now: float) -> None:
+        """A request was sent to a controller, which will compute these chunks unless it has them.
+
+        Chunks that are there are not noted: if they leave before the request starts, they are missed until it has
+        computed them again.
+
+        Args:
+            ticket: of this request; `settle` and `drop` name it. One that is in use is dropped first.
+        """
+        self.drop(ticket)
+        self._expire(now)
+        column = int(self._columns[controller])
+        told, bit = _TOLD << TIERS * column, _EXPECTED_BIT << TIERS * column
+        shards, shared = self._shards, self._shared[column]
+        noted: list[bytes] = []
+        for name in names:
+            shard = shards[name[0]]
+            mask = shard.get(name)
+            if mask is None:
+                shard[name] = bit
+                self._names.count += 1
+            elif mask & told:
+                continue
+            elif mask & bit:
+                shared[name] = shared.get(name, 1) + 1
+            else:
+                shard[name] = mask | bit
+            noted.append(name)
+        if noted:
+            self._tickets[ticket] = _Ticket(column, noted)
+        self._make_room()
+
+    def settle(self, ticket: int, now: float) -> None:
+        """It has started: what it was expected to compute ends `EXPECT_SECONDS` later."""
+        if ticket in self._tickets:
+            self._settled.append((now + EXPECT_SECONDS, ticket))
+        self._expire(now)
+
+    def drop(self, ticket: int) -> None:
+        """It will compute nothing (it failed, or was aborted, before it started)."""
+        entry = self._tickets.pop(ticket, None)
+        if entry is None:
+            return
+        shards, shared = self._shards, self._shared[entry.column]
+        keep = ~(_EXPECTED_BIT << TIERS * entry.column)
+        for name in entry.names:
+            if name in shared:
+                others = shared.pop(name) - 1
+                if others > 1:
+                    shared[name] = others
+                continue
+            shard = shards[name[0]]
+            mask = shard.get(name)
+            if mask is None:
+                continue  # it was evicted
+            mask &= keep
+            if mask > _USED:
+                shard[name] = mask
+            else:
+                del shard[name]
+                self._names.count -= 1
+
+    @property
+    def expecting(self) -> int:
+        """Tickets whose chunks are expected."""
+        return len(self._tickets)
+
+    # Looking up
+
+    def match(self, names: Sequence[bytes], now: float) -> Overlap:
+        """How much of a chain each controller has, without a gap from its beginning."""
+        self._expire(now)
+        self._wipe()
+        shards = self._shards
+        found = [shards[name[0]].get(name) for name in names]
+        known = found[: found.index(None)] if None in found else found
+        if not known:
+            return Overlap(np.zeros((len(self._columns), TIERS), np.int64))
+        packed = b"".join([mask.to_bytes(self._row_bytes, "little") for mask in known if mask is not None])
+        masks = np.frombuffer(packed, np.uint8).reshape(len(known), -1)
+        for at in ((masks[:, 0] & _USED) == 0).nonzero()[0].tolist():
+            shards[names[at][0]][names[at]] |= _USED
+        prefix = np.bitwise_and.accumulate(_HAS.take(masks), axis=0)
+        bits = np.unpackbits(_FASTEST.take(masks & prefix), axis=1, bitorder="little")
+        counts = np.zeros(bits.shape[1], np.int64)
+        for start in range(0, len(bits), _COUNTED_AT_ONCE):
+            counts += np.add.reduce(bits[start : start + _COUNTED_AT_ONCE], axis=0, dtype=np.uint8)
+        return Overlap(counts.reshape(-1, TIERS)[self._columns])
+
+    # Inside
+
+    def _write(self, column: int, names: bytes, tiers: bytes) -> None:
+        if len(names) != NAME_BYTES * len(tiers):
+            raise ValueError(f"{len(tiers)} tiers for {len(names)} bytes of names; names have {NAME_BYTES} each")
+        shift = TIERS * column
+        keep = ~(_TOLD << shift)
+        shards, added = self._shards, 0
+        for at, where in enumerate(tiers):
+            name = names[at * NAME_BYTES : (at + 1) * NAME_BYTES]
+            shard = shards[name[0]]
+            before = shard.get(name, 0)
+            mask = before & keep | (where & _TOLD) << shift
+            if mask > _USED:
+                shard[name] = mask
+                added += not before
+            elif before:
+                del shard[name]
+                added -= 1
+            if added >= _EVICTED_AT_ONCE:
+                self._names.count += added
+                added = 0
+                self._make_room()
+        self._names.count += added
+        self._make_room()
+
+    def _set(self, name: bytes, bit: int) -> None:
+        shard = self._shards[name[0]]
+        before = shard.get(name, 0)
+        shard[name] = before | bit
+        self._names.count += not before
+
+    def _expire(self, now: float) -> None:
+        settled = self._settled
+        while settled and settled[0][0] <= now:
+            self.drop(settled.popleft()[1])
+
+    def _drop_shadow(self, controller: int) -> None:
+        shadow = self._shadows.pop(controller, None)
+        if shadow is not None:
+            self._dirty[shadow] = 0
+
+    def _take_column(self) -> int:
+        # Of each controller's two columns one may be a snapshot's; what is beyond that waits to be wiped.
+        while not self._clean and len(self._shared) > 8 + 3 * len(self._columns):
+            self._wipe()
+        if self._clean:
+            return self._clean.pop()
+        self._shared.append({})
+        self._row_bytes = max(self._row_bytes, _row_bytes(len(self._shared)))
+        self._names.widen(self._row_bytes)
+        self._make_room()
+        return len(self._shared) - 1
+
+    def _wipe(self) -> None:
+        """Take a column that nobody owns out of one more shard."""
+        if not self._dirty:
+            return
+        column, at = next(iter(self._dirty.items()))
+        bits = 0xF << TIERS * column
+        shard = self._shards[at]
+        for name, mask in [(name, mask) for name, mask in shard.items() if mask & bits]:
+            rest = mask & ~bits
+            if rest > _USED:
+                shard[name] = rest
+            else:
+                del shard[name]
+                self._names.count -= 1
+        if at + 1 < SHARDS:
+            self._dirty[column] = at + 1
+        else:
+            del self._dirty[column]
+            self._clean.append(column)
+            self._clean.sort(reverse=True)
+
+    def _make_room(self) -> None:
+        """Second chance, shard by shard, oldest names first."""
+        bound = self._names
+        while bound.count > bound.names_max:
+            shard = self._shards[bound.hand]
+            bound.hand = (bound.hand + 1) % SHARDS
+            share = max(1, len(shard) // 16)
+            for name, mask in list(islice(shard.items(), share)):
+                del shard[name]
+                if mask & _USED:
+                    shard[name] = mask & ~_USED
+                else:
+                    bound.count -= 1
+                    bound.evicted += 1
+
+
+class _Bound:
+    """How many names there are, and may be."""
+
+    __slots__ = ("bytes_each", "bytes_max", "count", "evicted", "hand", "names_max")
+
+    def __init__(self, row_bytes: int, bytes_max: int) -> None:
+        self.bytes_max = bytes_max
+        self.widen(row_bytes)
+        if not self.names_max:
+            raise ValueError(f"an index of {bytes_max} bytes holds nothing: a name takes {self.bytes_each}")
+        self.count = 0
+        self.evicted = 0
+        self.hand = 0
+        """The next shard from which names go."""
+
+    def widen(self, row_bytes: int) -> None:
+        """Names take so many bytes from now on."""
+        digits = -(-8 * row_bytes // 30)
+        self.bytes_each = _NAME_OVERHEAD_BYTES + -(-(24 + 4 * digits) // 16) * 16
+        self.names_max = self.bytes_max // self.bytes_each
+
+
+def _row_bytes(columns: int) -> int:
+    return -(-columns * TIERS // 8)

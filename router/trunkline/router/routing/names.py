@@ -1,0 +1,175 @@
+"""Under which names the KV of a prompt is told by controllers (`trunkline.kvstore.names`). Pure.
+
+A plain prompt is one chain of whole chunks. Others are looked for in several places:
+
+- A prompt with *modules*: each text that it sees is a chain of its own, which counts only if all of it is there,
+  for otherwise it is computed again from its beginning; then the prompt's own tokens.
+- A prompt of which something is *dropped* (`trunkline.kvstore.cuts`) goes one of two ways, and the better one
+  counts: the controller goes on with the KV that it kept, which has the names of the whole history, dropped
+  chunks left out, and which must reach the last dropped token; or it computes what is left as a plain prompt.
+
+What was computed behind a cut hangs from chunks whose names say how much had been computed before, which only
+their controller knows; so of a session that is cut for the second time, the turns since are not seen here. It
+stays where it is all the same, because its cost is still lowest there, and because it is a session.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Final, NamedTuple
+
+import msgspec
+import numpy as np
+
+from trunkline.controller.messages import PromptLayout
+from trunkline.kvstore.cuts import Cut
+from trunkline.kvstore.layout import blocks_for
+from trunkline.kvstore.module_names import Moves, Ranges, modules_root, pairs, prompt_root, text_names
+from trunkline.kvstore.names import NAME_BYTES, ChunkName, chain, chunk_name, root_name
+from trunkline.router.routing.request import RouteRequest
+
+_TOKEN_BYTES: Final = 4
+
+
+class Identity(msgspec.Struct, frozen=True):
+    """What all names of a controller begin with; controllers with equal ones have equal names for equal KV."""
+
+    fingerprint: bytes
+    dtype: str
+    chunk_size: int
+    positions_shift: bool = True
+    """Whether KV can be kept when the tokens before it are cut off, and texts can act elsewhere."""
+
+
+class Chain(msgspec.Struct, frozen=True):
+    """Chunks that count as far as they are there without a gap from the first one on."""
+
+    names: Sequence[bytes]
+    tokens: int
+    """Of each chunk that are seen …"""
+    last_tokens: int
+    """… but of the last one, which may be partial."""
+    least: int = 1
+    """If fewer chunks are there, none counts."""
+    unseen_tokens: int = 0
+    """Of the first `least` chunks, together, not seen."""
+    way: int = 0
+    """Chains of different ways are alternatives."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of it must be there."""
+        return self.least >= len(self.names)
+
+
+class Names(NamedTuple):
+    """A prompt, for controllers of one identity."""
+
+    chains: list[Chain]
+    prompt_tokens: int
+    """Tokens that it sees."""
+    chunk_size: int
+
+
+def names_of(request: RouteRequest, identity: Identity) -> list[Chain]:
+    """Where its KV may be; see `prompt_names`."""
+    return prompt_names(request, identity).chains
+
+
+def prompt_names(request: RouteRequest, identity: Identity) -> Names:
+    """Where the KV of a prompt may be, and how long it is.
+
+    Raises:
+        ValueError: its tokens are no int32, or its drops or its layout make no sense.
+    """
+    size = identity.chunk_size
+    if request.names is not None:
+        return Names([Chain(request.names, size, size)], request.token_count, size)
+    if len(request.tokens) % _TOKEN_BYTES:
+        raise ValueError(f"a prompt of {len(request.tokens)} bytes; tokens have {_TOKEN_BYTES} each")
+    count = len(request.tokens) // _TOKEN_BYTES
+    root = root_name(identity.fingerprint, identity.dtype, size, request.salt)
+    if request.layout is not None:
+        chains, seen = _module_chains(request.layout, request.tokens, root, identity)
+        return Names(chains, seen, size)
+    if request.drops:
+        seen = count - sum(stop - start for start, stop in request.drops)
+        return Names(_cut_chains(request, root, identity), seen, size)
+    return Names([Chain(whole_chunks(root, request.tokens, size), size, size)], count, size)
+
+
+def whole_chunks(root: bytes, tokens: bytes, chunk_size: int, marker: bytes = b"") -> list[bytes]:
+    """The names of the full chunks of a plain prompt. Most of the time of a decision goes by here.
+
+    Args:
+        marker: name of a root behind which these tokens see other ones; empty: they are all that is in sight.
+    """
+    size, name = chunk_size * _TOKEN_BYTES, bytes(root)
+    names: list[bytes] = []
+    if marker:
+        for at in range(0, len(tokens) - size + 1, size):
+            name = chunk_name(name, marker + tokens[at : at + size])
+            names.append(name)
+        return names
+    for at in range(0, len(tokens) - size + 1, size):  # as `chunk_name`, without its call
+        name = blake2b(name + tokens[at : at + size], digest_size=NAME_BYTES).digest()
+        names.append(name)
+    return names
+
+
+def _cut_chains(request: RouteRequest, root: ChunkName, identity: Identity) -> list[Chain]:
+    size = identity.chunk_size
+    history = np.frombuffer(request.tokens, "<i4")
+    cut = Cut(request.drops, size)
+    left = np.ones(len(history), bool)
+    for start, stop in request.drops:
+        left[start:stop] = False
+    plain = Chain(whole_chunks(root, history[left].tobytes(), size), size, size, way=1)
+    if not identity.positions_shift:
+        return [plain]
+    all_names = whole_chunks(root, request.tokens, size)
+    kept: list[bytes] = []
+    for segment in cut.segments:
+        kept += all_names[segment.start : segment.stop if segment.stop >= 0 else len(all_names)]
+    # The chunk in which the last dropped range ends may be a tail that is not full yet; then the others will do.
+    least = max(1, min(len(kept), -(-cut.closed_end // size)))
+    return [Chain(kept, size, size, least, unseen_tokens=cut.holes), plain]
+
+
+def _module_chains(
+    layout: PromptLayout, own: bytes, root: ChunkName, identity: Identity
+) -> tuple[list[Chain], int]:
+    """The chains, and how many tokens the prompt sees."""
+    size = identity.chunk_size
+    base = modules_root(root)
+    moves = Moves.of(identity.positions_shift, layout.relocate)
+    named: list[tuple[ChunkName, int]] = []
+    shown: list[tuple[ChunkName, int, Ranges]] = []
+    chains: list[Chain] = []
+    seen_tokens = len(own) // _TOKEN_BYTES
+    for index, text in enumerate(layout.texts):
+        if not -1 <= text.parent < index:
+            raise ValueError(f"text {index} has text {text.parent} above it, which does not come before it")
+        above = named[text.parent] if text.parent >= 0 else None
+        names = text_names(text, above, base, moves, size * _TOKEN_BYTES)
+        named.append((names.content, text.position))
+        seen = pairs(text.seen)
+        if seen:
+            shown.append((names.content, text.position, seen))
+            chains.append(_text_chain(names.place, text.tokens, seen, size))
+            seen_tokens += sum(stop - start for start, stop in seen)
+    shown.sort(key=lambda text: text[1])
+    name = prompt_root(base, shown, pairs(layout.runs))
+    chains.append(Chain(whole_chunks(name, own, size, name), size, size))
+    return chains, seen_tokens
+
+
+def _text_chain(place: ChunkName, tokens: bytes, seen: Sequence[tuple[int, int]], size: int) -> Chain:
+    """Chunks of a text up to the last one that is seen."""
+    chunks = blocks_for(seen[-1][1], size)
+    held = tokens[: chunks * size * _TOKEN_BYTES]
+    names = chain(place, held, size)
+    count = len(held) // _TOKEN_BYTES
+    unseen = count - sum(stop - start for start, stop in seen)
+    return Chain(names, size, count - (len(names) - 1) * size, len(names), unseen)
