@@ -16,6 +16,7 @@ from simulation.module_checks import check_places, expected_reaches, joining_mod
 from simulation.module_oracle import expected_module_output, prompt_tokens
 from simulation.oracle import beam_search, expected_output
 from simulation.tiers import SimulatedTiers
+from simulation.told import Listener
 from simulation.worker import SimulatedWorkers
 
 from trunkline.controller.config import EngineConfig
@@ -33,8 +34,10 @@ from trunkline.controller.messages import (
 )
 from trunkline.controller.module_calls import CallDone
 from trunkline.controller.outcomes import EngineOutputs
+from trunkline.controller.persistence import Persistence
 from trunkline.controller.samples import sample_seed
 from trunkline.controller.sequence import Request
+from trunkline.controller.tree import ChunkTree
 from trunkline.kvstore.layout import unpack_int32
 from trunkline.router.messages import Finished, FinishReason, Hypothesis, Started
 from trunkline.worker.messages import CompileGrammar, Sampling, StepPlan
@@ -122,8 +125,11 @@ class Simulation:
 
     def __init__(self, config: EngineConfig, *, check: bool = True, seed: int = 0) -> None:
         self.engine = Engine(config)
+        self.seed = seed
         self.workers = SimulatedWorkers(config.num_blocks, config.chunk_size, config.host_slots, seed)
         self.tiers = SimulatedTiers(self.workers.pool, config.ranks, seed)
+        self.persistence: Persistence | None = None
+        """What is on disk is found again by other workers if it is there."""
         self.pace_s = 1.0
         """Time from step to step."""
         self.tier_pace = 0.5
@@ -135,7 +141,8 @@ class Simulation:
         self.replies: dict[int, CallDone] = {}
         """To calls about texts of modules."""
         self.now = 0.0
-        self.check = check
+        self.listener = Listener() if check else None
+        """A router that hears where chunks are; None: nothing is checked."""
         self.next_id = 1
         self._ended: list[int] = []
 
@@ -208,7 +215,10 @@ class Simulation:
 
     def move_chunks(self) -> bool:
         """Give the tiers their orders, and the engine some of their answers; False: nothing is under way."""
-        for message in self.engine.tier_messages(self.now):
+        messages = self.engine.tier_messages(self.now)
+        if self.persistence is not None:
+            self.persistence.follow(self.engine.scheduler.residence.tree)
+        for message in messages:
             self.tiers.receive(message)
         busy = self.tiers.is_busy
         for report in self.tiers.work(self.tier_pace):
@@ -253,6 +263,45 @@ class Simulation:
         self._verify()
         return True
 
+    def lose_workers(self) -> None:
+        """They are gone, with all that was in their memory. What they had said comes late, and counts nothing."""
+        engine = self.engine
+        if self.persistence is not None:
+            self.persistence.follow(engine.scheduler.residence.tree)
+        engine.workers_lost(engine.epoch + 1, self.now)
+        self._verify()
+        for result in self.results:
+            engine.step_done(result, self.now)
+        for report in self.tiers.work(1.0):
+            engine.tier_report(report, self.now)
+        for grammar in self.grammars:
+            engine.grammar_ready(GrammarReady(grammar, "nobody waits for this"), self.now)
+        self.results.clear()
+        self.grammars.clear()
+        self._collect()
+        assert not engine.scheduler.running_count
+
+    def replace_workers(self, config: EngineConfig | None = None) -> None:
+        """Others have come; their disks are those of the first ones.
+
+        Args:
+            config: None: they hold as much as those.
+        """
+        config, epoch = config or self.engine.config, self.engine.epoch
+        workers, tiers = self.workers, self.tiers
+        self.workers = SimulatedWorkers(
+            config.num_blocks, config.chunk_size, config.host_slots, self.seed + epoch, like=workers
+        )
+        self.tiers = SimulatedTiers(self.workers.pool, config.ranks, self.seed + epoch, epoch)
+        self.tiers.faults, self.tiers.disk, self.tiers.remote = tiers.faults, tiers.disk, tiers.remote
+        self.engine.workers_back(config, self._restore, self.now)
+        self._collect()
+        self._verify()
+
+    def _restore(self, tree: ChunkTree) -> None:
+        if self.persistence is not None:
+            self.persistence.restore(tree, self.now)
+
     def run(self, steps_max: int = 100_000) -> None:
         """Until everything ended. Grammars are compiled when nothing else can go on."""
         for _ in range(steps_max):
@@ -275,8 +324,9 @@ class Simulation:
         return ended
 
     def _verify(self) -> None:
-        if self.check:
+        if self.listener is not None:
             check_integrity(self.engine.scheduler)
+            self.listener.follow(self.engine.scheduler.residence.tree)
 
     # Collecting
 
@@ -326,7 +376,8 @@ class Simulation:
         tops = np.frombuffer(scores.top_logprobs, "<f4").reshape(len(values), -1).tolist()
         rows = zip(values, unpack_int32(scores.ranks).tolist(), ids, tops, strict=True)
         for position, row in enumerate(rows, scores.start):
-            assert stream.scored.setdefault(position, row) == row, "a position is scored in two ways"
+            assert position not in stream.scored, "a position is scored twice"
+            stream.scored[position] = row
 
     def _collect_end(self, stream: Stream, finished: Finished) -> None:
         assert stream.ended is None, "a request ended twice"

@@ -63,6 +63,11 @@ class ModuleCallers:
         self._asked: dict[int, list[ModuleText]] = {}
         """Calls by number."""
 
+    @property
+    def pinned_tokens_max(self) -> int:
+        """That are computed again if all that is pinned is lost."""
+        return len(HOLDERS) * self._simulation.engine.config.max_context * TIERS_MAX if self.texts_asked else 0
+
     def act(self) -> None:
         """Ask something, or look at an answer."""
         simulation, rng = self._simulation, self._rng

@@ -52,6 +52,8 @@ class Mix:
     calls: float = 0.0
     """Of an event: something is asked about the texts of a schema."""
     ttl: float = 0.0
+    losses: float = 0.0
+    """Of an event: the workers are lost, and others come some time later."""
     preempts: float = 0.0
     """Of a step: somebody is preempted for no reason."""
     crowd: int = 12
@@ -82,6 +84,9 @@ class Traffic:
         self._schemas = Schemas(self._rng, config.chunk_size, count=mix.schemas, span=config.max_context // 2)
         self._callers = ModuleCallers(self.simulation, self._schemas, self._rng)
         self._acts = 0
+        self.losses = 0
+        self._lost_tokens = 0
+        """Of those who ran when workers were lost, at most."""
         self._wrong: dict[int, str] = {}
         """Requests that cannot run: "size" or "grammar"."""
 
@@ -183,7 +188,11 @@ class Traffic:
         self._acts += 1
         if self._acts % CHECK_EVERY == 0:
             self.check_bounds()
-        if self.live and self._chance(self.mix.aborts):
+        if simulation.engine.is_away and self._chance(0.2):
+            simulation.replace_workers()
+        elif self.mix.losses and self._chance(self.mix.losses):
+            self._lose_workers()
+        elif self.live and self._chance(self.mix.aborts):
             simulation.abort(rng.choice(simulation.engine.request_ids()))
         elif self._chance(0.002):
             simulation.engine.flush_cache()
@@ -204,6 +213,18 @@ class Traffic:
         else:
             simulation.answer()
         self.settle()
+
+    def _lose_workers(self) -> None:
+        self.losses += 1
+        self._lost_tokens += self._running_tokens() + self._callers.pinned_tokens_max
+        self.simulation.lose_workers()
+
+    def _running_tokens(self) -> int:
+        """Of all requests that live now, at most."""
+        running = self.live * (self.mix.prompt_max + max(WIDTHS) * self.mix.output_max)
+        if self.mix.modules:
+            running += self.live * 3 * self.config.max_context
+        return running
 
     def settle(self) -> None:
         """Compare what has ended with the oracle, and forget it."""
@@ -235,6 +256,8 @@ class Traffic:
             for _ in range(self._rng.randrange(6)):
                 self.act()
         while not engine.is_idle:
+            if engine.is_away:
+                simulation.replace_workers()
             if not simulation.step():
                 waiting = simulation.grammars or engine.next_deadline(simulation.now) < float("inf")
                 assert waiting, f"requests {engine.request_ids()} wait, and nothing runs"
@@ -261,10 +284,7 @@ class Traffic:
         assert len(scheduler.forks.searches) <= self.live
         assert len(workers.grammars) <= self.live + 64
         assert len(workers.residents) <= 2 * self.config.max_rows + scheduler.running_count
-        running = self.live * (self.mix.prompt_max + max(WIDTHS) * self.mix.output_max)
-        if self.mix.modules:
-            running += self.live * 3 * self.config.max_context
-        needed = self.needed_tokens + self._callers.needed_tokens + running
+        needed = self.needed_tokens + self._callers.needed_tokens + self._running_tokens() + self._lost_tokens
         assert workers.computed_tokens <= RECOMPUTED_MAX * needed
 
     def check_empty(self) -> None:

@@ -30,7 +30,19 @@ MOVE_US = 10
 class SimulatedWorkers:
     """Executes plans in order; counts what real workers would have computed, copied and held."""
 
-    def __init__(self, num_blocks: int, chunk_size: int, host_slots: int = 0, seed: int = 0) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        chunk_size: int,
+        host_slots: int = 0,
+        seed: int = 0,
+        *,
+        like: SimulatedWorkers | None = None,
+    ) -> None:
+        """
+        Args:
+            like: those whose place they take; they count on where these ended.
+        """
         self.chunk_size = chunk_size
         self.pool = SimulatedPool(num_blocks, chunk_size, host_slots, seed)
         self.residents: dict[int, Resident] = {}
@@ -42,10 +54,10 @@ class SimulatedWorkers:
         self.last_step = 0
         self.holders: Counter[int] = Counter()
         """By block, the entries of residents' tables that name it while the step computes."""
-        self.computed_tokens = 0
-        self.written_tokens = 0
+        self.computed_tokens: int = like.computed_tokens if like else 0
+        self.written_tokens: int = like.written_tokens if like else 0
         self.max_rows = 0
-        self.observer: Callable[[StepPlan], None] | None = None
+        self.observer: Callable[[StepPlan], None] | None = like.observer if like else None
         """Called after each step."""
 
     @property

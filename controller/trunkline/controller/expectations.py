@@ -72,14 +72,20 @@ class Expectations:
         self._next_job = -1
         self._silent_until = 0.0
 
-    def came(self, group: SequenceGroup, step: int, now: float) -> None:
-        """A request waits from now on."""
+    def known_tokens(self, group: SequenceGroup, step: int) -> int:
+        """Of a group's own tokens, those whose chunks are in some tier."""
+        path, _ = expect(self._tree, group.members[0], step)
+        return _tokens(path[_entries(group) :])
+
+    def came(self, group: SequenceGroup, step: int, now: float) -> int:
+        """A request waits from now on; returns its `known_tokens`."""
         sequence = group.members[0]
         path, head = expect(self._tree, sequence, step)
         self._fetching.expect(group, path + head)
         plain = group.cut is None and group.modules is None
         if self._tree.tiers.config.remote and (plain or group.encodes) and self._may_probe(now):
             self._probe(group, sequence, len(path) - _entries(group) if path else 0, now)
+        return _tokens(path[_entries(group) :])
 
     def _may_probe(self, now: float) -> bool:
         """Not while the remote tier does not answer: every request would wait for nothing."""

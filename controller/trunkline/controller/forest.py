@@ -154,9 +154,11 @@ class ChunkForest:
         root = self.find_text_root(place)
         if root is not None:
             return root
-        return self._root(
+        root = self._root(
             TEXT_ROOT + place + position.to_bytes(_POSITION_BYTES, "little"), self.text_name(place, position)
         )
+        root.text_name = place
+        return root
 
     def find_text_root(self, place: ChunkName) -> Node | None:
         """The root of a text, if there is one."""
@@ -296,6 +298,8 @@ class ChunkForest:
         node = Node(parent, key, chunk_name(parent.name, marker + key), block)
         node.ready_step = ready_step
         node.exact = not marker
+        if parent.text_name is not None:
+            node.text_name = chunk_name(parent.text_name, key)
         self._link(parent, node)
         self.node_count += 1
         return node

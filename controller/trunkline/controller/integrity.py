@@ -13,7 +13,9 @@
    not in use.
 6. The directory's own invariants (`Directory.check`). Claims are those of waiting sequences, they cover paths from
    the root on, and there are no more than host slots.
-7. A row's block table equals its sequence's path and private blocks (a beam's: has as many), and covers what it
+7. Routers were told where each chunk is, if they are told at all, but for those that are noted as changed.
+8. What of the queue is to be computed is counted right.
+9. A row's block table equals its sequence's path and private blocks (a beam's: has as many), and covers what it
    knows.
 """
 
@@ -24,6 +26,7 @@ from collections.abc import Iterable
 
 from trunkline.controller.block_pool import BlockPool
 from trunkline.controller.forest import SALT_ROOT
+from trunkline.controller.kv_events import problem_of_log
 from trunkline.controller.node import PENDING, Node
 from trunkline.controller.residence import Residence
 from trunkline.controller.scheduler import Scheduler
@@ -60,13 +63,14 @@ def check_integrity(scheduler: Scheduler) -> None:
     """
     running = running_sequences(scheduler)
     check_residence(scheduler.residence, running, waiting_sequences(scheduler), scheduler.encoding.held)
+    _check_queue(scheduler)
     _check_rows(scheduler)
 
 
 def check_residence(
     residence: Residence, running: list[Sequence], waiting: list[Sequence], held: Iterable[Node] = ()
 ) -> None:
-    """Check what concerns blocks, chunks and slots (1 to 6).
+    """Check what concerns blocks, chunks and slots (1 to 7).
 
     Args:
         held: chunks that are held by others than running sequences.
@@ -79,6 +83,8 @@ def check_residence(
     _check_device(residence.pool, residence.tree)
     residence.tree.tiers.check()
     _check_claims(residence.tree, running, waiting)
+    problem = problem_of_log(residence.tree)
+    _check(not problem, problem)
 
 
 def _check_blocks(pool: BlockPool, tree: ChunkTree, running: list[Sequence]) -> None:
@@ -189,6 +195,11 @@ def _check_claims(tree: ChunkTree, running: list[Sequence], waiting: list[Sequen
     counted = tree.tiers.claimed_count
     _check(claimed == counted, f"the directory counts {counted} claimed chunks and there are {claimed}")
     _check(claimed <= tree.tiers.config.host_slots, "more chunks are claimed than the host pool holds")
+
+
+def _check_queue(scheduler: Scheduler) -> None:
+    counted = sum(scheduler.queue.tokens_of(group) for group in scheduler.queue)
+    _check(scheduler.queue.tokens == counted, f"the queue counts {scheduler.queue.tokens} tokens, not {counted}")
 
 
 def _check_rows(scheduler: Scheduler) -> None:

@@ -176,7 +176,25 @@ class RecordCall(msgspec.Struct, array_like=True, frozen=True, tag="record"):
     limit: int = 100
 
 
-RouterRequest = Submit | Abort | Ping | FlushCache | Prefetch | ModulesCall | RecordCall
+class EventsCall(msgspec.Struct, array_like=True, frozen=True, tag="events"):
+    """A router missed some `KvEvents`, or has seen none yet: what has happened since. Answered by `EventsReply`.
+
+    Asked page by page: the first answer says which event it goes up to; the following pages are asked for with
+    that number as `upto`.
+    """
+
+    ticket: int
+    stream: bytes = b""
+    """The stream whose events the router has; empty: none."""
+    after: int = 0
+    """The last event of it that the router has."""
+    page: int = 0
+    """Of a snapshot; the first is 0."""
+    upto: int = 0
+    """Of the snapshot whose next page is wanted."""
+
+
+RouterRequest = Submit | Abort | Ping | FlushCache | Prefetch | ModulesCall | RecordCall | EventsCall
 
 
 class TopLogprobs(msgspec.Struct, array_like=True, frozen=True):
@@ -213,6 +231,18 @@ class BeamStep(msgspec.Struct, array_like=True, frozen=True):
     """int32 `[candidates]`."""
     scores: bytes
     """float32 `[candidates]`, sums of log-probabilities."""
+
+
+class WorkerHello(msgspec.Struct, array_like=True, frozen=True, tag="hello"):
+    """A rank's process has started and subscribed, and belongs to no epoch yet. Repeated once a second until its
+    `Welcome` comes."""
+
+    rank: int
+    pid: int
+    node: str
+    """Names the host and the process namespace that `pid` belongs to: whoever has the same may kill it."""
+    incarnation: bytes
+    """Random, of this process."""
 
 
 class WorkerReady(msgspec.Struct, array_like=True, frozen=True, tag="ready"):
@@ -316,6 +346,10 @@ class WorkerFailed(msgspec.Struct, array_like=True, frozen=True, tag="failed"):
 
     rank: int
     reason: str
+    incarnation: bytes
+    """As in `WorkerHello`: one that has been replaced meanwhile concerns nobody."""
 
 
-WorkerReport = WorkerReady | LoadProgress | StepResult | GrammarReady | WorkerFailed | MovesDone | Probed
+WorkerReport = (
+    WorkerHello | WorkerReady | LoadProgress | StepResult | GrammarReady | WorkerFailed | MovesDone | Probed
+)

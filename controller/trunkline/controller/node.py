@@ -26,6 +26,8 @@ class Node(Item):
         "key",
         "ready_step",
         "sorted_keys",
+        "text_name",
+        "told",
     )
 
     parent: Node | None
@@ -48,6 +50,10 @@ class Node(Item):
         """Readable by every step after this one."""
         self.exact = True
         """Whether it was computed with all the tokens of its history in sight (False: behind a cut)."""
+        self.text_name: ChunkName | None = None
+        """In the tree of a text: the name under which routers are told of it (`trunkline.kvstore.names`)."""
+        self.told = 0
+        """In which tiers routers have been told that it is (`trunkline.controller.kv_events`)."""
 
     @property
     def token_count(self) -> int:

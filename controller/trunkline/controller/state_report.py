@@ -18,6 +18,7 @@ def state_of(engine: Engine) -> dict[str, Any]:
         engine.counters,
     )
     tree = residence.tree
+    requests, queued_tokens = load_of(engine)
     return {
         "running": scheduler.running_count,
         "waiting": scheduler.waiting_count,
@@ -48,7 +49,33 @@ def state_of(engine: Engine) -> dict[str, Any]:
         "text_tokens_encoded": scheduler.encoding.jobs.encoded_tokens,
         "texts_encoding": len(scheduler.encoding.jobs),
         "chunks_pinned": scheduler.encoding.calls.pinned_count,
+        "epoch": engine.epoch,
+        "fingerprint": config.model_fingerprint,
+        "dtype": config.dtype,
+        "chunk_size": config.chunk_size,
+        "prefill_us": scheduler.costs.token_us,
+        "load_us": _load_us(engine),
+        "requests": requests,
+        "queued_tokens": queued_tokens,
     }
+
+
+def load_of(engine: Engine) -> tuple[int, int]:
+    """Requests that have not ended, and how many tokens of their prompts have still to be computed, as far as is
+    known: what others compute for a request that waits counts, too."""
+    scheduler = engine.scheduler
+    begun = sum(sequence.prefill_stop - sequence.computed for sequence in scheduler.prefilling)
+    return len(engine.request_ids()), scheduler.queue.tokens + begun
+
+
+def _load_us(engine: Engine) -> list[float]:
+    """Time per token that loading a chunk takes, by `TierKind`; 0: not known (there is no such tier, perhaps)."""
+    scheduler, size = engine.scheduler, engine.config.chunk_size
+    move_us = scheduler.costs.move_us
+    times = {TierKind.HOST: move_us}
+    for tier, health in scheduler.residence.tree.tiers.health.items():
+        times[tier] = health.read_us + move_us  # it comes by way of host memory
+    return [times.get(tier, 0.0) / size for tier in TierKind]
 
 
 def _tiers(engine: Engine) -> list[TierState]:

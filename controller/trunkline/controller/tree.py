@@ -89,6 +89,8 @@ class ChunkTree(ChunkForest):
         """… and back."""
         self.grafted: list[Node] = []
         """Chunks that hang from another parent since somebody emptied this list."""
+        self.changed = self.tiers.copies.news.changed
+        """Chunks that may be in other tiers than before, the device among them."""
         self.touched: dict[Node, None] = {}
         """Likewise chunks on disk that were used: of each path the deepest, for those above are used no less."""
 
@@ -100,6 +102,7 @@ class ChunkTree(ChunkForest):
         """Add a chunk that takes over `block`. The caller has checked that `parent` has no such child."""
         node = self.attach(parent, key, block, ready_step, marker)
         node.last_use = now
+        self.changed.note(node)
         self.evictable += 1
         self._note_idle(node)
         return node
@@ -109,6 +112,7 @@ class ChunkTree(ChunkForest):
         assert node.parent is not None
         assert not node.on_device
         node.block = block
+        self.changed.note(node)
         node.parent.device_children += 1
         self.evictable += not node.active
         self._note_idle(node)
@@ -269,6 +273,7 @@ class ChunkTree(ChunkForest):
         assert not node.active
         assert not node.device_children
         block, node.block = node.block, NO_BLOCK
+        self.changed.note(node)
         self.tiers.left_device(node)
         self.evictable -= 1
         parent = node.parent

@@ -23,7 +23,7 @@ from itertools import count
 from typing import Generic, NamedTuple, cast
 
 from trunkline.kvstore.eviction import VictimKey
-from trunkline.kvstore.items import Item, ItemT
+from trunkline.kvstore.items import ChangeLog, Item, ItemT
 from trunkline.kvstore.layout import NO_SLOT, SlotId
 from trunkline.kvstore.lazy_heap import LazyHeap, Verdict
 from trunkline.kvstore.slots import SlotPool
@@ -75,6 +75,17 @@ class CopyRules(NamedTuple):
     """See `host_state`."""
 
 
+class News(Generic[ItemT]):
+    """What has happened since those whom it concerns looked at it."""
+
+    def __init__(self) -> None:
+        self.lost: list[ItemT] = []
+        """Lost their last copy; they may have one again."""
+        self.events: list[IndexEvent[ItemT]] = []
+        self.changed: ChangeLog[ItemT] = ChangeLog()
+        """For whoever wants to know where chunks are; the owner notes in it what happens on the device."""
+
+
 class Copies(Generic[ItemT]):
     """The slots of both local tiers and the order in which their copies go."""
 
@@ -96,9 +107,7 @@ class Copies(Generic[ItemT]):
         self.settled: LazyHeap[ItemT] = LazyHeap(key)
         self.distant: LazyHeap[ItemT] = LazyHeap(key)
         self.expiring: LazyHeap[ItemT] = LazyHeap(lambda item: (item.expires, -item.depth))
-        self.lost: list[ItemT] = []
-        """Lost their last copy since the last look; they may have one again."""
-        self.events: list[IndexEvent[ItemT]] = []
+        self.news: News[ItemT] = News()
         self.evictions = {TierKind.HOST: 0, TierKind.DISK: 0, TierKind.REMOTE: 0}
         self.unsaved_claims = 0
         """Claimed chunks without a host slot: so many may be saved any moment."""
@@ -116,6 +125,7 @@ class Copies(Generic[ItemT]):
         """The reserved host slot may be read from now on."""
         self._arriving(item)
         item.host_ready = True
+        self.news.changed.note(item)
         self.distant.discard(item)
         self.offer(item)
 
@@ -128,6 +138,7 @@ class Copies(Generic[ItemT]):
         self.dirty.discard(item)
         if item.host_ready:
             item.host_ready = False
+            self.news.changed.note(item)
             self._gone(item)
 
     def reserve_disk(self, item: ItemT) -> SlotId | None:
@@ -141,8 +152,9 @@ class Copies(Generic[ItemT]):
         """What was written into the reserved disk slot is verified."""
         self._arriving(item)
         item.disk_ready = True
+        self.news.changed.note(item)
         self.distant.discard(item)
-        self.events.append(IndexEvent(item.disk, item, self.disk.generation(item.disk)))
+        self.news.events.append(IndexEvent(item.disk, item, self.disk.generation(item.disk)))
         self.offer(item)
 
     def restore_disk(self, item: ItemT, slot: SlotId, generation: int) -> bool:
@@ -151,6 +163,7 @@ class Copies(Generic[ItemT]):
             return False
         self._arriving(item)
         item.disk, item.disk_ready = slot, True
+        self.news.changed.note(item)
         self.distant.discard(item)
         self.offer(item)
         return True
@@ -164,7 +177,8 @@ class Copies(Generic[ItemT]):
         self.settled.discard(item)
         if item.disk_ready:
             item.disk_ready = False
-            self.events.append(IndexEvent(slot, None))
+            self.news.changed.note(item)
+            self.news.events.append(IndexEvent(slot, None))
             self._gone(item)
 
     def remote_arrived(self, item: ItemT) -> None:
@@ -186,8 +200,9 @@ class Copies(Generic[ItemT]):
             heap.discard(item)
         stored = item.is_stored
         if item.disk_ready:
-            self.events.append(IndexEvent(item.disk, None))
+            self.news.events.append(IndexEvent(item.disk, None))
         item.host_ready = item.disk_ready = item.remote = False
+        self.news.changed.note(item)
         item.arrived = 0
         item.expires = 0.0
         self.unsaved_claims -= item.claims > 0 and item.host == NO_SLOT
@@ -319,7 +334,7 @@ class Copies(Generic[ItemT]):
             self.offer(item)
             return
         item.arrived = 0
-        self.lost.append(item)
+        self.news.lost.append(item)
         self._absent_below(item)
 
     def moved(self, item: Item, before: Item) -> None:

@@ -333,13 +333,13 @@ class Directory(Generic[ItemT]):
 
         Nothing stored is below them, unless a tier could not give back what it held.
         """
-        lost = dict.fromkeys(self.copies.lost)
-        self.copies.lost.clear()
+        lost = dict.fromkeys(self.copies.news.lost)
+        self.copies.news.lost.clear()
         return [item for item in lost if not (item.is_stored or item.is_forgotten)]
 
     def index_events(self) -> list[IndexEvent[ItemT]]:
         """What changed on disk since the last call, in order; forgotten chunks are not said to be stored."""
-        events, self.copies.events = self.copies.events, []
+        events, self.copies.news.events = self.copies.news.events, []
         return [event for event in events if event.item is None or not event.item.is_forgotten]
 
     def restore(self, item: ItemT, slot: SlotId, generation: int, last_use: float) -> bool:

@@ -6,7 +6,7 @@ by the directory only.
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from trunkline.kvstore.layout import NO_SLOT
 from trunkline.kvstore.names import ChunkName
@@ -88,3 +88,35 @@ class Item(Whereabouts):
 
 
 ItemT = TypeVar("ItemT", bound=Item)
+
+
+class ChangeLog(Generic[ItemT]):
+    """Chunks whose whereabouts may have changed since somebody looked; nothing is noted before somebody does."""
+
+    def __init__(self) -> None:
+        self._items: dict[ItemT, None] | None = None
+
+    def start(self) -> None:
+        """From now on somebody takes them regularly."""
+        if self._items is None:
+            self._items = {}
+
+    @property
+    def is_on(self) -> bool:
+        return self._items is not None
+
+    def note(self, item: ItemT) -> None:
+        """It may be in other tiers than before; once too often does no harm."""
+        if self._items is not None:
+            self._items[item] = None
+
+    def __contains__(self, item: ItemT) -> bool:
+        return self._items is not None and item in self._items
+
+    def take(self) -> dict[ItemT, None]:
+        """Those since the last call, in the order in which they were noted first."""
+        taken = self._items
+        if not taken:
+            return {}
+        self._items = {}
+        return taken

@@ -3,6 +3,12 @@
 Two chunks have the same name only if model, precision, chunk size, tenant salt and every token up to their
 end agree, and, for what is computed behind a cut, the cut (`trunkline.kvstore.cuts.cut_name`). So a name found in
 any tier of any process is the same KV (design.md section 2).
+
+Controllers tell routers which chunks they have (`trunkline.router.messages.KvEvents`) by these names, with one
+exception: a text of a module serves at any place, so where it was computed, which its chunks' names say, does not
+matter to who looks for it. Its chunks are *told* under the chain that begins with the text's place
+(`trunkline.controller.modules.CachedText`): `chain(place, tokens, chunk_size)`, whose last name may be that of a
+partial chunk.
 """
 
 from __future__ import annotations
@@ -26,3 +32,17 @@ def root_name(model_fingerprint: bytes, dtype: str, chunk_size: int, salt: bytes
 def chunk_name(parent: bytes, token_bytes: bytes) -> ChunkName:
     """The name of the chunk of these tokens (little-endian int32) below `parent`."""
     return ChunkName(blake2b(parent + token_bytes, digest_size=NAME_BYTES).digest())
+
+
+def chain(start: bytes, token_bytes: bytes, chunk_size: int) -> list[ChunkName]:
+    """The names of the chunks of these tokens, one below the other; the last may be partial.
+
+    Args:
+        start: a root's name, or the place of a text.
+    """
+    names: list[ChunkName] = []
+    size, name = 4 * chunk_size, start
+    for at in range(0, len(token_bytes), size):
+        name = chunk_name(name, token_bytes[at : at + size])
+        names.append(name)
+    return names

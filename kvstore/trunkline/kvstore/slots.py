@@ -56,6 +56,11 @@ class SlotPool(Generic[OwnerT]):
         """Of its present use."""
         return self._generations[slot]
 
+    @property
+    def highest_generation(self) -> int:
+        """Of all uses so far; the first generation if there was none."""
+        return max(self._generations, default=self._first_generation)
+
     def allocate(self, owner: OwnerT, step: int = 0) -> SlotId | None:
         """A free slot; None: none is free, or all free ones are busy in `step` (0: no plan's)."""
         for _ in range(len(self._free)):

@@ -212,6 +212,20 @@ class State(msgspec.Struct, array_like=True, frozen=True, tag="state"):
     """Texts that are being computed, or wait for it."""
     chunks_pinned: int = 0
     """Chunks of schemas that are pinned."""
+    epoch: int = 0
+    """Of the worker group; another one than before: what was in its memory is gone."""
+    fingerprint: bytes = b""
+    """Of the model, with `dtype` and `chunk_size` what chunk names begin with (`trunkline.kvstore.names`)."""
+    dtype: str = ""
+    chunk_size: int = 0
+    prefill_us: float = 0.0
+    """Time that computing one more prompt token takes, as measured, …"""
+    load_us: list[float] = []
+    """… and that loading one takes, by `TierKind`, from device (0.0) to remote; 0.0: not known."""
+    queued_tokens: int = 0
+    """Prompt tokens of all requests that have still to be computed."""
+    requests: int = 0
+    """Requests that have not ended, of all routers."""
 
 
 class Flushed(msgspec.Struct, array_like=True, frozen=True, tag="flushed"):
@@ -278,4 +292,38 @@ class RecordReply(msgspec.Struct, array_like=True, frozen=True, tag="record"):
     detail: str = ""
 
 
-RouterMessage = Outputs | State | Flushed | Prefetched | ModulesReply | RecordReply
+class KvEvents(msgspec.Struct, array_like=True, frozen=True, tag="kv_events"):
+    """What changed among a controller's chunks, on its PUB socket: after each of the controller's turns in which
+    something did, and otherwise as a heartbeat, with the number of the last one that told something."""
+
+    stream: bytes
+    """Random, of this controller process: after a restart nothing of the old one counts."""
+    seq: int
+    """Number of this event, from 1 on; heartbeats have that of the event before them."""
+    names: bytes = b""
+    """16 bytes for each chunk (`trunkline.kvstore.names`; for texts of modules see docs/protocol.md)."""
+    tiers: bytes = b""
+    """One byte for each: in which tiers it is now, as a sum of `1 << TierKind`; 0: in none. The remote tier, which
+    all share, is not told."""
+    requests: int = 0
+    """As in `State`."""
+    queued_tokens: int = 0
+
+
+class EventsReply(msgspec.Struct, array_like=True, frozen=True, tag="events"):
+    """Answer to `EventsCall`."""
+
+    seq: int
+    ticket: int
+    stream: bytes
+    upto: int
+    """All events up to this one are in here (or in this snapshot)."""
+    snapshot: bool
+    """True: all chunks that there are, and nothing known before counts; False: what changed after `after`."""
+    names: bytes
+    tiers: bytes
+    more: bool
+    """There is another page."""
+
+
+RouterMessage = EventsReply | Outputs | State | Flushed | Prefetched | ModulesReply | RecordReply
