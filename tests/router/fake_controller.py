@@ -269,7 +269,8 @@ class FakeController:
                 self._send(socket, router, lambda seq: Outputs(seq, finished=[refused]))
                 return
             script = behaviour.sample_script or (lambda submit, _: behaviour.script(submit))
-            texts = [list(script(message, index))[: message.max_tokens] for index in range(message.n)]
+            done = len(message.tokens) // 4 - message.prompt_len  # of a stream that began elsewhere
+            texts = [list(script(message, index))[done : message.max_tokens] for index in range(message.n)]
             self._live[router, message.request] = _Live(router, message, [_Sample(text) for text in texts])
             started = Started(message.request, behaviour.cached_tokens, cut="kept" if message.drops else "")
             if message.layout is not None:

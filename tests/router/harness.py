@@ -113,6 +113,7 @@ def running(
             "model_path": str(DEMO_MODEL),
             "controllers": [fake.endpoint for fake in fakes],
             "port": 0,
+            "resume_seconds": 0.0,
             "served_model_name": "demo",
             "served_model_aliases": ["org/demo-alias"],
             **options,

@@ -12,7 +12,6 @@ from router.harness import EOS, VOCAB_SIZE
 from trunkline.controller.messages import TopLogprobs
 from trunkline.router.errors import finish_error
 from trunkline.router.messages import FinishReason, Started
-from trunkline.router.policy import ControllerLoad, LeastInflight, RouteRequest
 from trunkline.router.sampling import Job
 from trunkline.router.streams import Stream
 from trunkline.router.text import TextAssembler
@@ -141,16 +140,6 @@ def test_a_reader_wakes_for_each_batch() -> None:
         assert (await stream.next()).reason == FinishReason.LENGTH
 
     asyncio.run(scene())
-
-
-def test_least_inflight_and_its_ties() -> None:
-    policy = LeastInflight()
-    request = RouteRequest([1])
-    assert policy.choose(request, [ControllerLoad(0, 3), ControllerLoad(2, 1), ControllerLoad(5, 2)]) == 2
-    idle = [ControllerLoad(index, 0) for index in (1, 4, 6)]
-    chosen = [policy.choose(request, idle) for _ in range(6)]
-    assert sorted(chosen) == [1, 1, 4, 4, 6, 6]
-    assert chosen[:3] == chosen[3:]
 
 
 @pytest.mark.parametrize("reason", list(FinishReason))

@@ -6,7 +6,6 @@ import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tokenizers
@@ -27,7 +26,7 @@ from trunkline.router.history import (
     token_at,
     unpack_session,
 )
-from trunkline.router.policy import ControllerLoad, LeastInflight, RouteRequest, rendezvous
+from trunkline.router.routing.rendezvous import rendezvous
 from trunkline.router.tokenizer import Tokenizer
 from trunkline.router.truncation import RetentionPolicy, Span
 
@@ -212,16 +211,3 @@ def test_homes_are_stable_and_even() -> None:
     ]
     assert {after for _, after in moved} == {4}, "only the new one's share moves"
     assert rendezvous("x", 1) == 0
-
-
-def test_a_session_stays_at_home() -> None:
-    policy = LeastInflight()
-
-    def choose(*inflight: int, home: int) -> int:
-        loads: list[Any] = [ControllerLoad(index, count) for index, count in enumerate(inflight)]
-        return policy.choose(RouteRequest([1], session="sess_a", home=home), loads)
-
-    assert choose(0, 4, home=1) == 1
-    assert choose(0, 5, home=1) == 0, "too busy"
-    assert choose(20, 34, home=1) == 1
-    assert choose(3, 4, home=7) == 0, "its home is not ready"

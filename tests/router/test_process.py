@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,39 +17,13 @@ import httpx
 import msgspec
 import pytest
 from router.fake_controller import FakeController
-from router.harness import ANSWER, DEMO_MODEL, MESSAGES, free_port, make_answer, wait_until
+from router.harness import ANSWER, DEMO_MODEL, MESSAGES, make_answer, wait_until
+from router.process_calls import router_process
 
 from trunkline.router.config import RouterConfig, load_config
 from trunkline.router.tokenizer import Tokenizer
 
 CHAT: dict[str, Any] = {"messages": MESSAGES}
-
-
-def healthy(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health").status_code == 200
-    except httpx.TransportError:
-        return False
-
-
-@contextmanager
-def router_process(
-    place: Path, fake: FakeController, **options: Any
-) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """A router process, ready; killed in the end if it is still there."""
-    port = free_port()
-    fields = {"model_path": str(DEMO_MODEL), "controllers": [fake.endpoint], "port": port, **options}
-    config = place / "router.json"
-    config.write_bytes(msgspec.json.encode(fields))
-    command = [sys.executable, "-m", "trunkline.router", "--config", str(config)]
-    with subprocess.Popen(command, stderr=subprocess.PIPE) as process:
-        try:
-            wait_until(lambda: healthy(f"http://127.0.0.1:{port}") or process.poll() is not None, 20)
-            yield process, f"http://127.0.0.1:{port}"
-        finally:
-            process.kill()
-            assert process.stderr is not None
-            process.stderr.read()
 
 
 @pytest.fixture

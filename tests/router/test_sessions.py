@@ -20,7 +20,7 @@ from router.session_calls import chat, create, error_of, get, record_of
 from trunkline.controller.messages import RecordCall
 from trunkline.controller.records import Limits
 from trunkline.router.messages import FinishReason, Started
-from trunkline.router.policy import rendezvous
+from trunkline.router.routing.rendezvous import rendezvous
 from trunkline.router.tokenizer import Tokenizer
 
 FIRST = "<|bos|><|user|>What does os.path.join do?<|end|><|assistant|>"

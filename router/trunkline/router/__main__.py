@@ -11,7 +11,7 @@ import uvloop
 
 from trunkline.deploy.process import enter_role
 from trunkline.router.config import load_config
-from trunkline.router.server import listen, serve
+from trunkline.router.server import inherited, listen, serve
 
 
 def main() -> int:
@@ -24,7 +24,7 @@ def main() -> int:
         if config.parent_pid:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # also while it starts; see server.py
         enter_role("router", parent_pid=config.parent_pid, log_level=config.log_level)
-        listener = listen(config.host, config.port)
+        listener = inherited(config.listen_fd) if config.listen_fd else listen(config.host, config.port)
         with listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(serve(config, listener))
     except (ValueError, OSError) as error:

@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from trunkline.router.admission import AdmissionMiddleware
 from trunkline.router.api import admin, anthropic, chat, completions, openai_responses, schemas, sessions, tokens
 from trunkline.router.api.anthropic import CountTokensRequest, MessagesRequest
 from trunkline.router.api.error_forms import SCHEMAS, error_body, schema_of
@@ -23,7 +24,10 @@ from trunkline.router.api.responses import JsonResponse
 from trunkline.router.api.schema_types import SchemaRequest, SchemaUpdate
 from trunkline.router.api.session_types import DiscardRequest, ForkRequest, SessionRequest, SessionUpdate
 from trunkline.router.errors import ApiError
+from trunkline.router.idempotency import IdempotencyStore
 from trunkline.router.middleware import RequestMiddleware
+from trunkline.router.records import RecordHomes
+from trunkline.router.replay import ReplayMiddleware
 from trunkline.router.service import RouterService
 
 _BODIES: dict[str, type[BaseModel]] = {
@@ -70,6 +74,19 @@ def create_app(service: RouterService) -> FastAPI:
     app.state.service = service
     for module in (chat, completions, openai_responses, anthropic, schemas, sessions, tokens, admin):
         app.include_router(module.routes)
+    config, metrics = service.config, service.metrics
+    if config.idempotency_ttl_seconds:
+        app.add_middleware(
+            ReplayMiddleware,
+            store=IdempotencyStore(RecordHomes(service.links), config.idempotency_ttl_seconds),
+            bytes_max=config.max_body_bytes,
+            on_result=lambda result: metrics.admission.keys.labels(result).inc(),
+        )
+    app.add_middleware(
+        AdmissionMiddleware,
+        tenants=service.tenants,
+        on_refusal=lambda limit: metrics.admission.refused.labels(limit).inc(),
+    )
     app.add_middleware(RequestMiddleware, metrics=service.metrics, paths=_PATHS)
     app.openapi = lambda: _schema(app)  # type: ignore[method-assign]
     return app

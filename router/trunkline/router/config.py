@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 
+from trunkline.router.tenants import HEADER_NAME, IDEMPOTENCY_TTL_S_MAX, NO_LIMITS, TenantLimits
 from trunkline.router.tools.styles import STYLE_NAMES
 
 TOOL_CALL_PARSERS = ("auto", *STYLE_NAMES)
@@ -22,10 +23,19 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Folder with the model's tokenizer and configuration (the weights are not read)."""
     controllers: list[str]
     """ZeroMQ endpoints of the controllers' ROUTER sockets, e.g. "ipc:///run/trunkline/controller-0"."""
+    events: list[str] = []
+    """Endpoints of their PUB sockets with KV events, in the same order; empty: the controllers publish none."""
+    policy: str = "prefix"
+    """How the controller for a request is chosen, a name from `routing.policies.POLICIES`."""
     host: str = "127.0.0.1"
     """Address to listen on. Local by default: there is no authentication."""
     port: int = 8000
     """TCP port; 0 lets the system choose one (it is logged)."""
+    listen_fd: int = 0
+    """Descriptor of an inherited listening socket, from which others may accept, too; `host` and `port` then
+    only say where it listens. 0: none; the process binds its own."""
+    status_path: str = ""
+    """Socket of the supervisor for what this process says of itself (`trunkline.deploy.notify`); "": none."""
     served_model_name: str = ""
     """Name clients use; empty: the name of the folder `model_path`."""
     served_model_aliases: list[str] = []
@@ -43,8 +53,23 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """A request that takes longer is aborted (504); 0: never. An hour bounds leaks, not long answers."""
     drain_seconds: float = 30.0
     """After SIGTERM, how long running requests may go on. Kubernetes kills after 30 by default."""
+    resume_seconds: float = 60.0
+    """How long a request, or a stream that has begun, waits for a controller when none is there (any more); 0: it
+    fails at once, and a stream that loses its controller ends with an error."""
     silence_seconds: float = 5.0
     """A controller that says nothing for so long is dead (it answers a ping each second)."""
+    tenants: str = ""
+    """JSON file with what tenants may do (`tenant_file.py`); followed while the process runs. Empty: none."""
+    tenant_limits: TenantLimits = NO_LIMITS
+    """What each tenant may do of whom the file says nothing. No limits by default."""
+    tenant_header: str = ""
+    """Header in which a trusted gateway names the tenant, "X-Tenant" for example; empty: keys tell tenants apart.
+    Clients must not be able to send it themselves."""
+    routers: int = 1
+    """Router processes on the same port. They share nothing, so each grants an equal part of every limit."""
+    idempotency_ttl_seconds: float = 600.0
+    """How long an answer is kept for a client that sends its request again with the same `Idempotency-Key`; 0:
+    such keys are ignored."""
     parent_pid: int = 0
     """The supervisor, with which this process dies; 0: nobody supervises it."""
     log_level: str = "info"
@@ -70,6 +95,11 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 Path(self.model_path, "tokenizer.json").is_file(),
                 f"model_path: {self.model_path!r} has no tokenizer.json",
             ),
+            (
+                len(self.events) in (0, len(self.controllers)),
+                f"events: {len(self.events)} endpoints for {len(self.controllers)} controllers; one each, or none",
+            ),
+            (self.listen_fd >= 0, f"listen_fd: {self.listen_fd} is negative; 0 means none"),
             (bool(self.host), "host: must not be empty; 0.0.0.0 listens on all addresses"),
             (0 <= self.port <= 65535, f"port: {self.port} is not between 0 and 65535"),
             (self.max_context >= 0, f"max_context: {self.max_context} is negative; 0 means the model's own"),
@@ -79,10 +109,22 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 self.request_timeout_seconds >= 0,
                 f"request_timeout_seconds: {self.request_timeout_seconds} is negative; 0 means no limit",
             ),
+            (self.resume_seconds >= 0, f"resume_seconds: {self.resume_seconds} is negative; 0 means not to wait"),
             (self.drain_seconds >= 0, f"drain_seconds: {self.drain_seconds} is negative"),
             (
                 self.silence_seconds >= 2,
                 f"silence_seconds: {self.silence_seconds} is less than 2 (pings go out once a second)",
+            ),
+            (not self.tenant_limits.problem(), f"tenant_limits: {self.tenant_limits.problem()}"),
+            (
+                not self.tenant_header or HEADER_NAME.fullmatch(self.tenant_header) is not None,
+                f"tenant_header: {self.tenant_header!r} is no name of a header, such as X-Tenant",
+            ),
+            (self.routers >= 1, f"routers: {self.routers} is less than 1"),
+            (
+                self.idempotency_ttl_seconds == 0 or 1 <= self.idempotency_ttl_seconds <= IDEMPOTENCY_TTL_S_MAX,
+                f"idempotency_ttl_seconds: {self.idempotency_ttl_seconds:g} is neither 0 (off) nor between 1 and "
+                f"{IDEMPOTENCY_TTL_S_MAX:.0f}",
             ),
             (self.parent_pid >= 0, f"parent_pid: {self.parent_pid} is negative"),
             (

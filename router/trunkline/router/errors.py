@@ -26,11 +26,13 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         details: Mapping[str, Any] | None = None,
+        retry_after: int | None = None,
     ) -> None:
         """
         Args:
             kind: with `param` and `code` OpenAI's `error.type`, `error.param` and `error.code`.
             details: more fields of the error, for programs (a place in a source, limits).
+            retry_after: seconds after which trying again makes sense; None: as the status suggests.
         """
         super().__init__(message)
         self.status = status
@@ -39,6 +41,7 @@ class ApiError(Exception):
         self.param = param
         self.code = code
         self.details = details or {}
+        self.retry_after = retry_after
 
     def body(self) -> dict[str, Any]:
         """The JSON body; also the payload of an error event within a stream."""
@@ -54,7 +57,10 @@ class ApiError(Exception):
 
     def headers(self) -> dict[str, str]:
         """`Retry-After` where trying again makes sense."""
-        return {"Retry-After": str(RETRY_AFTER_SECONDS)} if self.status in (429, 503) else {}
+        seconds = self.retry_after
+        if seconds is None and self.status in (429, 503):
+            seconds = RETRY_AFTER_SECONDS
+        return {} if seconds is None else {"Retry-After": str(seconds)}
 
 
 def bad_value(param: str, message: str, *, code: str | None = None) -> ApiError:

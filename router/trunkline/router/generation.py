@@ -93,7 +93,7 @@ class Generation:
                 error = self._error_of(end)
                 before = self._choices.output_tokens
                 deltas = self._choices.feed(batch, None if end is None or error is not None else end.reason)
-                self._metrics.output_tokens.inc(self._choices.output_tokens - before)
+                self._metrics.per_token.tokens += self._choices.output_tokens - before
                 over = self._choices.all_over
                 if over:
                     self._metrics.end_to_end.observe(self._loop.time() - self._arrived_at)
@@ -144,9 +144,6 @@ class Generation:
             self._metrics.module_tokens.inc(self.job.module_tokens)
             if self.job.cut.drops and self.started is not None:
                 self._metrics.truncations.labels(self.started.cut or "kept").inc()
-        elif count == 1:
-            self._metrics.inter_token.observe(now - self._last_token_at)
-        else:
-            for _ in range(count):
-                self._metrics.inter_token.observe((now - self._last_token_at) / count)
+        elif count:
+            self._metrics.per_token.between((now - self._last_token_at) / count, count)
         self._last_token_at = now

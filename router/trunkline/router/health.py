@@ -8,9 +8,11 @@ from typing import Final
 
 import msgspec
 
+from trunkline.router.continuation import submission
 from trunkline.router.errors import ApiError, finish_error
 from trunkline.router.link import ControllerLink
 from trunkline.router.sampling import Job
+from trunkline.router.streams import Stream
 from trunkline.worker.messages import Sampling
 
 _FRESH_SECONDS: Final = 1.0
@@ -68,8 +70,10 @@ class HealthProbe:
         return next((result for result in results if result.ok), results[0])
 
     async def _probe(self, link: ControllerLink) -> Health:
+        number = 0
+        stream = Stream(0, lambda _, abort: link.release(number, abort=abort))
         try:
-            stream = link.submit(self._job)
+            number = link.submit(lambda request: submission(self._job, request), stream)
         except ApiError as error:
             return Health(False, error.message)
         try:

@@ -24,6 +24,8 @@ Form = Literal["", "chat", "text"]
 """What a session is used for: not decided yet, conversations, plain completions."""
 _MARKS_MAX = 4096
 """Of a longer history the oldest are thinned out."""
+_TAKE_BACK_MAX = 256 << 10
+"""A turn that replaced more characters and bytes of tokens than this cannot be taken back: records have limits."""
 
 
 class Mark(NamedTuple):
@@ -43,6 +45,27 @@ class SessionModules(msgspec.Struct, frozen=True, omit_defaults=True):
     """With which the schema is found, and KV shared."""
     schema: str = ""
     """Its name, as it is told."""
+
+
+class LastTurn(msgspec.Struct, frozen=True, array_like=True):
+    """How a session's last turn is taken back: what its request found. The history mostly only grew, so most of
+    that is still there."""
+
+    request: bytes
+    """The request's name (`draws.py`)."""
+    form: Form
+    vocabulary: str
+    messages: int
+    """There were so many."""
+    characters: int
+    """The text's first ones that are the same …"""
+    text: str
+    """… and what followed them."""
+    tokens: int
+    """Likewise."""
+    rest: bytes
+    marks: list[Mark]
+    discards: list[Span]
 
 
 class Session(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -71,6 +94,8 @@ class Session(msgspec.Struct, kw_only=True, omit_defaults=True):
     parent: str = ""
     """The session that it was forked from."""
     modules: SessionModules | None = None
+    last: LastTurn | None = None
+    """Of a request that may come again."""
 
     @property
     def token_count(self) -> int:
@@ -97,6 +122,43 @@ class Session(msgspec.Struct, kw_only=True, omit_defaults=True):
         self.text = text
         self.marks = [each for each in self.marks if each.tokens <= mark.tokens]
         self.marks.append(Mark(len(text), self.token_count))
+
+    def begin_turn(self, request: bytes) -> None:
+        """A request is to be answered. If the last turn is its own, made when it came before, that is taken back.
+
+        Args:
+            request: its name; b"": it has none.
+        """
+        last = self.last
+        if last is None or not request or last.request != request:
+            return
+        self.form, self.vocabulary, self.last = last.form, last.vocabulary, None
+        self.messages = self.messages[: last.messages]
+        self.text = self.text[: last.characters] + last.text
+        self.tokens = self.tokens[: 4 * last.tokens] + last.rest
+        self.marks, self.discards = last.marks, last.discards
+        self.turns -= 1
+
+    def end_turn(self, request: bytes, before: Session) -> None:
+        """It was answered. `before`: the session as `begin_turn` left it."""
+        self.turns += 1
+        self.last = None
+        characters = common_length(before.text, self.text)
+        tokens = _common_tokens(before.tokens, self.tokens)
+        text, rest = before.text[characters:], before.tokens[4 * tokens :]
+        if request and len(text) + len(rest) <= _TAKE_BACK_MAX:
+            self.last = LastTurn(
+                request,
+                before.form,
+                before.vocabulary,
+                len(before.messages),
+                characters,
+                text,
+                tokens,
+                rest,
+                before.marks,
+                before.discards,
+            )
 
     def forget_tokens(self) -> None:
         """They are another tokenizer's: only messages and text stay."""
@@ -167,6 +229,13 @@ def common_length(one: str, other: str) -> int:
         else:
             high = middle - 1
     return low
+
+
+def _common_tokens(one: bytes, other: bytes) -> int:
+    """With how many tokens both begin."""
+    length = min(len(one), len(other)) // 4
+    differing = (unpack_int32(one)[:length] != unpack_int32(other)[:length]).nonzero()[0]
+    return int(differing[0]) if len(differing) else length
 
 
 def common_mark(session: Session, text: str, vocabulary: Vocabulary) -> Mark:

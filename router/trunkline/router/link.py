@@ -1,15 +1,15 @@
-"""A router's connection to one controller: a DEALER socket, the streams that run over it, its health.
+"""A router's connection to one controller: a DEALER socket, the requests that run over it, its health.
 
     submit/abort/call ──► DEALER ──────────► controller (ROUTER)
     streams ◄── dispatch ◄─┘ Outputs, State, answers to calls: one sequence number over all of them
     monitor ──► the peer closed the connection: it is dead, at once
     timer   ──► a ping each second; silence for `silence_seconds`: it is dead as well
 
-When the controller is dead or a message was lost, every stream of the link fails once, the socket is
+When the controller is dead or a message was lost, every receiver of the link is told once, the socket is
 thrown away and a new one is opened: under a new identity nothing of the old connection can arrive, on
 either side. The new connection counts as alive when its first `State` has come.
 
-Streams in flight are the keys of one dictionary; a load counter that could leak does not exist.
+Requests in flight are the keys of one dictionary; a load counter that could leak does not exist.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from trunkline.controller.messages import (
     Abort,
+    EventsCall,
     FlushCache,
     ModulesCall,
     Ping,
@@ -37,6 +38,7 @@ from trunkline.controller.messages import (
 )
 from trunkline.router.errors import unavailable
 from trunkline.router.messages import (
+    EventsReply,
     FinishReason,
     Flushed,
     ModulesReply,
@@ -46,20 +48,23 @@ from trunkline.router.messages import (
     RouterMessage,
     State,
 )
-from trunkline.router.sampling import Job
-from trunkline.router.streams import Stream
+from trunkline.router.streams import Receiver
 
 PING_SECONDS: Final = 1.0
 _MESSAGES_PER_TURN: Final = 64
 """Messages handled before other coroutines get a turn."""
+_RECONNECT_POLL_SECONDS: Final = 0.05
 _HIGH_WATER: Final = 20_000
-Call = FlushCache | Prefetch | ModulesCall | RecordCall
-Answer = Flushed | Prefetched | ModulesReply | RecordReply
+Call = FlushCache | Prefetch | ModulesCall | RecordCall | EventsCall
+Answer = Flushed | Prefetched | ModulesReply | RecordReply | EventsReply
 _log = structlog.get_logger("trunkline.router.link")
 
 
 class ControllerLink:
     """One controller, as this router sees it. All calls from the event loop's thread."""
+
+    patience = 0.0
+    """Seconds for which a caller may wait for a connection that was there before (`again`)."""
 
     def __init__(
         self, index: int, endpoint: str, context: zmq.Context[zmq.Socket[bytes]], silence_seconds: float
@@ -72,12 +77,15 @@ class ControllerLink:
         """Loop time at which a token last arrived, in seconds."""
         self.down_reason = "no controller has answered yet"
         self.connections = 0
-        """Made so far. What a controller holds in memory only may be gone when there is another one."""
+        """Made so far, and worker groups behind them. What a controller or its workers hold in memory only may be
+        gone when there is another one."""
+        self.on_change: Callable[[ControllerLink], None] = lambda link: None
+        """Called when a `State` has come, and when the connection is lost, before its receivers are told."""
         self._context = context
         self._silence_seconds = silence_seconds
         self._loop = asyncio.get_running_loop()
         self._socket: _Socket | None = None
-        self._streams: dict[int, Stream] = {}
+        self._receivers: dict[int, Receiver] = {}
         self._calls: dict[int, asyncio.Future[Answer]] = {}
         self._ids = itertools.count(1)
         self._timer: asyncio.TimerHandle | None = None
@@ -106,7 +114,7 @@ class ControllerLink:
     @property
     def inflight(self) -> int:
         """Requests of this router there."""
-        return len(self._streams)
+        return len(self._receivers)
 
     def why_not_ready(self) -> str:
         """For people: what keeps this controller from taking requests."""
@@ -116,44 +124,32 @@ class ControllerLink:
 
     # -- requests
 
-    def submit(self, job: Job) -> Stream:
-        """Send a request.
+    def submit(self, make: Callable[[int], Submit], receiver: Receiver) -> int:
+        """Send what `make` makes of a fresh number; `receiver` gets what comes back for it, until `release`.
+
+        Returns:
+            the number.
 
         Raises:
             ApiError: 503, the connection does not take it.
         """
         request = next(self._ids) & 0xFFFF_FFFF
-        while request in self._streams:
+        while request in self._receivers:
             request = next(self._ids) & 0xFFFF_FFFF
-        sent = self._send(
-            Submit(
-                request=request,
-                tokens=job.packed_prompt(),
-                prompt_len=len(job.prompt),
-                max_tokens=job.max_tokens,
-                sampling=job.sampling,
-                stop_token_ids=sorted(job.eos_ids),
-                salt=job.salt,
-                n=job.decoding.samples,
-                beam=job.decoding.beam,
-                priority=job.priority,
-                grammar=job.grammar,
-                drops=job.packed_drops(),
-                ttl=job.ttl,
-                layout=None if job.modules is None else job.modules.layout,
-            )
-        )
-        if not sent:
+        if not self._send(make(request)):
             raise unavailable("the connection to the engine is down")
-        stream = Stream(
-            request,
-            self._release,
-            self._drop_sample,
-            wants_logprobs=job.sampling.logprobs >= 0,
-            samples=job.decoding.samples if job.decoding.beam is None else 1,
-        )
-        self._streams[request] = stream
-        return stream
+        self._receivers[request] = receiver
+        return request
+
+    def release(self, request: int, *, abort: bool) -> None:
+        """Nobody listens any more. `abort`: it may still run there. May be called again."""
+        if self._receivers.pop(request, None) is not None and abort:
+            self._send(Abort(request))
+
+    def drop_sample(self, request: int, sample: int) -> None:
+        """End one of several samples there."""
+        if request in self._receivers:
+            self._send(Abort(request, sample))
 
     async def flush_cache(self, timeout_seconds: float) -> int:
         """Have unused cached blocks dropped; how many there were.
@@ -196,22 +192,22 @@ class ControllerLink:
         finally:
             self._calls.pop(ticket, None)
 
+    async def again(self, deadline: float) -> bool:
+        """After a call without an answer: whether it should be made again, because the connection was lost and
+        there is a new one. Waits for that until `deadline` (loop time), if there ever was one."""
+        while self.state is None and self.connections and self._loop.time() < deadline:
+            await asyncio.sleep(_RECONNECT_POLL_SECONDS)
+        return self.state is not None and self._loop.time() < deadline
+
     def tell(self, make: Callable[[int], Call]) -> None:
         """As `call`, for somebody who does not wait for the answer. Without a connection nothing is sent."""
         self._send(make(next(self._ids) & 0xFFFF_FFFF))
 
-    def _release(self, request: int, abort: bool) -> None:
-        if self._streams.pop(request, None) is not None and abort:
-            self._send(Abort(request))
-
-    def _drop_sample(self, request: int, sample: int) -> None:
-        if request in self._streams:
-            self._send(Abort(request, sample))
-
     def _fail_all(self, detail: str) -> None:
-        for stream in list(self._streams.values()):
-            stream.finish(FinishReason.ENGINE_FAILED, detail)
-        for future in self._calls.values():
+        receivers, self._receivers = self._receivers, {}
+        for receiver in receivers.values():
+            receiver.finish(FinishReason.ENGINE_FAILED, detail)
+        for future in list(self._calls.values()):
             if not future.done():
                 future.set_exception(unavailable(detail))
 
@@ -223,15 +219,16 @@ class ControllerLink:
 
     def lost(self, reason: str) -> None:
         """The controller is dead, or the connection cannot be trusted any more: start anew."""
-        _log.warning("controller_lost", endpoint=self.endpoint, reason=reason, streams=len(self._streams))
+        _log.warning("controller_lost", endpoint=self.endpoint, reason=reason, streams=len(self._receivers))
         socket, self._socket = self._socket, None
         if socket is not None:
             # If it lives after all it should stop working for streams that nobody reads any more.
-            for request in self._streams:
+            for request in self._receivers:
                 socket.send(Abort(request))
             socket.close(linger_ms=200)
         self.state = None
         self.down_reason = reason
+        self.on_change(self)
         self._fail_all(f"the connection to the engine was lost: {reason}")
         self._connect()
 
@@ -269,15 +266,15 @@ class ControllerLink:
                 future.set_result(message)
 
     def _dispatch(self, outputs: Outputs) -> None:
-        streams = self._streams
+        receivers = self._receivers
         for started in outputs.started:
-            stream = streams.get(started.request)
-            if stream is not None:
-                stream.start(started)
+            receiver = receivers.get(started.request)
+            if receiver is not None:
+                receiver.start(started)
         for scored in outputs.prompt_logprobs:
-            stream = streams.get(scored.request)
-            if stream is not None:
-                stream.prompt_logprobs.append(scored.logprobs)
+            receiver = receivers.get(scored.request)
+            if receiver is not None:
+                receiver.score(scored.logprobs)
         if outputs.tokens:
             self.last_token_at = self._loop.time()
             requests = np.frombuffer(outputs.requests, dtype="<u4").tolist()
@@ -286,9 +283,9 @@ class ControllerLink:
                 self._push_each(requests, tokens, outputs)
             else:  # the usual step
                 for request, token in zip(requests, tokens, strict=True):
-                    stream = streams.get(request)
-                    if stream is not None:  # else it was aborted while this token was on its way
-                        stream.push(token)
+                    receiver = receivers.get(request)
+                    if receiver is not None:  # else it was aborted while this token was on its way
+                        receiver.push(token)
         if outputs.beams or outputs.finished:
             self._dispatch_ends(outputs)
 
@@ -297,31 +294,32 @@ class ControllerLink:
         samples = np.frombuffer(outputs.samples, dtype="<u2").tolist() if outputs.samples else [0] * len(tokens)
         logprobs = outputs.logprobs or {}
         for index, (request, token, sample) in enumerate(zip(requests, tokens, samples, strict=True)):
-            stream = self._streams.get(request)
-            if stream is not None:
-                stream.push_sample(token, logprobs.get(index), sample)
+            receiver = self._receivers.get(request)
+            if receiver is not None:
+                receiver.push_sample(token, logprobs.get(index), sample)
 
     def _dispatch_ends(self, outputs: Outputs) -> None:
         for found in outputs.beams:
-            stream = self._streams.get(found.request)
-            if stream is not None:
-                stream.found(found.hypotheses)
+            receiver = self._receivers.get(found.request)
+            if receiver is not None:
+                receiver.found(found.hypotheses)
         for finished in outputs.finished:
-            stream = self._streams.get(finished.request)
-            if stream is None:
+            receiver = self._receivers.get(finished.request)
+            if receiver is None:
                 continue
             if finished.sample >= 0:
-                stream.finish_sample(finished.sample, finished.reason)
+                receiver.finish_sample(finished.sample, finished.reason)
             else:
-                stream.finish(finished.reason, finished.detail, finished.param)
+                receiver.finish(finished.reason, finished.detail, finished.param)
 
     def _update_state(self, state: State) -> None:
         if self.state is None or self.state.status != state.status:
             _log.info("controller_state", endpoint=self.endpoint, status=state.status, detail=state.detail)
-        self.connections += self.state is None
+        self.connections += self.state is None or state.epoch != self.state.epoch
         if self.state is not None and state.output_tokens > self.state.output_tokens:
             self.last_token_at = self._loop.time()  # somebody's, perhaps of another router
         self.state = state
+        self.on_change(self)
         if state.status == "failed":
             self._fail_all(state.detail or "the engine failed")
 

@@ -10,6 +10,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from trunkline.router.link import ControllerLink
+from trunkline.router.routing.request import Decision
+from trunkline.router.token_metrics import TokenMetrics
 
 _LATENCY_BUCKETS: Final = (
     *(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
@@ -120,6 +122,55 @@ def _tier_families(links: Sequence[ControllerLink]) -> Iterable[Metric]:
     yield misses
 
 
+class AdmissionMetrics:
+    """What happens to requests before an endpoint sees them."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.refused = Counter(
+            "trunkline_rate_limited",
+            "Requests that were refused because of a limit of their tenant, by limit.",
+            ["limit"],
+            registry=registry,
+        )
+        self.keys = Counter(
+            "trunkline_idempotent_requests",
+            "Requests with an Idempotency-Key: new, replayed, refused, unavailable (answered without a record).",
+            ["result"],
+            registry=registry,
+        )
+
+
+class RoutingMetrics:
+    """Where requests go, and where they go on."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.decisions = Counter(
+            "trunkline_routing_decisions",
+            "Requests sent to a controller, by it and by the reason for choosing it.",
+            ["controller", "reason"],
+            registry=registry,
+        )
+        self.expected = Counter(
+            "trunkline_routing_expected_tokens",
+            "Prompt tokens of them, by whether the index had them at that controller.",
+            ["kv"],
+            registry=registry,
+        )
+        self.events = Counter(
+            "trunkline_dispatches",
+            "Streams that lost their controller or found none: resumed (with tokens), retried (without), waited, "
+            "gave_up.",
+            ["event"],
+            registry=registry,
+        )
+
+    def chose(self, decision: Decision) -> None:
+        """A request was sent."""
+        self.decisions.labels(str(decision.controller), decision.reason).inc()
+        self.expected.labels("cached").inc(decision.cached_tokens)
+        self.expected.labels("new").inc(decision.new_tokens)
+
+
 class Metrics:
     """The router's own numbers. Times in seconds."""
 
@@ -129,6 +180,7 @@ class Metrics:
         """At the time of a scrape, `links` gives the controllers and `schemas` how many are ready for use."""
         self._registry = registry = CollectorRegistry()
         registry.register(_ControllerCollector(links))
+        self.admission = AdmissionMetrics(registry)
         self.requests = Counter(
             "trunkline_requests",
             "HTTP requests answered, by route and status (499: the client left).",
@@ -141,18 +193,15 @@ class Metrics:
             ["method", "grammar"],
             registry=registry,
         )
+        self.routing = RoutingMetrics(registry)
         self.first_token = Histogram(
             "trunkline_time_to_first_token_seconds",
             "From a request's arrival to its first token.",
             buckets=_LATENCY_BUCKETS,
             registry=registry,
         )
-        self.inter_token = Histogram(
-            "trunkline_inter_token_latency_seconds",
-            "Between consecutive tokens of a sequence.",
-            buckets=_TOKEN_BUCKETS,
-            registry=registry,
-        )
+        self.per_token = TokenMetrics(_TOKEN_BUCKETS)
+        registry.register(self.per_token)
         self.end_to_end = Histogram(
             "trunkline_request_duration_seconds",
             "From a generation request's arrival to its regular end.",
@@ -185,7 +234,6 @@ class Metrics:
         Gauge(
             "trunkline_schemas_cached", "Schemas that this router has compiled.", registry=registry
         ).set_function(lambda: float(schemas()))
-        self.output_tokens = Counter("trunkline_output_tokens", "Output tokens delivered.", registry=registry)
 
     def scrape(self) -> bytes:
         """Everything in Prometheus' text form."""

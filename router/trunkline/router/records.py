@@ -11,11 +11,13 @@ import heapq
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+import msgspec
+
 from trunkline.controller.messages import RecordCall
-from trunkline.router.errors import unavailable
-from trunkline.router.link import Answer, ControllerLink
+from trunkline.router.errors import ApiError, unavailable
+from trunkline.router.link import Answer, Call, ControllerLink
 from trunkline.router.messages import Record, RecordReply
-from trunkline.router.policy import rendezvous
+from trunkline.router.routing.rendezvous import rendezvous
 
 VALUE_BYTES_MAX: Final = 15 << 20
 """A controller takes a little more; what would be larger than this is refused before work is spent on it."""
@@ -54,12 +56,56 @@ def record_call(op: str, kind: str, record_id: str, **fields: Any) -> Callable[[
 
 
 async def ask(home: ControllerLink, call: Callable[[int], RecordCall]) -> RecordReply:
-    """The answer to a call, whatever it is.
+    """The answer to a call, whatever it is. If the controller dies meanwhile, it is asked again when it is back.
 
     Raises:
         ApiError: 503, there is none.
     """
-    return record_reply(await home.call(call, CALL_SECONDS))
+    answer, is_second = await call_persistently(home, call, CALL_SECONDS)
+    reply = record_reply(answer)
+    return await _first_answer(home, call(0), reply) if is_second else reply
+
+
+async def call_persistently(
+    home: ControllerLink,
+    make: Callable[[int], Call],
+    timeout_seconds: float | None,
+    *,
+    give_up: Callable[[int], Call] | None = None,
+) -> tuple[Answer, bool]:
+    """As `ControllerLink.call`, but what is lost with its connection is sent again over the next one.
+
+    Returns:
+        the answer, and whether the call may have been carried out before, too.
+
+    Raises:
+        ApiError: 503, there is none.
+    """
+    deadline = asyncio.get_running_loop().time() + home.patience
+    is_second = False
+    while True:
+        connection = home.connections if home.state is not None else -1
+        try:
+            return await home.call(make, timeout_seconds, give_up=give_up), is_second
+        except ApiError:
+            lost = home.state is None or home.connections != connection
+            if not (lost and await home.again(deadline)):
+                raise
+        is_second = True
+
+
+async def _first_answer(home: ControllerLink, call: RecordCall, reply: RecordReply) -> RecordReply:
+    """What the first of two equal calls was, or would have been, answered with, from the second's answer: a change
+    that is refused may have been made by the first one."""
+    if call.op == "delete" and reply.status == "missing":
+        return msgspec.structs.replace(reply, status="ok")
+    refused = {"create": "exists", "put": "conflict"}
+    if refused.get(call.op) != reply.status:
+        return reply
+    there = record_reply(await home.call(record_call("get", call.kind, call.id), CALL_SECONDS))
+    if there.status == "ok" and there.records[0].value == call.value:
+        return there
+    return reply
 
 
 def record_reply(answer: Answer) -> RecordReply:

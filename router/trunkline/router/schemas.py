@@ -28,12 +28,20 @@ from msgspec.structs import replace
 
 from trunkline.controller.messages import ModulesCall, ModuleText, PromptLayout
 from trunkline.router import pml
+from trunkline.router.draws import request_name
 from trunkline.router.errors import ApiError, bad_value, in_conflict, not_found, unavailable
 from trunkline.router.link import Answer, ControllerLink
 from trunkline.router.messages import ModulesReply, Record, RecordReply
 from trunkline.router.pml.tree import NAME_CHARACTERS_MAX
 from trunkline.router.pml_tokenizer import ModelText
-from trunkline.router.records import CALL_SECONDS, VALUE_BYTES_MAX, RecordHomes, ask, record_call
+from trunkline.router.records import (
+    CALL_SECONDS,
+    VALUE_BYTES_MAX,
+    RecordHomes,
+    ask,
+    call_persistently,
+    record_call,
+)
 from trunkline.router.tokenizer import Tokenizer
 
 _KIND: Final = "schema"
@@ -69,6 +77,8 @@ class Definition(msgspec.Struct, kw_only=True, omit_defaults=True):
     pin: bool = False
     ttl: float = 0.0
     """Seconds without use after which it is forgotten; 0: never."""
+    request: bytes = b""
+    """Name of the request that made this version (`draws.py`): sent again, it makes no other."""
 
     def parse(self) -> pml.SchemaDocument:
         """The document.
@@ -186,9 +196,11 @@ class SchemaStore:
             ApiError: 409, others change it all the time; 503, it was not stored.
         """
         kind = kind_of(salt)
+        definition.request = request_name()
 
         def replaced(present: Definition) -> Definition:
-            definition.version = present.version + 1
+            again = bool(definition.request) and definition.request == present.request
+            definition.version = present.version + (not again)
             return definition
 
         for _ in range(_TRIES):
@@ -336,9 +348,10 @@ class SchemaStore:
         schema.pinned_on = home.connections
         self._encoding[schema.key] += 1
         try:
-            return _modules_reply(
-                await home.call(make, timeout_seconds, give_up=lambda ticket: ModulesCall(ticket, "cancel"))
+            answer, _ = await call_persistently(
+                home, make, timeout_seconds, give_up=lambda ticket: ModulesCall(ticket, "cancel")
             )
+            return _modules_reply(answer)
         except BaseException:  # cancellation included: the client left
             schema.pinned_on = 0
             raise
@@ -355,11 +368,10 @@ class SchemaStore:
         """
         home, salt, relocate = self.home_of(schema.key), schema.salt, schema.definition.relocate
         texts = schema.ready.texts
-        return _modules_reply(
-            await home.call(
-                lambda ticket: ModulesCall(ticket, "look", texts, salt, relocate=relocate), CALL_SECONDS
-            )
+        answer, _ = await call_persistently(
+            home, lambda ticket: ModulesCall(ticket, "look", texts, salt, relocate=relocate), CALL_SECONDS
         )
+        return _modules_reply(answer)
 
     def keep_pinned(self, schema: Schema) -> None:
         """Set a schema's pin again if the controller may not know of it; to be called with every use."""

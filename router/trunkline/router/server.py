@@ -3,21 +3,30 @@
 SIGTERM (or SIGINT, unsupervised): new requests get 503, running ones finish, exit 0. What still runs
 after `drain_seconds` gets an error; the exit code stays 0, for that was agreed. A second signal cuts
 everything off at once: exit 1.
+
+On an inherited socket, from which other routers accept as well, the process accepts nothing before it has met a
+controller that is ready (or waited for one a moment), and SIGUSR1 makes it hand over: it accepts nothing any more,
+closes each connection after its answer, and leaves when all is finished. So a router can be replaced without
+anybody noticing.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import socket
-from collections.abc import Iterator
-from typing import Final
+import stat
+from collections.abc import Coroutine, Iterator
+from typing import Any, Final
 
 import structlog
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
 
+from trunkline.deploy.notify import report_status
 from trunkline.router.app import create_app
 from trunkline.router.config import RouterConfig
 from trunkline.router.service import RouterService
@@ -27,7 +36,19 @@ _HEADER_BYTES_MAX: Final = 64 << 10
 _BACKLOG: Final = 2048
 _CLOSE_SECONDS: Final = 2
 """After the last generation, for responses still being written."""
+_MEET_SECONDS_MAX: Final = 3.0
+"""A start of the whole cluster takes longer: then `/health` should say how far it is."""
+_MEET_INTERVAL_S: Final = 0.02
+_IDLE_SECONDS: Final = 2.0
+"""What connections without a request get to send another one, while a router hands over."""
 _log = structlog.get_logger("trunkline.router")
+
+
+class _State(ServerState):
+    """What uvicorn's connections have in common."""
+
+    hands_over = False
+    """Connections are closed after the answer."""
 
 
 class _BoundedProtocol(HttpToolsProtocol):
@@ -35,6 +56,7 @@ class _BoundedProtocol(HttpToolsProtocol):
 
     _in_headers = False
     _header_bytes = 0
+    server_state: _State
 
     def on_message_begin(self) -> None:
         self._in_headers = True
@@ -44,6 +66,8 @@ class _BoundedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._in_headers = False
         super().on_headers_complete()
+        if self.server_state.hands_over and self.cycle is not None:
+            self.cycle.keep_alive = False
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._in_headers:  # else a trailer, which nobody reads
@@ -58,7 +82,36 @@ class _BoundedProtocol(HttpToolsProtocol):
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its own signal handling."""
+    """uvicorn without its own signal handling, which can hand over to other processes on the same socket."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.server_state: _State = _State()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept connections, unless it is over already."""
+        await super().startup(sockets)
+        if self.server_state.hands_over:
+            self._accept_no_more()
+
+    async def hand_over(self) -> None:
+        """Accept nothing any more and close what is idle. Who is about to send something gets it answered."""
+        self.server_state.hands_over = True
+        self._accept_no_more()
+        for connection in self._connections():
+            if connection.cycle is not None and not connection.cycle.response_complete:
+                connection.cycle.keep_alive = False
+        await asyncio.sleep(_IDLE_SECONDS)
+        for connection in self._connections():
+            if connection.cycle is None or connection.cycle.response_complete:
+                connection.shutdown()
+
+    def _accept_no_more(self) -> None:
+        for server in getattr(self, "servers", []):  # there are none before `startup`
+            server.close()
+
+    def _connections(self) -> list[Any]:
+        return list(self.server_state.connections)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -82,23 +135,56 @@ def listen(host: str, port: int) -> socket.socket:
         ) from error
 
 
+def inherited(descriptor: int) -> socket.socket:
+    """The listening socket that this process was started with.
+
+    Raises:
+        OSError: there is none under this number.
+    """
+    try:
+        if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+            raise OSError(f"listen_fd: descriptor {descriptor} is no socket")
+        listener = socket.socket(fileno=descriptor)
+        is_listening = listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    except OSError as error:
+        raise OSError(f"listen_fd: descriptor {descriptor}: {error.strerror or error}") from error
+    if not is_listening:
+        raise OSError(f"listen_fd: the socket of descriptor {descriptor} does not listen")
+    return listener
+
+
 async def serve(config: RouterConfig, listener: socket.socket) -> int:
     """Serve until a signal; the process's exit code."""
     service = RouterService(config, Tokenizer(config.model_path, config.tool_call_parser))
-    server = make_server(service)
+    server = make_server(service, _MEET_SECONDS_MAX if config.listen_fd else 0.0)
     drained = asyncio.get_running_loop().create_future()
-    _handle_signals(config, service, server, drained)
+    _Signals(config, service, server, drained).handle()
     host, port = listener.getsockname()[:2]
     _log.info("listening", host=host, port=port, model=config.model_name)
     await server.serve(sockets=[listener])
     return 0 if drained.done() and drained.result() else 1
 
 
-def make_server(service: RouterService) -> uvicorn.Server:
-    """A uvicorn server for a service; set its `should_exit` to stop it."""
+def make_server(service: RouterService, meet_seconds_max: float = 0.0) -> _Server:
+    """A uvicorn server for a service; set its `should_exit` to stop it.
+
+    Args:
+        meet_seconds_max: how long to wait for a controller that is ready before connections are accepted.
+    """
+    app = create_app(service)
+
+    async def app_that_waits(scope: Any, receive: Any, send: Any) -> None:
+        async def send_when_ready(message: Any) -> None:
+            if message["type"] == "lifespan.startup.complete":
+                await _meet(service, meet_seconds_max)
+                report_status(service.config.status_path, "ready")
+            await send(message)
+
+        await app(scope, receive, send_when_ready if scope["type"] == "lifespan" else send)
+
     return _Server(
         uvicorn.Config(
-            create_app(service),
+            app_that_waits,
             http=_BoundedProtocol,
             ws="none",
             lifespan="on",
@@ -112,30 +198,77 @@ def make_server(service: RouterService) -> uvicorn.Server:
     )
 
 
-def _handle_signals(
-    config: RouterConfig, service: RouterService, server: uvicorn.Server, drained: asyncio.Future[bool]
-) -> None:
-    loop = asyncio.get_running_loop()
-    tasks: list[asyncio.Task[None]] = []
+async def _meet(service: RouterService, seconds_max: float) -> None:
+    """Wait until a controller is ready. Who connects before would be told that there is none."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds_max):
+            while not any(link.ready for link in service.links):
+                await asyncio.sleep(_MEET_INTERVAL_S)
 
-    async def leave() -> None:
-        _log.info("draining", seconds_max=config.drain_seconds)
-        if not await service.drain(config.drain_seconds):
-            _log.warning("drain_timed_out", seconds=config.drain_seconds)
-        if not drained.done():
-            drained.set_result(True)
-        server.should_exit = True
 
-    def on_signal() -> None:
-        if not tasks:
-            tasks.append(loop.create_task(leave()))
+class _Signals:
+    """What signals make of the process."""
+
+    def __init__(
+        self, config: RouterConfig, service: RouterService, server: _Server, drained: asyncio.Future[bool]
+    ) -> None:
+        self._config = config
+        self._service = service
+        self._server = server
+        self._drained = drained
+        self._tasks: list[asyncio.Task[None]] = []
+        self._is_told = False
+        """To leave, and to refuse what comes."""
+
+    def handle(self) -> None:
+        """From now on."""
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self._stop)
+        if self._config.tenants:
+            loop.add_signal_handler(signal.SIGHUP, self._service.tenants.reload)
+        # A terminal's Ctrl-C reaches every process of the group; supervised ones wait for the supervisor.
+        loop.add_signal_handler(signal.SIGINT, (lambda: None) if self._config.parent_pid else self._stop)
+        if self._config.listen_fd:
+            loop.add_signal_handler(signal.SIGUSR1, self._hand_over)
+
+    def _stop(self) -> None:
+        if not self._is_told:
+            self._is_told = True
+            self._begin(self._leave())
             return
         _log.warning("second_signal")
-        if not drained.done():
-            drained.set_result(False)
-        service.cut_all()
-        server.should_exit = True  # not `force_exit`: that leaves the service open and its lifespan in a traceback
+        if not self._drained.done():
+            self._drained.set_result(False)
+        self._service.cut_all()
+        # Not `force_exit`: that leaves the service open and its lifespan in a traceback.
+        self._server.should_exit = True
 
-    loop.add_signal_handler(signal.SIGTERM, on_signal)
-    # A terminal's Ctrl-C reaches every process of the group; supervised ones wait for the supervisor.
-    loop.add_signal_handler(signal.SIGINT, (lambda: None) if config.parent_pid else on_signal)
+    def _hand_over(self) -> None:
+        if not self._tasks:
+            self._begin(self._leave_to_others())
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        self._tasks.append(asyncio.get_running_loop().create_task(work))
+        report_status(self._config.status_path, "draining")
+
+    async def _leave_to_others(self) -> None:
+        _log.info("handing over", seconds_max=self._config.drain_seconds)
+        try:
+            async with asyncio.timeout(self._config.drain_seconds):
+                await self._server.hand_over()
+                while self._server.server_state.connections and not self._is_told:
+                    await asyncio.sleep(_MEET_INTERVAL_S)
+        except TimeoutError:
+            _log.warning("drain_timed_out", seconds=self._config.drain_seconds)
+            self._service.cut_all()
+        if not self._is_told:  # else `_leave` does the rest
+            self._drained.set_result(True)
+            self._server.should_exit = True
+
+    async def _leave(self) -> None:
+        _log.info("draining", seconds_max=self._config.drain_seconds)
+        if not await self._service.drain(self._config.drain_seconds):
+            _log.warning("drain_timed_out", seconds=self._config.drain_seconds)
+        if not self._drained.done():
+            self._drained.set_result(True)
+        self._server.should_exit = True

@@ -1,6 +1,6 @@
 """A router's state and the one way into it: `generate` takes a job to a controller.
 
-app.py ─► api/… ─► RouterService.generate ─► policy ─► ControllerLink ─► Generation
+app.py ─► api/… ─► RouterService.generate ─► Dispatcher ─► RoutingCore, ControllerLink ─► Generation
 """
 
 from __future__ import annotations
@@ -8,22 +8,27 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import importlib.metadata
+import os
 import time
 from collections.abc import Sequence
+from functools import cached_property
 
 import zmq
 
 from trunkline.controller.messages import Prefetch
 from trunkline.router.choices import Choices
 from trunkline.router.config import RouterConfig
+from trunkline.router.dispatch import Dispatcher
 from trunkline.router.errors import draining, overloaded, unavailable
+from trunkline.router.events import EventFeeds
 from trunkline.router.generation import Generation
 from trunkline.router.health import Health, HealthProbe, describe
 from trunkline.router.link import ControllerLink
 from trunkline.router.messages import FinishReason
+from trunkline.router.metering import Meter, Tenants, current_meter
 from trunkline.router.metrics import Metrics
-from trunkline.router.policy import ControllerLoad, LeastInflight, Policy, RouteRequest
 from trunkline.router.records import RecordHomes
+from trunkline.router.routing.core import RouteRequest, RoutingCore
 from trunkline.router.sampling import Job, Limits, Modules
 from trunkline.router.schemas import SchemaStore
 from trunkline.router.sessions import SessionStore, is_stored
@@ -33,7 +38,7 @@ from trunkline.router.tokenizer import Tokenizer
 class RouterService:
     """Everything behind the HTTP endpoints. Made before the event loop runs; `open` and `close` in it."""
 
-    def __init__(self, config: RouterConfig, tokenizer: Tokenizer, policy: Policy | None = None) -> None:
+    def __init__(self, config: RouterConfig, tokenizer: Tokenizer) -> None:
         self.config = config
         self.tokenizer = tokenizer
         self.links: list[ControllerLink] = []
@@ -41,33 +46,59 @@ class RouterService:
         self.sessions = SessionStore(homes)
         self.metrics = Metrics(lambda: self.links, lambda: len(self.schemas))
         self.schemas = SchemaStore(homes, tokenizer, lambda code: self.metrics.pml_errors.labels(code).inc())
+        self.tenants = Tenants(config)
         self.created = int(time.time())
         """Start of this process, Unix time in seconds."""
-        self.version = importlib.metadata.version("trunkline")
-        # Same model and version, same backend, as far as a client can tell.
-        name = f"{config.model_name} {tokenizer.vocab_size} {self.version}"
-        self.fingerprint = "fp_" + hashlib.blake2b(name.encode(), digest_size=5).hexdigest()
         self.draining = False
         """Whether new requests are refused because the process is about to leave."""
-        self._policy = policy or LeastInflight()
+        self.dispatcher = Dispatcher(
+            self.links,
+            RoutingCore(len(config.controllers), config.policy, replica_seed=os.getpid()),
+            resume_seconds=config.resume_seconds,
+            max_context=lambda: self.limits.max_context,
+            learns=not any(config.events),
+            on_event=lambda kind: self.metrics.routing.events.labels(kind).inc(),
+            on_route=lambda decision: self.metrics.routing.chose(decision),
+        )
         self._generations: set[Generation] = set()
         self._idle = asyncio.Event()
         self._idle.set()
         self._zmq: zmq.Context[zmq.Socket[bytes]] | None = None
         self._health: HealthProbe | None = None
+        self._feeds: EventFeeds | None = None
+
+    @cached_property
+    def version(self) -> str:
+        """Of this program."""
+        return importlib.metadata.version("trunkline")
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Same model and version, same backend, as far as a client can tell."""
+        name = f"{self.config.model_name} {self.tokenizer.vocab_size} {self.version}"
+        return "fp_" + hashlib.blake2b(name.encode(), digest_size=5).hexdigest()
 
     def open(self) -> None:
         """Begin to connect to the controllers."""
         self._zmq = zmq.Context()
         for index, endpoint in enumerate(self.config.controllers):
-            self.links.append(ControllerLink(index, endpoint, self._zmq, self.config.silence_seconds))
+            link = ControllerLink(index, endpoint, self._zmq, self.config.silence_seconds)
+            link.patience = self.config.resume_seconds
+            link.on_change = self.dispatcher.link_changed
+            self.links.append(link)
         bos = self.tokenizer.special_token_id("bos_token")
         self._health = HealthProbe(self.links, 0 if bos is None else bos)
+        self._feeds = EventFeeds(
+            self._zmq, self.config.events, self.links, self.dispatcher.core.index, self.dispatcher.load_changed
+        )
+        self._feeds.open()
         for link in self.links:
             link.open()
 
     def close(self) -> None:
         """Disconnect; generations that still run fail."""
+        if self._feeds is not None:
+            self._feeds.close()
         for link in self.links:
             link.close()
         self.tokenizer.close()
@@ -99,28 +130,29 @@ class RouterService:
             raise draining()
         if len(self._generations) + count > self.config.max_inflight:
             raise overloaded(f"this router already works on {self.config.max_inflight} requests")
-        if not any(link.ready for link in self.links):
+        if not any(link.ready for link in self.links) and not self.dispatcher.can_wait:
             raise unavailable(f"no engine is ready: {describe(self.links)}")
 
     def generate(self, job: Job, arrived_at: float) -> Generation:
         """Send a job to a controller; `arrived_at` is when its request came (loop time, seconds).
 
         Raises:
-            ApiError: as `check_admission`, or the connection broke this moment (503).
+            ApiError: as `check_admission`, the tenant's tokens are used up (429), or the connection broke this
+                moment (503).
         """
         self.check_admission()
-        loads = [ControllerLoad(link.index, link.inflight) for link in self.links if link.ready]
-        home = -1
-        if is_stored(job.session):
-            home = self.sessions.home_of(job.session).index
-        elif job.modules is not None:
-            home = self.schemas.home_of(job.modules.schema).index
-        chosen = self._policy.choose(RouteRequest(job.prompt, job.salt, job.session, home), loads)
-        stream = self.links[chosen].submit(job)
+        meter = current_meter()
+        meter.charge_prompt(job.seen_tokens)
+        stream = self.dispatcher.submit(job, self._route_of(job))
         if job.modules is not None:
-            self._count_modules(job, job.modules, self.links[chosen])
+            self._count_modules(job, job.modules, self.dispatcher.link_of(stream))
         generation = Generation(
-            job, stream, Choices(job, self.tokenizer.vocabulary), self.metrics, arrived_at, self._forget
+            job,
+            stream,
+            Choices(job, self.tokenizer.vocabulary),
+            self.metrics,
+            arrived_at,
+            lambda it: self._forget(it, meter),
         )
         self._generations.add(generation)
         self._idle.clear()
@@ -129,13 +161,31 @@ class RouterService:
             generation.limit(self.config.request_timeout_seconds)
         return generation
 
-    def _count_modules(self, job: Job, modules: Modules, link: ControllerLink) -> None:
+    def _route_of(self, job: Job) -> RouteRequest:
+        """What the choice of a controller depends on."""
+        home = -1
+        if is_stored(job.session):
+            home = self.sessions.home_of(job.session).index
+        elif job.modules is not None:
+            home = self.schemas.home_of(job.modules.schema).index
+        return RouteRequest(
+            tokens=job.packed_prompt(),
+            salt=job.salt,
+            # Clients choose these: what one tenant names must not move another's.
+            session=f"{job.salt.hex()}/{job.session}" if job.session else "",
+            home=home,
+            drops=job.cut.drops,
+            layout=None if job.modules is None else job.modules.layout,
+        )
+
+    def _count_modules(self, job: Job, modules: Modules, link: ControllerLink | None) -> None:
         self.metrics.module_requests.inc()
         hint = modules.hint
-        if hint is not None:
+        if hint is not None and link is not None:
             link.tell(lambda ticket: Prefetch(ticket, b"", job.salt, layout=hint))
 
-    def _forget(self, generation: Generation) -> None:
+    def _forget(self, generation: Generation, meter: Meter) -> None:
+        meter.charge_output(generation.output_tokens)
         self._generations.discard(generation)
         if not self._generations:
             self._idle.set()

@@ -7,7 +7,6 @@ busy. A lease runs out by itself if its router dies, and is renewed while a long
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -15,18 +14,19 @@ import msgspec
 
 from trunkline.controller.messages import Prefetch, PromptLayout, RecordCall
 from trunkline.kvstore.layout import pack_int32
+from trunkline.router.draws import draw_hex, request_name
 from trunkline.router.errors import ApiError, in_conflict, not_found, unavailable
 from trunkline.router.history import Session, pack_session, unpack_session
 from trunkline.router.link import ControllerLink
 from trunkline.router.messages import Prefetched, Record, RecordReply
-from trunkline.router.records import CALL_SECONDS, RecordHomes, ask, record_call
+from trunkline.router.records import CALL_SECONDS, RecordHomes, ask, call_persistently, record_call
 from trunkline.router.truncation import Span
 
 SESSION_PREFIX: Final = "sess_"
 TTL_DEFAULT_S: Final = 24 * 3600.0
 """A session that nobody has touched for a day is forgotten, if its client did not say otherwise."""
 _KIND: Final = "session"
-_LEASE_SECONDS: Final = 30.0
+_LEASE_SECONDS: Final = 10.0
 """How long a session stays busy after its router has died."""
 _RENEWALS: Final = 3
 """Per lease: two may get lost."""
@@ -61,15 +61,18 @@ class SessionStore:
             beside: another session's id, or the key of another kind of record.
         """
         while True:
-            drawn = SESSION_PREFIX + secrets.token_hex(16)
+            drawn = SESSION_PREFIX + draw_hex("session", 16)
             if not beside or self.home_of(drawn) is self.home_of(beside):
                 return drawn
 
     async def create(self, session_id: str, session: Session) -> Stored:
-        """Store a new one."""
+        """Store a new one. One with this id that is there already is this request's own, made on its first try."""
         value = pack_session(session)
-        reply = await self._call(session_id, "create", value=value, ttl=ttl_of(session))
-        return Stored(reply.records[0], session)
+        create = _call_of("create", session_id, value=value, ttl=ttl_of(session))
+        reply = await ask(self.home_of(session_id), create)
+        if reply.status == "exists" and request_name():
+            return await self.get(session_id)
+        return Stored(_checked(reply, session_id).records[0], session)
 
     async def get(self, session_id: str) -> Stored:
         """As it was when it was last put, whoever has acquired it since.
@@ -85,7 +88,7 @@ class SessionStore:
         Raises:
             ApiError: 404; 409, somebody else has it.
         """
-        token = secrets.token_hex(8)
+        token = draw_hex("lease", 8)  # who takes a dead router's request over has its session, too
         try:
             reply = await self._call(session_id, "acquire", lease=token, lease_s=_LEASE_SECONDS)
             return Lease(self.home_of(session_id), _read(reply), token)
@@ -117,8 +120,8 @@ class SessionStore:
     ) -> Prefetched:
         """Have its home fetch what it knows of a prompt. `layout`: of one with modules."""
         packed, cut = pack_int32(list(tokens)), pack_int32([end for span in drops for end in span])
-        answer = await self.home_of(session_id).call(
-            lambda ticket: Prefetch(ticket, packed, salt, cut, layout), CALL_SECONDS
+        answer, _ = await call_persistently(
+            self.home_of(session_id), lambda ticket: Prefetch(ticket, packed, salt, cut, layout), CALL_SECONDS
         )
         if not isinstance(answer, Prefetched):
             raise unavailable("the engine gave another answer than the one to the question")

@@ -3,14 +3,15 @@
 A step's tokens for many requests arrive in one message; each stream only appends and, if its reader
 waits, wakes it once. The samples of a request share a stream: their tokens come mixed, and each of them
 ends for itself. A stream ends exactly once, with its last sample or as a whole; leaving it early (`close`)
-tells the controller.
+tells the controller. What it has got is remembered: should its controller die, another one goes on from there
+(`trunkline.router.dispatch`).
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -49,6 +50,31 @@ class Batch(msgspec.Struct):
         return None if self.end is None else self.end.reason
 
 
+class Receiver(Protocol):
+    """Who is told what a controller says of a request. `ControllerLink` calls it in the order of its messages."""
+
+    def start(self, started: Started) -> None:
+        """It was admitted."""
+
+    def score(self, logprobs: PromptLogprobs) -> None:
+        """Something was said of the prompt."""
+
+    def push(self, token: int, logprobs: TopLogprobs | None = None) -> None:
+        """A token arrived for the only sample, or for sample 0."""
+
+    def push_sample(self, token: int, logprobs: TopLogprobs | None, sample: int) -> None:
+        """A token arrived for one of several samples."""
+
+    def found(self, hypotheses: list[Hypothesis]) -> None:
+        """A beam search's results arrived."""
+
+    def finish_sample(self, sample: int, reason: str) -> None:
+        """One sample ended regularly."""
+
+    def finish(self, reason: str, detail: str = "", param: str = "") -> None:
+        """The request ended; nothing follows."""
+
+
 class Stream:
     """The router's end of one request at one controller."""
 
@@ -71,6 +97,8 @@ class Stream:
         """What was found of its prompt; None until it was admitted."""
         self.prompt_logprobs: list[PromptLogprobs] = []
         """What has been said of the prompt, in the order of arrival; all of it before the first token."""
+        self.outputs: list[list[int]] = [[] for _ in range(samples)]
+        """All tokens that have arrived, by sample."""
         self._release: Callable[[int, bool], None] | None = release
         self._wants_logprobs = wants_logprobs
         self._samples = samples
@@ -78,6 +106,16 @@ class Stream:
         self._drop = drop
         self._batch = self._fresh()
         self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def running(self) -> frozenset[int]:
+        """Samples that have not ended."""
+        return frozenset(self._running)
+
+    @property
+    def samples(self) -> int:
+        """How many it began with."""
+        return self._samples
 
     @property
     def ended(self) -> bool:
@@ -90,14 +128,24 @@ class Stream:
         return 0 if self.started is None else self.started.cached_tokens
 
     def start(self, started: Started) -> None:
-        """The controller admitted the request."""
-        self.started = started
-        self._wake()
+        """The controller admitted the request. If that happens again elsewhere, the first time counts."""
+        if self.started is None:
+            self.started = started
+            self._wake()
+
+    def score(self, logprobs: PromptLogprobs) -> None:
+        """Something was said of the prompt."""
+        self.prompt_logprobs.append(logprobs)
+
+    def restart(self) -> None:
+        """Nothing has come that a reader keeps, and it begins again: forget what was said of the prompt."""
+        self.prompt_logprobs.clear()
 
     def push(self, token: int, logprobs: TopLogprobs | None = None) -> None:
         """A token arrived for the only sample, or for sample 0."""
         batch = self._batch
         batch.tokens.append(token)
+        self.outputs[0].append(token)
         if self._wants_logprobs:
             batch.logprobs.append(logprobs)
         if batch.samples is not None:
@@ -114,9 +162,14 @@ class Stream:
         """
         if not 0 <= sample < self._samples:
             raise ValueError(f"a token for sample {sample} of {self._samples}")
-        self.push(token, logprobs)
-        if self._batch.samples is not None:
-            self._batch.samples[-1] = sample
+        batch = self._batch
+        batch.tokens.append(token)
+        self.outputs[sample].append(token)
+        if self._wants_logprobs:
+            batch.logprobs.append(logprobs)
+        if batch.samples is not None:
+            batch.samples.append(sample)
+        self._wake()
 
     def found(self, hypotheses: list[Hypothesis]) -> None:
         """A beam search's results arrived; its end follows."""

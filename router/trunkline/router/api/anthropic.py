@@ -7,7 +7,6 @@ A request is translated into a chat completion's and runs as one (`blocks.py`). 
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import AsyncIterator
 from typing import Annotated, Any, Final, Literal
 
@@ -26,6 +25,7 @@ from trunkline.router.api.error_forms import anthropic_error
 from trunkline.router.api.models import ChatRequest, Message
 from trunkline.router.api.parameters import Count, Stops
 from trunkline.router.api.responses import JsonResponse
+from trunkline.router.draws import draw_hex
 from trunkline.router.errors import unsupported
 from trunkline.router.generation import Generation
 from trunkline.router.service import RouterService
@@ -183,7 +183,7 @@ class _Writer:
         self._model = model
         self._generation = generation
         self._answer = Answer(generation, plan, at_least_one=False, id_prefix="toolu_")
-        self._id = f"msg_{secrets.token_hex(12)}"
+        self._id = f"msg_{draw_hex('id', 12)}"
 
     async def whole(self) -> Object:
         """The finished message."""

@@ -163,7 +163,15 @@ def with_names(error: ApiError, names: Mapping[str, str]) -> ApiError:
         message = message.replace(f"`{old}", f"`{new}")
         if error.param == param and param is not None and re.match(rf"{re.escape(old)}(?![^.\[])", param):
             param = new + param[len(old) :]
-    return ApiError(error.status, message, kind=error.kind, param=param, code=error.code)
+    return ApiError(
+        error.status,
+        message,
+        kind=error.kind,
+        param=param,
+        code=error.code,
+        details=error.details,
+        retry_after=error.retry_after,
+    )
 
 
 def as_chat(fields: dict[str, Any]) -> ChatRequest:

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import math
-import secrets
-import time
 from typing import Any, Final, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
+from msgspec.structs import replace
 from starlette.requests import Request
 
 from trunkline.router.api.logprobs import PromptScores, join_prompt_logprobs
 from trunkline.router.api.models import ChatRequest, CompletionRequest, Message
 from trunkline.router.api.responses import CachedTokens, Usage, make_usage
 from trunkline.router.chat_template import ChatTemplateError
+from trunkline.router.draws import created_at, draw_hex, draw_seed
 from trunkline.router.errors import ApiError, bad_value, unavailable
 from trunkline.router.generation import Generation
+from trunkline.router.metering import current_meter
 from trunkline.router.sampling import Job, Limits, Prompt, bad_word_ids, make_job
 from trunkline.router.service import RouterService
 from trunkline.router.text import FinishName, TokenLogprob
@@ -67,14 +68,9 @@ def service_of(request: Request) -> RouterService:
     return service
 
 
-def draw_seed() -> int:
-    """A seed for a request without one, so that a stream can be continued elsewhere."""
-    return secrets.randbits(64)
-
-
 def make_head(prefix: str, service: RouterService, model: str | None) -> Head:
     """A fresh id, the time, and the model's name as the client wrote it."""
-    return Head(f"{prefix}-{secrets.token_hex(16)}", int(time.time()), model or service.config.model_name)
+    return Head(f"{prefix}-{draw_hex('id', 16)}", created_at(), model or service.config.model_name)
 
 
 def check_length(characters: int, param: str) -> None:
@@ -289,7 +285,7 @@ def job_for(
     Raises:
         ApiError: 400 naming the parameter.
     """
-    return make_job(
+    job = make_job(
         body,
         prompt,
         service.limits,
@@ -299,3 +295,4 @@ def job_for(
         ),
         tools=tools,
     )
+    return replace(job, priority=current_meter().priority(body.priority))

@@ -17,7 +17,6 @@ from trunkline.router.api.common import (
     Collected,
     Head,
     check_model,
-    draw_seed,
     encode_text,
     job_for,
     make_head,
@@ -51,6 +50,7 @@ from trunkline.router.api.turn import Together, Turn, open_turn
 from trunkline.router.api.unsupported import check_supported
 from trunkline.router.decoding import check_choices, decoding_of
 from trunkline.router.detokenizer import make_detokenizer
+from trunkline.router.draws import draw_seed
 from trunkline.router.errors import bad_value
 from trunkline.router.generation import Generation
 from trunkline.router.sampling import Job, Prompt, another_job, check_repeated

@@ -21,6 +21,9 @@ from trunkline.router.errors import ApiError
 CLIENT_LEFT_STATUS: Final = 499
 """nginx's code for it; seen in metrics and logs only."""
 
+EVENT_STREAM_HEADERS: Final = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+"""Proxies pass events on as they come."""
+
 _T = TypeVar("_T")
 _log = structlog.get_logger("trunkline.router.api")
 
@@ -81,9 +84,7 @@ class EventStream(Response):
         last_words: Callable[[ApiError], bytes] = lambda error: event(error.body()),
     ) -> None:
         """`events` may raise `ApiError`, which `last_words` makes the last event; `work` is closed in the end."""
-        super().__init__(
-            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}, media_type=self.media_type
-        )
+        super().__init__(headers=EVENT_STREAM_HEADERS, media_type=self.media_type)
         del self.headers["content-length"]
         self._work = work
         self._events = events
@@ -92,18 +93,19 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI entry point."""
         try:
-            await _race(self._send(send), receive)
+            await _race(self._send(scope, send), receive)
         except ClientLeftError:
             scope.setdefault("state", {})["client_left"] = True
         finally:
             self._work.close()
 
-    async def _send(self, send: Send) -> None:
+    async def _send(self, scope: Scope, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
             async for part in self._events:
                 await send({"type": "http.response.body", "body": part, "more_body": True})
         except ApiError as error:
+            scope.setdefault("state", {})["stream_failed"] = True
             _log.warning("stream_failed", code=error.code, detail=error.message)
             await send({"type": "http.response.body", "body": self._last_words(error), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})

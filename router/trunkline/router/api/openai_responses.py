@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import secrets
 import time
 from collections.abc import AsyncIterator
 from typing import Any, Final
@@ -33,6 +32,7 @@ from trunkline.router.api.openai_response_types import (
     usage_object,
 )
 from trunkline.router.api.responses import JsonResponse
+from trunkline.router.draws import created_at, draw_hex
 from trunkline.router.errors import ApiError
 from trunkline.router.generation import Generation
 from trunkline.router.tools.definitions import read_choice, read_flat_tools
@@ -97,8 +97,8 @@ class _Writer:
         self._model = model
         self._generation = generation
         self._answer = Answer(generation, plan, at_least_one=True, id_prefix="call_")
-        self._id = f"resp_{secrets.token_hex(24)}"
-        self._created_at = int(time.time())
+        self._id = f"resp_{draw_hex('id', 24)}"
+        self._created_at = created_at()
         self._item_ids: list[str] = []
         self._numbers = itertools.count()
 
@@ -161,7 +161,7 @@ class _Writer:
 
     def _item_id(self, block: Block) -> str:
         if block.index == len(self._item_ids):
-            self._item_ids.append(f"{'fc' if block.is_call else 'msg'}_{secrets.token_hex(24)}")
+            self._item_ids.append(f"{'fc' if block.is_call else 'msg'}_{draw_hex('item', 24)}")
         return self._item_ids[block.index]
 
     def _status(self, block: Block) -> str:

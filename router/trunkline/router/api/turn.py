@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
+from msgspec.structs import replace
+
 from trunkline.router.api.common import check_length
 from trunkline.router.api.connection import Closable
 from trunkline.router.api.models import ChatRequest, CompletionRequest, Message
 from trunkline.router.api.responses import ChatMessage
+from trunkline.router.draws import request_name
 from trunkline.router.errors import bad_value
 from trunkline.router.history import Form, Known, Part, Session, common_mark, parts_behind, text_of
 from trunkline.router.records import VALUE_BYTES_MAX
@@ -52,6 +55,8 @@ class Turn:
         self._form: Form = form
         self._new: list[Message] = []
         self._known = Known("", [], 0)
+        self.session.begin_turn(request_name())
+        self._before = replace(self.session)
         if self.session.form not in ("", form):
             used = _FORMS[self.session.form]
             raise bad_value("session_id", f"this session is used for {used}; please start another one")
@@ -160,7 +165,7 @@ class Turn:
     async def _put(self) -> None:
         session = self.session
         session.form, session.vocabulary = self._form, self._tokenizer.fingerprint
-        session.turns += 1
+        session.end_turn(request_name(), self._before)
         await self._lease.put()
 
     def close(self) -> None:

@@ -7,7 +7,6 @@ tools, tool_choice ─► prepare_tools ─► ToolPlan ─┬─ template_tools
 
 from __future__ import annotations
 
-import secrets
 import string
 from collections.abc import Callable
 from typing import Any, Final
@@ -15,6 +14,7 @@ from typing import Any, Final
 import msgspec
 
 from trunkline.controller.messages import Grammar
+from trunkline.router.draws import draw_bytes, draw_hex
 from trunkline.router.tools.definitions import Choice, FunctionTool, read_chat_tools, read_choice
 from trunkline.router.tools.grammar import make_grammar
 from trunkline.router.tools.parsers import make_parser
@@ -56,8 +56,10 @@ class ToolPlan(msgspec.Struct, frozen=True):
     def draw_id(self, prefix: str = "call_") -> str:
         """An id for a call. Mistral's templates take only nine letters and digits, so there is no prefix."""
         if self.style.name == "mistral":
-            return "".join(secrets.choice(_MISTRAL_ID_CHARACTERS) for _ in range(9))
-        return prefix + secrets.token_hex(12)
+            count = len(_MISTRAL_ID_CHARACTERS)
+            numbers = (number % count for number in draw_bytes("call", 9))
+            return "".join(_MISTRAL_ID_CHARACTERS[number] for number in numbers)
+        return prefix + draw_hex("call", 12)
 
 
 def prepare_tools(tools: Any, tool_choice: Any, parallel_tool_calls: Any, style: ToolStyle) -> ToolPlan:

@@ -1,0 +1,140 @@
+"""The tenants of a running router, and what the request at hand is charged to.
+
+`admission.py` lets a request in and makes its `Meter` the current one; whoever works for the request, in its task
+or in one that it started, finds it with `current_meter`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Final
+
+from trunkline.router.config import RouterConfig
+from trunkline.router.errors import ApiError
+from trunkline.router.tenant_file import TenantFile
+from trunkline.router.tenants import ANONYMOUS, Admission, KeyResolver, TenantBook, TenantResolver, TenantRules
+
+
+class Meter:
+    """An `Admission` with a clock. Call `close` in the end, whatever happened."""
+
+    def __init__(self, admission: Admission, clock: Callable[[], float]) -> None:
+        self._admission = admission
+        self._clock = clock
+
+    @property
+    def tenant(self) -> str:
+        """The tenant's name."""
+        return self._admission.tenant
+
+    def priority(self, wanted: int | None) -> int:
+        """What a request gets that wants this one; None: any."""
+        return self._admission.priority(wanted)
+
+    def charge_prompt(self, tokens: int) -> None:
+        """To be called before a prompt is given to an engine, once.
+
+        Raises:
+            ApiError: 429, it must not be.
+        """
+        self._admission.charge_prompt(tokens, self._clock())
+
+    def charge_output(self, tokens: int) -> None:
+        """To be called when a generation is over, or for each part of its output."""
+        self._admission.charge_output(tokens, self._clock())
+
+    def headers(self) -> dict[str, str]:
+        """What an answer says of the tenant's limits."""
+        return self._admission.headers(self._clock())
+
+    def close(self) -> None:
+        """The request is over. May be called again."""
+        self._admission.close()
+
+
+class Tenants:
+    """Who asks, and how much they may ask for."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        resolver: TenantResolver | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """
+        Raises:
+            ValueError: the file of tenants cannot be read, or is wrong.
+        """
+        self._file = TenantFile(config.tenants, config.tenant_limits) if config.tenants else None
+        rules = TenantRules(config.tenant_limits) if self._file is None else self._file.rules
+        self._book = TenantBook(rules, config.routers)
+        self._resolver = resolver or KeyResolver(config.tenant_header)
+        self._clock = clock
+
+    def enter(self, headers: Mapping[str, str]) -> Meter:
+        """Let a request in.
+
+        Raises:
+            OverLimitError: 429, a limit is reached.
+            ApiError: 400, its tenant has no proper name.
+        """
+        now = self._clock()
+        if self._file is not None:
+            self._book.rules = self._file.poll(now)
+        name = self._resolver.resolve(headers, self._book.rules)
+        try:
+            return Meter(self._book.admit(name, now), self._clock)
+        except ApiError as error:
+            raise OverLimitError(error, self._book.headers(name, now)) from None
+
+    def running(self, name: str) -> int:
+        """Requests of a tenant that were let in and are not over."""
+        return self._book.running(name)
+
+    def reload(self) -> None:
+        """Read the file of tenants now, if there is one."""
+        if self._file is not None:
+            self._file.reload()
+
+
+class OverLimitError(ApiError):
+    """429, with what the tenant has left."""
+
+    def __init__(self, error: ApiError, headers: dict[str, str]) -> None:
+        super().__init__(
+            error.status,
+            error.message,
+            kind=error.kind,
+            code=error.code,
+            details=error.details,
+            retry_after=error.retry_after,
+        )
+        self._headers = headers
+
+    def headers(self) -> dict[str, str]:
+        """With `Retry-After`."""
+        return {**self._headers, **super().headers()}
+
+
+_FREE: Final = Meter(TenantBook(TenantRules()).admit(ANONYMOUS, 0.0), lambda: 0.0)
+"""Of what no tenant has asked for."""
+_current: ContextVar[Meter] = ContextVar("meter", default=_FREE)
+
+
+def current_meter() -> Meter:
+    """What the request at hand is charged to."""
+    return _current.get()
+
+
+@contextmanager
+def metered(meter: Meter) -> Iterator[None]:
+    """Charge what is done within, and in tasks that are started within, to `meter`, and close it."""
+    token = _current.set(meter)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+        meter.close()

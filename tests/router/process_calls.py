@@ -1,0 +1,42 @@
+"""Router processes of their own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+from router.fake_controller import FakeController
+from router.harness import DEMO_MODEL, free_port, wait_until
+
+
+def healthy(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+@contextmanager
+def router_process(
+    place: Path, fake: FakeController, **options: Any
+) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """A router process, ready; killed in the end if it is still there."""
+    port = free_port()
+    fields = {"model_path": str(DEMO_MODEL), "controllers": [fake.endpoint], "port": port, **options}
+    config = place / "router.json"
+    config.write_bytes(msgspec.json.encode(fields))
+    command = [sys.executable, "-m", "trunkline.router", "--config", str(config)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE) as process:
+        try:
+            wait_until(lambda: healthy(f"http://127.0.0.1:{port}") or process.poll() is not None, 20)
+            yield process, f"http://127.0.0.1:{port}"
+        finally:
+            process.kill()
+            assert process.stderr is not None
+            process.stderr.read()

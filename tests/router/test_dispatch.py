@@ -1,0 +1,301 @@
+"""Streams that lose their controllers and go on: elsewhere, or when there is one again."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from router.fake_controller import FakeController, prompt_of
+from router.harness import ANSWER, EOS, MESSAGES, RunningRouter, make_answer, running, wait_until
+
+from trunkline.controller.messages import Submit
+from trunkline.controller.samples import sample_seed
+from trunkline.router.messages import Finished, FinishReason
+from trunkline.router.tokenizer import Tokenizer
+
+CHAT: dict[str, Any] = {"messages": MESSAGES, "stream": True}
+
+
+def text_of(response: httpx.Response) -> str:
+    """The text of a whole stream of chat deltas."""
+    parts = [part.removeprefix("data: ") for part in response.text.split("\n\n") if part]
+    assert parts.pop() == "[DONE]", response.text[-500:]
+    return "".join(json.loads(part)["choices"][0]["delta"].get("content", "") for part in parts)
+
+
+def client_of(router: RunningRouter) -> httpx.Client:
+    return httpx.Client(base_url=router.url, timeout=30, trust_env=False)
+
+
+@contextmanager
+def cluster(
+    place: Path, tokenizer: Tokenizer, controllers: int
+) -> Iterator[tuple[RunningRouter, list[FakeController], httpx.Client]]:
+    """A router with controllers, for whose return it waits, and a client."""
+    with (
+        running(place, tokenizer, controllers=controllers, resume_seconds=20.0) as (router, fakes),
+        client_of(router) as http,
+    ):
+        yield router, fakes, http
+
+
+def submits_of(fakes: list[FakeController]) -> list[Submit]:
+    """Chats that were submitted, but for probes of /health."""
+    return [submit for fake in fakes for submit in fake.behaviour.submits if submit.max_tokens > 1]
+
+
+def test_a_stream_goes_on_at_another_controller(place: Path, tokenizer: Tokenizer) -> None:
+    with cluster(place, tokenizer, 2) as (router, fakes, http):
+        for fake in fakes:
+            fake.behaviour.seconds_per_token = 0.02
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(http.post, "/v1/chat/completions", json=CHAT | {"seed": 7})
+            wait_until(lambda: any(fake.live for fake in fakes))
+            time.sleep(0.1)  # some tokens
+            first = next(fake for fake in fakes if fake.live)
+            first.stop()
+            assert text_of(answer.result()) == ANSWER
+        other = next(fake for fake in fakes if fake is not first)
+        begun, rest = first.behaviour.submits[-1], other.behaviour.submits[-1]
+        assert rest.prompt_len == begun.prompt_len
+        assert rest.tokens.startswith(begun.tokens)
+        assert len(rest.tokens) > len(begun.tokens), "it was killed in mid-generation"
+        assert (rest.sampling, rest.max_tokens, rest.salt) == (begun.sampling, begun.max_tokens, begun.salt)
+        assert router.inflight == 0
+        lines = http.get("/metrics").text.splitlines()
+        assert 'trunkline_dispatches_total{event="resumed"} 1.0' in lines
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stream_waits_for_its_only_controller(place: Path, tokenizer: Tokenizer, stream: bool) -> None:
+    with running(place, tokenizer, resume_seconds=20.0) as (router, [fake]), client_of(router) as http:
+        fake.behaviour.seconds_per_token = 0.02
+        with ThreadPoolExecutor(2) as pool:
+            running_one = pool.submit(http.post, "/v1/chat/completions", json=CHAT | {"stream": stream})
+            wait_until(lambda: fake.live == 1)
+            time.sleep(0.1)
+            fake.stop()
+            wait_until(lambda: router.service.dispatcher.waiting_count == 1)
+            new_one = pool.submit(http.post, "/v1/chat/completions", json=CHAT | {"stream": stream})
+            wait_until(lambda: router.service.dispatcher.waiting_count == 2)
+            again = FakeController(fake.endpoint, make_answer(tokenizer)).start()
+            try:
+                for answer in (running_one.result(), new_one.result()):
+                    assert answer.status_code == 200
+                    text = text_of(answer) if stream else answer.json()["choices"][0]["message"]["content"]
+                    assert text == ANSWER
+                assert router.inflight == 0
+                assert router.service.dispatcher.waiting_count == 0
+            finally:
+                again.stop()
+
+
+def test_nobody_waits_for_ever(place: Path, tokenizer: Tokenizer) -> None:
+    with running(place, tokenizer, resume_seconds=0.5) as (router, [fake]), client_of(router) as http:
+        fake.behaviour.hold = True
+        with ThreadPoolExecutor(2) as pool:
+            answer = pool.submit(http.post, "/v1/chat/completions", json=CHAT | {"stream": False})
+            wait_until(lambda: fake.live == 1)
+            fake.stop()
+            result = answer.result()
+        assert result.status_code == 503
+        assert (
+            "within 0 s" in result.json()["error"]["message"] or "within 1 s" in result.json()["error"]["message"]
+        )
+        assert router.service.dispatcher.waiting_count == 0
+        assert router.inflight == 0
+
+
+def test_a_client_that_leaves_while_its_request_waits(place: Path, tokenizer: Tokenizer) -> None:
+    with running(place, tokenizer, resume_seconds=20.0) as (router, [fake]), client_of(router) as http:
+        fake.behaviour.hold = True
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(http.post, "/v1/chat/completions", json=CHAT | {"stream": False}, timeout=2.0)
+            wait_until(lambda: fake.live == 1)
+            fake.stop()
+            wait_until(lambda: router.service.dispatcher.waiting_count == 1)
+            with pytest.raises(httpx.ReadTimeout):
+                answer.result()
+        wait_until(lambda: router.service.dispatcher.waiting_count == 0)
+        again = FakeController(fake.endpoint, make_answer(tokenizer)).start()
+        try:
+            wait_until(lambda: router.ready == 1)
+            time.sleep(0.1)
+            assert not again.behaviour.submits
+        finally:
+            again.stop()
+
+
+def test_samples_go_on_one_by_one(place: Path, tokenizer: Tokenizer) -> None:
+    """Each with its own seed, tokens and end; one had ended before."""
+    texts = ["One is short.", "Two goes on for quite a while, it does.", "Three is like two, but not the same."]
+
+    def script(submit: Submit, index: int) -> list[int]:
+        seeds = [sample_seed(5, sample) for sample in range(3)]
+        sample = index if submit.n == 3 else seeds.index(submit.sampling.seed)
+        return [*tokenizer.encode(texts[sample], add_special_tokens=False), EOS]
+
+    with cluster(place, tokenizer, 2) as (router, fakes, http):
+        for fake in fakes:
+            fake.behaviour.sample_script = script
+            fake.behaviour.seconds_per_token = 0.02
+        with ThreadPoolExecutor(1) as pool:
+            body = {"messages": MESSAGES, "n": 3, "seed": 5, "logprobs": True}
+            answer = pool.submit(http.post, "/v1/chat/completions", json=body)
+            wait_until(lambda: any(fake.live for fake in fakes))
+            first = next(fake for fake in fakes if fake.live)
+            [live] = first._live.values()
+            wait_until(lambda: live.samples[0].over)
+            first.stop()
+            result = answer.result().json()
+        assert [choice["message"]["content"] for choice in result["choices"]] == texts
+        for choice, text in zip(result["choices"], texts, strict=True):
+            tokens = [entry["token"] for entry in choice["logprobs"]["content"]]
+            assert "".join(tokens).startswith(text)
+        other = next(fake for fake in fakes if fake is not first)
+        assert [submit.n for submit in other.behaviour.submits] == [1, 1]
+        assert router.inflight == 0
+
+
+def test_a_draining_controller_hands_over(place: Path, tokenizer: Tokenizer) -> None:
+    with cluster(place, tokenizer, 2) as (_, fakes, http):
+
+        def drained(submit: Submit) -> Finished | None:
+            return Finished(submit.request, FinishReason.DRAINING, "the controller is stopping")
+
+        fakes[0].behaviour.problem_of = drained
+        for _ in range(4):
+            assert text_of(http.post("/v1/chat/completions", json=CHAT)) == ANSWER
+        assert len(submits_of(fakes[1:])) == 4
+        fakes[1].behaviour.problem_of = drained
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(http.post, "/v1/chat/completions", json=CHAT)
+            time.sleep(0.3)
+            fakes[0].behaviour.problem_of = lambda submit: None
+            assert text_of(answer.result()) == ANSWER
+
+
+def test_full_queues(place: Path, tokenizer: Tokenizer) -> None:
+    with cluster(place, tokenizer, 2) as (router, fakes, http):
+        fakes[0].behaviour.refuse = FinishReason.QUEUE_FULL
+        for _ in range(4):
+            assert text_of(http.post("/v1/chat/completions", json=CHAT)) == ANSWER
+        fakes[1].behaviour.refuse = FinishReason.QUEUE_FULL
+        full = http.post("/v1/chat/completions", json=CHAT)
+        assert (full.status_code, full.json()["error"]["code"]) == (429, "queue_full")
+        assert full.headers["retry-after"]
+        assert router.inflight == 0
+
+
+def test_what_fails_everywhere_is_not_tried_for_ever(place: Path, tokenizer: Tokenizer) -> None:
+    with cluster(place, tokenizer, 2) as (router, fakes, http):
+        for fake in fakes:
+            fake.behaviour.refuse = FinishReason.ENGINE_FAILED
+        failed = http.post("/v1/chat/completions", json=CHAT)
+        assert (failed.status_code, failed.json()["error"]["code"]) == (503, "engine_failed")
+        assert len(submits_of(fakes)) == 3
+        assert router.inflight == 0
+
+
+def test_a_wrong_request_is_not_tried_elsewhere(place: Path, tokenizer: Tokenizer) -> None:
+    with cluster(place, tokenizer, 2) as (_, fakes, http):
+        for fake in fakes:
+            fake.behaviour.refuse = FinishReason.INVALID
+        assert http.post("/v1/chat/completions", json=CHAT).status_code == 400
+        assert len(submits_of(fakes)) == 1
+
+
+def test_the_last_word_was_lost(place: Path, tokenizer: Tokenizer) -> None:
+    """All tokens have come but not why they end: nobody is asked for more."""
+    with cluster(place, tokenizer, 2) as (_, fakes, http):
+        for fake in fakes:
+            fake.behaviour.fail_after = 5
+        body = {"prompt": [50, 51], "max_tokens": 5, "ignore_eos": True}
+        answer = http.post("/v1/completions", json=body).json()
+        assert answer["choices"][0]["finish_reason"] == "length"
+        assert answer["usage"]["completion_tokens"] == 5
+        assert len(submits_of(fakes)) == 1
+
+
+def test_stored_sessions_outlive_their_controller(place: Path, tokenizer: Tokenizer) -> None:
+    """A call for a record, made while its controller is away, is answered when it is back."""
+    with running(place, tokenizer, resume_seconds=20.0) as (router, [fake]), client_of(router) as http:
+        session = http.post("/v1/sessions", json={}).json()["id"]
+        records = fake.behaviour.records
+        fake.stop()
+        wait_until(lambda: router.ready == 0)
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(http.post, "/v1/chat/completions", json=CHAT | {"session_id": session})
+            time.sleep(0.2)
+            again = FakeController(fake.endpoint, make_answer(tokenizer))
+            again.behaviour.records = records
+            again.start()
+            try:
+                assert text_of(answer.result()) == ANSWER
+                assert http.get(f"/v1/sessions/{session}").json()["turns"] == 1
+            finally:
+                again.stop()
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_controllers_die_at_random(place: Path, tokenizer: Tokenizer, seed: int) -> None:
+    """Streams, whole answers and samples while controllers die and come back: all texts are right."""
+    draw = random.Random(seed)
+    done = threading.Event()
+    with cluster(place, tokenizer, 3) as (router, fakes, http):
+
+        def behave(fake: FakeController) -> None:
+            fake.behaviour.seconds_per_token = 0.01
+            fake.behaviour.script = lambda submit: [*([prompt_of(submit)[submit.prompt_len - 1]] * 30), EOS]
+
+        for fake in fakes:
+            behave(fake)
+
+        def kill() -> int:
+            kills = 0
+            while not done.wait(0.25):
+                victim = draw.randrange(3)
+                kills += fakes[victim].live > 0
+                fakes[victim].stop()
+                if draw.random() < 0.5:
+                    time.sleep(0.1)
+                fakes[victim] = FakeController(fakes[victim].endpoint, make_answer(tokenizer))
+                behave(fakes[victim])
+                fakes[victim].start()
+            return kills
+
+        def one(index: int) -> None:
+            token = 60 + index % 20
+            body = {"prompt": [50, token], "max_tokens": 100, "n": 1 + index % 2, "seed": index}
+            if index % 3 == 0:
+                body |= {"stream": True}
+            response = http.post("/v1/completions", json=body)
+            assert response.status_code == 200
+            expected = tokenizer.decode([token] * 30)
+            if index % 3:
+                assert [choice["text"] for choice in response.json()["choices"]] == [expected] * (1 + index % 2)
+            else:
+                events = [line[6:] for line in response.text.splitlines() if line.startswith("data: {")]
+                choices = [choice for event in events for choice in json.loads(event)["choices"]]
+                for sample in range(1 + index % 2):
+                    mine = "".join(choice["text"] for choice in choices if choice["index"] == sample)
+                    assert mine == expected
+
+        with ThreadPoolExecutor(17) as pool:
+            killer = pool.submit(kill)
+            try:
+                list(pool.map(one, range(60)))
+            finally:
+                done.set()
+            assert killer.result() >= 2
+        assert router.inflight == 0
+        assert router.service.dispatcher.waiting_count == 0

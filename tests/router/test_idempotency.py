@@ -1,0 +1,324 @@
+"""Requests that come again with the same `Idempotency-Key`, to the same router."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from router.fake_controller import FakeController
+from router.harness import MESSAGES, wait_until
+from router.idempotency_calls import (
+    CHAT,
+    PATH,
+    REPLAYED,
+    ask,
+    essence,
+    name_of,
+    one_router,
+    patiently,
+    record,
+    seeds,
+)
+from router.session_calls import error_of
+
+from trunkline.controller.messages import RecordCall
+from trunkline.controller.records import SHARES, Limits, RecordStore
+from trunkline.kvstore.layout import pack_int32
+from trunkline.router.draws import Draws, created_at, draw_hex, draw_seed, drawing_from, request_name
+from trunkline.router.errors import ApiError
+from trunkline.router.history import Known, Session, pack_session, unpack_session
+from trunkline.router.idempotency import Result, name_request
+from trunkline.router.replay import takes_key
+from trunkline.router.tokenizer import Tokenizer
+
+# -- what is drawn
+
+
+def test_draws_follow_from_the_request() -> None:
+    def drawn(name: bytes) -> list[Any]:
+        with drawing_from(Draws(name, 123)):
+            assert (request_name(), created_at()) == (name, 123)
+            return [draw_seed(), draw_hex("id", 16), draw_seed(), draw_hex("id", 16)]
+
+    first = drawn(b"a")
+    assert first == drawn(b"a")
+    assert len(set(first) | set(drawn(b"b"))) == 8
+    with drawing_from(Draws(b"a", 123)):
+        ids = [draw_hex("id", 16), draw_hex("id", 16)]
+        assert [draw_seed(), *ids, draw_seed()] == [first[0], first[1], first[3], first[2]], "one row each"
+    assert request_name() == b""
+    assert draw_seed() != draw_seed()
+
+
+def test_names_tell_requests_apart() -> None:
+    names = {
+        name_request(*given)
+        for given in (
+            ("a", "b", b"c"),
+            ("a", "bc", b""),
+            ("ab", "c", b"c"),
+            ("a", "b", b"c", b""),
+            ("a", "b", b"", b"c"),
+        )
+    }
+    assert len(names) == 5
+    assert name_request("a", "b", b"c") == name_request("a", "b", b"c")
+    for bad in ("", "x" * 256, "ü", "a\tb"):
+        with pytest.raises(ApiError) as caught:
+            name_request("a", bad, b"")
+        assert (caught.value.status, caught.value.code) == (400, "invalid_idempotency_key")
+
+
+def test_which_requests_may_have_a_key() -> None:
+    assert takes_key("POST", PATH)
+    assert takes_key("POST", "/v1/sessions/sess_1/fork")
+    assert not takes_key("GET", "/v1/sessions")
+    assert not takes_key("POST", "/v1/messages/count_tokens")
+    assert not takes_key("POST", "/v1/sessions/sess_1/prefetch")
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_turn_that_is_taken_back_leaves_no_trace(seed: int, tokenizer: Tokenizer) -> None:
+    """Turns of random texts; each may be taken back and made again, as often as its request comes."""
+    rng = random.Random(seed)
+    vocabulary = tokenizer.vocabulary
+    session = Session(model="demo", vocabulary="v")
+
+    def turn(name: bytes) -> tuple[Session, Session]:
+        session.begin_turn(name)
+        before = msgspec.structs.replace(session)
+        keep = rng.choice([len(session.text), rng.randint(0, len(session.text))])  # some templates rewrite
+        reused = (
+            min(session.token_count, rng.randint(0, keep)) if keep < len(session.text) else session.token_count
+        )
+        text = session.text[:keep] + "".join(rng.choices("ab c", k=rng.randint(0, 40)))
+        tokens = session.ids()[:reused] + [rng.randint(2, 60) for _ in range(rng.randint(1, 30))]
+        session.messages = [*session.messages, {"role": "user", "content": text}]
+        session.form = "chat"
+        session.remember(Known(text, tokens, reused), [rng.randint(2, 60) for _ in range(5)], vocabulary)
+        session.end_turn(name, before)
+        return before, msgspec.structs.replace(session)
+
+    for number in range(40):
+        name = f"request {number}".encode()
+        before, _ = turn(name)
+        for _ in range(rng.randint(0, 3)):
+            session = unpack_session(pack_session(session))  # as another router finds it
+            again, _ = turn(name)
+            assert msgspec.structs.replace(again, last=None) == msgspec.structs.replace(before, last=None), number
+        assert session.turns == number + 1
+        if rng.random() < 0.3:
+            session.begin_turn(b"")
+            assert session.turns == number + 1, "a request without a name takes nothing back"
+
+
+def test_too_much_is_not_taken_back() -> None:
+    before = Session(model="demo", text="x" * 300_000, tokens=pack_int32([1] * 10))
+    session = msgspec.structs.replace(before, text="y")
+    session.end_turn(b"name", before)
+    assert session.last is None
+
+
+def test_copies_of_answers_do_not_take_the_room_of_sessions() -> None:
+    store = RecordStore(limits=Limits(records=40, total_bytes=4000))
+    share = SHARES["idem"]
+
+    def make(kind: str, number: int, size: int) -> str:
+        call = RecordCall(1, "create", kind, f"{kind}-{number}", value=bytes(size))
+        return store.handle(call, 1, 0.0).status
+
+    assert make("idem", 0, 4000 // share) == "ok"
+    assert make("idem", 1, 1) == "failed"
+    assert make("session", 0, 4000 - 4000 // share) == "ok"
+    for kind in ("idem", "session"):
+        assert store.handle(RecordCall(1, "delete", kind, f"{kind}-0"), 1, 0.0).status == "ok"
+    made = [make("idem", number, 1) for number in range(40)]
+    assert made.count("ok") == 40 // share
+    assert made[-1] == "failed"
+    assert all(make("session", number, 1) == "ok" for number in range(40 - 40 // share))
+
+
+CALLS: list[tuple[str, dict[str, Any]]] = [
+    (PATH, {}),
+    (PATH, {"stream": True, "stream_options": {"include_usage": True}}),
+    ("/v1/completions", {"prompt": ["one", "two"], "n": 2}),
+    ("/v1/completions", {"prompt": "one", "stream": True}),
+    ("/v1/responses", {"input": "hello"}),
+    ("/v1/responses", {"input": "hello", "stream": True}),
+    ("/v1/messages", {**CHAT, "max_tokens": 9}),
+    ("/v1/messages", {**CHAT, "max_tokens": 9, "stream": True}),
+    ("/v1/sessions", {"messages": MESSAGES}),
+    ("/v1/schemas", {"pml": '<schema name="idem"><module name="m">Some text.</module></schema>'}),
+]
+
+
+@pytest.mark.parametrize(("path", "fields"), CALLS)
+def test_an_answer_comes_again(
+    http: httpx.Client, fake: FakeController, path: str, fields: dict[str, Any]
+) -> None:
+    key = f"again {path} {fields.get('stream')}"
+    first = ask(http, key, path, **fields)
+    assert first.status_code in (200, 201), first.text
+    assert REPLAYED not in first.headers
+    count = len(fake.behaviour.submits)
+    again = ask(http, key, path, **fields)
+    assert again.headers[REPLAYED] == "true"
+    assert (again.status_code, again.content) == (first.status_code, first.content)
+    for header in ("content-type", "cache-control"):
+        assert again.headers.get(header) == first.headers.get(header)
+    assert len(fake.behaviour.submits) == count
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"), [call for call in CALLS if call[0] not in ("/v1/sessions", "/v1/schemas")]
+)
+def test_an_answer_that_is_made_again_is_the_same(
+    http: httpx.Client, fake: FakeController, path: str, fields: dict[str, Any]
+) -> None:
+    """The record is gone, but what was drawn was drawn from the key: seeds, ids and all."""
+    key = f"anew {path} {fields.get('stream')}"
+    first = ask(http, key, path, **fields)
+    count = len(fake.behaviour.submits)
+    kept = record(fake, "get", name_of(key, path, **fields)).records[0]
+    assert record(fake, "delete", name_of(key, path, **fields)).status == "ok"
+    second = ask(http, key, path, **fields)
+    assert REPLAYED not in second.headers
+    assert seeds(fake)[:count] == seeds(fake)[count:]
+    result = msgspec.msgpack.decode(kept.value, type=Result)
+    assert result.body == first.content
+
+    assert essence(second) == essence(first)
+    assert ask(http, f"{key} another", path, **fields).status_code == 200
+    assert seeds(fake)[-count:] != seeds(fake)[:count]
+
+
+def test_keys_are_not_reused(http: httpx.Client, fake: FakeController) -> None:
+    assert ask(http, "once").status_code == 200
+    for path, fields in ((PATH, {"temperature": 0.5}), ("/v1/messages", {**CHAT, "max_tokens": 9})):
+        refused = ask(http, "once", path, **fields)
+        assert refused.status_code == 422
+        assert "Idempotency-Key" in refused.json()["error"]["message"]
+    assert error_of(ask(http, "once", n=2)) == (422, "idempotency_key_reused", "Idempotency-Key")
+    assert ask(http, "once", tenant="somebody else", n=2).status_code == 200
+    assert error_of(ask(http, "x" * 256)) == (400, "invalid_idempotency_key", "Idempotency-Key")
+    assert ask(http, "").status_code == 400
+    assert ask(http, "x" * 255).status_code == 200
+    assert ask(http, "once").headers[REPLAYED] == "true", "what is refused changes nothing"
+    models = http.get("/v1/models", headers={"Idempotency-Key": "x" * 300})
+    assert models.status_code == 200
+    metrics = http.get("/metrics").text
+    assert 'trunkline_idempotent_requests_total{result="refused"}' in metrics
+    assert 'trunkline_idempotent_requests_total{result="replayed"}' in metrics
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_of_many_at_once_one_is_answered(http: httpx.Client, fake: FakeController, stream: bool) -> None:
+    fake.behaviour.hold = True
+    with ThreadPoolExecutor(8) as pool:
+        answers = [pool.submit(ask, http, f"many {stream}", stream=stream) for _ in range(8)]
+        wait_until(lambda: bool(fake.behaviour.submits))
+        # A wrong one is told at once, although the right one still runs.
+        assert ask(http, f"many {stream}", n=2).status_code == 422
+        fake.behaviour.hold = False
+        results = [answer.result() for answer in answers]
+    assert len(fake.behaviour.submits) == 1
+    assert {result.status_code for result in results} == {200}
+    assert len({result.content for result in results}) == 1
+    assert sum(REPLAYED not in result.headers for result in results) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_only_good_answers_are_kept(place: Path, tokenizer: Tokenizer, stream: bool) -> None:
+    with one_router(place, tokenizer) as (_, http, fake):
+        fake.behaviour.seconds_per_token = 0.02
+        fake.behaviour.fail_after = 3
+        failed = ask(http, "good", stream=stream)
+        assert failed.status_code == (200 if stream else 503)
+        assert "engine_failed" in failed.text
+        fake.behaviour.fail_after = None
+        answer = patiently(lambda: ask(http, "good", stream=stream))
+        assert REPLAYED not in answer.headers
+        assert "engine_failed" not in answer.text
+        assert len(set(seeds(fake))) == 1
+        assert ask(http, "good", stream=stream).headers[REPLAYED] == "true"
+
+
+def test_refusals_are_not_kept(http: httpx.Client) -> None:
+    for _ in range(2):
+        answer = ask(http, "bad", temperature=-1)
+        assert answer.status_code == 400
+        assert REPLAYED not in answer.headers
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_lets_go_of_its_key(http: httpx.Client, fake: FakeController, stream: bool) -> None:
+    key = f"left {stream}"
+    fake.behaviour.hold = True
+    with pytest.raises(httpx.ReadTimeout):
+        http.post(
+            PATH,
+            content=json.dumps(CHAT | {"stream": stream}),
+            headers={"Idempotency-Key": key},
+            timeout=0.3,
+        )
+    name = name_of(key, stream=stream)
+    wait_until(lambda: record(fake, "acquire", name, lease="test", lease_s=1.0).status == "ok")
+    record(fake, "release", name, lease="test")
+    fake.behaviour.hold = False
+    answer = ask(http, key, stream=stream)
+    assert answer.status_code == 200
+    assert REPLAYED not in answer.headers
+    assert len(set(seeds(fake))) == 1
+
+
+def test_who_waits_may_leave(http: httpx.Client, fake: FakeController) -> None:
+    fake.behaviour.hold = True
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(ask, http, "waits")
+        wait_until(lambda: bool(fake.behaviour.submits))
+        with pytest.raises(httpx.ReadTimeout):
+            http.post(PATH, content=json.dumps(CHAT), headers={"Idempotency-Key": "waits"}, timeout=0.3)
+        fake.behaviour.hold = False
+        assert answer.result().status_code == 200
+    assert ask(http, "waits").headers[REPLAYED] == "true"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_too_long_is_made_again(
+    http: httpx.Client, fake: FakeController, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    monkeypatch.setattr("trunkline.router.replay.BODY_BYTES_MAX", 200)
+    first, second = (ask(http, f"long {stream}", stream=stream) for _ in range(2))
+    assert first.status_code == second.status_code == 200
+    assert essence(first) == essence(second)
+    assert first.text.count('"created":') > 0
+    assert {*re.findall('"created":[0-9]+', first.text)} == {*re.findall('"created":[0-9]+', second.text)}
+    assert REPLAYED not in second.headers
+    assert len(fake.behaviour.submits) == 2
+    assert len(set(seeds(fake))) == 1
+
+
+def test_copies_share_a_bounded_room(place: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trunkline.router.replay.COPIES_BYTES_MAX", 3000)
+    with one_router(place, tokenizer) as (_, http, fake):
+        for number in range(10):  # each gives its room back …
+            assert ask(http, f"short {number}").status_code == 200
+            assert ask(http, f"short {number}").headers[REPLAYED] == "true"
+        for number in range(3):  # … also if there was not enough
+            for _ in range(2):
+                answer = ask(http, f"long {number}", n=40)
+                assert len(answer.content) > 3000
+                assert REPLAYED not in answer.headers
+        fake.behaviour.fail_after = 3
+        fake.behaviour.seconds_per_token = 0.02
+        assert "engine_failed" in ask(http, "failing", stream=True).text
+        fake.behaviour.fail_after = None
+        patiently(lambda: ask(http, "last"))
+        assert ask(http, "last").headers[REPLAYED] == "true"

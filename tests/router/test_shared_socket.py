@@ -1,0 +1,191 @@
+"""Several router processes that accept from one socket, which belongs to somebody else."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from router.fake_controller import FakeController
+from router.harness import ANSWER, DEMO_MODEL, MESSAGES, make_answer, wait_until
+
+from trunkline.deploy.listening import open_listener
+from trunkline.deploy.statuses import SOCKET_NAME, StatusSocket
+from trunkline.router.tokenizer import Tokenizer
+
+CHAT: dict[str, Any] = {"messages": MESSAGES}
+
+
+class Site:
+    """A socket, a controller, and routers."""
+
+    def __init__(self, place: Path, fake: FakeController, listener: socket.socket, statuses: StatusSocket) -> None:
+        self.fake = fake
+        self.listener = listener
+        self.port: int = listener.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.statuses = statuses
+        self.told: list[tuple[int, str]] = []
+        self._config = place / "router.json"
+        fields = {
+            "model_path": str(DEMO_MODEL),
+            "controllers": [fake.endpoint],
+            "port": self.port,
+            "listen_fd": listener.fileno(),
+            "status_path": str(place / SOCKET_NAME),
+            "drain_seconds": 20.0,
+        }
+        self._config.write_bytes(msgspec.json.encode(fields))
+
+    def has_told(self, process: subprocess.Popen[bytes], status: str) -> bool:
+        """Whether this process has said so by now."""
+        self.told += [(report.pid, report.status) for report in self.statuses.receive()]
+        return (process.pid, status) in self.told
+
+    @contextmanager
+    def router(self, *, wait: bool = True) -> Iterator[subprocess.Popen[bytes]]:
+        """A router process."""
+        command = [sys.executable, "-m", "trunkline.router", "--config", str(self._config)]
+        with subprocess.Popen(command, stderr=subprocess.DEVNULL, pass_fds=(self.listener.fileno(),)) as process:
+            try:
+                if wait:
+                    wait_until(lambda: self.has_told(process, "ready"), 30)
+                yield process
+            finally:
+                process.kill()
+
+
+@pytest.fixture
+def site(place: Path, tokenizer: Tokenizer) -> Iterator[Site]:
+    fake = FakeController(f"ipc://{place}/c", make_answer(tokenizer)).start()
+    statuses = StatusSocket(place)
+    with open_listener("127.0.0.1", 0) as listener:
+        yield Site(place, fake, listener, statuses)
+    statuses.close()
+    fake.stop()
+
+
+def ask(client: httpx.Client, url: str) -> str:
+    answer = client.post(f"{url}/v1/chat/completions", json=CHAT)
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["choices"][0]["message"]["content"])
+
+
+def test_connections_in_the_backlog_survive_all_routers(site: Site) -> None:
+    with ExitStack() as stack:
+        first, second = (stack.enter_context(site.router()) for _ in range(2))
+        first.send_signal(signal.SIGSTOP)
+        second.send_signal(signal.SIGSTOP)
+        connections = []
+        for _ in range(20):  # nobody accepts them now
+            connection = stack.enter_context(socket.create_connection(("127.0.0.1", site.port), timeout=30))
+            connection.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            connections.append(connection)
+        first.kill()
+        first.wait()
+        second.kill()
+        second.wait()
+        stack.enter_context(site.router(wait=False))
+        for connection in connections:
+            assert connection.recv(100).startswith(b"HTTP/1.1 200 OK")
+
+
+def test_one_of_two_is_killed_and_the_other_goes_on(site: Site) -> None:
+    with site.router() as first, site.router():
+        first.kill()
+        first.wait()
+        for _ in range(10):
+            with httpx.Client(timeout=30) as client:
+                assert ask(client, site.url) == ANSWER
+
+
+def test_a_router_hands_over_without_anybody_noticing(site: Site) -> None:
+    """Streams finish, a client that keeps its connection gets every answer, and new ones go to the other."""
+    site.fake.behaviour.seconds_per_token = 0.01
+    answers: list[str] = []
+    failures: list[Exception] = []
+    stop = threading.Event()
+
+    def talk() -> None:
+        try:
+            with httpx.Client(timeout=30) as client:
+                while not stop.is_set():
+                    answers.append(ask(client, site.url))
+        except (httpx.HTTPError, AssertionError) as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=talk) for _ in range(4)]
+    with site.router() as old:
+        for thread in threads:
+            thread.start()
+        wait_until(lambda: len(answers) > 4, 30)
+        with site.router():
+            old.send_signal(signal.SIGUSR1)
+            assert old.wait(30) == 0
+            assert site.has_told(old, "draining")
+            so_far = len(answers)
+            wait_until(lambda: len(answers) > so_far + 8, 30)
+            stop.set()
+            for thread in threads:
+                thread.join()
+    assert failures == []
+    assert set(answers) == {ANSWER}
+
+
+def test_a_router_that_hands_over_can_still_be_stopped(site: Site) -> None:
+    site.fake.behaviour.hold = True
+    with site.router() as process:
+        results: list[int] = []
+
+        def post() -> None:
+            with contextlib.suppress(httpx.TransportError):
+                results.append(httpx.post(f"{site.url}/v1/chat/completions", json=CHAT, timeout=60).status_code)
+
+        thread = threading.Thread(target=post)
+        thread.start()
+        wait_until(lambda: site.fake.live == 1)
+        process.send_signal(signal.SIGUSR1)
+        wait_until(lambda: site.has_told(process, "draining"))
+        process.send_signal(signal.SIGTERM)  # the cluster stops: a first request to, not a second
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.5)
+        assert site.fake.live == 1
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 1
+        thread.join()
+    assert results in ([], [503])
+
+
+@pytest.mark.parametrize("kind", ["closed", "file", "not listening"])
+def test_what_is_no_listening_socket_is_refused(place: Path, kind: str) -> None:
+    config = place / "router.json"
+    with ExitStack() as stack:
+        if kind == "not listening":
+            descriptor = stack.enter_context(socket.socket()).fileno()
+        else:
+            descriptor = os.open(place, os.O_RDONLY)
+            stack.callback(os.close, descriptor)
+        fields = {"model_path": str(DEMO_MODEL), "controllers": ["ipc:///nowhere"], "listen_fd": descriptor}
+        config.write_bytes(msgspec.json.encode(fields))
+        done = subprocess.run(
+            [sys.executable, "-m", "trunkline.router", "--config", str(config)],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+            pass_fds=() if kind == "closed" else (descriptor,),
+        )
+    assert done.returncode == 1
+    assert "listen_fd" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,205 @@
+"""Limits of tenants over HTTP."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from router.fake_controller import FakeController
+from router.harness import DEMO_MODEL, MESSAGES, RunningRouter, free_port, make_answer, running, wait_until
+from router.process_calls import router_process
+
+from trunkline.router.config import RouterConfig
+from trunkline.router.tenants import TenantLimits, hash_key
+from trunkline.router.tokenizer import Tokenizer
+
+CHAT: dict[str, Any] = {"messages": MESSAGES}
+
+
+@contextmanager
+def limited(
+    place: Path, tokenizer: Tokenizer, rules: dict[str, Any], **options: Any
+) -> Iterator[tuple[RunningRouter, FakeController, httpx.Client]]:
+    path = place / "tenants.json"
+    path.write_text(json.dumps(rules))
+    with (
+        running(place, tokenizer, tenants=str(path), **options) as (router, [fake]),
+        httpx.Client(base_url=router.url, timeout=20, trust_env=False) as http,
+    ):
+        yield router, fake, http
+
+
+def ask(http: httpx.Client, key: str = "k", **fields: Any) -> httpx.Response:
+    return http.post("/v1/chat/completions", json=CHAT | fields, headers={"Authorization": f"Bearer {key}"})
+
+
+def test_requests_per_minute(place: Path, tokenizer: Tokenizer) -> None:
+    rules = {"tenants": {"team": {"keys": [hash_key("k")], "requests_per_minute": 3}}}
+    with limited(place, tokenizer, rules) as (_, fake, http):
+        for left in (2, 1, 0):
+            answer = ask(http)
+            assert answer.status_code == 200
+            assert answer.headers["x-ratelimit-limit-requests"] == "3"
+            assert answer.headers["x-ratelimit-remaining-requests"] == str(left)
+        answer = ask(http)
+        assert answer.status_code == 429
+        error = answer.json()["error"]
+        assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
+        assert error["limit"] == "requests_per_minute"
+        assert "3 requests per minute" in error["message"]
+        assert 1 <= int(answer.headers["retry-after"]) <= 20
+        assert answer.headers["x-ratelimit-remaining-requests"] == "0"
+        assert "x-request-id" in answer.headers
+        assert len(fake.behaviour.submits) == 3
+        assert ask(http, key="other").status_code == 200, "another tenant"
+        headers = {"x-api-key": "k"}
+        answer = http.post("/v1/messages", json={**CHAT, "max_tokens": 4}, headers=headers)
+        assert answer.status_code == 429
+        assert answer.json()["error"]["type"] == "rate_limit_error"
+        for path in ("/health", "/metrics", "/version", "/v1/models"):
+            assert http.get(path, headers=headers).status_code == 200
+        metrics = http.get("/metrics").text
+        assert 'trunkline_rate_limited_total{limit="requests_per_minute"} 2.0' in metrics
+
+
+def test_requests_at_once_are_released_on_every_path(place: Path, tokenizer: Tokenizer) -> None:
+    with limited(place, tokenizer, {"default": {"requests": 1}}) as (router, fake, http):
+        tenants = router.service.tenants
+
+        def idle() -> bool:
+            return tenants.running("key-" + hash_key("k")[:32]) == 0
+
+        for stream in (False, True):
+            fake.behaviour.hold = True
+            before = len(fake.behaviour.submits)
+            answers: list[httpx.Response] = []
+            thread = threading.Thread(
+                target=lambda stream=stream, answers=answers: answers.append(ask(http, stream=stream))
+            )
+            thread.start()
+            wait_until(lambda before=before: len(fake.behaviour.submits) > before)  # type: ignore[misc]
+            refused = ask(http)
+            assert refused.status_code == 429
+            assert refused.json()["error"]["limit"] == "requests"
+            assert ask(http, key="other", max_tokens=0).status_code == 400, "another tenant's turn"
+            fake.behaviour.hold = False
+            thread.join(10)
+            assert answers[0].status_code == 200
+            wait_until(idle)
+        assert ask(http, temperature=-1).status_code == 400
+        wait_until(idle)
+        fake.behaviour.hold = True
+        for stream in (False, True):
+            with pytest.raises(httpx.ReadTimeout):
+                http.post(
+                    "/v1/chat/completions",
+                    json=CHAT | {"stream": stream},
+                    headers={"Authorization": "Bearer k"},
+                    timeout=0.3,
+                )
+            wait_until(idle)
+        fake.behaviour.hold = False
+        fake.behaviour.fail_after = 2
+        assert "engine_failed" in ask(http, stream=True).text
+        wait_until(idle)
+
+
+def test_tokens_per_minute(place: Path, tokenizer: Tokenizer) -> None:
+    with limited(place, tokenizer, {"default": {"tokens_per_minute": 40}}) as (_, fake, http):
+        answer = ask(http)
+        usage = answer.json()["usage"]
+        assert usage["total_tokens"] > 10
+        assert answer.headers["x-ratelimit-limit-tokens"] == "40"
+        sent = 1
+        while answer.status_code == 200:
+            answer = ask(http)
+            sent += 1
+            assert sent < 10
+        assert answer.json()["error"]["limit"] == "tokens_per_minute"
+        spent = (sent - 1) * usage["total_tokens"]
+        assert spent - usage["total_tokens"] < 40 <= spent + 1
+        assert int(answer.headers["retry-after"]) >= int((spent - 40) * 1.5) - 5
+        assert len(fake.behaviour.submits) == sent - 1
+
+
+def test_priorities_and_the_trusted_header_reach_the_engine(place: Path, tokenizer: Tokenizer) -> None:
+    rules = {"tenants": {"batch": {"priority": 7}, "vip": {"priority": -7}}}
+    with limited(place, tokenizer, rules, tenant_header="X-Tenant") as (_, fake, http):
+        for tenant, wanted in (("batch", None), ("batch", 0), ("vip", None), ("vip", 2), ("else", None)):
+            body = CHAT | ({} if wanted is None else {"priority": wanted})
+            answer = http.post("/v1/chat/completions", json=body, headers={"X-Tenant": tenant})
+            assert answer.status_code == 200
+        http.post("/v1/completions", json={"prompt": ["a", "b"]}, headers={"X-Tenant": "batch"})
+        assert [submit.priority for submit in fake.behaviour.submits] == [7, 7, -7, 2, 0, 7, 7]
+        answer = http.post("/v1/chat/completions", json=CHAT, headers={"X-Tenant": "no name"})
+        assert answer.status_code == 400
+
+
+def test_a_changed_file_counts_without_a_restart(place: Path, tokenizer: Tokenizer) -> None:
+    with limited(place, tokenizer, {}) as (router, _, http):
+        assert "x-ratelimit-limit-requests" not in ask(http).headers
+        (place / "tenants.json").write_text(json.dumps({"default": {"requests_per_minute": 5000}}))
+        router.service.tenants.reload()  # as SIGHUP does
+        assert ask(http).headers["x-ratelimit-limit-requests"] == "5000"
+
+
+def test_a_signal_has_the_file_read(place: Path, tokenizer: Tokenizer) -> None:
+    path = place / "tenants.json"
+    path.write_text("{}")
+    fake = FakeController(f"ipc://{place}/c", make_answer(tokenizer)).start()
+    try:
+        with (
+            router_process(place, fake, tenants=str(path)) as (process, url),
+            httpx.Client(base_url=url, timeout=20, trust_env=False) as http,
+        ):
+            assert ask(http).status_code == 200
+            path.write_text(json.dumps({"default": {"requests_per_minute": 5000}}))
+            process.send_signal(signal.SIGHUP)
+            assert ask(http).status_code == 200
+            wait_until(lambda: ask(http).headers.get("x-ratelimit-limit-requests") == "5000")
+            assert process.poll() is None
+    finally:
+        fake.stop()
+
+
+def test_a_router_does_not_start_with_a_wrong_file(place: Path) -> None:
+    path = place / "tenants.json"
+    path.write_text('{"default": {"requests": 0}}')
+    fields = {
+        "model_path": str(DEMO_MODEL),
+        "controllers": ["ipc:///nowhere"],
+        "port": free_port(),
+        "tenants": str(path),
+    }
+    config = place / "router.json"
+    config.write_text(json.dumps(fields))
+    command = [sys.executable, "-m", "trunkline.router", "--config", str(config)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "tenants.json: default: requests is 0; it must be at least 1" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"tenant_limits": TenantLimits(requests=0)}, "tenant_limits: requests is 0"),
+        ({"tenant_header": "X Tenant"}, "tenant_header: 'X Tenant'"),
+        ({"routers": 0}, "routers: 0"),
+        ({"idempotency_ttl_seconds": 0.5}, "idempotency_ttl_seconds: 0.5"),
+        ({"idempotency_ttl_seconds": float("nan")}, "idempotency_ttl_seconds: nan"),
+    ],
+)
+def test_wrong_settings(fields: dict[str, Any], said: str) -> None:
+    config = RouterConfig(model_path=str(DEMO_MODEL), controllers=["ipc:///nowhere"], **fields)
+    with pytest.raises(ValueError, match="is") as caught:
+        config.validate()
+    assert said in str(caught.value)
