@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,6 +25,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 START_SECONDS_MAX = 90.0
 STOP_SECONDS_MAX = 30.0
+_LAUNCHER = ("-P", "-m", "trunkline.deploy.cli")
 _SPAWNED = re.compile(r"^(\S+) started \(process (\d+)\)$", re.MULTILINE)
 _READY = re.compile(r"^Ready after .* s: (http://\S+)$", re.MULTILINE)
 
@@ -32,7 +33,18 @@ _READY = re.compile(r"^Ready after .* s: (http://\S+)$", re.MULTILINE)
 class Cluster:
     """A served model. `stop` (or the context manager) always ends every process."""
 
-    def __init__(self, *options: str, model: str = "demo") -> None:
+    def __init__(
+        self,
+        *options: str,
+        model: str = "demo",
+        launcher: Sequence[str] = _LAUNCHER,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """
+        Args:
+            launcher: what Python is to run as the `trunkline` command.
+            environment: variables in addition to this process's.
+        """
         # Not pytest's folder: its paths can be too long for sockets.
         self.folder = Path(tempfile.mkdtemp(prefix="tl-test-"))
         self._log = self.folder / "log"
@@ -41,16 +53,16 @@ class Cluster:
         defaults = ("--port", "0", "--kv-memory", "256MiB", "--host", "127.0.0.1")
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "trunkline.deploy.cli", "serve", model, *defaults, *options],
+                [sys.executable, *launcher, "serve", model, *defaults, *options],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env={
                     **os.environ,
-                    "TMPDIR": str(self.temporary),
-                    "XDG_CACHE_HOME": str(self.folder / "cache"),  # KV on disk is this test's own
+                    **self.folders,
                     "NO_COLOR": "1",
                     "COLUMNS": "200",
+                    **(environment or {}),
                 },
             )
         try:
@@ -73,6 +85,12 @@ class Cluster:
         if kind is not None:
             print(self.log)  # pytest shows it beside the failure
         self.stop()
+
+    @property
+    def folders(self) -> dict[str, str]:
+        """Environment variables by which other commands find the cluster."""
+        # KV on disk is this test's own.
+        return {"TMPDIR": str(self.temporary), "XDG_CACHE_HOME": str(self.folder / "cache")}
 
     @property
     def log(self) -> str:

@@ -18,6 +18,8 @@ from cluster.harness import Cluster, wait_for
 from trunkline.deploy.rundir import remove_stale
 
 NOTICED_SECONDS_MAX = 2.0
+ENDED_SECONDS_MAX = 20.0
+"""A stream may wait for workers to come back, until the cluster has stopped."""
 
 
 class Reader(threading.Thread):
@@ -62,22 +64,29 @@ def reading(cluster: Cluster, tokens: int) -> Iterator[Reader]:
 
 
 @pytest.mark.parametrize("victim", ["worker-0", "worker-1", "controller", "router"])
-def test_a_killed_process_is_noticed_and_ends_the_cluster(victim: str) -> None:
-    with Cluster("--tp", "2") as cluster:
+def test_a_killed_process_is_noticed_and_ends_a_cluster_without_restarts(victim: str) -> None:
+    with Cluster("--tp", "2", "--no-restart") as cluster:
         with reading(cluster, 1800) as reader:
             os.kill(cluster.pids[victim], signal.SIGKILL)
-            killed_at = time.monotonic()
-            wait_for(lambda: cluster.health() != 200, NOTICED_SECONDS_MAX)
-            wait_for(lambda: reader.ended_at < float("inf"), NOTICED_SECONDS_MAX)
-            assert reader.ended_at - killed_at < NOTICED_SECONDS_MAX
-            if victim != "router":
-                assert cluster.health() == 503  # somebody is still there to say so
+            wait_for(lambda: reader.ended_at < float("inf"), ENDED_SECONDS_MAX)
         assert reader.error is not None
         assert reader.finish_reason is None
         assert cluster.wait() == 1
         assert cluster.alive() == []
         assert f"{victim} was killed by SIGKILL." in cluster.log
         assert list(cluster.temporary.iterdir()) == []
+
+
+@pytest.mark.parametrize("victim", ["worker-0", "worker-1"])
+def test_a_killed_worker_is_replaced_and_streams_go_on(victim: str) -> None:
+    with Cluster("--tp", "2") as cluster, reading(cluster, 1200) as reader:
+        os.kill(cluster.pids[victim], signal.SIGKILL)
+        reader.join(100)
+        assert reader.error is None
+        assert reader.finish_reason == "length"
+        assert f"{victim} was killed by SIGKILL" in cluster.log
+        assert cluster.health() == 200
+        wait_for(cluster.is_idle, 10)
 
 
 def test_children_die_with_a_killed_supervisor_and_the_next_start_cleans_up() -> None:

@@ -11,8 +11,9 @@ import pytest
 from simulation.driver import Simulation, Stream, verify
 from simulation.oracle import expected_output
 
+from trunkline.controller.answers import ProtocolError
 from trunkline.controller.config import EngineConfig
-from trunkline.controller.engine import Engine, ProtocolError
+from trunkline.controller.engine import Engine
 from trunkline.controller.messages import StepResult, TopLogprobs
 from trunkline.controller.residence import Admission
 from trunkline.controller.sequence import Request, Sequence

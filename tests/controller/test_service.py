@@ -6,169 +6,34 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
-import zmq
+from controller.service_harness import BLOCKS, Ranks, Router, group_config, start_ranks
 from simulation.oracle import expected_output
-from simulation.worker import SimulatedWorkers
 
 from trunkline.controller.config import ControllerConfig
-from trunkline.controller.messages import Abort, FlushCache, Ping, StepResult, Submit, WorkerFailed, WorkerReady
+from trunkline.controller.messages import (
+    Abort,
+    FlushCache,
+    StepResult,
+    Submit,
+    WorkerHello,
+    WorkerReady,
+)
 from trunkline.kvstore.layout import pack_int32
-from trunkline.router.messages import Flushed, Outputs, RouterMessage, State
-from trunkline.worker.messages import PLAN_TOPIC, Sampling, Shutdown, WorkerMessage, rank_topic
-
-BLOCKS, CHUNK = 32, 4
-
-
-class Ranks(threading.Thread):
-    """Both ranks of a group in one thread; rank 0 answers with what the simulated workers compute."""
-
-    def __init__(self, config: ControllerConfig, *, answer: bool = True) -> None:
-        super().__init__(daemon=True)
-        self.config = config
-        self.answer = answer
-        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.plans = [self.context.socket(zmq.SUB) for _ in range(config.tp)]
-        self.report = self.context.socket(zmq.PUSH)
-        self.report.connect(config.report_endpoint)
-        self.workers = SimulatedWorkers(BLOCKS, CHUNK)
-        self.steps_seen = [0] * config.tp
-        self.shut_down = threading.Event()
-        self.leave = threading.Event()
-        self.fail_with = ""
-
-    def subscribe(self, rank: int) -> None:
-        self.plans[rank].connect(self.config.plan_endpoint)
-        self.plans[rank].subscribe(PLAN_TOPIC)
-        self.plans[rank].subscribe(rank_topic(rank))
-
-    def say_ready(self, rank: int) -> None:
-        self.send(WorkerReady(rank, self.config.epoch, os.getpid(), BLOCKS + rank, 1, "simulated"))
-
-    def send(self, message: Any) -> None:
-        self.report.send(msgspec.msgpack.encode(message))
-
-    def run(self) -> None:
-        poller = zmq.Poller()
-        for plan in self.plans:
-            poller.register(plan, zmq.POLLIN)
-        while not self.leave.is_set():
-            if self.fail_with:
-                self.send(WorkerFailed(1, self.fail_with))
-                break
-            for ready, _ in poller.poll(20):
-                self.receive(self.plans.index(ready))
-        for socket in [*self.plans, self.report]:
-            socket.close(linger=200)
-        self.context.term()
-
-    def receive(self, rank: int) -> None:
-        topic, payload = self.plans[rank].recv_multipart()
-        assert topic == PLAN_TOPIC
-        message = msgspec.msgpack.decode(payload, type=WorkerMessage)
-        if isinstance(message, Shutdown):
-            self.shut_down.set()
-            self.leave.set()
-            return
-        self.steps_seen[rank] += 1
-        assert message.step == self.steps_seen[rank], "a rank missed a step"
-        if rank == 0 and self.answer:
-            self.send(self.workers.execute(message))
-
-
-class Router:
-    """A router by hand: checks sequence numbers, collects streams."""
-
-    def __init__(self, config: ControllerConfig) -> None:
-        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.socket = self.context.socket(zmq.DEALER)
-        self.socket.connect(config.router_endpoint)
-        self.seq = 0
-        self.tokens: dict[int, list[int]] = {}
-        self.finished: dict[int, tuple[str, str]] = {}
-        self.cached: dict[int, int] = {}
-        self.state: State | None = None
-        self.flushed: Flushed | None = None
-
-    def send(self, message: Any) -> None:
-        self.socket.send(msgspec.msgpack.encode(message))
-
-    def submit(self, request: int, prompt: list[int], max_tokens: int, seed: int = 0) -> None:
-        sampling = Sampling(seed=seed)
-        self.send(Submit(request, pack_int32(prompt), len(prompt), max_tokens, sampling))
-
-    def receive(self, seconds: float = 10.0) -> None:
-        if not self.socket.poll(int(seconds * 1000)):
-            raise TimeoutError("the controller said nothing")
-        message = msgspec.msgpack.decode(self.socket.recv(), type=RouterMessage)
-        self.seq += 1
-        assert message.seq == self.seq, "a message of the stream was lost"
-        match message:
-            case State():
-                self.state = message
-            case Flushed():
-                self.flushed = message
-            case Outputs():
-                self.take(message)
-
-    def take(self, outputs: Outputs) -> None:
-        for started in outputs.started:
-            self.cached[started.request] = started.cached_tokens
-        requests = np.frombuffer(outputs.requests, "<u4").tolist()
-        for request, token in zip(requests, np.frombuffer(outputs.tokens, "<i4").tolist(), strict=True):
-            assert request in self.cached, "a token before the start"
-            self.tokens.setdefault(request, []).append(token)
-        for finished in outputs.finished:
-            self.finished[finished.request] = (finished.reason, finished.detail)
-
-    def wait_state(self, status: str) -> State:
-        deadline = time.monotonic() + 10
-        while time.monotonic() < deadline:
-            self.send(Ping(0))
-            self.receive()
-            if self.state is not None and self.state.status == status:
-                return self.state
-            time.sleep(0.02)
-        raise TimeoutError(f"the controller is not {status}: {self.state}")
-
-    def wait_running(self, count: int) -> None:
-        """Until the controller has admitted so many requests (a `State` may be older than our last message)."""
-        while self.wait_state("ready").running != count:
-            time.sleep(0.02)
-
-    def wait_finished(self, *requests: int) -> None:
-        while not set(requests) <= set(self.finished):
-            self.receive()
-
-    def close(self) -> None:
-        self.socket.close(linger=0)
-        self.context.term()
+from trunkline.worker.messages import (
+    Sampling,
+)
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> ControllerConfig:
-    return ControllerConfig(
-        tp=2,
-        plan_endpoint=f"ipc://{tmp_path}/plan",
-        report_endpoint=f"ipc://{tmp_path}/report",
-        router_endpoint=f"ipc://{tmp_path}/router",
-        chunk_size=CHUNK,
-        max_context=96,
-        token_budget=24,
-        max_rows=8,
-        max_waiting=16,
-        debug_checks=True,
-        router_silence_seconds_max=1.5,
-        drain_seconds=5.0,
-    )
+    return group_config(tmp_path)
 
 
 @pytest.fixture
@@ -186,15 +51,6 @@ def router(config: ControllerConfig, controller: subprocess.Popen[bytes]) -> Ite
     router = Router(config)
     yield router
     router.close()
-
-
-def start_ranks(config: ControllerConfig, *, answer: bool = True) -> Ranks:
-    ranks = Ranks(config, answer=answer)
-    for rank in range(config.tp):
-        ranks.subscribe(rank)
-        ranks.say_ready(rank)
-    ranks.start()
-    return ranks
 
 
 @pytest.fixture
@@ -226,9 +82,9 @@ def test_late_subscriber_misses_no_step(
 ) -> None:
     """The broadcast waits for the last rank's subscription, even if all ranks say that they are ready."""
     ranks = Ranks(config)
-    ranks.subscribe(0)
-    ranks.say_ready(0)
-    ranks.say_ready(1)
+    ranks.holds_back = {1}
+    for rank in range(config.tp):
+        ranks.say_hello(rank)
     ranks.start()
     state = router.wait_state("starting")
     router.submit(1, [1, 2, 3], 3)
@@ -237,7 +93,7 @@ def test_late_subscriber_misses_no_step(
     assert "starting" in router.finished[1][1]
     time.sleep(0.3)
     assert state.status == "starting"
-    ranks.subscribe(1)
+    ranks.holds_back = set()
     router.wait_state("ready")
     router.submit(2, [1, 2, 3], 3)
     router.wait_finished(2)
@@ -263,48 +119,6 @@ def test_abort_and_flush_free_all_blocks(ranks: Ranks, router: Router) -> None:
         router.receive()
     assert (router.flushed.ticket, router.flushed.blocks_freed > 0) == (7, True)
     assert router.wait_state("ready").blocks_free == BLOCKS
-
-
-def test_lost_rank_fails_streams_and_exits(
-    config: ControllerConfig, controller: subprocess.Popen[bytes], router: Router
-) -> None:
-    ranks = start_ranks(config, answer=False)
-    router.wait_state("ready")
-    router.submit(1, [1, 2, 3], 9)
-    router.wait_running(1)
-    ranks.leave.set()  # its sockets close, as when the process is killed
-    lost = time.monotonic()
-    router.wait_finished(1)
-    assert router.finished[1][0] == "engine_failed"
-    assert "rank" in router.finished[1][1]
-    assert controller.wait(timeout=10) == 1
-    assert time.monotonic() - lost < 8
-
-
-def test_failed_rank_says_why(
-    config: ControllerConfig, controller: subprocess.Popen[bytes], router: Router
-) -> None:
-    ranks = start_ranks(config, answer=False)
-    router.wait_state("ready")
-    router.submit(1, [1, 2, 3], 9)
-    router.wait_running(1)
-    ranks.fail_with = "out of memory"
-    router.wait_finished(1)
-    assert router.finished[1] == ("engine_failed", "worker rank 1 failed: out of memory")
-    assert controller.wait(timeout=10) == 1
-
-
-def test_wrong_step_number_fails_the_group(
-    config: ControllerConfig, controller: subprocess.Popen[bytes], router: Router
-) -> None:
-    ranks = start_ranks(config, answer=False)
-    router.wait_state("ready")
-    router.submit(1, [1, 2, 3], 9)
-    router.wait_running(1)
-    ranks.send(StepResult(step=5, epoch=1, tokens=b"", elapsed_us=1))
-    router.wait_finished(1)
-    assert "step 5" in router.finished[1][1]
-    assert controller.wait(timeout=10) == 1
 
 
 def test_results_of_another_epoch_are_ignored(ranks: Ranks, router: Router) -> None:
@@ -391,29 +205,13 @@ def test_abort_reaches_no_other_router(ranks: Ranks, router: Router, config: Con
         other.close()
 
 
-def test_unreadable_report_fails_the_group(
-    config: ControllerConfig, controller: subprocess.Popen[bytes], router: Router
-) -> None:
-    ranks = start_ranks(config, answer=False)
-    router.wait_state("ready")
-    router.submit(1, [1, 2, 3], 9)
-    router.wait_running(1)
-    ranks.report.send(b"\xc1")
-    router.wait_finished(1)
-    assert "decoded" in router.finished[1][1]
-    assert controller.wait(timeout=10) == 1
-    ranks.leave.set()
-    ranks.join()
-
-
 def test_too_few_blocks_are_reported(
     config: ControllerConfig, controller: subprocess.Popen[bytes], router: Router
 ) -> None:
-    ranks = Ranks(config)
+    ranks = Ranks(config, blocks=1)
     router.wait_state("starting")
     for rank in range(config.tp):
-        ranks.subscribe(rank)
-        ranks.send(WorkerReady(rank, config.epoch, os.getpid(), 1, 1, "simulated"))
+        ranks.say_hello(rank)
     ranks.start()
     while router.state is None or router.state.status != "failed":
         router.receive()
@@ -423,18 +221,20 @@ def test_too_few_blocks_are_reported(
     ranks.join()
 
 
-def test_ready_of_an_unknown_rank_does_not_count(
+def test_an_unknown_rank_does_not_count(
     config: ControllerConfig, controller: subprocess.Popen[bytes], router: Router
 ) -> None:
     ranks = Ranks(config)
-    for rank in range(config.tp):
-        ranks.subscribe(rank)
-    ranks.say_ready(0)
-    ranks.say_ready(config.tp)
+    ranks.say_hello(0)
+    ranks.send(WorkerHello(config.tp, os.getpid(), "elsewhere", os.urandom(16)))
+    ranks.send(WorkerHello(1, os.getpid(), "elsewhere", b"no incarnation"))
+    ranks.send(WorkerReady(1, 0, os.getpid(), 5, 1, "simulated"))
     ranks.start()
     time.sleep(0.3)
-    assert router.wait_state("starting").blocks_total == 0
-    ranks.say_ready(1)
+    state = router.wait_state("starting")
+    assert state.blocks_total == 0
+    assert "rank 1 not there" in state.detail
+    ranks.say_hello(1)
     assert router.wait_state("ready").blocks_total == BLOCKS
     ranks.leave.set()
     ranks.join()
@@ -452,7 +252,7 @@ def test_draining_is_announced(ranks: Ranks, router: Router, controller: subproc
         router.receive(5)
     controller.send_signal(signal.SIGTERM)  # do not wait any longer
     router.wait_finished(1)
-    assert router.finished[1][0] == "engine_failed"
+    assert router.finished[1][0] == "draining"
     assert controller.wait(timeout=10) == 0
 
 

@@ -16,17 +16,22 @@ import zmq
 
 from trunkline.controller.clients import MESSAGES_PER_TURN_MAX, Clients
 from trunkline.controller.config import ControllerConfig
-from trunkline.controller.group import GroupLostError, WorkerGroup
-from trunkline.controller.messages import Ping, WorkerReady
+from trunkline.controller.epochs import GroupLostError
+from trunkline.controller.group import WorkerGroup
+from trunkline.controller.messages import Ping, WorkerHello, WorkerReady
 
 Context = zmq.Context[zmq.Socket[bytes]]
 
 SUBSCRIBER = """
-import sys, time, zmq
+import msgspec, sys, time, zmq
+from trunkline.worker import messages
 socket = zmq.Context().socket(zmq.SUB)
 socket.connect(sys.argv[1])
-socket.subscribe(b"plan")
-socket.subscribe(b"rank:0")
+incarnation = bytes.fromhex(sys.argv[2])
+socket.subscribe(messages.rank_topic(0, incarnation))
+welcome = msgspec.msgpack.decode(socket.recv_multipart()[-1], type=messages.Welcome)
+socket.subscribe(messages.plan_topic(welcome.epoch))
+socket.subscribe(messages.member_topic(incarnation))
 time.sleep(60)
 """
 
@@ -59,22 +64,28 @@ def test_flood_is_taken_in_portions(context: Context, tmp_path: Path) -> None:
 def test_frozen_rank_over_tcp_is_noticed(context: Context, tmp_path: Path) -> None:
     """Nothing closes the connection of a host that lost its power; a stopped process looks the same."""
     config = ControllerConfig(
+        epoch=17,
         plan_endpoint="tcp://127.0.0.1:*",
         report_endpoint=f"ipc://{tmp_path}/report",
         router_endpoint="ipc://unused",
     )
     group = WorkerGroup(context, config)
     endpoint = group.plans.getsockopt_string(zmq.LAST_ENDPOINT)
-    rank = subprocess.Popen([sys.executable, "-c", SUBSCRIBER, endpoint])
+    incarnation = os.urandom(16)
+    rank = subprocess.Popen([sys.executable, "-c", SUBSCRIBER, endpoint, incarnation.hex()])
     report = context.socket(zmq.PUSH)
     report.connect(config.report_endpoint)
-    report.send(msgspec.msgpack.encode(WorkerReady(0, 1, rank.pid, 8, 1, "simulated")))
+    report.send(msgspec.msgpack.encode(WorkerHello(0, rank.pid, "elsewhere", incarnation)))
+    report.send(msgspec.msgpack.encode(WorkerReady(0, 17, rank.pid, 8, 1, "too early")))
     try:
         deadline = time.monotonic() + 20
         while not group.is_complete and time.monotonic() < deadline:
             group.plans.poll(50)
             group.membership_events()
             group.receive()
+            group.reform(time.monotonic())
+            if group.is_formed:
+                report.send(msgspec.msgpack.encode(WorkerReady(0, 17, rank.pid, 8, 1, "simulated")))
         assert group.is_complete
         time.sleep(1.5)  # a rank that lives answers heartbeats
         group.membership_events()

@@ -27,31 +27,38 @@ from trunkline.controller.messages import (
     Probed,
     StepResult,
     WorkerFailed,
+    WorkerHello,
     WorkerReady,
     WorkerReport,
 )
+from trunkline.deploy.host import is_worker, node_id
 from trunkline.kvstore.layout import pack_int32, unpack_int32
 from trunkline.kvstore.tier import TierKind
 from trunkline.worker.messages import (
-    PLAN_TOPIC,
+    LEAVE_TOPIC,
     CompileGrammar,
     ForgetGrammar,
     Join,
+    Leave,
     Probe,
     Sampling,
     Shutdown,
     StepPlan,
     TierMove,
     TierMoves,
+    Welcome,
     WorkerMessage,
+    member_topic,
+    plan_topic,
     rank_topic,
 )
+from trunkline.worker.service import EXIT_LEFT
 
 Report = TypeVar("Report", bound=WorkerReport)
 
 
 class FakeController:
-    """Binds the two sockets of a controller."""
+    """Binds the two sockets of a controller, and welcomes whoever says hello to epoch 1."""
 
     def __init__(self, folder: Path) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -60,13 +67,24 @@ class FakeController:
         self.reports = self.context.socket(zmq.PULL)
         self.reports.bind(f"ipc://{folder}/reports")
         self._decoder: msgspec.msgpack.Decoder[WorkerReport] = msgspec.msgpack.Decoder(WorkerReport)
+        self.hellos: list[WorkerHello] = []
 
     def send(self, message: WorkerMessage) -> None:
-        self.plans.send_multipart([PLAN_TOPIC, msgspec.msgpack.encode(message)])
+        self.plans.send_multipart([plan_topic(1), msgspec.msgpack.encode(message)])
+
+    def leave(self, epoch: int) -> None:
+        self.plans.send_multipart([LEAVE_TOPIC, msgspec.msgpack.encode(Leave(epoch))])
 
     def receive(self, timeout_s: float = 30) -> WorkerReport:
-        assert self.reports.poll(int(timeout_s * 1000)), "no report in time"
-        return self._decoder.decode(self.reports.recv())
+        """The next report that is no hello."""
+        while True:
+            assert self.reports.poll(int(timeout_s * 1000)), "no report in time"
+            report = self._decoder.decode(self.reports.recv())
+            if not isinstance(report, WorkerHello):
+                return report
+            self.hellos.append(report)
+            topic = rank_topic(report.rank, report.incarnation)
+            self.plans.send_multipart([topic, msgspec.msgpack.encode(Welcome(report.incarnation, 1))])
 
     def wait_for(self, kind: type[Report], count: int = 1) -> list[Report]:
         found: list[Report] = []
@@ -77,15 +95,15 @@ class FakeController:
         return found
 
     def wait_for_ranks(self, tp: int) -> None:
-        """Every rank's subscription, then its readiness."""
-        seen: set[bytes] = set()
-        while not seen >= {b"\x01" + rank_topic(rank) for rank in range(tp)}:
-            assert self.plans.poll(30_000)
-            seen.add(self.plans.recv())
+        """Every rank's readiness, then its subscription to the plans."""
         ready: dict[int, WorkerReady] = {}
         while len(ready) < tp:
             report = self.wait_for(WorkerReady)[0]
             ready[report.rank] = report
+        seen: set[bytes] = set()
+        while not seen >= {b"\x01" + member_topic(hello.incarnation) for hello in self.hellos}:
+            assert self.plans.poll(30_000)
+            seen.add(self.plans.recv())
 
     def close(self) -> None:
         self.context.destroy(linger=0)
@@ -277,6 +295,8 @@ def test_idle_costs_nothing_and_signals(setup: Setup) -> None:
     controller.wait_for_ranks(1)
     controller.send(first_plan())
     controller.wait_for(StepResult)
+    assert is_worker(process.pid)
+    assert not is_worker(os.getpid())
     watched = psutil.Process(process.pid)
     before = watched.cpu_times()
     time.sleep(2.0)
@@ -302,7 +322,7 @@ def test_bad_plan_is_reported_and_ends_the_rank(plan: StepPlan | bytes, reason: 
     process = setup.start()
     controller.wait_for_ranks(1)
     if isinstance(plan, bytes):
-        controller.plans.send_multipart([PLAN_TOPIC, plan])
+        controller.plans.send_multipart([plan_topic(1), plan])
     else:
         controller.send(plan)
     failed = controller.wait_for(WorkerFailed)[0]
@@ -331,7 +351,7 @@ def test_peer_death_is_reported(setup: Setup) -> None:
     controller.send(StepPlan(2, 1, rows=pack_int32([1]), runs=b""))
     failed = controller.wait_for(WorkerFailed)[0]
     assert (failed.rank, failed.reason) == (0, "rank 1 has died")
-    assert ranks[0].wait(timeout=5) == 1
+    assert ranks[0].wait(timeout=5) == EXIT_LEFT
 
 
 def test_controller_death_ends_a_rank_blocked_in_a_collective(setup: Setup) -> None:
@@ -343,6 +363,42 @@ def test_controller_death_ends_a_rank_blocked_in_a_collective(setup: Setup) -> N
     time.sleep(0.5)
     controller.close()
     assert ranks[0].wait(timeout=3) == 1
+
+
+def test_nothing_is_loaded_before_the_welcome(setup: Setup) -> None:
+    """Who comes early waits for the other ranks; it says so again and again, always as the same process."""
+    controller = setup.controller()
+    process = setup.start()
+    hellos = []
+    for _ in range(3):
+        assert controller.reports.poll(60_000)
+        hellos.append(msgspec.msgpack.decode(controller.reports.recv(), type=WorkerReport))
+    hello = hellos[0]
+    assert isinstance(hello, WorkerHello)
+    assert hellos == [hello] * 3
+    assert (hello.rank, hello.pid, hello.node) == (0, process.pid, node_id())
+    assert hello.node
+    controller.leave(1_000_000)  # that is for those who belong to an epoch
+    controller.wait_for_ranks(1)
+    topic = rank_topic(0, hello.incarnation)
+    controller.plans.send_multipart([topic, msgspec.msgpack.encode(Shutdown())])
+    assert process.wait(timeout=10) == 0
+
+
+def test_an_ended_epoch_is_left_from_within_a_collective(setup: Setup) -> None:
+    controller = setup.controller()
+    ranks = [setup.start(rank, tp=2) for rank in range(2)]
+    controller.wait_for_ranks(2)
+    ranks[1].send_signal(signal.SIGSTOP)  # alive, so that its peer waits for it
+    controller.send(first_plan())
+    time.sleep(0.5)
+    controller.leave(0)  # an older epoch
+    time.sleep(0.3)
+    assert ranks[0].poll() is None
+    controller.leave(1)
+    assert ranks[0].wait(timeout=3) == EXIT_LEFT
+    ranks[1].send_signal(signal.SIGCONT)
+    assert ranks[1].wait(timeout=3) == EXIT_LEFT
 
 
 def test_bad_model_and_bad_config_are_reported(setup: Setup) -> None:

@@ -56,7 +56,7 @@ class BeamHistory:
         self.done = False
         self._spec = spec
         self._n = n
-        self._output_limit = output_limit
+        self.output_limit = output_limit
         self._stop_ids = np.array(stop_ids, np.int32)
         self._parents: list[NDArray[np.intp]] = []
         self._tokens: list[Int32Array] = []
@@ -100,7 +100,7 @@ class BeamHistory:
             raise ValueError(f"{len(parents)}, {len(tokens)} and {len(scores)} candidates for {self.width} beams")
         if not (parents.min() >= 0 and parents.max() < self.width):
             raise ValueError(f"candidates continue beams {parents.min()} to {parents.max()} of {self.width}")
-        last = self.length + 1 >= self._output_limit
+        last = self.length + 1 >= self.output_limit
         self._finish(parents, tokens, scores, last=last)
         if last:
             self.done = True
@@ -130,7 +130,7 @@ class BeamHistory:
         if self._spec.early_stopping is True:
             return True
         penalty = self._spec.length_penalty
-        reach = self._output_limit if self._spec.early_stopping is None and penalty > 0 else self.length
+        reach = self.output_limit if self._spec.early_stopping is None and penalty > 0 else self.length
         best = _penalised(self.scores[0], reach, penalty)
         return bool(best <= self._finished[-1].score)
 

@@ -174,6 +174,8 @@ class ControllerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """PULL, bound: results from the workers."""
     router_endpoint: str
     """ROUTER, bound: requests from routers, outputs to them."""
+    events_endpoint: str = ""
+    """PUB, bound: where chunks are, to routers; "": nobody is told."""
     model_fingerprint: str = ""
     """Hexadecimal."""
     dtype: str = "float32"
@@ -197,7 +199,16 @@ class ControllerConfig(msgspec.Struct, frozen=True, kw_only=True):
     positions_shift: bool = True
     vocab_size: int = 0
     """Requests with token ids from here on are refused. 0: unknown, ids are only checked to be ids."""
-    epoch: int = 1
+    epoch: int = 0
+    """Of the first worker group; 0: milliseconds since 1970, so that a controller that is started again never uses
+    one a second time."""
+    step_timeout_s: float = 60.0
+    """Workers that do not answer a step for so long are lost (and 20 times as long as it should take, if that is
+    more)."""
+    resume_seconds_max: float = 300.0
+    """Requests wait so long for other workers when theirs are lost."""
+    status_path: str = ""
+    """Socket of the supervisor for what this process says of itself (`trunkline.deploy.notify`); "": none."""
     debug_checks: bool = False
     """Check the engine's invariants after every step (slow: for tests and bug hunts)."""
     router_silence_seconds_max: float = 10.0
@@ -210,13 +221,14 @@ class ControllerConfig(msgspec.Struct, frozen=True, kw_only=True):
     def validate(self) -> None:
         """Raise `ConfigError` for the first field that cannot work."""
         _require(self.tp >= 1, f"tp is {self.tp}; a group has at least 1 rank")
-        endpoints = (self.plan_endpoint, self.report_endpoint, self.router_endpoint)
+        endpoints = [self.plan_endpoint, self.report_endpoint, self.router_endpoint]
+        endpoints += [self.events_endpoint] if self.events_endpoint else []
         for endpoint in endpoints:
             _require(
                 endpoint.startswith(("ipc://", "tcp://")),
                 f"endpoint {endpoint!r} is neither ipc://PATH nor tcp://HOST:PORT",
             )
-        _require(len(set(endpoints)) == 3, f"the three endpoints must differ; given were {endpoints}")
+        _require(len(set(endpoints)) == len(endpoints), f"all endpoints must differ; given were {endpoints}")
         for field in ("model_fingerprint", "tier_fingerprint"):
             value = getattr(self, field)
             try:
@@ -230,6 +242,12 @@ class ControllerConfig(msgspec.Struct, frozen=True, kw_only=True):
         _require(self.vocab_size >= 0, f"vocab_size is {self.vocab_size}; it counts tokens, or is 0 if unknown")
         silence, drain = self.router_silence_seconds_max, self.drain_seconds
         _require(silence > 0, f"router_silence_seconds_max is {silence}; routers ping once a second")
+        _require(self.epoch >= 0, f"epoch is {self.epoch}; it is a number, or 0 to go by the clock")
+        _require(self.step_timeout_s > 0, f"step_timeout_s is {self.step_timeout_s}; a step takes some time")
+        _require(
+            self.resume_seconds_max >= 0,
+            f"resume_seconds_max is {self.resume_seconds_max}; 0 ends requests when their workers are lost",
+        )
         _require(drain >= 0, f"drain_seconds is {drain}; 0 ends running requests at once")
         has_disk = int(bool(self.index_path))
         self.engine(num_blocks=2, host_slots=1, disk_slots=has_disk, remote=self.remote_tier).validate()

@@ -3,6 +3,7 @@
     submit, abort ─►┌────────┐─► next_step() ─► StepPlan ─► workers
     grammar_ready ─►│ Engine │─► grammar_messages()       ─► workers
     step_done ─────►└────────┘─► outputs() ─► routers
+    workers_lost, workers_back
 
 No sockets, clocks, threads or randomness: time comes as `now` (seconds, any origin), so that tests drive
 thousands of steps from a seed. Up to two steps are in flight: step k + 1 is planned as if every row went
@@ -12,45 +13,37 @@ on, and what it computed for rows that ended in step k is discarded when its res
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import replace
-from typing import Final
+from collections.abc import Callable
+from math import inf
 
 import msgspec
 import numpy as np
 
+from trunkline.controller.answers import Answers, ProtocolError
 from trunkline.controller.config import EngineConfig
-from trunkline.controller.cutting import cut_group
 from trunkline.controller.draft import InflightStep, PlanDraft
 from trunkline.controller.expectations import Expectations
 from trunkline.controller.grammars import GrammarBook
+from trunkline.controller.intake import from_its_start, group_of, limit_of, moves_of
 from trunkline.controller.limits import is_expectable, problem_of_request, problem_of_texts
+from trunkline.controller.live import LiveRequests
 from trunkline.controller.messages import (
-    BeamStep,
     GrammarReady,
     ModulesCall,
     MovesDone,
     Probed,
-    PromptLogprobs,
     StepResult,
-    TopLogprobs,
 )
 from trunkline.controller.module_calls import CallDone, TextsCall
-from trunkline.controller.modules import Moves, lay_out, prompt_of
 from trunkline.controller.outcomes import EngineCounters, EngineOutputs
-from trunkline.controller.rows import BEAM, RowSet
+from trunkline.controller.rows import RowSet
 from trunkline.controller.scheduler import Scheduler
-from trunkline.controller.sequence import Request, Sequence, SequenceGroup
+from trunkline.controller.sequence import Request, SequenceGroup
+from trunkline.controller.survivors import Survivor, carry_totals, keep, revive
 from trunkline.controller.tier_traffic import TierTraffic
-from trunkline.kvstore.layout import Int32Array, unpack_int32
-from trunkline.router.messages import BeamsFound, Finished, FinishReason, PromptScored, Started
-from trunkline.worker.messages import CompileGrammar, ForgetGrammar, Probe, Sampling, StepPlan, TierMoves
-
-PLAIN_STEPS_PER_OBSERVATION: Final = 8
-"""Of the steps that only decode, one in so many teaches what steps cost: they are alike, and learning costs."""
-
-
-class ProtocolError(RuntimeError):
-    """The workers answered something that no correct worker answers; the group cannot be trusted."""
+from trunkline.controller.tree import ChunkTree
+from trunkline.router.messages import Finished, FinishReason
+from trunkline.worker.messages import CompileGrammar, ForgetGrammar, Probe, StepPlan, TierMoves
 
 
 class Engine:
@@ -61,22 +54,40 @@ class Engine:
         Args:
             first_disk_generation: generations of disk slots begin above it (`TierIndex.first_generation`).
         """
+        self.epoch = epoch
+        self.is_away = False
+        """The workers are gone, and others have not come yet: nothing is planned."""
+        self._live = LiveRequests()
+        self._answers = Answers(self._live)
+        self._inflight: deque[InflightStep] = deque()
+        self._arrivals = 0
+        self._flushes = False
+        """The cache was to be dropped while the workers were away."""
+        self._install(config, first_disk_generation)
+
+    def _install(self, config: EngineConfig, first_disk_generation: int) -> None:
+        """Begin with workers that hold nothing."""
         config.validate()
         self.config = config
-        self.epoch = epoch
         self.scheduler = Scheduler(config, first_disk_generation)
         tree, fetching = self.scheduler.residence.tree, self.scheduler.fetching
         self.traffic = TierTraffic(tree, config.ranks)
         self.expectations = Expectations(tree, fetching, self.traffic)
-        self.counters = EngineCounters()
-        self.grammars = GrammarBook()
-        self._groups: dict[int, SequenceGroup] = {}
-        self._inflight: deque[InflightStep] = deque()
+        self._live.grammars = GrammarBook(self.grammars.next_id)
+        self._inflight.clear()
         self._step = 0
-        self._arrivals = 0
-        self._outputs = EngineOutputs()
 
     # Requests
+
+    @property
+    def counters(self) -> EngineCounters:
+        """Totals since the start."""
+        return self._live.counters
+
+    @property
+    def grammars(self) -> GrammarBook:
+        """Those that the workers know, or are to know."""
+        return self._live.grammars
 
     @property
     def is_idle(self) -> bool:
@@ -85,7 +96,7 @@ class Engine:
 
     @property
     def _has_work(self) -> bool:
-        return bool(self._groups) or self.scheduler.encoding.is_working
+        return bool(self._live.groups) or self.scheduler.encoding.is_working
 
     @property
     def is_settled(self) -> bool:
@@ -95,34 +106,44 @@ class Engine:
 
     def request_ids(self) -> list[int]:
         """Requests that have not ended."""
-        return list(self._groups)
+        return list(self._live.groups)
 
     def submit(self, request: Request, now: float) -> None:
         """Queue a request. One that cannot run gets its `Finished` at once, with the reason."""
         refusal = self._refusal(request)
         if refusal is not None:
-            self._outputs.finished.append(refusal)
+            self._live.said.finished.append(refusal)
             return
         self._arrivals += 1
-        prompt_len = request.prompt_len if request.prompt_len >= 0 else len(request.tokens)
-        if request.beam is not None and len(request.tokens) > prompt_len:
-            # A search that comes from elsewhere starts again: only its own beams could say what came of it.
-            request = replace(request, tokens=request.tokens[:prompt_len])
-        dropped = sum(stop - start for start, stop in request.drops)
-        limit = min(prompt_len - dropped + request.max_tokens, self.config.longest_sequence)
-        sampling = request.sampling
-        entry = None
+        request = from_its_start(request)
+        self._queue(request, self._arrivals, now, None)
+
+    def _queue(self, request: Request, arrival: int, now: float, survivor: Survivor | None) -> None:
+        """Let a request wait for its turn.
+
+        Args:
+            survivor: it has been computed by other workers before.
+        """
+        sampling, entry = request.sampling, None
         if request.grammar is not None:
             entry = self.grammars.use(request.grammar, request.id)
             sampling = msgspec.structs.replace(sampling, grammar=entry.id)
-        group = self._group(request, limit, sampling)
-        self._groups[request.id] = group
+        limit, tree = limit_of(request, self.config), self.scheduler.residence.tree
+        group = group_of(request, arrival, limit, sampling, tree, self.config)
+        self._live.groups[request.id] = group
+        if survivor is not None and not revive(survivor, group, sampling):
+            detail = f"the workers are new and hold {self.config.longest_sequence} tokens, fewer than it has"
+            self._live.end(self.scheduler, group, Finished(group.id, FinishReason.ENGINE_FAILED, detail), now)
+            return
         self.scheduler.queue.add(group)
         self.scheduler.encoding.jobs.is_ready(
             group, self._step + 1
         )  # texts that are nowhere: begin with the next plan
-        if self.config.prefix_cache and self.config.host_slots:  # else there is nothing to fetch from, or to keep
-            self.expectations.came(group, self._step + 1, now)
+        if self.config.prefix_cache and self.config.host_slots:
+            known = self.expectations.came(group, self._step + 1, now)
+            self.scheduler.queue.found(group, known)
+        elif self.config.prefix_cache:  # there is nothing to fetch from, or to keep
+            self.scheduler.queue.found(group, self.expectations.known_tokens(group, self._step + 1))
         self._expect_texts(now)
         if entry is not None:
             group.waits_for_grammar = not entry.ready
@@ -135,24 +156,8 @@ class Engine:
             if self.config.host_slots and job.members:
                 self.expectations.came(job, self._step + 1, now)
 
-    def _group(self, request: Request, limit: int, sampling: Sampling) -> SequenceGroup:
-        tree, config = self.scheduler.residence.tree, self.config
-        group = SequenceGroup(request, self._arrivals, limit, sampling)
-        if request.drops:
-            cut_group(group, tree, config)
-        if request.layout is not None:
-            moves = self._moves(request.layout.relocate)
-            lay_out(group, prompt_of(tree, request.salt, request.layout, moves), config.max_context)
-        return group
-
-    def _moves(self, relocate: bool) -> Moves:
-        """Where texts of modules may act, if their client lets them `relocate`."""
-        if not self.config.positions_shift:
-            return Moves.NOWHERE
-        return Moves.ANYWHERE if relocate else Moves.WITH_ITS_PARENT
-
     def _refusal(self, request: Request) -> Finished | None:
-        if request.id in self._groups:
+        if request.id in self._live.groups:
             return Finished(request.id, FinishReason.INVALID, f"request id {request.id} is in use")
         problem, param = problem_of_request(request, self.config)
         if problem:
@@ -168,7 +173,7 @@ class Engine:
 
         Nothing more is said of a sample that ends so, while others of the request go on.
         """
-        group = self._groups.get(request_id)
+        group = self._live.groups.get(request_id)
         if group is None:
             return
         if sample >= 0 and group.request.beam is None:
@@ -178,23 +183,96 @@ class Engine:
             if len(group.members) > 1:
                 self.scheduler.end(chosen, now)
                 return
-        self._end_group(group, Finished(request_id, FinishReason.ABORT), now)
+        self._live.end(self.scheduler, group, Finished(request_id, FinishReason.ABORT), now)
 
     def flush_cache(self) -> int:
         """Drop every chunk that no running sequence holds; blocks freed."""
+        self._flushes |= self.is_away
         return self.scheduler.residence.tree.flush()
 
-    def fail_all(self, detail: str) -> None:
-        """The workers are gone: every request ends with `ENGINE_FAILED`, all KV is lost."""
-        for group in self._groups.values():
-            self._outputs.finished.append(Finished(group.id, FinishReason.ENGINE_FAILED, detail))
-        self._outputs.modules += self.scheduler.encoding.calls.done
-        for call in self.scheduler.encoding.calls.ids():
-            self._outputs.modules.append(CallDone(call, "failed", detail))
-        self._groups.clear()
-        self._inflight.clear()
-        self.scheduler = Scheduler(self.config)
-        self.grammars = GrammarBook()
+    def end_waiting(self, reason: FinishReason, detail: str, now: float) -> None:
+        """End the requests that have not begun and hold nothing."""
+        for group in list(self._live.groups.values()):
+            if not (group.started or any(member.stay for member in group.members)):
+                self._live.end(self.scheduler, group, Finished(group.id, reason, detail), now)
+
+    def fail_all(self, detail: str, reason: FinishReason = FinishReason.ENGINE_FAILED) -> None:
+        """Nobody computes any more: every request ends, all KV is forgotten."""
+        for group in self._live.groups.values():
+            self._live.gone(Finished(group.id, reason, detail))
+        calls = self.scheduler.encoding.calls
+        self._live.said.modules += calls.done
+        self._live.said.modules += [CallDone(call, "failed", detail) for call in calls.ids() if call >= 0]
+        self._live.groups.clear()
+        self._renew(self.config)
+
+    # Workers
+
+    def workers_lost(self, epoch: int, now: float) -> None:
+        """The workers are gone, with all that was in their memory. No request ends: whoever was running waits,
+        with the tokens known so far, until others come.
+
+        Args:
+            epoch: of those; results of another one are not listened to.
+        """
+        survivors = self._survivors()
+        self.epoch, self.is_away = epoch, True
+        self._begin_again(self.config, survivors, None, now)
+
+    def workers_back(self, config: EngineConfig, restore: Callable[[ChunkTree], object], now: float) -> None:
+        """Other workers have come: all requests go on.
+
+        Args:
+            config: with what they hold.
+            restore: puts the chunks that are on their disks into the empty tree.
+
+        Raises:
+            ConfigError: with so little nobody can work.
+        """
+        config.validate()
+        survivors = self._survivors()
+        self.is_away = False
+        self._begin_again(config, survivors, restore, now)
+        if self._flushes:
+            self._flushes = False
+            self.flush_cache()
+
+    def _survivors(self) -> list[Survivor]:
+        lost = {request for step in self._inflight for request in step.scored.values()}
+        rows = self.scheduler.rows
+        return [keep(group, rows, scores_lost=group.id in lost) for group in self._live.groups.values()]
+
+    def _begin_again(
+        self,
+        config: EngineConfig,
+        survivors: list[Survivor],
+        restore: Callable[[ChunkTree], object] | None,
+        now: float,
+    ) -> None:
+        calls = self.scheduler.encoding.calls
+        self._live.said.modules += calls.done
+        wanted = calls.begin_again()
+        self._live.groups.clear()
+        self._renew(config)
+        if restore is not None:
+            restore(self.scheduler.residence.tree)
+        for survivor in survivors:
+            request = survivor.request
+            problem, _ = problem_of_request(request, config)
+            if problem:
+                detail = f"the workers are new and hold less than those before: {problem}"
+                self._live.gone(Finished(request.id, FinishReason.ENGINE_FAILED, detail))
+            else:
+                self._queue(request, survivor.arrival, now, survivor)
+        for call in wanted:
+            self.scheduler.encoding.calls.postpone(call)
+
+    def _renew(self, config: EngineConfig) -> None:
+        """Forget all that workers held; totals go on."""
+        old, lost_chunks = self.scheduler, self.traffic.lost_chunks
+        self._install(config, old.residence.tree.tiers.copies.disk.highest_generation)
+        carry_totals(old, self.scheduler)
+        self.traffic.lost_chunks = lost_chunks
 
     # Texts of modules
 
@@ -216,12 +294,15 @@ class Engine:
         if problem := problem_of_texts(call.texts, self.config):
             calls.done.append(CallDone(call_id, "failed", problem))
             return
-        moves = self._moves(call.relocate)
+        moves = moves_of(self.config, relocate=call.relocate)
         if call.op == "encode":
             wanted = TextsCall(call_id, call.texts, call.salt, moves, True, call.holder, call.ttl)
         else:
             wanted = TextsCall(call_id, call.texts, call.salt, moves, False)
-        calls.begin(wanted, self._step + 1, now)
+        if self.is_away and not wanted.encodes:
+            calls.postpone(wanted)  # what is on disk is not known now
+        else:
+            calls.begin(wanted, self._step + 1, now)
 
     def unpin(self, holder: str, now: float) -> None:
         """What was pinned under a name is not any more. An unknown one is fine."""
@@ -235,7 +316,7 @@ class Engine:
 
     def grammar_messages(self) -> list[CompileGrammar | ForgetGrammar]:
         """What the workers must be told, in order and before the next plan."""
-        return self.grammars.messages()
+        return [] if self.is_away else self.grammars.messages()
 
     def grammar_ready(self, message: GrammarReady, now: float) -> None:
         """The workers have compiled a grammar, or cannot: those who waited for it go on, or end."""
@@ -243,7 +324,7 @@ class Engine:
         if entry is None:
             return
         for request in sorted(entry.users):
-            group = self._groups[request]
+            group = self._live.groups[request]
             group.waits_for_grammar = False
             if entry.problem:
                 self._refuse_grammar(group, entry.problem, now)
@@ -251,12 +332,16 @@ class Engine:
     def _refuse_grammar(self, group: SequenceGroup, problem: str, now: float) -> None:
         grammar = group.request.grammar
         assert grammar is not None
-        self._end_group(group, Finished(group.id, FinishReason.INVALID, problem, param=grammar.param), now)
+        self._live.end(
+            self.scheduler, group, Finished(group.id, FinishReason.INVALID, problem, param=grammar.param), now
+        )
 
     # Tiers
 
     def tier_messages(self, now: float) -> list[TierMoves | Probe]:
         """What the workers must be told, after the plans made so far."""
+        if self.is_away:
+            return []
         tree = self.scheduler.residence.tree
         tree.expire(now)
         self.expectations.forget_old(now)
@@ -279,11 +364,14 @@ class Engine:
         """A request like this one is expected (it is not queued): see `Expectations.announce`."""
         if not is_expectable(request, self.config):
             return 0, 0
-        group = self._group(request, 0, request.sampling)
+        tree = self.scheduler.residence.tree
+        group = group_of(request, self._arrivals, 0, request.sampling, tree, self.config)
         return self.expectations.announce(group, self._step + 1, now)
 
     def next_deadline(self, now: float) -> float:
         """When `next_step` should be asked again although nothing has happened; may be infinite."""
+        if self.is_away:
+            return inf
         if self.scheduler.encoding.calls.is_busy and len(self._inflight) < self.config.max_inflight_steps:
             return now
         return self.scheduler.fetching.next_deadline(now)
@@ -293,7 +381,7 @@ class Engine:
     def next_step(self, now: float) -> StepPlan | None:
         """The next plan to broadcast, or None: nothing to do, or two steps are unanswered."""
         scheduler = self.scheduler
-        idle = not (self._has_work or scheduler.residence.tree.has_unsaved)
+        idle = self.is_away or not (self._has_work or scheduler.residence.tree.has_unsaved)
         if idle or len(self._inflight) >= self.config.max_inflight_steps:
             return None
         scheduler.encoding.calls.advance(self._step + 1, self._arrivals + 1, now)
@@ -315,10 +403,23 @@ class Engine:
             )
         )
         for sequence in draft.sampling:
-            self._note_started(sequence.group)
+            self._live.started(sequence.group)
         self.counters.steps += 1
         self.counters.row_set_changes += draft.new_runs is not None
         return draft.message(self.epoch)
+
+    @property
+    def oldest_step(self) -> int:
+        """The step that the workers must answer next; 0: none."""
+        return self._inflight[0].step if self._inflight else 0
+
+    @property
+    def predicted_step_s(self) -> float:
+        """How long it should take them."""
+        if not self._inflight:
+            return 0.0
+        step = self._inflight[0]
+        return self.scheduler.costs.step_us(step.decode_rows, step.prefill_tokens) / 1e6
 
     def _result_rows(self, draft: PlanDraft) -> RowSet:
         if not draft.sampling:
@@ -333,28 +434,6 @@ class Engine:
             np.append(old.samples, added.samples),
         )
 
-    def _note_started(self, group: SequenceGroup) -> None:
-        if group.started:
-            return  # it comes back from a preemption
-        group.started = True
-        self.counters.prompt_tokens += group.prompt_len - group.holes
-        found = group.found
-        assert found is not None
-        self.counters.found(found)
-        cut = "" if not group.request.drops else "kept" if group.cut is not None else "recomputed"
-        self._outputs.started.append(
-            Started(
-                group.id,
-                found.tokens,
-                found.tier_tokens,
-                found.miss,
-                found.miss_token,
-                found.exact,
-                cut,
-                found.module_tokens,
-            )
-        )
-
     def step_done(self, result: StepResult, now: float) -> None:
         """Take in the tokens of the oldest unanswered step.
 
@@ -366,114 +445,13 @@ class Engine:
         if not self._inflight or self._inflight[0].step != result.step:
             expected = self._inflight[0].step if self._inflight else "none"
             raise ProtocolError(f"the workers answered step {result.step}; expected was {expected}")
-        step = self._inflight.popleft()
-        rows = step.rows
-        self.counters.plan_copies += result.plan_copies
-        self.counters.kv_bytes_read += result.kv_bytes_read
-        costs = self.scheduler.costs
-        if step.prefill_tokens or result.waited_us or step.step % PLAIN_STEPS_PER_OBSERVATION == 0:
-            elapsed_us = result.elapsed_us - result.waited_us
-            costs.observe(rows=step.decode_rows, prefill_tokens=step.prefill_tokens, elapsed_us=elapsed_us)
-        if result.moved_blocks:
-            costs.observe_moves(result.moved_blocks, result.moved_us)
-        if len(result.tokens) != 4 * len(rows):
-            raise ProtocolError(
-                f"step {result.step} samples {len(rows)} int32 tokens; {len(result.tokens)} bytes came back"
-            )
-        if result.logprobs and not all(0 <= index < len(rows) for index in result.logprobs):
-            raise ProtocolError(f"step {result.step} has log-probabilities beyond its {len(rows)} tokens")
-        self._score(step, result.prompt_logprobs or {})
-        if len(rows):
-            self._accept(rows, unpack_int32(result.tokens), result.logprobs, now)
-        if result.beams:
-            self._advance_searches(result.beams, now)
-
-    def _score(self, step: InflightStep, scores: dict[int, PromptLogprobs]) -> None:
-        for stay, logprobs in scores.items():
-            request = step.scored.get(stay)
-            if request is None:
-                raise ProtocolError(
-                    f"step {step.step} scores a prompt of sequence {stay}, which asked for nothing"
-                )
-            if request in self._groups:
-                self._outputs.prompt_logprobs.append(PromptScored(request, logprobs))
-
-    def _accept(
-        self, rows: RowSet, tokens: Int32Array, logprobs: dict[int, TopLogprobs] | None, now: float
-    ) -> None:
-        state = self.scheduler.rows
-        valid, slots, stopped = state.accept(rows, tokens)
-        counts = valid
-        if (rows.samples == BEAM).any():
-            counts = valid & (rows.samples != BEAM)
-            own = rows.samples[valid] != BEAM
-            slots, stopped = slots[own], stopped[own]
-        requests, samples = rows.requests, rows.samples
-        if len(slots) != len(rows):
-            if logprobs:
-                position = np.cumsum(counts) - 1
-                logprobs = {int(position[i]): value for i, value in logprobs.items() if counts[i]}
-            requests, samples, tokens = requests[counts], samples[counts], tokens[counts]
-        if not len(slots):
-            return
-        self._outputs.requests.append(requests)
-        self._outputs.samples.append(samples)
-        self._outputs.tokens.append(tokens)
-        self._outputs.logprobs.append(logprobs)
-        self.counters.output_tokens += len(slots)
-        known = state.known[slots]
-        ended = stopped | (known >= state.limit[slots])
-        for index in np.flatnonzero(((known - 1) % self.config.chunk_size == 0) & ~ended).tolist():
-            self.scheduler.seal(int(slots[index]), int(known[index]) - 1, now)
-        for index in np.flatnonzero(ended).tolist():
-            sequence = state.sequences[slots[index]]
-            assert sequence is not None
-            self._end_sequence(sequence, FinishReason.STOP if stopped[index] else FinishReason.LENGTH, now)
-
-    def _advance_searches(self, steps: dict[int, BeamStep], now: float) -> None:
-        for search_id, step in steps.items():
-            group = self.scheduler.forks.searches.get(search_id)
-            if group is None or group.search is None:
-                continue  # it has left meanwhile
-            try:
-                parents = group.search.advance(step)
-            except ValueError as error:
-                raise ProtocolError(f"search {search_id}: {error}") from error
-            self.counters.output_tokens += group.search.width
-            if parents:
-                self.scheduler.move_beams(group, parents, now)
-            if not group.search.done:
-                continue
-            hypotheses = group.search.hypotheses()
-            self._outputs.beams.append(BeamsFound(group.id, hypotheses))
-            self._end_group(group, Finished(group.id, hypotheses[0].reason), now)
-
-    def _end_sequence(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
-        """A sample has ended by itself; the request with its last one."""
-        group = sequence.group
-        if len(group.members) == 1:
-            sample = -1 if group.request.n == 1 else sequence.sample
-            self._end_group(group, Finished(group.id, reason, sample=sample), now)
-            return
-        self.scheduler.end(sequence, now)
-        self._outputs.finished.append(Finished(group.id, reason, sample=sequence.sample))
-
-    def _end_group(self, group: SequenceGroup, finished: Finished, now: float) -> None:
-        """The one place where a request ends: everything it holds is released exactly once."""
-        del self._groups[group.id]
-        for sequence in reversed(group.members.copy()):
-            self.scheduler.end(sequence, now)
-        if group.request.grammar is not None:
-            self.grammars.leave(group.request.grammar, group.id)
-        self._outputs.finished.append(finished)
+        self._answers.take(self.scheduler, self._inflight[0], result, now)
+        self._inflight.popleft()
 
     def outputs(self) -> EngineOutputs | None:
         """What happened since the last call, or None."""
         done = self.scheduler.encoding.calls.done
         if done:
-            self._outputs.modules += done
+            self._live.said.modules += done
             done.clear()
-        if not self._outputs:
-            return None
-        outputs, self._outputs = self._outputs, EngineOutputs()
-        return outputs
+        return self._live.take_said()

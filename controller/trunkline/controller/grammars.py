@@ -33,11 +33,16 @@ class GrammarEntry:
 class GrammarBook:
     """By content and by id. Ids are never used twice."""
 
-    def __init__(self) -> None:
+    def __init__(self, first_id: int = 1) -> None:
+        """
+        Args:
+            first_id: of the first grammar.
+        """
         self._by_content: OrderedDict[tuple[str, str], GrammarEntry] = OrderedDict()
         """The least recently asked for first."""
         self._by_id: dict[int, GrammarEntry] = {}
-        self._next_id = 1
+        self.next_id = first_id
+        """Of the next grammar; a report on one below it that is not known concerns nobody."""
         self._messages: list[CompileGrammar | ForgetGrammar] = []
 
     def __len__(self) -> int:
@@ -48,8 +53,8 @@ class GrammarBook:
         key = (grammar.kind, grammar.text)
         entry = self._by_content.get(key)
         if entry is None:
-            entry = GrammarEntry(self._next_id, grammar)
-            self._next_id += 1
+            entry = GrammarEntry(self.next_id, grammar)
+            self.next_id += 1
             self._by_content[key] = self._by_id[entry.id] = entry
             self._messages.append(CompileGrammar(entry.id, grammar.kind, grammar.text))
         self._by_content.move_to_end(key)

@@ -1,19 +1,24 @@
 """The controller's side of its worker group: who is there, plans out, reports in (docs/protocol.md).
 
-A rank counts as present from its subscription to its `rank_topic` until ZeroMQ reports that subscription's
-end, which happens as soon as the process dies. The broadcast starts only when every rank is present and
-has said `WorkerReady`; the plan socket never drops, and at most two steps are unanswered.
+`trunkline.controller.epochs` decides who belongs to the group; here are the sockets. The broadcast starts only
+when every rank's subscription to its epoch's plans has been seen and each has said `WorkerReady`; the plan socket
+never drops, and at most two steps are unanswered.
 """
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from contextlib import suppress
+from typing import Final
 
 import msgspec
+import structlog
 import zmq
 
 from trunkline.controller.config import ControllerConfig
+from trunkline.controller.epochs import Epochs, GroupLostError
 from trunkline.controller.messages import (
     GrammarReady,
     LoadProgress,
@@ -21,20 +26,31 @@ from trunkline.controller.messages import (
     Probed,
     StepResult,
     WorkerFailed,
+    WorkerHello,
     WorkerReady,
     WorkerReport,
 )
-from trunkline.worker.messages import PLAN_TOPIC, Shutdown, WorkerMessage, rank_topic
+from trunkline.deploy.host import is_worker, node_id
+from trunkline.worker.messages import (
+    LEAVE_TOPIC,
+    Leave,
+    Shutdown,
+    Welcome,
+    WorkerMessage,
+    plan_topic,
+    rank_topic,
+)
 
-PLANS_QUEUED_MAX = 4096
+PLANS_QUEUED_MAX: Final = 4096
 """Messages that a rank has not read. Steps are at most two of them; the others are orders to its tiers, which it
 reads between two steps, and whose number is bounded by the moves in flight."""
-_HEARTBEAT_MS = 1000
+LEAVE_EVERY_S: Final = 0.5
+"""Until the next epoch has its members, who is left of the last one is told so again: it may just have
+connected."""
+_HEARTBEAT_MS: Final = 1000
 """Over TCP a dead host closes nothing: silence is the only sign."""
 
-
-class GroupLostError(RuntimeError):
-    """A rank died or gave up; the message says which and why."""
+log = structlog.get_logger()
 
 
 class WorkerGroup:
@@ -51,19 +67,31 @@ class WorkerGroup:
         self.reports = context.socket(zmq.PULL)
         self.plans.bind(config.plan_endpoint)
         self.reports.bind(config.report_endpoint)
-        self._tp = config.tp
-        self._epoch = config.epoch
-        self._present: set[int] = set()
-        self.ready: dict[int, WorkerReady] = {}
-        self.progress: dict[int, LoadProgress] = {}
+        self._epochs = Epochs(config.tp, node_id(), config.epoch or _wall_ms())
+        self._progress: dict[int, LoadProgress] = {}
+        self._leave_at = 0.0
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[WorkerReport] = msgspec.msgpack.Decoder(WorkerReport)
-        self._topics = {rank_topic(rank): rank for rank in range(config.tp)}
+
+    @property
+    def epoch(self) -> int:
+        """The one that runs or is being formed."""
+        return self._epochs.epoch
+
+    @property
+    def is_formed(self) -> bool:
+        """Whether the epoch has its ranks, who may still be loading."""
+        return self._epochs.is_formed
 
     @property
     def is_complete(self) -> bool:
         """Every rank has subscribed and loaded."""
-        return len(self._present) == self._tp and len(self.ready) == self._tp
+        return self._epochs.is_complete
+
+    @property
+    def ready(self) -> dict[int, WorkerReady]:
+        """Ranks that have loaded."""
+        return self._epochs.ready
 
     @property
     def num_blocks(self) -> int:
@@ -97,16 +125,8 @@ class WorkerGroup:
 
     def describe(self) -> str:
         """For the person who waits: what each rank is doing."""
-        parts = []
-        for rank in range(self._tp):
-            if rank in self.ready:
-                parts.append(f"rank {rank} ready")
-            elif rank in self.progress:
-                report = self.progress[rank]
-                parts.append(f"rank {rank} {report.stage} {report.fraction:.0%}")
-            else:
-                parts.append(f"rank {rank} starting")
-        return ", ".join(parts)
+        progress = {rank: f"{report.stage} {report.fraction:.0%}" for rank, report in self._progress.items()}
+        return self._epochs.describe(progress)
 
     def send(self, message: WorkerMessage) -> None:
         """Broadcast a plan, or what concerns grammars or tiers.
@@ -115,17 +135,55 @@ class WorkerGroup:
             GroupLostError: a rank has stopped reading.
         """
         try:
-            self.plans.send_multipart([PLAN_TOPIC, self._encoder.encode(message)], zmq.NOBLOCK)
+            self._send(plan_topic(self.epoch), message)
         except zmq.Again:
             raise GroupLostError("a rank takes no more step plans") from None
+
+    def _send(self, topic: bytes, message: WorkerMessage | Leave) -> None:
+        self.plans.send_multipart([topic, self._encoder.encode(message)], zmq.NOBLOCK)
+
+    def _welcome(self, hello: WorkerHello) -> None:
+        with suppress(zmq.Again):  # it says hello again
+            self._send(rank_topic(hello.rank, hello.incarnation), Welcome(hello.incarnation, self.epoch))
+
+    def reform(self, now: float) -> None:
+        """While there is no epoch: see to it that the old one's ranks leave, and that the next one begins."""
+        for hello in self._epochs.to_kill(now):
+            if is_worker(hello.pid):
+                log.warning("a rank of an old epoch does not leave and is killed", rank=hello.rank, pid=hello.pid)
+                with suppress(OSError):
+                    os.kill(hello.pid, signal.SIGKILL)
+        if self.is_formed:
+            return
+        if now >= self._leave_at:
+            self._leave_at = now + LEAVE_EVERY_S
+            self._say_leave()
+        for hello in self._epochs.form(now):
+            self._welcome(hello)
+
+    def _say_leave(self) -> None:
+        with suppress(zmq.Again):
+            self._send(LEAVE_TOPIC, Leave(self.epoch - 1))
+
+    @property
+    def patience_s(self) -> float:
+        """After so long `reform` should be called again although nothing has come."""
+        return 1.0 if self.is_formed else LEAVE_EVERY_S
+
+    def lose(self, now: float) -> None:
+        """The epoch is over: all its ranks are to leave, and others are waited for."""
+        self._epochs.lose(_wall_ms(), now)
+        self._progress.clear()
+        self._leave_at = now
 
     def shut_down(self, seconds_max: float = 3.0) -> None:
         """Ask all ranks to leave after the steps they have, and wait for them: a rank whose connection
         closes first would take that for our death. Bounded well below the supervisor's patience."""
-        with suppress(zmq.Again):  # a rank reads no more: it will not leave by itself, the others may
-            self.plans.send_multipart([PLAN_TOPIC, self._encoder.encode(Shutdown())], zmq.NOBLOCK)
+        for rank, incarnation in self._epochs.present:
+            with suppress(zmq.Again):  # it reads no more: it will not leave by itself, the others may
+                self._send(rank_topic(rank, incarnation), Shutdown())
         deadline = time.monotonic() + seconds_max
-        while self._present and (left := deadline - time.monotonic()) > 0:
+        while self._epochs.present and (left := deadline - time.monotonic()) > 0:
             self.plans.poll(int(left * 1000) + 1)
             with suppress(GroupLostError):
                 self.membership_events()
@@ -141,14 +199,10 @@ class WorkerGroup:
                 event = self.plans.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            rank = self._topics.get(event[1:])
-            if rank is None:
-                continue
             if event[:1] == b"\x01":
-                self._present.add(rank)
-            elif rank in self._present:
-                self._present.discard(rank)
-                raise GroupLostError(f"worker rank {rank} is gone (its connection closed)")
+                self._epochs.subscribed(event[1:])
+            else:
+                self._epochs.unsubscribed(event[1:])
 
     def receive(self) -> list[StepResult | GrammarReady | MovesDone | Probed]:
         """Read all waiting reports; those among them that are for the engine.
@@ -167,15 +221,22 @@ class WorkerGroup:
             match report:
                 case StepResult() | GrammarReady() | MovesDone() | Probed():
                     results.append(report)
-                case WorkerReady() if report.epoch == self._epoch and 0 <= report.rank < self._tp:
-                    self.ready[report.rank] = report
+                case WorkerHello():
+                    if self._epochs.hello(report):
+                        self._welcome(report)
+                case WorkerReady():
+                    if self._epochs.says_ready(report):
+                        self._say_leave()
                 case LoadProgress():
-                    self.progress[report.rank] = report
+                    self._progress[report.rank] = report
                 case WorkerFailed():
-                    raise GroupLostError(f"worker rank {report.rank} failed: {report.reason}")
-                case _:
-                    pass
+                    self._epochs.failed(report)
 
     def close(self) -> None:
         self.plans.close()
         self.reports.close()
+
+
+def _wall_ms() -> int:
+    """Greater than any that an earlier controller of this group has seen, as far as clocks can be trusted."""
+    return time.time_ns() // 1_000_000

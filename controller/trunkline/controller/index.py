@@ -105,7 +105,8 @@ class TierIndex:
         return self.database.problem
 
     def load(self, slots: int, now: float) -> Loaded:
-        """Everything known, in an order in which a tree can be built. Once, before anything is written.
+        """Everything known, in an order in which a tree can be built. Before anything is written, or after a
+        `flush`.
 
         Args:
             slots: that the disk tier has now.

@@ -58,10 +58,11 @@ class Persistence:
         return now + self._offset
 
     def restore(self, tree: ChunkTree, now: float) -> int:
-        """Put the chunks that an earlier run left on disk into an empty tree; how many."""
+        """Put the chunks that an earlier run, or earlier workers, left on disk into an empty tree; how many."""
         slots = tree.tiers.config.disk_slots
         if self.index is None or not slots:
             return 0
+        self.index.flush()  # what an earlier group of workers left behind may still be on its way into the file
         loaded = self.index.load(slots, now)
         nodes: dict[bytes, Node] = {}
         for name, key in loaded.roots.items():

@@ -36,6 +36,9 @@ NAME_CHARS_MAX: Final = 512
 """Of an id, a kind or a lease's token."""
 LIST_MAX: Final = 1000
 LEASE_S_MAX: Final = 86_400.0
+SHARES: Final = {"idem": 4}
+"""Kinds that may have only the fourth (…) part of the records and bytes: copies of answers must not take the room
+of sessions, which nobody could make again."""
 
 log = structlog.get_logger()
 
@@ -101,6 +104,8 @@ class RecordStore:
         self.total_bytes = 0
         self._database = database
         self._rows: dict[_Key, _Row] = {}
+        self._kind_bytes: defaultdict[str, int] = defaultdict(int)
+        """Of all values of a kind."""
         self._ids: defaultdict[str, list[str]] = defaultdict(list)
         """By kind, sorted."""
         self._leases: dict[_Key, _Lease] = {}
@@ -198,10 +203,13 @@ class RecordStore:
             raise _RefusedError("exists", row=present)
         if len(self._rows) >= self.limits.records:
             raise _RefusedError("failed", f"there are {self.limits.records} records, which is the limit")
-        self._check_room(len(call.value))
+        most = self.limits.records // SHARES.get(call.kind, 1)
+        if len(self._ids.get(call.kind, ())) >= most:
+            raise _RefusedError("failed", f"there are {most} records of kind {call.kind!r}, which is the limit")
+        self._check_room(call.kind, len(call.value))
         row = _Row(call.kind, call.id, 1, call.value, now, now, call.ttl)
         self._rows[key] = row
-        self.total_bytes += len(row.value)
+        self._count(row, len(row.value))
         insort(self._ids[call.kind], call.id)
         self._note_expiry(row)
         self._store(row)
@@ -218,8 +226,8 @@ class RecordStore:
         if call.version != row.version:
             detail = f"version {call.version} was to be replaced; the present one is {row.version}"
             raise _RefusedError("conflict", detail, row)
-        self._check_room(len(call.value) - len(row.value))
-        self.total_bytes += len(call.value) - len(row.value)
+        self._check_room(call.kind, len(call.value) - len(row.value))
+        self._count(row, len(call.value) - len(row.value))
         row.version += 1
         row.value, row.used, row.ttl = call.value, now, call.ttl
         self._note_expiry(row)
@@ -268,9 +276,16 @@ class RecordStore:
                 "busy", f"it is in use for another {lease.until - now:.0f} s at most", self._rows[key]
             )
 
-    def _check_room(self, more: int) -> None:
+    def _check_room(self, kind: str, more: int) -> None:
         if self.total_bytes + more > self.limits.total_bytes:
             raise _RefusedError("failed", f"all records together may have {self.limits.total_bytes} bytes")
+        most = self.limits.total_bytes // SHARES.get(kind, 1)
+        if self._kind_bytes.get(kind, 0) + more > most:
+            raise _RefusedError("failed", f"all records of kind {kind!r} together may have {most} bytes")
+
+    def _count(self, row: _Row, more: int) -> None:
+        self.total_bytes += more
+        self._kind_bytes[row.kind] += more
 
     def _use(self, row: _Row, now: float) -> None:
         """Its time begins again. The heap's entry finds that out when it is due, unless that is after a lease that
@@ -304,11 +319,11 @@ class RecordStore:
     def _remove(self, key: _Key) -> None:
         kind, id_ = key
         row = self._rows.pop(key)
-        self.total_bytes -= len(row.value)
+        self._count(row, -len(row.value))
         ids = self._ids[kind]
         del ids[bisect_left(ids, id_)]
         if not ids:
-            del self._ids[kind]
+            del self._ids[kind], self._kind_bytes[kind]
         self._leases.pop(key, None)
         self._due.pop(key, None)
         self._gone.append(key)
@@ -331,7 +346,7 @@ class RecordStore:
             row.used = min(row.used, now)  # a clock that was set back
             self._rows[row.kind, row.id] = row
             self._ids[row.kind].append(row.id)
-            self.total_bytes += len(row.value)
+            self._count(row, len(row.value))
             self._note_expiry(row)
         for ids in self._ids.values():
             ids.sort()  # SQLite compares bytes, Python code points; the latter counts from here on

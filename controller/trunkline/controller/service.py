@@ -21,14 +21,18 @@ import msgspec
 import structlog
 import zmq
 
+from trunkline.controller.answers import ProtocolError
 from trunkline.controller.clients import CLIENT_SHIFT, NUMBER_MASK, Client, Clients
 from trunkline.controller.config import ConfigError, ControllerConfig
-from trunkline.controller.engine import Engine, ProtocolError
-from trunkline.controller.group import GroupLostError, WorkerGroup
+from trunkline.controller.engine import Engine
+from trunkline.controller.epochs import GroupLostError
+from trunkline.controller.event_publisher import EventPublisher
+from trunkline.controller.group import WorkerGroup
 from trunkline.controller.integrity import check_integrity
 from trunkline.controller.layout_checks import problem_of_call
 from trunkline.controller.messages import (
     Abort,
+    EventsCall,
     FlushCache,
     GrammarReady,
     ModulesCall,
@@ -42,6 +46,7 @@ from trunkline.controller.messages import (
     Submit,
 )
 from trunkline.controller.module_calls import CallDone
+from trunkline.controller.outage import Outage
 from trunkline.controller.persistence import Persistence
 from trunkline.controller.state_report import state_of
 from trunkline.controller.submissions import (
@@ -51,10 +56,12 @@ from trunkline.controller.submissions import (
     request_of,
     request_of_prefetch,
 )
-from trunkline.kvstore.tier import TierKind
+from trunkline.controller.tier_warnings import TierWarnings
+from trunkline.deploy.notify import report_status
 from trunkline.router.messages import Finished, FinishReason, Flushed, ModulesReply, Outputs, Prefetched, State
 
 POLL_MS_MAX = 1000
+_STOPPING = "the controller is stopping"
 SETTLE_SECONDS_MAX = 2.0
 """A controller that stops waits so long for chunks to be written to disk."""
 
@@ -82,6 +89,7 @@ class ControllerService:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.group = WorkerGroup(self.context, config)
         self.clients = Clients(self.context, config.router_endpoint)
+        self.events = EventPublisher(self.context, config.events_endpoint)
         self.persistence = Persistence(
             config.index_path, bytes.fromhex(config.tier_fingerprint), time.time(), time.monotonic()
         )
@@ -90,13 +98,14 @@ class ControllerService:
         self.detail = ""
         self._drain_deadline = float("inf")
         self._settle_deadline = float("inf")
-        self._tier_problems: dict[TierKind, str] = {}
-        self._said_lost = False
+        self._tier_warnings = TierWarnings()
+        self._outage = Outage(config.step_timeout_s, config.resume_seconds_max)
         self._signals, self._signal_writer = socket.socketpair()
 
     def run(self) -> int:
-        """Serve until drained (0) or until the group is lost (1)."""
+        """Serve until drained (0), or until there is no way to serve (1). Lost workers are waited for."""
         self._install_signals()
+        report_status(self.config.status_path, self.status, epoch=self.group.epoch)
         poller = zmq.Poller()
         for readable in (self.group.plans, self.group.reports, self.clients.socket):
             poller.register(readable, zmq.POLLIN)
@@ -108,12 +117,13 @@ class ControllerService:
             self.group.shut_down()
             log.info("stopped")
             return 0
-        except (GroupLostError, ProtocolError, ConfigError) as error:  # the last: too few blocks to start
+        except ConfigError as error:  # too few blocks to work with
             self._fail(str(error))
             return 1
         finally:
             self.group.close()
             self.clients.close()
+            self.events.close()
             self.context.term()
             self.persistence.close()
             signal.set_wakeup_fd(-1)
@@ -137,12 +147,14 @@ class ControllerService:
     def _stop_requested(self) -> None:
         """Drain; the second time, do not wait any longer."""
         if self.status in (Status.STARTING, Status.READY):
-            self.status, self.detail = Status.DRAINING, "the controller is stopping"
-            self._drain_deadline = time.monotonic() + self.config.drain_seconds
+            now = time.monotonic()
+            self._drain_deadline = now + self.config.drain_seconds
             if self.engine is not None:
                 for call in self.engine.modules_calls():  # nobody's answer depends on them
-                    self._cancel(call, time.monotonic())
-            self._broadcast_state()
+                    self._cancel(call, now)
+                # Others may begin with them at once.
+                self.engine.end_waiting(FinishReason.DRAINING, _STOPPING, now)
+            self._set_status(Status.DRAINING, _STOPPING)
         else:
             self._drain_deadline = 0.0
 
@@ -151,20 +163,23 @@ class ControllerService:
             return False
         if self.engine is None or self.engine.is_settled:
             return True
-        if self.engine.is_idle:
+        if self.engine.is_away:
+            self._drain_deadline = 0.0  # who will not be computed here any more may go on elsewhere
+        if self.engine.is_idle and not self.engine.is_away:
             # Nobody waits for an answer any more: only what is not on disk yet, and that not for long.
             self._settle_deadline = min(self._settle_deadline, time.monotonic() + SETTLE_SECONDS_MAX)
             if time.monotonic() >= self._settle_deadline:
                 return True
         if time.monotonic() < self._drain_deadline:
             return False
-        self.engine.fail_all("the controller was stopped before the request ended")
+        self.engine.fail_all("the controller was stopped before the request ended", FinishReason.DRAINING)
         self._publish()
         return True
 
     def _poll_ms(self) -> int:
         now = time.monotonic()
-        until = min(self._drain_deadline, self._settle_deadline)
+        until = min(self._drain_deadline, self._settle_deadline, self.events.next_deadline)
+        until = min(until, now + self.group.patience_s)
         if self.engine is not None:
             until = min(until, self.engine.next_deadline(now))
         return int(max(0, min(POLL_MS_MAX, math.ceil((until - now) * 1000) if until < math.inf else POLL_MS_MAX)))
@@ -175,29 +190,23 @@ class ControllerService:
             if number in (signal.SIGTERM, signal.SIGINT):
                 self._stop_requested()
         now = time.monotonic()
-        results = self.group.receive()
-        if self.status is not Status.DRAINING or self.engine is not None:
-            self.group.membership_events()
-        if self.engine is None:
-            self._try_start()
-        else:
-            for result in results:
-                match result:
-                    case StepResult():
-                        self.engine.step_done(result, now)
-                    case GrammarReady():
-                        self.engine.grammar_ready(result, now)
-                    case MovesDone() | Probed():
-                        self.engine.tier_report(result, now)
-                if self.config.debug_checks:
-                    check_integrity(self.engine.scheduler)
+        try:
+            self._take_reports(now)
+        except (GroupLostError, ProtocolError) as error:
+            self._lose(str(error), now)
+        self.group.reform(now)
+        self._try_start(now)
         for client, message in self.clients.receive(now):
             self._handle(client, message, now)
         for client in self.clients.silent(now, self.config.router_silence_seconds_max):
             self._forget(client, now)
         self._forget_pins(now)
-        self._plan(now)
+        try:
+            self._plan(now)
+        except GroupLostError as error:
+            self._lose(str(error), now)
         self._publish()
+        self.events.turn(self.engine, now)
 
     def _forget_pins(self, now: float) -> None:
         """What was pinned for a record goes with it."""
@@ -206,23 +215,72 @@ class ControllerService:
             if self.engine is not None:
                 self.engine.unpin(f"{kind}/{id_}", now)
 
-    def _try_start(self) -> None:
+    def _take_reports(self, now: float) -> None:
+        """Everything that workers have said and done.
+
+        Raises:
+            GroupLostError: a rank is gone, or hangs.
+            ProtocolError: a rank talks nonsense.
+        """
+        self.group.membership_events()
+        for result in self.group.receive():
+            if self.engine is None:
+                continue
+            match result:
+                case StepResult():
+                    self.engine.step_done(result, now)
+                case GrammarReady():
+                    self.engine.grammar_ready(result, now)
+                case MovesDone() | Probed():
+                    self.engine.tier_report(result, now)
+        if self.engine is not None:
+            if self.config.debug_checks:
+                check_integrity(self.engine.scheduler)
+            if problem := self._outage.hangs(self.engine, now):
+                raise GroupLostError(problem)
+
+    def _lose(self, reason: str, now: float) -> None:
+        """The workers are worth nothing any more: others are waited for, and requests with them."""
+        if not self.group.is_formed:
+            log.warning("nonsense from no worker of this group", reason=reason)
+            return
+        log.error("the workers are lost; others are waited for", reason=reason, epoch=self.group.epoch)
+        self.group.lose(now)
+        self._outage.began(reason, now)
+        if self.engine is not None:
+            self.persistence.follow(self.engine.scheduler.residence.tree)
+            self.engine.workers_lost(self.group.epoch, now)
+        if self.status is Status.READY:
+            self._set_status(Status.STARTING, reason)
+
+    def _set_status(self, status: Status, detail: str) -> None:
+        self.status, self.detail = status, detail
+        report_status(self.config.status_path, status, detail, epoch=self.group.epoch)
+        self._broadcast_state()
+
+    def _try_start(self, now: float) -> None:
+        has_waiting = self.engine is not None and self.engine.is_away and not self.engine.is_idle
+        if has_waiting and self.engine is not None and self._outage.is_too_long(now):
+            self.engine.fail_all(f"{self._outage.reason}; no others have come in time")
         if self.status is not Status.STARTING:
             return
-        self.detail = self.group.describe()
+        self.detail = "; ".join(filter(None, [self._outage.reason, self.group.describe()]))
         if not self.group.is_complete:
             return
-        group, now = self.group, time.monotonic()
-        for problem in group.tier_problems:
+        for problem in self.group.tier_problems:
             log.warning("a tier is not used", problem=problem)
+        group = self.group
         limits = self.config.engine(
             group.num_blocks, group.host_slots, group.swap_us_per_block, group.disk_slots, group.has_remote
         )
-        self.engine = Engine(limits, self.config.epoch, self.persistence.first_generation)
-        self.persistence.restore(self.engine.scheduler.residence.tree, now)
-        self.status, self.detail = Status.READY, ""
-        log.info("ready", blocks=self.group.num_blocks, max_context=self.engine.config.longest_sequence)
-        self._broadcast_state()
+        if self.engine is None:
+            self.engine = Engine(limits, group.epoch, self.persistence.first_generation)
+            self.persistence.restore(self.engine.scheduler.residence.tree, now)
+        else:
+            self.engine.workers_back(limits, lambda tree: self.persistence.restore(tree, now), now)
+        self._outage.ended()
+        log.info("ready", epoch=group.epoch, blocks=group.num_blocks, max_context=limits.longest_sequence)
+        self._set_status(Status.READY, "")
 
     def _plan(self, now: float) -> None:
         if self.engine is None:
@@ -236,21 +294,7 @@ class ControllerService:
         self.persistence.follow(self.engine.scheduler.residence.tree)
         for order in orders:
             self.group.send(order)
-        self._warn_of_tiers(self.engine)
-
-    def _warn_of_tiers(self, engine: Engine) -> None:
-        """Once when a tier fails, once when it works again."""
-        for tier, health in engine.scheduler.residence.tree.tiers.health.items():
-            before, self._tier_problems[tier] = self._tier_problems.get(tier, ""), health.problem
-            if health.problem and not before:
-                log.warning(
-                    "a tier fails; it is left alone for a while", tier=tier.name.lower(), problem=health.problem
-                )
-            elif before and not health.problem:
-                log.info("a tier works again", tier=tier.name.lower())
-        if engine.traffic.lost_chunks and not self._said_lost:
-            self._said_lost = True
-            log.warning("a tier did not hold a chunk whole, which is computed again; from now on only counted")
+        self._tier_warnings.look(self.engine)
 
     def _publish(self) -> None:
         if self.engine is None or (outputs := self.engine.outputs()) is None:
@@ -292,6 +336,8 @@ class ControllerService:
                 self._prefetch(client, message, now)
             case ModulesCall():
                 self._modules_call(client, message, now)
+            case EventsCall():
+                self.clients.send(client, self.events.answer(message, client.next_seq(), now))
 
     def _submit(self, client: Client, message: Submit, now: float) -> None:
         refusal = self._refusal(message)
@@ -313,7 +359,7 @@ class ControllerService:
         if not is_request_number(call.ticket):
             return
         is_less = call.op in ("cancel", "unpin")  # welcome while it stops, too
-        if self.engine is None or not (is_less or self.status is Status.READY):
+        if self.engine is None or not (is_less or self.status in (Status.READY, Status.STARTING)):
             problem = problem or f"the group is {self.status}: {self.detail}"
         if problem:
             self.clients.send(client, ModulesReply(client.next_seq(), call.ticket, "failed", problem))
@@ -329,7 +375,7 @@ class ControllerService:
             return Finished(message.request, FinishReason.DRAINING, self.detail)
         if self.status is Status.FAILED:
             return Finished(message.request, FinishReason.ENGINE_FAILED, self.detail)
-        if self.engine is None:
+        if self.engine is None or self._outage.is_too_long(time.monotonic()):
             return Finished(message.request, FinishReason.ENGINE_FAILED, f"the group is starting: {self.detail}")
         if problem := problem_of(message, self.config.vocab_size):
             return Finished(message.request, FinishReason.INVALID, problem)
@@ -362,14 +408,13 @@ class ControllerService:
 
     def _fail(self, reason: str) -> None:
         """Tell every router, whose clients get an error; the exit code tells the supervisor."""
-        log.error("the worker group is lost", reason=reason)
-        self.status, self.detail = Status.FAILED, reason
+        log.error("this group cannot work", reason=reason)
+        self._set_status(Status.FAILED, reason)
         if self.engine is not None:
             self.engine.fail_all(reason)
             self._publish()
         for client, message in self.clients.receive(time.monotonic()):
             self._handle(client, message, time.monotonic())  # what had arrived unread gets its answer, too
-        self._broadcast_state()
 
 
 def _wake(number: int, frame: FrameType | None) -> None:

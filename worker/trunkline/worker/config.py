@@ -75,10 +75,18 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     threads: int = 1
     """Compute threads of this rank: its share of the cores."""
     epoch: int = 1
-    """Of the group; plans of another epoch are refused."""
+    """Of the group; plans of another epoch are refused. A rank's process is told its own by the controller,
+    whatever is said here (`of_epoch`)."""
     log_level: str = "info"
     parent_pid: int = 0
     """Process to die with; 0: none."""
+
+    def of_epoch(self, epoch: int) -> WorkerConfig:
+        """The configuration of a rank of this epoch. What is left in a file in which the ranks of an earlier one
+        met must not be found by this one's."""
+        is_file = self.rendezvous.startswith("file:")
+        meeting = f"{self.rendezvous}-{epoch}" if is_file else self.rendezvous
+        return msgspec.structs.replace(self, epoch=epoch, rendezvous=meeting)
 
     def validate(self) -> None:
         """One sentence per rule.

@@ -11,13 +11,26 @@ from typing import Final
 
 import msgspec
 
-PLAN_TOPIC: Final = b"plan"
-"""Every rank subscribes to this topic, then to its `rank_topic`, by which the controller counts it in."""
+LEAVE_TOPIC: Final = b"leave"
+"""A rank's watchdog listens to it with a socket of its own: it must hear it from within a step, too."""
 
 
-def rank_topic(rank: int) -> bytes:
-    """The topic by which a rank makes its subscription, and by its end its death, known to the controller."""
-    return b"rank:%d" % rank
+def rank_topic(rank: int, incarnation: bytes) -> bytes:
+    """A rank process subscribes to it first: what is for it alone comes by it, and the end of this subscription
+    makes its death known to the controller."""
+    return b"rank:%d:%s" % (rank, incarnation.hex().encode())
+
+
+def plan_topic(epoch: int) -> bytes:
+    """By it comes what is for all ranks of an epoch. Each epoch has its own: whoever is left of an older one, and
+    perhaps frozen, must not fill the queue."""
+    return b"plan:%d:" % epoch
+
+
+def member_topic(incarnation: bytes) -> bytes:
+    """A rank process subscribes to it right after its epoch's `plan_topic`: when the controller sees it, plans
+    reach the rank."""
+    return b"member:" + incarnation.hex().encode()
 
 
 class Sampling(msgspec.Struct, array_like=True, frozen=True):
@@ -201,6 +214,22 @@ class Probe(msgspec.Struct, array_like=True, frozen=True, tag="probe"):
     """`NAME_BYTES` each, in the order of a path."""
 
 
+class Welcome(msgspec.Struct, array_like=True, frozen=True, tag="welcome"):
+    """On a rank's own topic: answer to `WorkerHello`. The rank belongs to an epoch of the group from now on, and
+    meets the others of that epoch."""
+
+    incarnation: bytes
+    """Whom it is for."""
+    epoch: int
+
+
+class Leave(msgspec.Struct, array_like=True, frozen=True, tag="leave"):
+    """On `LEAVE_TOPIC`: an epoch is over, because a rank was lost or the controller gave it up. Whoever belongs to
+    it, or to an older one, leaves at once, also from within a step or a collective, and is started again."""
+
+    epoch: int
+
+
 class Shutdown(msgspec.Struct, array_like=True, frozen=True, tag="shutdown"):
     """Leave after the steps received so far."""
 
@@ -220,4 +249,4 @@ class ForgetGrammar(msgspec.Struct, array_like=True, frozen=True, tag="forget"):
     grammar: int
 
 
-WorkerMessage = StepPlan | Shutdown | CompileGrammar | ForgetGrammar | TierMoves | Probe
+WorkerMessage = Welcome | StepPlan | Shutdown | CompileGrammar | ForgetGrammar | TierMoves | Probe

@@ -3,8 +3,11 @@
       main thread      SUB: plans ──► Runner.execute ──► PUSH: results (rank 0)
                        moves, probes ──► TierService (threads of its own)
       outbox thread    outcomes of moves, answers to probes ──► PUSH
-      watchdog thread  monitors the SUB connection; if the controller is gone, makes the process leave
+      watchdog thread  monitors the SUB connection; if the controller is gone, or has ended this rank's epoch,
+                       makes the process leave
 
+A process lives for one epoch of its group (docs/protocol.md): it says hello, is welcomed, and only then meets the
+other ranks and loads.
 Idle means blocked in a poll: a rank that waits costs nothing. Only while a grammar is compiled, beside the steps,
 the main thread wakes up more often to report it.
 """
@@ -13,6 +16,7 @@ from __future__ import annotations
 
 import os
 import queue
+import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -29,25 +33,34 @@ from trunkline.controller.messages import (
     MovesDone,
     Probed,
     WorkerFailed,
+    WorkerHello,
     WorkerReady,
     WorkerReport,
 )
+from trunkline.deploy.host import node_id
 from trunkline.worker.config import WorkerConfig
-from trunkline.worker.errors import PlanError, WorkerError
+from trunkline.worker.errors import PeerLostError, PlanError, WorkerError
 from trunkline.worker.messages import (
-    PLAN_TOPIC,
+    LEAVE_TOPIC,
     CompileGrammar,
     ForgetGrammar,
+    Leave,
     Probe,
     Shutdown,
     StepPlan,
     TierMoves,
+    Welcome,
     WorkerMessage,
+    member_topic,
+    plan_topic,
     rank_topic,
 )
 from trunkline.worker.runner import Runner
 from trunkline.worker.tier_service import TierService
 
+EXIT_LEFT: Final = 3
+"""Exit code of a rank whose epoch is over: nothing is wrong with it, and another process is to take its place."""
+_HELLO_EVERY_S: Final = 1.0
 _READY_EVERY_S: Final = 1.0
 """Readiness is repeated until the first plan: a controller may start late, or restart before it sends one."""
 _POLL_MS: Final = 250
@@ -67,24 +80,45 @@ class Link:
     """A rank's two sockets. Reports may be sent from the main thread only."""
 
     def __init__(self, config: WorkerConfig) -> None:
+        self.incarnation = secrets.token_bytes(16)
+        """Names this process."""
         self._config = config
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[WorkerMessage] = msgspec.msgpack.Decoder(WorkerMessage)
-        self._plans = self._context.socket(zmq.SUB)
-        # A dropped plan would stop the group, so the queue has no limit; the controller keeps it short.
-        self._plans.set(zmq.RCVHWM, 0)
-        if config.plan_endpoint.startswith("tcp:"):
-            self._plans.set(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
-            self._plans.set(zmq.HEARTBEAT_TIMEOUT, 2 * _HEARTBEAT_MS)
+        self._plans = self._subscriber()
         self.monitor = self._plans.get_monitor_socket(
             zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED
         )
         self._reports = self.open_reports()
+        self._plans.subscribe(rank_topic(config.rank, self.incarnation))
         self._plans.connect(config.plan_endpoint)
-        # In this order: the controller counts a rank in by its own topic, and by then plans reach it.
-        self._plans.subscribe(PLAN_TOPIC)
-        self._plans.subscribe(rank_topic(config.rank))
+
+    def _subscriber(self) -> zmq.Socket[bytes]:
+        socket = self._context.socket(zmq.SUB)
+        # A dropped plan would stop the group, so the queue has no limit; the controller keeps it short.
+        socket.set(zmq.RCVHWM, 0)
+        if self._config.plan_endpoint.startswith("tcp:"):
+            socket.set(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+            socket.set(zmq.HEARTBEAT_TIMEOUT, 2 * _HEARTBEAT_MS)
+        return socket
+
+    def open_leave(self) -> zmq.Socket[bytes]:
+        """A socket for `Leave`, for the thread that calls this; to be closed before `close`."""
+        socket = self._subscriber()
+        socket.subscribe(LEAVE_TOPIC)
+        socket.connect(self._config.plan_endpoint)
+        return socket
+
+    def say_hello(self) -> None:
+        """Say that this process is there and belongs to no epoch."""
+        self.offer(WorkerHello(self._config.rank, os.getpid(), node_id(), self.incarnation))
+
+    def enter(self, epoch: int) -> None:
+        """Have plans of an epoch reach this process, and let the controller know when they do."""
+        # In this order: what the controller sees last was made last.
+        self._plans.subscribe(plan_topic(epoch))
+        self._plans.subscribe(member_topic(self.incarnation))
 
     def open_reports(self, *, has_limit: bool = True) -> zmq.Socket[bytes]:
         """A socket for reports, for the thread that calls this; to be closed before `close`.
@@ -178,26 +212,29 @@ class Outbox:
 
 
 class Watchdog:
-    """Notices that the controller is gone, and makes sure that the process then leaves."""
+    """Notices that the controller is gone, or has ended this rank's epoch; makes sure that the process leaves."""
 
-    def __init__(self, monitor: zmq.Socket[bytes]) -> None:
+    def __init__(self, link: Link) -> None:
         self.controller_gone = threading.Event()
-        self._monitor = monitor
+        self.epoch = 0
+        """Of this rank; 0: none yet."""
+        self._link = link
         self._left = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
-    def stop(self, link: Link) -> None:
+    def stop(self) -> None:
         """The main thread has left its loop."""
         self._left.set()
-        link.stop_monitor()
+        self._link.stop_monitor()
         self._thread.join()
 
     def _watch(self) -> None:
+        monitor, leave = self._link.monitor, self._link.open_leave()
         try:
-            if not self._controller_leaves():
+            if not self._controller_leaves(monitor, leave):
                 return
             self.controller_gone.set()
             if not self._left.wait(_LEAVE_WITHIN_S):
@@ -205,19 +242,38 @@ class Watchdog:
                 # no Python exception can reach it there.
                 os._exit(1)
         finally:
-            self._monitor.close(linger=0)  # by the thread that used it: sockets are not thread-safe
+            monitor.close(linger=0)  # by the thread that used it: sockets are not thread-safe
+            leave.close(linger=0)
 
-    def _controller_leaves(self) -> bool:
+    def _controller_leaves(self, monitor: zmq.Socket[bytes], leave: zmq.Socket[bytes]) -> bool:
         """Waits; False if the main thread left first."""
         connected = False
+        poller = zmq.Poller()
+        poller.register(monitor, zmq.POLLIN)
+        poller.register(leave, zmq.POLLIN)
         while True:
-            event = recv_monitor_message(self._monitor)["event"]
-            if event == zmq.EVENT_MONITOR_STOPPED:
-                return False
-            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                connected = True
-            elif connected:
-                return True
+            for socket, _ in poller.poll():
+                if socket is leave:
+                    self._obey(leave.recv_multipart()[-1])
+                    continue
+                event = recv_monitor_message(monitor)["event"]
+                if event == zmq.EVENT_MONITOR_STOPPED:
+                    return False
+                if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                    connected = True
+                elif connected:
+                    return True
+
+    def _obey(self, payload: bytes) -> None:
+        try:
+            order = msgspec.msgpack.decode(payload, type=Leave)
+        except msgspec.MsgspecError:
+            return
+        if 0 < self.epoch <= order.epoch:
+            log.warning("this rank's epoch is over", epoch=self.epoch)
+            # Whatever the main thread does: its state is worth nothing without the other ranks', and what is on
+            # disk says itself whether it is whole.
+            os._exit(EXIT_LEFT)
 
 
 def serve(config: WorkerConfig, load: Callable[[WorkerConfig, Callable[[str, float], None]], Runner]) -> int:
@@ -226,25 +282,64 @@ def serve(config: WorkerConfig, load: Callable[[WorkerConfig, Callable[[str, flo
     Args:
         load: `Runner.load`.
 
-    A failure of any kind is reported as `WorkerFailed`, and the exit code is 1.
+    A failure of any kind is reported as `WorkerFailed`, and the exit code is 1, or `EXIT_LEFT` if it is another
+    rank's.
     """
     link = Link(config)
-    watchdog = Watchdog(link.monitor)
+    watchdog = Watchdog(link)
     watchdog.start()
+    try:
+        epoch = _wait_for_welcome(link, watchdog)
+        if epoch is None:
+            return 1 if watchdog.controller_gone.is_set() else 0
+        return _serve_epoch(config.of_epoch(epoch), link, watchdog, load)
+    except PeerLostError as error:
+        # Nothing is wrong with this rank; but without that one its epoch is over.
+        log.warning("another rank is lost", error=str(error))
+        link.offer(WorkerFailed(config.rank, str(error), link.incarnation))
+        return EXIT_LEFT
+    except Exception as error:  # whatever it is, the controller must hear of it
+        log.error("rank failed", error=str(error), exc_info=True)
+        reason = str(error) if isinstance(error, WorkerError) else f"{type(error).__name__}: {error}"
+        link.offer(WorkerFailed(config.rank, reason, link.incarnation))
+        return 1
+    finally:
+        watchdog.stop()
+        link.close()
+
+
+def _wait_for_welcome(link: Link, watchdog: Watchdog) -> int | None:
+    """The epoch that this process belongs to from now on; None: it is to leave."""
+    next_hello = 0.0
+    while not watchdog.controller_gone.is_set():
+        now = time.monotonic()
+        if now >= next_hello:
+            link.say_hello()
+            next_hello = now + _HELLO_EVERY_S
+        message = link.receive(_POLL_MS)
+        if isinstance(message, Shutdown):
+            return None
+        if isinstance(message, Welcome):
+            watchdog.epoch = message.epoch
+            link.enter(message.epoch)
+            return message.epoch
+    log.error("the controller is gone")
+    return None
+
+
+def _serve_epoch(
+    config: WorkerConfig,
+    link: Link,
+    watchdog: Watchdog,
+    load: Callable[[WorkerConfig, Callable[[str, float], None]], Runner],
+) -> int:
     outbox = Outbox(config, link)
     try:
         runner = load(config, _progress(config, link, watchdog))
         tiers = TierService(config, runner.copier, outbox.put)
         return _loop(config, link, watchdog, runner, tiers)
-    except Exception as error:  # whatever it is, the controller must hear of it
-        log.error("rank failed", error=str(error), exc_info=True)
-        reason = str(error) if isinstance(error, WorkerError) else f"{type(error).__name__}: {error}"
-        link.offer(WorkerFailed(config.rank, reason))
-        return 1
     finally:
-        watchdog.stop(link)
         outbox.close()
-        link.close()
 
 
 def _progress(config: WorkerConfig, link: Link, watchdog: Watchdog) -> Callable[[str, float], None]:
@@ -278,7 +373,7 @@ def _loop(config: WorkerConfig, link: Link, watchdog: Watchdog, runner: Runner, 
             link.offer(ready)
             next_ready = now + _READY_EVERY_S
         message = link.receive(_COMPILING_POLL_MS if runner.is_compiling else _POLL_MS)
-        started |= message is not None
+        started |= message is not None and not isinstance(message, Welcome)  # which may come twice
         if isinstance(message, StepPlan):
             result = runner.execute(message)
             if result is not None:

@@ -1,0 +1,47 @@
+"""The `trunkline` command with changes that it has no options for. A script: `altered.py CHANGES serve …`.
+
+`CHANGES` is a JSON file; by role ("router", "controller", "worker") it says
+
+    config        fields of the process's configuration, over those that `trunkline serve` writes
+    prefix        words before the process's command line, such as `ip netns exec NAME`
+    environment   variables of the process
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+from trunkline.deploy import cli, serve
+from trunkline.deploy.supervisor import ChildSpec
+from trunkline.deploy.tiers import DiskFolders
+
+CHANGES: Final[dict[str, dict[str, Any]]] = json.loads(Path(sys.argv[1]).read_text())
+unaltered = serve.children
+
+
+def children(plan: serve.ClusterPlan, folder: Path, disk: DiskFolders | None = None) -> list[ChildSpec]:
+    """As `serve.children`, with the changes."""
+    return [_altered(spec, CHANGES.get(spec.member.role.value, {})) for spec in unaltered(plan, folder, disk)]
+
+
+def _altered(spec: ChildSpec, changes: dict[str, Any]) -> ChildSpec:
+    path = Path(spec.argv[-1])
+    config = json.loads(path.read_bytes())
+    path.write_text(json.dumps({**config, **changes.get("config", {})}))
+    return replace(
+        spec,
+        argv=(*changes.get("prefix", ()), *spec.argv),
+        environment={**spec.environment, **changes.get("environment", {})},
+    )
+
+
+if __name__ == "__main__":
+    del sys.argv[1]
+    # The script's folder is no place for modules.
+    sys.path.pop(0)
+    vars(serve)["children"] = children
+    cli.main()

@@ -1,0 +1,163 @@
+"""Who kills and freezes processes of a real cluster, and what is to be true when it has recovered."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+from cluster.crowd import Crowd
+from cluster.harness import Cluster, wait_for
+
+from trunkline.deploy.commands import Command
+from trunkline.deploy.control_client import ControlError, ask
+from trunkline.deploy.registry import control_path
+
+HEALTHY_SECONDS_MAX = 90.0
+NOTICED_SECONDS_MAX = 20.0
+
+
+class View:
+    """A cluster as its supervisor and its metrics show it."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        (self.folder,) = cluster.temporary.glob("trunkline-*")
+
+    def status(self) -> dict[str, Any]:
+        """As of `trunkline status --json`."""
+        for reply in ask(control_path(self.folder), Command("status")):
+            if reply.status is not None:
+                return reply.status
+        raise ControlError("the supervisor did not answer")
+
+    def pid(self, name: str) -> int:
+        """Of a process by its name, 0 if there is none now."""
+        return next(int(row["pid"] or 0) for row in self.status()["processes"] if row["name"] == name)
+
+    def names(self, *roles: str) -> list[str]:
+        """Of the processes of these roles."""
+        return sorted(row["name"] for row in self.status()["processes"] if row["name"].startswith(roles))
+
+    def pids(self, *roles: str) -> dict[str, int]:
+        """By name."""
+        return {name: self.pid(name) for name in self.names(*roles)}
+
+    def restarts(self) -> int:
+        """Processes that were started again so far."""
+        return sum(int(row["restarts"]) for row in self.status()["processes"])
+
+    def group_of(self, name: str) -> int:
+        """To which a controller or worker belongs."""
+        return next(int(row["group"]) for row in self.status()["processes"] if row["name"] == name)
+
+    def is_ready(self, group: int) -> bool:
+        """Whether a group is, as its controller has told the supervisor."""
+        states = {row["group"]: row["state"] for row in self.status()["groups"]}
+        return bool(states[group] == "ready")
+
+    def is_healthy(self) -> bool:
+        """Whether all groups are ready, and the router knows."""
+        groups = self.status()["groups"]
+        return all(group["state"] == "ready" for group in groups) and self.cluster.gauge("ready") == len(groups)
+
+    def inflight(self) -> dict[int, int]:
+        """Requests of the router at each controller."""
+        groups = [row["group"] for row in self.status()["groups"]]
+        return {group: self.cluster.metric("controller_inflight", controller=str(group)) for group in groups}
+
+    def leaks(self) -> dict[str, int]:
+        """What nobody uses any more and is held all the same; empty if all is well. Up to a second old."""
+        cluster = self.cluster
+        held = {
+            "requests running": cluster.gauge("requests_running"),
+            "requests waiting": cluster.gauge("requests_waiting"),
+            "blocks neither free nor cached": cluster.blocks_in_use(),
+            "requests in flight at the router": cluster.gauge("inflight"),
+            "texts being encoded": cluster.gauge("texts_encoding"),
+        }
+        return {what: count for what, count in held.items() if count}
+
+    def wait_for_no_leaks(self, seconds: float = 20.0) -> None:
+        """Fail, and say what is left, if something is."""
+        deadline = time.monotonic() + seconds
+        while leaks := self.leaks():
+            assert time.monotonic() < deadline, leaks
+            time.sleep(0.2)
+
+
+@dataclass(frozen=True)
+class Kill:
+    """What one kill met."""
+
+    victim: str
+    begun: int
+    """Streams of which the client had a part, and not the end."""
+    hit: int
+    """Of these, at least so many were the victim's group's: the others had no more requests than the rest."""
+
+
+class Chaos:
+    """Kills workers and controllers, one at a time, in an order that follows from a seed."""
+
+    def __init__(self, view: View, seed: int, pause_s: tuple[float, float] = (0.5, 1.5)) -> None:
+        """
+        Args:
+            pause_s: shortest and longest time from the group's recovery to the next kill.
+        """
+        self.kills: list[Kill] = []
+        self._view = view
+        self._rng = random.Random(f"chaos {seed}")
+        self._pause_s = pause_s
+
+    @property
+    def hits(self) -> int:
+        """Kills that interrupted somebody."""
+        return sum(kill.hit > 0 for kill in self.kills)
+
+    async def reign(self, crowd: Crowd) -> None:
+        """Kill until the crowd has its answers, and wait until the cluster is well again."""
+        victims = await asyncio.to_thread(self._view.names, "worker", "controller")
+        while not crowd.is_done:
+            await asyncio.sleep(self._rng.uniform(*self._pause_s))
+            victim = self._rng.choice(victims)
+            pid = await asyncio.to_thread(self._view.pid, victim)
+            group = await asyncio.to_thread(self._view.group_of, victim)
+            inflight = await asyncio.to_thread(self._view.inflight)
+            begun = len(crowd.between)
+            if crowd.is_done or not begun:
+                continue
+            os.kill(pid, signal.SIGKILL)
+            others = sum(inflight.values()) - inflight[group]
+            self.kills.append(Kill(victim, begun, max(0, min(begun - others, inflight[group]))))
+            await asyncio.to_thread(self._recover, group)
+
+    def _recover(self, group: int) -> None:
+        """A killed process is noticed after a moment, so: first that, then that the group works again."""
+        wait_for(lambda: not self._view.is_ready(group), NOTICED_SECONDS_MAX)
+        wait_for(self._view.is_healthy, HEALTHY_SECONDS_MAX)
+
+
+def frozen(pids: Sequence[int], while_frozen: Callable[[], None]) -> None:
+    """Stop processes, as if they hung, until `while_frozen` returns."""
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        while_frozen()
+    finally:
+        for pid in pids:
+            try:
+                os.kill(pid, signal.SIGCONT)
+            except ProcessLookupError:  # somebody has lost patience with it
+                continue
+
+
+def flush(url: str) -> None:
+    """Drop all cached KV of the device and of the tiers below that nobody uses."""
+    assert httpx.post(f"{url}/flush_cache", timeout=60.0).status_code == 200

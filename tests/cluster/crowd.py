@@ -1,0 +1,241 @@
+"""Many clients at once: what they ask, made from a seed, and what they are told.
+
+A *script* is what one client asks, one after the other; each answer is a stream. Scripts of the same seed ask the
+same, so that what is answered while processes die can be compared with what is answered in peace.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import httpx
+
+COMPLETIONS: Final = "/v1/completions"
+CHAT: Final = "/v1/chat/completions"
+_SUBJECTS: Final = ("os.path.join", "str.split", "json.dumps", "dict.get", "len", "sorted", "open", "zip", "range")
+_SHARED: Final = "The functions of the standard library are described here, each with an example. " * 12
+_SCHEMA: Final = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 40},
+        "items": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 999}, "maxItems": 12},
+    },
+    "required": ["name", "items"],
+}
+_REGEXES: Final = ("[a-z]+(, [a-z]+)*", "([A-Z][a-z]+ )+", "[0-9]+( [+*-] [0-9]+)* = [0-9]+")
+_TURNS: Final = 3
+QUICK_KINDS: Final = ("greedy", "sampled", "several", "schema", "shared", "shared", "session")
+ALL_KINDS: Final = (*QUICK_KINDS, "regex")
+"""An expression takes seconds to compile, anew on each worker."""
+
+
+@dataclass(frozen=True)
+class Script:
+    """What one client asks."""
+
+    name: str
+    path: str
+    bodies: tuple[dict[str, Any], ...]
+    is_session: bool = False
+    """The server keeps the conversation, which begins with `system`."""
+    system: str = ""
+
+
+@dataclass
+class Answer:
+    """What a client was told, by choice."""
+
+    texts: dict[int, str] = field(default_factory=dict)
+    reasons: dict[int, str] = field(default_factory=dict)
+    tokens: tuple[int, int] = (0, 0)
+    """Prompt and output, as they are billed."""
+    error: str = ""
+
+
+def scripts(seed: int, streams: int, tokens: int, kinds: Sequence[str] = QUICK_KINDS) -> list[Script]:
+    """Scripts with so many streams together, of all these kinds.
+
+    Args:
+        tokens: length of most answers; grammars and ends of texts make some shorter.
+    """
+    rng = random.Random(f"scripts {seed}")
+    made: list[Script] = []
+    while (left := streams - sum(len(script.bodies) for script in made)) > 0:
+        kind = rng.choice(kinds)
+        if kind == "session" and left < _TURNS:
+            kind = "greedy"
+        made.append(_script(kind, f"{kind}-{len(made)}", rng, rng.randrange(tokens * 3 // 4, tokens * 5 // 4)))
+    return made
+
+
+def _script(kind: str, name: str, rng: random.Random, tokens: int) -> Script:
+    subject = rng.choice(_SUBJECTS)
+    body: dict[str, Any] = {
+        "prompt": f"{name}. {subject}\n\nReturn the",
+        "max_tokens": tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "seed": rng.randrange(1 << 31),
+    }
+    warm = {"temperature": rng.choice((0.7, 1.0)), "top_p": rng.choice((0.9, 1.0))}
+    match kind:
+        case "sampled":
+            body |= warm
+        case "several":
+            body |= warm | {"n": 2, "max_tokens": tokens // 2}
+        case "regex":
+            body |= warm | {"structured_outputs": {"regex": rng.choice(_REGEXES)}, "ignore_eos": False}
+        case "schema":
+            body |= {"structured_outputs": {"json": _SCHEMA}, "ignore_eos": False}
+        case "shared":
+            body |= {"prompt": f"{_SHARED}{subject} is", **(warm if rng.random() < 0.5 else {})}
+        case "session":
+            turns = [f"What does {rng.choice(_SUBJECTS)} do?" for _ in range(_TURNS)]
+            del body["prompt"]
+            bodies = [body | {"messages": [{"role": "user", "content": turn}]} for turn in turns]
+            return Script(name, CHAT, tuple(bodies), is_session=True, system=f"{name}. You know Python.")
+    return Script(name, COMPLETIONS, (body,))
+
+
+class Crowd:
+    """Clients of one cluster."""
+
+    def __init__(self, url: str) -> None:
+        self.answers: dict[tuple[str, int], Answer] = {}
+        """By the script's name and the number of the request in it."""
+        self.between: set[tuple[str, int]] = set()
+        """Streams that have begun and not ended."""
+        self.ended = 0
+        self.is_done = False
+        self._url = url
+
+    async def all(self, scripts: Sequence[Script], concurrency: int) -> None:
+        """Play all scripts, so many at once."""
+        slots = asyncio.Semaphore(concurrency)
+        limits = httpx.Limits(max_connections=concurrency + 8)
+        async with httpx.AsyncClient(base_url=self._url, timeout=120.0, limits=limits) as client:
+
+            async def play(script: Script) -> None:
+                async with slots:
+                    await self._play(client, script)
+
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for script in scripts:
+                        group.create_task(play(script))
+            finally:
+                self.is_done = True
+
+    async def _play(self, client: httpx.AsyncClient, script: Script) -> None:
+        session: dict[str, Any] = {}
+        if script.is_session:
+            created = await _created(client, script.system)
+            if created.error:
+                self.answers[script.name, 0] = created
+                return
+            session = {"session_id": created.texts[0]}
+        for number, body in enumerate(script.bodies):
+            answer = self.answers[script.name, number] = Answer()
+            try:
+                await self._read(client, script, number, {**body, **session}, answer)
+            except httpx.HTTPError as error:
+                answer.error = f"{type(error).__name__}: {error}"
+            finally:
+                self.between.discard((script.name, number))
+            self.ended += 1
+            if answer.error:
+                return
+
+    async def _read(
+        self, client: httpx.AsyncClient, script: Script, number: int, body: dict[str, Any], answer: Answer
+    ) -> None:
+        asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
+        async with client.stream("POST", script.path, json=asked) as response:
+            if response.status_code != 200:
+                answer.error = f"{response.status_code}: {(await response.aread()).decode()}"
+                return
+            is_whole = False
+            async for event in events(response):
+                if event is None:
+                    is_whole = True
+                    self.between.discard((script.name, number))
+                    continue
+                take(answer, event)
+                if any(answer.texts.values()):
+                    self.between.add((script.name, number))
+        if not is_whole:
+            answer.error = answer.error or "the stream ended without [DONE]"
+
+
+async def _created(client: httpx.AsyncClient, system: str) -> Answer:
+    """A new session; its id as the text."""
+    try:
+        messages = [{"role": "system", "content": system}]
+        response = await client.post("/v1/sessions", json={"messages": messages})
+    except httpx.HTTPError as error:
+        return Answer(error=f"no session: {type(error).__name__}: {error}")
+    if response.status_code != 200:
+        return Answer(error=f"no session: {response.status_code}: {response.text}")
+    return Answer({0: str(response.json()["id"])})
+
+
+async def events(response: httpx.Response) -> AsyncIterator[dict[str, Any] | None]:
+    """Server-sent events; None: `[DONE]`."""
+    rest = b""
+    async for data in response.aiter_bytes():
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data: "):
+                yield None if line[6:].strip() == b"[DONE]" else json.loads(line[6:])
+
+
+def take(answer: Answer, event: dict[str, Any]) -> None:
+    """Add what an event says."""
+    if "error" in event:
+        answer.error = f"in the stream: {event['error']}"
+        return
+    if usage := event.get("usage"):
+        answer.tokens = usage["prompt_tokens"], usage["completion_tokens"]
+    for choice in event["choices"]:
+        index = choice["index"]
+        text = choice["text"] if "text" in choice else choice["delta"].get("content")
+        answer.texts[index] = answer.texts.get(index, "") + (text or "")
+        if choice["finish_reason"]:
+            answer.reasons[index] = choice["finish_reason"]
+
+
+async def margins(url: str, script: Script, number: int) -> str:
+    """How close the decisions in an undisturbed answer are: the two likeliest tokens of each, with what lies between
+    them. For a message about a text that differs: a margin of nearly nothing tells of rounding, another one of a
+    defect."""
+    body = {**script.bodies[number], "logprobs": 2}
+    if script.path != COMPLETIONS:
+        return "(of a session: not asked again)"
+    async with httpx.AsyncClient(base_url=url, timeout=120.0) as client:
+        choice = (await client.post(script.path, json=body)).json()["choices"][0]
+    ranked = [sorted(top.values(), reverse=True) for top in choice["logprobs"]["top_logprobs"]]
+    gaps = [(top[0] - top[1], i) for i, top in enumerate(ranked) if len(top) > 1]
+    return f"smallest margins of the likeliest tokens (nats, position): {sorted(gaps)[:5]}"
+
+
+async def compare(url: str, scripts: Sequence[Script], expected: Crowd, got: Crowd) -> list[str]:
+    """What is wrong with the answers, one line each."""
+    wrong = []
+    for script in scripts:
+        for number in range(len(script.bodies)):
+            before, after = expected.answers.get((script.name, number)), got.answers.get((script.name, number))
+            if before is None or before.error:
+                wrong.append(f"{script.name}/{number}: not even in peace: {before and before.error}")
+            elif after is None or after.error:
+                wrong.append(f"{script.name}/{number}: {after.error if after else 'not asked'}")
+            elif before != after:
+                wrong.append(
+                    f"{script.name}/{number}:\n  expected {before}\n  got      {after}\n"
+                    f"  {await margins(url, script, number)}"
+                )
+    return wrong

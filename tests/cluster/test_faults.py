@@ -1,0 +1,225 @@
+"""Streams while processes freeze, disks are slow or full, the clock jumps, and cables are cut: all end right.
+
+What they are to say was said by the same cluster in peace. Where a fault is only noticed after a timeout, the suite's
+clusters have short ones (`FAST`); the soak waits as long as a cluster of a user does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster.chaos import View, flush, frozen
+from cluster.crowd import Crowd, Script, compare, scripts
+from cluster.faults import Network, Shim, launcher
+from cluster.harness import Cluster, wait_for
+
+CONCURRENCY = 10
+BEGUN_MIN = 5
+"""Streams that have begun when a fault comes."""
+FREEZE_S = 7.0
+FAST: dict[str, dict[str, Any]] = {
+    "router": {"config": {"silence_seconds": 2.0}},
+    "controller": {"config": {"step_timeout_s": 2.0, "router_silence_seconds_max": 4.0}},
+}
+SMALL = ("--dtype", "float32", "--threads", "1", "--kv-memory", "16MiB", "--host-tier", "4MiB")
+DAY_S = 86400
+
+
+class Playing(threading.Thread):
+    """Clients at work."""
+
+    def __init__(self, cluster: Cluster, played: Sequence[Script]) -> None:
+        super().__init__(daemon=True)
+        self.crowd = Crowd(cluster.url)
+        self._played = played
+        self.start()
+
+    def run(self) -> None:
+        asyncio.run(self.crowd.all(self._played, CONCURRENCY))
+
+    def wait_begun(self) -> None:
+        """Until many are in the middle of an answer."""
+        wait_for(lambda: len(self.crowd.between) >= BEGUN_MIN or self.crowd.is_done, 60)
+        assert not self.crowd.is_done, "the answers are too short to be disturbed"
+
+    def finish(self) -> Crowd:
+        """Until all have their answers."""
+        self.join(150)
+        assert not self.is_alive(), f"{len(self.crowd.between)} streams still go on"
+        return self.crowd
+
+
+@dataclass
+class Faulty:
+    """A cluster, what it says in peace, and what can be done to it."""
+
+    cluster: Cluster
+    view: View
+    played: list[Script]
+    expected: Crowd
+
+    @classmethod
+    def begin(cls, cluster: Cluster, streams: int, tokens: int) -> Faulty:
+        played = scripts(4, streams, tokens, ("greedy", "sampled", "several", "shared", "session"))
+        playing = Playing(cluster, played)
+        expected = playing.finish()
+        return cls(cluster, View(cluster), played, expected)
+
+    def disturb(self, fault: Callable[[], object]) -> None:
+        """Have the same asked again, with a fault in the middle of it, and compare."""
+        flush(self.cluster.url)
+        playing = Playing(self.cluster, self.played)
+        playing.wait_begun()
+        fault()
+        got = playing.finish()
+        self.check(got)
+
+    def check(self, got: Crowd) -> None:
+        """All ended right, and nothing is left of it."""
+        wrong = asyncio.run(compare(self.cluster.url, self.played, self.expected, got))
+        assert not wrong, "\n".join(wrong)
+        wait_for(self.view.is_healthy, 60)
+        self.view.wait_for_no_leaks()
+
+
+@pytest.fixture(scope="module")
+def shim(tmp_path_factory: pytest.TempPathFactory) -> Shim:
+    return Shim(tmp_path_factory.mktemp("shim"), "faulty-disk")
+
+
+@pytest.fixture(scope="module")
+def faulty(shim: Shim, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Faulty]:
+    """Two groups, with little memory and a disk tier below it."""
+    folder = tmp_path_factory.mktemp("faulty-disk")
+    changes = {role: {**FAST.get(role, {}), "environment": shim.environment} for role in ("worker", "controller")}
+    changes["router"] = {**FAST["router"], "environment": shim.environment}
+    options = (*SMALL, "--groups", "2", "--tp", "1", "--disk-tier", f"{folder}:512MiB")
+    with Cluster(*options, launcher=launcher(folder, changes)) as cluster:
+        yield Faulty.begin(cluster, 30, 120)
+        assert cluster.stop() == 0
+
+
+def freeze(faulty: Faulty, victim: str, seconds: float) -> None:
+    pid = faulty.view.pid(victim)
+    faulty.disturb(lambda: frozen([pid], lambda: time.sleep(seconds)))
+
+
+@pytest.mark.parametrize("victim", ["worker-0.0", "controller-1", "router"])
+def test_a_frozen_process(faulty: Faulty, victim: str) -> None:
+    pid, restarts = faulty.view.pid(victim), faulty.view.restarts()
+    freeze(faulty, victim, FREEZE_S)
+    if victim.startswith("worker"):  # its controller has lost patience
+        assert faulty.view.pid(victim) != pid
+    else:
+        assert faulty.view.pid(victim) == pid
+        assert faulty.view.restarts() == restarts
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+def test_processes_are_frozen_for_long(tmp_path: Path) -> None:
+    options = (*SMALL, "--groups", "2", "--tp", "2", "--disk-tier", f"{tmp_path}:512MiB")
+    with Cluster(*options) as cluster:
+        faulty = Faulty.begin(cluster, 60, 200)
+        for victim in ("worker-0.1", "controller-1", "router"):
+            freeze(faulty, victim, 30.0)
+        assert cluster.stop() == 0
+
+
+def test_a_slow_disk(faulty: Faulty, shim: Shim) -> None:
+    hits = shim.hits
+    with shim.fault(delay_ms=150):
+        faulty.disturb(lambda: None)
+        wait_for(lambda: shim.hits > hits, 20)
+
+
+def test_a_full_disk_is_reported_and_used_again_when_there_is_room(faulty: Faulty, shim: Shim) -> None:
+    hits, failures = shim.hits, faulty.cluster.metric("tier_failures_total", tier="disk")
+    with shim.fault(write_errno=errno.ENOSPC):
+        faulty.disturb(lambda: None)
+        assert shim.hits > hits
+        wait_for(lambda: faulty.cluster.metric("tier_failures_total", tier="disk") > failures, 20)
+        wait_for(lambda: faulty.cluster.metric("tier_up", tier="disk") < 2, 20)
+        assert faulty.cluster.health() == 200
+    writes = faulty.cluster.metric("tier_writes_total", tier="disk")
+    deadline = time.monotonic() + 90
+    while faulty.cluster.metric("tier_up", tier="disk") < 2:  # who writes nothing does not notice that it can
+        assert time.monotonic() < deadline
+        faulty.disturb(lambda: None)
+    wait_for(lambda: faulty.cluster.metric("tier_writes_total", tier="disk") > writes, 20)
+
+
+def test_a_clock_that_jumps(faulty: Faulty, shim: Shim) -> None:
+    def jump() -> None:
+        for clock_s in (DAY_S, -DAY_S):
+            with shim.fault(clock_s=clock_s):
+                time.sleep(1.5)
+
+    restarts = faulty.view.restarts()
+    faulty.disturb(jump)
+    with shim.fault(clock_s=DAY_S):
+        faulty.disturb(lambda: None)
+    assert faulty.view.restarts() == restarts
+
+
+@pytest.fixture(scope="module")
+def network() -> Iterator[Network]:
+    network = Network(3)
+    yield network
+    network.close()
+
+
+@pytest.fixture(scope="module")
+def spread(network: Network, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Faulty]:
+    """The router, the controller and its workers on hosts of their own: 0, 1, 2."""
+    folder = tmp_path_factory.mktemp("spread")
+    upper, lower = network.address(0, 1), network.address(1, 0)
+    to_workers = {"plan_endpoint": f"tcp://{lower}:7001", "report_endpoint": f"tcp://{lower}:7002"}
+    to_router = {"router_endpoint": f"tcp://{upper}:7003", "events_endpoint": f"tcp://{upper}:7004"}
+    changes = {
+        "router": {
+            "prefix": network.prefix(0),
+            "config": {
+                **FAST["router"]["config"],
+                "controllers": [to_router["router_endpoint"]],
+                "events": [to_router["events_endpoint"]],
+            },
+        },
+        "controller": {
+            "prefix": network.prefix(1),
+            "config": {**FAST["controller"]["config"], **to_workers, **to_router},
+        },
+        "worker": {"prefix": network.prefix(2), "config": to_workers},
+    }
+    options = (*SMALL, "--groups", "1", "--tp", "2", "--disk-tier", f"{folder}:512MiB")
+    with Cluster(*options, launcher=launcher(folder, changes)) as cluster:
+        yield Faulty.begin(cluster, 20, 120)
+        assert cluster.stop() == 0
+
+
+@pytest.mark.parametrize("cable", [0, 1], ids=["router-controller", "controller-workers"])
+def test_a_cable_is_cut(spread: Faulty, network: Network, cable: int) -> None:
+    def cut() -> None:
+        with network.cut(cable):
+            time.sleep(6.0)
+
+    restarts = spread.view.restarts()
+    spread.disturb(cut)
+    if cable == 0:
+        assert spread.view.restarts() == restarts
+    else:
+        assert spread.view.restarts() >= restarts + 2  # whom nobody could reach has made room for others
+
+
+def test_nothing_of_the_network_is_left(network: Network) -> None:
+    names = list(network.names)
+    network.close()
+    assert not any(Path("/run/netns", name).exists() for name in names)

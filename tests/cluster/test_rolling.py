@@ -1,0 +1,240 @@
+"""A cluster that is restarted, drained and robbed of a router while clients ask all the time and never try again.
+
+Two groups, two routers on one port. Commands are those that a person would type.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from cluster.chaos import View
+from cluster.crowd import COMPLETIONS, Answer, Crowd, Script, events, scripts, take
+from cluster.harness import Cluster, wait_for
+
+OPTIONS = ("--groups", "2", "--routers", "2", "--tp", "1", "--dtype", "float32", "--threads", "1")
+CLIENTS = 4
+COMMAND_SECONDS_MAX = 150.0
+SCRIPTS = scripts(9, 24, 60, ("greedy", "sampled", "several", "shared", "session"))
+LONG = {"prompt": "The function os.path.join", "max_tokens": 600, "temperature": 1.0, "ignore_eos": True}
+
+
+class Traffic(threading.Thread):
+    """Clients who play all scripts again and again."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        super().__init__(daemon=True)
+        self.rounds: list[Crowd] = []
+        self._cluster = cluster
+        self._is_over = False
+        self.start()
+
+    def run(self) -> None:
+        """Until `stop`: each round to its end."""
+        for number in count():
+            if self._is_over:
+                return
+            # Another order each time; the clients keep their connections within a round.
+            played = SCRIPTS[number % len(SCRIPTS) :] + SCRIPTS[: number % len(SCRIPTS)]
+            crowd = Crowd(self._cluster.url)
+            self.rounds.append(crowd)
+            asyncio.run(crowd.all(played, CLIENTS))
+
+    @property
+    def streams(self) -> int:
+        """Answered so far."""
+        return sum(crowd.ended for crowd in self.rounds)
+
+    def stop(self) -> None:
+        self._is_over = True
+        self.join(120)
+        assert not self.is_alive()
+
+    def check(self, expected: Crowd) -> None:
+        """Nobody was told anything else than in peace."""
+        for crowd in self.rounds:
+            for key, answer in crowd.answers.items():
+                assert answer.error == "", (key, answer)
+                assert answer == expected.answers[key], key
+
+
+@dataclass
+class Served:
+    """The cluster and what it says in peace."""
+
+    cluster: Cluster
+    view: View
+    expected: Crowd
+
+    def command(self, *words: str) -> str:
+        """What `trunkline …` prints."""
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "trunkline.deploy.cli", *words],
+            env={**os.environ, **self.cluster.folders, "NO_COLOR": "1", "COLUMNS": "200"},
+            capture_output=True,
+            text=True,
+            timeout=COMMAND_SECONDS_MAX,
+        )
+        assert done.returncode == 0, (words, done.stdout, done.stderr)
+        return done.stdout
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with Cluster(*OPTIONS) as cluster:
+        expected = Crowd(cluster.url)
+        asyncio.run(expected.all(SCRIPTS, CLIENTS))
+        assert {answer.error for answer in expected.answers.values()} == {""}
+        yield Served(cluster, View(cluster), expected)
+        assert cluster.stop() == 0
+
+
+def test_a_rolling_restart_is_not_noticed(served: Served) -> None:
+    before = served.view.pids("worker", "controller", "router")
+    assert len(before) == 6
+    traffic = Traffic(served.cluster)
+    try:
+        said = served.command("restart")
+    finally:
+        traffic.stop()
+    after = served.view.pids("worker", "controller", "router")
+    assert all(after[name] not in (0, pid) for name, pid in before.items()), (before, after)
+    assert said.count("ready again") == 4, said
+    print(f"{traffic.streams} streams during the restart")
+    traffic.check(served.expected)
+    assert served.view.is_healthy()
+
+
+def test_a_group_is_drained_and_comes_back(served: Served) -> None:
+    pid = served.view.pid("controller-0")
+    traffic = Traffic(served.cluster)
+    try:
+        wait_for(lambda: traffic.streams > CLIENTS, 60)
+        assert "group 0 is down" in served.command("drain", "0")
+        assert not psutil.pid_exists(pid)
+        assert served.view.pid("worker-0.0") == 0
+        streams = traffic.streams
+        wait_for(lambda: traffic.streams > streams + CLIENTS, 60)
+        assert "group 0 is ready" in served.command("undrain", "0")
+    finally:
+        traffic.stop()
+    print(f"{traffic.streams} streams during drain and undrain")
+    traffic.check(served.expected)
+    wait_for(served.view.is_healthy, 10)
+
+
+class Stream:
+    """An answer that is read bit by bit."""
+
+    def __init__(self, response: httpx.Response) -> None:
+        self.answer = Answer()
+        self.is_whole = False
+        self.headers = response.headers
+        self._port = response.extensions["network_stream"].get_extra_info("client_addr")[1]
+        self._events = events(response)
+
+    async def read(self, characters: int = 1 << 30) -> None:
+        """Until there are so many characters, or to the end."""
+        async for event in self._events:
+            if event is None:
+                self.is_whole = True
+            else:
+                take(self.answer, event)
+            if len(self.answer.texts.get(0, "")) >= characters:
+                return
+
+    def is_served_by(self, pid: int) -> bool:
+        """Whether a process has the other end of the connection."""
+        connections = psutil.Process(pid).net_connections("tcp")
+        return any(c.raddr and c.raddr.port == self._port for c in connections)
+
+
+@asynccontextmanager
+async def streaming(cluster: Cluster, key: str, **more: Any) -> AsyncIterator[Stream]:
+    """A long stream on a connection of its own."""
+    headers = {"Idempotency-Key": key}
+    async with (
+        httpx.AsyncClient(base_url=cluster.url, timeout=90.0) as client,
+        client.stream("POST", COMPLETIONS, json={**LONG, **more, "stream": True}, headers=headers) as response,
+    ):
+        assert response.status_code == 200, await response.aread()
+        yield Stream(response)
+
+
+async def one_router_dies(cluster: Cluster, view: View) -> None:
+    pids = [view.pid(name) for name in ("router-0", "router-1")]
+
+    @asynccontextmanager
+    async def at(index: int, key: str) -> AsyncIterator[Stream]:
+        """A stream through this router: the other one does not accept anybody for a moment."""
+        os.kill(pids[1 - index], signal.SIGSTOP)
+        try:
+            async with streaming(cluster, key) as stream:
+                await stream.read(10)
+                os.kill(pids[1 - index], signal.SIGCONT)
+                assert stream.is_served_by(pids[index])
+                yield stream
+        finally:
+            if psutil.pid_exists(pids[1 - index]):
+                os.kill(pids[1 - index], signal.SIGCONT)
+
+    async with at(0, "breaks") as broken, at(1, "lives") as other:
+        os.kill(pids[0], signal.SIGKILL)
+        with pytest.raises(httpx.HTTPError):
+            await broken.read()
+        async with streaming(cluster, "breaks") as again:  # at once: no router knows yet that the first has died
+            await again.read()
+        await other.read()
+    assert other.is_whole and other.answer.error == ""
+    assert again.is_whole and again.answer.error == ""
+    assert again.answer.tokens == (0, 0) or again.answer.tokens[1] == LONG["max_tokens"]
+    assert 10 <= len(broken.answer.texts[0]) < len(again.answer.texts[0])
+    assert again.answer.texts[0].startswith(broken.answer.texts[0])
+    assert again.answer.reasons == other.answer.reasons == {0: "length"}
+    async with streaming(cluster, "breaks") as replayed:
+        await replayed.read()
+    assert replayed.headers["Idempotent-Replayed"] == "true"
+    assert replayed.answer == again.answer
+
+
+def test_a_routers_death_breaks_its_own_connections_only(served: Served) -> None:
+    asyncio.run(one_router_dies(served.cluster, served.view))
+    wait_for(lambda: served.view.pid("router-0") != 0, 20)
+    wait_for(served.view.is_healthy, 30)
+    # The first try's request has been given up by the controller, who has not heard of that router since.
+    served.view.wait_for_no_leaks(30)
+
+
+async def one_router_hangs(cluster: Cluster, view: View) -> None:
+    """Who is connected to it sees a pause. Others do not come to it."""
+    hung, other = view.pid("router-0"), view.pid("router-1")
+    os.kill(other, signal.SIGSTOP)
+    async with streaming(cluster, "hangs") as waiting:
+        await waiting.read(10)
+        os.kill(hung, signal.SIGSTOP)
+        os.kill(other, signal.SIGCONT)
+        try:
+            async with streaming(cluster, "does not") as served:
+                await served.read()
+            assert served.is_served_by(other)
+        finally:
+            os.kill(hung, signal.SIGCONT)
+        await waiting.read()
+    for stream in (waiting, served):
+        assert stream.is_whole and stream.answer.error == "" and stream.answer.reasons == {0: "length"}
+
+
+def test_a_frozen_router_holds_up_its_own_clients_only(served: Served) -> None:
+    asyncio.run(one_router_hangs(served.cluster, served.view))

@@ -1,0 +1,255 @@
+"""Who belongs to a group, against a model that knows who lives; and steps that are never answered."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+
+from trunkline.controller.epochs import LEAVE_WITHIN_S, OLD_WAIT_S, Epochs, GroupLostError, StepClock
+from trunkline.controller.messages import WorkerFailed, WorkerHello, WorkerReady
+from trunkline.worker.messages import member_topic, rank_topic
+
+HERE = "this kernel"
+
+
+def ready(rank: int, epoch: int) -> WorkerReady:
+    return WorkerReady(rank, epoch, 1, 8, 1, "simulated")
+
+
+@dataclass
+class Process:
+    """A rank process as it really is."""
+
+    rank: int
+    incarnation: bytes
+    node: str
+    subscribed: bool = False
+    said_hello: bool = False
+    epoch: int = 0
+    entered: bool = False
+    stubborn: bool = False
+    """It does not leave by itself."""
+    lost_at: float = 0.0
+    """When its epoch ended."""
+
+    @property
+    def hello(self) -> WorkerHello:
+        return WorkerHello(self.rank, 1000 + self.incarnation[0], self.node, self.incarnation)
+
+
+@dataclass
+class World:
+    """A group and all processes that there are."""
+
+    seed: int
+    tp: int
+    now: float = 0.0
+    losses: int = 0
+    last_loss: float = 0.0
+    formed: int = 0
+    alive: list[Process] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.rng = random.Random(self.seed)
+        self.epochs = Epochs(self.tp, HERE, 5)
+        self.members: dict[int, Process] = {}
+        self.used: set[int] = set()
+
+    def start(self, rank: int) -> None:
+        node = self.rng.choice([HERE, HERE, "elsewhere", ""])
+        process = Process(rank, self.rng.randbytes(16), node, stubborn=self.rng.random() < 0.2)
+        self.alive.append(process)
+
+    def die(self, process: Process) -> None:
+        self.alive.remove(process)
+        if not process.subscribed:
+            return
+        is_member = self.members.get(process.rank) is process
+        if is_member:
+            with pytest.raises(GroupLostError, match=f"rank {process.rank} is gone"):
+                self.epochs.unsubscribed(rank_topic(process.rank, process.incarnation))
+            self.lose()
+        else:
+            self.epochs.unsubscribed(rank_topic(process.rank, process.incarnation))
+        if process.entered:
+            self.epochs.unsubscribed(member_topic(process.incarnation))
+
+    def lose(self) -> None:
+        before = self.epochs.epoch
+        self.epochs.lose(self.rng.choice([0, before, before + 10]), self.now)
+        assert self.epochs.epoch > before
+        assert not self.epochs.is_formed
+        for member in self.members.values():
+            member.lost_at = self.now
+        self.members = {}
+        self.losses += 1
+        self.last_loss = self.now
+
+    def act(self) -> None:
+        rng, epochs = self.rng, self.epochs
+        self.now += rng.choice([0.0, 0.1, 1.0])
+        if len(self.alive) < 2 * self.tp and rng.random() < 0.2:
+            self.start(rng.randrange(self.tp))
+        if not self.alive:
+            return
+        process = rng.choice(self.alive)
+        match rng.randrange(8):
+            case 0 | 1:
+                if not process.subscribed:
+                    process.subscribed = True
+                    epochs.subscribed(rank_topic(process.rank, process.incarnation))
+            case 2 | 3:
+                process.said_hello |= True
+                again = epochs.hello(process.hello)
+                if process.subscribed:
+                    in_it = self.members.get(process.rank) is process
+                    assert again == (in_it and not process.entered)
+            case 4:
+                if process.epoch and not process.entered:
+                    process.entered = True
+                    epochs.subscribed(member_topic(process.incarnation))
+                if process.epoch:
+                    assert epochs.says_ready(ready(process.rank, process.epoch)) == (process.epoch < epochs.epoch)
+            case 5:
+                self.leave_or_die(process)
+            case 6:
+                self.fail(process)
+            case _:
+                self.nonsense()
+
+    def leave_or_die(self, process: Process) -> None:
+        is_old = 0 < process.epoch < self.epochs.epoch
+        if (is_old and not process.stubborn) or self.rng.random() < 0.1:
+            self.die(process)
+
+    def fail(self, process: Process) -> None:
+        if self.rng.random() > 0.1:
+            return
+        report = WorkerFailed(process.rank, "broken", process.incarnation)
+        if self.members.get(process.rank) is process:
+            with pytest.raises(GroupLostError, match="broken"):
+                self.epochs.failed(report)
+            self.lose()
+        else:
+            self.epochs.failed(report)
+
+    def nonsense(self) -> None:
+        epochs = self.epochs
+        for topic in (b"", b"leave", b"rank:", b"rank:0:zz", b"rank:99:" + b"0" * 32, b"rank:-1:" + b"0" * 32):
+            epochs.subscribed(topic)
+            epochs.unsubscribed(topic)
+        assert not epochs.hello(WorkerHello(self.tp, 1, HERE, bytes(16)))
+        assert not epochs.hello(WorkerHello(0, 1, HERE, b"short"))
+        epochs.failed(WorkerFailed(0, "who is that", bytes(16)))
+        epochs.says_ready(ready(self.tp, epochs.epoch))
+
+    def form(self) -> None:
+        """As the service does after each turn, and what must hold of it."""
+        old = [p for p in self.alive if p.subscribed and 0 < p.epoch < self.epochs.epoch]
+        before = self.epochs.is_formed
+        welcomed = self.epochs.form(self.now)
+        if welcomed:
+            assert not before
+            assert sorted(hello.rank for hello in welcomed) == list(range(self.tp))
+            by_incarnation = {process.incarnation: process for process in self.alive}
+            for hello in welcomed:
+                process = by_incarnation[hello.incarnation]  # who is dead is not welcomed
+                assert process.subscribed
+                assert not process.epoch, "a process belongs to two epochs"
+                process.epoch = self.epochs.epoch
+                self.members[process.rank] = process
+            assert self.epochs.epoch not in self.used, "an epoch is used twice"
+            self.used.add(self.epochs.epoch)
+            self.formed += 1
+            assert not old or self.now >= self.last_loss + OLD_WAIT_S
+        members_ready = [
+            rank for rank, member in self.members.items() if member.entered and rank in self.epochs.ready
+        ]
+        assert self.epochs.is_complete == (len(members_ready) == self.tp)
+        for hello in self.epochs.to_kill(self.now):
+            victim = next(p for p in self.alive if p.incarnation == hello.incarnation)
+            assert victim.node == HERE
+            assert 0 < victim.epoch < self.epochs.epoch, "somebody is killed who may stay"
+            assert self.now >= victim.lost_at + LEAVE_WITHIN_S
+            self.die(victim)
+        self.epochs.describe({0: "loading 5%"})
+        assert sorted(self.epochs.present) == sorted((p.rank, p.incarnation) for p in self.alive if p.subscribed)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_random_lives(seed: int, tp: int) -> None:
+    world = World(seed, tp)
+    for _ in range(3000):
+        world.act()
+        world.form()
+    assert world.formed > 2
+    assert world.losses > 2
+    # In the end a fresh process for each rank is all that it takes.
+    for process in list(world.alive):
+        world.die(process)
+    if world.epochs.is_formed:
+        world.lose()
+    for rank in range(tp):
+        world.start(rank)
+        world.epochs.hello(world.alive[-1].hello)
+        world.alive[-1].subscribed = True
+        world.epochs.subscribed(rank_topic(rank, world.alive[-1].incarnation))
+    world.form()
+    assert world.epochs.is_formed
+
+
+def pair(epochs: Epochs, rank: int, letter: bytes, node: str = HERE) -> bytes:
+    """A process that is there and has said hello."""
+    incarnation = letter * 16
+    epochs.subscribed(rank_topic(rank, incarnation))
+    epochs.hello(WorkerHello(rank, 7, node, incarnation))
+    return incarnation
+
+
+def test_who_came_last_is_the_one() -> None:
+    epochs = Epochs(2, HERE, 1)
+    pair(epochs, 0, b"a")
+    newer = pair(epochs, 0, b"b")
+    epochs.hello(WorkerHello(0, 7, HERE, b"a" * 16))  # the older one says it again
+    assert epochs.form(0.0) == []
+    other = pair(epochs, 1, b"c")
+    assert [hello.incarnation for hello in epochs.form(0.0)] == [newer, other]
+
+
+def test_the_old_ones_go_first_but_not_for_ever() -> None:
+    """Here one is killed; elsewhere nothing can be done, and files are locked there, not here."""
+    epochs = Epochs(1, HERE, 1)
+    old = pair(epochs, 0, b"a", "elsewhere")
+    epochs.form(0.0)
+    epochs.lose(0, 10.0)
+    pair(epochs, 0, b"b")
+    assert epochs.form(10.0 + OLD_WAIT_S - 0.1) == []
+    assert epochs.to_kill(15.0) == []
+    assert len(epochs.form(10.0 + OLD_WAIT_S)) == 1
+    epochs.unsubscribed(rank_topic(0, old))  # does not concern the new epoch
+    assert epochs.is_formed
+
+
+def test_a_failure_before_an_epoch_is_shown() -> None:
+    epochs = Epochs(2, HERE, 1)
+    pair(epochs, 0, b"a")
+    epochs.failed(WorkerFailed(0, "no such model", b"a" * 16))
+    pair(epochs, 1, b"b")
+    assert epochs.form(0.0) == []
+    assert "no such model" in epochs.describe({})
+    assert "rank 1 there" in epochs.describe({})
+
+
+def test_a_step_is_waited_for_while_somebody_looks() -> None:
+    clock = StepClock()
+    assert clock.waited_s(0, 0.0) == 0.0
+    assert clock.waited_s(4, 1.0) == 0.0
+    assert clock.waited_s(4, 2.0) == 1.0
+    assert clock.waited_s(4, 100.0) == 1.0, "this process was stopped, not the workers"
+    assert clock.waited_s(4, 102.0) == 3.0
+    assert clock.waited_s(5, 103.0) == 0.0
+    assert clock.waited_s(0, 104.0) == 0.0
+    assert clock.waited_s(0, 105.0) == 0.0

@@ -1,0 +1,183 @@
+"""A controller whose ranks are lost and replaced, over real sockets."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+from controller.service_harness import Router, group_config, run_controller, start_ranks
+from msgspec.structs import replace
+from simulation.oracle import expected_output
+
+from trunkline.controller.config import ControllerConfig
+from trunkline.controller.messages import StepResult
+from trunkline.worker.messages import LEAVE_TOPIC, Leave
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> ControllerConfig:
+    return group_config(tmp_path)
+
+
+@pytest.fixture
+def running(config: ControllerConfig, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], Router]]:
+    with run_controller(config, tmp_path) as running:
+        yield running
+
+
+@pytest.fixture
+def controller(running: tuple[subprocess.Popen[bytes], Router]) -> subprocess.Popen[bytes]:
+    return running[0]
+
+
+@pytest.fixture
+def router(running: tuple[subprocess.Popen[bytes], Router]) -> Router:
+    return running[1]
+
+
+def test_streams_go_on_with_other_ranks(
+    config: ControllerConfig, controller: subprocess.Popen[bytes], router: Router
+) -> None:
+    """Twice: what was said before is not said again, and what comes while nobody is there is kept."""
+    prompts = {1: [1, 2, 3, 4, 5], 2: [1, 2, 3], 3: [7, 8]}
+    epochs = []
+    for number in (1, 2):
+        ranks = start_ranks(config, steps_max=20)
+        router.wait_state("ready")
+        if number == 1:
+            router.submit(1, prompts[1], 85, seed=1)
+        while len(router.tokens.get(1, [])) < 18 * number:
+            router.receive()
+        ranks.leave.set()  # its sockets close, as when the process is killed
+        ranks.join()
+        epochs.append(ranks.epoch)
+        state = router.wait_state("starting")
+        assert "is gone" in state.detail
+        assert (state.running, state.waiting) == (0, number)
+        router.submit(number + 1, prompts[number + 1], 30, seed=number + 1)
+    ranks = start_ranks(config)
+    router.wait_finished(*prompts)
+    for request, prompt in prompts.items():
+        assert router.tokens[request] == expected_output(prompt, request, 85 if request == 1 else 30)
+        assert router.finished[request] == ("length", "")
+    state = router.wait_state("ready")
+    assert state.output_tokens == 85 + 30 + 30
+    assert state.prompt_tokens == 5 + 3 + 2
+    assert epochs[0] < epochs[1] < ranks.epoch
+    ranks.leave.set()
+    ranks.join()
+
+
+def test_failed_rank_says_why(
+    config: ControllerConfig, controller: subprocess.Popen[bytes], router: Router
+) -> None:
+    """And all ranks are told to leave."""
+    ranks = start_ranks(config, answer=False)
+    watchdog = router.context.socket(zmq.SUB)
+    watchdog.subscribe(LEAVE_TOPIC)
+    watchdog.connect(config.plan_endpoint)
+    router.wait_state("ready")
+    router.submit(1, [1, 2, 3], 9)
+    router.wait_running(1)
+    ranks.fail_with = "out of memory"
+    assert "worker rank 1 failed: out of memory" in router.wait_state("starting").detail
+    while True:
+        assert watchdog.poll(5000)
+        if msgspec.msgpack.decode(watchdog.recv_multipart()[-1], type=Leave).epoch >= ranks.epoch:
+            break
+    watchdog.close(linger=0)
+    others = start_ranks(config)
+    router.wait_finished(1)
+    assert router.tokens[1] == expected_output([1, 2, 3], 0, 9)
+    others.leave.set()
+    others.join()
+
+
+def test_wrong_step_number_ends_the_epoch(
+    config: ControllerConfig, controller: subprocess.Popen[bytes], router: Router
+) -> None:
+    ranks = start_ranks(config, answer=False)
+    router.wait_state("ready")
+    router.submit(1, [1, 2, 3], 9)
+    router.wait_running(1)
+    ranks.send(StepResult(step=5, epoch=ranks.epoch, tokens=b"", elapsed_us=1))
+    assert "step 5" in router.wait_state("starting").detail
+    ranks.leave.set()
+    ranks.join()
+    assert not router.finished
+
+
+def test_unreadable_report_ends_the_epoch(
+    config: ControllerConfig, controller: subprocess.Popen[bytes], router: Router
+) -> None:
+    ranks = start_ranks(config, answer=False)
+    router.wait_state("ready")
+    router.submit(1, [1, 2, 3], 9)
+    router.wait_running(1)
+    ranks.report.send(b"\xc1")
+    assert "decoded" in router.wait_state("starting").detail
+    ranks.leave.set()
+    ranks.join()
+    assert controller.poll() is None
+
+
+def test_a_step_that_is_never_answered_ends_the_epoch(config: ControllerConfig, tmp_path: Path) -> None:
+    with run_controller(replace(config, step_timeout_s=0.5), tmp_path) as (_, router):
+        ranks = start_ranks(config, answer=False)
+        router.wait_state("ready")
+        time.sleep(0.7)  # without a step nothing hangs
+        router.submit(1, [1, 2, 3], 9)
+        assert "not answered step 1" in router.wait_state("starting").detail
+        others = start_ranks(config)  # the old ones are still there: they do not count, and are waited for
+        ranks.leave.set()
+        ranks.join()
+        router.wait_finished(1)
+        assert router.tokens[1] == expected_output([1, 2, 3], 0, 9)
+        others.leave.set()
+        others.join()
+
+
+def test_requests_do_not_wait_for_ever(config: ControllerConfig, tmp_path: Path) -> None:
+    with run_controller(replace(config, resume_seconds_max=0.5), tmp_path) as (process, router):
+        ranks = start_ranks(config, answer=False)
+        router.wait_state("ready")
+        router.submit(1, [1, 2, 3], 9)
+        router.wait_running(1)
+        ranks.leave.set()
+        ranks.join()
+        router.wait_finished(1)
+        assert router.finished[1][0] == "engine_failed"
+        assert "in time" in router.finished[1][1]
+        router.submit(2, [1, 2, 3], 9)
+        router.wait_finished(2)
+        assert router.finished[2][0] == "engine_failed"
+        assert process.poll() is None
+        others = start_ranks(config)
+        router.wait_state("ready")
+        router.submit(3, [1, 2, 3], 9)
+        router.wait_finished(3)
+        assert router.tokens[3] == expected_output([1, 2, 3], 0, 9)
+        others.leave.set()
+        others.join()
+
+
+def test_a_drain_without_ranks_hands_all_requests_over(
+    config: ControllerConfig, controller: subprocess.Popen[bytes], router: Router
+) -> None:
+    ranks = start_ranks(config, answer=False)
+    router.wait_state("ready")
+    router.submit(1, [1, 2, 3], 9)
+    router.wait_running(1)
+    ranks.leave.set()
+    ranks.join()
+    router.wait_state("starting")
+    controller.send_signal(signal.SIGTERM)
+    router.wait_finished(1)
+    assert router.finished[1][0] == "draining"
+    assert controller.wait(timeout=5) == 0

@@ -1,0 +1,339 @@
+"""Workers that are lost and replaced: no request notices more than a pause (design.md §3 "Worker lost").
+
+What a stream says is compared with its oracle, by token, score and hypothesis; the driver asserts that nothing is
+said twice. Seeds are the tests' parameters, so a failure repeats.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from controller.module_bench import ROOMY, call, jobs_of, submit, text, tiers_in, verify_all, words
+from controller.test_soak import ENGINES, MIXES
+from controller.tier_bench import TIERED, Session, settle, simulate, tiers_of, tree_of
+from msgspec.structs import replace
+from simulation.driver import Options, Simulation, verify
+from simulation.traffic import Mix, Traffic
+
+from trunkline.controller.config import EngineConfig
+from trunkline.controller.integrity import check_integrity
+from trunkline.controller.messages import BeamSearch, Grammar
+from trunkline.controller.persistence import Persistence
+from trunkline.controller.state_report import state_of
+from trunkline.kvstore.tier import TierKind
+from trunkline.router.messages import FinishReason
+
+SMALL = EngineConfig(num_blocks=40, chunk_size=4, max_context=96, token_budget=24, max_rows=8)
+PROMPT = list(range(5, 25))
+KINDS: dict[str, Options] = {
+    "plain": {"seed": 3},
+    "samples": {"n": 3, "seed": 1},
+    "beams": {"beam": BeamSearch(3), "n": 2},
+    "one beam": {"beam": BeamSearch(1)},
+    "grammar": {"grammar": Grammar("regex", "a")},
+    "scored": {"prompt_logprobs": 2},
+    "scored samples": {"prompt_logprobs": 0, "n": 2},
+    "cut": {"drops": ((4, 12),)},
+    "stop": {"stop_ids": (7, 30, 31)},
+}
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_traffic(name: str) -> None:
+    """Requests of all kinds; workers are lost at any moment, also before the last ones are replaced."""
+    mix = dataclasses.replace(MIXES.get(name, Mix()), losses=0.03, crowd=20)
+    traffic = Traffic(ENGINES[name], mix, seed=7, check=name == "tiny, both")
+    traffic.run(90)
+    assert traffic.losses > 5
+
+
+@pytest.mark.parametrize("name", ["tiers", "little host memory, cuts", "modules, tiers"])
+def test_traffic_whose_chunks_are_found_on_disk(name: str, tmp_path: Path) -> None:
+    mix = dataclasses.replace(MIXES[name], losses=0.02, crowd=20)
+    traffic = Traffic(ENGINES[name], mix, seed=8, check=False)
+    traffic.simulation.persistence = Persistence(str(tmp_path / "index"), b"a model", 0.0, 0.0)
+    traffic.run(100)
+    assert traffic.losses > 5
+    assert traffic.simulation.engine.counters.tier_tokens[TierKind.DISK] > 0
+    traffic.simulation.persistence.close()
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", range(2, 8))
+@pytest.mark.parametrize("name", ENGINES)
+def test_much_traffic(name: str, seed: int) -> None:
+    mix = dataclasses.replace(MIXES.get(name, Mix()), losses=0.01)
+    Traffic(ENGINES[name], mix, seed, check=False).run(2000)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_lost_after_every_number_of_steps(kind: str) -> None:
+    """Of a prompt of three steps and an output of twelve; up to two steps are in flight each time."""
+    undisturbed = Simulation(SMALL)
+    undisturbed.submit(PROMPT, 12, **KINDS[kind])
+    undisturbed.run()
+    for steps in range(18):
+        simulation = Simulation(SMALL)
+        request = simulation.submit(PROMPT, 12, **KINDS[kind])
+        for _ in range(steps):
+            for grammar in list(simulation.grammars):
+                simulation.compiled(grammar)
+            simulation.step()
+        simulation.plan()
+        simulation.lose_workers()
+        simulation.replace_workers()
+        simulation.run()
+        stream = simulation.streams[request]
+        verify(stream, SMALL.longest_sequence)
+        for name in ("outputs", "reasons", "hypotheses", "scored"):
+            assert getattr(stream, name) == getattr(undisturbed.streams[request], name)
+        before, after = undisturbed.engine.counters, simulation.engine.counters
+        assert after.output_tokens == before.output_tokens
+        assert after.prompt_tokens == before.prompt_tokens
+        assert sum(after.misses.values()) == sum(before.misses.values())
+        simulation.engine.flush_cache()
+        assert simulation.engine.scheduler.residence.pool.free_count == SMALL.num_blocks
+
+
+def test_nothing_is_planned_while_nobody_is_there() -> None:
+    simulation = Simulation(SMALL)
+    first = simulation.submit(PROMPT, 12)
+    for _ in range(4):
+        simulation.step()
+    simulation.lose_workers()
+    second = simulation.submit(PROMPT, 5, seed=1, grammar=Grammar("regex", "b"))
+    third = simulation.submit(PROMPT, 5)
+    assert not simulation.step()
+    assert not simulation.grammars
+    assert not simulation.engine.is_idle
+    assert simulation.engine.next_deadline(simulation.now) == float("inf")
+    assert simulation.engine.prefetch(simulation.engine._live.groups[first].request, simulation.now) == (0, 0)
+    counts = state_of(simulation.engine)
+    assert (counts["running"], counts["waiting"]) == (0, 3)
+    simulation.abort(third)
+    simulation.lose_workers()  # once more, before others were ready
+    simulation.replace_workers()
+    simulation.run()
+    for request in (first, second, third):
+        verify(simulation.streams[request], SMALL.longest_sequence)
+    assert simulation.streams[third].reason == FinishReason.ABORT
+
+
+def test_those_who_ran_come_first_and_in_their_order() -> None:
+    simulation = Simulation(replace(SMALL, max_rows=2, token_budget=4))
+    requests = [simulation.submit([10 + i, 11, 12, 13, 14, 15, 16, 17], 6) for i in range(4)]
+    urgent = simulation.submit([1, 2, 3], 6, priority=1)
+    while not all(simulation.streams[request].output for request in requests[:2]):
+        simulation.step()
+    simulation.lose_workers()
+    keys = [group.id for group in simulation.engine.scheduler.queue]
+    assert keys == [*requests, urgent]
+    simulation.replace_workers()
+    started: list[int] = []
+    while not simulation.engine.is_idle:
+        simulation.step()
+        started += [r for r in simulation.take_ended() if r not in started]
+    assert started == [*requests, urgent]
+    verify_all(simulation)
+
+
+def test_samples_that_have_ended_stay_ended() -> None:
+    simulation = Simulation(SMALL)
+    request = simulation.submit(PROMPT, 20, n=4, seed=2, stop_ids=(3, 9, 12, 20, 33, 41))
+    stream = simulation.streams[request]
+    while not stream.reasons:
+        simulation.step()
+    assert stream.ended is None, "this seed is of no use"
+    simulation.engine.abort(request, simulation.now, sample=next(i for i in range(4) if i not in stream.reasons))
+    rest = len(simulation.engine._live.groups[request].members)
+    simulation.lose_workers()
+    simulation.replace_workers()
+    assert len(simulation.engine._live.groups[request].members) == rest
+    while not simulation.engine.is_idle:
+        simulation.step()
+    assert len(stream.reasons) == 3
+    check_integrity(simulation.engine.scheduler)
+
+
+def test_a_search_goes_on_where_it_was() -> None:
+    """Its tokens are computed again, once; its steps are not."""
+    simulation = Simulation(SMALL)
+    request = simulation.submit(PROMPT, 20, beam=BeamSearch(3, early_stopping=None), n=3)
+    for _ in range(14):
+        simulation.step()
+    search = simulation.engine._live.groups[request].search
+    assert search is not None
+    length = search.length
+    assert length > 5
+    simulation.lose_workers()
+    simulation.replace_workers()
+    revived = simulation.engine._live.groups[request].search
+    assert revived is not None
+    assert revived.length == length
+    simulation.run()
+    verify_all(simulation)
+
+
+def test_fewer_blocks_than_before() -> None:
+    """Who fits goes on; who does not is told why."""
+    simulation = Simulation(SMALL)
+    long = simulation.submit(list(range(50)), 40)
+    wide = simulation.submit(PROMPT, 30, n=4)
+    search = simulation.submit([3, 4, 5], 60, beam=BeamSearch(2))
+    short = simulation.submit(PROMPT, 12)
+    for _ in range(12):
+        simulation.step()
+    simulation.lose_workers()
+    smaller = replace(SMALL, num_blocks=12)
+    simulation.replace_workers(smaller)
+    for request, problem in ((long, "this group holds 48"), (wide, "need 33 blocks"), (search, "need 24 blocks")):
+        ended = simulation.streams[request].ended
+        assert ended is not None
+        assert ended.reason == FinishReason.ENGINE_FAILED
+        assert "the workers are new" in ended.detail
+        assert problem in ended.detail
+    simulation.run()
+    verify(simulation.streams[short], smaller.longest_sequence)
+    assert simulation.engine.config.num_blocks == 12
+    simulation.engine.flush_cache()
+    assert simulation.engine.scheduler.residence.pool.free_count == 12
+
+
+def test_more_host_memory_than_before() -> None:
+    simulation = Simulation(SMALL)
+    requests = [simulation.submit([i, *PROMPT], 20) for i in range(5)]
+    for _ in range(8):
+        simulation.step()
+    simulation.lose_workers()
+    simulation.replace_workers(replace(SMALL, num_blocks=60, host_slots=30, preemption="swap"))
+    simulation.run()
+    for request in requests:
+        verify(simulation.streams[request], SMALL.longest_sequence)
+
+
+def test_what_is_on_disk_is_found_again(tmp_path: Path) -> None:
+    """By the stream that goes on, and by its next turn."""
+    config = replace(TIERED, remote=False, ranks=2)
+    simulation = simulate(config)
+    simulation.persistence = Persistence(str(tmp_path / "index"), b"a model", 0.0, simulation.now)
+    session = Session(simulation)
+    session.turn(30)
+    settle(simulation)
+    request = session.send(3, max_tokens=12)
+    for _ in range(6):
+        simulation.step()
+    computed = simulation.workers.computed_tokens
+    simulation.lose_workers()
+    assert tree_of(simulation).node_count == 0
+    simulation.replace_workers()
+    for health in tree_of(simulation).tiers.health.values():
+        health.read_us = 1.0
+    assert tree_of(simulation).node_count >= 8
+    simulation.run()
+    verify(simulation.streams[request], config.longest_sequence)
+    assert simulation.workers.computed_tokens - computed < 25, "32 tokens of its prompt are on disk"
+    session.history += simulation.streams[request].output
+    settle(simulation)
+    assert sum(tiers_of(session.turn(3))) >= 40
+    simulation.persistence.close()
+
+
+def test_a_cache_that_was_to_be_dropped_meanwhile_is(tmp_path: Path) -> None:
+    simulation = simulate(replace(TIERED, remote=False))
+    simulation.persistence = Persistence(str(tmp_path / "index"), b"a model", 0.0, simulation.now)
+    Session(simulation).turn(30)
+    settle(simulation)
+    simulation.move_chunks()
+    simulation.lose_workers()
+    simulation.engine.flush_cache()
+    simulation.replace_workers()
+    assert tree_of(simulation).node_count == 0
+    simulation.persistence.close()
+
+
+SCHEMA = [text(words(0, 10), 0), text(words(20, 7), 10, parent=0)]
+
+
+def test_what_was_pinned_is_pinned_again() -> None:
+    simulation = Simulation(ROOMY)
+    assert call(simulation, "encode", SCHEMA, holder="schema/a").status == "ok"
+    assert call(simulation, "encode", [text(words(60, 9), 0)], holder="schema/b").status == "ok"
+    calls = simulation.engine.scheduler.encoding.calls
+    assert calls.pinned_count == 3 + 2 + 3
+    simulation.lose_workers()
+    simulation.engine.unpin("schema/b", simulation.now)  # its record is deleted
+    simulation.replace_workers()
+    simulation.run()
+    assert simulation.engine.scheduler.encoding.calls.pinned_count == 3 + 2
+    assert tiers_in(call(simulation, "look", SCHEMA)) == [0, 0]
+    simulation.engine.unpin("schema/a", simulation.now)
+    assert simulation.engine.scheduler.encoding.calls.pinned_count == 0
+    assert jobs_of(simulation).encoded_texts == 3 + 2
+
+
+def test_a_later_pin_replaces_the_one_that_comes_back() -> None:
+    simulation = Simulation(ROOMY)
+    call(simulation, "encode", SCHEMA, holder="schema/a")
+    simulation.lose_workers()
+    other = [text(words(60, 9), 0)]
+    ticket = simulation.modules_call("encode", other, holder="schema/a")
+    simulation.replace_workers()
+    simulation.run()
+    assert simulation.replies[ticket].status == "ok"
+    assert simulation.engine.scheduler.encoding.calls.pinned_count == 3
+    assert tiers_in(call(simulation, "look", other)) == [0]
+
+
+def test_calls_and_requests_with_modules_go_on() -> None:
+    for steps in range(6):
+        simulation = Simulation(ROOMY)
+        ticket = simulation.modules_call("encode", SCHEMA, holder="schema/a")
+        submit(simulation, SCHEMA, [(17, 3)], max_tokens=6)
+        for _ in range(steps):
+            simulation.step()
+        simulation.lose_workers()
+        look = simulation.modules_call("look", SCHEMA)
+        assert look not in simulation.replies, "what is there is not known before others have come"
+        simulation.replace_workers()
+        simulation.run()
+        verify_all(simulation)
+        assert simulation.replies[ticket].status == "ok"
+        assert look in simulation.replies
+        assert simulation.engine.scheduler.encoding.calls.pinned_count == 5
+
+
+def test_a_drain_sends_those_away_who_have_not_begun() -> None:
+    simulation = Simulation(replace(SMALL, max_rows=1))
+    running = simulation.submit(PROMPT, 12)
+    simulation.step()
+    waiting = simulation.submit([1, 2, 3], 4)
+    simulation.engine.end_waiting(FinishReason.DRAINING, "the controller is stopping", simulation.now)
+    simulation.run()
+    verify(simulation.streams[running], SMALL.longest_sequence)
+    ended = simulation.streams[waiting].ended
+    assert ended is not None
+    assert ended.reason == FinishReason.DRAINING
+
+
+def test_totals_go_on() -> None:
+    simulation = simulate()
+    session = Session(simulation)
+    session.turn(30)
+    settle(simulation)
+    before = state_of(simulation.engine)
+    simulation.lose_workers()
+    after = state_of(simulation.engine)
+    totals = (
+        *("prompt_tokens", "cached_tokens", "output_tokens", "preemptions", "steps", "forks", "swapped"),
+        *("evicted_blocks", "blocks_saved", "blocks_loaded", "texts_encoded", "misses", "kv_bytes_read"),
+    )
+    for name in totals:
+        assert after[name] == before[name], name
+    for tier, old in zip(after["tiers"], before["tiers"], strict=True):
+        assert (tier.writes, tier.reads, tier.failures, tier.hit_tokens, tier.evictions) == (
+            *(old.writes, old.reads, old.failures, old.hit_tokens, old.evictions),
+        )
+        assert tier.used == 0
