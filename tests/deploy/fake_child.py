@@ -2,7 +2,8 @@
 
     fake_child.py --role router --port N [--ignore-term] [--exit-after S] [--code C] [--say TEXT]
 
-A router answers /health: 503 until all is up (`--ready-after`), then 200.
+A router answers /health: 503 until all is up (`--ready-after`), then 200; on a port of its own or on an inherited
+socket (`--listen-fd`), which it leaves to others on SIGUSR1. With `--status` a child says that it is ready.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import http.server
 import signal
+import socket
 import sys
 import threading
 import time
@@ -25,10 +27,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--say", default="")
     parser.add_argument("--ignore-term", action="store_true")
     parser.add_argument("--parent", type=int, default=0)
+    parser.add_argument("--listen-fd", type=int, default=0)
+    parser.add_argument("--status", default="")
     return parser.parse_args()
 
 
-def serve_health(port: int, ready_at: float) -> None:
+def serve_health(port: int, listen_fd: int, ready_at: float) -> None:
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(200 if time.monotonic() >= ready_at else 503)
@@ -38,7 +42,10 @@ def serve_health(port: int, ready_at: float) -> None:
         def log_message(self, *args: object) -> None:
             pass
 
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler, bind_and_activate=not listen_fd)
+    if listen_fd:
+        server.socket.close()
+        server.socket = socket.socket(fileno=listen_fd)
     threading.Thread(target=server.serve_forever, daemon=True).start()
 
 
@@ -51,7 +58,12 @@ def main() -> int:
         enter_role(options.role, parent_pid=options.parent)
     signal.signal(signal.SIGTERM, signal.SIG_IGN if options.ignore_term else lambda *_: stop.set())
     if options.role == "router":
-        serve_health(options.port, time.monotonic() + options.ready_after)
+        serve_health(options.port, options.listen_fd, time.monotonic() + options.ready_after)
+        signal.signal(signal.SIGUSR1, lambda *_: stop.set())
+    if options.status:
+        from trunkline.deploy.notify import report_status  # noqa: PLC0415
+
+        report_status(options.status, "ready")
     if options.say:
         print(options.say, file=sys.stderr, flush=True)
     stop.wait(options.exit_after or 60.0)

@@ -29,13 +29,15 @@ def test_version() -> None:
 
 
 def test_help_lists_commands_and_options_with_examples() -> None:
-    assert all(word in trunkline("--help").stdout for word in ("serve", "chat", "version", "Examples"))
+    assert all(word in trunkline("--help").stdout for word in ("serve", "chat", "drain", "Examples"))
     text = trunkline("serve", "--help").stdout
     options = "groups tp dtype device host port chunk-size kv-memory max-context max-batch token-budget"
     options += " max-waiting served-model-name kernels no-prefix-cache drain-seconds threads log-level"
+    options += " routers policy no-restart resume-seconds"
     options += " host-tier disk-tier remote-tier tier-policy session-ttl"
     assert [option for option in options.split() if f"--{option}" not in text] == []
     assert "Examples" in text
+    assert "--no-wait" in trunkline("restart", "--help").stdout
     assert "/reset" in trunkline("chat", "--help").stdout
 
 
@@ -48,6 +50,9 @@ def test_help_lists_commands_and_options_with_examples() -> None:
         (["serve", "--remote-tier", "memcached://h"], "allowed are redis://HOST:PORT/DB, rediss://"),
         (["serve", "--tp", "3", "--port", "0"], "3 ranks"),
         (["serve", "--tp", "many"], "--tp"),
+        (["serve", "--policy", "best"], "--policy is 'best'; allowed are prefix, "),
+        (["serve", "--routers", "0"], "--routers is 0; allowed are 1 to 64"),
+        (["serve", "--resume-seconds", "-1"], "--resume-seconds is -1"),
         (["serve", "--no-such-option"], "No such option"),
     ],
 )
@@ -62,6 +67,14 @@ def test_chat_says_that_no_server_is_there() -> None:
     done = trunkline("chat", "--url", "http://127.0.0.1:9", stdin="hello\n")
     assert done.returncode == 1
     assert "no server answers at http://127.0.0.1:9" in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [["status"], ["drain", "0"], ["undrain", "0"], ["restart", "routers"]])
+def test_commands_say_that_no_cluster_runs_there(arguments: list[str]) -> None:
+    done = trunkline(*arguments, "--port", "1")
+    assert done.returncode == 1
+    assert done.stderr.startswith("Error: no cluster of yours ")
+    assert "Traceback" not in done.stderr
 
 
 def test_the_command_line_imports_nothing_heavy() -> None:

@@ -7,7 +7,9 @@ import signal
 
 import pytest
 
-from trunkline.deploy.lifecycle import Action, Lifecycle, Limits, Member, Phase, Role, Say, Send, describe_exit
+from trunkline.deploy.commands import Command, CommandError
+from trunkline.deploy.lifecycle import Lifecycle, Phase
+from trunkline.deploy.members import Action, Limits, Member, Role, Say, Send, Start, Tell, describe_exit
 
 LIMITS = Limits(drain_s=30, margin_s=5, settle_s=5, grace_s=3, orphan_s=1, quick_s=2, reap_s=5)
 TERM, KILL = signal.SIGTERM, signal.SIGKILL
@@ -21,14 +23,18 @@ def members(groups: int = 1, tp: int = 2) -> list[Member]:
     return found
 
 
-def serving(groups: int = 1) -> Lifecycle:
-    life = Lifecycle(members(groups), LIMITS, now=0.0)
+def serving(groups: int = 1, *, restart: bool = False) -> Lifecycle:
+    life = Lifecycle(members(groups), LIMITS, now=0.0, restart=restart)
     assert life.healthy(1.0) == []
     return life
 
 
 def sends(actions: list[Action]) -> list[tuple[str, signal.Signals]]:
     return [(action.name, action.number) for action in actions if isinstance(action, Send)]
+
+
+def starts(actions: list[Action]) -> list[str]:
+    return [action.name for action in actions if isinstance(action, Start)]
 
 
 def texts(actions: list[Action]) -> str:
@@ -166,12 +172,100 @@ def test_exit_statuses_read_well() -> None:
     assert describe_exit(-40) == "was killed by signal 40"
 
 
+def test_with_restarts_a_lost_process_is_started_again_and_the_cluster_serves_on() -> None:
+    life = serving(restart=True)
+    actions = life.exited("w0.1", -KILL, 10.0)
+    assert starts(actions) == ["w0.1"]
+    assert texts(actions) == "w0.1 was killed by SIGKILL; it is started again."
+    assert (life.phase, "w0.1" in life.alive) == (Phase.SERVING, True)
+    assert starts(life.exited("router", 1, 11.0)) == ["router"]
+
+
+def crash(life: Lifecycle, name: str, now: float) -> float:
+    """Let it die as often as it is started; the time when it was given up."""
+    for _ in range(6):
+        while name not in life.alive:
+            now = life.deadline
+            life.tick(now)
+        life.exited(name, 1, now)
+    assert name not in life.alive
+    return now
+
+
+def test_a_group_that_was_given_up_ends_the_cluster_if_it_was_the_last() -> None:
+    life = serving(groups=2, restart=True)
+    now = 10.0
+    for group in ("0", "1"):
+        assert life.phase is Phase.SERVING
+        now = crash(life, f"c{group}", now)
+        for rank in range(2):
+            life.exited(f"w{group}.{rank}", -TERM, now)
+    assert life.phase is Phase.FAILED  # the router answers a little longer
+    now += LIMITS.grace_s
+    assert sends(life.tick(now))[-1] == ("router", TERM)
+    life.exited("router", 0, now)
+    assert (life.phase, life.exit_code) == (Phase.STOPPED, 1)
+
+
+def test_routers_that_cannot_live_end_the_cluster() -> None:
+    life = serving(restart=True)
+    crash(life, "router", 10.0)
+    assert (life.phase, life.exit_code) == (Phase.STOPPING, 1)
+
+
+def test_a_stop_during_a_restart_is_clean() -> None:
+    """A worker is dead, its group leaves by itself: neither is anybody started nor is anything to blame."""
+    life = serving(groups=2, restart=True)
+    life.exited("w0.0", -KILL, 10.0)
+    life.exited("w0.0", -KILL, 10.1)  # again: it waits for a second now
+    assert sends(life.stop_requested(10.2)) == [("router", TERM)]
+    assert life.exited("w0.1", 1, 10.3) == []
+    assert life.tick(11.5) == []
+    assert "w0.0" not in life.alive
+    life.exited("router", 0, 12.0)
+    for name in life.alive:
+        life.exited(name, 0, 12.1)
+    assert (life.phase, life.exit_code) == (Phase.STOPPED, 0)
+
+
+def test_a_drained_group_is_no_news_when_the_cluster_stops() -> None:
+    life = serving(groups=2, restart=True)
+    actions = life.command(Command("drain", ["0"]), 7, 10.0)
+    assert sends(actions) == [("c0", TERM)]
+    actions = life.stop_requested(11.0)
+    assert Tell(7, "the cluster stops", done=True, ok=False) in actions
+    assert life.exited("c0", 0, 11.5) == []
+    assert life.exited("w0.0", 0, 11.6) == []
+    assert life.exited("w0.1", 1, 11.6) == []
+    life.exited("router", 0, 12.0)
+    for name in life.alive:
+        life.exited(name, 0, 12.1)
+    assert (life.phase, life.exit_code) == (Phase.STOPPED, 0)
+
+
+def test_commands_wait_until_the_cluster_serves() -> None:
+    life = Lifecycle(members(), LIMITS, now=0.0)
+    with pytest.raises(CommandError, match="the cluster is starting"):
+        life.command(Command("drain", ["0"]), 1, 1.0)
+    assert life.status(1.0)["phase"] == "starting"
+
+
+def test_without_restarts_a_command_still_may_stop_what_it_names() -> None:
+    life = serving(groups=2)
+    life.command(Command("drain", ["0"]), 1, 2.0)
+    for name in ("c0", "w0.0", "w0.1"):
+        life.exited(name, 0, 3.0)
+    assert "c1" in life.alive
+    assert texts(life.exited("w1.0", 1, 4.0)) == "w1.0 exited with code 1."
+    assert life.phase is Phase.FAILED
+
+
 @pytest.mark.parametrize("seed", range(300))
 def test_every_life_ends(seed: int) -> None:
     """Whatever happens, once a stop or a failure began, the end comes in bounded time and nobody is forgotten."""
     rng = random.Random(seed)
     now = 0.0
-    life = Lifecycle(members(groups=rng.randint(1, 3), tp=rng.randint(1, 4)), LIMITS, now)
+    life = Lifecycle(members(groups=rng.randint(1, 3), tp=rng.randint(1, 4)), LIMITS, now, restart=False)
     stubborn = {name for name in life.alive if rng.random() < 0.2}
     dying: dict[str, int] = {}
     began: float | None = None

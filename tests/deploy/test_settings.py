@@ -15,12 +15,14 @@ import pytest
 
 from trunkline.deploy import models
 from trunkline.deploy.errors import UserError
+from trunkline.deploy.listening import free_port, open_listener
 from trunkline.deploy.rundir import base_folder, remove_stale, run_folder
 from trunkline.deploy.serve import children, plan_cluster
-from trunkline.deploy.settings import ServeSettings, free_port
+from trunkline.deploy.settings import POLICIES, ServeSettings
 from trunkline.deploy.sizes import format_bytes, parse_bytes
 from trunkline.deploy.tier_options import DiskOption
 from trunkline.deploy.tiers import disk_folders
+from trunkline.router.routing.policies import POLICIES as POLICY_RULES
 
 
 @pytest.mark.parametrize(
@@ -159,6 +161,30 @@ def test_a_plan_names_every_process(tmp_path: Path) -> None:
 def configs(folder: Path) -> dict[str, dict[str, Any]]:
     """What each process is told, by name."""
     return {path.stem: json.loads(path.read_bytes()) for path in folder.glob("*.json")}
+
+
+def test_routers_share_what_the_supervisor_listens_on(tmp_path: Path) -> None:
+    with open_listener("127.0.0.1", 0) as listener:
+        settings = ServeSettings(port=0, groups=2, tp=1, routers=2, policy="least-loaded", resume_seconds=7.0)
+        plan = plan_cluster(settings, listener=listener)
+        assert plan.port == listener.getsockname()[1]
+        specs = {spec.member.name: spec for spec in children(plan, tmp_path)}
+        assert specs["router-0"].descriptors == specs["router-1"].descriptors == (listener.fileno(),)
+        assert specs["controller-0"].descriptors == ()
+        told = configs(tmp_path)
+        assert told["router-0"] == told["router-1"]
+        router = told["router-0"]
+        assert (router["listen_fd"], router["policy"], router["routers"]) == (listener.fileno(), "least-loaded", 2)
+        assert router["resume_seconds"] == 7.0
+        for number in range(2):
+            controller = told[f"controller-{number}"]
+            assert controller["events_endpoint"] == router["events"][number]
+            assert controller["router_endpoint"] == router["controllers"][number]
+            assert controller["status_path"] == router["status_path"] == str(tmp_path / "status")
+
+
+def test_policies_are_those_of_the_router() -> None:
+    assert tuple(POLICY_RULES) == POLICIES
 
 
 def test_every_process_is_told_of_its_tiers(tmp_path: Path) -> None:

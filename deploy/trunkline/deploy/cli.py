@@ -9,11 +9,12 @@ from typing import Annotated, Any
 import typer
 
 from trunkline.deploy import chat as chat_client
-from trunkline.deploy import schema_cli
+from trunkline.deploy import cluster_cli, schema_cli
 from trunkline.deploy.reporting import run
 from trunkline.deploy.serve import serve as run_cluster
-from trunkline.deploy.settings import ServeSettings
+from trunkline.deploy.settings import POLICIES, ServeSettings
 from trunkline.deploy.sizes import parse_bytes
+from trunkline.deploy.tenant_options import parse_tenant_limits
 from trunkline.deploy.tier_options import parse_disk_tier
 
 app = typer.Typer(
@@ -57,6 +58,8 @@ def root(
 
     trunkline chat  [dim]# talk to a running server[/]
 
+    trunkline restart  [dim]# a running cluster, without losing a request[/]
+
     trunkline schema lint trip.pml  [dim]# prompts made of cached modules[/]
     """
 
@@ -74,6 +77,28 @@ def serve(
     tp: Annotated[
         int, typer.Option(help="Tensor-parallel workers per group.", rich_help_panel=_CLUSTER)
     ] = ServeSettings.tp,
+    routers: Annotated[
+        int, typer.Option(help="Router processes that share the port.", rich_help_panel=_CLUSTER)
+    ] = ServeSettings.routers,
+    policy: Annotated[
+        str,
+        typer.Option(help=f"How a group is chosen: {', '.join(POLICIES)}.", rich_help_panel=_CLUSTER),
+    ] = ServeSettings.policy,
+    restart: Annotated[
+        bool,
+        typer.Option(
+            "--restart/--no-restart",
+            help="Start processes again that die; else the cluster stops with the first.",
+            rich_help_panel=_CLUSTER,
+        ),
+    ] = ServeSettings.restart,
+    resume_seconds: Annotated[
+        float,
+        typer.Option(
+            help="How long requests and streams wait for a group when there is none; 0: they fail.",
+            rich_help_panel=_CLUSTER,
+        ),
+    ] = ServeSettings.resume_seconds,
     device: Annotated[
         str, typer.Option(help="auto, cpu or cuda.", rich_help_panel=_CLUSTER)
     ] = ServeSettings.device,
@@ -186,9 +211,36 @@ def serve(
     port: Annotated[
         int, typer.Option(help="Port to listen on; 0 takes any free one.", rich_help_panel=_SERVER)
     ] = ServeSettings.port,
+    tenants: Annotated[
+        str,
+        typer.Option(metavar="FILE", help="JSON file with limits of single tenants.", rich_help_panel=_SERVER),
+    ] = ServeSettings.tenants,
+    tenant_limits: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME=N,…",
+            help="Limits of other tenants: requests (at once), requests_per_minute, tokens_per_minute, priority.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = "",
+    tenant_header: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="Header in which a gateway names the tenant. Default: keys tell tenants apart.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = ServeSettings.tenant_header,
+    idempotency_ttl: Annotated[
+        float,
+        typer.Option(
+            help="Seconds for which answers are kept for retries with an Idempotency-Key; 0: none are.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = ServeSettings.idempotency_ttl,
     drain_seconds: Annotated[
         float,
-        typer.Option(help="How long running requests may finish after a stop.", rich_help_panel=_SERVER),
+        typer.Option(help="How long running requests may finish after a stop or drain.", rich_help_panel=_SERVER),
     ] = ServeSettings.drain_seconds,
     log_level: Annotated[
         str, typer.Option(help="debug, info, warning or error.", rich_help_panel=_SERVER)
@@ -197,8 +249,8 @@ def serve(
     """Serve a model over an OpenAI-compatible API: starts and supervises router, controllers and workers.
 
     Ctrl-C or SIGTERM stops it: running requests finish (see --drain-seconds), new ones get 503; a second
-    Ctrl-C stops at once. Exit code: 0 after a stop that was asked for, 1 if a process failed, 2 if what
-    was asked for is impossible (nothing was started then).
+    Ctrl-C stops at once. A process that dies is started again; its streams go on. Exit code: 0 after a stop that
+    was asked for, 1 if the cluster failed, 2 if what was asked for is impossible (nothing was started then).
 
     [bold]Examples[/]
 
@@ -211,6 +263,7 @@ def serve(
     given: dict[str, Any] = dict(locals())
     given["kv_memory_bytes"] = run(lambda: None if kv_memory is None else parse_bytes(kv_memory, "--kv-memory"))
     given["disk_tier"] = run(lambda: None if disk_tier is None else parse_disk_tier(disk_tier))
+    given["tenant_limits"] = run(lambda: parse_tenant_limits(tenant_limits))
     given["host_tier_bytes"] = run(lambda: None if host_tier is None else _size_or_none(host_tier))
     settings = ServeSettings(**{field.name: given[field.name] for field in fields(ServeSettings)})
     raise typer.Exit(run(lambda: run_cluster(settings)))
@@ -239,6 +292,9 @@ def chat(
         url=url, model=model, system=system, max_tokens=max_tokens, temperature=temperature
     )
     raise typer.Exit(run(lambda: chat_client.chat(options)))
+
+
+cluster_cli.add_to(app, "Commands")
 
 
 @app.command(rich_help_panel="Commands")

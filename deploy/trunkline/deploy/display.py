@@ -51,7 +51,7 @@ class TerminalReporter:
     def spawned(self, name: str, pid: int) -> None:
         """A child runs."""
         self._pids[name] = pid
-        if not self._console.is_terminal:
+        if not self._live.is_started:  # no terminal, or the table has gone
             self._console.print(f"{name} started (process {pid})")
 
     def health(self, answer: Mapping[str, Any] | None) -> None:

@@ -1,14 +1,18 @@
-"""When to signal which process: the supervisor's decisions as a state machine without I/O.
+"""When to signal or start which process: the supervisor's decisions as a state machine without I/O.
 
     STARTING ──healthy──► SERVING ──stop──► STOPPING ──all gone──► STOPPED
         │                    │                  ▲
-        │ stop, or a         └─ a child dies ─► FAILED (the router stays a moment, so that waiting
+        │ stop, or a         └─ all is lost ──► FAILED (routers stay a moment, so that waiting
         │ child dies                            clients get their errors and /health says 503)
         └───────────────────────────────────────┘
 
-Events go in (a child exited, the cluster is healthy, somebody wants it stopped, time passed), always with
-the time; actions come out (signals to send, things to say). The shell (`supervisor.py`) does them, in order,
-before the next event. Nothing here reads a clock, so a test can drive it through any sequence of deaths.
+While the cluster serves, `fleet.py` decides: what dies is started again, and all is lost only when every group, or
+every router, was given up. Without restarts, all is lost with the first process.
+
+Events go in (a child exited or said something, the cluster is healthy, somebody wants something, time passed),
+always with the time; actions come out (signals to send, processes to start, things to say). The shell
+(`supervisor.py`) does them, in order, before the next event. Nothing here reads a clock, so a test can drive it
+through any sequence of deaths.
 
 A graceful stop goes by stages: routers first (they finish what runs and refuse what comes), then
 controllers (they dismiss their workers), then workers. Every stage is bounded: who is not gone by its
@@ -19,17 +23,23 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final
+from typing import Any
 
-
-class Role(StrEnum):
-    """What a child process is. In the order in which a stop reaches them."""
-
-    ROUTER = "router"
-    CONTROLLER = "controller"
-    WORKER = "worker"
+from trunkline.deploy.commands import Command, CommandError
+from trunkline.deploy.fleet import Fleet
+from trunkline.deploy.members import (
+    EXPECTED_EXITS,
+    NEVER,
+    Action,
+    Limits,
+    Member,
+    Role,
+    Say,
+    Send,
+    Start,
+    describe_exit,
+)
 
 
 class Phase(StrEnum):
@@ -42,82 +52,11 @@ class Phase(StrEnum):
     STOPPED = "stopped"
 
 
-@dataclass(frozen=True)
-class Member:
-    """A child process, as far as decisions need to know it."""
-
-    name: str
-    role: Role
-    group: int = 0
-
-
-@dataclass(frozen=True)
-class Limits:
-    """How long each part of a life may take, in seconds."""
-
-    start_s: float = 1800.0
-    """From the first spawn to a generated token. Large checkpoints on slow disks need minutes; a start that
-    hangs must still end."""
-    drain_s: float = 30.0
-    """What running requests get to finish in; the router bounds itself by the same number."""
-    margin_s: float = 5.0
-    """What a router gets on top of `drain_s` to notice by itself that the time is over."""
-    settle_s: float = 5.0
-    """For controllers, then for workers, to end after SIGTERM."""
-    grace_s: float = 3.0
-    """How long a router outlives a failure, so that clients read an error instead of a reset connection."""
-    orphan_s: float = 1.0
-    """After a failure, what the other processes of the lost group get before they are killed: they may sit
-    in a collective that never ends."""
-    quick_s: float = 2.0
-    """For everyone at once, when a start failed or somebody asked twice."""
-    reap_s: float = 5.0
-    """How long SIGKILL may take (a process in an uninterruptible call outlives it) before we give up."""
-
-    def validate(self) -> None:
-        """Raise ValueError unless every duration is positive (`drain_s` may be 0: no drain)."""
-        for name, value in vars(self).items():
-            if value < 0 or (value == 0 and name != "drain_s"):
-                raise ValueError(f"{name} must be positive, not {value}")
-
-
-@dataclass(frozen=True)
-class Send:
-    """Send signal `number` to the child `name`; harmless if it is gone."""
-
-    name: str
-    number: signal.Signals
-
-
-@dataclass(frozen=True)
-class Say:
-    """Tell the person who watches."""
-
-    text: str
-    level: str = "info"
-    """A logging level name; "error" also asks for the last lines of the child `about`."""
-    about: str = ""
-
-
-Action = Send | Say
-
-_NEVER: Final = float("inf")
-
-
-def describe_exit(status: int) -> str:
-    """How a process ended, from its `Popen.returncode`: negative is a signal."""
-    if status >= 0:
-        return f"exited with code {status}"
-    try:
-        return f"was killed by {signal.Signals(-status).name}"
-    except ValueError:  # real-time signals have no names
-        return f"was killed by signal {-status}"
-
-
 class Lifecycle:
     """The state machine. Feed it events in the order in which they happened."""
 
-    def __init__(self, members: Sequence[Member], limits: Limits, now: float) -> None:
+    def __init__(self, members: Sequence[Member], limits: Limits, now: float, *, restart: bool = True) -> None:
+        """`restart`: whether a process that dies while the cluster serves is started again."""
         limits.validate()
         if len({member.name for member in members}) != len(members):
             raise ValueError("two members have the same name")
@@ -125,12 +64,16 @@ class Lifecycle:
         self.exit_code = 0
         """What the supervisor should exit with once STOPPED: 0 after a stop that somebody asked for and that
         needed no force, else 1."""
-        self.deadline = now + limits.start_s
-        """When `tick` has something to do; infinity: only events can change anything."""
+        self._restart = restart
+        self._fleet = Fleet(members, limits, now)
+        self._deadline = now + limits.start_s
         self._limits = limits
         self._alive = {member.name: member for member in members}
+        """By child; a router's replacement is another child of the same member."""
         self._asked: set[str] = set()
         """Who got a signal from us: their end is no news."""
+        self._excused: set[str] = set()
+        """Who would have ended anyway when the stop began."""
         self._stages: list[tuple[list[str], float]] = []
         """Stages still to come: names and seconds."""
         self._stage: list[str] = []
@@ -138,7 +81,12 @@ class Lifecycle:
         self._killing = False
         """The current stage has been sent SIGKILL."""
         self._orphans: list[str] = []
-        self._grace_until = _NEVER
+        self._grace_until = NEVER
+
+    @property
+    def deadline(self) -> float:
+        """When `tick` has something to do; infinity: only events can change anything."""
+        return self._fleet.deadline if self.phase is Phase.SERVING else self._deadline
 
     @property
     def alive(self) -> tuple[str, ...]:
@@ -150,7 +98,7 @@ class Lifecycle:
         del now
         if self.phase is Phase.STARTING:
             self.phase = Phase.SERVING
-            self.deadline = _NEVER
+            self._deadline = NEVER
         return []
 
     def exited(self, name: str, status: int, now: float) -> list[Action]:
@@ -161,16 +109,38 @@ class Lifecycle:
         match self.phase:
             case Phase.STARTING:
                 return [*self._blame(member, status), *self._stop_quickly(now)]
+            case Phase.SERVING if self._restart or self._fleet.expects(name):
+                return self._serve(self._fleet.exited(name, status, now), now)
             case Phase.SERVING:
                 return [*self._blame(member, status), *self._fail(member, now)]
             case Phase.FAILED:
                 news = [] if name in self._asked else self._blame(member, status)
                 return [*news, *self._stop_quickly(now)] if member.role is Role.ROUTER else news
             case Phase.STOPPING:
-                actions = self._judge(member, status, now)
+                actions = self._judge(name, member, status, now)
                 return [*actions, *self._advance(now)]
             case Phase.STOPPED:
                 return []
+
+    def reported(self, name: str, status: str, now: float) -> list[Action]:
+        """A child said where it stands: starting, ready, draining or failed."""
+        if self.phase not in (Phase.STARTING, Phase.SERVING):
+            return []
+        return self._serve(self._fleet.reported(name, status, now), now)
+
+    def command(self, command: Command, ticket: int, now: float) -> list[Action]:
+        """Somebody wants something other than the status; `Tell` answers with the ticket.
+
+        Raises:
+            CommandError: it is not possible, or not now; nothing has changed.
+        """
+        if self.phase is not Phase.SERVING:
+            raise CommandError(f"the cluster is {self.phase}; try again when it serves")
+        return self._serve(self._fleet.command(command, ticket, now), now)
+
+    def status(self, now: float) -> dict[str, Any]:
+        """For a status table, without process ids."""
+        return {"phase": self.phase.value, "restarts": self._restart, **self._fleet.describe(now)}
 
     def stop_requested(self, now: float) -> list[Action]:
         """SIGTERM or SIGINT. The second time: hurry. The third time: kill."""
@@ -191,6 +161,8 @@ class Lifecycle:
         if now < self.deadline:
             return []
         match self.phase:
+            case Phase.SERVING:
+                return self._serve(self._fleet.tick(now), now)
             case Phase.STARTING:
                 self.exit_code = 1
                 text = f"The cluster was not ready after {self._limits.start_s:.0f} s; giving up."
@@ -198,7 +170,7 @@ class Lifecycle:
             case Phase.FAILED:
                 actions: list[Action] = self._kill(self._orphans)
                 self._orphans = []
-                self.deadline = self._grace_until
+                self._deadline = self._grace_until
                 return [*actions, *self._stop_quickly(now)] if now >= self._grace_until else actions
             case Phase.STOPPING if not self._killing:
                 if self._graceful:  # a stop that was to be gentle and needed force was not clean
@@ -212,6 +184,19 @@ class Lifecycle:
             case _:
                 return []
 
+    def _serve(self, actions: list[Action], now: float) -> list[Action]:
+        """What the fleet decided, and what follows if that was its end."""
+        for action in actions:
+            if isinstance(action, Start):
+                self._alive[action.name] = action.member
+        if self.phase is Phase.SERVING and self._fleet.is_without_routers:
+            self.exit_code = 1
+            return [*actions, Say("No router is left; stopping.", "error"), *self._stop_quickly(now)]
+        if self.phase is Phase.SERVING and self._fleet.is_without_groups:
+            self.exit_code = 1
+            return [*actions, *self._enter_failed([m for m in self._alive.values() if m.role is Role.WORKER], now)]
+        return actions
+
     def _blame(self, member: Member, status: int) -> list[Action]:
         self.exit_code = 1
         return [Say(f"{member.name} {describe_exit(status)}.", "error", about=member.name)]
@@ -220,27 +205,36 @@ class Lifecycle:
         """A running cluster lost a process. Without its router there is nobody to wait for."""
         if lost.role is Role.ROUTER:
             return self._stop_quickly(now)
+        orphans = [m for m in self._alive.values() if m.group == lost.group and m.role is Role.WORKER]
+        return self._enter_failed(orphans, now)
+
+    def _enter_failed(self, orphans: Sequence[Member], now: float) -> list[Action]:
         self.phase = Phase.FAILED
         self._grace_until = now + self._limits.grace_s
-        self._orphans = [m.name for m in self._alive.values() if m.group == lost.group and m.role is Role.WORKER]
-        self.deadline = min(self._grace_until, now + self._limits.orphan_s)
-        return []
+        self._orphans = [name for name, member in self._alive.items() if member in orphans]
+        self._deadline = min(self._grace_until, now + self._limits.orphan_s)
+        return self._fleet.close("the cluster has failed and stops")
 
-    def _judge(self, member: Member, status: int, now: float) -> list[Action]:
+    def _judge(self, name: str, member: Member, status: int, now: float) -> list[Action]:
         """Someone ended during a stop: expected of those we asked and of a dismissed worker, else a failure."""
-        if member.name in self._asked:
+        if name in self._asked:
             # Who is interrupted while it drains may well say so with its exit code: no news either.
-            expected = not self._graceful or status in (0, -signal.SIGTERM, -signal.SIGKILL)
+            expected = not self._graceful or name in self._excused or status in EXPECTED_EXITS
         else:
             expected = status == 0 and not self._serves_still()
         if expected:
             return []
         if member.role is not Role.ROUTER and not self._serves_still():
             # All answers are delivered; how the rest goes down harms nobody, but should be known.
-            return [Say(f"{member.name} {describe_exit(status)} while stopping.", "warning")]
-        # What still runs cannot finish any more: the drain ends early.
-        self.deadline = min(self.deadline, now + self._limits.grace_s)
+            return [Say(f"{name} {describe_exit(status)} while stopping.", "warning")]
+        if not self._others_serve(member):
+            # What still runs cannot finish any more: the drain ends early.
+            self._deadline = min(self._deadline, now + self._limits.grace_s)
         return self._blame(member, status)
+
+    def _others_serve(self, lost: Member) -> bool:
+        """Whether another group can take over the streams of this one."""
+        return any(m.role is Role.CONTROLLER and m.group != lost.group for m in self._alive.values())
 
     def _serves_still(self) -> bool:
         """Whether a router is there that may have answers to deliver."""
@@ -263,9 +257,13 @@ class Lifecycle:
         return self._enter_stopping(now)
 
     def _enter_stopping(self, now: float) -> list[Action]:
+        if self.phase is Phase.SERVING:
+            # Of those that were to go anyway, or have lost their group, the end is no news.
+            self._excused = {name for name in self._alive if self._fleet.expects(name)}
+            self._asked |= self._excused
         self.phase = Phase.STOPPING
         self._stage = []
-        return self._advance(now)
+        return [*self._fleet.close("the cluster stops"), *self._advance(now)]
 
     def _advance(self, now: float) -> list[Action]:
         """Enter the next stage once nobody of the current one is left."""
@@ -276,7 +274,7 @@ class Lifecycle:
             names, seconds = self._stages.pop(0)
             self._stage = [name for name in names if name in self._alive]
             self._killing = False
-            self.deadline = now + seconds
+            self._deadline = now + seconds
             if self._stage:
                 self._asked.update(self._stage)
                 return [Send(name, signal.SIGTERM) for name in self._stage]
@@ -285,7 +283,7 @@ class Lifecycle:
     def _kill_stage(self, now: float) -> list[Action]:
         late = [name for name in self._stage if name in self._alive]
         self._killing = True
-        self.deadline = now + self._limits.reap_s
+        self._deadline = now + self._limits.reap_s
         text = f"{', '.join(late)} did not stop in time; killing."
         return [Say(text, "warning"), *self._kill(late)]
 
@@ -295,7 +293,7 @@ class Lifecycle:
 
     def _finish(self) -> None:
         self.phase = Phase.STOPPED
-        self.deadline = _NEVER
+        self._deadline = NEVER
 
     def _names(self, role: Role) -> list[str]:
-        return [member.name for member in self._alive.values() if member.role is role]
+        return [name for name, member in self._alive.items() if member.role is role]

@@ -2,8 +2,9 @@
 
     <tmp>/trunkline-XXXXXXXX/     0700: whoever can reach the sockets controls the cluster
         lock                      held by flock while the supervisor lives
-        *.json                    one configuration per process
+        *.json                    one configuration per process, and what commands must know (registry.py)
         g0-plan, g0-report, …     ipc sockets
+        control, status           the supervisor's: commands come in, and what children say of themselves
 
 A supervisor removes its folder when it exits. One that was killed cannot, so every start removes folders
 whose lock nobody holds: unlike a process id, a lock is released by the kernel and never reused.
@@ -44,7 +45,7 @@ def remove_stale(base: Path) -> list[Path]:
     removed = []
     for folder in base.glob(f"{_PREFIX}????????"):
         with contextlib.suppress(OSError):  # another user's, or removed by somebody else meanwhile
-            if folder.is_symlink() or folder.stat().st_uid != os.getuid() or not _is_stale(folder):
+            if not is_run_folder(folder) or not is_stale(folder):
                 continue
             shutil.rmtree(folder)
             removed.append(folder)
@@ -80,7 +81,19 @@ def run_folder(base: Path | None = None) -> Iterator[Path]:
         os.close(lock)
 
 
-def _is_stale(folder: Path) -> bool:
+def is_run_folder(path: Path) -> bool:
+    """Whether this is a run folder, of this user."""
+    if len(path.name) != len(_PREFIX) + 8 or not path.name.startswith(_PREFIX) or path.is_symlink():
+        return False
+    return path.is_dir() and path.stat().st_uid == os.getuid()
+
+
+def is_stale(folder: Path) -> bool:
+    """Whether a run folder's supervisor is dead.
+
+    Raises:
+        OSError: it cannot be found out, or the folder is not there any more.
+    """
     try:
         lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:

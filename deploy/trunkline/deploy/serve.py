@@ -8,6 +8,7 @@ the run folder.
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,12 +23,15 @@ from trunkline.controller.config import ConfigError, ControllerConfig
 from trunkline.deploy import models
 from trunkline.deploy.display import TerminalReporter
 from trunkline.deploy.errors import UserError
-from trunkline.deploy.lifecycle import Limits, Member, Role
+from trunkline.deploy.listening import free_port, open_listener
+from trunkline.deploy.members import Limits, Member, Role
 from trunkline.deploy.process import enter_role
+from trunkline.deploy.registry import Running, announced
 from trunkline.deploy.rundir import run_folder
-from trunkline.deploy.settings import ServeSettings, free_port
+from trunkline.deploy.settings import ServeSettings
 from trunkline.deploy.sizes import format_bytes
-from trunkline.deploy.supervisor import ChildSpec, Supervisor
+from trunkline.deploy.statuses import SOCKET_NAME as STATUS_SOCKET
+from trunkline.deploy.supervisor import ChildSpec, Supervisor, Surroundings
 from trunkline.deploy.tier_options import redacted
 from trunkline.deploy.tiers import INDEX_NAME, DiskFolders, DiskPlan, disk_folders, plan_disk
 from trunkline.kvstore.fingerprint import KvShape, tier_fingerprint
@@ -36,7 +40,6 @@ from trunkline.worker.config import WorkerConfig
 from trunkline.worker.errors import WorkerError
 from trunkline.worker.families import ModelConfig, check_model
 
-_FIRST_EPOCH: Final = 1
 _TELL_BYTES: Final = 2 << 30
 """To read so much takes seconds: somebody may wonder."""
 
@@ -59,6 +62,8 @@ class ClusterPlan:
     positions_shift: bool
     disk: DiskPlan | None
     port: int
+    listen_fd: int = 0
+    """The listening socket that routers inherit; 0: none, the only one binds its own."""
 
     @property
     def url(self) -> str:
@@ -93,12 +98,15 @@ def _quietly(text: str) -> None:
     """Nobody wants to know."""
 
 
-def plan_cluster(settings: ServeSettings, tell: Callable[[str], None] = _quietly) -> ClusterPlan:
+def plan_cluster(
+    settings: ServeSettings, tell: Callable[[str], None] = _quietly, listener: socket.socket | None = None
+) -> ClusterPlan:
     """Settle what was left open and refuse what cannot work. Nothing is written, but digests of large weights.
 
     Args:
         settings: what was asked for.
         tell: called before what takes seconds.
+        listener: listens on the port already; None: whether that will be possible is tried out.
 
     Raises:
         UserError: with what was given, what is allowed and what to do.
@@ -145,7 +153,8 @@ def plan_cluster(settings: ServeSettings, tell: Callable[[str], None] = _quietly
         disk=plan_disk(settings.disk_tier, tier, settings.groups, settings.tp, chunk_bytes)
         if _has_room_on_host(settings, device, chunk_bytes)
         else None,
-        port=free_port(settings.host, settings.port),
+        port=free_port(settings.host, settings.port) if listener is None else listener.getsockname()[1],
+        listen_fd=0 if listener is None else listener.fileno(),
     )
     _check_host_tier(settings, chunk_bytes)
     try:  # with endpoints of a folder that does not exist yet: the rules are about everything else
@@ -173,7 +182,8 @@ def children(plan: ClusterPlan, folder: Path, disk: DiskFolders | None = None) -
         module = f"trunkline.{member.role}"
         # -P: a module in the current directory must not stand in for an installed one.
         argv = (sys.executable, "-P", "-m", module, "--config", str(path))
-        specs.append(ChildSpec(member, argv))
+        inherits = (plan.listen_fd,) if member.role is Role.ROUTER and plan.listen_fd else ()
+        specs.append(ChildSpec(member, argv, descriptors=inherits))
     order = [Role.WORKER, Role.CONTROLLER, Role.ROUTER]
     return sorted(specs, key=lambda spec: order.index(spec.member.role))
 
@@ -185,31 +195,38 @@ def serve(settings: ServeSettings) -> int:
         UserError: it cannot work; nothing was started.
     """
     console = Console(stderr=True, highlight=False)
-    plan = plan_cluster(settings, lambda text: console.print(text, markup=False))
-    enter_role("supervisor", log_level=settings.log_level)
-    with disk_folders(plan.disk) as disk:
-        reporter = TerminalReporter(
-            console,
-            title=plan.title,
-            url=plan.url,
-            model_name=plan.model_name,
-            log_level=settings.log_level,
-        )
-        try:
-            reporter.say(f"KV tiers below the device: {plan.describe_tiers(disk)}", "info")
-            for warning in disk.warnings:
-                reporter.say(warning, "warning")
-            with run_folder() as folder:
-                supervisor = Supervisor(
-                    children(plan, folder, disk),
-                    reporter,
-                    host=settings.connect_host,
-                    port=plan.port,
-                    limits=Limits(drain_s=settings.drain_seconds),
-                )
-                return supervisor.run()
-        finally:
-            reporter.close()
+    settings.validate()
+    # Before anything slow: nobody else can take the port any more.
+    with open_listener(settings.host, settings.port) as listener:
+        plan = plan_cluster(settings, lambda text: console.print(text, markup=False), listener)
+        enter_role("supervisor", log_level=settings.log_level)
+        with disk_folders(plan.disk) as disk:
+            return _supervise(plan, disk, listener, console)
+
+
+def _supervise(plan: ClusterPlan, disk: DiskFolders, listener: socket.socket, console: Console) -> int:
+    settings = plan.settings
+    reporter = TerminalReporter(
+        console, title=plan.title, url=plan.url, model_name=plan.model_name, log_level=settings.log_level
+    )
+    try:
+        reporter.say(f"KV tiers below the device: {plan.describe_tiers(disk)}", "info")
+        for warning in disk.warnings:
+            reporter.say(warning, "warning")
+        running = Running(plan.port, plan.url, plan.title, os.getpid())
+        with run_folder() as folder, announced(folder, running):
+            supervisor = Supervisor(
+                children(plan, folder, disk),
+                reporter,
+                host=settings.connect_host,
+                port=plan.port,
+                limits=Limits(drain_s=settings.drain_seconds),
+                restart=settings.restart,
+                surroundings=Surroundings(folder, listener),
+            )
+            return supervisor.run()
+    finally:
+        reporter.close()
 
 
 _Config = RouterConfig | ControllerConfig | WorkerConfig
@@ -223,8 +240,18 @@ def _configs(plan: ClusterPlan, folder: Path, disk: DiskFolders) -> dict[Member,
     router = RouterConfig(
         model_path=str(plan.folder),
         controllers=[_endpoint(folder, group, "router") for group in range(settings.groups)],
+        events=[_endpoint(folder, group, "events") for group in range(settings.groups)],
+        policy=settings.policy,
+        routers=settings.routers,
+        tenants=str(Path(settings.tenants).absolute()) if settings.tenants else "",
+        tenant_limits=settings.tenant_limits,
+        tenant_header=settings.tenant_header,
+        idempotency_ttl_seconds=settings.idempotency_ttl,
         host=settings.host,
         port=plan.port,
+        listen_fd=plan.listen_fd,
+        status_path=str(folder / STATUS_SOCKET),
+        resume_seconds=settings.resume_seconds,
         served_model_name=plan.model_name,
         max_context=plan.max_context,
         tool_call_parser=settings.tool_call_parser,
@@ -232,7 +259,9 @@ def _configs(plan: ClusterPlan, folder: Path, disk: DiskFolders) -> dict[Member,
         parent_pid=os.getpid(),
         log_level=settings.log_level,
     )
-    configs[Member("router", Role.ROUTER, -1)] = router
+    for number in range(settings.routers):
+        name = f"router-{number}" if settings.routers > 1 else "router"
+        configs[Member(name, Role.ROUTER, -1)] = router
     return configs
 
 
@@ -252,6 +281,8 @@ def _group_configs(
             plan_endpoint=_endpoint(folder, group, "plan"),
             report_endpoint=_endpoint(folder, group, "report"),
             router_endpoint=_endpoint(folder, group, "router"),
+            events_endpoint=_endpoint(folder, group, "events"),
+            status_path=str(folder / STATUS_SOCKET),
             model_fingerprint=plan.fingerprint,
             dtype=plan.dtype,
             chunk_size=settings.chunk_size,
@@ -269,7 +300,6 @@ def _group_configs(
             session_ttl_s=settings.session_ttl,
             positions_shift=plan.positions_shift,
             vocab_size=plan.vocab_size,
-            epoch=_FIRST_EPOCH,
             drain_seconds=settings.drain_seconds,
             parent_pid=os.getpid(),
             log_level=settings.log_level,
@@ -300,7 +330,6 @@ def _group_configs(
                 report_endpoint=_endpoint(folder, group, "report"),
                 rendezvous=f"file://{folder}/g{group}-rendezvous",
                 threads=settings.threads_per_worker(),
-                epoch=_FIRST_EPOCH,
                 parent_pid=os.getpid(),
                 log_level=settings.log_level,
             ),

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import errno
-import socket
 from dataclasses import dataclass
 from typing import Final
 
 from trunkline.controller.config import TIER_POLICIES
 from trunkline.deploy.cores import available_cores
 from trunkline.deploy.errors import UserError
+from trunkline.deploy.tenant_options import check_tenants
 from trunkline.deploy.tier_options import DiskOption, check_remote_url
+from trunkline.router.tenants import HEADER_NAME, IDEMPOTENCY_TTL_S_MAX, NO_LIMITS, TenantLimits
 
 DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
 DEVICES: Final = ("auto", "cpu", "cuda")
@@ -19,8 +19,11 @@ LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 
 PREEMPTIONS: Final = ("auto", "swap", "recompute")
 QUANTIZATIONS: Final = ("none", "int8")
+POLICIES: Final = ("prefix", "round-robin", "least-loaded", "session-hash", "sglang", "dynamo", "lmetric", "llm-d")
 TOOL_CALL_PARSERS: Final = ("auto", "hermes", "llama3_json", "mistral")
 
+_ROUTERS_MAX: Final = 64
+_RESUME_S_MAX: Final = 86400.0
 _KV_MEMORY_CPU: Final = 1 << 30
 _HOST_TIER_GPU: Final = 4 << 30
 _SESSION_TTL_S_MAX: Final = 10 * 365 * 86400.0
@@ -33,6 +36,14 @@ class ServeSettings:
     model: str = "demo"
     groups: int = 1
     """Independent replicas of the model; the router spreads requests over them."""
+    routers: int = 1
+    """Processes that share the port. One streams some thousand tokens a second."""
+    policy: str = "prefix"
+    """How a router chooses the group for a request."""
+    restart: bool = True
+    """Whether a process that dies is started again."""
+    resume_seconds: float = 60.0
+    """How long a stream that lost its group waits for it, or for another one."""
     tp: int = 2
     """Tensor-parallel workers per group. 2: the smallest cluster that shows the whole design."""
     dtype: str = "auto"
@@ -70,6 +81,14 @@ class ServeSettings:
     """Soft: prompts are computed in smaller parts so that running streams keep this pace. 0: no target."""
     tool_call_parser: str = "auto"
     drain_seconds: float = 30.0
+    tenants: str = ""
+    """File with what tenants may do, followed while the cluster runs; "": none."""
+    tenant_limits: TenantLimits = NO_LIMITS
+    """What each tenant may do of whom the file says nothing."""
+    tenant_header: str = ""
+    """In which a gateway in front names the tenant; "": keys tell tenants apart."""
+    idempotency_ttl: float = 600.0
+    """Seconds for which answers are kept for clients that send an `Idempotency-Key`; 0: none are."""
     threads: int | None = None
     """CPU threads per worker."""
     log_level: str = "warning"
@@ -78,6 +97,12 @@ class ServeSettings:
         """Raise `UserError` for the first setting that is wrong by itself."""
         _at_least("--groups", self.groups, 1)
         _at_least("--tp", self.tp, 1)
+        if not 1 <= self.routers <= _ROUTERS_MAX:
+            raise UserError(f"--routers is {self.routers}; allowed are 1 to {_ROUTERS_MAX}")
+        _one_of("--policy", self.policy, POLICIES)
+        if not 0 <= self.resume_seconds <= _RESUME_S_MAX:
+            most = f"{_RESUME_S_MAX:.0f}"
+            raise UserError(f"--resume-seconds is {self.resume_seconds:g}; allowed are 0 (do not wait) to {most}")
         _one_of("--dtype", self.dtype, DTYPES)
         _one_of("--device", self.device, DEVICES)
         _one_of("--kernels", self.kernels, KERNELS)
@@ -90,6 +115,7 @@ class ServeSettings:
         if self.preemption == "swap" and self.host_tier_bytes == 0:
             raise UserError("--preemption is swap, but --host-tier is 0; swapping needs memory to swap to")
         self._validate_tiers()
+        self._validate_tenants()
         if not 0 <= self.target_itl_ms <= 60_000:
             raise UserError(f"--target-itl-ms is {self.target_itl_ms:g}; allowed are 0 (no target) to 60000")
         if not 0 <= self.port <= 65535:
@@ -126,6 +152,14 @@ class ServeSettings:
                 f"--host-tier a size or leave {asked} out"
             )
 
+    def _validate_tenants(self) -> None:
+        check_tenants(self.tenants, self.tenant_limits)
+        if self.tenant_header and not HEADER_NAME.fullmatch(self.tenant_header):
+            raise UserError(f"--tenant-header is {self.tenant_header!r}; that names no header, as X-Tenant does")
+        if self.idempotency_ttl != 0 and not 1 <= self.idempotency_ttl <= IDEMPOTENCY_TTL_S_MAX:
+            most = f"{IDEMPOTENCY_TTL_S_MAX:.0f}"
+            raise UserError(f"--idempotency-ttl is {self.idempotency_ttl:g}; allowed are 0 (off) and 1 to {most}")
+
     @property
     def asked_tier(self) -> str:
         """The option by which a tier below host memory was asked for; "": none was."""
@@ -152,32 +186,6 @@ class ServeSettings:
         if self.host_tier_bytes is not None:
             return self.host_tier_bytes
         return self.kv_memory_per_worker(device) if device == "cpu" else _HOST_TIER_GPU
-
-
-def free_port(host: str, port: int) -> int:
-    """`port` if a server can listen there now, else an error; for 0 a free one.
-
-    Raises:
-        UserError: the port is in use, needs privileges, or the host is not an address of this machine.
-    """
-    try:
-        family, *_, address = socket.getaddrinfo(
-            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server will
-            probe.bind(address)
-            probe.listen(1)
-            return int(probe.getsockname()[1])
-    except PermissionError as error:
-        raise UserError(f"port {port} needs privileges; choose one above 1023 with --port") from error
-    except OSError as error:
-        advice = (
-            "choose another --port, or stop the process that has it"
-            if error.errno == errno.EADDRINUSE
-            else "--host must be an address of this machine, such as 127.0.0.1 or 0.0.0.0"
-        )
-        raise UserError(f"cannot listen on {host}:{port}: {error.strerror}; {advice}") from error
 
 
 def _at_least(option: str, value: int, least: int) -> None:

@@ -1,7 +1,8 @@
 """Runs a cluster's processes and does what `Lifecycle` decides: the shell around it.
 
 One thread waits for everything at once: signals and deaths (through the signal wake-up descriptor), output
-of the children (their pipes) and deadlines. A cluster that serves wakes it never, so it costs nothing idle.
+of the children (their pipes), what they say of themselves, commands, and deadlines. A cluster that serves wakes it
+never, so it costs nothing idle.
 While the cluster starts, a second thread asks the router for its health twice a second; it ends with the
 first answer that says "healthy".
 
@@ -12,26 +13,29 @@ it must decide the order in which they stop.
 
 from __future__ import annotations
 
-import http.client
-import json
 import os
 import selectors
 import signal
+import socket
 import subprocess
-import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final, Protocol
 
-from trunkline.deploy.lifecycle import Action, Lifecycle, Limits, Member, Phase, Say, Send
+from trunkline.deploy.commands import Command, Reply
+from trunkline.deploy.control_server import ControlServer
+from trunkline.deploy.health_probe import NEWS, HealthProbe
+from trunkline.deploy.lifecycle import Lifecycle, Phase
+from trunkline.deploy.members import Action, Limits, Member, Say, Send, Start, Tell
+from trunkline.deploy.statuses import StatusSocket
 
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)
-_HEALTH_NEWS: Final = 0  # the byte that the health thread writes; no signal has this number
-_HEALTH_INTERVAL_S: Final = 0.5
-_HEALTH_TIMEOUT_S: Final = 10.0
+_SPAWN_FAILED: Final = 127
+"""As a shell says it: the exit code of a process that could not be started again."""
 _LAST_LINES: Final = 40
 _LINE_BYTES_MAX: Final = 64 * 1024
 
@@ -44,6 +48,19 @@ class ChildSpec:
     argv: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
     """Added to the supervisor's own."""
+    descriptors: tuple[int, ...] = ()
+    """That it inherits, under the same numbers."""
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a supervisor finds beside its children."""
+
+    folder: Path | None = None
+    """The run folder, for the control and status sockets; None: nobody can ask, and children say nothing."""
+    listener: socket.socket | None = None
+    """The socket that routers accept from. Kept open for them, so that no connection is lost when one dies; closed
+    when the cluster stops, so that none waits in vain."""
 
 
 class Reporter(Protocol):
@@ -79,43 +96,61 @@ class Supervisor:
         host: str,
         port: int,
         limits: Limits | None = None,
+        restart: bool = True,
+        surroundings: Surroundings | None = None,
     ) -> None:
-        self._specs = children
+        """
+        Args:
+            host, port: where a router answers `/health`.
+            restart: whether processes that die are started again.
+        """
+        self._specs = {spec.member: spec for spec in children}
         self._reporter = reporter
         self._address = (host, port)
+        self._surroundings = surroundings or Surroundings()
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._tails: dict[str, _Tail] = {}
         self._selector = selectors.DefaultSelector()
         self._limits = limits or Limits()
         members = [spec.member for spec in children]
-        self._life = Lifecycle(members, self._limits, time.monotonic())
+        self._life = Lifecycle(members, self._limits, time.monotonic(), restart=restart)
         self._told_phase = Phase.STARTING
+        self._control: ControlServer | None = None
+        self._statuses: StatusSocket | None = None
 
     def run(self) -> int:
         """Start everything, serve until something ends it, and leave nothing behind.
 
         Must be called by the main thread. Raises nothing that a child does; an `OSError` from a failed
-        spawn comes after the children already started were stopped.
+        spawn at the start comes after the children already started were stopped.
         """
-        with _wakeups() as (wake_read, wake_write), self._selector:
+        with _wakeups() as (wake_read, wake_write), self._selector, ExitStack() as stack:
             os.set_blocking(wake_read, False)
-            self._selector.register(wake_read, selectors.EVENT_READ)
             try:
-                for spec in self._specs:
-                    self._spawn(spec)
-                health = _HealthProbe(*self._address, wake_write)
+                if self._surroundings.folder is not None:
+                    self._open_sockets(self._surroundings.folder, stack)
+                for spec in self._specs.values():
+                    self._spawn(spec.member.name, spec)
+                health = HealthProbe(*self._address, wake_write)
+                self._selector.register(
+                    wake_read, selectors.EVENT_READ, lambda _: self._read_wakeups(wake_read, health)
+                )
                 health.start()
                 try:
                     while self._life.phase is not Phase.STOPPED:
-                        self._wait_and_handle(wake_read, health)
+                        self._wait_and_handle()
                 finally:
                     health.stop()
             finally:
                 self._kill_rest()
         return self._life.exit_code
 
-    def _spawn(self, spec: ChildSpec) -> None:
-        name = spec.member.name
+    def _open_sockets(self, folder: Path, stack: ExitStack) -> None:
+        self._statuses = stack.enter_context(closing(StatusSocket(folder)))
+        self._selector.register(self._statuses, selectors.EVENT_READ, lambda _: self._read_statuses())
+        self._control = stack.enter_context(closing(ControlServer(self._selector, folder, self._command)))
+
+    def _spawn(self, name: str, spec: ChildSpec) -> None:
         process = subprocess.Popen(
             spec.argv,
             stdin=subprocess.DEVNULL,
@@ -123,29 +158,60 @@ class Supervisor:
             stderr=subprocess.STDOUT,
             env={**os.environ, **spec.environment},
             start_new_session=True,
+            pass_fds=spec.descriptors,
         )
         assert process.stdout is not None
         os.set_blocking(process.stdout.fileno(), False)
         self._processes[name] = process
         self._tails[name] = _Tail(process.stdout.fileno())
-        self._selector.register(process.stdout, selectors.EVENT_READ, name)
+        self._selector.register(process.stdout, selectors.EVENT_READ, lambda _: self._read_output(name))
         self._reporter.spawned(name, process.pid)
 
-    def _wait_and_handle(self, wake_read: int, health: _HealthProbe) -> None:
+    def _spawn_again(self, action: Start) -> None:
+        try:
+            self._spawn(action.name, self._specs[action.member])
+        except OSError as error:  # no memory or no process ids left, say: perhaps later
+            self._reporter.say(f"{action.name} cannot be started: {error.strerror or error}", "error")
+            self._processes.pop(action.name, None)
+            self._do(self._life.exited(action.name, _SPAWN_FAILED, time.monotonic()))
+
+    def _wait_and_handle(self) -> None:
         timeout = self._life.deadline - time.monotonic()
         ready = self._selector.select(None if timeout == float("inf") else max(0.0, timeout))
-        for key, _ in ready:
-            if key.data is not None:
-                self._read_output(key.data)
-        with suppress(BlockingIOError):
-            for byte in os.read(wake_read, 4096):
-                self._wake_up(byte, health)
+        for key, events in ready:
+            if self._selector.get_map().get(key.fd) is key:  # else an earlier one of these has changed it
+                key.data(events)
         self._reap()
         self._do(self._life.tick(time.monotonic()))
 
-    def _wake_up(self, byte: int, health: _HealthProbe) -> None:
+    def _read_wakeups(self, wake_read: int, health: HealthProbe) -> None:
+        with suppress(BlockingIOError):
+            for byte in os.read(wake_read, 4096):
+                self._wake_up(byte, health)
+
+    def _read_statuses(self) -> None:
+        """What children say of themselves. Who says it is known by the process id."""
+        assert self._statuses is not None
+        names = {process.pid: name for name, process in self._processes.items()}
+        for report in self._statuses.receive():
+            if report.pid in names:
+                self._do(self._life.reported(names[report.pid], report.status, time.monotonic()))
+
+    def _command(self, command: Command, ticket: int) -> None:
+        assert self._control is not None
         now = time.monotonic()
-        if byte == _HEALTH_NEWS and self._life.phase is Phase.STARTING:
+        if command.command != "status":
+            self._do(self._life.command(command, ticket, now))
+            return
+        status = self._life.status(now)
+        for row in status["processes"]:
+            process = self._processes.get(row.pop("child"))
+            row["pid"] = process.pid if process is not None and process.returncode is None else None
+        self._control.reply(ticket, Reply(done=True, status=status))
+
+    def _wake_up(self, byte: int, health: HealthProbe) -> None:
+        now = time.monotonic()
+        if byte == NEWS and self._life.phase is Phase.STARTING:
             self._reporter.health(health.answer)
             if health.healthy:
                 self._do(self._life.healthy(now))
@@ -167,6 +233,8 @@ class Supervisor:
             self._read_output(name)
             self._close_output(name)
             self._do(self._life.exited(name, status, time.monotonic()))
+            if name not in self._life.alive and not any(name == member.name for member in self._specs):
+                del self._processes[name], self._tails[name]  # a replacement's name is not used again
 
     def _read_output(self, name: str) -> None:
         tail = self._tails[name]
@@ -188,13 +256,20 @@ class Supervisor:
             match action:
                 case Send(name, number):
                     self._send(name, number)
+                case Start():
+                    self._spawn_again(action)
                 case Say(text, level, about):
                     self._reporter.say(text, level)
-                    if about:
+                    if about in self._tails:
                         self._reporter.last_lines(about, list(self._tails[about].last))
+                case Tell(ticket, text, done, ok):
+                    if self._control is not None:
+                        self._control.reply(ticket, Reply(text, done, ok))
         if self._life.phase is not self._told_phase:
             self._told_phase = self._life.phase
             self._reporter.phase(self._told_phase)
+            if self._told_phase is Phase.STOPPING and self._surroundings.listener is not None:
+                self._surroundings.listener.close()
 
     def _send(self, name: str, number: signal.Signals) -> None:
         process = self._processes.get(name)
@@ -269,43 +344,3 @@ def _wakeups() -> Iterator[tuple[int, int]]:
             signal.signal(number, handler)
         os.close(read)
         os.close(write)
-
-
-class _HealthProbe(threading.Thread):
-    """Asks the router for its health until it says yes. A thread, because an answer may take seconds (the
-    router generates a token for it) and a Ctrl-C must not wait for that."""
-
-    def __init__(self, host: str, port: int, wake_write: int) -> None:
-        super().__init__(name="health", daemon=True)
-        self.healthy = False
-        self.answer: Mapping[str, Any] | None = None
-        self._address = (host, port)
-        self._wake_write = wake_write
-        self._stop_asked = threading.Event()
-        self._write_lock = threading.Lock()
-
-    def run(self) -> None:
-        """Probe, report, wait; until healthy or stopped."""
-        while not self.healthy and not self._stop_asked.is_set():
-            self.answer, self.healthy = self._ask()
-            with self._write_lock:
-                if not self._stop_asked.is_set():  # after `stop` the descriptor may be somebody else's
-                    os.write(self._wake_write, bytes([_HEALTH_NEWS]))
-            self._stop_asked.wait(_HEALTH_INTERVAL_S)
-
-    def stop(self) -> None:
-        """Never write to the pipe again. Does not wait for an answer on its way."""
-        with self._write_lock:
-            self._stop_asked.set()
-
-    def _ask(self) -> tuple[Mapping[str, Any] | None, bool]:
-        connection = http.client.HTTPConnection(*self._address, timeout=_HEALTH_TIMEOUT_S)
-        try:
-            connection.request("GET", "/health")
-            response = connection.getresponse()
-            body = json.loads(response.read() or b"{}")
-            return (body if isinstance(body, dict) else {}), response.status == 200
-        except (OSError, ValueError, http.client.HTTPException):
-            return None, False
-        finally:
-            connection.close()

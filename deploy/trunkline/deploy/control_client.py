@@ -1,0 +1,40 @@
+"""The commands' end of the control socket."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from trunkline.deploy.commands import Command, Reply
+from trunkline.deploy.errors import DeployError
+
+
+class ControlError(DeployError):
+    """The supervisor does not answer."""
+
+
+def ask(path: Path, command: Command) -> Iterator[Reply]:
+    """Send a command; its replies as they come, the last of them `done`.
+
+    Raises:
+        ControlError: nobody is there, or what comes back is no answer.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        try:
+            connection.connect(os.fspath(path))
+            connection.sendall(msgspec.json.encode(command) + b"\n")
+            with connection.makefile("rb") as lines:
+                for line in lines:
+                    reply = msgspec.json.decode(line, type=Reply)
+                    yield reply
+                    if reply.done:
+                        return
+        except OSError as error:
+            raise ControlError(f"the supervisor does not answer ({error.strerror or error})") from error
+        except msgspec.MsgspecError as error:
+            raise ControlError(f"the supervisor's answer makes no sense: {error}") from error
+    raise ControlError("the supervisor ended before it had answered")

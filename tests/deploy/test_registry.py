@@ -1,0 +1,83 @@
+"""How commands find the cluster that is meant, and how processes are heard."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from trunkline.deploy.notify import report_status
+from trunkline.deploy.registry import ClusterNotFoundError, Running, announced, find_cluster, running_clusters
+from trunkline.deploy.rundir import run_folder
+from trunkline.deploy.statuses import SOCKET_NAME, Report, StatusSocket, parse_report
+
+
+def running(port: int) -> Running:
+    return Running(port, f"http://127.0.0.1:{port}", "a model", os.getpid())
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run folders of whoever runs the tests are out of sight."""
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr("trunkline.deploy.registry.base_folder", lambda: tmp_path / "tmp")
+
+
+def test_a_cluster_is_found_by_its_port_wherever_its_folder_is(tmp_path: Path) -> None:
+    with pytest.raises(ClusterNotFoundError, match="no cluster of yours runs"):
+        find_cluster(None)
+    with run_folder(tmp_path) as first, announced(first, running(8000)):
+        assert find_cluster(None) == (first, running(8000))
+        with pytest.raises(ClusterNotFoundError, match=r"no cluster of yours serves on port 9; .* on 8000"):
+            find_cluster(9)
+        with run_folder(tmp_path) as second, announced(second, running(8001)):
+            with pytest.raises(ClusterNotFoundError, match=r"on ports .*say which with --port"):
+                find_cluster(None)
+            assert find_cluster(8001)[0] == second
+        assert find_cluster(None)[0] == first
+    assert running_clusters() == {}
+
+
+def test_without_a_cache_folder_the_usual_place_is_searched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trunkline.deploy.registry.cache_folder", lambda: None)
+    with run_folder(tmp_path / "tmp") as folder, announced(folder, running(8000)):
+        assert find_cluster(8000)[0] == folder
+
+
+def test_pointers_to_the_dead_go_away(tmp_path: Path, cache_home: Path) -> None:
+    dead = tmp_path / "trunkline-deadbeef"
+    dead.mkdir()
+    (dead / "lock").touch()
+    pointers = cache_home / "trunkline" / "running"
+    pointers.mkdir(parents=True)
+    for name, text in (("a", str(dead)), ("b", "/"), ("c", "\0"), ("d", str(tmp_path / "trunkline-xxxxxxxx"))):
+        (pointers / name).write_text(text)
+    assert running_clusters() == {}
+    assert [path.name for path in pointers.iterdir()] in ([], ["c"])  # a pointer that is no path stays
+
+
+def test_reports_arrive(tmp_path: Path) -> None:
+    statuses = StatusSocket(tmp_path)
+    path = str(tmp_path / SOCKET_NAME)
+    assert report_status(path, "starting", "x" * 10_000)
+    assert report_status(path, "ready", epoch=7)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
+        other.sendto(b"nonsense", path)
+        other.sendto(json.dumps({"pid": 1, "status": "excellent"}).encode(), path)
+    first, second = statuses.receive()
+    assert (first.pid, first.status, len(first.detail)) == (os.getpid(), "starting", 500)
+    assert second == Report(os.getpid(), "ready", "", 7)
+    assert list(statuses.receive()) == []
+    statuses.close()
+
+
+def test_nobody_listens_and_nobody_minds(tmp_path: Path) -> None:
+    assert not report_status("", "ready")
+    assert not report_status(str(tmp_path / "missing"), "ready")
+    assert not report_status(str(tmp_path / ("x" * 200)), "ready")
+    assert parse_report(b"[" * 100_000) is None
