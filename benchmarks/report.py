@@ -87,6 +87,10 @@ class Report:
             self._print_wide()
         else:
             self._print_long()
+        self.close(path)
+
+    def close(self, path: Path | None) -> None:
+        """Like `finish`, for those who have printed tables of their own."""
         machine = {
             "cpu": cpu_name(),
             "cores": os.cpu_count(),

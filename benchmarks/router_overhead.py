@@ -1,0 +1,235 @@
+"""What the router adds to a streamed token: the time from the controller's message to the client's bytes.
+
+    python benchmarks/router_overhead.py [--quick] [--streams 64] [--step-ms 20] [--json PATH]
+
+A router process serves the demo model's tokenizer. In place of a controller, a process of this script sends one
+`Outputs` message per step with a token of each stream, and notes when; here, all streams are read over plain
+HTTP/1.1 connections. The difference is the router's: receive, detokenise, format, send. For comparison the same
+messages are sent straight to a reader (`direct`): what one takes without a router. All clocks are CLOCK_MONOTONIC.
+
+Steps come every `--step-ms`, far apart enough that none waits for the one before: this is latency, not throughput.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import numpy as np
+import psutil
+import zmq
+from report import Report, argument_parser
+from tokenizers import Tokenizer
+
+from trunkline.controller.messages import Abort, Ping, RouterRequest, Submit
+from trunkline.router.messages import Finished, FinishReason, Outputs, RouterMessage, Started, State
+from trunkline.worker.messages import Sampling
+
+DEMO_MODEL: Final = Path(__file__).resolve().parents[1] / "deploy/trunkline/deploy/demo_model"
+TOKEN: Final = 300
+"""What every stream says all the time: a token whose text is short and never ends inside a character."""
+_STATE: Final = State(0, "ready", "", 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 4096, max_rows=256)
+"""An idle controller with room for contexts of 4,096 tokens."""
+
+
+class Controller:
+    """Answers pings, takes requests and sends each a token per step. Runs in a process of its own."""
+
+    def __init__(self, endpoint: str, streams: int, step_seconds: float) -> None:
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
+        self._socket.bind(endpoint)
+        self._streams = streams
+        self._step_seconds = step_seconds
+        self._seq = 0
+        self._router = b""
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(RouterRequest)
+        self._live: list[Submit] = []
+
+    def run(self, times: Connection) -> None:
+        """Serve one round: the time of each step's message goes to `times` in the end."""
+        while len(self._live) < self._streams:
+            self._receive(1000)
+        numbers = np.array([submit.request for submit in self._live], "<u4").tobytes()
+        tokens = np.full(len(self._live), TOKEN, "<i4").tobytes()
+        sent = []
+        due = time.monotonic()
+        for _ in range(self._live[0].max_tokens):
+            due += self._step_seconds
+            while (left := due - time.monotonic()) > 0:
+                self._receive(max(0, int(left * 1000)))
+            sent.append(time.monotonic())
+            self._send(Outputs(self._next(), numbers, tokens))
+        self._send(Outputs(self._next(), finished=[Finished(s.request, FinishReason.LENGTH) for s in self._live]))
+        self._live.clear()
+        times.send(sent)
+        while self._receive(2000):
+            pass
+
+    def _receive(self, timeout_ms: int) -> bool:
+        if not self._socket.poll(timeout_ms):
+            return False
+        self._router, frame = self._socket.recv_multipart()[:2]
+        message = self._decoder.decode(frame)
+        if isinstance(message, Ping):
+            self._send(msgspec.structs.replace(_STATE, seq=self._next()))
+        elif isinstance(message, Submit):
+            self._live.append(message)
+            self._send(Outputs(self._next(), started=[Started(message.request, 0)]))
+        elif isinstance(message, Abort):
+            self._live = [submit for submit in self._live if submit.request != message.request]
+        return True
+
+    def _next(self) -> int:
+        self._seq += 1
+        return self._seq
+
+    def _send(self, message: RouterMessage) -> None:
+        self._socket.send_multipart([self._router, self._encoder.encode(message)])
+
+
+def control(endpoint: str, streams: int, step_seconds: float, times: Connection) -> None:
+    """The controller's process."""
+    Controller(endpoint, streams, step_seconds).run(times)
+
+
+async def read_stream(port: int, tokens: int, text_length: int) -> list[float]:
+    """When each token's event of one stream arrived."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    body = json.dumps(
+        {"prompt": [5, 6, 7], "max_tokens": tokens, "stream": True, "ignore_eos": True, "temperature": 0}
+    ).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    writer.write(head.encode() + body)
+    arrived: list[float] = []
+    rest = b""
+    while data := await reader.read(65536):
+        now = time.monotonic()
+        *events, rest = (rest + data).split(b"\n\n")
+        for event in events:
+            at = event.find(b'{"id"')
+            if at >= 0:  # else the headers, or the end
+                text = json.loads(event[at:])["choices"][0]["text"]
+                arrived += [now] * (len(text) // text_length)  # tokens that came late come together
+    writer.close()
+    return arrived[:tokens]
+
+
+async def read_all(port: int, streams: int, tokens: int) -> list[list[float]]:
+    """The same of all streams."""
+    length = len(Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json")).decode([TOKEN]))
+    return list(await asyncio.gather(*(read_stream(port, tokens, length) for _ in range(streams))))
+
+
+def direct(folder: str, streams: int, tokens: int, step_seconds: float) -> list[float]:
+    """Seconds from sending a step's message to having it decoded, without a router."""
+    endpoint = f"ipc://{folder}/direct"
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.Process(target=control, args=(endpoint, streams, step_seconds, sender))
+    process.start()
+    dealer: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+    dealer.connect(endpoint)
+    encoder, decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(RouterMessage)
+    for number in range(streams):
+        submit = Submit(number + 1, b"\5\0\0\0", 1, tokens, Sampling())
+        dealer.send(encoder.encode(submit))
+    arrived: list[float] = []
+    while len(arrived) < tokens:
+        message = decoder.decode(dealer.recv())
+        if isinstance(message, Outputs) and message.tokens:
+            arrived.append(time.monotonic())
+    sent = receiver.recv()
+    process.join()
+    dealer.close(linger=0)
+    return [b - a for a, b in zip(sent, arrived, strict=True)]
+
+
+def routed(folder: str, streams: int, tokens: int, step_seconds: float) -> tuple[list[float], float]:
+    """Seconds from sending a step's message to the client's having each stream's event; the router's CPU time per
+    token, in seconds, requests and responses included."""
+    endpoint = f"ipc://{folder}/controller"
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    config = Path(folder, "router.json")
+    config.write_text(json.dumps({"model_path": str(DEMO_MODEL), "controllers": [endpoint], "port": port}))
+    router = subprocess.Popen(
+        [sys.executable, "-m", "trunkline.router", "--config", str(config)], stderr=subprocess.DEVNULL
+    )
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.Process(target=control, args=(endpoint, streams, step_seconds, sender))
+    process.start()
+    try:
+        wait_for(port)
+        time.sleep(1.5)  # until the router has the controller's first word
+        before = cpu_seconds(router.pid)
+        arrived = asyncio.run(read_all(port, streams, tokens))
+        busy = cpu_seconds(router.pid) - before
+        sent = receiver.recv()
+    finally:
+        process.terminate()
+        process.join()
+        os.kill(router.pid, signal.SIGTERM)
+        router.wait()
+    # The first step meets the streams' beginnings, which are more work.
+    delays = [b - a for stream in arrived for a, b in list(zip(sent, stream, strict=True))[1:]]
+    return delays, busy / (streams * tokens)
+
+
+def cpu_seconds(pid: int) -> float:
+    """Of all threads of a process, since its start."""
+    times = psutil.Process(pid).cpu_times()
+    return float(times.user + times.system)
+
+
+def wait_for(port: int) -> None:
+    """Until somebody listens."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        try:
+            socket.create_connection(("127.0.0.1", port), 1).close()
+        except OSError:
+            time.sleep(0.05)
+        else:
+            return
+    raise TimeoutError(f"nobody listens on port {port}")
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argument_parser(__doc__)
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--step-ms", type=float, default=20.0)
+    arguments = parser.parse_args()
+    tokens = 100 if arguments.quick else 500
+    report = Report("router_overhead")
+    medians: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        settings = folder, arguments.streams, tokens, arguments.step_ms / 1000
+        straight = direct(*settings)
+        through, busy = routed(*settings)
+        for name, seconds in (("direct", straight), ("routed", through)):
+            times = np.array(seconds) * 1000
+            for quantile in (50, 90, 99):
+                value = float(np.percentile(times, quantile))
+                medians.setdefault(name, value)
+                report.add({"way": name, "streams": arguments.streams}, f"p{quantile}", value, "ms", 1)
+    report.add({"way": "routed", "streams": arguments.streams}, "cpu_per_token", busy * 1e6, "us", 1)
+    added = medians["routed"] - medians["direct"]
+    report.add({"way": "added", "streams": arguments.streams}, "p50", added, "ms", 1)
+    report.finish(arguments.json, wide=True)
+
+
+if __name__ == "__main__":
+    main()
