@@ -41,21 +41,18 @@ class View:
         """Of a process by its name, 0 if there is none now."""
         return next(int(row["pid"] or 0) for row in self.status()["processes"] if row["name"] == name)
 
-    def names(self, *roles: str) -> list[str]:
-        """Of the processes of these roles."""
-        return sorted(row["name"] for row in self.status()["processes"] if row["name"].startswith(roles))
-
     def pids(self, *roles: str) -> dict[str, int]:
-        """By name."""
-        return {name: self.pid(name) for name in self.names(*roles)}
+        """Of the processes of these roles, by name."""
+        return {name: self.pid(name) for name in self.groups(*roles)}
 
     def restarts(self) -> int:
         """Processes that were started again so far."""
         return sum(int(row["restarts"]) for row in self.status()["processes"])
 
-    def group_of(self, name: str) -> int:
-        """To which a controller or worker belongs."""
-        return next(int(row["group"]) for row in self.status()["processes"] if row["name"] == name)
+    def groups(self, *roles: str) -> dict[str, int]:
+        """To which group the processes of these roles belong, by name."""
+        rows = self.status()["processes"]
+        return {row["name"]: int(row["group"]) for row in rows if row["name"].startswith(roles)}
 
     def is_ready(self, group: int) -> bool:
         """Whether a group is, as its controller has told the supervisor."""
@@ -103,8 +100,22 @@ class Kill:
     """Of these, at least so many were the victim's group's: the others had no more requests than the rest."""
 
 
+class Audience:
+    """Those whom it may concern: one crowd after the other."""
+
+    def __init__(self) -> None:
+        self.crowds: list[Crowd] = []
+        self.is_done = False
+
+    @property
+    def begun(self) -> int:
+        """Streams that have begun and not ended."""
+        return sum(len(crowd.between) for crowd in self.crowds)
+
+
 class Chaos:
-    """Kills workers and controllers, one at a time, in an order that follows from a seed."""
+    """Kills workers and controllers, one at a time, in an order that follows from a seed, but for those of a group
+    that has nothing to do at the moment."""
 
     def __init__(self, view: View, seed: int, pause_s: tuple[float, float] = (0.5, 1.5)) -> None:
         """
@@ -121,18 +132,19 @@ class Chaos:
         """Kills that interrupted somebody."""
         return sum(kill.hit > 0 for kill in self.kills)
 
-    async def reign(self, crowd: Crowd) -> None:
-        """Kill until the crowd has its answers, and wait until the cluster is well again."""
-        victims = await asyncio.to_thread(self._view.names, "worker", "controller")
-        while not crowd.is_done:
+    async def reign(self, audience: Audience) -> None:
+        """Kill until the audience has its answers, and wait until the cluster is well again."""
+        groups = await asyncio.to_thread(self._view.groups, "worker", "controller")
+        while not audience.is_done:
             await asyncio.sleep(self._rng.uniform(*self._pause_s))
-            victim = self._rng.choice(victims)
-            pid = await asyncio.to_thread(self._view.pid, victim)
-            group = await asyncio.to_thread(self._view.group_of, victim)
             inflight = await asyncio.to_thread(self._view.inflight)
-            begun = len(crowd.between)
-            if crowd.is_done or not begun:
+            victims = self._rng.sample(sorted(groups), len(groups))
+            busy = [name for name in victims if inflight[groups[name]]]
+            if audience.is_done or not audience.begun or not busy:
                 continue
+            victim, group = busy[0], groups[busy[0]]
+            pid = await asyncio.to_thread(self._view.pid, victim)
+            begun = audience.begun
             os.kill(pid, signal.SIGKILL)
             others = sum(inflight.values()) - inflight[group]
             self.kills.append(Kill(victim, begun, max(0, min(begun - others, inflight[group]))))

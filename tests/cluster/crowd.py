@@ -111,7 +111,6 @@ class Crowd:
         self.between: set[tuple[str, int]] = set()
         """Streams that have begun and not ended."""
         self.ended = 0
-        self.is_done = False
         self._url = url
 
     async def all(self, scripts: Sequence[Script], concurrency: int) -> None:
@@ -124,12 +123,9 @@ class Crowd:
                 async with slots:
                     await self._play(client, script)
 
-            try:
-                async with asyncio.TaskGroup() as group:
-                    for script in scripts:
-                        group.create_task(play(script))
-            finally:
-                self.is_done = True
+            async with asyncio.TaskGroup() as group:
+                for script in scripts:
+                    group.create_task(play(script))
 
     async def _play(self, client: httpx.AsyncClient, script: Script) -> None:
         session: dict[str, Any] = {}

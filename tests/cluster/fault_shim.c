@@ -33,8 +33,9 @@ static const char *path_part = "";
 
 __attribute__((constructor)) static void map_control(void) {
     const char *path = getenv("FAULT_CONTROL");
-    if (getenv("FAULT_PATH") != NULL) path_part = getenv("FAULT_PATH");
-    if (path == NULL) return;
+    /* A copy: a process that changes its title writes over its environment. */
+    if (getenv("FAULT_PATH") != NULL) path_part = strdup(getenv("FAULT_PATH"));
+    if (path == NULL || path_part == NULL || *path_part == 0) return;
     int file = open(path, O_RDWR | O_CLOEXEC);
     if (file < 0) return;
     void *mapped = mmap(NULL, sizeof(struct faults), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);

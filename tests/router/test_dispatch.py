@@ -166,6 +166,57 @@ def test_samples_go_on_one_by_one(place: Path, tokenizer: Tokenizer) -> None:
         assert router.inflight == 0
 
 
+def test_samples_that_are_lost_together_are_one_loss(place: Path, tokenizer: Tokenizer) -> None:
+    """Each of four goes on for itself; their next controller's death is no four failures of their stream."""
+    with cluster(place, tokenizer, 2) as (router, fakes, http):
+        for fake in fakes:
+            fake.behaviour.seconds_per_token = 0.04
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(http.post, "/v1/chat/completions", json={"messages": MESSAGES, "n": 4})
+            wait_until(lambda: any(fake.live for fake in fakes))
+            time.sleep(0.15)  # some tokens
+            fakes.sort(key=lambda fake: -fake.live)
+            fakes[0].stop()
+            wait_until(lambda: fakes[1].live == 4)
+            time.sleep(0.1)  # some more
+            fakes[1].stop()
+            wait_until(lambda: router.service.dispatcher.waiting_count == 1)
+            again = FakeController(fakes[1].endpoint, make_answer(tokenizer)).start()
+            try:
+                result = answer.result().json()
+                assert [choice["message"]["content"] for choice in result["choices"]] == [ANSWER] * 4
+                assert [submit.n for submit in again.behaviour.submits] == [1] * 4
+                assert router.inflight == 0
+            finally:
+                again.stop()
+
+
+def test_a_sample_that_fails_ends_the_others(place: Path, tokenizer: Tokenizer) -> None:
+    """They go on for themselves, for a stream that is over."""
+    with cluster(place, tokenizer, 2) as (router, fakes, http):
+
+        def refusal(submit: Submit) -> Finished | None:
+            if submit.sampling.seed != sample_seed(5, 1):
+                return None
+            return Finished(submit.request, FinishReason.INVALID, "this one not")
+
+        for fake in fakes:
+            fake.behaviour.seconds_per_token = 0.05
+            fake.behaviour.problem_of = refusal
+        with ThreadPoolExecutor(1) as pool:
+            body = {"prompt": [50, 51], "max_tokens": 1500, "ignore_eos": True, "n": 2, "seed": 5}
+            answer = pool.submit(http.post, "/v1/completions", json=body)
+            wait_until(lambda: any(fake.live for fake in fakes))
+            time.sleep(0.2)  # some tokens
+            first = next(fake for fake in fakes if fake.live)
+            first.stop()
+            assert answer.result().status_code == 400
+        [other] = [fake for fake in fakes if fake is not first]
+        wait_until(lambda: other.live == 0)
+        assert len(other.behaviour.aborts) == 1
+        assert router.inflight == 0
+
+
 def test_a_draining_controller_hands_over(place: Path, tokenizer: Tokenizer) -> None:
     with cluster(place, tokenizer, 2) as (_, fakes, http):
 
@@ -193,6 +244,27 @@ def test_full_queues(place: Path, tokenizer: Tokenizer) -> None:
         full = http.post("/v1/chat/completions", json=CHAT)
         assert (full.status_code, full.json()["error"]["code"]) == (429, "queue_full")
         assert full.headers["retry-after"]
+        assert router.inflight == 0
+
+
+def test_what_was_let_in_before_waits_for_room(place: Path, tokenizer: Tokenizer) -> None:
+    """A controller that stops hands over what it had in its queue; nobody has room for it yet."""
+    with cluster(place, tokenizer, 2) as (router, fakes, http):
+        fakes[0].behaviour.refuse = FinishReason.DRAINING
+        fakes[1].behaviour.refuse = FinishReason.QUEUE_FULL
+        with ThreadPoolExecutor(4) as pool:
+            answers = [pool.submit(http.post, "/v1/chat/completions", json=CHAT) for _ in range(4)]
+            wait_until(lambda: len(submits_of(fakes[:1])) > 0)
+            wait_until(lambda: router.service.dispatcher.waiting_count > 0)
+            fakes[1].behaviour.refuse = None
+            results = [answer.result() for answer in answers]
+        kept = [result for result in results if result.status_code == 200]
+        assert kept
+        assert {text_of(result) for result in kept} == {ANSWER}
+        assert {result.status_code for result in results} <= {
+            200,
+            429,
+        }  # new ones may have come to the full one first
         assert router.inflight == 0
 
 
@@ -297,5 +369,49 @@ def test_controllers_die_at_random(place: Path, tokenizer: Tokenizer, seed: int)
             finally:
                 done.set()
             assert killer.result() >= 2
+        assert router.inflight == 0
+        assert router.service.dispatcher.waiting_count == 0
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"])
+def test_a_session_by_header_stays_where_it_was(place: Path, tokenizer: Tokenizer, path: str) -> None:
+    body: dict[str, Any] = {"max_tokens": 40, "messages": MESSAGES}
+    if path == "/v1/responses":
+        body = {"input": "What is a path?"}
+    elif path == "/v1/completions":
+        body = {"prompt": "What is a path?"}
+    elif path == "/v1/messages":
+        body["model"] = "demo"
+    with cluster(place, tokenizer, 2) as (_, fakes, http):
+        for _ in range(4):
+            response = http.post(path, json=body, headers={"X-Session-ID": "talk-1"})
+            assert response.status_code == 200, response.text
+        assert sorted(len(submits_of([fake])) for fake in fakes) == [0, 4]
+        if path in ("/v1/responses", "/v1/messages"):
+            refused = http.post(path, json=body, headers={"X-Session-ID": "sess_1"})
+            assert (refused.status_code, "X-Session-ID" in refused.text) == (400, True)
+        else:
+            unknown = http.post(path, json=body, headers={"X-Session-ID": "sess_1"})
+            assert unknown.status_code == 404
+
+
+def test_a_stream_that_meets_full_queues_does_not_wait_for_ever(place: Path, tokenizer: Tokenizer) -> None:
+    """Every try is refused at once, so no single wait is long; all of them together are."""
+    with (
+        running(place, tokenizer, controllers=2, resume_seconds=1.5) as (router, fakes),
+        client_of(router) as http,
+    ):
+        for fake in fakes:
+            fake.behaviour.seconds_per_token = 0.05
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(http.post, "/v1/chat/completions", json=CHAT)
+            wait_until(lambda: any(fake.live for fake in fakes))
+            time.sleep(0.2)
+            first = next(fake for fake in fakes if fake.live)
+            other = next(fake for fake in fakes if fake is not first)
+            other.behaviour.refuse = FinishReason.QUEUE_FULL
+            first.stop()
+            assert "no engine was ready within" in answer.result().text
+        assert len(submits_of([other])) > 2
         assert router.inflight == 0
         assert router.service.dispatcher.waiting_count == 0

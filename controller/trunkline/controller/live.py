@@ -24,14 +24,16 @@ class LiveRequests:
 
     def started(self, group: SequenceGroup) -> None:
         """Its prompt will have been computed after the step that is being planned."""
-        if group.started:
-            return  # it comes back from a preemption, or from workers that are gone
-        group.started = True
-        self.counters.prompt_tokens += group.prompt_len - group.holes
         found = group.found
         assert found is not None
-        self.counters.found(found)
         cut = "" if not group.request.drops else "kept" if group.cut is not None else "recomputed"
+        if not group.started:
+            group.started = True
+            self.counters.prompt_tokens += group.prompt_len - group.holes
+            self.counters.found(found)
+        elif cut == found.cut or not cut:
+            return  # it comes back from a preemption, or from workers that are gone
+        found.cut = cut
         self.said.started.append(
             Started(
                 group.id,

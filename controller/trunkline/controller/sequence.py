@@ -148,6 +148,8 @@ class Found:
     miss_token: int = 0
     exact: bool = True
     module_tokens: int = 0
+    cut: str = ""
+    """What was said of its cut (`Started.cut`)."""
 
 
 class SequenceGroup:

@@ -64,9 +64,9 @@ class _Flow:
     waiting: set[int] = field(default_factory=set)
     """Samples (or `ALL`) that no controller has at present."""
     timer: asyncio.TimerHandle | None = None
-    """Set while something waits: when that ends."""
-    failures: int = 0
-    """Dispatches lost since the last token."""
+    """Runs from the first wait until a controller admits it: then nothing may wait any more."""
+    failures: dict[int, int] = field(default_factory=dict)
+    """By sample (or `ALL`): dispatches lost since its last token. Samples that are lost together do not add up."""
     failed: set[int] = field(default_factory=set)
     """Controllers at which that happened; others are preferred."""
     full: set[int] = field(default_factory=set)
@@ -107,7 +107,7 @@ class Dispatch:
         """A token arrived for the only sample, or for sample 0."""
         flow = self.flow
         if flow.failures:
-            flow.failures = 0
+            flow.failures.pop(self.sample, None)
             flow.failed.clear()
         if self.sample <= 0:
             self._stream.push(token, logprobs)
@@ -178,6 +178,8 @@ class Dispatcher:
         self._flows: dict[int, _Flow] = {}
         self._waiting: dict[int, _Flow] = {}
         self._starting_since: dict[int, float] = {}
+        self._overdue: set[int] = set()
+        """Streams whose time to wait is over, and which no controller has admitted yet."""
 
     @staticmethod
     def now() -> float:
@@ -233,7 +235,7 @@ class Dispatcher:
                 core.set_identity(link.index, _identity(state))
                 core.set_costs(link.index, state.prefill_us, state.load_us)
             self.load_changed(link.index, state.requests, state.queued_tokens)
-        elif self._learns:
+        if self._learns and not link.ready:
             core.index.forget(link.index)
         if link.ready:
             self.has_served = True
@@ -270,6 +272,8 @@ class Dispatcher:
     def started(self, dispatch: Dispatch) -> None:
         """A dispatch's prompt is computed, or as good as."""
         self.core.started(dispatch.ticket, self.now())
+        if not dispatch.flow.waiting:
+            self._stop_timer(dispatch.flow)
         if dispatch.names:
             self.core.index.apply(
                 dispatch.link.index, b"".join(dispatch.names), bytes([1 << TierKind.DEVICE]) * len(dispatch.names)
@@ -293,11 +297,12 @@ class Dispatcher:
     def _go_on(self, flow: _Flow, dispatch: Dispatch, end: End) -> None:
         """Send what a dispatch leaves behind to somebody else."""
         flow.last_failure = end
+        failures = flow.failures.pop(dispatch.sample, 0)
         begun = any(flow.stream.outputs)
         if end.reason == FinishReason.QUEUE_FULL:
             flow.full.add(dispatch.link.index)
         else:
-            flow.failures += end.reason == FinishReason.ENGINE_FAILED
+            failures += end.reason == FinishReason.ENGINE_FAILED
             flow.failed.add(dispatch.link.index)
             if begun and not self._resume_seconds:
                 flow.stream.finish(*end)
@@ -308,19 +313,20 @@ class Dispatcher:
                 reason=end.reason,
                 tokens=sum(map(len, flow.stream.outputs)),
             )
-        if flow.failures >= FAILURES_MAX:
+        if failures >= FAILURES_MAX:
             self._on_event("gave_up")
             flow.stream.finish(*end)
             return
         self._on_event("resumed" if begun else "retried")
-        if dispatch.sample != ALL:
-            self._send_or_end(flow, dispatch.sample)
-        elif not begun:
+        samples = [dispatch.sample]
+        if dispatch.sample == ALL and begun:
+            samples = sorted(flow.stream.running)
+        elif dispatch.sample == ALL:
             flow.stream.restart()
-            self._send_or_end(flow, ALL)
-        else:
-            for sample in sorted(flow.stream.running):
-                self._send_or_end(flow, sample)
+        for sample in samples:
+            if failures:
+                flow.failures[sample] = failures
+            self._send_or_end(flow, sample)
 
     def _send_or_end(self, flow: _Flow, sample: int) -> None:
         """Send it again, unless it is over already and only word of that was lost, or nobody can have it."""
@@ -394,8 +400,10 @@ class Dispatcher:
         return True
 
     def _all_full(self, flow: _Flow, sample: int) -> None:
-        """No queue takes it: a new request is turned away, one that has begun tries again a little later."""
-        if not any(flow.stream.outputs) or not self._resume_seconds:
+        """No queue takes it: a new request is turned away. One that a controller had, and lost or handed over, was
+        let in before, so it tries again a little later."""
+        is_known = bool(flow.failed) or any(flow.stream.outputs)
+        if not is_known or not self._resume_seconds:
             end = flow.last_failure
             asyncio.get_running_loop().call_soon(flow.stream.finish, *end)
             return
@@ -408,12 +416,18 @@ class Dispatcher:
     def _wait(self, flow: _Flow, sample: int) -> None:
         flow.waiting.add(sample)
         self._waiting[flow.id] = flow
-        if flow.timer is None:
+        if flow.id in self._overdue:
+            asyncio.get_running_loop().call_soon(self._waited_enough, flow)
+        elif flow.timer is None:
             self._on_event("waited")
             loop = asyncio.get_running_loop()
             flow.timer = loop.call_later(self._resume_seconds, self._waited_enough, flow)
 
     def _waited_enough(self, flow: _Flow) -> None:
+        if not flow.waiting:
+            # It is in a controller's queue, which is no reason to end it; should that refuse it, time is over.
+            self._overdue.add(flow.id)
+            return
         self._on_event("gave_up")
         detail = f"no engine was ready within {self._resume_seconds:.0f} s: {describe(self._links)}"
         flow.stream.finish(FinishReason.ENGINE_FAILED, detail)
@@ -429,11 +443,9 @@ class Dispatcher:
         self._waiting.pop(flow.id, None)
         for sample in samples:
             self._send_or_end(flow, sample)
-        if not flow.waiting:
-            self._stop_timer(flow)
 
-    @staticmethod
-    def _stop_timer(flow: _Flow) -> None:
+    def _stop_timer(self, flow: _Flow) -> None:
+        self._overdue.discard(flow.id)
         if flow.timer is not None:
             flow.timer.cancel()
             flow.timer = None
@@ -454,7 +466,8 @@ class Dispatcher:
         self._stop_timer(flow)
         flow.waiting.clear()
         for dispatch in list(flow.dispatches.values()):
-            self._let_go(dispatch, abort=abort)
+            # Samples that go on for themselves run to the last, whatever ended the stream.
+            self._let_go(dispatch, abort=abort or dispatch.sample != ALL)
 
     def _drop_sample(self, stream: int, sample: int) -> None:
         """The reader wants no more of one of several samples."""
@@ -462,6 +475,9 @@ class Dispatcher:
         if flow is None:
             return
         flow.waiting.discard(sample)
+        if not flow.waiting:
+            self._waiting.pop(flow.id, None)
+            self._stop_timer(flow)
         for dispatch in list(flow.dispatches.values()):
             if dispatch.sample == ALL:
                 dispatch.link.drop_sample(dispatch.request, sample)

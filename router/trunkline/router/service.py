@@ -161,6 +161,10 @@ class RouterService:
             generation.limit(self.config.request_timeout_seconds)
         return generation
 
+    def events_status(self, controller: int) -> str:
+        """How much of what a controller has is known: "current", "catching up", "stale", or "off"."""
+        return "off" if self._feeds is None else self._feeds.status(controller)
+
     def _route_of(self, job: Job) -> RouteRequest:
         """What the choice of a controller depends on."""
         home = -1
@@ -171,8 +175,7 @@ class RouterService:
         return RouteRequest(
             tokens=job.packed_prompt(),
             salt=job.salt,
-            # Clients choose these: what one tenant names must not move another's.
-            session=f"{job.salt.hex()}/{job.session}" if job.session else "",
+            session=_scoped(job) if job.session else "",
             home=home,
             drops=job.cut.drops,
             layout=None if job.modules is None else job.modules.layout,
@@ -223,3 +226,9 @@ class RouterService:
         self.draining = True
         for generation in list(self._generations):
             generation.cut(FinishReason.DRAINING, "the server is shutting down")
+
+
+def _scoped(job: Job) -> str:
+    """Clients choose the names of their sessions: what one tenant names must not move another's."""
+    meter = current_meter()
+    return f"{meter.tenant}/{job.salt.hex()}/{job.session}"

@@ -128,10 +128,13 @@ class Stream:
         return 0 if self.started is None else self.started.cached_tokens
 
     def start(self, started: Started) -> None:
-        """The controller admitted the request. If that happens again elsewhere, the first time counts."""
+        """The controller admitted the request. If that happens again, here or elsewhere, the first time counts.
+        But KV behind a cut that is lost on the way is computed anew, seeing less: its reader is to know."""
         if self.started is None:
             self.started = started
             self._wake()
+        elif started.cut == "recomputed":
+            self.started = msgspec.structs.replace(self.started, cut=started.cut, exact=started.exact)
 
     def score(self, logprobs: PromptLogprobs) -> None:
         """Something was said of the prompt."""

@@ -49,7 +49,7 @@ class TenantLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     """Prompts and answers together."""
-    priority: int = 0
+    priority: int | None = None
     """Of requests that ask for none; none is more urgent. Smaller goes first."""
 
     def problem(self) -> str:
@@ -58,7 +58,7 @@ class TenantLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             value = getattr(self, name)
             if value is not None and value < 1:
                 return f"{name} is {value}; it must be at least 1, or null for no limit"
-        if not -(2**31) <= self.priority < 2**31:
+        if self.priority is not None and not -(2**31) <= self.priority < 2**31:
             return f"priority is {self.priority}; it is a 32-bit integer"
         return ""
 
@@ -221,6 +221,8 @@ class Admission:
     def priority(self, wanted: int | None) -> int:
         """What a request gets that wants this one; None: any."""
         own = self._tenant.limits.priority
+        if own is None:
+            return wanted or 0
         return own if wanted is None else max(wanted, own)
 
     def charge_prompt(self, tokens: int, now: float) -> None:

@@ -1,5 +1,5 @@
-"""What is measured of every token. The client library takes locks and walks buckets for each value, a fifth of what
-a token costs a router; here values are only noted, and counted by the thousand or when somebody asks."""
+"""What is measured of every token. The client library takes locks and walks buckets for each value: a fifth of
+what a token costs a router. Here values are only noted, and counted by the thousand or when somebody asks."""
 
 from __future__ import annotations
 

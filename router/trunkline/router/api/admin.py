@@ -79,6 +79,7 @@ async def health(request: Request) -> Response:
                 "status": link.state.status if link.state else "disconnected",
                 "running": link.state.running if link.state else 0,
                 "waiting": link.state.waiting if link.state else 0,
+                "events": service.events_status(link.index),
             }
             for link in service.links
         ],

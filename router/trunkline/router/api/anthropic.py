@@ -17,7 +17,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from trunkline.router.api.anthropic_content import to_choice, to_functions, to_messages
-from trunkline.router.api.blocks import Answer, Block, Change, as_chat, job_of, named_event, prompt_of, renamed
+from trunkline.router.api.blocks import (
+    Answer,
+    Block,
+    Change,
+    as_chat,
+    job_of,
+    named_event,
+    prompt_of,
+    renamed,
+    session_label,
+)
 from trunkline.router.api.body import read_request
 from trunkline.router.api.common import check_length, check_model, service_of, start
 from trunkline.router.api.connection import EventStream, while_connected
@@ -141,6 +151,7 @@ async def messages(request: Request) -> Response:
                 "top_p": body.top_p,
                 "top_k": body.top_k,
                 "response_format": body.response_format(),
+                "session_id": session_label(request),
             },
         )
         job = await job_of(service, chat, plan)

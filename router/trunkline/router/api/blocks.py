@@ -13,15 +13,17 @@ from typing import Any, Literal
 
 import msgspec
 from pydantic_core import from_json
+from starlette.requests import Request
 
-from trunkline.router.api.body import validate
+from trunkline.router.api.body import SESSION_HEADER, validate
 from trunkline.router.api.common import encode_messages
 from trunkline.router.api.models import ChatRequest
 from trunkline.router.api.prompting import chat_job
-from trunkline.router.errors import ApiError
+from trunkline.router.errors import ApiError, bad_value
 from trunkline.router.generation import Generation
 from trunkline.router.sampling import Job, Limits
 from trunkline.router.service import RouterService
+from trunkline.router.sessions import is_stored
 from trunkline.router.text import FinishName
 from trunkline.router.tools.pieces import CallStart, Piece, Text
 from trunkline.router.tools.plan import ToolPlan
@@ -172,6 +174,22 @@ def with_names(error: ApiError, names: Mapping[str, str]) -> ApiError:
         details=error.details,
         retry_after=error.retry_after,
     )
+
+
+def session_label(request: Request) -> str | None:
+    """What the client calls the conversation, in endpoints that keep none: it goes where its last turn went.
+
+    Raises:
+        ApiError: 400, it names a stored session.
+    """
+    label = request.headers.get(SESSION_HEADER)
+    if label is not None and is_stored(label):
+        raise bad_value(
+            SESSION_HEADER,
+            f"header {SESSION_HEADER}: stored sessions are for /v1/chat/completions and /v1/completions; another "
+            "name groups requests and nothing more",
+        )
+    return label
 
 
 def as_chat(fields: dict[str, Any]) -> ChatRequest:

@@ -19,6 +19,9 @@ _OFF_LOOP_BYTES: Final = 256 << 10
 _PYTHON_ONLY: Final = re.compile(r" or instance of \w+| after validation")
 """In pydantic's messages; clients know nothing of this program's classes."""
 
+SESSION_HEADER: Final = "X-Session-ID"
+"""What the body's `session_id` says, for clients and gateways that cannot write it there; the body comes first."""
+
 _Model = TypeVar("_Model", bound=BaseModel)
 
 
@@ -107,6 +110,8 @@ async def read_request(
 
     def parse() -> _Model:
         fields = parse_json_object(body)
+        if SESSION_HEADER in request.headers and "session_id" in model.model_fields:
+            fields.setdefault("session_id", request.headers[SESSION_HEADER])
         if check is not None:
             check(fields)
         return validate(model, fields)

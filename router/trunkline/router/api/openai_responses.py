@@ -16,7 +16,17 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
-from trunkline.router.api.blocks import Answer, Block, Change, as_chat, job_of, named_event, renamed, with_names
+from trunkline.router.api.blocks import (
+    Answer,
+    Block,
+    Change,
+    as_chat,
+    job_of,
+    named_event,
+    renamed,
+    session_label,
+    with_names,
+)
 from trunkline.router.api.body import read_request
 from trunkline.router.api.caching import cache_use, truncation_result
 from trunkline.router.api.common import check_model, service_of, start
@@ -75,6 +85,7 @@ async def responses(request: Request) -> Response:
                 "response_format": body.response_format(),
                 "chat_template_kwargs": body.chat_template_kwargs,
                 "truncation": body.truncation,
+                "session_id": session_label(request),
             }
         )
         job = await job_of(service, chat, plan)
