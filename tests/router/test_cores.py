@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from router.harness import EOS, VOCAB_SIZE
 
 from trunkline.controller.messages import TopLogprobs
+from trunkline.router.api.responses import TextEvents, event
 from trunkline.router.errors import finish_error
 from trunkline.router.messages import FinishReason, Started
 from trunkline.router.sampling import Job
@@ -147,3 +148,13 @@ def test_every_reason_has_an_answer(reason: FinishReason) -> None:
     error = finish_error(reason, "")
     assert (error is None) == (reason in (FinishReason.STOP, FinishReason.LENGTH))
     assert error is None or error.message
+
+
+def test_events_that_differ_in_their_text_only() -> None:
+    def whole(index: int, text: str) -> bytes:
+        return event({"id": "x", "choices": [{"index": index, "text": text}], "last": "text"})
+
+    texts = TextEvents(whole)
+    for index in (0, 1, 0):
+        for text in ("", "a", '"\\\n', "wörld 😀", "\ue000the text goes here\ue000"):
+            assert texts.event(index, text) == whole(index, text)

@@ -180,6 +180,8 @@ class ControllerLink:
         self._calls[ticket] = future
         try:
             if not self._send(make(ticket)):
+                # Who has just died is noticed in a moment; then whoever may wait knows what for.
+                await asyncio.sleep(_RECONNECT_POLL_SECONDS)
                 raise unavailable("the connection to the engine is down")
             async with asyncio.timeout(timeout_seconds):
                 return await future

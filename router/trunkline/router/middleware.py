@@ -11,7 +11,7 @@ import structlog
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from trunkline.router.api.connection import CLIENT_LEFT_STATUS, ClientLeftError
+from trunkline.router.api.connection import BODY_SEND, CLIENT_LEFT_STATUS, ClientLeftError
 from trunkline.router.api.error_forms import error_body
 from trunkline.router.api.responses import JsonResponse
 from trunkline.router.errors import ApiError
@@ -47,6 +47,7 @@ class RequestMiddleware:
                 MutableHeaders(scope=message)["X-Request-Id"] = request_id
             await send(message)
 
+        scope[BODY_SEND] = send
         with structlog.contextvars.bound_contextvars(request_id=request_id):
             try:
                 await self._app(scope, receive, send_with_id)

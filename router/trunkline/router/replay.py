@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from trunkline.router.api.body import read_body
-from trunkline.router.api.connection import EVENT_STREAM_HEADERS, while_connected
+from trunkline.router.api.connection import BODY_SEND, EVENT_STREAM_HEADERS, while_connected
 from trunkline.router.api.error_forms import error_body
 from trunkline.router.api.responses import JsonResponse
 from trunkline.router.draws import Draws, created_at, drawing_from
@@ -127,6 +127,7 @@ class ReplayMiddleware:
         self, name: RequestName, claim: Claim | None, scope: Scope, receive: Receive, send: Send
     ) -> None:
         copy = _Copy(scope, claim, send, self._room)
+        scope[BODY_SEND] = copy.send
         try:
             with drawing_from(Draws(name.bytes, created_at() if claim is None else claim.created)):
                 await self._app(scope, receive, copy.send)

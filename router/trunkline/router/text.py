@@ -70,8 +70,18 @@ class TextAssembler:
 
         Tokens after a stop string are dropped. Not to be called after a delta with `finish`.
         """
-        delta = Delta(logprobs=[], tokens=tokens, index=self.index)
         wanted = self._job.sampling.logprobs >= 0
+        if (
+            len(tokens) == 1
+            and reason is None
+            and not (wanted or self._job.stops or tokens[0] in self._job.eos_ids)
+        ):
+            # As nearly always: what follows would come to the same.
+            self.output_tokens += 1
+            text = self._detokenizer.feed(tokens[0])
+            self._characters += len(text)
+            return Delta(text, tokens=tokens, index=self.index)
+        delta = Delta(logprobs=[], tokens=tokens, index=self.index)
         for index, token in enumerate(tokens):
             self.output_tokens += 1
             if wanted:

@@ -41,6 +41,7 @@ from trunkline.router.api.responses import (
     ChatMessage,
     JsonResponse,
     PromptLogprobList,
+    TextEvents,
     ToolCallPart,
     Usage,
     event,
@@ -163,8 +164,15 @@ class _Answer:
         going = samples
         said: list[Piece] = []
         tokens: list[int] = []
+        plain = self._turn is None and not (self._body.logprobs or self._body.return_token_ids)
+        texts = TextEvents(
+            lambda index, text: self._chunk(ChatChunkChoice(index=index, delta=ChatDelta(content=text)))
+        )
         async for delta in self._generation.deltas():
             parser = parsers[delta.index]
+            if plain and parser is None and delta.finish is None and delta.text and delta.index not in unopened:
+                yield texts.event(delta.index, delta.text)
+                continue
             pieces = _pieces(delta, parser)
             choices = self._parts(delta, pieces, parser)
             going -= delta.finish is not None

@@ -43,6 +43,7 @@ from trunkline.router.api.responses import (
     CompletionLogprobs,
     JsonResponse,
     PromptLogprobList,
+    TextEvents,
     Usage,
     event,
 )
@@ -220,7 +221,14 @@ class _Answer:
         going = sum(generation.job.decoding.choices for generation in self._batch.generations)
         text = ""
         tokens: list[int] = []
+        plain = self._turn is None and self._count < 0 and not (self._body.return_token_ids or self._prompt_only)
+        texts = TextEvents(lambda index, text: self._chunk(CompletionChoice(index=index, text=text)))
         async for prompt, delta in self._batch.deltas():
+            if plain and delta.finish is None and delta.text:
+                index = prompt * self._batch.generations[prompt].job.decoding.choices + delta.index
+                if index in opened:
+                    yield texts.event(index, delta.text)
+                    continue
             if prompt not in echoes:
                 echoes[prompt] = self._echo(prompt)
             echo = echoes[prompt]

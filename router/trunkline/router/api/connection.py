@@ -20,6 +20,9 @@ from trunkline.router.errors import ApiError
 
 CLIENT_LEFT_STATUS: Final = 499
 """nginx's code for it; seen in metrics and logs only."""
+BODY_SEND: Final = "trunkline.body_send"
+"""In a request's scope: where the parts of its answer's body may go straight to. Most of what stands between an
+endpoint and the connection looks at the beginning of an answer only, and would cost each token a few calls."""
 
 EVENT_STREAM_HEADERS: Final = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 """Proxies pass events on as they come."""
@@ -101,6 +104,7 @@ class EventStream(Response):
 
     async def _send(self, scope: Scope, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        send = scope.get(BODY_SEND, send)
         try:
             async for part in self._events:
                 await send({"type": "http.response.body", "body": part, "more_body": True})

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -249,5 +249,26 @@ def event(content: Any) -> bytes:
     """A server-sent event with a JSON payload."""
     return b"data: " + _encode(content) + b"\n\n"
 
+
+class TextEvents:
+    """Events that differ in their text only, as nearly all of a stream do: all else is encoded once."""
+
+    def __init__(self, encode: Callable[[int, str], bytes]) -> None:
+        """`encode`: the whole event of a choice, by its index, with a text."""
+        self._encode = encode
+        self._around: dict[int, tuple[bytes, bytes]] = {}
+
+    def event(self, index: int, text: str) -> bytes:
+        """The event of a choice with a text."""
+        around = self._around.get(index)
+        if around is None:
+            head, _, tail = self._encode(index, _MARK).rpartition(_MARK_JSON)
+            around = self._around[index] = head, tail
+        return around[0] + _encode(text) + around[1]
+
+
+_MARK: Final = "\ue000the text goes here\ue000"
+_MARK_JSON: Final = _encode(_MARK)
+"""The text is the last of an event's fields that can hold anything a client or a model says."""
 
 DONE_EVENT = b"data: [DONE]\n\n"
