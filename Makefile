@@ -60,7 +60,8 @@ check-cuda: $(STAMP) ## Compile the CUDA kernels for sm_80 and sm_90a with warni
 # Tests that only compute run two at a time. The others start processes and listen to the clock.
 CLOCKED := $(patsubst %,tests/worker/test_%.py,service parallel host_pool hostile_grammars grammar tier_copies \
 	tier_disk tier_queue tier_remote tier_service)
-PURE := $(addprefix tests/,kernels controller simulation kvstore router/pml prompts) \
+PURE := $(addprefix tests/,kernels controller simulation kvstore router/pml router/routing \
+	router/test_routing_simulation.py prompts) \
 	$(filter-out $(CLOCKED),$(wildcard tests/worker/test_*.py))
 test: check check-native ## Style, types, sanitizers and the whole test suite
 ifeq ($(strip $(TESTS)),)

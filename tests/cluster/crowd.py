@@ -206,9 +206,8 @@ def take(answer: Answer, event: dict[str, Any]) -> None:
 
 
 async def margins(url: str, script: Script, number: int) -> str:
-    """How close the decisions in an undisturbed answer are: the two likeliest tokens of each, with what lies between
-    them. For a message about a text that differs: a margin of nearly nothing tells of rounding, another one of a
-    defect."""
+    """How close the decisions in an undisturbed answer are. For a message about a text that differs: where hardly
+    anything lies between the two likeliest tokens it is rounding, else a defect."""
     body = {**script.bodies[number], "logprobs": 2}
     if script.path != COMPLETIONS:
         return "(of a session: not asked again)"

@@ -1,4 +1,4 @@
-"""Faults of the world around a real cluster: a disk that is slow or full, a clock that jumps, a network that is cut."""
+"""Faults around a real cluster: a disk that is slow or full, a clock that jumps, a cable that is cut."""
 
 from __future__ import annotations
 

@@ -47,11 +47,11 @@ def in_chaos(cluster: Cluster, played: Sequence[Script], chaos: Chaos, hits_min:
     return audience.crowds
 
 
-def check(cluster: Cluster, seed: int, played: Sequence[Script], hits_min: int) -> None:
+def check(cluster: Cluster, seed: int, played: Sequence[Script], hits_min: int, kills_max: int) -> None:
     view = View(cluster)
     expected = in_peace(cluster, played)
     restarts = view.restarts()
-    chaos = Chaos(view, seed)
+    chaos = Chaos(view, seed, kills_max)
     crowds = in_chaos(cluster, played, chaos, hits_min)
     events = {
         event: cluster.metric("dispatches_total", event=event)
@@ -71,7 +71,7 @@ def check(cluster: Cluster, seed: int, played: Sequence[Script], hits_min: int) 
 
 def test_streams_survive_the_deaths_of_workers_and_controllers() -> None:
     with Cluster(*OPTIONS, "--tp", "1") as cluster:
-        check(cluster, 1, scripts(1, 200, 40), HITS_MIN)
+        check(cluster, 1, scripts(1, 200, 40), HITS_MIN, 2 * HITS_MIN)
         assert cluster.stop() == 0
 
 
@@ -81,5 +81,5 @@ def test_streams_survive_the_deaths_of_workers_and_controllers() -> None:
 @pytest.mark.parametrize("seed", [2, 3, 4])
 def test_streams_survive_many_deaths(tp: int, seed: int) -> None:
     with Cluster(*OPTIONS, "--tp", str(tp)) as cluster:
-        check(cluster, seed, scripts(seed, 200, 200, ALL_KINDS), 3 * HITS_MIN)
+        check(cluster, seed, scripts(seed, 200, 150, ALL_KINDS), 3 * HITS_MIN, 6 * HITS_MIN)
         assert cluster.stop() == 0

@@ -1,7 +1,7 @@
 """Streams while processes freeze, disks are slow or full, the clock jumps, and cables are cut: all end right.
 
-What they are to say was said by the same cluster in peace. Where a fault is only noticed after a timeout, the suite's
-clusters have short ones (`FAST`); the soak waits as long as a cluster of a user does.
+What they are to say was said by the same cluster in peace. Where a fault is only noticed after a timeout, the
+suite's clusters have short ones (`FAST`); the soak waits as long as a cluster of a user does.
 """
 
 from __future__ import annotations

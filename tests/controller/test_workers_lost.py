@@ -47,6 +47,10 @@ def test_traffic(name: str) -> None:
     traffic = Traffic(ENGINES[name], mix, seed=7, check=name == "tiny, both")
     traffic.run(90)
     assert traffic.losses > 5
+    streams = traffic.simulation.streams.values()
+    ended = [stream for stream in streams if stream.reason == FinishReason.ENGINE_FAILED]
+    assert all(stream.is_cut_off for stream in ended)
+    assert len(ended) < 10, "bad luck three times in a row is rare"
 
 
 @pytest.mark.parametrize("name", ["tiers", "little host memory, cuts", "modules, tiers"])
@@ -337,3 +341,90 @@ def test_totals_go_on() -> None:
             *(old.writes, old.reads, old.failures, old.hit_tokens, old.evictions),
         )
         assert tier.used == 0
+
+
+def run_with_culprits(simulation: Simulation, culprits: set[int], losses_max: int = 30) -> int:
+    """Run to the end with workers that die of these requests before they bring a token; how often they died."""
+    losses = 0
+    while not simulation.engine.is_idle:
+        simulation.now += simulation.pace_s
+        simulation.plan()
+        running = {sequence.request for sequence in simulation.engine.scheduler.running()}
+        if running & culprits:
+            simulation.lose_workers()
+            simulation.replace_workers()
+            losses += 1
+            assert losses <= losses_max, "for ever"
+        else:
+            for grammar in list(simulation.grammars):
+                simulation.compiled(grammar)
+            simulation.move_chunks()
+            simulation.answer()
+    return losses
+
+
+@pytest.mark.parametrize("culprits", [{1}, {3}, {6}, {2, 5}, {1, 3, 4}], ids=str)
+@pytest.mark.parametrize("max_rows", [2, 8])
+def test_a_request_that_kills_ends_and_takes_nobody_with_it(max_rows: int, culprits: set[int]) -> None:
+    """Others run beside it each time, in the same first step, and get no token before it kills again."""
+    simulation = Simulation(replace(SMALL, max_rows=max_rows, token_budget=200))
+    kinds: list[Options] = [KINDS[name] for name in ("plain", "samples", "beams", "grammar", "scored", "cut")]
+    if max_rows == 2:
+        kinds = [KINDS["plain"]] * 6
+    requests = [simulation.submit([30 + i, *PROMPT], 9, **kind) for i, kind in enumerate(kinds)]
+    assert requests == [1, 2, 3, 4, 5, 6]
+    losses = run_with_culprits(simulation, culprits)
+    assert losses <= 3 * len(culprits)
+    for request in requests:
+        stream = simulation.streams[request]
+        if request in culprits:
+            assert stream.reason == FinishReason.ENGINE_FAILED
+            assert stream.ended is not None
+            assert "lost 3 times" in stream.ended.detail
+        else:
+            assert stream.reason in (FinishReason.STOP, FinishReason.LENGTH)
+            verify(stream, SMALL.longest_sequence)
+    assert not simulation.engine._live.suspects
+    check_integrity(simulation.engine.scheduler)
+
+
+def test_who_gets_tokens_between_losses_is_no_suspect() -> None:
+    simulation = Simulation(SMALL)
+    request = simulation.submit(PROMPT, 12, seed=4)
+    stream = simulation.streams[request]
+    for count in range(1, 10):
+        for _ in range(2):  # in a row
+            simulation.plan()
+            simulation.lose_workers()
+            simulation.replace_workers()
+        while len(stream.output) < count:
+            simulation.step()
+    simulation.run()
+    assert stream.reason == FinishReason.LENGTH
+    verify(stream, SMALL.longest_sequence)
+
+
+def test_who_waits_while_workers_die_is_no_suspect() -> None:
+    simulation = Simulation(replace(SMALL, max_rows=1))
+    first, second = (simulation.submit([10 + i, *PROMPT], 5) for i in range(2))
+    assert run_with_culprits(simulation, {first}) == 3
+    assert simulation.streams[first].reason == FinishReason.ENGINE_FAILED
+    assert simulation.streams[second].reason == FinishReason.LENGTH
+    verify(simulation.streams[second], SMALL.longest_sequence)
+
+
+def test_a_suspect_that_its_client_leaves_lets_the_next_one_in() -> None:
+    simulation = Simulation(replace(SMALL, token_budget=200))
+    requests = [simulation.submit([10 + i, *PROMPT], 5) for i in range(3)]
+    for _ in range(2):
+        simulation.plan()
+        simulation.lose_workers()
+        simulation.replace_workers()
+    for request in requests:
+        simulation.plan()
+        assert {sequence.request for sequence in simulation.engine.scheduler.running()} == {request}
+        simulation.abort(request)
+        while simulation.answer():
+            pass  # at most two steps are unanswered
+    assert simulation.engine._live.suspects.lost([]) == []
+    assert not simulation.engine._live.suspects

@@ -95,6 +95,23 @@ def test_a_lost_process_leaves_the_router_a_moment_and_its_group_a_shorter_one(l
     assert (life.phase, life.exit_code) == (Phase.STOPPED, 1)
 
 
+@pytest.mark.parametrize("is_stuck", [False, True])
+def test_after_a_failure_a_router_that_drains_is_told_twice_before_it_is_killed(is_stuck: bool) -> None:
+    """Streams that wait for a group that does not come back get their error, not a reset connection."""
+    life = serving()
+    life.exited("c0", 1, 10.0)
+    for name in ("w0.0", "w0.1"):
+        life.exited(name, 1, 10.1)
+    life.tick(11.0)
+    assert sends(life.tick(13.0)) == [("router", TERM)]
+    assert sends(life.tick(14.9)) == []
+    assert sends(life.tick(15.0)) == [("router", TERM)]
+    if is_stuck:
+        assert sends(life.tick(17.0)) == [("router", KILL)]
+    assert texts(life.exited("router", -KILL if is_stuck else 1, 17.1)) == ""
+    assert (life.phase, life.exit_code) == (Phase.STOPPED, 1)
+
+
 def test_a_lost_router_stops_everything_at_once() -> None:
     life = serving()
     assert sends(life.exited("router", 1, 10.0)) == [("c0", TERM), ("w0.0", TERM), ("w0.1", TERM)]

@@ -60,6 +60,7 @@ def test_formatted_sizes(count: int, text: str) -> None:
     ("change", "message"),
     [
         ({"groups": 0}, "--groups is 0"),
+        ({"groups": 100_000}, "--groups is 100000; allowed are 1 to 256"),
         ({"tp": 0}, "--tp is 0"),
         ({"tp": 3}, "3 ranks"),
         ({"dtype": "int8"}, "--dtype"),

@@ -92,6 +92,8 @@ class Behaviour:
     seconds_per_token: float = 0.0
     hold: bool = False
     """Admit requests but bring no tokens."""
+    queue: bool = False
+    """Take requests without ever admitting them."""
     mute: bool = False
     """Answer nothing at all, pings included."""
     refuse: FinishReason | None = None
@@ -267,6 +269,8 @@ class FakeController:
             refused = self._refusal(message)
             if refused is not None:
                 self._send(socket, router, lambda seq: Outputs(seq, finished=[refused]))
+                return
+            if behaviour.queue:
                 return
             script = behaviour.sample_script or (lambda submit, _: behaviour.script(submit))
             done = len(message.tokens) // 4 - message.prompt_len  # of a stream that began elsewhere

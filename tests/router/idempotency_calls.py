@@ -33,7 +33,7 @@ def ask(http: httpx.Client, key: str, path: str = PATH, /, *, tenant: str = "", 
 def name_of(key: str, path: str = PATH, /, **fields: Any) -> RequestName:
     """Of such a request."""
     body = fields if "prompt" in fields or path != PATH else CHAT | fields
-    return name_request(ANONYMOUS, key, b"POST", path.encode(), b"", json.dumps(body).encode())
+    return name_request(ANONYMOUS, key, b"POST", path.encode(), b"", b"", json.dumps(body).encode())
 
 
 def record(fake: FakeController, op: str, name: RequestName, **fields: Any) -> RecordReply:

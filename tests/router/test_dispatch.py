@@ -278,6 +278,30 @@ def test_what_fails_everywhere_is_not_tried_for_ever(place: Path, tokenizer: Tok
         assert router.inflight == 0
 
 
+@pytest.mark.parametrize("deaths", [4, 9])
+def test_who_only_waits_is_hardly_to_blame(place: Path, tokenizer: Tokenizer, deaths: int) -> None:
+    """For the deaths of controllers in whose queues it was; but not for ever either."""
+    with running(place, tokenizer, resume_seconds=20.0) as (router, [fake]), client_of(router) as http:
+        fake.behaviour.queue = True
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(http.post, "/v1/chat/completions", json=CHAT)
+            for death in range(1, deaths + 1):
+                wait_until(lambda fake=fake: bool(submits_of([fake])))  # type: ignore[misc]
+                assert not answer.done()
+                fake.stop()
+                fake = FakeController(fake.endpoint, make_answer(tokenizer))
+                fake.behaviour.queue = death < deaths
+                fake.start()
+            try:
+                if deaths < 9:
+                    assert text_of(answer.result()) == ANSWER
+                else:
+                    assert answer.result().json()["error"]["code"] == "engine_failed"
+                assert router.inflight == 0
+            finally:
+                fake.stop()
+
+
 def test_a_wrong_request_is_not_tried_elsewhere(place: Path, tokenizer: Tokenizer) -> None:
     with cluster(place, tokenizer, 2) as (_, fakes, http):
         for fake in fakes:
@@ -393,6 +417,15 @@ def test_a_session_by_header_stays_where_it_was(place: Path, tokenizer: Tokenize
         else:
             unknown = http.post(path, json=body, headers={"X-Session-ID": "sess_1"})
             assert unknown.status_code == 404
+            nulled = http.post(path, json=body | {"session_id": None}, headers={"X-Session-ID": "sess_1"})
+            assert nulled.status_code == 404, "null is the same as leaving it out"
+            named = http.post(path, json=body | {"session_id": "talk-1"}, headers={"X-Session-ID": "sess_1"})
+            assert named.status_code == 200, "the body comes first"
+        for bad in ("", "x" * 129):
+            refused = http.post(path, json=body, headers={"X-Session-ID": bad})
+            assert refused.status_code == 400
+            assert f"1 to 128 characters, not {len(bad)}" in refused.text
+            assert "header X-Session-ID" in refused.text
 
 
 def test_a_stream_that_meets_full_queues_does_not_wait_for_ever(place: Path, tokenizer: Tokenizer) -> None:

@@ -322,3 +322,14 @@ def test_copies_share_a_bounded_room(place: Path, tokenizer: Tokenizer, monkeypa
         fake.behaviour.fail_after = None
         patiently(lambda: ask(http, "last"))
         assert ask(http, "last").headers[REPLAYED] == "true"
+
+
+def test_a_session_by_header_is_a_part_of_the_request(http: httpx.Client) -> None:
+    def ask_in(session: str) -> httpx.Response:
+        headers = {"Idempotency-Key": "by header", **({"X-Session-ID": session} if session else {})}
+        return http.post(PATH, content=json.dumps(CHAT), headers=headers)
+
+    assert ask_in("a").status_code == 200
+    assert REPLAYED in ask_in("a").headers
+    for other in ("b", ""):
+        assert error_of(ask_in(other)) == (422, "idempotency_key_reused", "Idempotency-Key")

@@ -10,11 +10,13 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
+from starlette.datastructures import Headers
 
 from trunkline.router.errors import ApiError
 from trunkline.router.tenant_file import TenantFile, parse_rules, read_rules
 from trunkline.router.tenants import (
     ANONYMOUS,
+    HEADER_NAME,
     Admission,
     Bucket,
     KeyResolver,
@@ -392,6 +394,7 @@ def test_a_file_fills_in_what_it_does_not_say() -> None:
         ('{"default": {"tokens_per_minute": -1}}', "default: tokens_per_minute is -1"),
         ('{"default": {"keys": []}}', "keys"),
         ('{"default": {"priority": 4294967296}}', "32-bit"),
+        ('{"default": {"requests_per_minute": %s}}' % ("9" * 400), "requests_per_minute has 400 digits"),
         ('{"tenants": {"a b": {}}}', "'a b' is no name"),
         ('{"tenants": {"key-1": {}}}', "key-"),
         ('{"tenants": {"a": {"keys": ["sk-secret"]}}}', "SHA-256"),
@@ -432,3 +435,45 @@ def test_a_file_is_followed(tmp_path: Path) -> None:
     os.utime(path, (3000, 3000))  # same time and size
     file.reload()
     assert file.poll(14.0).default.requests == 4
+
+
+def test_a_new_process_takes_what_was_kept_while_the_file_is_wrong(tmp_path: Path) -> None:
+    path, kept = tmp_path / "tenants.json", tmp_path / "kept"
+    path.write_text("{")
+    with pytest.raises(ValueError, match=r"tenants\.json"):
+        TenantFile(str(path), TenantLimits(), str(kept))
+    path.write_text('{"default": {"requests": 1}}')
+    TenantFile(str(path), TenantLimits(), str(kept))
+    path.write_text('{"default": {"requests": 20}}')
+    first = TenantFile(str(path), TenantLimits(), str(kept))
+    path.write_text('{"default": {"requests": "many"}}')
+    first.reload()
+    for wrong in (None, '{"default": {"requests": 0}}'):
+        path.unlink() if wrong is None else path.write_text(wrong)
+        file = TenantFile(str(path), TenantLimits(), str(kept))
+        assert file.rules.default.requests == 20
+    path.write_text('{"default": {"requests": 300}}')
+    assert file.poll(1.0).default.requests == 300
+    assert read_rules(str(kept), TenantLimits()).default.requests == 300
+    assert sorted(tmp_path.iterdir()) == [kept, path]
+
+
+def test_what_cannot_be_kept_is_no_reason_to_fail(tmp_path: Path) -> None:
+    path = tmp_path / "tenants.json"
+    path.write_text('{"default": {"requests": 1}}')
+    file = TenantFile(str(path), TenantLimits(), str(tmp_path / "nowhere" / "kept"))
+    assert file.rules.default.requests == 1
+
+
+@pytest.mark.parametrize("name", ["Authorization", "x-API-key", "cookie", "", "X Tenant", "X-" + "t" * 80])
+def test_headers_that_cannot_name_a_tenant(name: str) -> None:
+    assert not HEADER_NAME.fullmatch(name)
+
+
+def test_a_tenant_is_named_once() -> None:
+    resolver = KeyResolver("X-Tenant")
+    once = Headers(raw=[(b"x-tenant", b"a"), (b"x-tenants", b"b")])
+    assert resolver.resolve(once, TenantRules()) == "a"
+    twice = Headers(raw=[(b"x-tenant", b"a"), (b"X-Tenant".lower(), b"b")])
+    with pytest.raises(ApiError, match="more than once"):
+        resolver.resolve(twice, TenantRules())

@@ -37,6 +37,7 @@ from trunkline.controller.outcomes import EngineOutputs
 from trunkline.controller.persistence import Persistence
 from trunkline.controller.samples import sample_seed
 from trunkline.controller.sequence import Request
+from trunkline.controller.suspects import DEADLY
 from trunkline.controller.tree import ChunkTree
 from trunkline.kvstore.layout import unpack_int32
 from trunkline.router.messages import Finished, FinishReason, Hypothesis, Started
@@ -118,6 +119,11 @@ class Stream:
     def reason(self) -> str | None:
         """Why the request ended; None while it has not."""
         return self.ended.reason if self.ended else None
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether it ended before its time: it was aborted, or taken for what kills workers."""
+        return self.ended is not None and (self.reason == FinishReason.ABORT or self.ended.detail == DEADLY)
 
 
 class Simulation:
@@ -395,7 +401,7 @@ class Simulation:
 
 
 def verify(stream: Stream, longest: int) -> None:
-    """A stream that ended is what its oracle says, or, where it was aborted, a part of that.
+    """A stream that ended is what its oracle says, or, where it was cut off, a part of that.
 
     Args:
         longest: tokens of prompt and output that the group allows; with modules it is `Stream.positions` that
@@ -416,9 +422,9 @@ def verify(stream: Stream, longest: int) -> None:
                 stopped = expected[-1] in stream.stop_ids
                 assert stream.reasons[sample] == (FinishReason.STOP if stopped else FinishReason.LENGTH)
             else:
-                assert stream.reason == FinishReason.ABORT
+                assert stream.is_cut_off
                 assert output == expected[: len(output)]
-    elif stream.reason != FinishReason.ABORT:
+    elif not stream.is_cut_off:
         assert stream.reason in (FinishReason.STOP, FinishReason.LENGTH)
         _verify_search(stream, limit)
     if stream.prompt_logprobs >= 0:
@@ -446,7 +452,7 @@ def _verify_search(stream: Stream, limit: int) -> None:
 
 def _verify_scores(stream: Stream) -> None:
     """Every position of a prompt that was computed is scored, as the model says."""
-    if stream.reason != FinishReason.ABORT:
+    if not stream.is_cut_off:
         assert sorted(stream.scored) == list(range(1, len(stream.prompt)))
     for position, row in stream.scored.items():
         past = prefix_hash(stream.prompt[:position])

@@ -88,6 +88,7 @@ class Answers:
             requests, samples, tokens = requests[counts], samples[counts], tokens[counts]
         if not len(slots):
             return
+        self._live.suspects.got_tokens(requests)
         self._live.said.requests.append(requests)
         self._live.said.samples.append(samples)
         self._live.said.tokens.append(tokens)
@@ -114,6 +115,7 @@ class Answers:
             except ValueError as error:
                 raise ProtocolError(f"search {search_id}: {error}") from error
             self._live.counters.output_tokens += group.search.width
+            self._live.suspects.ended(group.id)
             if parents:
                 scheduler.move_beams(group, parents, now)
             if not group.search.done:

@@ -8,7 +8,8 @@ records; statements are applied in the order in which each key was written last.
 
 The database is a memory of what may be found, never a proof: every slot of the disk tier says itself what it
 holds. So losing the last moments at `kill -9` (what had not been committed; WAL keeps the rest whole) costs cached
-KV, not correctness, and a database that is damaged or of another configuration is moved aside for an empty one.
+KV, not correctness; what somebody has been told of is in the file (`hurry`). A database that is damaged, or of
+another configuration, is moved aside for an empty one.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
@@ -90,10 +91,12 @@ class Database:
         self._connection_in_use = threading.Lock()
         self._pending: dict[Hashable, tuple[str, Parameters]] = {}
         self._changed = threading.Condition()
-        self._rounds = 0
+        self.rounds = 0
         """Of the writer, that are over …"""
         self._rounds_wanted = 0
         """… and for which somebody waits."""
+        self.on_round: Callable[[], None] = lambda: None
+        """Called by the writer thread after a round that somebody waits for."""
         self._closing = False
         self._writer = threading.Thread(target=self._write_behind, name="database", daemon=True)
         self._writer.start()
@@ -125,12 +128,19 @@ class Database:
             log.warning("part of the index cannot be read and starts empty", path=str(self.path), error=str(error))
             return []
 
+    def hurry(self) -> int:
+        """Have what was written committed at once; the value of `rounds` from which on that was done, or has
+        failed."""
+        with self._changed:
+            self._rounds_wanted = self.rounds + 2  # the present round may have begun before
+            self._changed.notify_all()
+            return self._rounds_wanted
+
     def flush(self) -> bool:
         """Wait until all that was written is committed; False: it cannot be, or the disk takes too long."""
         with self._changed:
-            target = self._rounds_wanted = self._rounds + 2  # the present round may have begun before
-            self._changed.notify_all()
-            done = self._changed.wait_for(lambda: self._rounds >= target, _WAIT_S_MAX)
+            target = self.hurry()
+            done = self._changed.wait_for(lambda: self.rounds >= target, _WAIT_S_MAX)
             return done and not self.problem
 
     def close(self) -> None:
@@ -157,13 +167,16 @@ class Database:
                 if problem:  # what was written meanwhile is newer
                     self._pending = {k: v for k, v in batch.items() if k not in self._pending} | self._pending
                 self.problem = problem
-                self._rounds += 1
+                is_wanted = self._rounds_wanted > self.rounds
+                self.rounds += 1
                 self._changed.notify_all()
+            if is_wanted:
+                self.on_round()
         with suppress(sqlite3.Error):
             self._connection.close()
 
     def _is_hurried(self) -> bool:
-        return self._closing or self._rounds_wanted > self._rounds
+        return self._closing or self._rounds_wanted > self.rounds
 
     def _commit(self, batch: dict[Hashable, tuple[str, Parameters]]) -> str:
         """One transaction; why it failed, if it did."""

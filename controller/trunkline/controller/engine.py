@@ -40,6 +40,7 @@ from trunkline.controller.rows import RowSet
 from trunkline.controller.scheduler import Scheduler
 from trunkline.controller.sequence import Request, SequenceGroup
 from trunkline.controller.survivors import Survivor, carry_totals, keep, revive
+from trunkline.controller.suspects import DEADLY
 from trunkline.controller.tier_traffic import TierTraffic
 from trunkline.controller.tree import ChunkTree
 from trunkline.router.messages import Finished, FinishReason
@@ -70,6 +71,7 @@ class Engine:
         config.validate()
         self.config = config
         self.scheduler = Scheduler(config, first_disk_generation)
+        self.scheduler.entries.suspects = self._live.suspects
         tree, fetching = self.scheduler.residence.tree, self.scheduler.fetching
         self.traffic = TierTraffic(tree, config.ranks)
         self.expectations = Expectations(tree, fetching, self.traffic)
@@ -209,13 +211,17 @@ class Engine:
     # Workers
 
     def workers_lost(self, epoch: int, now: float) -> None:
-        """The workers are gone, with all that was in their memory. No request ends: whoever was running waits,
-        with the tokens known so far, until others come.
+        """The workers are gone, with all that was in their memory. Whoever was running waits, with the tokens
+        known so far, until others come; only who seems to be what kills them ends (`suspects.py`).
 
         Args:
             epoch: of those; results of another one are not listened to.
         """
-        survivors = self._survivors()
+        running = [group.id for group in self._live.groups.values() if group.runs]
+        deadly = set(self._live.suspects.lost(running))
+        survivors = [survivor for survivor in self._survivors() if survivor.request.id not in deadly]
+        for request in sorted(deadly):
+            self._live.gone(Finished(request, FinishReason.ENGINE_FAILED, DEADLY))
         self.epoch, self.is_away = epoch, True
         self._begin_again(self.config, survivors, None, now)
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from trunkline.controller.queue import RequestQueue
 from trunkline.controller.sequence import Phase, SequenceGroup
+from trunkline.controller.suspects import Suspects
 
 
 class Entries:
     """Groups between the queue and the batch."""
 
     def __init__(self, queue: RequestQueue) -> None:
+        self.suspects = Suspects()
+        """Who is not to run beside whom. The engine's, which outlive this."""
         self._queue = queue
         self._entering: dict[int, SequenceGroup] = {}
         """Groups that come back after a preemption, some sequences of them already, while others still wait."""
@@ -53,13 +56,16 @@ class Entries:
     def left(self, group: SequenceGroup) -> None:
         """It has left the batch whole."""
         self._entering.pop(group.id, None)
+        self.suspects.left(group.id)
 
     def note(self, group: SequenceGroup) -> None:
         """A sequence of the group has come in or has ended: whether others of it wait may be different now."""
+        is_in = any(member.stay for member in group.members)
+        (self.suspects.came if is_in else self.suspects.left)(group.id)
         waits = any(member.phase is Phase.WAITING for member in group.members)
         if group.queued and not waits:
             self._queue.remove(group)
-        if waits and any(member.stay for member in group.members):
+        if waits and is_in:
             self._entering[group.id] = group
         else:
             self._entering.pop(group.id, None)

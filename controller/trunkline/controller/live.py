@@ -7,6 +7,7 @@ from trunkline.controller.outcomes import EngineCounters, EngineOutputs
 from trunkline.controller.prompt_scores import ScoreLedger
 from trunkline.controller.scheduler import Scheduler
 from trunkline.controller.sequence import Sequence, SequenceGroup
+from trunkline.controller.suspects import Suspects
 from trunkline.router.messages import Finished, FinishReason, Started
 
 
@@ -18,6 +19,7 @@ class LiveRequests:
         """By request, in the order of their coming."""
         self.grammars = GrammarBook()
         self.scores = ScoreLedger()
+        self.suspects = Suspects()
         self.counters = EngineCounters()
         self.said = EngineOutputs()
         """Since the last `take_said`."""
@@ -69,6 +71,7 @@ class LiveRequests:
     def gone(self, finished: Finished) -> None:
         """One that holds nothing any more has ended."""
         self.scores.ended(finished.request)
+        self.suspects.ended(finished.request)
         self.said.finished.append(finished)
 
     def take_said(self) -> EngineOutputs | None:

@@ -43,10 +43,11 @@ class Persistence:
         Raises:
             DatabaseUnavailableError: the file cannot be used.
         """
-        self._database = Database(Path(path), fingerprint) if path else None
+        self.database = Database(Path(path), fingerprint) if path else None
+        """What both are written to."""
         self._offset = wall - monotonic
-        self.index = TierIndex(self._database, self._offset) if self._database is not None else None
-        self.records = RecordStore(self._database, wall)
+        self.index = TierIndex(self.database, self._offset) if self.database is not None else None
+        self.records = RecordStore(self.database, wall)
 
     @property
     def first_generation(self) -> int:
@@ -118,8 +119,8 @@ class Persistence:
 
     def close(self) -> None:
         """Write what is left."""
-        if self._database is not None:
-            self._database.close()
+        if self.database is not None:
+            self.database.close()
 
 
 def _row(node: Node, parent: Node, event: IndexEvent[Node]) -> DiskChunk:

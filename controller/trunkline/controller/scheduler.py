@@ -337,6 +337,8 @@ class Scheduler:
                 return 0
             if group.waits_for_grammar or self.fetching.is_probing(group, now):
                 continue
+            if self.entries.suspects.must_wait(group.id):
+                return 0
             if not jobs.is_ready(group, draft.step, is_first=group is first):
                 continue
             while not self._may_start(group, draft.step):

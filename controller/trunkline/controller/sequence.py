@@ -230,6 +230,11 @@ class SequenceGroup:
         return self.cut.cut.holes if self.cut is not None else 0
 
     @property
+    def runs(self) -> bool:
+        """Whether any of it is in the batch."""
+        return any(member.phase is not Phase.WAITING for member in self.members)
+
+    @property
     def encodes(self) -> bool:
         """Whether it computes a text of a module, for others: it samples nothing."""
         return self.modules is not None and self.modules.target >= 0

@@ -11,11 +11,8 @@ from __future__ import annotations
 
 import math
 import signal
-import socket
 import time
-from contextlib import suppress
 from enum import StrEnum
-from types import FrameType
 
 import msgspec
 import structlog
@@ -48,6 +45,7 @@ from trunkline.controller.messages import (
 from trunkline.controller.module_calls import CallDone
 from trunkline.controller.outage import Outage
 from trunkline.controller.persistence import Persistence
+from trunkline.controller.record_replies import RecordReplies
 from trunkline.controller.state_report import state_of
 from trunkline.controller.submissions import (
     is_request_number,
@@ -57,6 +55,7 @@ from trunkline.controller.submissions import (
     request_of_prefetch,
 )
 from trunkline.controller.tier_warnings import TierWarnings
+from trunkline.controller.wakeups import WakeUps
 from trunkline.deploy.notify import report_status
 from trunkline.router.messages import Finished, FinishReason, Flushed, ModulesReply, Outputs, Prefetched, State
 
@@ -93,6 +92,7 @@ class ControllerService:
         self.persistence = Persistence(
             config.index_path, bytes.fromhex(config.tier_fingerprint), time.time(), time.monotonic()
         )
+        self.record_replies = RecordReplies(self.clients, self.persistence)
         self.engine: Engine | None = None
         self.status = Status.STARTING
         self.detail = ""
@@ -100,16 +100,19 @@ class ControllerService:
         self._settle_deadline = float("inf")
         self._tier_warnings = TierWarnings()
         self._outage = Outage(config.step_timeout_s, config.resume_seconds_max)
-        self._signals, self._signal_writer = socket.socketpair()
+        self._wake_ups = WakeUps()
 
     def run(self) -> int:
         """Serve until drained (0), or until there is no way to serve (1). Lost workers are waited for."""
-        self._install_signals()
+        # Ctrl-C in a terminal reaches all processes; the supervisor alone decides what it means.
+        self._wake_ups.install(ignore_interrupts=bool(self.config.parent_pid))
+        if self.persistence.database is not None:
+            self.persistence.database.on_round = self._wake_ups.wake
         report_status(self.config.status_path, self.status, epoch=self.group.epoch)
         poller = zmq.Poller()
         for readable in (self.group.plans, self.group.reports, self.clients.socket):
             poller.register(readable, zmq.POLLIN)
-        poller.register(self._signals.fileno(), zmq.POLLIN)
+        poller.register(self._wake_ups.fileno(), zmq.POLLIN)
         try:
             while not self._is_drained():
                 poller.poll(self._poll_ms())
@@ -126,23 +129,7 @@ class ControllerService:
             self.events.close()
             self.context.term()
             self.persistence.close()
-            signal.set_wakeup_fd(-1)
-            self._signals.close()
-            self._signal_writer.close()
-
-    def _install_signals(self) -> None:
-        self._signals.setblocking(False)
-        self._signal_writer.setblocking(False)
-        signal.set_wakeup_fd(self._signal_writer.fileno(), warn_on_full_buffer=False)
-        signal.signal(signal.SIGTERM, _wake)
-        # Ctrl-C in a terminal reaches all processes; the supervisor alone decides what it means.
-        signal.signal(signal.SIGINT, signal.SIG_IGN if self.config.parent_pid else _wake)
-
-    def _read_signals(self) -> bytes:
-        """Numbers of the signals that have arrived."""
-        with suppress(BlockingIOError):
-            return self._signals.recv(4096)
-        return b""
+            self._wake_ups.close()
 
     def _stop_requested(self) -> None:
         """Drain; the second time, do not wait any longer."""
@@ -179,14 +166,14 @@ class ControllerService:
     def _poll_ms(self) -> int:
         now = time.monotonic()
         until = min(self._drain_deadline, self._settle_deadline, self.events.next_deadline)
-        until = min(until, now + self.group.patience_s)
+        until = min(until, now + self.group.patience_s, self.record_replies.next_deadline)
         if self.engine is not None:
             until = min(until, self.engine.next_deadline(now))
         return int(max(0, min(POLL_MS_MAX, math.ceil((until - now) * 1000) if until < math.inf else POLL_MS_MAX)))
 
     def _turn(self) -> None:
         """Handle everything that has arrived, then plan, then publish."""
-        for number in self._read_signals():
+        for number in self._wake_ups.read():
             if number in (signal.SIGTERM, signal.SIGINT):
                 self._stop_requested()
         now = time.monotonic()
@@ -206,6 +193,7 @@ class ControllerService:
         except GroupLostError as error:
             self._lose(str(error), now)
         self._publish()
+        self.record_replies.turn(now)
         self.events.turn(self.engine, now)
 
     def _forget_pins(self, now: float) -> None:
@@ -330,8 +318,7 @@ class ControllerService:
                 freed = self.engine.flush_cache() if self.engine is not None else 0
                 self.clients.send(client, Flushed(client.next_seq(), message.ticket, freed))
             case RecordCall():
-                wall = self.persistence.wall(now)
-                self.clients.send(client, self.persistence.records.handle(message, client.next_seq(), wall))
+                self.record_replies.handle(client.index, message, now)
             case Prefetch():
                 self._prefetch(client, message, now)
             case ModulesCall():
@@ -415,10 +402,6 @@ class ControllerService:
             self._publish()
         for client, message in self.clients.receive(time.monotonic()):
             self._handle(client, message, time.monotonic())  # what had arrived unread gets its answer, too
-
-
-def _wake(number: int, frame: FrameType | None) -> None:
-    """Python wrote the signal's number to the wake-up socket: the loop acts on it between two turns' work."""
 
 
 _STATE_COUNTS = tuple(

@@ -19,7 +19,7 @@ from trunkline.controller.groups import restore_output
 from trunkline.controller.rows import DecodeRows
 from trunkline.controller.samples import sample_seed
 from trunkline.controller.scheduler import Scheduler
-from trunkline.controller.sequence import Found, Phase, Request, Sequence, SequenceGroup, TokenBuffer
+from trunkline.controller.sequence import Found, Request, Sequence, SequenceGroup, TokenBuffer
 from trunkline.kvstore.layout import Int32Array
 from trunkline.worker.messages import Sampling
 
@@ -50,7 +50,6 @@ def keep(group: SequenceGroup, rows: DecodeRows, *, scores_lost: bool) -> Surviv
     Args:
         scores_lost: log-probabilities of its prompt were to come with a step that will not be answered.
     """
-    ran = any(member.phase is not Phase.WAITING for member in group.members)
     outputs = []
     for member in group.members:
         if member.slot >= 0 and group.search is None:
@@ -66,7 +65,7 @@ def keep(group: SequenceGroup, rows: DecodeRows, *, scores_lost: bool) -> Surviv
     return Survivor(
         request=group.request,
         arrival=group.arrival,
-        preempted=group.preempted or ran,
+        preempted=group.preempted or group.runs,
         started=group.started,
         found=group.found if group.started else None,
         scored=group.prompt_scored and not scores_lost,

@@ -149,7 +149,7 @@ class Lifecycle:
                 return self._stop_quickly(now)
             case Phase.SERVING:
                 return self._stop_gracefully(now)
-            case Phase.STOPPING if self._stages:
+            case Phase.STOPPING if self._graceful and self._stages:
                 return [Say("Stopping at once."), *self._stop_quickly(now)]
             case Phase.STOPPING:
                 return self._kill_stage(now)
@@ -173,6 +173,8 @@ class Lifecycle:
                 self._deadline = self._grace_until
                 return [*actions, *self._stop_quickly(now)] if now >= self._grace_until else actions
             case Phase.STOPPING if not self._killing:
+                if not self._graceful and self._stages and self._serves_still():
+                    return self._hurry(now)
                 if self._graceful:  # a stop that was to be gentle and needed force was not clean
                     self.exit_code = 1
                 return self._kill_stage(now)
@@ -252,9 +254,17 @@ class Lifecycle:
         return self._enter_stopping(now)
 
     def _stop_quickly(self, now: float) -> list[Action]:
+        quick_s = self._limits.quick_s
+        is_first = not self._graceful  # else routers are told for the second time already
         self._graceful = False
-        self._stages = [(list(self._alive), self._limits.quick_s)]
+        self._stages = [(list(self._alive), quick_s), *([(self._names(Role.ROUTER), quick_s)] if is_first else [])]
         return self._enter_stopping(now)
+
+    def _hurry(self, now: float) -> list[Action]:
+        """Routers drain at the first signal: who waits in vain goes on waiting. At the second they tell."""
+        names, seconds = self._stages.pop(0)
+        self._deadline = now + seconds
+        return [Send(name, signal.SIGTERM) for name in names if name in self._alive]
 
     def _enter_stopping(self, now: float) -> list[Action]:
         if self.phase is Phase.SERVING:

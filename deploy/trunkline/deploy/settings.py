@@ -22,6 +22,8 @@ QUANTIZATIONS: Final = ("none", "int8")
 POLICIES: Final = ("prefix", "round-robin", "least-loaded", "session-hash", "sglang", "dynamo", "lmetric", "llm-d")
 TOOL_CALL_PARSERS: Final = ("auto", "hermes", "llama3_json", "mistral")
 
+_GROUPS_MAX: Final = 256
+"""On one machine: each is two processes at least, and each router has three connections to it."""
 _ROUTERS_MAX: Final = 64
 _RESUME_S_MAX: Final = 86400.0
 _KV_MEMORY_CPU: Final = 1 << 30
@@ -95,7 +97,8 @@ class ServeSettings:
 
     def validate(self) -> None:
         """Raise `UserError` for the first setting that is wrong by itself."""
-        _at_least("--groups", self.groups, 1)
+        if not 1 <= self.groups <= _GROUPS_MAX:
+            raise UserError(f"--groups is {self.groups}; allowed are 1 to {_GROUPS_MAX}")
         _at_least("--tp", self.tp, 1)
         if not 1 <= self.routers <= _ROUTERS_MAX:
             raise UserError(f"--routers is {self.routers}; allowed are 1 to {_ROUTERS_MAX}")

@@ -60,6 +60,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """A controller that says nothing for so long is dead (it answers a ping each second)."""
     tenants: str = ""
     """JSON file with what tenants may do (`tenant_file.py`); followed while the process runs. Empty: none."""
+    tenants_kept: str = ""
+    """Where the last version that was right is kept, for who starts while the file is wrong. Empty: nowhere."""
     tenant_limits: TenantLimits = NO_LIMITS
     """What each tenant may do of whom the file says nothing. No limits by default."""
     tenant_header: str = ""

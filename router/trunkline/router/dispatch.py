@@ -39,7 +39,10 @@ from trunkline.router.sampling import Job
 from trunkline.router.streams import End, Stream
 
 FAILURES_MAX: Final = 3
-"""Lost in a row, without a token between them."""
+"""Lost in a row, without a token between them; …"""
+WAITING_LOSSES: Final = 3
+"""… so many count as one where the connection was lost while the prompt had not been computed: a request that only
+waits in a queue is not what kills a controller, but it may be."""
 MOVE_SECONDS: Final = 3.0
 """For so long a controller whose workers are lost may get new ones before its streams go elsewhere."""
 FULL_AGAIN_SECONDS: Final = 0.25
@@ -66,7 +69,8 @@ class _Flow:
     timer: asyncio.TimerHandle | None = None
     """Runs from the first wait until a controller admits it: then nothing may wait any more."""
     failures: dict[int, int] = field(default_factory=dict)
-    """By sample (or `ALL`): dispatches lost since its last token. Samples that are lost together do not add up."""
+    """By sample (or `ALL`): dispatches lost since its last token, each as `WAITING_LOSSES` or as one. Samples that
+    are lost together do not add up."""
     failed: set[int] = field(default_factory=set)
     """Controllers at which that happened; others are preferred."""
     full: set[int] = field(default_factory=set)
@@ -77,7 +81,7 @@ class _Flow:
 class Dispatch:
     """One sending of a stream, or of one of its samples, to one controller; a `Receiver`."""
 
-    __slots__ = ("_dispatcher", "_stream", "flow", "link", "names", "request", "sample", "ticket")
+    __slots__ = ("_dispatcher", "_stream", "flow", "has_started", "link", "names", "request", "sample", "ticket")
 
     def __init__(
         self, dispatcher: Dispatcher, flow: _Flow, link: ControllerLink, ticket: int, sample: int
@@ -89,6 +93,7 @@ class Dispatch:
         self.ticket = ticket
         self.sample = sample
         """`ALL`: the samples come as the stream's own, else this one comes as the controller's only one."""
+        self.has_started = False
         self.request = 0
         """The link's number for it."""
         self.names: list[bytes] = []
@@ -96,6 +101,7 @@ class Dispatch:
 
     def start(self, started: Started) -> None:
         """It was admitted."""
+        self.has_started = True
         self._dispatcher.started(self)
         self._stream.start(started)
 
@@ -302,18 +308,18 @@ class Dispatcher:
         if end.reason == FinishReason.QUEUE_FULL:
             flow.full.add(dispatch.link.index)
         else:
-            failures += end.reason == FinishReason.ENGINE_FAILED
+            if end.reason == FinishReason.ENGINE_FAILED:
+                only_waited = dispatch.link.state is None and not dispatch.has_started
+                failures += 1 if only_waited else WAITING_LOSSES
             flow.failed.add(dispatch.link.index)
+            if not flow.waiting:
+                self._stop_timer(flow)  # it was in somebody's hands: a new wait begins, if one does
             if begun and not self._resume_seconds:
                 flow.stream.finish(*end)
                 return
-            _log.info(
-                "stream_goes_on",
-                controller=dispatch.link.index,
-                reason=end.reason,
-                tokens=sum(map(len, flow.stream.outputs)),
-            )
-        if failures >= FAILURES_MAX:
+            tokens = sum(map(len, flow.stream.outputs))
+            _log.info("stream_goes_on", controller=dispatch.link.index, reason=end.reason, tokens=tokens)
+        if failures >= FAILURES_MAX * WAITING_LOSSES:
             self._on_event("gave_up")
             flow.stream.finish(*end)
             return
@@ -424,6 +430,8 @@ class Dispatcher:
             flow.timer = loop.call_later(self._resume_seconds, self._waited_enough, flow)
 
     def _waited_enough(self, flow: _Flow) -> None:
+        if flow.stream.ended:
+            return
         if not flow.waiting:
             # It is in a controller's queue, which is no reason to end it; should that refuse it, time is over.
             self._overdue.add(flow.id)

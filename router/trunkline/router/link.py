@@ -230,9 +230,11 @@ class ControllerLink:
             socket.close(linger_ms=200)
         self.state = None
         self.down_reason = reason
-        self.on_change(self)
-        self._fail_all(f"the connection to the engine was lost: {reason}")
-        self._connect()
+        try:
+            self.on_change(self)
+            self._fail_all(f"the connection to the engine was lost: {reason}")
+        finally:
+            self._connect()
 
     def _send(self, message: RouterRequest) -> bool:
         return self._socket is not None and self._socket.send(message)

@@ -68,7 +68,9 @@ class Tenants:
         Raises:
             ValueError: the file of tenants cannot be read, or is wrong.
         """
-        self._file = TenantFile(config.tenants, config.tenant_limits) if config.tenants else None
+        self._file = (
+            TenantFile(config.tenants, config.tenant_limits, config.tenants_kept) if config.tenants else None
+        )
         rules = TenantRules(config.tenant_limits) if self._file is None else self._file.rules
         self._book = TenantBook(rules, config.routers)
         self._resolver = resolver or KeyResolver(config.tenant_header)

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from trunkline.router.api.body import read_body
+from trunkline.router.api.body import SESSION_HEADER, read_body
 from trunkline.router.api.connection import BODY_SEND, EVENT_STREAM_HEADERS, while_connected
 from trunkline.router.api.error_forms import error_body
 from trunkline.router.api.responses import JsonResponse
@@ -115,7 +115,8 @@ class ReplayMiddleware:
         """A request's name, and its messages from the start, although they were read."""
         body = await read_body(request, self._bytes_max)
         scope = request.scope
-        asked = (scope["method"].encode(), scope["path"].encode(), scope.get("query_string", b""), body)
+        session = request.headers.get(SESSION_HEADER, "").encode()
+        asked = (scope["method"].encode(), scope["path"].encode(), scope.get("query_string", b""), session, body)
         tenant = current_meter().tenant
         if len(body) > _OFF_LOOP_BYTES:
             name = await asyncio.to_thread(name_request, tenant, key, *asked)

@@ -4,10 +4,14 @@
      "tenants": {"batch": {"keys": ["SHA-256 of a key"], "tokens_per_minute": 100000, "priority": 5}}}
 
 What a tenant does not say, `default` says; what that does not say, the process's options do. null: no limit.
+
+A file that is wrong changes nothing, also for a router that is started while it is: each version that is right is
+kept beside the sockets of the cluster, and serves then. A mistake in it must not keep a lost router away.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from pathlib import Path
@@ -86,12 +90,17 @@ def read_rules(path: str, base: TenantLimits) -> TenantRules:
     Raises:
         ValueError: it cannot be read, or is wrong; the text names it.
     """
+    return _read(path, base)[0]
+
+
+def _read(path: str, base: TenantLimits) -> tuple[TenantRules, bytes]:
+    """As `read_rules`, with the file's text."""
     try:
         with Path(path).open("rb") as file:
             text = file.read(BYTES_MAX + 1)
         if len(text) > BYTES_MAX:
             raise ValueError(f"it has more than {BYTES_MAX} bytes")
-        return parse_rules(text, base)
+        return parse_rules(text, base), text
     except (OSError, ValueError) as error:
         raise ValueError(f"tenants file {path}: {getattr(error, 'strerror', None) or error}") from None
 
@@ -99,16 +108,26 @@ def read_rules(path: str, base: TenantLimits) -> TenantRules:
 class TenantFile:
     """Rules that follow a file. A change that cannot be read leaves them as they are, and is logged."""
 
-    def __init__(self, path: str, base: TenantLimits) -> None:
+    def __init__(self, path: str, base: TenantLimits, kept: str = "") -> None:
         """
+        Args:
+            kept: where the last version that was right is kept; "": nowhere.
+
         Raises:
-            ValueError: as `read_rules`.
+            ValueError: as `read_rules`, and nothing was kept.
         """
         self._path = path
         self._base = base
+        self._kept = kept
         self._stamp = _stamp(path)
         self._next_check = 0.0
-        self.rules = read_rules(path, base)
+        try:
+            self.rules = self._load()
+        except ValueError as error:
+            if not kept or not Path(kept).is_file():
+                raise
+            self.rules = read_rules(kept, base)
+            _log.error("tenants_not_reloaded", detail=str(error))
 
     def poll(self, now: float) -> TenantRules:
         """The rules; looks at the file once in `CHECK_SECONDS`. `now`: in seconds."""
@@ -123,11 +142,21 @@ class TenantFile:
     def reload(self) -> None:
         """Read it now, whether it has changed or not."""
         try:
-            self.rules = read_rules(self._path, self._base)
+            self.rules = self._load()
         except ValueError as error:
             _log.error("tenants_not_reloaded", detail=str(error))
         else:
             _log.info("tenants_reloaded", tenants=len(self.rules.tenants))
+
+    def _load(self) -> TenantRules:
+        rules, text = _read(self._path, self._base)
+        if self._kept:
+            # Complete or not at all, and each router its own: several read the same change at the same time.
+            new = Path(f"{self._kept}.{os.getpid()}")
+            with contextlib.suppress(OSError):
+                new.write_bytes(text)
+                new.replace(self._kept)
+        return rules
 
 
 def _stamp(path: str) -> tuple[int, int, int] | None:

@@ -31,9 +31,11 @@ KEY_PREFIX: Final = "key-"
 """Of tenants that are known by nothing but their key."""
 NAME: Final = re.compile(r"[\x21-\x7e]{1,128}")
 """What a tenant may be called."""
-HEADER_NAME: Final = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,64}")
-"""What a header may be called."""
+HEADER_NAME: Final = re.compile(r"(?!(?i:authorization|x-api-key|cookie)\Z)[A-Za-z0-9!#$%&'*+.^_`|~-]{1,64}")
+"""What the header with a tenant's name may be called: none that holds a secret."""
 IDEMPOTENCY_TTL_S_MAX: Final = 86_400.0
+LIMIT_MAX: Final = 10**12
+"""What is beyond that is no limit."""
 TENANTS_MAX: Final = 10_000
 """Kept in memory; of more, those that have done nothing for the longest time are forgotten."""
 MINUTE_S: Final = 60.0
@@ -58,6 +60,8 @@ class TenantLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             value = getattr(self, name)
             if value is not None and value < 1:
                 return f"{name} is {value}; it must be at least 1, or null for no limit"
+            if value is not None and value > LIMIT_MAX:
+                return f"{name} has {len(str(value))} digits; allowed are 1 to {LIMIT_MAX}, or null for no limit"
         if self.priority is not None and not -(2**31) <= self.priority < 2**31:
             return f"priority is {self.priority}; it is a 32-bit integer"
         return ""
@@ -104,6 +108,9 @@ class KeyResolver:
     def resolve(self, headers: Mapping[str, str], rules: TenantRules) -> str:
         """See `TenantResolver`."""
         if self._header and (name := headers.get(self._header)):
+            if sum(given.lower() == self._header.lower() for given in headers.keys()) > 1:
+                # A gateway that adds its own instead of replacing the client's would let clients choose.
+                raise bad_value(self._header, f"header {self._header}: it is given more than once")
             if not NAME.fullmatch(name):
                 raise bad_value(
                     self._header,

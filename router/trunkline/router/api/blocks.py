@@ -15,7 +15,7 @@ import msgspec
 from pydantic_core import from_json
 from starlette.requests import Request
 
-from trunkline.router.api.body import SESSION_HEADER, validate
+from trunkline.router.api.body import SESSION_HEADER, session_header, validate
 from trunkline.router.api.common import encode_messages
 from trunkline.router.api.models import ChatRequest
 from trunkline.router.api.prompting import chat_job
@@ -180,9 +180,9 @@ def session_label(request: Request) -> str | None:
     """What the client calls the conversation, in endpoints that keep none: it goes where its last turn went.
 
     Raises:
-        ApiError: 400, it names a stored session.
+        ApiError: 400, it names a stored session, or is no name.
     """
-    label = request.headers.get(SESSION_HEADER)
+    label = session_header(request)
     if label is not None and is_stored(label):
         raise bad_value(
             SESSION_HEADER,

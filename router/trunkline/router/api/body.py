@@ -21,6 +21,8 @@ _PYTHON_ONLY: Final = re.compile(r" or instance of \w+| after validation")
 
 SESSION_HEADER: Final = "X-Session-ID"
 """What the body's `session_id` says, for clients and gateways that cannot write it there; the body comes first."""
+_SESSION_CHARACTERS_MAX: Final = 128
+"""As in the body."""
 
 _Model = TypeVar("_Model", bound=BaseModel)
 
@@ -49,6 +51,22 @@ async def read_body(request: Request, bytes_max: int) -> bytes:
     except ClientDisconnect:
         raise ApiError(400, "the client left before its body was complete") from None
     return b"".join(chunks)
+
+
+def session_header(request: Request) -> str | None:
+    """The name of the conversation that the header gives; None: there is no such header.
+
+    Raises:
+        ApiError: 400, it is none.
+    """
+    label = request.headers.get(SESSION_HEADER)
+    if label is not None and not 1 <= len(label) <= _SESSION_CHARACTERS_MAX:
+        raise bad_value(
+            SESSION_HEADER,
+            f"header {SESSION_HEADER}: the name of a session has 1 to {_SESSION_CHARACTERS_MAX} characters, not "
+            f"{len(label)}",
+        )
+    return label
 
 
 def parse_json_object(body: bytes) -> dict[str, Any]:
@@ -110,8 +128,10 @@ async def read_request(
 
     def parse() -> _Model:
         fields = parse_json_object(body)
-        if SESSION_HEADER in request.headers and "session_id" in model.model_fields:
-            fields.setdefault("session_id", request.headers[SESSION_HEADER])
+        if "session_id" in model.model_fields and fields.get("session_id") is None:
+            label = session_header(request)
+            if label is not None:
+                fields["session_id"] = label
         if check is not None:
             check(fields)
         return validate(model, fields)
