@@ -108,7 +108,7 @@ class KeyResolver:
     def resolve(self, headers: Mapping[str, str], rules: TenantRules) -> str:
         """See `TenantResolver`."""
         if self._header and (name := headers.get(self._header)):
-            if sum(given.lower() == self._header.lower() for given in headers.keys()) > 1:
+            if sum(given.lower() == self._header.lower() for given in headers) > 1:
                 # A gateway that adds its own instead of replacing the client's would let clients choose.
                 raise bad_value(self._header, f"header {self._header}: it is given more than once")
             if not NAME.fullmatch(name):
