@@ -12,10 +12,10 @@ Steps come every `--step-ms`, far apart enough that none waits for the one befor
 
 from __future__ import annotations
 
-import asyncio
 import json
 import multiprocessing
 import os
+import selectors
 import signal
 import socket
 import subprocess
@@ -105,32 +105,44 @@ def control(endpoint: str, streams: int, step_seconds: float, times: Connection)
     Controller(endpoint, streams, step_seconds).run(times)
 
 
-async def read_stream(port: int, tokens: int, text_length: int) -> list[float]:
-    """When each token's event of one stream arrived."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+def read_all(port: int, streams: int, tokens: int) -> list[list[float]]:
+    """When each token's event of each stream arrived. Nothing is looked at before all is over, because what this
+    process does with an event would count as the router's for those that wait behind it."""
     body = json.dumps(
         {"prompt": [5, 6, 7], "max_tokens": tokens, "stream": True, "ignore_eos": True, "temperature": 0}
     ).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
-    writer.write(head.encode() + body)
-    arrived: list[float] = []
+    selector = selectors.DefaultSelector()
+    arrivals: list[list[tuple[float, bytes]]] = []
+    for _ in range(streams):
+        connection = socket.create_connection(("127.0.0.1", port))
+        connection.sendall(head.encode() + body)
+        arrivals.append([])
+        selector.register(connection, selectors.EVENT_READ, (connection, arrivals[-1]))
+    while selector.get_map():
+        for key, _ in selector.select():
+            reader, arrived = key.data
+            data = reader.recv(65536)
+            arrived.append((time.monotonic(), data))
+            if not data:
+                selector.unregister(reader)
+                reader.close()
+    return [times_of(arrived)[:tokens] for arrived in arrivals]
+
+
+def times_of(arrived: list[tuple[float, bytes]]) -> list[float]:
+    """When each token of a stream was there, from when each piece of its answer was."""
+    length = len(Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json")).decode([TOKEN]))
+    times: list[float] = []
     rest = b""
-    while data := await reader.read(65536):
-        now = time.monotonic()
+    for when, data in arrived:
         *events, rest = (rest + data).split(b"\n\n")
         for event in events:
             at = event.find(b'{"id"')
             if at >= 0:  # else the headers, or the end
                 text = json.loads(event[at:])["choices"][0]["text"]
-                arrived += [now] * (len(text) // text_length)  # tokens that came late come together
-    writer.close()
-    return arrived[:tokens]
-
-
-async def read_all(port: int, streams: int, tokens: int) -> list[list[float]]:
-    """The same of all streams."""
-    length = len(Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json")).decode([TOKEN]))
-    return list(await asyncio.gather(*(read_stream(port, tokens, length) for _ in range(streams))))
+                times += [when] * (len(text) // length)  # tokens that came late come together
+    return times
 
 
 def direct(folder: str, streams: int, tokens: int, step_seconds: float) -> list[float]:
@@ -174,7 +186,7 @@ def routed(folder: str, streams: int, tokens: int, step_seconds: float) -> tuple
         wait_for(port)
         time.sleep(1.5)  # until the router has the controller's first word
         before = cpu_seconds(router.pid)
-        arrived = asyncio.run(read_all(port, streams, tokens))
+        arrived = read_all(port, streams, tokens)
         busy = cpu_seconds(router.pid) - before
         sent = receiver.recv()
     finally:

@@ -47,7 +47,7 @@ class RequestMiddleware:
                 MutableHeaders(scope=message)["X-Request-Id"] = request_id
             await send(message)
 
-        scope[BODY_SEND] = send
+        scope.setdefault(BODY_SEND, send)  # unless somebody further out knows a shorter way
         with structlog.contextvars.bound_contextvars(request_id=request_id):
             try:
                 await self._app(scope, receive, send_with_id)
