@@ -358,3 +358,20 @@ def test_grafting_keeps_names_and_copies() -> None:
     moved = {node.name for node in tree.grafted}
     assert len(moved) == 1
     assert moved <= before.keys()
+
+
+def test_kv_that_is_lost_on_the_way_is_reported() -> None:
+    """What was kept goes with the workers; then what is left is computed as a prompt that never was longer."""
+    simulation = Simulation(CONFIG)
+    session = Session(simulation)
+    session.turn(30)
+    request = session.send(5, ((4, 16),), max_tokens=8)
+    stream = simulation.streams[request]
+    while len(stream.output) < 3:
+        simulation.step()
+    assert kind(stream) == "kept"
+    simulation.lose_workers()
+    simulation.replace_workers()
+    simulation.run()
+    assert kind(session.ended(request)) == "recomputed"
+    assert len(stream.output) == 8

@@ -158,3 +158,12 @@ def test_events_that_differ_in_their_text_only() -> None:
     for index in (0, 1, 0):
         for text in ("", "a", '"\\\n', "wörld 😀", "\ue000the text goes here\ue000"):
             assert texts.event(index, text) == whole(index, text)
+
+
+def test_a_cut_that_is_computed_anew_on_the_way() -> None:
+    stream = Stream(1, Books().release)
+    stream.start(Started(1, 40, cut="kept", exact=False))
+    stream.start(Started(1, 0, cut="kept"))
+    assert stream.started == Started(1, 40, cut="kept", exact=False), "the first counts"
+    stream.start(Started(1, 0, cut="recomputed"))
+    assert stream.started == Started(1, 40, cut="recomputed")
