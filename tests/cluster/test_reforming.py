@@ -129,6 +129,7 @@ def group(tmp_path: Path) -> Iterator[Group]:
     group.close()
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(400)
 def test_killed_and_frozen_ranks_are_not_noticed_in_the_texts(group: Group) -> None:
     router = group.router

@@ -242,5 +242,6 @@ async def one_router_hangs(cluster: Cluster, view: View) -> None:
         check_whole(stream)
 
 
+@pytest.mark.soak
 def test_a_frozen_router_holds_up_its_own_clients_only(served: Served) -> None:
     asyncio.run(one_router_hangs(served.cluster, served.view))
