@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -21,23 +21,26 @@ import httpx
 import psutil
 import pytest
 from cluster.chaos import View
-from cluster.crowd import COMPLETIONS, Answer, Crowd, events, scripts, take
+from cluster.crowd import COMPLETIONS, Answer, Crowd, Script, events, scripts, take
 from cluster.harness import Cluster, wait_for
 
 OPTIONS = ("--groups", "2", "--routers", "2", "--tp", "1", "--dtype", "float32", "--threads", "1")
 CLIENTS = 4
 COMMAND_SECONDS_MAX = 150.0
 SCRIPTS = scripts(9, 24, 60, ("greedy", "sampled", "several", "shared", "session"))
+WITHOUT_SESSIONS = tuple(script for script in SCRIPTS if not script.is_session)
+"""A session's turns wait while the group that has its record is down."""
 LONG = {"prompt": "The function os.path.join", "max_tokens": 600, "temperature": 1.0, "ignore_eos": True}
 
 
 class Traffic(threading.Thread):
-    """Clients who play all scripts again and again."""
+    """Clients who play these scripts again and again."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, scripts: Sequence[Script] = SCRIPTS) -> None:
         super().__init__(daemon=True)
         self.rounds: list[Crowd] = []
         self._cluster = cluster
+        self._scripts = scripts
         self._is_over = False
         self.start()
 
@@ -47,7 +50,8 @@ class Traffic(threading.Thread):
             if self._is_over:
                 return
             # Another order each time; the clients keep their connections within a round.
-            played = SCRIPTS[number % len(SCRIPTS) :] + SCRIPTS[: number % len(SCRIPTS)]
+            first = number % len(self._scripts)
+            played = [*self._scripts[first:], *self._scripts[:first]]
             crowd = Crowd(self._cluster.url)
             self.rounds.append(crowd)
             asyncio.run(crowd.all(played, CLIENTS))
@@ -119,7 +123,7 @@ def test_a_rolling_restart_is_not_noticed(served: Served) -> None:
 
 def test_a_group_is_drained_and_comes_back(served: Served) -> None:
     pid = served.view.pid("controller-0")
-    traffic = Traffic(served.cluster)
+    traffic = Traffic(served.cluster, WITHOUT_SESSIONS)
     try:
         wait_for(lambda: traffic.streams > CLIENTS, 60)
         assert "group 0 is down" in served.command("drain", "0")
