@@ -43,7 +43,7 @@ _MEET_SECONDS_MAX: Final = 3.0
 """A start of the whole cluster takes longer: then `/health` should say how far it is."""
 _MEET_INTERVAL_S: Final = 0.02
 _IDLE_SECONDS: Final = 2.0
-"""What connections without a request get to send another one, while a router hands over."""
+"""What connections get, after an answer, to send another request while a router hands over."""
 _log = structlog.get_logger("trunkline.router")
 
 
@@ -101,12 +101,19 @@ class _Server(uvicorn.Server):
         """Accept nothing any more and close what is idle. Who is about to send something gets it answered."""
         self.server_state.hands_over = True
         self._accept_no_more()
+        idle = []
         for connection in self._connections():
-            if connection.cycle is not None and not connection.cycle.response_complete:
-                connection.cycle.keep_alive = False
+            # Whoever has seen headers without "Connection: close" may send the next request at once: such a
+            # connection gets the time that idle ones get, and is told with the answer to that request.
+            connection.timeout_keep_alive = _IDLE_SECONDS
+            cycle = connection.cycle
+            if cycle is None or cycle.response_complete:
+                idle.append((connection, cycle))
+            elif not cycle.response_started:
+                cycle.keep_alive = False
         await asyncio.sleep(_IDLE_SECONDS)
-        for connection in self._connections():
-            if connection.cycle is None or connection.cycle.response_complete:
+        for connection, cycle in idle:
+            if connection.cycle is cycle:  # no request since
                 connection.shutdown()
 
     def _accept_no_more(self) -> None:
