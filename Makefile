@@ -19,7 +19,7 @@ TESTS ?=
 CSRC = $(shell find kernels/trunkline/kernels/csrc -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh')
 NATIVE := CMakeLists.txt $(wildcard $(addprefix kernels/trunkline/kernels/csrc/,common/* cpu/*.h cpu/*.cc cpu/levels/*))
 
-.PHONY: help setup serve chat test check check-native check-cuda format demo-model pins clean
+.PHONY: help setup serve chat test check check-native check-cuda format docs demo-model pins clean
 
 help: ## List the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -60,8 +60,7 @@ check-cuda: $(STAMP) ## Compile the CUDA kernels for sm_80 and sm_90a with warni
 # Tests that only compute run two at a time. The others start processes and listen to the clock.
 CLOCKED := $(patsubst %,tests/worker/test_%.py,service parallel host_pool hostile_grammars grammar tier_copies \
 	tier_disk tier_queue tier_remote tier_service)
-PURE := $(addprefix tests/,kernels controller simulation kvstore router/pml router/routing \
-	router/test_routing_simulation.py prompts) \
+PURE := $(addprefix tests/,kernels controller simulation kvstore router prompts) \
 	$(filter-out $(CLOCKED),$(wildcard tests/worker/test_*.py))
 test: check check-native ## Style, types, sanitizers and the whole test suite
 ifeq ($(strip $(TESTS)),)
@@ -75,6 +74,9 @@ format: $(STAMP) ## Rewrite the sources in the house format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CSRC)
+
+docs: $(STAMP) ## Build the documentation as a site, into build/site, with all links checked
+	$(BIN)/python docs/generate/pages.py
 
 demo-model: $(STAMP) ## Train the demo model again, from the Python standard library
 	$(BIN)/python examples/demo_model/build.py $(ARGS)

@@ -1,0 +1,84 @@
+"""What the documentation shows, and the programs in `examples/`, run as a reader would run them."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Final
+
+import pytest
+from cluster.harness import Cluster
+
+ROOT: Final = Path(__file__).parents[2]
+PAGES: Final = ("quickstart", "tutorials/many-controllers")
+EXAMPLES: Final = ("document_qa", "trip_planner", "code_assistant", "personalisation")
+URL: Final = "http://127.0.0.1:8000"
+PROGRAM_SECONDS_MAX: Final = 150.0
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with Cluster("--groups", "2", "--tp", "1", "--threads", "1") as served:
+        yield served
+        assert served.stop() == 0
+
+
+def run(*arguments: str | Path) -> str:
+    """What a program prints."""
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=PROGRAM_SECONDS_MAX,
+        env={**os.environ, "PYTHONWARNINGS": "default"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def blocks(page: str) -> str:
+    """The Python of a page, as one program."""
+    text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+    return "\n".join(re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL))
+
+
+def ran(page: str, cluster: Cluster, folder: Path) -> str:
+    program = folder / "page.py"
+    program.write_text(blocks(page).replace(URL, cluster.url), encoding="utf-8")
+    return run(program)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_programs_of_a_page_run(page: str, cluster: Cluster, tmp_path: Path) -> None:
+    assert URL in blocks(page)
+    assert ran(page, cluster, tmp_path).strip()
+
+
+def test_the_sessions_tutorial_says_what_happens(cluster: Cluster, tmp_path: Path) -> None:
+    said = ran("tutorials/sessions", cluster, tmp_path)
+    chats = [tuple(map(int, found)) for found in re.findall(r"(\d+) prompt tokens, (\d+) of them cached", said)]
+    assert len(chats) == 3
+    for (before, _), (_, cached) in pairwise(chats):
+        assert cached >= before, chats  # all that the turn before had sent, and its answer
+    turns = [tuple(map(int, found)) for found in re.findall(r"(\d+) tokens of history, (\d+) cached", said)]
+    assert len(turns) == 5
+    assert all(cached >= history * 0.9 for history, cached in turns[1:4]), turns
+
+
+def test_the_modules_tutorial_says_what_happens(cluster: Cluster, tmp_path: Path) -> None:
+    said = ran("tutorials/modules", cluster, tmp_path)
+    found = [tuple(map(int, counts)) for counts in re.findall(r": (\d+) of (\d+) cached", said)]
+    assert len(found) == 3
+    assert all(cached > total / 2 for cached, total in found), found
+    assert "notes: " in said
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples_run(name: str, cluster: Cluster) -> None:
+    assert run(ROOT / "examples" / "pml" / f"{name}.py", "--url", cluster.url).strip()
