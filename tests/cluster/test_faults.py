@@ -75,7 +75,7 @@ class Faulty:
 
     def disturb(self, fault: Callable[[], object]) -> None:
         """Have the same asked again, with a fault in the middle of it, and compare."""
-        flush(self.cluster.url)
+        flush(self.cluster)
         playing = Playing(self.cluster, self.played)
         playing.wait_begun()
         fault()
@@ -122,8 +122,9 @@ def test_a_frozen_process(faulty: Faulty, victim: str) -> None:
         return
     assert faulty.view.pid(victim) == pid
     assert faulty.view.restarts() == restarts
-    # The router has taken the silent controller for dead; or the controllers the silent router.
-    sign = "controller_lost" if victim.startswith("controller") else "a router is gone"
+    # The router has taken the silent controller for dead; or the controllers have forgotten the silent router, whether
+    # they had requests of it just then or not, and begin anew with it.
+    sign = "controller_lost" if victim.startswith("controller") else "messages were lost"
     assert sign in faulty.cluster.log
 
 
