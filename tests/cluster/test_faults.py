@@ -122,8 +122,8 @@ def test_a_frozen_process(faulty: Faulty, victim: str) -> None:
         return
     assert faulty.view.pid(victim) == pid
     assert faulty.view.restarts() == restarts
-    # The router has taken the silent controller for dead; or the controllers have forgotten the silent router, whether
-    # they had requests of it just then or not, and begin anew with it.
+    # The router has taken the silent controller for dead; or controllers have forgotten the silent router, whether
+    # they had a request of it just then or not, and begin anew.
     sign = "controller_lost" if victim.startswith("controller") else "messages were lost"
     assert sign in faulty.cluster.log
 
