@@ -1,0 +1,270 @@
+"""What is wrong with a deployment, and what to do about it. Pure: from `Facts` to findings.
+
+Each check is a generator that looks at one thing. It says something in any case, so that a reader sees what was
+looked at; thresholds stand beside the reasons for them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Final
+
+from trunkline.deploy.sizes import format_bytes
+from trunkline.deploy.watch.facts import PROBE_TOKENS, Facts
+
+OPEN_FILES_MIN: Final = 4096
+"""A router has a descriptor per connection, and holds 4,096 requests by default."""
+FREE_MEMORY_SHARE_MIN: Final = 0.05
+FREE_DISK_MIN: Final = 2 << 30
+SHARED_MEMORY_MIN: Final = 64 << 20
+"""Collectives between ranks of a host go through it; containers get 64 MiB unless told otherwise."""
+SLOW_PROBE_S: Final = 10.0
+EVICTED_SHARE_MAX: Final = 0.2
+"""Of requests whose KV was not there: above that, more memory would pay."""
+MISSES_MIN: Final = 50
+RESTARTS_MAX: Final = 3
+
+
+class Level(StrEnum):
+    """How bad it is."""
+
+    OK = "ok"
+    WARNING = "warning"
+    """It works, but not as well or as safely as it could."""
+    FAILURE = "failure"
+    """Clients notice it, or strangers can use it."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A sentence about one thing."""
+
+    level: Level
+    about: str
+    text: str
+    remedy: str = ""
+
+
+Findings = Iterator[Finding]
+
+
+def examine(facts: Facts) -> list[Finding]:
+    """All findings, in the order in which somebody would look."""
+    if facts.unreachable:
+        return [*_unreachable(facts), *processes(facts), *machine(facts)]
+    return [finding for check in CHECKS for finding in check(facts)]
+
+
+def _unreachable(facts: Facts) -> Findings:
+    remedy = "start it with `trunkline serve`, or say where it is with --url"
+    if facts.status is not None:
+        remedy = "its supervisor runs: see `trunkline status` and the log of `trunkline serve`"
+    yield Finding(Level.FAILURE, "server", facts.unreachable, remedy)
+
+
+def health(facts: Facts) -> Findings:
+    """Whether a token can be generated."""
+    said = (facts.health or {}).get("reason", f"/health answers {facts.health_status}")
+    if facts.health_status == 200:
+        yield Finding(Level.OK, "health", f"{facts.url}: {said}")
+    else:
+        yield Finding(Level.FAILURE, "health", str(said), "the groups below say why")
+    if facts.version and facts.own_version and facts.version != facts.own_version:
+        text = f"the server is Trunkline {facts.version}, this command {facts.own_version}"
+        yield Finding(Level.WARNING, "version", text, "use the command of the same version")
+
+
+def groups(facts: Facts) -> Findings:
+    """Whether all groups serve, and routers hear of their chunks."""
+    found = (facts.health or {}).get("controllers", [])
+    ready = [group for group in found if group.get("ready")]
+    if found and len(ready) == len(found):
+        yield Finding(Level.OK, "groups", f"all {len(found)} ready" if len(found) > 1 else "the group is ready")
+    for group in found:
+        name = f"group {group.get('index')}"
+        if not group.get("ready"):
+            level = Level.WARNING if ready else Level.FAILURE
+            text = f"it is {group.get('status', 'not known')}"
+            detail = _overview_group(facts, group.get("index")).get("detail")
+            yield Finding(
+                level, name, f"{text}: {detail}" if detail else text, "see the logs of its controller and workers"
+            )
+        elif group.get("events") in ("stale", "catching up"):
+            text = f"the router's picture of its chunks is {group['events']}"
+            remedy = "requests may miss their KV; if it lasts, look at the network between router and controller"
+            yield Finding(Level.WARNING, name, text, remedy)
+
+
+def processes(facts: Facts) -> Findings:
+    """What the supervisor of a cluster on this machine says."""
+    if facts.status is None:
+        return
+    rows = facts.status.get("processes", [])
+    restarted = [row for row in rows if row.get("restarts", 0) > RESTARTS_MAX]
+    lost = [row for row in rows if not row.get("pid")]
+    for row in lost:
+        text = f"{row['name']} does not run ({row['state']})"
+        yield Finding(
+            Level.WARNING, "processes", text, "`trunkline undrain GROUP` starts a group that was stopped"
+        )
+    for row in restarted:
+        text = f"{row['name']} was started again {row['restarts']} times"
+        yield Finding(Level.WARNING, "processes", text, "its log says why it ended; memory is the usual reason")
+    if not lost and not restarted:
+        yield Finding(Level.OK, "processes", f"{len(rows)} run")
+
+
+def tiers(facts: Facts) -> Findings:
+    """Whether every tier is used, and nothing was damaged."""
+    problems, failures, names = [], defaultdict[str, int](int), set()
+    for group in (facts.overview or {}).get("groups", []):
+        for tier in group.get("tiers", []):
+            names.add(tier["name"])
+            failures[tier["name"]] += tier["failures"]
+            if tier["problem"]:
+                problems.append((f"group {group['group']}, {tier['name']} tier", str(tier["problem"])))
+    for about, text in problems:
+        yield Finding(
+            Level.WARNING, about, text, "it is left out until it works again; docs/survival.md has the cases"
+        )
+    for name, count in failures.items():
+        if count and not any(name in about for about, _ in problems):
+            text = f"{count} moves to or from it failed since the start"
+            yield Finding(
+                Level.WARNING, f"{name} tier", text, "answers are right all the same; look at the device"
+            )
+    if names and not problems and not any(failures.values()):
+        yield Finding(Level.OK, "tiers", f"{', '.join(sorted(names))}: no problem, no failed move")
+
+
+def cache(facts: Facts) -> Findings:
+    """Whether more memory for KV would pay."""
+    reasons: defaultdict[str, int] = defaultdict(int)
+    prompt = cached = preempted = 0
+    for group in (facts.overview or {}).get("groups", []):
+        prompt += group.get("prompt_tokens", 0)
+        cached += group.get("cached_tokens", 0)
+        preempted += group.get("preemptions", 0)
+        for reason, count in group.get("misses", {}).items():
+            reasons[reason] += count
+    missed = sum(reasons.values())
+    if missed >= MISSES_MIN:
+        for reason, remedy in (
+            ("evicted", "give the tiers more room (--host-tier, --disk-tier); `trunkline size` has the rule"),
+            ("ttl", "--session-ttl keeps KV for longer"),
+            ("slow", "the tier that holds it is slower than computing: a faster disk, or more --host-tier"),
+            ("lost", "a tier does not give back what it got: look at its device"),
+        ):
+            if reasons[reason] > EVICTED_SHARE_MAX * missed:
+                text = f"{reasons[reason] / missed:.0%} of requests missed KV because of `{reason}`"
+                yield Finding(Level.WARNING, "cache", text, remedy)
+    if prompt:
+        yield Finding(Level.OK, "cache", f"{cached / prompt:.0%} of {prompt:,} prompt tokens were cached so far")
+    if preempted and prompt and preempted * 100 > missed:
+        text = f"{preempted} requests were interrupted because KV did not fit the device"
+        yield Finding(Level.WARNING, "memory", text, "more --kv-memory, or a smaller --max-batch")
+
+
+def probe(facts: Facts) -> Findings:
+    """Whether a request is answered, and the second one finds what the first has left."""
+    found = facts.probe
+    if found is None:
+        return
+    if found.status != 200:
+        text = f"a completion of {PROBE_TOKENS} tokens failed: {found.said}"
+        yield Finding(
+            Level.FAILURE, "request", text, "the router's log has a line about it, with the request's id"
+        )
+        return
+    first, second = found.seconds
+    took = f"{PROBE_TOKENS} tokens in {first:.2f} s, again in {second:.2f} s"
+    text = f"{took}, {found.cached} of {found.prompt} prompt tokens cached"
+    if found.cached == 0:
+        yield Finding(Level.WARNING, "request", text, "nothing was found again: is --no-prefix-cache on?")
+    elif first > SLOW_PROBE_S:
+        yield Finding(Level.WARNING, "request", text, "the cluster is very busy, or the machine is")
+    else:
+        yield Finding(Level.OK, "request", text)
+
+
+def access(facts: Facts) -> Findings:
+    """Who may use it."""
+    dashboard_open = "/ui/api/overview" in facts.open_paths
+    if dashboard_open:
+        yield Finding(
+            Level.FAILURE, "access", "admin endpoints answer without a key", "this should never be: update"
+        )
+    if facts.is_loopback:
+        if not dashboard_open:
+            yield Finding(Level.OK, "access", "connects over loopback")
+    elif "/v1/models" in facts.open_paths:
+        text = f"{facts.url} answers anybody who can connect"
+        yield Finding(
+            Level.FAILURE, "access", text, "give it keys: `trunkline key new`, --tenants FILE; docs/security.md"
+        )
+    else:
+        yield Finding(Level.OK, "access", "a key is needed")
+    if not facts.is_loopback and facts.url.startswith("http:"):
+        text = "keys and prompts travel unencrypted"
+        yield Finding(Level.WARNING, "access", text, "put a proxy with TLS in front; docs/security.md")
+    if "/metrics" in facts.open_paths and not facts.is_loopback:
+        yield Finding(Level.WARNING, "access", "/metrics answers without a key", "docs/security.md, roles")
+    if facts.no_overview:
+        yield Finding(
+            Level.WARNING, "access", facts.no_overview, "without it loads, tiers and cache were not checked"
+        )
+    for path in facts.loose_files:
+        yield Finding(Level.FAILURE, "files", f"{path} is open to other users", f"chmod go= {path}")
+
+
+def machine(facts: Facts) -> Findings:
+    """The machine that a local cluster runs on."""
+    found = facts.machine
+    if found is None or facts.status is None:
+        return
+    problems = []
+    if found.open_files_max < OPEN_FILES_MIN:
+        text = f"a process may open {found.open_files_max} files; a busy router needs {OPEN_FILES_MIN}"
+        problems.append((text, f"ulimit -n {OPEN_FILES_MIN * 4} before the start"))
+    if found.memory_free_bytes < FREE_MEMORY_SHARE_MIN * found.memory_bytes:
+        text = f"{format_bytes(found.memory_free_bytes)} of {format_bytes(found.memory_bytes)} memory is available"
+        problems.append((text, "smaller --kv-memory or --host-tier, fewer groups"))
+    if found.swap_used_bytes > found.memory_bytes // 20:
+        text = (
+            f"{format_bytes(found.swap_used_bytes)} is swapped out; KV that is swapped is slower than KV on disk"
+        )
+        problems.append((text, "smaller --kv-memory or --host-tier"))
+    if found.shared_memory_free_bytes is not None and found.shared_memory_free_bytes < SHARED_MEMORY_MIN:
+        text = f"/dev/shm has {format_bytes(found.shared_memory_free_bytes)} free; ranks exchange data there"
+        problems.append((text, "a larger /dev/shm (in a container: shm size, or an emptyDir of medium Memory)"))
+    if found.cache_free_bytes is not None and found.cache_free_bytes < FREE_DISK_MIN:
+        text = f"the disk of the cache folder has {format_bytes(found.cache_free_bytes)} free"
+        problems.append((text, "make room, or a smaller --disk-tier"))
+    workers = sum(row.get("role") == "worker" for row in facts.status.get("processes", []))
+    if workers > found.cores:
+        text = f"{workers} workers share {found.cores} cores"
+        problems.append((text, "on CPUs fewer --groups or --tp are faster"))
+    for text, remedy in problems:
+        yield Finding(Level.WARNING, "machine", text, remedy)
+    if not problems:
+        yield Finding(Level.OK, "machine", "files, memory, disk and cores are enough")
+
+
+CHECKS: Final[tuple[Callable[[Facts], Findings], ...]] = (
+    health,
+    groups,
+    processes,
+    tiers,
+    cache,
+    probe,
+    access,
+    machine,
+)
+
+
+def _overview_group(facts: Facts, index: object) -> Mapping[str, Any]:
+    found = (facts.overview or {}).get("groups", [])
+    return next((group for group in found if group["group"] == index), {})

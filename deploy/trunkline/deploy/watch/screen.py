@@ -1,0 +1,222 @@
+"""What `trunkline top` shows, from one look at a cluster. Pure: the same look gives the same screen."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from trunkline.deploy.watch.source import Look
+
+_BLOCKS: Final = "▁▂▃▄▅▆▇█"
+_BAR: Final = 10
+_SESSIONS_SHOWN: Final = 8
+_UNKNOWN: Final = "–"
+_STATES: Final = {"ready": "green", "starting": "yellow", "draining": "yellow"}
+_SPARK: Final = 40
+_MISSES_SHOWN: Final = 4
+
+
+def screen(look: Look) -> RenderableType:
+    """All of it."""
+    parts: list[RenderableType] = [head(look), Text(), groups(look)]
+    for part in (tiers(look), sessions(look)):
+        if part is not None:
+            parts += [Text(), part]
+    return Group(*parts)
+
+
+def head(look: Look) -> RenderableType:
+    """The cluster in three lines."""
+    overview, router = look.overview, look.overview["router"]
+    series = look.history.get("series", {})
+    first = Text.assemble(
+        (str(overview["model"]), "bold"),
+        f" · Trunkline {overview['version']} · {router['name']}, up {age(overview['now'] - router['started'])}",
+    )
+    if router.get("routers", 1) > 1:
+        first.append(f" (one of {router['routers']}: rates and requests are its own)", style="dim")
+    rows = Table.grid(padding=(0, 2))
+    for name, title, show in (
+        ("tokens_per_s", "output tokens/s", _rate),
+        ("prompt_tokens_per_s", "prompt tokens/s", _rate),
+        ("hit_rate", "of them cached", _share),
+    ):
+        values = series.get(name, [])
+        rows.add_row(
+            title, show(_last(values)), Text(spark(values, 1.0 if name == "hit_rate" else 0.0), style="cyan")
+        )
+    misses: defaultdict[str, int] = defaultdict(int)
+    for group in overview["groups"]:
+        for reason, count in group.get("misses", {}).items():
+            misses[reason] += count
+    told = sorted(((count, reason) for reason, count in misses.items() if count), reverse=True)[:_MISSES_SHOWN]
+    why = ", ".join(f"{reason} {count}" for count, reason in told) or "none"
+    last = Text.assemble(
+        f"{router.get('requests', len(look.requests))} requests here, ",
+        f"{router.get('waiting', 0)} of them without a group",
+        ("   not cached, by reason: ", "dim"),
+        why,
+    )
+    return Group(first, rows, last)
+
+
+def groups(look: Look) -> Table:
+    """A line for each group."""
+    series = look.history.get("series", {})
+    table = _table("group state >running >waiting >tokens_to_compute KV_of_running >cached >hits >tokens/s note")
+    for group in look.overview["groups"]:
+        state = str(group["status"])
+        prefix = f"group.{group['group']}."
+        blocks = group.get("blocks")
+        used = cached = None
+        if blocks and blocks["total"]:
+            used = 1 - (blocks["free"] + blocks["cached"]) / blocks["total"]
+            cached = blocks["cached"] / blocks["total"]
+        table.add_row(
+            str(group["group"]),
+            Text(state, style=_STATES.get(state, "bold red")),
+            number(group.get("running")),
+            number(group.get("waiting")),
+            number(group.get("queued_tokens")),
+            bar(used),
+            _share(cached),
+            _share(_last(series.get(f"{prefix}hit_rate", []))),
+            _rate(_last(series.get(f"{prefix}tokens_per_s", []))),
+            Text(str(group.get("detail") or ""), style="yellow", overflow="ellipsis", no_wrap=True),
+        )
+    return table
+
+
+def tiers(look: Look) -> Table | None:
+    """All groups' tiers together; None: nothing is known of any."""
+    whole: dict[str, dict[str, float]] = {}
+    problems: dict[str, str] = {}
+    hits = 0.0
+    for group in look.overview["groups"]:
+        for tier in group.get("tiers", []):
+            sums = whole.setdefault(tier["name"], defaultdict(float))
+            for key in ("slots", "used", "hit_tokens", "reads", "writes", "evictions", "failures"):
+                sums[key] += tier[key]
+            hits += tier["hit_tokens"]
+            if tier["problem"]:
+                problems[tier["name"]] = f"group {group['group']}: {tier['problem']}"
+    if not whole:
+        return None
+    series = look.history.get("series", {})
+    table = _table("tier full >chunks >share_of_hits >in/s >out/s >evicted >failed note")
+    for name, sums in whole.items():
+        table.add_row(
+            name,
+            bar(sums["used"] / sums["slots"] if sums["slots"] else None),
+            number(sums["used"]),
+            _share(sums["hit_tokens"] / hits if hits else None),
+            _rate(_last(series.get(f"tier.{name}.writes_per_s", []))),
+            _rate(_last(series.get(f"tier.{name}.reads_per_s", []))),
+            number(sums["evictions"]),
+            Text(number(sums["failures"]), style="bold red" if sums["failures"] else ""),
+            Text(problems.get(name, ""), style="bold red", overflow="ellipsis", no_wrap=True),
+        )
+    return table
+
+
+def sessions(look: Look) -> Table | None:
+    """Those used last; None: there are none."""
+    if not look.sessions:
+        return None
+    now = look.overview["now"]
+    table = _table("session >turns >tokens tier >group >used")
+    table.title = f"{len(look.sessions)} sessions" + (
+        ", the last used ones:" if len(look.sessions) > _SESSIONS_SHOWN else ""
+    )
+    table.title_style, table.title_justify = "dim", "left"
+    for session in sorted(look.sessions, key=lambda row: -(row.get("used") or 0))[:_SESSIONS_SHOWN]:
+        used = session.get("used")
+        table.add_row(
+            Text(str(session["id"]), overflow="ellipsis", no_wrap=True),
+            number(session.get("turns")),
+            number(session.get("tokens")),
+            str(session.get("tier") or _UNKNOWN),
+            number(session.get("group")),
+            f"{age(now - used)} ago" if used else _UNKNOWN,
+        )
+    return table
+
+
+def spark(values: Sequence[float | None], top: float = 0.0) -> str:
+    """The last values as a line of blocks. `top`: the value of a full block; 0: the largest of them."""
+    shown = list(values)[-_SPARK:]
+    highest = top or max((value for value in shown if value is not None), default=0.0)
+    if not highest:
+        return ""
+    last = len(_BLOCKS) - 1
+    return "".join(
+        " " if value is None else _BLOCKS[max(0, min(last, round(value / highest * last)))] for value in shown
+    )
+
+
+def bar(share: float | None) -> Text:
+    """How full something is."""
+    if share is None:
+        return Text(_UNKNOWN)
+    filled = max(0, min(_BAR, round(share * _BAR)))
+    style = "red" if share > 0.95 else "yellow" if share > 0.8 else "green"
+    return Text.assemble(("█" * filled, style), ("░" * (_BAR - filled), "dim"), f" {share:4.0%}")
+
+
+def number(value: float | None) -> str:
+    """A count, as short as it can be read."""
+    if value is None:
+        return _UNKNOWN
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e4)):
+        if abs(value) >= size:
+            return f"{value / (1e3 if unit == 'k' else size):.1f}{unit}"
+    return f"{value:.0f}"
+
+
+def age(seconds: float) -> str:
+    """As short as it is useful."""
+    for unit, size in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
+
+
+def _table(titles: str) -> Table:
+    """Columns by their titles, with underscores for blanks; > in front: to the right."""
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    for title in titles.split():
+        table.add_column(title.lstrip(">").replace("_", " "), justify="right" if title[0] == ">" else "left")
+    return table
+
+
+def _last(values: Sequence[float | None]) -> float | None:
+    return next((value for value in reversed(values) if value is not None), None)
+
+
+def _rate(value: float | None) -> str:
+    return _UNKNOWN if value is None else f"{value:.1f}" if 0 < value < 100 else number(value)
+
+
+def _share(value: float | None) -> str:
+    return _UNKNOWN if value is None else f"{value:.0%}"
+
+
+def alerts(overview: Mapping[str, Any]) -> list[str]:
+    """What somebody should look at, one line each."""
+    told = [
+        f"group {group['group']} is {group['status']}: {group.get('detail') or 'no reason given'}"
+        for group in overview["groups"]
+        if group["status"] != "ready"
+    ]
+    for group in overview["groups"]:
+        told += [
+            f"group {group['group']}, tier {tier['name']}: {tier['problem']}"
+            for tier in group.get("tiers", [])
+            if tier["problem"]
+        ]
+    return told

@@ -1,0 +1,198 @@
+"""`trunkline top` and `doctor`: what they make of what a router says. On real clusters: cluster/test_watch.py."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from trunkline.deploy.cli import app
+from trunkline.deploy.watch import screen as screens
+from trunkline.deploy.watch.checks import Level, examine
+from trunkline.deploy.watch.facts import Facts, Machine, Probe, loose_files
+from trunkline.deploy.watch.source import Look
+
+
+def group(number: int, **more: Any) -> dict[str, Any]:
+    """As the overview says it."""
+    tier = {"slots": 100, "used": 50, "hit_tokens": 640, "reads": 3, "writes": 9, "evictions": 0, "failures": 0}
+    return {
+        "group": number,
+        "status": "ready",
+        "detail": "",
+        "running": 3,
+        "waiting": 1,
+        "queued_tokens": 12_345,
+        "blocks": {"total": 100, "free": 20, "cached": 50},
+        "tiers": [{"name": "device", "problem": "", **tier}, {"name": "disk", "problem": "", **tier}],
+        "prompt_tokens": 1000,
+        "cached_tokens": 800,
+        "output_tokens": 400,
+        "preemptions": 0,
+        "misses": {"new": 4, "evicted": 0},
+        **more,
+    }
+
+
+def overview(*groups: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "version": "0.1.0",
+        "model": "demo",
+        "now": 1000.0,
+        "router": {"name": "router-7", "started": 400.0, "routers": 1, "requests": 4, "waiting": 0},
+        "groups": list(groups),
+    }
+
+
+def shown(look: Look) -> str:
+    console = Console(width=200, force_terminal=False)
+    with console.capture() as capture:
+        console.print(screens.screen(look))
+    return capture.get()
+
+
+def test_the_screen_says_what_the_router_says() -> None:
+    series = {"tokens_per_s": [None, 10.0, 42.5], "hit_rate": [0.5, 0.75], "group.1.tokens_per_s": [7.0]}
+    stored = ({"id": "sess_a", "turns": 3, "tokens": 20_000, "tier": "disk", "group": 1, "used": 990.0},)
+    text = shown(
+        Look(overview(group(0), group(1, status="failed", detail="no workers")), {"series": series}, stored)
+    )
+    for said in (
+        "demo",
+        "up 10 min",
+        "42.5",
+        "75%",
+        "12.3k",
+        "30%",
+        "failed",
+        "no workers",
+        "sess_a",
+        "20.0k",
+        "10 s ago",
+    ):
+        assert said in text, said
+
+
+def test_a_screen_of_what_is_hardly_known() -> None:
+    """A group that is not connected has no figures, and a router that has just begun no history."""
+    bare = {"group": 0, "status": "disconnected", "detail": "connection refused", "inflight": 0}
+    text = shown(Look(overview(bare)))
+    assert "disconnected" in text
+    assert "–" in text
+
+
+def test_any_figures_can_be_shown() -> None:
+    draw = random.Random(3)
+    for _ in range(300):
+        total = draw.choice([0, 1, 1000])
+        blocks = {"total": total, "free": draw.randint(0, total), "cached": draw.randint(0, total)}
+        values = [draw.choice([None, 0.0, draw.uniform(0, 1e9)]) for _ in range(draw.randint(0, 90))]
+        assert len(screens.spark(values)) <= 40
+        look = Look(
+            overview(group(0, blocks=blocks, running=draw.randint(0, 10**12))),
+            {"series": {"tokens_per_s": values, "hit_rate": values}},
+            tuple({"id": str(n), "used": draw.choice([None, 1.0])} for n in range(draw.randint(0, 20))),
+        )
+        assert "demo" in shown(look)
+
+
+MACHINE = Machine(65_536, 8, 64 << 30, 32 << 30, 0, 8 << 30, 100 << 30)
+STATUS = {"processes": [{"name": "worker-0", "role": "worker", "pid": 5, "restarts": 0, "state": "running"}]}
+HEALTHY = Facts(
+    url="http://127.0.0.1:8000",
+    is_loopback=True,
+    health={"reason": "a token was generated", "controllers": [{"index": 0, "ready": True, "events": "current"}]},
+    health_status=200,
+    version="0.1.0",
+    own_version="0.1.0",
+    overview=overview(group(0)),
+    open_paths=("/v1/models", "/metrics"),
+    probe=Probe(200, "", (0.1, 0.05), 96, 100),
+    status=STATUS,
+    machine=MACHINE,
+)
+
+
+def levels(facts: Facts) -> dict[str, Level]:
+    """The worst of each thing."""
+    order = list(Level)
+    worst: dict[str, Level] = {}
+    for finding in examine(facts):
+        assert finding.text
+        assert finding.remedy or finding.level is Level.OK or finding.about == "access", finding
+        worst[finding.about] = max(worst.get(finding.about, Level.OK), finding.level, key=order.index)
+    return worst
+
+
+def test_of_a_healthy_cluster_nothing_is_said_but_ok() -> None:
+    assert set(levels(HEALTHY).values()) == {Level.OK}
+
+
+CASES: list[tuple[dict[str, Any], str, Level]] = [
+    ({"unreachable": "nobody is there"}, "server", Level.FAILURE),
+    ({"health_status": 503, "health": {"reason": "no workers", "controllers": []}}, "health", Level.FAILURE),
+    ({"version": "0.2.0"}, "version", Level.WARNING),
+    ({"health": {"controllers": [{"index": 0, "ready": False}]}}, "group 0", Level.FAILURE),
+    (
+        {"health": {"controllers": [{"index": 0, "ready": False}, {"index": 1, "ready": True}]}},
+        "group 0",
+        Level.WARNING,
+    ),
+    ({"health": {"controllers": [{"index": 0, "ready": True, "events": "stale"}]}}, "group 0", Level.WARNING),
+    ({"probe": Probe(500, "internal error")}, "request", Level.FAILURE),
+    ({"probe": Probe(200, "", (0.1, 0.1), 0, 100)}, "request", Level.WARNING),
+    ({"url": "http://10.0.0.1:80", "is_loopback": False}, "access", Level.FAILURE),
+    ({"open_paths": ("/ui/api/overview",)}, "access", Level.FAILURE),
+    ({"loose_files": ("admin.key",)}, "files", Level.FAILURE),
+    ({"machine": replace(MACHINE, open_files_max=1024)}, "machine", Level.WARNING),
+    ({"machine": replace(MACHINE, swap_used_bytes=32 << 30)}, "machine", Level.WARNING),
+    ({"machine": replace(MACHINE, shared_memory_free_bytes=1 << 20)}, "machine", Level.WARNING),
+    ({"machine": replace(MACHINE, cache_free_bytes=0)}, "machine", Level.WARNING),
+    ({"machine": replace(MACHINE, cores=0)}, "machine", Level.WARNING),
+    ({"machine": replace(MACHINE, memory_free_bytes=0)}, "machine", Level.WARNING),
+    ({"overview": overview(group(0, misses={"evicted": 60, "new": 40}))}, "cache", Level.WARNING),
+    ({"overview": overview(group(0, preemptions=90))}, "memory", Level.WARNING),
+    ({"status": {"processes": [{**STATUS["processes"][0], "restarts": 9}]}}, "processes", Level.WARNING),
+    ({"status": {"processes": [{**STATUS["processes"][0], "pid": 0}]}}, "processes", Level.WARNING),
+]
+
+
+@pytest.mark.parametrize(("changed", "about", "level"), CASES)
+def test_what_is_wrong_is_said(changed: dict[str, Any], about: str, level: Level) -> None:
+    assert levels(replace(HEALTHY, **changed))[about] is level
+
+
+def test_a_tiers_problem_is_said() -> None:
+    bad = group(0)
+    bad["tiers"][1]["problem"] = "no space left on device"
+    found = examine(replace(HEALTHY, overview=overview(bad)))
+    assert [finding.text for finding in found if finding.about == "group 0, disk tier"] == [
+        "no space left on device"
+    ]
+
+
+def test_files_that_others_may_read_are_found(tmp_path: Any) -> None:
+    tmp_path.chmod(0o700)
+    key = tmp_path / "admin.key"
+    key.write_text("secret")
+    key.chmod(0o600)
+    assert loose_files(tmp_path) == ()
+    key.chmod(0o640)
+    assert loose_files(tmp_path) == (str(key),)
+
+
+@pytest.mark.parametrize("name", ["top", "doctor"])
+def test_nobody_there_is_one_clear_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    told = CliRunner().invoke(app, [name, "--url", "http://127.0.0.1:1"])
+    assert told.exit_code == 1
+    assert "does not answer" in told.output
+    assert "Traceback" not in told.output
+
+
+def test_intervals_that_cannot_be_are_refused() -> None:
+    assert CliRunner().invoke(app, ["top", "--interval", "0"]).exit_code == 2
