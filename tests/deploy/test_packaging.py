@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 import subprocess
 import sys
+import sysconfig
 import tarfile
+import tempfile
 import zipfile
 from pathlib import Path
 
+import httpx
 import pytest
+from cluster.harness import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("controller", "worker", "router", "kvstore", "kernels", "deploy")
@@ -24,9 +31,14 @@ def build(kind: str, folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def wheel_names(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    with zipfile.ZipFile(build("wheel", tmp_path_factory.mktemp("wheel"))) as wheel:
-        return wheel.namelist()
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build("wheel", tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def wheel_names(wheel: Path) -> list[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return archive.namelist()
 
 
 def test_the_wheel_holds_every_package_with_its_types(wheel_names: list[str]) -> None:
@@ -57,3 +69,50 @@ def test_the_source_archive_can_be_built_from(tmp_path: Path) -> None:
     needed = {"pyproject.toml", "LICENSE", "README.md", f"{DEMO}/config.json", f"{DEMO}/model.safetensors"}
     needed |= {f"{package}/trunkline/{package}/py.typed" for package in PACKAGES}
     assert needed - names == set()
+
+
+def installed(wheel: Path, folder: Path, *, with_dependencies: bool) -> Path:
+    """An environment that has nothing but the wheel, and either what it depends on, too, or this environment's
+    libraries (but for Trunkline itself, whose editable install is not followed there)."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    python = folder / "bin" / "python"
+    options = ["-c", str(ROOT / "constraints.txt")] if with_dependencies else ["--no-deps"]
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "--python", str(python)]
+    subprocess.run([*pip, "install", *options, str(wheel)], check=True)
+    if not with_dependencies:
+        (own,) = (folder / "lib").glob("python*/site-packages")
+        (own / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    where = "import trunkline.router as r; print(r.__file__)"
+    told = subprocess.run([python, "-P", "-c", where], capture_output=True, text=True, check=True).stdout
+    assert Path(told.strip()).is_relative_to(folder), told
+    return folder / "bin" / "trunkline"
+
+
+@pytest.mark.parametrize("with_dependencies", [False, pytest.param(True, marks=pytest.mark.soak)])
+@pytest.mark.timeout(900)
+def test_the_wheel_serves_the_demo(wheel: Path, with_dependencies: bool) -> None:
+    # Not pytest's folder: its paths can be too long for sockets.
+    with tempfile.TemporaryDirectory(prefix="tl-wheel-") as name:
+        folder = Path(name)
+        command = installed(wheel, folder / "venv", with_dependencies=with_dependencies)
+        (folder / "t").mkdir()
+        environment = {
+            **{key: value for key, value in os.environ.items() if key != "PYTHONPATH"},
+            "TMPDIR": str(folder / "t"),
+            "XDG_CACHE_HOME": str(folder / "cache"),
+        }
+        options = ["--port", "0", "--tp", "1", "--threads", "1", "--kv-memory", "64MiB"]
+        log = folder / "log"
+        with log.open("wb") as output:
+            process = subprocess.Popen([command, "serve", *options], cwd=folder, env=environment, stderr=output)
+        try:
+            wait_for(lambda: b"Ready after" in log.read_bytes() or process.poll() is not None, 120)
+            ready = re.search(r"Ready after .* s: (http://\S+)", log.read_text())
+            assert ready is not None, log.read_text()
+            body = {"messages": [{"role": "user", "content": "What does os.path.join do?"}], "temperature": 0}
+            answer = httpx.post(f"{ready[1]}/v1/chat/completions", json=body, timeout=60).raise_for_status().json()
+            assert "Join" in answer["choices"][0]["message"]["content"]
+            assert httpx.get(f"{ready[1]}/ui").status_code == 200
+        finally:
+            process.send_signal(signal.SIGINT)
+            assert process.wait(60) == 0, log.read_text()
