@@ -1,0 +1,1 @@
+"""The dashboard: a page, its assets, and the JSON endpoints behind it."""

@@ -1,0 +1,121 @@
+"""What a router keeps for the dashboard: its history, and what several who look at once need only one of.
+
+Nothing here is in a stream's way: a sample a second from what is known anyway, everything else when somebody
+looks, in portions between which streams go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from typing import Any, Final
+
+from trunkline.controller.messages import DescribeTree
+from trunkline.router.errors import ApiError, not_found, unavailable
+from trunkline.router.link import ControllerLink
+from trunkline.router.messages import TreeDescription
+from trunkline.router.service import RouterService
+from trunkline.router.ui.chunk_tree import HEAD_TOKENS, Texts, TreeView, head_of
+from trunkline.router.ui.history import History
+from trunkline.router.ui.live import wall_clock
+from trunkline.router.ui.samples import Measured, Sampler
+from trunkline.router.ui.stored import StoredSessions
+
+SAMPLE_SECONDS: Final = 1.0
+TREE_SECONDS_MAX: Final = 10.0
+TREE_FRESH_SECONDS: Final = 0.5
+"""Whoever looks within it after somebody else gets the same, …"""
+TREE_FRESH_SHARE: Final = 3.0
+"""… or within so many times the time that it took."""
+_PORTION: Final = 25
+"""Nodes that are made before streams get their turn."""
+_SESSIONS_MAX: Final = 300
+"""Of those that were used last, looked for in a tree."""
+
+
+class Dashboard:
+    """One per router. `open` and `close` in its event loop."""
+
+    def __init__(self, service: RouterService) -> None:
+        self.sessions = StoredSessions(service)
+        self._service = service
+        self._history = History()
+        self._sampler = Sampler()
+        self._timer: asyncio.TimerHandle | None = None
+        self._texts = Texts(lambda ids: service.tokenizer.decode(ids, skip_special_tokens=False))
+        self._trees: dict[tuple[int, int], asyncio.Task[dict[str, Any]]] = {}
+        """Looks at trees that are under way, or have just been, by group and number of nodes."""
+
+    def open(self) -> None:
+        """Begin to sample."""
+        self._sample()
+
+    def close(self) -> None:
+        """Leave."""
+        if self._timer is not None:
+            self._timer.cancel()
+        for task in self._trees.values():
+            task.cancel()
+
+    def _sample(self) -> None:
+        loop, service = asyncio.get_running_loop(), self._service
+        self._timer = loop.call_later(SAMPLE_SECONDS, self._sample)
+        groups = [Measured(link.state, link.ready, link.inflight) for link in service.links]
+        now = loop.time()
+        values = self._sampler.sample(now, groups, service.live_count, service.dispatcher.waiting_count)
+        self._history.add(now, values)
+
+    def history(self, seconds: float, after: float | None) -> dict[str, Any]:
+        """The last `seconds`, or what is younger than `after` (seconds since the epoch) of them."""
+        offset = wall_clock()
+        now = asyncio.get_running_loop().time()
+        curves = self._history.read(now, seconds, None if after is None else after - offset + 1e-3)
+        return {
+            "now": now + offset,
+            "t": [round(t + offset, 3) for t in curves.times],
+            "series": curves.series,
+        }
+
+    async def tree(self, group: int, nodes: int) -> dict[str, Any]:
+        """A group's chunk tree as it is now.
+
+        Raises:
+            ApiError: 404, there is no such group; 503, it does not answer.
+        """
+        if not 0 <= group < len(self._service.links):
+            count = len(self._service.links)
+            raise not_found(
+                "group", f"`group`: there is no group {group}; they are 0 to {count - 1}", code="not_found"
+            )
+        key = group, nodes
+        task = self._trees.get(key)
+        if task is None:
+            task = self._trees[key] = asyncio.create_task(self._look(self._service.links[group], nodes))
+            began = asyncio.get_running_loop().time()
+            task.add_done_callback(lambda done: self._looked(key, done, began))
+        return await asyncio.shield(task)
+
+    def _looked(self, key: tuple[int, int], task: asyncio.Task[dict[str, Any]], began: float) -> None:
+        if task.cancelled() or task.exception() is not None:
+            self._trees.pop(key, None)
+        else:
+            loop = task.get_loop()
+            keep = max(TREE_FRESH_SECONDS, TREE_FRESH_SHARE * (loop.time() - began))
+            loop.call_later(keep, self._trees.pop, key, None)
+
+    async def _look(self, link: ControllerLink, nodes: int) -> dict[str, Any]:
+        if link.state is None:
+            raise unavailable(f"group {link.index} is {link.why_not_ready()}")
+        found = await link.call(
+            lambda ticket: DescribeTree(ticket, nodes_max=nodes, head_tokens=HEAD_TOKENS), TREE_SECONDS_MAX
+        )
+        if not isinstance(found, TreeDescription):
+            raise unavailable("the engine gave another answer than the one to the question")
+        with contextlib.suppress(ApiError):  # then the tree does without their names
+            await self.sessions.look()
+        names = {found.names[at : at + 16] for at in range(0, len(found.names), 16)}
+        view = TreeView(found, self._texts, await self.sessions.by_chunk(names, _SESSIONS_MAX))
+        for _ in view.portions(_PORTION):
+            await asyncio.sleep(0)
+        return head_of(link.index, found, time.time()) | {"nodes": view.nodes}

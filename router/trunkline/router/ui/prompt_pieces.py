@@ -1,0 +1,298 @@
+"""A request's prompt as the model would see it, in pieces with their kinds: what the playground colours.
+
+Made by the very code that makes prompts (`api/prompting.py`, `api/module_prompts.py`). Nothing is computed for it,
+and nothing is stored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from typing import Any, Final, NamedTuple, TypeVar
+
+from trunkline.router.api.body import parse_json_object, validate
+from trunkline.router.api.common import check_model
+from trunkline.router.api.models import ChatRequest, CompletionRequest, Message
+from trunkline.router.api.module_prompts import Placed, has_modules, modules_job, placed_prompt
+from trunkline.router.api.prompting import Rendering, chat_job, completion_job
+from trunkline.router.api.turn import Turn
+from trunkline.router.api.unsupported import check_supported
+from trunkline.router.detokenizer import Vocabulary, make_detokenizer
+from trunkline.router.errors import ApiError, bad_value
+from trunkline.router.pml.compiled import PieceKind
+from trunkline.router.sampling import Job
+from trunkline.router.service import RouterService
+from trunkline.router.sessions import Lease, Stored, is_stored
+from trunkline.router.tools.plan import prepare_tools
+from trunkline.router.truncation import Span
+
+_T = TypeVar("_T")
+_OFF_LOOP_TOKENS: Final = 5_000
+"""Pieces of a longer prompt are made in a thread."""
+_MARK: Final = "\ue000"
+_MARKED: Final = re.compile(f"{_MARK}([0-9]{{1,9}}){_MARK}")
+_KINDS: Final[dict[PieceKind, str]] = {
+    "text": "module",
+    "role": "template",
+    "argument": "argument",
+    "gap": "text",
+    "trailing": "text",
+}
+
+
+class Label(NamedTuple):
+    """What a token is part of; neighbours with equal ones make a piece."""
+
+    kind: str
+    """"template", "message", "module", "argument" or "text"."""
+    part: int = -1
+    """Which message; -1: none."""
+    role: str = ""
+    module: str | None = None
+    cached: bool = False
+    """It is part of a schema's text, whose KV is computed once for all."""
+    session: bool = False
+    """It is the stored session's own, as it was in its last turn."""
+    dropped: bool = False
+    """The model does not see it: it was cut off, or discarded."""
+
+
+class _Glance(Lease):
+    """A session that is looked at and not acquired: nothing of it can be changed."""
+
+    def __init__(self, stored: Stored) -> None:
+        self.record = stored.record
+        self.session = stored.session
+
+    async def put(self) -> Stored:
+        """Not here."""
+        raise NotImplementedError("a session that is only looked at is not stored")
+
+    def close(self) -> None:
+        """There is nothing to let go of."""
+
+
+async def prompt_pieces(service: RouterService, content: bytes) -> dict[str, Any]:
+    """What a body of `/v1/chat/completions` (one with `messages`) or `/v1/completions` comes to.
+
+    Raises:
+        ApiError: as the endpoint itself would say.
+    """
+    fields = parse_json_object(content)
+    is_chat = "messages" in fields
+    check_supported(fields, chat=is_chat)
+    body = validate(ChatRequest, fields) if is_chat else validate(CompletionRequest, fields)
+    check_model(service, body.model)
+    turn = None
+    if body.session_id is not None and is_stored(body.session_id):
+        stored = await service.sessions.get(body.session_id)
+        turn = Turn(service, _Glance(stored), "chat" if is_chat else "text")
+    if isinstance(body, ChatRequest):
+        return await _chat(service, body, turn)
+    return await _completion(service, body, turn)
+
+
+async def _chat(service: RouterService, body: ChatRequest, turn: Turn | None) -> dict[str, Any]:
+    plan = prepare_tools(body.tools, body.tool_choice, body.parallel_tool_calls, service.tokenizer.tool_style)
+    if has_modules(body, turn):
+        placed, _, _ = await placed_prompt(service, body, plan, turn)
+        return await _of_modules(service, placed, await modules_job(service, body, plan, turn))
+    job = await chat_job(service, body, plan, turn)
+    messages = body.messages if turn is None else turn.messages(body.messages)
+    rendering = Rendering(
+        body.add_generation_prompt, body.add_special_tokens, body.chat_template_kwargs, plan.template_tools
+    )
+    frame = await _frame(service, rendering, messages)
+    vocabulary = service.tokenizer.vocabulary
+    labels = await _beside(len(job.prompt), lambda: chat_labels(job.prompt, messages, frame, vocabulary))
+    return await _answer(service, job, labels)
+
+
+async def _frame(service: RouterService, rendering: Rendering, messages: list[Message]) -> str:
+    """The conversation with a mark in the place of each message that says something; "" if the template takes no
+    such messages."""
+    marked = [
+        message.model_copy(update={"content": f"{_MARK}{number}{_MARK}"}) if message.content.strip() else message
+        for number, message in enumerate(messages)
+    ]
+    try:
+        return await rendering.text(service, marked)
+    except ApiError:
+        return ""
+
+
+async def _completion(service: RouterService, body: CompletionRequest, turn: Turn | None) -> dict[str, Any]:
+    if has_modules(body, turn):
+        placed, _, _ = await placed_prompt(service, body, turn=turn)
+        return await _of_modules(service, placed, await modules_job(service, body, turn=turn))
+    if len(body.prompts) != 1:
+        raise bad_value("prompt", f"`prompt`: one prompt is shown at once, not {len(body.prompts)}")
+    [given] = body.prompts
+    job = await completion_job(service, body, given, turn)
+    leading = service.tokenizer.leading_ids if body.add_special_tokens and isinstance(given, str) else ()
+    special = len(leading) if tuple(job.prompt[: len(leading)]) == leading else 0
+    labels = [Label("template")] * special + [Label("text")] * (len(job.prompt) - special)
+    return await _answer(service, job, labels)
+
+
+async def _beside(tokens: int, work: Callable[[], _T]) -> _T:
+    return await asyncio.to_thread(work) if tokens > _OFF_LOOP_TOKENS else work()
+
+
+async def _answer(service: RouterService, job: Job, labels: Sequence[Label]) -> dict[str, Any]:
+    def make() -> list[dict[str, Any]]:
+        told = mark_seen(labels, job.session_tokens, job.cut.drops)
+        return pieces_of(job.prompt, told, service.tokenizer.vocabulary)
+
+    pieces = await _beside(len(job.prompt), make)
+    return _told(service, job, pieces)
+
+
+def _told(service: RouterService, job: Job, pieces: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "tokens": job.seen_tokens,
+        "dropped_tokens": job.cut.dropped_tokens,
+        "session_tokens": job.session_tokens,
+        "module_tokens": job.module_tokens,
+        "max_tokens": job.max_tokens,
+        "max_context": service.limits.max_context,
+        "pieces": pieces,
+    }
+
+
+def mark_seen(labels: Sequence[Label], session_tokens: int, drops: Sequence[Span]) -> list[Label]:
+    """Labels of a prompt's tokens that also say what is a session's, and what is dropped."""
+    told = list(labels)
+    for index in range(min(session_tokens, len(told))):
+        told[index] = told[index]._replace(session=True)
+    for start, stop in drops:
+        for index in range(start, min(stop, len(told))):
+            told[index] = told[index]._replace(dropped=True)
+    return told
+
+
+def texts_of(tokens: Sequence[int], vocabulary: Vocabulary) -> list[str]:
+    """What each token adds to the text; of a character that several make up, all of it at the last one."""
+    detokenizer = make_detokenizer(vocabulary, skip_special_tokens=False)
+    texts = [detokenizer.feed(token) for token in tokens]
+    if texts:
+        texts[-1] += detokenizer.flush()
+    return texts
+
+
+def chat_labels(
+    tokens: Sequence[int], messages: Sequence[Message], frame: str, vocabulary: Vocabulary
+) -> list[Label]:
+    """Of each token of a conversation whether it is a message's or the template's.
+
+    Args:
+        frame: see `message_spans`.
+    """
+    texts = texts_of(tokens, vocabulary)
+    spans = message_spans("".join(texts), [message.content for message in messages], frame)
+    labels: list[Label] = []
+    place, number = 0, 0
+    for text in texts:
+        # A token belongs to what its first character, that is no space, belongs to.
+        start = place + (len(text) - len(text.lstrip()) if text.strip() else 0)
+        while number < len(spans) and start >= spans[number][1]:
+            number += 1
+        index = spans[number][2] if number < len(spans) and start >= spans[number][0] else -1
+        labels.append(Label("template") if index < 0 else Label("message", index, messages[index].role))
+        place += len(text)
+    return labels
+
+
+def message_spans(text: str, contents: Sequence[str], frame: str) -> list[tuple[int, int, int]]:
+    """Where each message stands in a conversation's text: (start, stop, number), ascending.
+
+    Args:
+        frame: the same conversation with marks in the places of messages. If the text is not the same around them
+            (templates may look into messages), they are searched for, from the last one on; what a template has
+            changed is not found then.
+    """
+    spans = _framed_spans(text, contents, frame)
+    if spans is not None:
+        return spans
+    spans, end = [], len(text)
+    for number in range(len(contents) - 1, -1, -1):
+        content = contents[number].strip()
+        start = text.rfind(content, 0, end) if content else -1
+        if start >= 0:
+            spans.append((start, start + len(content), number))
+            end = start
+    return spans[::-1]
+
+
+def _framed_spans(text: str, contents: Sequence[str], frame: str) -> list[tuple[int, int, int]] | None:
+    around = _MARKED.split(frame)  # text, number, text, …, text
+    spans: list[tuple[int, int, int]] = []
+    place = len(around[0])
+    if len(around) < 3 or not text.startswith(around[0]):
+        return None
+    for at in range(1, len(around), 2):
+        number, behind = int(around[at]), around[at + 1]
+        if number >= len(contents):
+            return None
+        content = next((c for c in _written(contents[number]) if text.startswith(c + behind, place)), None)
+        if content is None:
+            return None
+        spans.append((place, place + len(content), number))
+        place += len(content) + len(behind)
+    return spans if place == len(text) else None
+
+
+def _written(content: str) -> tuple[str, ...]:
+    """Templates write a message as it is, or trim it."""
+    return content, content.strip(), content.rstrip(), content.lstrip()
+
+
+def pieces_of(tokens: Sequence[int], labels: Sequence[Label], vocabulary: Vocabulary) -> list[dict[str, Any]]:
+    """Neighbouring tokens with equal labels as pieces."""
+    texts = texts_of(tokens, vocabulary)
+    pieces = []
+    place = 0
+    for label, same in groupby(labels):
+        count = sum(1 for _ in same)
+        pieces.append(_piece("".join(texts[place : place + count]), count, label))
+        place += count
+    return pieces
+
+
+def _piece(text: str, tokens: int, label: Label) -> dict[str, Any]:
+    piece: dict[str, Any] = {"text": text, "tokens": tokens, "kind": label.kind}
+    if label.role:
+        piece |= {"role": label.role, "message": label.part}
+    if label.module is not None:
+        piece["module"] = label.module
+    flags = {"cached": label.cached, "session": label.session, "dropped": label.dropped}
+    return piece | {name: True for name, is_so in flags.items() if is_so}
+
+
+async def _of_modules(service: RouterService, placed: Placed, job: Job) -> dict[str, Any]:
+    """In ascending positions; what an argument leaves of its place is not seen, and is no piece."""
+    prompt = placed.prompt
+    pieces: list[dict[str, Any]] = []
+    own = 0
+    for piece in prompt.pieces:
+        if piece.kind == "hole":
+            continue
+        own += 0 if piece.cached else piece.count
+        is_message = own > prompt.messages_from
+        if is_message and job.session_tokens:
+            break
+        kind = "message" if is_message and piece.kind == "trailing" else _KINDS[piece.kind]
+        in_module = piece.cached or kind in ("module", "argument")
+        label = Label(kind, module=piece.path if in_module else None, cached=piece.cached)
+        pieces.append(_piece(piece.text, piece.count, label))
+    if job.session_tokens:
+        # In the tokens that the session's last turn had, which need not be those of its messages one by one.
+        behind = job.prompt[prompt.messages_from :]
+        own_tokens, new = behind[: job.session_tokens], behind[job.session_tokens :]
+        for tokens, is_session in ((own_tokens, True), (new, False)):
+            text = "".join(texts_of(tokens, service.tokenizer.vocabulary))
+            if tokens:
+                pieces.append(_piece(text, len(tokens), Label("message", session=is_session)))
+    return _told(service, job, pieces)

@@ -1,0 +1,137 @@
+"""`/ui`: the dashboard's page and assets, and `/ui/api/…`, what it shows.
+
+The page and the assets have no data in them and are open to all; who may ask the endpoints is decided in front of
+them. They are made for the page of the same version and may change with it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+
+from trunkline.router.access import UI_HEADERS
+from trunkline.router.api.body import read_body
+from trunkline.router.api.common import service_of
+from trunkline.router.api.responses import JsonResponse
+from trunkline.router.errors import not_found
+from trunkline.router.routing.decision_log import DECISIONS_MAX
+from trunkline.router.ui.assets import PAGE, Asset, Assets, is_current
+from trunkline.router.ui.chunk_tree import NODES_DEFAULT, NODES_MAX
+from trunkline.router.ui.dashboard import Dashboard
+from trunkline.router.ui.live import decisions, requests
+from trunkline.router.ui.overview import overview
+from trunkline.router.ui.parameters import number_of
+from trunkline.router.ui.prompt_pieces import prompt_pieces
+from trunkline.router.ui.stored import LIMIT_MAX
+
+routes = APIRouter(include_in_schema=False)
+_assets = Assets()
+_READ: Final = ["GET", "HEAD"]
+_API: Final = ("overview", "history", "tree", "requests", "sessions", "decisions", "prompt")
+PATHS: Final = frozenset({"/ui", *(f"/ui/api/{name}" for name in _API)})
+"""Labels of metrics."""
+_DATA_HEADERS: Final = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
+
+
+@routes.api_route("/ui", methods=_READ)
+async def page(request: Request) -> Response:
+    """The dashboard."""
+    asset = _assets.find(PAGE)
+    if asset is None:
+        raise not_found("path", "this installation has no dashboard page", code="not_found")
+    return _send(request, asset)
+
+
+@routes.api_route("/ui/", methods=_READ)
+async def page_with_slash(request: Request) -> Response:
+    """Likewise; one address, so that relative ones mean the same."""
+    return RedirectResponse("../ui", status_code=308, headers=UI_HEADERS)
+
+
+@routes.api_route("/ui/static/{name:path}", methods=_READ)
+async def static(request: Request, name: str) -> Response:
+    """One of its files."""
+    asset = _assets.find(name)
+    if asset is None:
+        raise not_found("path", f"there is no file {name[:100]!r}", code="not_found")
+    return _send(request, asset)
+
+
+def _send(request: Request, asset: Asset) -> Response:
+    headers = {
+        "ETag": asset.etag,
+        "Cache-Control": asset.cache_control,
+        "Vary": "Accept-Encoding",
+        **UI_HEADERS,
+    }
+    if is_current(asset, request.headers.get("if-none-match", "")):
+        return Response(status_code=304, headers=headers)
+    content = asset.content
+    if asset.compressed is not None and "gzip" in request.headers.get("accept-encoding", ""):
+        content = asset.compressed
+        headers["Content-Encoding"] = "gzip"
+    return Response(content, headers=headers | {"Content-Type": asset.media_type})
+
+
+def _dashboard(request: Request) -> Dashboard:
+    dashboard = request.app.state.dashboard
+    assert isinstance(dashboard, Dashboard)
+    return dashboard
+
+
+def _answer(content: Any) -> Response:
+    return JsonResponse(content, headers=_DATA_HEADERS)
+
+
+@routes.get("/ui/api/overview")
+async def get_overview(request: Request) -> Response:
+    """The cluster as a whole."""
+    return _answer(overview(service_of(request)))
+
+
+@routes.get("/ui/api/history")
+async def get_history(request: Request) -> Response:
+    """Loads and rates over time."""
+    seconds = number_of(request, "seconds", 900.0, 1.0, 21_600.0)
+    after = number_of(request, "after", 0.0, 0.0, 1e12)
+    return _answer(_dashboard(request).history(seconds, after or None))
+
+
+@routes.get("/ui/api/tree")
+async def get_tree(request: Request) -> Response:
+    """A group's chunks."""
+    group = number_of(request, "group", 0, 0, 1_000_000)
+    nodes = number_of(request, "nodes", NODES_DEFAULT, 1, NODES_MAX)
+    return _answer(await _dashboard(request).tree(group, nodes))
+
+
+@routes.get("/ui/api/requests")
+async def get_requests(request: Request) -> Response:
+    """What is in work."""
+    return _answer(requests(service_of(request)))
+
+
+@routes.get("/ui/api/sessions")
+async def get_sessions(request: Request) -> Response:
+    """Conversations, the ones that were used last first."""
+    limit = number_of(request, "limit", 200, 1, LIMIT_MAX)
+    return _answer(await _dashboard(request).sessions.table(limit))
+
+
+@routes.get("/ui/api/decisions")
+async def get_decisions(request: Request) -> Response:
+    """Where requests went, and why."""
+    after = number_of(request, "after", 0, 0, 1 << 62)
+    limit = number_of(request, "limit", 200, 1, DECISIONS_MAX)
+    return _answer(decisions(service_of(request), after, limit))
+
+
+@routes.post("/ui/api/prompt")
+async def post_prompt(request: Request) -> Response:
+    """What a request's prompt would be."""
+    service = service_of(request)
+    content = await read_body(request, service.config.max_body_bytes)
+    return _answer(await prompt_pieces(service, content))

@@ -1,0 +1,242 @@
+"""What the dashboard says of sessions: stored ones (records of the controllers) and mere labels.
+
+A record's value says how long its session is, and which chunks it has; the list of records does not. So values are
+fetched little by little, a few at each look, and what they say is remembered for as long as the record does not
+change. Where the chunks are the router knows from the controllers' events (`routing/index.py`); what is in the
+remote tier only, and KV behind cuts and modules, it does not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from typing import Any, Final, NamedTuple
+
+from trunkline.kvstore.names import root_name
+from trunkline.router.errors import ApiError
+from trunkline.router.history import Session
+from trunkline.router.identity import Identity, current_identity, identified
+from trunkline.router.messages import Record
+from trunkline.router.routing.names import whole_chunks
+from trunkline.router.service import RouterService
+from trunkline.router.sessions import is_stored
+from trunkline.router.ui.live import wall_clock
+
+LIMIT_MAX: Final = 1000
+RECORDS_MAX: Final = 1000
+"""Of each controller, looked through for those that were used last."""
+FRESH_SECONDS: Final = 1.0
+"""However many look, records are asked for once in so long, …"""
+FRESH_SHARE: Final = 10.0
+"""… or, if there are so many tenants and groups that asking takes long, in so many times that time."""
+FETCHED_MAX: Final = 16
+"""Values that are fetched at each look, …"""
+FETCH_SECONDS_MAX: Final = 0.1
+"""… fewer if they are long."""
+KNOWN_MAX: Final = 4096
+NAMES_MAX: Final = 1024
+"""Chunks of a session that are looked for: the first ones."""
+_PORTION: Final = 16
+"""Sessions that are looked up before streams get their turn."""
+_TIERS: Final = ("device", "host", "disk", "device")
+"""By column of the index; what is expected is being computed."""
+
+
+class Known(NamedTuple):
+    """What a record's value says."""
+
+    version: int
+    turns: int
+    tokens: int
+    parent: str
+    schema: str
+    names: Sequence[bytes]
+    """Of its full chunks; of a session with modules none."""
+    chunk_size: int
+
+
+class Listed(NamedTuple):
+    """A stored session."""
+
+    owner: str
+    record: Record
+
+
+class StoredSessions:
+    """All of them, as far as this router has looked."""
+
+    def __init__(self, service: RouterService) -> None:
+        self._service = service
+        self._known: OrderedDict[str, Known] = OrderedDict()
+        self._listed: list[Listed] = []
+        self._fresh_until = float("-inf")
+        self._look: asyncio.Task[None] | None = None
+
+    async def look(self) -> None:
+        """See that what is known is fresh.
+
+        Raises:
+            ApiError: 503, a controller does not answer.
+        """
+        if asyncio.get_running_loop().time() < self._fresh_until:
+            return
+        if self._look is None:
+            self._look = asyncio.create_task(self._refresh())
+            self._look.add_done_callback(self._looked)
+        await asyncio.shield(self._look)
+
+    def _looked(self, task: asyncio.Task[None]) -> None:
+        self._look = None
+        if not task.cancelled():
+            task.exception()  # told to those who wait for it
+
+    async def _refresh(self) -> None:
+        service, clock = self._service, asyncio.get_running_loop().time
+        began = clock()
+        pages = await service.sessions.page_of_all(service.tenants.owners(), "", RECORDS_MAX)
+        listed = [Listed(owner, record) for owner, record in pages]
+        listed.sort(key=lambda each: -each.record.used)
+        self._listed = listed
+        missing = [each for each in listed if self._known_of(each.record) is None]
+        fetching = clock()
+        for each in missing[:FETCHED_MAX]:
+            await self._fetch(each)
+            if clock() - fetching > FETCH_SECONDS_MAX:
+                break
+        self._fresh_until = clock() + max(FRESH_SECONDS, FRESH_SHARE * (clock() - began))
+
+    def _known_of(self, record: Record) -> Known | None:
+        known = self._known.get(record.id)
+        return known if known is not None and known.version == record.version else None
+
+    async def _fetch(self, listed: Listed) -> None:
+        identity = Identity()
+        try:
+            if listed.owner:
+                identity = self._service.tenants.acting_for(current_identity(), listed.owner)
+            with identified(identity):
+                stored = await self._service.sessions.get(listed.record.id)
+        except ApiError:
+            return  # it has just gone, or cannot be read
+        known = self._read(stored.record.version, stored.session, identity.salt)
+        self._known[listed.record.id] = known
+        self._known.move_to_end(listed.record.id)
+        if len(self._known) > KNOWN_MAX:
+            self._known.popitem(last=False)
+
+    def _read(self, version: int, session: Session, salt: bytes) -> Known:
+        names: Sequence[bytes] = ()
+        size = 0
+        state = next((link.state for link in self._service.links if link.state and link.state.chunk_size), None)
+        if state is not None:
+            size = state.chunk_size
+            root = root_name(state.fingerprint, state.dtype, size, salt)
+            is_plain = session.modules is None and session.vocabulary == self._service.tokenizer.fingerprint
+            names = whole_chunks(root, session.tokens[: 4 * size * NAMES_MAX], size) if is_plain else ()
+        schema = "" if session.modules is None else session.modules.schema
+        return Known(version, session.turns, session.token_count, session.parent, schema, names, size)
+
+    async def table(self, limit: int) -> list[dict[str, Any]]:
+        """The sessions that were used last, stored ones and labels.
+
+        Raises:
+            ApiError: as `look`.
+        """
+        await self.look()
+        rows = []
+        for count, listed in enumerate(self._listed[:limit]):
+            if count % _PORTION == _PORTION - 1:
+                await asyncio.sleep(0)
+            rows.append(self._row(listed))
+        rows += labels(self._service)
+        rows.sort(key=lambda row: -row["used"])
+        return rows[:limit]
+
+    def _row(self, listed: Listed) -> dict[str, Any]:
+        record = listed.record
+        known = self._known_of(record)
+        row = {
+            "id": record.id,
+            "stored": True,
+            "turns": None,
+            "tokens": None,
+            "cached_tokens": None,
+            "tier": None,
+            "group": self._service.sessions.home_of(record.id).index,
+            "created": record.created,
+            "used": record.used,
+            "expires": record.expires or None,
+            "tenant": listed.owner,
+            "parent": None,
+            "schema": None,
+        }
+        if known is None:
+            return row
+        told = {
+            "turns": known.turns,
+            "tokens": known.tokens,
+            "parent": known.parent or None,
+            "schema": known.schema or None,
+        }
+        return row | told | self._place(known)
+
+    def _place(self, known: Known) -> dict[str, Any]:
+        """Where its KV is: at the group that has most of it."""
+        if not known.names:
+            return {}
+        now = asyncio.get_running_loop().time()
+        counts = self._service.dispatcher.core.index.match(known.names, now).tiers
+        found = counts.sum(axis=1)
+        group = int(found.argmax())
+        if not found[group]:
+            return {"cached_tokens": 0, "tier": "none"}
+        slowest = max((tier for tier in range(3) if counts[group][tier]), default=0)
+        return {
+            "group": group,
+            "cached_tokens": int(found[group]) * known.chunk_size,
+            "tier": _TIERS[slowest],
+        }
+
+    async def by_chunk(self, names: Collection[bytes], sessions_max: int) -> dict[bytes, list[str]]:
+        """Which sessions have each of these chunks, those that were used last first."""
+        found: dict[bytes, list[str]] = {}
+        for count, listed in enumerate(self._listed[:sessions_max]):
+            if count % _PORTION == _PORTION - 1:
+                await asyncio.sleep(0)
+            known = self._known_of(listed.record)
+            for name in () if known is None else known.names:
+                if name in names:
+                    found.setdefault(name, []).append(listed.record.id)
+        return found
+
+
+def labels(service: RouterService) -> list[dict[str, Any]]:
+    """Conversations that are not stored but named by their clients, as far back as choices are remembered."""
+    offset = wall_clock()
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    for logged in service.dispatcher.core.log.newest():
+        tenant, session = logged.origin.tenant, logged.origin.session
+        if not session or is_stored(session):
+            continue
+        row = rows.setdefault(
+            (tenant, session),
+            {
+                "id": session,
+                "stored": False,
+                "turns": 0,
+                "tokens": logged.prompt_tokens,
+                "cached_tokens": None,
+                "tier": None,
+                "group": logged.controller,
+                "created": 0.0,
+                "used": logged.at + offset,
+                "expires": None,
+                "tenant": tenant,
+                "parent": None,
+                "schema": None,
+            },
+        )
+        row["created"] = logged.at + offset
+        row["turns"] += not logged.is_again
+    return list(rows.values())
