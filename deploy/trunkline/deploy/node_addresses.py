@@ -1,0 +1,137 @@
+"""Where the parts of a cluster that is spread over hosts find each other, as text on a command line. Pure.
+
+group-{0..3}.group:7400,spare:7400      hosts and ports, with ranges in names
+0-1                                     ranks of a group
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from dataclasses import dataclass
+from typing import Final
+
+from trunkline.deploy.errors import UserError
+
+GROUP_PORT: Final = 7400
+GROUP_PORTS: Final = 5
+"""From the group's port on: requests, KV events, step plans, reports, rendezvous of the ranks."""
+ADDRESSES_MAX: Final = 256
+ANY_HOST: Final = "0.0.0.0"
+_HOST: Final = re.compile(r"(?!-)[A-Za-z0-9_.-]{1,253}")
+_RANGE: Final = re.compile(r"\{([^{}]*)\}")
+_BOUNDS: Final = re.compile(r"(\d{1,6})\.\.(\d{1,6})")
+_RANKS: Final = re.compile(r"(\d{1,4})(?:-(\d{1,4}))?")
+
+
+@dataclass(frozen=True)
+class Address:
+    """Of the first port of a group."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+    def endpoint(self, offset: int) -> str:
+        """Of the group's port so many behind the first, for ZeroMQ and torch.distributed."""
+        return f"tcp://{self.host}:{self.port + offset}"
+
+
+def parse_address(text: str, option: str) -> Address:
+    """`HOST:PORT` or `HOST`, whose port is `GROUP_PORT`.
+
+    Raises:
+        UserError: it is something else.
+    """
+    text = text.strip()
+    if text.startswith("[") or text.count(":") > 1:
+        raise UserError(f"{option} is {text!r}; IPv6 addresses cannot be given yet, but a host's name or IPv4 can")
+    host, colon, digits = text.partition(":")
+    port = int(digits) if digits.isascii() and digits.isdigit() and len(digits) <= 5 else -1
+    if not colon:
+        port = GROUP_PORT
+    if not _HOST.fullmatch(host):
+        raise UserError(f"{option} is {text!r}; write HOST:PORT, such as 10.0.0.1:{GROUP_PORT}")
+    last = 65536 - GROUP_PORTS
+    if not 1 <= port <= last:
+        raise UserError(
+            f"{option} is {text!r}; allowed are ports 1 to {last}: a group has {GROUP_PORTS}, one after the other"
+        )
+    return Address(host, port)
+
+
+def parse_addresses(text: str, option: str) -> tuple[Address, ...]:
+    """Several of them, with commas between, and ranges `{0..3}` in names.
+
+    Raises:
+        UserError: one is wrong, is there twice, or there are too many or none.
+    """
+    found: list[Address] = []
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        for name in _expanded(part, option):
+            found.append(parse_address(name, option))
+            if len(found) > ADDRESSES_MAX:
+                raise UserError(f"{option} names more than {ADDRESSES_MAX} groups")
+    if not found:
+        raise UserError(f"{option} is {text!r}; it names no group, as HOST:PORT,HOST:PORT does")
+    twice = next((address for index, address in enumerate(found) if address in found[:index]), None)
+    if twice is not None:
+        raise UserError(f"{option} names {twice} twice")
+    return tuple(found)
+
+
+def parse_ranks(text: str, tp: int, *, is_leader: bool) -> range:
+    """`A-B`, both of them included, or `A`.
+
+    Args:
+        is_leader: they are those beside the controller: rank 0 is one of them; "" means all.
+
+    Raises:
+        UserError: they are no ranks of such a group.
+    """
+    text = text.strip()
+    if not text and is_leader:
+        return range(tp)
+    match = _RANKS.fullmatch(text)
+    if match is None:
+        raise UserError(f"--ranks is {text!r}; write A-B, such as 0-{max(1, tp - 1)}, or one rank")
+    first, last = int(match[1]), int(match[2] or match[1])
+    if not first <= last < tp:
+        raise UserError(f"--ranks is {text}; with --tp {tp} there are ranks 0 to {tp - 1}")
+    if is_leader and first:
+        raise UserError(f"--ranks is {text}; rank 0 runs beside the controller, so write 0-{last}")
+    if not is_leader and not first:
+        raise UserError(f"--ranks is {text}; rank 0 runs beside the controller (`trunkline group`)")
+    return range(first, last + 1)
+
+
+def is_ip(host: str) -> bool:
+    """Whether this is an IPv4 address and no name."""
+    try:
+        ipaddress.IPv4Address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _expanded(text: str, option: str) -> list[str]:
+    """Of each `{A..B}`, every number from A to B, with as many digits as A has."""
+    match = _RANGE.search(text)
+    if match is None:
+        if "{" in text or "}" in text:
+            raise UserError(f"{option} is {text!r}; a range is written {{0..3}}")
+        return [text]
+    bounds = _BOUNDS.fullmatch(match[1])
+    if bounds is None or int(bounds[1]) > int(bounds[2]):
+        raise UserError(f"{option} has {match[0]!r}; a range is written {{0..3}}, the smaller number first")
+    first, last = int(bounds[1]), int(bounds[2])
+    if last - first >= ADDRESSES_MAX:
+        raise UserError(f"{option} names more than {ADDRESSES_MAX} groups")
+    before, after = text[: match.start()], text[match.end() :]
+    numbers = [str(number).zfill(len(bounds[1])) for number in range(first, last + 1)]
+    rest = _expanded(after, option)
+    if len(numbers) * len(rest) > ADDRESSES_MAX:
+        raise UserError(f"{option} names more than {ADDRESSES_MAX} groups")
+    return [f"{before}{number}{tail}" for number in numbers for tail in rest]

@@ -1,0 +1,114 @@
+"""Whether a group on this host generates tokens: asks its controller over a socket in the run folder."""
+
+from __future__ import annotations
+
+import time
+from typing import Final, NamedTuple
+
+import msgspec
+import numpy as np
+import zmq
+
+from trunkline.controller.messages import Abort, Ping, RouterRequest, Submit
+from trunkline.router.messages import Outputs, RouterMessage, State
+from trunkline.worker.messages import Sampling
+
+FRESH_S: Final = 10.0
+"""A token that is younger needs no new proof."""
+_STATE_S_MAX: Final = 2.0
+_TOKEN_S_MAX: Final = 5.0
+_PROMPT: Final = np.array([1], "<i4").tobytes()
+"""A token that every vocabulary has."""
+
+
+class Verdict(NamedTuple):
+    """Of a question about health."""
+
+    ok: bool
+    reason: str
+    """For people."""
+
+
+class TokenProbe:
+    """One caller at a time. A group that generates tokens for others is not asked for one more."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._endpoint = endpoint
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(RouterMessage)
+        self._tokens = 0
+        """Of the controller's count, when it was seen last."""
+        self._token_at = float("-inf")
+
+    def check(self) -> Verdict:
+        """Whether a token was generated in the last seconds, or now; takes a few seconds at most."""
+        socket = self._context.socket(zmq.DEALER)
+        socket.set(zmq.LINGER, 0)
+        socket.set(zmq.IMMEDIATE, 1)
+        try:
+            socket.connect(self._endpoint)
+            return self._check(socket)
+        except zmq.Again:
+            return Verdict(False, "the controller does not answer")
+        except (zmq.ZMQError, msgspec.MsgspecError) as error:
+            return Verdict(False, f"the controller's answer cannot be read: {error}")
+        finally:
+            socket.close()
+
+    def close(self) -> None:
+        """No more checks."""
+        self._context.term()
+
+    def _check(self, socket: zmq.Socket[bytes]) -> Verdict:
+        socket.set(zmq.SNDTIMEO, int(_STATE_S_MAX * 1000))
+        self._send(socket, Ping(1))
+        deadline = time.monotonic() + _STATE_S_MAX
+        while not isinstance(state := self._receive(socket, deadline), State):
+            pass
+        if state.status != "ready":
+            self._token_at = float("-inf")
+            return Verdict(
+                False, f"the controller is {state.status}" + (f": {state.detail}" if state.detail else "")
+            )
+        now = time.monotonic()
+        if state.output_tokens > self._tokens:
+            self._token_at = now
+        elif state.output_tokens < self._tokens:  # another controller
+            self._token_at = float("-inf")
+        self._tokens = state.output_tokens
+        if now - self._token_at < FRESH_S:
+            return Verdict(True, "a token was generated lately")
+        return self._generate(socket)
+
+    def _generate(self, socket: zmq.Socket[bytes]) -> Verdict:
+        job = Submit(1, _PROMPT, prompt_len=1, max_tokens=1, sampling=Sampling(temperature=0.0))
+        self._send(socket, job)
+        deadline = time.monotonic() + _TOKEN_S_MAX
+        try:
+            while True:
+                message = self._receive(socket, deadline)
+                if not isinstance(message, Outputs):
+                    continue
+                if message.tokens:
+                    self._token_at = time.monotonic()
+                    self._tokens += 1  # this one
+                    return Verdict(True, "a token was generated")
+                if message.finished:
+                    return Verdict(False, f"no token was generated: {message.finished[0].detail}")
+        except zmq.Again:
+            self._send(socket, Abort(1))
+            return Verdict(False, f"no token within {_TOKEN_S_MAX:.0f} s")
+
+    def _send(self, socket: zmq.Socket[bytes], message: RouterRequest) -> None:
+        socket.send(self._encoder.encode(message))
+
+    def _receive(self, socket: zmq.Socket[bytes], deadline: float) -> RouterMessage:
+        """
+        Raises:
+            zmq.Again: nothing more has come in time.
+        """
+        if not socket.poll(max(0, int((deadline - time.monotonic()) * 1000))):
+            raise zmq.Again
+        message: RouterMessage = self._decoder.decode(socket.recv_multipart()[-1])
+        return message
