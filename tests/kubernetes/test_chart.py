@@ -1,0 +1,243 @@
+"""The chart: what it makes of its own values, which values it refuses, and with what words."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+import yaml
+from kubernetes.checks import check_all
+from kubernetes.rendering import (
+    CHART,
+    Object,
+    containers,
+    helm_python,
+    notes,
+    of_kind,
+    only,
+    option,
+    pod_templates,
+    render,
+)
+
+DEFAULTS: Object = yaml.safe_load((CHART / "values.yaml").read_text())
+SCHEMA: Object = json.loads((CHART / "values.schema.json").read_text())
+
+
+def test_the_defaults_make_a_sound_installation() -> None:
+    objects = render()
+    check_all(objects)
+    assert {found["kind"] for found in objects} == {
+        *("Deployment", "StatefulSet", "Service", "PodDisruptionBudget", "NetworkPolicy", "Secret")
+    }
+
+
+def test_helm_finds_nothing_to_complain_of() -> None:
+    report = helm_python.lint(CHART, strict=True)
+    assert [found for found in report["messages"] if found["severity"] > 1] == []
+    assert report["errors"] == []
+
+
+def _paths(values: Any, before: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
+    if not isinstance(values, dict) or not values:
+        return {before: values}
+    return {path: value for key, inner in values.items() for path, value in _paths(inner, (*before, key)).items()}
+
+
+def _open_objects(schema: Object, path: str = "") -> list[str]:
+    found = []
+    for key, inner in schema.get("properties", {}).items():
+        if "properties" in inner and inner.get("additionalProperties") is not False:
+            found.append(f"{path}{key}")
+        found += _open_objects(inner, f"{path}{key}.")
+    return found
+
+
+def test_every_value_is_in_the_schema_which_knows_no_others() -> None:
+    for path in _paths(DEFAULTS):
+        schema = SCHEMA
+        for key in path:
+            inner = schema.get("properties", {}).get(key) or schema.get("additionalProperties")
+            assert inner, f"{'.'.join(path)} is not in the schema"
+            schema = inner
+    assert SCHEMA["additionalProperties"] is False
+    assert _open_objects(SCHEMA) == []
+
+
+def test_every_value_changes_something_or_is_used_by_a_template() -> None:
+    templates = "\n".join(path.read_text() for path in (CHART / "templates").iterdir())
+    for path in _paths(DEFAULTS):
+        used = re.search(rf"\.{path[-1]}\b", templates) or re.search(rf'"{path[-1]}"', templates)
+        part = re.search(rf"toYaml \.Values\.{'.'.join(path[:-1])}", templates)
+        assert used or part or path[-1] in ("cpu", "memory"), f"{'.'.join(path)} is used nowhere"
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"groups": {"replica": 3}}, "replica"),
+        ({"groups": {"tp": 0}}, "tp"),
+        ({"groups": {"replicas": "two"}}, "replicas"),
+        ({"groups": {"kvMemory": "20 gigs"}}, "kvMemory"),
+        ({"groups": {"diskTier": {"whenScaled": "Forget"}}}, "whenScaled"),
+        ({"groups": {"podLabels": {"app.kubernetes.io/name": "mine"}}}, "app.kubernetes.io/name"),
+        ({"groups": {"pdb": {"maxUnavailable": 0}}}, "maxUnavailable"),
+        ({"routers": {"policy": "best"}}, "policy"),
+        ({"routers": {"autoscaling": {"cpuPercent": -1}}}, "cpuPercent"),
+        ({"model": {"source": "magic"}}, "source"),
+        ({"model": {"hub": {"repository": "just-a-name"}}}, "repository"),
+        ({"image": {"digest": "latest"}}, "digest"),
+        ({"fullnameOverride": "Capital"}, "fullnameOverride"),
+        ({"fullnameOverride": "a" * 41}, "fullnameOverride"),
+        ({"auth": {"tenants": {}}}, "tenants"),
+        ({"networkPolicy": "off"}, "networkPolicy"),
+        ({"network": {"httpPort": 80}}, "httpPort"),
+        ({"logLevel": "loud"}, "logLevel"),
+        ({"surprise": 1}, "surprise"),
+    ],
+)
+def test_the_schema_refuses_and_names_the_value(values: Object, says: str) -> None:
+    with pytest.raises(helm_python.HelmError) as refused:
+        render(values)
+    assert says in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"groups": {"tp": 3, "podsPerGroup": 2}}, "groups.tp is 3 and groups.podsPerGroup 2"),
+        ({"groups": {"tp": 4, "podsPerGroup": 2, "gpus": 4}}, "set groups.gpus to 2"),
+        ({"groups": {"maxBatch": 64, "tokenBudget": 64}}, "groups.tokenBudget is 64; it must exceed"),
+        ({"groups": {"hostTier": "0"}}, "groups.hostTier is 0"),
+        (
+            {"groups": {"hostTier": "0", "diskTier": {"enabled": False}}, "remoteTier": {"mode": "valkey"}},
+            "hostTier is 0",
+        ),
+        ({"model": {"source": "claim"}}, "model.claim.name is empty"),
+        ({"model": {"source": "hostPath"}}, "model.hostPath is empty"),
+        ({"model": {"source": "hub"}}, "model.hub.repository is empty"),
+        ({"remoteTier": {"mode": "external"}}, "remoteTier.external.secret is empty"),
+        (
+            {"auth": {"existingSecret": "mine"}, "monitoring": {"serviceMonitor": {"enabled": True}}},
+            "monitoring.serviceMonitor.keySecret.name",
+        ),
+        ({"routers": {"autoscaling": {"enabled": True, "minReplicas": 9}}}, "minReplicas is 9"),
+        ({"routers": {"autoscaling": {"enabled": True, "cpuPercent": 0}}}, "looks at nothing"),
+        (
+            {"routers": {"autoscaling": {"enabled": True}, "resources": {"requests": {"cpu": None}}}},
+            "routers.resources.requests.cpu is not set",
+        ),
+        ({"routers": {"ingress": {"enabled": True}}}, "routers.ingress.host is empty"),
+        ({"routers": {"httpRoute": {"enabled": True}}}, "routers.httpRoute.parentRefs is empty"),
+        (
+            {"network": {"groupPort": 7478}},
+            "healthPort (7480) and the five ports from groupPort on (7478 to 7482)",
+        ),
+        ({"network": {"httpPort": 7404}}, "must differ"),
+    ],
+)
+def test_values_that_do_not_fit_together_are_refused_with_a_remedy(values: Object, says: str) -> None:
+    with pytest.raises(helm_python.HelmError) as refused:
+        render(values)
+    assert says in str(refused.value)
+
+
+def test_routers_know_every_group_by_its_name() -> None:
+    for replicas, expected in ((1, "tl-trunkline-group-0."), (5, "tl-trunkline-group-{0..4}.")):
+        objects = render({"groups": {"replicas": replicas}})
+        router = only(objects, "Deployment")["spec"]["template"]["spec"]["containers"][0]
+        groups = only(objects, "StatefulSet")
+        assert option(router, "controllers") == f"{expected}tl-trunkline-group.llm.svc:7400"
+        assert groups["spec"]["serviceName"] == "tl-trunkline-group"
+        assert only(objects, "Service", "-group")["spec"]["publishNotReadyAddresses"] is True
+
+
+def test_a_group_of_several_pods_shares_its_ranks_out() -> None:
+    objects = render({"groups": {"tp": 8, "podsPerGroup": 2, "gpus": 4, "replicas": 2}})
+    check_all(objects)
+    group = only(objects, "LeaderWorkerSet")["spec"]["leaderWorkerTemplate"]
+    leader, worker = (group[role]["spec"]["containers"][0] for role in ("leaderTemplate", "workerTemplate"))
+    assert group["size"] == 2
+    assert option(leader, "ranks") == "0-3"
+    assert option(worker, "leader") == "$(LWS_LEADER_ADDRESS):7400"
+    assert option(leader, "tp") == option(worker, "tp") == "8"
+    assert "first=$((LWS_WORKER_INDEX * 4))" in worker["command"][2]
+    for container in (leader, worker):
+        assert container["resources"]["limits"]["nvidia.com/gpu"] == 4
+
+
+def test_gpus_are_asked_for_and_otherwise_cpus_are_used() -> None:
+    group = only(render({"groups": {"tp": 2, "gpus": 2}}), "StatefulSet")["spec"]["template"]["spec"][
+        "containers"
+    ][0]
+    assert group["resources"] == {
+        "requests": {"cpu": "500m", "memory": "2Gi", "nvidia.com/gpu": 2},
+        "limits": {"memory": "6Gi", "nvidia.com/gpu": 2},
+    }
+    assert option(group, "device") == "cuda"
+    assert option(only(render(), "StatefulSet")["spec"]["template"]["spec"]["containers"][0], "device") == "cpu"
+
+
+def test_large_numbers_stay_whole() -> None:
+    group = only(render({"groups": {"maxContext": 1048576}}), "StatefulSet")["spec"]["template"]["spec"][
+        "containers"
+    ][0]
+    assert option(group, "max-context") == "1048576"
+
+
+def test_with_autoscaling_nobody_else_sets_the_number_of_routers() -> None:
+    objects = render({"routers": {"autoscaling": {"enabled": True, "requests": {"enabled": True}}}})
+    check_all(objects)
+    assert "replicas" not in only(objects, "Deployment")["spec"]
+    metrics = only(objects, "HorizontalPodAutoscaler")["spec"]["metrics"]
+    assert [metric["type"] for metric in metrics] == ["ContainerResource", "Pods"]
+
+
+def test_a_router_without_groups_is_unready_but_lives() -> None:
+    router = only(render(), "Deployment")["spec"]["template"]["spec"]["containers"][0]
+    assert router["livenessProbe"]["httpGet"]["path"] == "/livez"
+    ready = router["readinessProbe"]
+    assert ready["httpGet"]["path"] == "/readyz"
+    assert ready["periodSeconds"] * ready["failureThreshold"] >= DEFAULTS["routers"]["resumeSeconds"]
+
+
+def test_a_group_has_started_when_it_has_generated_a_token() -> None:
+    group = only(render({"groups": {"startupSeconds": 61}}), "StatefulSet")["spec"]["template"]["spec"][
+        "containers"
+    ][0]
+    probe = group["startupProbe"]
+    assert probe["httpGet"]["path"] == "/startupz"
+    assert 61 <= probe["periodSeconds"] * probe["failureThreshold"] <= 66
+
+
+def test_no_secret_is_on_a_command_line_or_in_a_pod() -> None:
+    objects = render({"remoteTier": {"mode": "valkey"}, "monitoring": {"serviceMonitor": {"enabled": True}}})
+    rest = json.dumps([found for found in objects if found["kind"] != "Secret"])
+    for secret in of_kind(objects, "Secret"):
+        for value in secret["data"].values():
+            assert value not in rest
+    for _, template in pod_templates(objects):
+        for container in containers(template):
+            if "--remote-tier" in container.get("args", []):
+                assert option(container, "remote-tier") == "$(REMOTE_TIER_URL)"
+
+
+def test_only_the_step_that_makes_the_keys_sees_the_seed() -> None:
+    for _, template in pod_templates(render({"groups": {"tp": 2, "podsPerGroup": 2}})):
+        mounted = {c["name"]: [mount["name"] for mount in c["volumeMounts"]] for c in containers(template)}
+        assert [name for name, volumes in mounted.items() if "wire-seed" in volumes] == ["wire-keys"]
+
+
+def test_notes_tell_what_is_open() -> None:
+    assert "get secret tl-trunkline-clients" in notes()
+    assert "auth.enabled is false" in notes({"auth": {"enabled": False}})
+    assert "in the clear" in notes({"routers": {"ingress": {"enabled": True, "host": "llm.example.org"}}})
+    assert "a key of Secret mine" in notes({"auth": {"existingSecret": "mine"}})
+
+
+def test_without_keys_the_router_is_told_that_this_is_meant() -> None:
+    router = only(render({"auth": {"enabled": False}}), "Deployment")["spec"]["template"]["spec"]["containers"][0]
+    assert "--allow-anonymous" in router["args"]
+    assert "--tenants" not in router["args"]

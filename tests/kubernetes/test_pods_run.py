@@ -1,0 +1,187 @@
+"""The pods of the chart, as processes of this machine: its commands, arguments, Secrets and probes.
+
+Only places change: paths below a temporary folder, free ports of the loopback address.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from kubernetes.rendering import Object, containers, only, pod_templates, render
+
+_TOGETHER_S_MAX: Final = 90.0
+"""Until a pod is ready. Nothing is measured: who takes longer has failed."""
+_BIN: Final = Path(sys.executable).parent
+
+
+def _free_ports(count: int) -> int:
+    """The first of so many ports in a row that nobody listens on."""
+    for first in range(20_000 + os.getpid() % 9_000, 60_000, count):
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            for port in range(first, first + count):
+                stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            return first
+    raise AssertionError("no free ports")
+
+
+class Pods:
+    """The pods of one group and one router, and where they are."""
+
+    def __init__(self, folder: Path, groups: Object) -> None:
+        self.folder = folder
+        self.group_port = _free_ports(9)
+        self.http_port = self.group_port + 5
+        self.health = {
+            role: self.group_port + 6 + index for index, role in enumerate(("group", "workers", "router"))
+        }
+        self.objects = render({"groups": {"replicas": 1, **groups}})
+        self.templates = {
+            template["spec"]["containers"][0]["name"]: template for _, template in pod_templates(self.objects)
+        }
+        self.running: dict[str, subprocess.Popen[bytes]] = {}
+
+    def secret(self, end: str, key: str) -> bytes:
+        return base64.b64decode(only(self.objects, "Secret", end)["data"][key])
+
+    def start(self, role: str) -> None:
+        """Run a pod's containers: the first ones to their end, the last one on."""
+        pod = self.folder / role
+        pod.mkdir()
+        for name, data in (
+            ("seed", self.secret("-wire", "seed")),
+            ("tenants.json", self.secret("-keys", "tenants.json")),
+        ):
+            (pod / name).write_bytes(data)
+        keys, main = containers(self.templates[role])
+        subprocess.run(
+            self._here(role, keys["command"]), check=True, env=self._environment(role, keys), timeout=60
+        )
+        command = self._here(role, [*main["command"], *main["args"]])
+        with (pod / "log").open("wb") as log:
+            self.running[role] = subprocess.Popen(
+                command, env=self._environment(role, main), stdout=log, stderr=log
+            )
+
+    def _here(self, role: str, command: list[str]) -> list[str]:
+        places = {
+            "/secrets/wire/seed": f"{self.folder}/{role}/seed",
+            "/secrets/keys/tenants.json": f"{self.folder}/{role}/tenants.json",
+            "/run/trunkline/wire/wire.keys": f"{self.folder}/{role}/wire.keys",
+            "/kv/tier:9GiB": f"{self.folder}/{role}/tier:64MiB",
+            "tl-trunkline-group-0.tl-trunkline-group.llm.svc:7400": f"127.0.0.1:{self.group_port}",
+            "$(LWS_LEADER_ADDRESS):7400": f"127.0.0.1:{self.group_port}",
+            "0.0.0.0:7400": f"127.0.0.1:{self.group_port}",
+            "0.0.0.0": "127.0.0.1",
+            "8000": str(self.http_port),
+            "7480": str(self.health[role]),
+            "python": sys.executable,
+            "trunkline": str(_BIN / "trunkline"),
+        }
+        return [places.get(word, word) for word in command]
+
+    def _environment(self, role: str, container: Object) -> dict[str, str]:
+        given = {variable["name"]: variable["value"] for variable in container.get("env", [])}
+        home = {"HOME": str(self.folder / role), "XDG_CACHE_HOME": str(self.folder / role / "cache")}
+        # A run folder's sockets need a short path.
+        operators = {"LWS_WORKER_INDEX": "1"}
+        return {"PATH": f"{_BIN}:{os.environ['PATH']}", **operators, **given, **home, "PYTHONSAFEPATH": "1"}
+
+    def get(self, port: int, path: str, key: str = "", body: Any = None) -> tuple[int, bytes]:
+        """Status and body; status 0: nobody answers."""
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        try:
+            data = None if body is None else json.dumps(body)
+            connection.request("POST" if body is not None else "GET", path, data, headers)
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+        except OSError:
+            return 0, b""
+        finally:
+            connection.close()
+
+    def probe(self, role: str, path: str) -> int:
+        return self.get(self.health[role], path)[0]
+
+    def log(self, role: str) -> str:
+        return (self.folder / role / "log").read_text()
+
+    def until(self, role: str, path: str, status: int) -> None:
+        deadline = time.monotonic() + _TOGETHER_S_MAX
+        while self.probe(role, path) != status:
+            assert self.running[role].poll() is None, self.log(role)
+            assert time.monotonic() < deadline, f"{role}{path} is not {status}\n{self.log(role)}"
+            time.sleep(0.1)
+
+
+@contextlib.contextmanager
+def _pods(folder: Path, **groups: Any) -> Iterator[Pods]:
+    made = Pods(folder, groups)
+    try:
+        yield made
+    finally:
+        for process in made.running.values():
+            process.kill()
+        for process in made.running.values():
+            process.wait()
+
+
+def test_they_come_up_serve_by_their_roles_and_leave(tmp_path: Path) -> None:
+    with _pods(tmp_path) as pods:
+        _check_one_group(pods)
+
+
+def test_a_group_of_two_pods_forms(tmp_path: Path) -> None:
+    with _pods(tmp_path, tp=2, podsPerGroup=2) as pods:
+        pods.start("group")
+        pods.start("workers")
+        pods.until("group", "/startupz", 200)
+        for role in ("group", "workers"):
+            pods.until(role, "/readyz", 200)
+        pods.running["workers"].send_signal(signal.SIGTERM)
+        assert pods.running["workers"].wait(_TOGETHER_S_MAX) == 0, pods.log("workers")
+        pods.until("group", "/readyz", 503)
+        assert pods.probe("group", "/livez") == 200, "what is lost elsewhere is no reason to be killed"
+
+
+def _check_one_group(pods: Pods) -> None:
+    pods.start("router")
+    pods.until("router", "/startupz", 200)
+    assert pods.probe("router", "/livez") == 200, "without groups it waits, and must not be killed"
+    assert pods.probe("router", "/readyz") == 503
+
+    pods.start("group")
+    pods.until("group", "/startupz", 200)
+    pods.until("group", "/readyz", 200)
+    pods.until("router", "/readyz", 200)
+
+    user, metrics, admin = (
+        pods.secret("-clients", f"{role}-key").decode() for role in ("user", "metrics", "admin")
+    )
+    body = {"model": "trunkline-demo", "prompt": "import os", "max_tokens": 3}
+    status, answer = pods.get(pods.http_port, "/v1/completions", user, body)
+    assert status == 200, answer
+    assert json.loads(answer)["usage"]["completion_tokens"] >= 1
+    assert pods.get(pods.http_port, "/v1/completions", "", body)[0] == 401
+    assert pods.get(pods.http_port, "/v1/completions", metrics, body)[0] == 403
+    assert pods.get(pods.http_port, "/metrics", metrics)[0] == 200
+    assert pods.get(pods.http_port, "/flush_cache", user, {})[0] == 403
+    assert pods.get(pods.http_port, "/flush_cache", admin, {})[0] == 200
+
+    for role in ("router", "group"):
+        pods.running[role].send_signal(signal.SIGTERM)
+        assert pods.running[role].wait(_TOGETHER_S_MAX) == 0, pods.log(role)
+    logs = pods.log("router") + pods.log("group")
+    assert not any(key in logs for key in (user, metrics, admin))

@@ -1,0 +1,105 @@
+"""Keys that the chart makes: once, and never again."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Iterator
+
+import pytest
+from kubernetes.cluster_api import FakeCluster, fake_cluster
+from kubernetes.rendering import Object, of_kind, only, render
+
+from trunkline.deploy.wire_seed import keys_of
+from trunkline.router.auth import Role
+from trunkline.router.tenant_file import parse_rules
+from trunkline.router.tenants import NO_LIMITS
+
+VALKEY: Object = {"remoteTier": {"mode": "valkey"}}
+
+
+@pytest.fixture
+def cluster() -> Iterator[FakeCluster]:
+    with fake_cluster() as made:
+        yield made
+
+
+def _text(secret: Object, key: str) -> str:
+    return base64.b64decode(secret["data"][key]).decode()
+
+
+def _data(objects: list[Object]) -> dict[str, Object]:
+    return {secret["metadata"]["name"]: secret["data"] for secret in of_kind(objects, "Secret")}
+
+
+def test_upgrades_keep_them_and_restart_nothing(cluster: FakeCluster) -> None:
+    before = cluster.apply(VALKEY)
+    after = cluster.apply(VALKEY, upgrade=True)
+    assert _data(after) == _data(before)
+    assert set(_data(before)) == {f"tl-trunkline-{name}" for name in ("wire", "keys", "clients", "valkey")}
+    for kind in ("Deployment", "StatefulSet"):
+        assert of_kind(after, kind) == of_kind(before, kind)
+
+
+def test_every_installation_has_its_own() -> None:
+    first, second = (_data(render(VALKEY)) for _ in range(2))
+    for name in first:
+        assert first[name] != second[name]
+
+
+def test_they_survive_an_uninstallation() -> None:
+    for secret in of_kind(render(VALKEY), "Secret"):
+        assert secret["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
+
+
+def test_the_router_takes_the_file_and_the_keys_have_their_roles() -> None:
+    objects = render()
+    rules = parse_rules(_text(only(objects, "Secret", "-keys"), "tenants.json").encode(), NO_LIMITS)
+    clients = only(objects, "Secret", "-clients")
+    assert rules.has_keys
+    for role in Role:
+        key = _text(clients, f"{role.value}-key")
+        assert key.startswith("tl-")
+        assert rules.keys[hashlib.sha256(key.encode()).hexdigest()].role is role
+    assert len(rules.keys) == len(Role)
+
+
+def test_keys_that_were_added_by_hand_stay(cluster: FakeCluster) -> None:
+    cluster.apply()
+    secret = cluster.secrets["tl-trunkline-keys"]
+    file = json.loads(_text(secret, "tenants.json"))
+    file["tenants"]["batch"] = {"keys": ["0" * 64]}
+    secret["data"]["tenants.json"] = base64.b64encode(json.dumps(file).encode()).decode()
+    after = cluster.apply(upgrade=True)
+    assert "batch" in json.loads(_text(only(after, "Secret", "-keys"), "tenants.json"))["tenants"]
+
+
+def test_plain_keys_that_were_deleted_do_not_come_back_wrong(cluster: FakeCluster) -> None:
+    cluster.apply()
+    del cluster.secrets["tl-trunkline-clients"]
+    assert "tl-trunkline-clients" not in _data(cluster.apply(upgrade=True))
+
+
+def test_a_tier_that_is_added_later_gets_its_password(cluster: FakeCluster) -> None:
+    before = cluster.apply()
+    after = cluster.apply(VALKEY, upgrade=True)
+    assert len(_text(only(after, "Secret", "-valkey"), "password")) == 43
+    assert _text(only(after, "Secret", "-wire"), "seed") == _text(only(before, "Secret", "-wire"), "seed")
+
+
+def test_the_seed_makes_wire_keys() -> None:
+    assert len(keys_of(_text(only(render(), "Secret", "-wire"), "seed")).generations) == 1
+
+
+def test_own_secrets_are_used_and_none_is_made() -> None:
+    objects = render(
+        {
+            "auth": {"existingSecret": "my-keys"},
+            "wire": {"existingSecret": "my-wire"},
+            "remoteTier": {"mode": "valkey", "valkey": {"existingSecret": "my-valkey"}},
+        }
+    )
+    assert of_kind(objects, "Secret") == []
+    text = json.dumps(objects)
+    assert all(f'"{name}"' in text for name in ("my-keys", "my-wire", "my-valkey"))
