@@ -19,6 +19,8 @@ from load_observer import Cluster, Observer, Sample
 from load_workload import Arrival, Trace
 from serving import StreamTimes, stream
 
+from trunkline.deploy.credentials import client_headers
+
 DRAIN_SECONDS_MAX: Final = 240.0
 """A rate that leaves the server this far behind is too high to say anything."""
 MIB: Final = 1 << 20
@@ -37,7 +39,8 @@ class Target:
     def client(self) -> httpx.AsyncClient:
         """One connection per stream, however many there are: the client must not queue."""
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        return httpx.AsyncClient(base_url=self.url, timeout=DRAIN_SECONDS_MAX, limits=limits)
+        headers = client_headers(self.url)  # an admin's, for flushing
+        return httpx.AsyncClient(base_url=self.url, timeout=DRAIN_SECONDS_MAX, limits=limits, headers=headers)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,14 +29,15 @@ ATTRIBUTES_MAX: Final = 15
 KNOWN: Final[dict[tuple[str, str], int]] = {
     # A record with slots: everything about a sequence in one place is what keeps the scheduler readable.
     ("controller/trunkline/controller/sequence.py", "attributes of Sequence"): 16,
-    # A command line has as many parameters as the command has options, each with its help.
-    ("deploy/trunkline/deploy/cli.py", "parameters of serve"): 36,
-    ("deploy/trunkline/deploy/cli.py", "lines of serve"): 202,
 }
 
 LATE_IMPORTS: Final = {
     # A quarter of a second for a client that only a rank with a remote tier uses.
     "worker/trunkline/worker/tier_service.py": {"trunkline.worker.remote_tier"},
+    # OpenTelemetry takes half a second and 7 MB, and may not be installed: for processes that are traced only.
+    "deploy/trunkline/deploy/tracing.py": {"trunkline.deploy.tracing_export"},
+    # A Ctrl-C meanwhile must not show a traceback.
+    "deploy/trunkline/deploy/main.py": {"trunkline.deploy.cli"},
     # Too slow to import for a command that may not need it.
     "deploy/trunkline/deploy/models.py": {"huggingface_hub", "huggingface_hub.errors"},
     "deploy/trunkline/deploy/pml_sources.py": {"trunkline.router.pml_tokenizer", "trunkline.router.tokenizer"},
@@ -54,7 +55,9 @@ ALLOWED_IMPORTS: Final = {
     "deploy": {*PACKAGES, "prompts"},
 }
 """Who may import whom (docs/architecture.md), besides the leaves."""
-LEAVES: Final = re.compile(r"trunkline\.(\w+\.messages|deploy\.(process|notify|host))")
+LEAVES: Final = re.compile(
+    r"trunkline\.(\w+\.messages|deploy\.(process|notify|host|rare_log|tracing(_export)?|wire_(keys|gate|peer)))"
+)
 """Import only each other; anyone may import them."""
 
 FORBIDDEN_TEXT: Final = re.compile(rf"/(?:home|Users|root|mnt)/\w|{re.escape(ROOT.as_posix())}/", re.ASCII)

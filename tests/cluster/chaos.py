@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
 from cluster.crowd import Crowd
 from cluster.harness import Cluster, wait_for
 
@@ -172,6 +171,6 @@ def frozen(pids: Sequence[int], while_frozen: Callable[[], None]) -> None:
                 continue
 
 
-def flush(url: str) -> None:
+def flush(cluster: Cluster) -> None:
     """Drop all cached KV of the device and of the tiers below that nobody uses."""
-    assert httpx.post(f"{url}/flush_cache", timeout=60.0).status_code == 200
+    cluster.post("/flush_cache")

@@ -97,6 +97,17 @@ class Cluster:
         """What the supervisor printed so far."""
         return self._log.read_text(errors="replace")
 
+    @property
+    def admin_key(self) -> str:
+        """The key that the cluster has drawn for commands on this machine; it opens everything."""
+        [path] = self.temporary.glob("trunkline-*/admin.key")
+        return path.read_text().strip()
+
+    @property
+    def admin_headers(self) -> dict[str, str]:
+        """What a request of an admin says."""
+        return {"Authorization": f"Bearer {self.admin_key}"}
+
     def client(self) -> openai.OpenAI:
         """A client that never tries again by itself."""
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60.0)
@@ -114,7 +125,7 @@ class Cluster:
 
     def metric(self, name: str, **labels: str) -> int:
         """A `trunkline_…` value, summed over the samples that have these labels. Up to a second old."""
-        text = httpx.get(f"{self.url}/metrics", timeout=5.0).text
+        text = httpx.get(f"{self.url}/metrics", headers=self.admin_headers, timeout=5.0).text
         samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
         chosen = [s for s in samples if s.name == f"trunkline_{name}" and labels.items() <= s.labels.items()]
         return int(sum(s.value for s in chosen))
@@ -124,8 +135,8 @@ class Cluster:
         return self.metric(f"controller_{name}")
 
     def post(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        """The JSON answer of a call that succeeds."""
-        answer = httpx.post(f"{self.url}{path}", json=body, timeout=60.0)
+        """The JSON answer of a call that succeeds, an admin's."""
+        answer = httpx.post(f"{self.url}{path}", json=body, headers=self.admin_headers, timeout=60.0)
         assert answer.status_code == 200, answer.text
         return cast(dict[str, Any], answer.json())
 

@@ -22,7 +22,7 @@ OPTIONS = ("--groups", "2", "--dtype", "float32", "--threads", "1", "--kv-memory
 def in_peace(cluster: Cluster, played: Sequence[Script]) -> Crowd:
     crowd = Crowd(cluster.url)
     asyncio.run(crowd.all(played, CONCURRENCY))
-    flush(cluster.url)
+    flush(cluster)
     return crowd
 
 

@@ -21,6 +21,8 @@ from cluster.crowd import Crowd, Script, compare, scripts
 from cluster.faults import Network, Shim, launcher
 from cluster.harness import Cluster, wait_for
 
+from trunkline.deploy.wire_keys import PARTS, generate, write
+
 CONCURRENCY = 10
 BEGUN_MIN = 5
 """Streams that have begun when a fault comes."""
@@ -185,8 +187,11 @@ def network() -> Iterator[Network]:
 
 @pytest.fixture(scope="module")
 def spread(network: Network, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Faulty]:
-    """The router, the controller and its workers on hosts of their own: 0, 1, 2."""
+    """The router, the controller and its workers on hosts of their own: 0, 1, 2; each with its own wire keys."""
     folder = tmp_path_factory.mktemp("spread")
+    keys = generate()
+    for part, roles in PARTS.items():
+        write(keys.part(roles), folder / f"{part}.keys")
     upper, lower = network.address(0, 1), network.address(1, 0)
     to_workers = {"plan_endpoint": f"tcp://{lower}:7001", "report_endpoint": f"tcp://{lower}:7002"}
     to_router = {"router_endpoint": f"tcp://{upper}:7003", "events_endpoint": f"tcp://{upper}:7004"}
@@ -197,13 +202,22 @@ def spread(network: Network, tmp_path_factory: pytest.TempPathFactory) -> Iterat
                 **FAST["router"]["config"],
                 "controllers": [to_router["router_endpoint"]],
                 "events": [to_router["events_endpoint"]],
+                "wire_keys": str(folder / "router.keys"),
             },
         },
         "controller": {
             "prefix": network.prefix(1),
-            "config": {**FAST["controller"]["config"], **to_workers, **to_router},
+            "config": {
+                **FAST["controller"]["config"],
+                **to_workers,
+                **to_router,
+                "wire_keys": str(folder / "group.keys"),
+            },
         },
-        "worker": {"prefix": network.prefix(2), "config": to_workers},
+        "worker": {
+            "prefix": network.prefix(2),
+            "config": {**to_workers, "wire_keys": str(folder / "workers.keys")},
+        },
     }
     options = (*SMALL, "--groups", "1", "--tp", "2", "--disk-tier", f"{folder}:512MiB")
     with Cluster(*options, launcher=launcher(folder, changes)) as cluster:

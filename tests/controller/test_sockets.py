@@ -19,14 +19,18 @@ from trunkline.controller.config import ControllerConfig
 from trunkline.controller.epochs import GroupLostError
 from trunkline.controller.group import WorkerGroup
 from trunkline.controller.messages import Ping, WorkerHello, WorkerReady
+from trunkline.deploy import wire_keys
+from trunkline.deploy.wire_gate import Gate
 
 Context = zmq.Context[zmq.Socket[bytes]]
 
 SUBSCRIBER = """
 import msgspec, sys, time, zmq
 from trunkline.worker import messages
+from trunkline.deploy.wire_keys import Role
+from trunkline.deploy.wire_peer import WirePeer
 socket = zmq.Context().socket(zmq.SUB)
-socket.connect(sys.argv[1])
+WirePeer(sys.argv[3], Role.WORKER).connect(socket, sys.argv[1])
 incarnation = bytes.fromhex(sys.argv[2])
 socket.subscribe(messages.rank_topic(0, incarnation))
 welcome = msgspec.msgpack.decode(socket.recv_multipart()[-1], type=messages.Welcome)
@@ -45,7 +49,7 @@ def context() -> Iterator[Context]:
 
 def test_flood_is_taken_in_portions(context: Context, tmp_path: Path) -> None:
     """The loop must come to plan steps although a router sends faster than we read."""
-    clients = Clients(context, f"ipc://{tmp_path}/router")
+    clients = Clients(Gate(context), f"ipc://{tmp_path}/router")
     router = context.socket(zmq.DEALER)
     router.connect(f"ipc://{tmp_path}/router")
     router.set(zmq.SNDHWM, 0)
@@ -68,11 +72,16 @@ def test_frozen_rank_over_tcp_is_noticed(context: Context, tmp_path: Path) -> No
         plan_endpoint="tcp://127.0.0.1:*",
         report_endpoint=f"ipc://{tmp_path}/report",
         router_endpoint="ipc://unused",
+        wire_keys=str(tmp_path / "keys"),
     )
-    group = WorkerGroup(context, config)
+    wire_keys.write(wire_keys.generate(), config.wire_keys)
+    config.validate()
+    gate = Gate(context, config.wire_keys)
+    group = WorkerGroup(gate, config)
+    gate.open()
     endpoint = group.plans.getsockopt_string(zmq.LAST_ENDPOINT)
     incarnation = os.urandom(16)
-    rank = subprocess.Popen([sys.executable, "-c", SUBSCRIBER, endpoint, incarnation.hex()])
+    rank = subprocess.Popen([sys.executable, "-c", SUBSCRIBER, endpoint, incarnation.hex(), config.wire_keys])
     report = context.socket(zmq.PUSH)
     report.connect(config.report_endpoint)
     report.send(msgspec.msgpack.encode(WorkerHello(0, rank.pid, "elsewhere", incarnation)))
@@ -97,4 +106,5 @@ def test_frozen_rank_over_tcp_is_noticed(context: Context, tmp_path: Path) -> No
         rank.kill()
         rank.wait()
         report.close(linger=0)
+        gate.close()
         group.close()

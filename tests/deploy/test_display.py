@@ -29,7 +29,7 @@ def reporter(log_level: str = "warning") -> tuple[TerminalReporter, io.StringIO]
 
 
 def record(level: str, event: str) -> str:
-    return json.dumps({"level": level, "event": event, "role": "router", "timestamp": "now", "port": 1})
+    return json.dumps({"level": level, "event": event, "role": "router", "time": "now", "port": 1})
 
 
 def test_the_curl_command_survives_a_shell() -> None:

@@ -12,7 +12,7 @@ import openai
 import pytest
 import structlog
 from router.fake_controller import Behaviour, FakeController
-from router.harness import DEMO_MODEL, RunningRouter, make_answer, running, wait_until
+from router.harness import DEMO_MODEL, JSON, RunningRouter, make_answer, running, wait_until
 
 from trunkline.router.tokenizer import Tokenizer
 
@@ -81,7 +81,7 @@ def fake(cluster: tuple[RunningRouter, FakeController], tokenizer: Tokenizer) ->
 @pytest.fixture
 def http(router: RunningRouter, fake: FakeController) -> Iterator[httpx.Client]:
     """A plain client."""
-    with httpx.Client(base_url=router.url, timeout=20, trust_env=False) as client:
+    with httpx.Client(base_url=router.url, timeout=20, headers=JSON, trust_env=False) as client:
         yield client
 
 

@@ -18,6 +18,7 @@ import zmq
 
 from trunkline.controller.messages import (
     Abort,
+    DescribeTree,
     FlushCache,
     ModulesCall,
     Ping,
@@ -45,6 +46,7 @@ from trunkline.router.messages import (
     Started,
     State,
     TierState,
+    TreeDescription,
 )
 
 Script = Callable[[Submit], Sequence[int]]
@@ -110,6 +112,9 @@ class Behaviour:
     """What a request's prompt meets in the cache, in place of `cached_tokens`."""
     tiers: list[TierState] = field(default_factory=list)
     misses: dict[str, int] = field(default_factory=dict)
+    tree: TreeDescription | None = None
+    """What it answers who asks for its tree; None: nothing."""
+    described: list[DescribeTree] = field(default_factory=list)
     records: RecordStore = field(default_factory=RecordStore)
     calls: list[RecordCall] = field(default_factory=list)
     prefetches: list[Prefetch] = field(default_factory=list)
@@ -244,6 +249,12 @@ class FakeController:
             self._send(socket, router, self._state)
         elif isinstance(message, FlushCache):
             self._send(socket, router, lambda seq: Flushed(seq, message.ticket, 7))
+        elif isinstance(message, DescribeTree):
+            behaviour.described.append(message)
+            tree = behaviour.tree
+            if tree is not None:
+                answer_with = msgspec.structs.replace
+                self._send(socket, router, lambda seq: answer_with(tree, seq=seq, ticket=message.ticket))
         elif isinstance(message, RecordCall):
             behaviour.calls.append(message)
             self._send(socket, router, lambda seq: behaviour.records.handle(message, seq, time.time()))

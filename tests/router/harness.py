@@ -16,6 +16,7 @@ import uvloop
 from router.fake_controller import FakeController, prompt_of
 
 from trunkline.controller.messages import Submit
+from trunkline.router.auth import hash_key
 from trunkline.router.config import RouterConfig
 from trunkline.router.server import listen, make_server
 from trunkline.router.service import RouterService
@@ -23,6 +24,9 @@ from trunkline.router.tokenizer import Tokenizer
 
 DEMO_MODEL = Path(__file__).resolve().parents[2] / "deploy/trunkline/deploy/demo_model"
 EOS = 1
+ADMIN_KEY = "tl-an-admin-of-these-tests"
+ADMIN = {"Authorization": f"Bearer {ADMIN_KEY}"}
+JSON = {"Content-Type": "application/json"}
 VOCAB_SIZE: int = json.loads((DEMO_MODEL / "config.json").read_text())["vocab_size"]
 ANSWER = "Hello, wörld 😀! STOP here, or not."
 MESSAGES: Any = [{"role": "user", "content": "What does os.path.join do?"}]
@@ -114,6 +118,7 @@ def running(
             "controllers": [fake.endpoint for fake in fakes],
             "port": 0,
             "resume_seconds": 0.0,
+            "admin_key_digest": hash_key(ADMIN_KEY),
             "served_model_name": "demo",
             "served_model_aliases": ["org/demo-alias"],
             **options,

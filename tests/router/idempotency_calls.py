@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 from router.fake_controller import FakeController
-from router.harness import MESSAGES, RunningRouter, running, wait_until
+from router.harness import JSON, MESSAGES, RunningRouter, running, wait_until
 
 from trunkline.controller.messages import RecordCall
 from trunkline.router.idempotency import RequestName, name_request
@@ -25,7 +25,7 @@ CHAT: dict[str, Any] = {"messages": MESSAGES}
 
 
 def ask(http: httpx.Client, key: str, path: str = PATH, /, *, tenant: str = "", **fields: Any) -> httpx.Response:
-    headers = {"Idempotency-Key": key} | ({"x-api-key": tenant} if tenant else {})
+    headers = JSON | {"Idempotency-Key": key} | ({"x-api-key": tenant} if tenant else {})
     body = fields if "prompt" in fields or path != PATH else CHAT | fields
     return http.post(path, content=json.dumps(body), headers=headers)
 

@@ -10,7 +10,7 @@ import jsonschema_rs
 import openai
 import pytest
 from router.fake_controller import FakeController, prompt_of
-from router.harness import ANSWER, MESSAGES, RunningRouter, wait_until
+from router.harness import ADMIN, ANSWER, MESSAGES, RunningRouter, wait_until
 
 from trunkline.router.tokenizer import Tokenizer
 from trunkline.worker.messages import Sampling
@@ -271,7 +271,8 @@ def test_version_openapi_and_cache(http: httpx.Client) -> None:
                 if method == "post" and "requestBody" in operation:
                     validator.validate(http.post(path, content=b"[]").json())
     for path in ("/reset_prefix_cache", "/flush_cache"):
-        assert http.post(path).json() == {"blocks_freed": 7}
+        assert http.post(path).status_code == 401, "not without an admin's key"
+        assert http.post(path, headers=ADMIN).json() == {"blocks_freed": 7}
 
 
 def test_what_can_be_read_answers_get_and_head(http: httpx.Client) -> None:

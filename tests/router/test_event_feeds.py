@@ -21,6 +21,7 @@ from trunkline.controller.event_publisher import EventPublisher
 from trunkline.controller.kv_events import KvEventLog
 from trunkline.controller.messages import EventsCall
 from trunkline.controller.tree import ChunkTree
+from trunkline.deploy.wire_gate import Gate
 from trunkline.router.errors import unavailable
 from trunkline.router.events import (
     RETRY_SECONDS,
@@ -346,7 +347,7 @@ class Controller:
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
         self.simulation = Simulation(EngineConfig(num_blocks=64, chunk_size=CHUNK, max_context=96), check=False)
-        self.publisher = EventPublisher(context, endpoint)
+        self.publisher = EventPublisher(Gate(context), endpoint)
         self.calls: list[EventsCall] = []
         self.refuses = 0
         """Calls that fail."""

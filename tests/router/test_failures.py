@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 from router.fake_controller import FakeController
-from router.harness import ANSWER, MESSAGES, RunningRouter, make_answer, running, wait_until
+from router.harness import ADMIN, ANSWER, MESSAGES, RunningRouter, make_answer, running, wait_until
 
 from trunkline.router.messages import FinishReason
 from trunkline.router.tokenizer import Tokenizer
@@ -178,7 +178,7 @@ def test_a_late_and_then_frozen_controller(place: Path, tokenizer: Tokenizer) ->
         assert http.get("/health").status_code == 503
         assert "not connected" in http.get("/health").json()["reason"]
         assert http.post("/v1/chat/completions", json=CHAT).status_code == 503
-        assert http.post("/flush_cache").status_code == 503
+        assert http.post("/flush_cache", headers=ADMIN).status_code == 503
         fake.start()
         wait_until(lambda: router.ready == 1)
         fake.behaviour.mute = True
@@ -278,7 +278,8 @@ def test_a_slow_reader_loses_nothing(router: RunningRouter, fake: FakeController
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         slow.connect(("127.0.0.1", int(router.url.rsplit(":", 1)[1])))
         slow.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+            b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n"
             % len(body)
         )
         slow.sendall(body)

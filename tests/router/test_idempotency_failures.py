@@ -15,7 +15,7 @@ import httpx
 import msgspec
 import pytest
 from router.fake_controller import FakeController
-from router.harness import DEMO_MODEL, MESSAGES, RunningRouter, make_answer, running, wait_until
+from router.harness import DEMO_MODEL, JSON, MESSAGES, RunningRouter, make_answer, running, wait_until
 from router.idempotency_calls import (
     CHAT,
     PATH,
@@ -81,7 +81,7 @@ def test_a_killed_routers_clients_get_their_stream(place: Path, tokenizer: Token
     for each in folders:
         each.mkdir()
     body = json.dumps(CHAT | {"stream": True, "temperature": 1.0})
-    headers = {"Idempotency-Key": "killed"}
+    headers = JSON | {"Idempotency-Key": "killed"}
     try:
         with router_process(folders[0], fake) as (process, url), router_process(folders[1], fake) as (_, other):
             seen = b"".join(until_it_breaks(url, body, headers, process.kill))

@@ -90,7 +90,7 @@ def test_connections_in_the_backlog_survive_all_routers(site: Site) -> None:
         connections = []
         for _ in range(20):  # nobody accepts them now
             connection = stack.enter_context(socket.create_connection(("127.0.0.1", site.port), timeout=30))
-            connection.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            connection.sendall(b"GET /version HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
             connections.append(connection)
         first.kill()
         first.wait()

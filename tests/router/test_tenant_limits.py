@@ -15,11 +15,12 @@ from typing import Any
 import httpx
 import pytest
 from router.fake_controller import FakeController
-from router.harness import DEMO_MODEL, MESSAGES, RunningRouter, free_port, make_answer, running, wait_until
+from router.harness import ADMIN, DEMO_MODEL, MESSAGES, RunningRouter, free_port, make_answer, running, wait_until
 from router.process_calls import router_process
 
+from trunkline.router.auth import hash_key
 from trunkline.router.config import RouterConfig
-from trunkline.router.tenants import TenantLimits, hash_key
+from trunkline.router.tenants import TenantLimits
 from trunkline.router.tokenizer import Tokenizer
 
 CHAT: dict[str, Any] = {"messages": MESSAGES}
@@ -44,6 +45,7 @@ def ask(http: httpx.Client, key: str = "k", **fields: Any) -> httpx.Response:
 
 def test_requests_per_minute(place: Path, tokenizer: Tokenizer) -> None:
     rules = {"tenants": {"team": {"keys": [hash_key("k")], "requests_per_minute": 3}}}
+    rules["tenants"]["other"] = {"keys": [hash_key("another")]}
     with limited(place, tokenizer, rules) as (_, fake, http):
         for left in (2, 1, 0):
             answer = ask(http)
@@ -60,14 +62,15 @@ def test_requests_per_minute(place: Path, tokenizer: Tokenizer) -> None:
         assert answer.headers["x-ratelimit-remaining-requests"] == "0"
         assert "x-request-id" in answer.headers
         assert len(fake.behaviour.submits) == 3
-        assert ask(http, key="other").status_code == 200, "another tenant"
+        assert ask(http, key="another").status_code == 200, "another tenant"
+        assert ask(http, key="unknown").status_code == 401
         headers = {"x-api-key": "k"}
         answer = http.post("/v1/messages", json={**CHAT, "max_tokens": 4}, headers=headers)
         assert answer.status_code == 429
         assert answer.json()["error"]["type"] == "rate_limit_error"
-        for path in ("/health", "/metrics", "/version", "/v1/models"):
+        for path in ("/health", "/version", "/v1/models"):
             assert http.get(path, headers=headers).status_code == 200
-        metrics = http.get("/metrics").text
+        metrics = http.get("/metrics", headers=ADMIN).text
         assert 'trunkline_rate_limited_total{limit="requests_per_minute"} 2.0' in metrics
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import random
@@ -10,21 +9,18 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
-from starlette.datastructures import Headers
 
+from trunkline.router.auth import Key, hash_key
 from trunkline.router.errors import ApiError
 from trunkline.router.tenant_file import TenantFile, parse_rules, read_rules
 from trunkline.router.tenants import (
-    ANONYMOUS,
     HEADER_NAME,
     Admission,
     Bucket,
-    KeyResolver,
     TenantBook,
     TenantLimits,
     TenantRules,
     duration,
-    hash_key,
 )
 
 PER_MINUTE = ("requests_per_minute", "tokens_per_minute")
@@ -336,33 +332,6 @@ def test_what_is_left() -> None:
     assert TenantBook(TenantRules()).admit("a", 0.0).headers(0.0) == {}
 
 
-# -- who
-
-
-def test_keys_name_tenants() -> None:
-    rules = TenantRules(keys={hash_key("sk-1"): "team"})
-    resolve = KeyResolver().resolve
-    assert resolve({}, rules) == ANONYMOUS
-    assert resolve({"authorization": "Bearer sk-1"}, rules) == "team"
-    assert resolve({"authorization": "bearer  sk-1 "}, rules) == "team"
-    assert resolve({"x-api-key": "sk-1"}, rules) == "team"
-    assert resolve({"authorization": "Basic c2stMQ=="}, rules) == ANONYMOUS
-    other = resolve({"x-api-key": "sk-2"}, rules)
-    assert other == "key-" + hashlib.sha256(b"sk-2").hexdigest()[:32]
-    assert resolve({"x-tenant": "team"}, rules) == ANONYMOUS, "only a header that is trusted counts"
-
-
-def test_a_trusted_header_names_tenants() -> None:
-    rules = TenantRules(keys={hash_key("sk-1"): "team"})
-    resolve = KeyResolver("x-tenant").resolve
-    assert resolve({"x-tenant": "other", "x-api-key": "sk-1"}, rules) == "other"
-    assert resolve({"x-api-key": "sk-1"}, rules) == "team"
-    for bad in ("two words", "a" * 129, "ü"):
-        with pytest.raises(ApiError) as caught:
-            resolve({"x-tenant": bad}, rules)
-        assert caught.value.status == 400
-
-
 # -- the file
 
 
@@ -378,7 +347,8 @@ def test_a_file_fills_in_what_it_does_not_say() -> None:
     rules = parse_rules(json.dumps(text).encode(), base)
     assert rules.default == TenantLimits(8, 60, 1000, 1)
     assert rules.tenants == {"free": TenantLimits(None, 60, 1000, 5), "batch": TenantLimits(8, 60, 9, 1)}
-    assert rules.keys == {hash_key("k"): "batch"}
+    assert rules.keys == {hash_key("k"): Key("batch", hash_key("k")[:8])}
+    assert rules.has_keys
     assert parse_rules(b"{}", base) == TenantRules(base)
 
 
@@ -468,12 +438,3 @@ def test_what_cannot_be_kept_is_no_reason_to_fail(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["Authorization", "x-API-key", "cookie", "", "X Tenant", "X-" + "t" * 80])
 def test_headers_that_cannot_name_a_tenant(name: str) -> None:
     assert not HEADER_NAME.fullmatch(name)
-
-
-def test_a_tenant_is_named_once() -> None:
-    resolver = KeyResolver("X-Tenant")
-    once = Headers(raw=[(b"x-tenant", b"a"), (b"x-tenants", b"b")])
-    assert resolver.resolve(once, TenantRules()) == "a"
-    twice = Headers(raw=[(b"x-tenant", b"a"), (b"X-Tenant".lower(), b"b")])
-    with pytest.raises(ApiError, match="more than once"):
-        resolver.resolve(twice, TenantRules())

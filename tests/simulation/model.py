@@ -55,7 +55,8 @@ def next_token(prefix: bytes, seed: int) -> int:
     value = int.from_bytes(prefix, "little")
     if value & 3:
         return (value >> 2) % VOCABULARY
-    mixed = blake2b(prefix, digest_size=8, key=seed.to_bytes(8, "little")).digest()
+    masked = seed & ((1 << 64) - 1)  # as workers do
+    mixed = blake2b(prefix, digest_size=8, key=masked.to_bytes(8, "little")).digest()
     return int.from_bytes(mixed, "little") % VOCABULARY
 
 

@@ -41,6 +41,7 @@ from trunkline.worker.messages import (
     Join,
     Leave,
     Probe,
+    Refused,
     Sampling,
     Shutdown,
     StepPlan,
@@ -240,7 +241,7 @@ def test_a_rank_leaves_with_moves_under_way(setup: Setup) -> None:
     controller.send(TierMoves(2, moves))
     controller.wait_for(MovesDone)
     controller.close()
-    assert process.wait(timeout=10) == 1
+    assert process.wait(timeout=10) == EXIT_LEFT
 
 
 def test_a_rank_with_tiers_sleeps_while_nothing_comes(setup: Setup) -> None:
@@ -337,7 +338,7 @@ def test_controller_death_ends_idle_rank(setup: Setup) -> None:
     controller.wait_for_ranks(1)
     controller.close()
     started = time.monotonic()
-    assert process.wait(timeout=5) == 1
+    assert process.wait(timeout=5) == EXIT_LEFT
     assert time.monotonic() - started < 1.5
 
 
@@ -362,7 +363,7 @@ def test_controller_death_ends_a_rank_blocked_in_a_collective(setup: Setup) -> N
     controller.send(first_plan())
     time.sleep(0.5)
     controller.close()
-    assert ranks[0].wait(timeout=3) == 1
+    assert ranks[0].wait(timeout=3) == EXIT_LEFT
 
 
 def test_nothing_is_loaded_before_the_welcome(setup: Setup) -> None:
@@ -383,6 +384,18 @@ def test_nothing_is_loaded_before_the_welcome(setup: Setup) -> None:
     topic = rank_topic(0, hello.incarnation)
     controller.plans.send_multipart([topic, msgspec.msgpack.encode(Shutdown())])
     assert process.wait(timeout=10) == 0
+
+
+def test_a_rank_that_is_refused_ends(setup: Setup) -> None:
+    controller = setup.controller()
+    process = setup.start()
+    assert controller.reports.poll(60_000)
+    hello = msgspec.msgpack.decode(controller.reports.recv(), type=WorkerReport)
+    assert isinstance(hello, WorkerHello)
+    assert {name: hello.terms[name] for name in ("tp", "dtype")} == {"tp": "1", "dtype": "float32"}
+    refused = Refused(hello.incarnation, "rank 0 has another dtype")
+    controller.plans.send_multipart([rank_topic(0, hello.incarnation), msgspec.msgpack.encode(refused)])
+    assert process.wait(timeout=10) == 1
 
 
 def test_an_ended_epoch_is_left_from_within_a_collective(setup: Setup) -> None:

@@ -13,6 +13,8 @@ from trunkline.controller.config import ConfigError, ControllerConfig
 from trunkline.controller.database import DatabaseUnavailableError
 from trunkline.controller.service import ControllerService
 from trunkline.deploy.process import enter_role
+from trunkline.deploy.tracing import TracingError
+from trunkline.deploy.wire_keys import WireKeysError
 
 
 def main() -> int:
@@ -26,13 +28,20 @@ def main() -> int:
     except (OSError, msgspec.MsgspecError, ConfigError) as error:
         print(f"controller: {arguments.config}: {error}", file=sys.stderr)
         return 2
-    enter_role(f"controller {config.group}", parent_pid=config.parent_pid, log_level=config.log_level)
+    enter_role(
+        "controller",
+        title=f"controller {config.group}",
+        parent_pid=config.parent_pid,
+        log_level=config.log_level,
+        log_format=config.log_format,
+        group=config.group,
+    )
     try:
         service = ControllerService(config)
     except zmq.ZMQError as error:  # an address in use, a folder that is not there, a path too long
         print(f"controller: {arguments.config}: cannot listen: {error}", file=sys.stderr)
         return 1
-    except DatabaseUnavailableError as error:
+    except (DatabaseUnavailableError, WireKeysError, TracingError) as error:
         print(f"controller: {error}", file=sys.stderr)
         return 1
     return service.run()

@@ -6,19 +6,21 @@ service keeps no table of requests. Each router has its own sequence of messages
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
 import msgspec
 import numpy as np
-import structlog
 import zmq
 from msgspec.structs import replace
 
 from trunkline.controller.messages import RouterRequest, TopLogprobs
 from trunkline.controller.outcomes import EngineOutputs
 from trunkline.controller.submissions import NUMBER_BITS
+from trunkline.deploy.rare_log import RareLog
+from trunkline.deploy.wire_gate import MESSAGE_BYTES_MAX, Gate
+from trunkline.deploy.wire_keys import Role
 from trunkline.kvstore.layout import pack_int32
 from trunkline.router.messages import BeamsFound, Finished, Outputs, PromptScored, RouterMessage, Started
 
@@ -26,8 +28,6 @@ CLIENT_SHIFT: Final = NUMBER_BITS
 NUMBER_MASK: Final = (1 << CLIENT_SHIFT) - 1
 MESSAGES_PER_TURN_MAX: Final = 1024
 """So that a router that floods us cannot keep the workers waiting for their next plan."""
-
-log = structlog.get_logger()
 
 
 @dataclass(slots=True)
@@ -93,14 +93,21 @@ def _split(outputs: EngineOutputs) -> dict[int, _Part]:
 class Clients:
     """The ROUTER socket and who is behind it."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
-        self.socket = context.socket(zmq.ROUTER)
+    def __init__(self, gate: Gate, endpoint: str, local_endpoint: str = "") -> None:
+        """
+        Args:
+            local_endpoint: for processes of this host, which need no keys; "": none.
+        """
+        self.socket = gate.context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         # Outputs must not be dropped. A router that hangs stops pinging as well: what can pile up for it
         # is bounded by the silence limit, after which its requests are aborted.
         self.socket.setsockopt(zmq.SNDHWM, 0)
         self.socket.setsockopt(zmq.LINGER, 1000)
-        self.socket.bind(endpoint)
+        if local_endpoint:
+            self.socket.bind(local_endpoint)  # first: what guards the other one does not hold for it
+        gate.bind(self.socket, endpoint, Role.ROUTER, MESSAGE_BYTES_MAX)
+        self.rare = RareLog("trunkline.controller.clients")
         self._by_identity: dict[bytes, Client] = {}
         self._by_index: dict[int, Client] = {}
         self._next_index = 1
@@ -118,12 +125,12 @@ class Clients:
             except zmq.Again:
                 return
             except ValueError:
-                log.warning("router sent a message of one frame; ignored")
+                self.rare.warning("router sent a message of one frame; ignored", now)
                 continue
             try:
                 message = self._decoder.decode(payload)
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-                log.warning("router message cannot be decoded; ignored", error=str(error))
+                self.rare.warning("router message cannot be decoded; ignored", now, error=str(error))
                 continue
             yield self._client(identity, now), message
 
@@ -145,6 +152,12 @@ class Clients:
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise
             client.last_heard = float("-inf")
+
+    def answer(self, index: int, make: Callable[[int], RouterMessage]) -> None:
+        """Send what `make` makes of the next number to the router with an index, if it is still there."""
+        client = self.find(index)
+        if client is not None:
+            self.send(client, make(client.next_seq()))
 
     def find(self, index: int) -> Client | None:
         """The router with an index, if it is still there."""

@@ -7,6 +7,7 @@ from typing import Final
 
 import msgspec
 
+from trunkline.deploy.wire_keys import Role, problem_of
 from trunkline.kvstore.directory_config import DirectoryConfig
 from trunkline.kvstore.eviction import Policy
 from trunkline.kvstore.layout import blocks_for
@@ -174,6 +175,8 @@ class ControllerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """PULL, bound: results from the workers."""
     router_endpoint: str
     """ROUTER, bound: requests from routers, outputs to them."""
+    local_endpoint: str = ""
+    """As `router_endpoint`, ipc://PATH, for processes of the same host, which need no keys; "": none."""
     events_endpoint: str = ""
     """PUB, bound: where chunks are, to routers; "": nobody is told."""
     model_fingerprint: str = ""
@@ -215,8 +218,27 @@ class ControllerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A router that sends no `Ping` for so long is dead; its requests are aborted."""
     drain_seconds: float = 30.0
     """After SIGTERM running requests may take so long to finish."""
+    wire_keys: str = ""
+    """File of the keys of sockets between hosts (`trunkline key wire`); "": there is none."""
+    plain_tcp: bool = False
+    """Sockets between hosts have no keys: for tests, and networks in which nobody else is."""
     parent_pid: int = 0
     log_level: str = "info"
+    log_format: str = "auto"
+    """"json", "text", or "auto": text on a terminal."""
+    otlp_endpoint: str = ""
+    """Collector that spans are sent to; "": as OpenTelemetry's environment variables say (`deploy/tracing.py`)."""
+
+    @property
+    def terms(self) -> dict[str, str]:
+        """As of `WorkerConfig`."""
+        return {
+            "tp": str(self.tp),
+            "dtype": self.dtype,
+            "chunk_size": str(self.chunk_size),
+            "max_context": str(self.max_context),
+            "model": self.model_fingerprint,
+        }
 
     def validate(self) -> None:
         """Raise `ConfigError` for the first field that cannot work."""
@@ -228,7 +250,13 @@ class ControllerConfig(msgspec.Struct, frozen=True, kw_only=True):
                 endpoint.startswith(("ipc://", "tcp://")),
                 f"endpoint {endpoint!r} is neither ipc://PATH nor tcp://HOST:PORT",
             )
+        _require(
+            self.local_endpoint.startswith("ipc://") or not self.local_endpoint,
+            f"local_endpoint is {self.local_endpoint!r}; it is ipc://PATH, or empty",
+        )
         _require(len(set(endpoints)) == len(endpoints), f"all endpoints must differ; given were {endpoints}")
+        keys_problem = problem_of(endpoints, self.wire_keys, Role.CONTROLLER, plain_tcp=self.plain_tcp)
+        _require(not keys_problem, keys_problem)
         for field in ("model_fingerprint", "tier_fingerprint"):
             value = getattr(self, field)
             try:

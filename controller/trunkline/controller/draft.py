@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from trunkline.controller.node import Node
 from trunkline.controller.rows import NO_ROWS, RowSet
-from trunkline.controller.sequence import Sequence
+from trunkline.controller.sequence import Sequence, SequenceGroup
+from trunkline.deploy.tracing import StepTrace, pack_steps
 from trunkline.kvstore.layout import Int32Array, pack_int32
 from trunkline.worker.messages import Fork, Join, StepPlan
 
@@ -17,6 +19,8 @@ class PlanDraft:
 
     step: int
     chunk_size: int
+    now: float = 0.0
+    """When it is made, in seconds."""
     leaves: list[int] = field(default_factory=list)
     joins: list[Join] = field(default_factory=list)
     saves: list[tuple[int, int, int]] = field(default_factory=list)
@@ -37,6 +41,8 @@ class PlanDraft:
     """The children, in the order of `forks`."""
     scored: dict[int, int] = field(default_factory=dict)
     """Stay → request of the prompts whose tokens are scored in this step."""
+    traced: list[tuple[SequenceGroup, int, int]] = field(default_factory=list)
+    """(group, stay, tokens) of traced prompts that this step computes parts of."""
     copy_sources: list[Node] = field(default_factory=list)
     """Held until the plan is complete, so that no block of this plan is both a copy's source and reused."""
 
@@ -64,7 +70,23 @@ class PlanDraft:
             late_saves=pack_int32([x for save in self.late_saves for x in save]) if self.late_saves else b"",
             save_fence=self.save_fence,
             load_fence=self.load_fence,
+            traces=pack_steps(self._step_traces()) if self.traced else None,
         )
+
+    def compute(self, sequence: Sequence, tokens: int, *, samples: bool, scored: bool) -> None:
+        """The next tokens of a prompt are computed."""
+        group, start = sequence.group, sequence.computed
+        write_from, holes = max(start, sequence.resident), group.holes
+        self.prefill.append((sequence.stay, start - holes, tokens, write_from - holes, int(samples)))
+        if scored:
+            self.scored[sequence.stay] = group.id
+        if group.request.trace is not None:
+            self.traced.append((group, sequence.stay, tokens))
+
+    def _step_traces(self) -> Iterator[StepTrace]:
+        for group, stay, tokens in self.traced:
+            if (ids := group.request.trace) is not None:
+                yield StepTrace(ids.context(ids.prefill), ids.decode, stay, tokens)
 
     @property
     def prefill_tokens(self) -> int:
@@ -94,3 +116,5 @@ class InflightStep:
     prefill_tokens: int
     scored: dict[int, int]
     """See `PlanDraft`."""
+    traced_first: tuple[int, ...] = ()
+    """Traced requests whose first token it brings."""

@@ -25,6 +25,7 @@ from trunkline.controller.draft import InflightStep, PlanDraft
 from trunkline.controller.expectations import Expectations
 from trunkline.controller.grammars import GrammarBook
 from trunkline.controller.intake import from_its_start, group_of, limit_of, moves_of
+from trunkline.controller.journeys import Journey
 from trunkline.controller.limits import is_expectable, problem_of_request, problem_of_texts
 from trunkline.controller.live import LiveRequests
 from trunkline.controller.messages import (
@@ -117,6 +118,7 @@ class Engine:
             self._live.said.finished.append(refusal)
             return
         self._arrivals += 1
+        self._live.journeys.came(request, now)
         request = from_its_start(request)
         self._queue(request, self._arrivals, now, None)
 
@@ -222,6 +224,7 @@ class Engine:
         survivors = [survivor for survivor in self._survivors() if survivor.request.id not in deadly]
         for request in sorted(deadly):
             self._live.gone(Finished(request, FinishReason.ENGINE_FAILED, DEADLY))
+        self._live.journeys.lost(now)
         self.epoch, self.is_away = epoch, True
         self._begin_again(self.config, survivors, None, now)
 
@@ -406,10 +409,11 @@ class Engine:
                 decode_rows=len(draft.rows),
                 prefill_tokens=draft.prefill_tokens,
                 scored=draft.scored,
+                traced_first=self._live.journeys.planned(draft) if draft.traced else (),
             )
         )
         for sequence in draft.sampling:
-            self._live.started(sequence.group)
+            self._live.started(sequence.group, now)
         self.counters.steps += 1
         self.counters.row_set_changes += draft.new_runs is not None
         return draft.message(self.epoch)
@@ -451,8 +455,14 @@ class Engine:
         if not self._inflight or self._inflight[0].step != result.step:
             expected = self._inflight[0].step if self._inflight else "none"
             raise ProtocolError(f"the workers answered step {result.step}; expected was {expected}")
+        for request in self._inflight[0].traced_first:  # it may be the last one, too
+            self._live.journeys.got_token(request, now)
         self._answers.take(self.scheduler, self._inflight[0], result, now)
         self._inflight.popleft()
+
+    def journeys(self) -> list[Journey]:
+        """Requests that have ended since the last call."""
+        return self._live.journeys.take_done()
 
     def outputs(self) -> EngineOutputs | None:
         """What happened since the last call, or None."""

@@ -13,10 +13,13 @@ from typing import Final
 import msgspec
 import zmq
 
+from trunkline.controller.describing import Descriptions
 from trunkline.controller.engine import Engine
 from trunkline.controller.kv_events import KvEventLog
 from trunkline.controller.messages import EventsCall
 from trunkline.controller.state_report import load_of
+from trunkline.deploy.wire_gate import SUBSCRIPTION_BYTES_MAX, Gate
+from trunkline.deploy.wire_keys import Role
 from trunkline.router.messages import EventsReply, KvEvents
 
 STREAM_BYTES: Final = 8
@@ -33,23 +36,25 @@ _PROBE_MS: Final = 1000
 class EventPublisher:
     """Sends what a `KvEventLog` says."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
+    def __init__(self, gate: Gate, endpoint: str) -> None:
         """
         Args:
             endpoint: to bind; "": nothing is told.
         """
         self.log = KvEventLog(os.urandom(STREAM_BYTES))
+        self.descriptions = Descriptions()
+        """Of the whole tree, for people."""
         self._encoder = msgspec.msgpack.Encoder()
         self._next_beat = 0.0
         self._epoch = 0
         self._socket: zmq.Socket[bytes] | None = None
         if endpoint:
-            self._socket = context.socket(zmq.PUB)
+            self._socket = gate.context.socket(zmq.PUB)
             self._socket.set(zmq.SNDHWM, HIGH_WATER)
             if endpoint.startswith("tcp:"):
                 self._socket.set(zmq.HEARTBEAT_IVL, _PROBE_MS)
                 self._socket.set(zmq.HEARTBEAT_TIMEOUT, 10 * _PROBE_MS)
-            self._socket.bind(endpoint)
+            gate.bind(self._socket, endpoint, Role.ROUTER, SUBSCRIPTION_BYTES_MAX)
 
     def turn(self, engine: Engine | None, now: float) -> None:
         """Tell what the turn has changed; without an engine (yet), that nothing is here."""

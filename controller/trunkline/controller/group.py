@@ -30,10 +30,16 @@ from trunkline.controller.messages import (
     WorkerReady,
     WorkerReport,
 )
+from trunkline.controller.report_checks import problem_of_report
+from trunkline.controller.terms import disagreement
 from trunkline.deploy.host import is_worker, node_id
+from trunkline.deploy.rare_log import RareLog
+from trunkline.deploy.wire_gate import MESSAGE_BYTES_MAX, SUBSCRIPTION_BYTES_MAX, Gate
+from trunkline.deploy.wire_keys import Role
 from trunkline.worker.messages import (
     LEAVE_TOPIC,
     Leave,
+    Refused,
     Shutdown,
     Welcome,
     WorkerMessage,
@@ -51,23 +57,25 @@ _HEARTBEAT_MS: Final = 1000
 """Over TCP a dead host closes nothing: silence is the only sign."""
 
 log = structlog.get_logger()
+_rare = RareLog("trunkline.controller.group")
 
 
 class WorkerGroup:
     """Sockets and membership of a group's ranks."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], config: ControllerConfig) -> None:
-        self.plans = context.socket(zmq.XPUB)
+    def __init__(self, gate: Gate, config: ControllerConfig) -> None:
+        self.plans = gate.context.socket(zmq.XPUB)
         self.plans.setsockopt(zmq.XPUB_NODROP, 1)
         self.plans.setsockopt(zmq.SNDHWM, PLANS_QUEUED_MAX)
         self.plans.setsockopt(zmq.LINGER, 1000)
         if config.plan_endpoint.startswith("tcp:"):
             self.plans.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
             self.plans.setsockopt(zmq.HEARTBEAT_TIMEOUT, 2 * _HEARTBEAT_MS)
-        self.reports = context.socket(zmq.PULL)
-        self.plans.bind(config.plan_endpoint)
-        self.reports.bind(config.report_endpoint)
+        self.reports = gate.context.socket(zmq.PULL)
+        gate.bind(self.plans, config.plan_endpoint, Role.WORKER, SUBSCRIPTION_BYTES_MAX)
+        gate.bind(self.reports, config.report_endpoint, Role.WORKER, MESSAGE_BYTES_MAX)
         self._epochs = Epochs(config.tp, node_id(), config.epoch or _wall_ms())
+        self._terms = config.terms
         self._progress: dict[int, LoadProgress] = {}
         self._leave_at = 0.0
         self._encoder = msgspec.msgpack.Encoder()
@@ -146,6 +154,11 @@ class WorkerGroup:
         with suppress(zmq.Again):  # it says hello again
             self._send(rank_topic(hello.rank, hello.incarnation), Welcome(hello.incarnation, self.epoch))
 
+    def _refuse(self, hello: WorkerHello, reason: str) -> None:
+        log.error("a rank is refused", reason=reason)
+        with suppress(zmq.Again):  # it says hello again
+            self._send(rank_topic(hello.rank, hello.incarnation), Refused(hello.incarnation, reason))
+
     def reform(self, now: float) -> None:
         """While there is no epoch: see to it that the old one's ranks leave, and that the next one begins."""
         for hello in self._epochs.to_kill(now):
@@ -218,9 +231,17 @@ class WorkerGroup:
                 return results
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 raise GroupLostError(f"a worker's report cannot be decoded: {error}") from error
+            if nonsense := problem_of_report(report, self._epochs.tp):
+                if not isinstance(report, WorkerHello | LoadProgress):
+                    raise GroupLostError(f"a worker's report makes no sense: {nonsense}")
+                # Of a process that need not be a member: those who are go on.
+                _rare.warning("a worker's report makes no sense; ignored", time.monotonic(), problem=nonsense)
+                continue
             match report:
                 case StepResult() | GrammarReady() | MovesDone() | Probed():
                     results.append(report)
+                case WorkerHello() if problem := disagreement(self._terms, report):
+                    self._refuse(report, problem)
                 case WorkerHello():
                     if self._epochs.hello(report):
                         self._welcome(report)

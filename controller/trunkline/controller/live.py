@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from trunkline.controller.grammars import GrammarBook
+from trunkline.controller.journeys import Journeys
 from trunkline.controller.outcomes import EngineCounters, EngineOutputs
 from trunkline.controller.prompt_scores import ScoreLedger
 from trunkline.controller.scheduler import Scheduler
@@ -20,14 +21,16 @@ class LiveRequests:
         self.grammars = GrammarBook()
         self.scores = ScoreLedger()
         self.suspects = Suspects()
+        self.journeys = Journeys()
         self.counters = EngineCounters()
         self.said = EngineOutputs()
         """Since the last `take_said`."""
 
-    def started(self, group: SequenceGroup) -> None:
+    def started(self, group: SequenceGroup, now: float) -> None:
         """Its prompt will have been computed after the step that is being planned."""
         found = group.found
         assert found is not None
+        self.journeys.started(group, now)
         cut = "" if not group.request.drops else "kept" if group.cut is not None else "recomputed"
         if not group.started:
             group.started = True
@@ -46,6 +49,7 @@ class LiveRequests:
                 found.exact,
                 cut,
                 found.module_tokens,
+                found.queued_s,
             )
         )
 
@@ -56,6 +60,7 @@ class LiveRequests:
             sample = -1 if group.request.n == 1 else sequence.sample
             self.end(scheduler, group, Finished(group.id, reason, sample=sample), now)
             return
+        self.journeys.sampled(group.id, _output_tokens(scheduler, sequence))
         scheduler.end(sequence, now)
         self.said.finished.append(Finished(group.id, reason, sample=sequence.sample))
 
@@ -63,6 +68,7 @@ class LiveRequests:
         """The one place where a request ends: everything it holds is released exactly once."""
         del self.groups[group.id]
         for sequence in reversed(group.members.copy()):
+            self.journeys.sampled(group.id, _output_tokens(scheduler, sequence))
             scheduler.end(sequence, now)
         if group.request.grammar is not None:
             self.grammars.leave(group.request.grammar, group.id)
@@ -72,6 +78,7 @@ class LiveRequests:
         """One that holds nothing any more has ended."""
         self.scores.ended(finished.request)
         self.suspects.ended(finished.request)
+        self.journeys.ended(finished)
         self.said.finished.append(finished)
 
     def take_said(self) -> EngineOutputs | None:
@@ -80,3 +87,8 @@ class LiveRequests:
             return None
         said, self.said = self.said, EngineOutputs()
         return said
+
+
+def _output_tokens(scheduler: Scheduler, sequence: Sequence) -> int:
+    known = sequence.tokens.count if sequence.slot < 0 else int(scheduler.rows.known[sequence.slot])
+    return max(0, known - sequence.prompt_len)

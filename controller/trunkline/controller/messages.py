@@ -92,6 +92,11 @@ class Submit(msgspec.Struct, array_like=True, frozen=True, tag="submit"):
     group is set."""
     layout: PromptLayout | None = None
     """Of a prompt with modules; then `tokens` are the request's own only. Not together with `drops`."""
+    request_id: str = ""
+    """Of the HTTP request, for the log; at most 128 characters."""
+    trace: bytes = b""
+    """Of a traced request: the trace's id (16 bytes) and the router's span's (8), whose children the controller's
+    are. Empty: it is not traced."""
 
 
 class Abort(msgspec.Struct, array_like=True, frozen=True, tag="abort"):
@@ -194,7 +199,18 @@ class EventsCall(msgspec.Struct, array_like=True, frozen=True, tag="events"):
     """Of the snapshot whose next page is wanted."""
 
 
-RouterRequest = Submit | Abort | Ping | FlushCache | Prefetch | ModulesCall | RecordCall | EventsCall
+class DescribeTree(msgspec.Struct, array_like=True, frozen=True, tag="describe"):
+    """What the chunk tree looks like, for people. Answered by `TreeDescription`."""
+
+    ticket: int
+    nodes_max: int = 3000
+    head_tokens: int = 0
+    """How many of each node's first tokens are wanted: what they say is somebody's prompt."""
+
+
+RouterRequest = (
+    Submit | Abort | Ping | FlushCache | Prefetch | ModulesCall | RecordCall | EventsCall | DescribeTree
+)
 
 
 class TopLogprobs(msgspec.Struct, array_like=True, frozen=True):
@@ -243,6 +259,8 @@ class WorkerHello(msgspec.Struct, array_like=True, frozen=True, tag="hello"):
     """Names the host and the process namespace that `pid` belongs to: whoever has the same may kill it."""
     incarnation: bytes
     """Random, of this process."""
+    terms: dict[str, str] = {}
+    """What all ranks of a group must have in common, by name (`trunkline.worker.config.WorkerConfig.terms`)."""
 
 
 class WorkerReady(msgspec.Struct, array_like=True, frozen=True, tag="ready"):

@@ -19,10 +19,10 @@ def explain(residence: Residence, fetching: Fetching, sequence: Sequence, draft:
     group, size = sequence.group, residence.chunk_size
     seen = sequence.prompt_len - group.holes
     if sequence.recompute_from_start or not residence.prefix_cache:
-        return Found(miss=MissReason.OFF if seen > 1 else "")
+        return Found(miss=MissReason.OFF if seen > 1 else "", at=draft.now)
     modules = group.modules
     exact = group.cut is None and modules is None
-    found = Found(tokens=max(0, min(sequence.resident - group.holes, seen - 1)), exact=exact)
+    found = Found(tokens=max(0, min(sequence.resident - group.holes, seen - 1)), exact=exact, at=draft.now)
     # Chunks that were on the device, or came from a tier below it; those to be computed are in the path, too.
     path = sequence.path[: sequence.resident // size]
     loaded = {block for block, _, _ in draft.loads}

@@ -97,7 +97,7 @@ class Scheduler:
 
     def plan(self, step: int, now: float) -> PlanDraft | None:
         """The next step, or None if nothing can be computed."""
-        draft = PlanDraft(step, self.config.chunk_size)
+        draft = PlanDraft(step, self.config.chunk_size, now)
         residence, tree = self.residence, self.residence.tree
         residence.pool.taken.clear()
         self._end_encoded(step, now)
@@ -451,11 +451,7 @@ class Scheduler:
         last = start + tokens == stop
         samples = last and stop == sequence.tokens.count and not group.encodes
         if tokens:
-            write_from = max(start, sequence.resident)
-            holes = group.holes
-            draft.prefill.append((sequence.stay, start - holes, tokens, write_from - holes, int(samples)))
-            if scored:
-                draft.scored[sequence.stay] = group.id
+            draft.compute(sequence, tokens, samples=samples, scored=scored)
         sequence.computed = start + tokens
         if self.config.prefix_cache:
             self.residence.mark_ready(sequence, draft)

@@ -25,6 +25,7 @@ from trunkline.controller.forest import Match
 from trunkline.controller.messages import BeamSearch, Grammar, PromptLayout
 from trunkline.controller.module_prompt import ModulePrompt
 from trunkline.controller.node import Node
+from trunkline.controller.trace_ids import TraceIds
 from trunkline.kvstore.cuts import Cut
 from trunkline.kvstore.layout import BlockId, Extent, Int32Array, blocks_for
 from trunkline.kvstore.names import ChunkName
@@ -55,6 +56,10 @@ class Request:
     beam: BeamSearch | None = None
     priority: int = 0
     grammar: Grammar | None = None
+    request_id: str = ""
+    """Of the HTTP request, for people."""
+    trace: TraceIds | None = None
+    """None: it is not traced."""
 
     @property
     def width(self) -> int:
@@ -150,6 +155,10 @@ class Found:
     module_tokens: int = 0
     cut: str = ""
     """What was said of its cut (`Started.cut`)."""
+    at: float = 0.0
+    """When that was."""
+    queued_s: float = 0.0
+    """How long it had waited, in seconds."""
 
 
 class SequenceGroup:

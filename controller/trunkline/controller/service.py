@@ -29,6 +29,7 @@ from trunkline.controller.integrity import check_integrity
 from trunkline.controller.layout_checks import problem_of_call
 from trunkline.controller.messages import (
     Abort,
+    DescribeTree,
     EventsCall,
     FlushCache,
     GrammarReady,
@@ -54,10 +55,21 @@ from trunkline.controller.submissions import (
     request_of,
     request_of_prefetch,
 )
-from trunkline.controller.tier_warnings import TierWarnings
+from trunkline.controller.teller import Teller
 from trunkline.controller.wakeups import WakeUps
 from trunkline.deploy.notify import report_status
-from trunkline.router.messages import Finished, FinishReason, Flushed, ModulesReply, Outputs, Prefetched, State
+from trunkline.deploy.tracing import start as start_tracing
+from trunkline.deploy.wire_gate import Gate
+from trunkline.router.messages import (
+    PROTOCOL,
+    Finished,
+    FinishReason,
+    Flushed,
+    ModulesReply,
+    Outputs,
+    Prefetched,
+    State,
+)
 
 POLL_MS_MAX = 1000
 _STOPPING = "the controller is stopping"
@@ -83,12 +95,13 @@ class ControllerService:
         """
         Raises:
             DatabaseUnavailableError: there is an index, but it cannot be used.
+            WireKeysError: the file of wire keys cannot be used.
         """
         self.config = config
-        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.group = WorkerGroup(self.context, config)
-        self.clients = Clients(self.context, config.router_endpoint)
-        self.events = EventPublisher(self.context, config.events_endpoint)
+        self.gate = Gate(zmq.Context(), config.wire_keys)
+        self.group = WorkerGroup(self.gate, config)
+        self.clients = Clients(self.gate, config.router_endpoint, config.local_endpoint)
+        self.events = EventPublisher(self.gate, config.events_endpoint)
         self.persistence = Persistence(
             config.index_path, bytes.fromhex(config.tier_fingerprint), time.time(), time.monotonic()
         )
@@ -98,7 +111,9 @@ class ControllerService:
         self.detail = ""
         self._drain_deadline = float("inf")
         self._settle_deadline = float("inf")
-        self._tier_warnings = TierWarnings()
+        self._teller = Teller(
+            start_tracing(config.otlp_endpoint, "controller", f"controller-{config.group}"), config.group
+        )
         self._outage = Outage(config.step_timeout_s, config.resume_seconds_max)
         self._wake_ups = WakeUps()
 
@@ -113,6 +128,7 @@ class ControllerService:
         for readable in (self.group.plans, self.group.reports, self.clients.socket):
             poller.register(readable, zmq.POLLIN)
         poller.register(self._wake_ups.fileno(), zmq.POLLIN)
+        self.gate.open()
         try:
             while not self._is_drained():
                 poller.poll(self._poll_ms())
@@ -124,11 +140,13 @@ class ControllerService:
             self._fail(str(error))
             return 1
         finally:
+            self.gate.close()
             self.group.close()
             self.clients.close()
             self.events.close()
-            self.context.term()
+            self.gate.context.term()
             self.persistence.close()
+            self._teller.close()
             self._wake_ups.close()
 
     def _stop_requested(self) -> None:
@@ -165,6 +183,8 @@ class ControllerService:
 
     def _poll_ms(self) -> int:
         now = time.monotonic()
+        if self.events.descriptions.is_busy:
+            return 0
         until = min(self._drain_deadline, self._settle_deadline, self.events.next_deadline)
         until = min(until, now + self.group.patience_s, self.record_replies.next_deadline)
         if self.engine is not None:
@@ -193,8 +213,11 @@ class ControllerService:
         except GroupLostError as error:
             self._lose(str(error), now)
         self._publish()
+        if self.engine is not None:
+            self._teller.look(self.engine, time.monotonic())
         self.record_replies.turn(now)
         self.events.turn(self.engine, now)
+        self.events.descriptions.turn(self.engine, now, self.clients.answer)
 
     def _forget_pins(self, now: float) -> None:
         """What was pinned for a record goes with it."""
@@ -230,7 +253,7 @@ class ControllerService:
     def _lose(self, reason: str, now: float) -> None:
         """The workers are worth nothing any more: others are waited for, and requests with them."""
         if not self.group.is_formed:
-            log.warning("nonsense from no worker of this group", reason=reason)
+            self.clients.rare.warning("nonsense from no worker of this group", now, reason=reason)
             return
         log.error("the workers are lost; others are waited for", reason=reason, epoch=self.group.epoch)
         self.group.lose(now)
@@ -282,7 +305,6 @@ class ControllerService:
         self.persistence.follow(self.engine.scheduler.residence.tree)
         for order in orders:
             self.group.send(order)
-        self._tier_warnings.look(self.engine)
 
     def _publish(self) -> None:
         if self.engine is None or (outputs := self.engine.outputs()) is None:
@@ -325,14 +347,18 @@ class ControllerService:
                 self._modules_call(client, message, now)
             case EventsCall():
                 self.clients.send(client, self.events.answer(message, client.next_seq(), now))
+            case DescribeTree():
+                self.events.descriptions.ask(client.index, message)
 
     def _submit(self, client: Client, message: Submit, now: float) -> None:
         refusal = self._refusal(message)
         if refusal is not None:
+            self._teller.refused(message.request_id, refusal.reason, refusal.detail)
             self.clients.send(client, Outputs(client.next_seq(), finished=[refusal]))
             return
         assert self.engine is not None
-        request = request_of(message, client.index << CLIENT_SHIFT | message.request)
+        trace = self._teller.ids(message.trace)
+        request = request_of(message, client.index << CLIENT_SHIFT | message.request, trace)
         self.engine.submit(request, now)
 
     def _prefetch(self, client: Client, message: Prefetch, now: float) -> None:
@@ -387,7 +413,15 @@ class ControllerService:
 
     def _state(self, client: Client) -> State:
         counts = state_of(self.engine) if self.engine is not None else dict.fromkeys(_STATE_COUNTS, 0)
-        return State(seq=client.next_seq(), status=self.status, detail=self.detail, **counts)
+        size = sum(rank.block_bytes for rank in self.group.ready.values())
+        return State(
+            seq=client.next_seq(),
+            status=self.status,
+            detail=self.detail,
+            block_bytes=size,
+            protocol=PROTOCOL,
+            **counts,
+        )
 
     def _broadcast_state(self) -> None:
         for client in self.clients.all():

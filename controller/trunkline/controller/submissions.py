@@ -13,6 +13,8 @@ from typing import Final
 from trunkline.controller.layout_checks import problem_of_layout, tokens_problem
 from trunkline.controller.messages import Prefetch, Submit
 from trunkline.controller.sequence import Request
+from trunkline.controller.trace_ids import TraceIds
+from trunkline.deploy.tracing import CONTEXT_BYTES
 from trunkline.kvstore.beams import candidate_count
 from trunkline.kvstore.cuts import problem_of_drops
 from trunkline.kvstore.layout import unpack_int32
@@ -20,6 +22,7 @@ from trunkline.worker.messages import Sampling
 
 NUMBER_BITS: Final = 32
 """Of a router's request numbers."""
+REQUEST_ID_CHARACTERS_MAX: Final = 128
 _INT32_MAX: Final = (1 << 31) - 1
 _FLOAT32_MAX: Final = 3.4028234e38
 GRAMMAR_KINDS: Final = ("json_schema", "json_object", "regex", "ebnf", "choice", "structural_tag")
@@ -43,8 +46,8 @@ def is_request_number(number: int) -> bool:
     return 0 <= number < 1 << NUMBER_BITS
 
 
-def request_of(message: Submit, request_id: int) -> Request:
-    """The engine's view of a submission that has no problem."""
+def request_of(message: Submit, request_id: int, trace: TraceIds | None = None) -> Request:
+    """The engine's view of a submission that has no problem. `trace`: if it is traced."""
     return Request(
         id=request_id,
         tokens=unpack_int32(message.tokens),
@@ -60,6 +63,8 @@ def request_of(message: Submit, request_id: int) -> Request:
         beam=message.beam,
         priority=message.priority,
         grammar=message.grammar,
+        request_id=message.request_id,
+        trace=trace,
     )
 
 
@@ -113,6 +118,10 @@ def problem_of(message: Submit, vocab_size: int) -> str:
         problem = problem_of_layout(message.layout, message.prompt_len, vocab_size)
         if problem or message.drops:
             return problem or "a prompt with modules cannot have dropped ranges"
+    if len(message.request_id) > REQUEST_ID_CHARACTERS_MAX:
+        return f"request_id has {len(message.request_id)} characters; at most {REQUEST_ID_CHARACTERS_MAX} are kept"
+    if len(message.trace) not in (0, CONTEXT_BYTES):
+        return f"trace is {len(message.trace)} bytes; it is {CONTEXT_BYTES}, or none"
     if not 0.0 <= message.ttl < math.inf:
         return f"ttl is {message.ttl}; it is a time in seconds"
     id_max = vocab_size - 1 if vocab_size else _INT32_MAX

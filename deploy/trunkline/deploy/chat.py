@@ -17,6 +17,7 @@ from typing import Any, Final
 import httpx
 from rich.console import Console
 
+from trunkline.deploy.credentials import client_headers
 from trunkline.deploy.errors import DeployError
 
 with contextlib.suppress(ImportError):
@@ -35,6 +36,8 @@ class ChatOptions:
     system: str = ""
     max_tokens: int | None = None
     temperature: float | None = None
+    api_key_file: str = ""
+    """File with a key; "": as `credentials.client_key` finds one, if any."""
 
 
 @dataclass
@@ -143,7 +146,8 @@ def chat(options: ChatOptions) -> int:
     console = Console(stderr=True, highlight=False)
     interactive = sys.stdin.isatty()
     timeout = httpx.Timeout(10.0, read=600.0)  # a queue may be long; silence for ten minutes is not
-    with httpx.Client(base_url=options.url.rstrip("/"), timeout=timeout) as client:
+    headers = client_headers(options.url, options.api_key_file)
+    with httpx.Client(base_url=options.url.rstrip("/"), timeout=timeout, headers=headers) as client:
         session = Session(client, options.model or _first_model(client), options)
         if interactive:
             console.print("Type a message. /reset, /system TEXT, /quit. Ctrl-C stops an answer.", style="dim")

@@ -17,13 +17,17 @@ class ControlError(DeployError):
     """The supervisor does not answer."""
 
 
-def ask(path: Path, command: Command) -> Iterator[Reply]:
+def ask(path: Path, command: Command, timeout_s: float | None = None) -> Iterator[Reply]:
     """Send a command; its replies as they come, the last of them `done`.
+
+    Args:
+        timeout_s: that each reply may take; None: as long as it takes.
 
     Raises:
         ControlError: nobody is there, or what comes back is no answer.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(timeout_s)
         try:
             connection.connect(os.fspath(path))
             connection.sendall(msgspec.json.encode(command) + b"\n")

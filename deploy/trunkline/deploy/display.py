@@ -24,7 +24,7 @@ from trunkline.deploy.lifecycle import Phase
 
 _STYLES: Final = {"debug": "dim", "info": "", "warning": "yellow", "error": "bold red", "critical": "bold red"}
 _PLAIN_INTERVAL_S: Final = 2.0
-_HIDDEN_FIELDS: Final = ("event", "level", "timestamp", "role", "exception")
+_HIDDEN_FIELDS: Final = ("event", "level", "time", "role", "rank", "router", "exception")
 
 
 class TerminalReporter:
@@ -71,11 +71,12 @@ class TerminalReporter:
             return
         record = parse_log_line(line)
         if record is None:
-            self._console.print(Text(f"{name:<10} {line}"))
+            self._console.print(Text(f"{name:<10} {line}"), soft_wrap=True)
             return
         level = str(record.get("level", "info"))
         if logging.getLevelNamesMapping().get(level.upper(), logging.ERROR) >= self._level:
-            self._console.print(Text(f"{name:<10} {format_record(record)}", style=_STYLES.get(level, "")))
+            text = Text(f"{name:<10} {format_record(record)}", style=_STYLES.get(level, ""))
+            self._console.print(text, soft_wrap=True)  # whoever searches a file finds whole lines
 
     def say(self, text: str, level: str) -> None:
         """Print a sentence."""
@@ -152,7 +153,9 @@ def parse_log_line(line: str) -> dict[str, Any] | None:
 
 def format_record(record: Mapping[str, Any]) -> str:
     """`level event key=value …`, then the traceback if there is one."""
-    fields = " ".join(f"{key}={value}" for key, value in record.items() if key not in _HIDDEN_FIELDS)
+    # Which group a process is of, its name says already; a router's lines name the group of a request.
+    hidden = _HIDDEN_FIELDS if record.get("role") == "router" else (*_HIDDEN_FIELDS, "group")
+    fields = " ".join(f"{key}={value}" for key, value in record.items() if key not in hidden)
     text = f"{record.get('level', 'info'):<7} {record['event']} {fields}".rstrip()
     return f"{text}\n{record['exception']}" if "exception" in record else text
 

@@ -65,13 +65,13 @@ class Fleet:
 
     @property
     def is_without_groups(self) -> bool:
-        """All groups were given up."""
-        return all(group.mode is Mode.LOST for group in self.groups)
+        """All groups were given up. Where there never were any, none is missed."""
+        return bool(self.groups) and all(group.mode is Mode.LOST for group in self.groups)
 
     @property
     def is_without_routers(self) -> bool:
-        """All routers were given up."""
-        return all(router.mode is Mode.LOST for router in self.routers)
+        """All routers were given up. Where there never were any, none is missed."""
+        return bool(self.routers) and all(router.mode is Mode.LOST for router in self.routers)
 
     def expects(self, name: str) -> bool:
         """Whether the end of this process would be no loss."""
@@ -141,7 +141,7 @@ class Fleet:
         for group in self.groups:
             if text in (str(group.number), f"group-{group.number}", *group.slots):
                 return group
-        numbers = ", ".join(str(group.number) for group in self.groups)
+        numbers = ", ".join(str(group.number) for group in self.groups) or "none here"
         raise CommandError(f"there is no group {text!r}; there are {numbers}")
 
     def _drain(self, group: Group, ticket: int, now: float) -> list[Action]:

@@ -244,9 +244,11 @@ class Lifecycle:
 
     def _stop_gracefully(self, now: float) -> list[Action]:
         limits = self._limits
+        drain_s = limits.drain_s + limits.margin_s
         seconds = {
-            Role.ROUTER: limits.drain_s + limits.margin_s,
-            Role.CONTROLLER: limits.settle_s,
+            Role.ROUTER: drain_s,
+            # Without routers here, there are some elsewhere, whose streams a controller has to finish.
+            Role.CONTROLLER: limits.settle_s if self._serves_still() else drain_s,
             Role.WORKER: limits.settle_s,
         }
         self._graceful = True

@@ -12,12 +12,13 @@ _BACKLOG: Final = 2048
 """Connections that wait while all routers are busy, or being started again."""
 
 
-def open_listener(host: str, port: int) -> socket.socket:
+def open_listener(host: str, port: int, option: str = "--port") -> socket.socket:
     """A listening socket, which routers inherit.
 
     Args:
         host: an address of this machine or its name.
         port: 0: any free one.
+        option: by which the port was given; `--host` is named like it.
 
     Raises:
         UserError: the port is in use, needs privileges, or the host is not an address of this machine.
@@ -37,7 +38,7 @@ def open_listener(host: str, port: int) -> socket.socket:
     except OSError as error:
         if listener is not None:
             listener.close()
-        raise UserError(_explain(error, host, port)) from error
+        raise UserError(_explain(error, host, port, option)) from error
 
 
 def free_port(host: str, port: int) -> int:
@@ -50,12 +51,12 @@ def free_port(host: str, port: int) -> int:
         return int(listener.getsockname()[1])
 
 
-def _explain(error: OSError, host: str, port: int) -> str:
+def _explain(error: OSError, host: str, port: int, option: str) -> str:
     if isinstance(error, PermissionError):
-        return f"port {port} needs privileges; choose one above 1023 with --port"
+        return f"port {port} needs privileges; choose one above 1023 with {option}"
     advice = (
-        "choose another --port, or stop the process that has it"
+        f"choose another {option}, or stop the process that has it"
         if error.errno == errno.EADDRINUSE
-        else "--host must be an address of this machine, such as 127.0.0.1 or 0.0.0.0"
+        else f"{option.replace('port', 'host')} must be an address of this machine, such as 127.0.0.1 or 0.0.0.0"
     )
     return f"cannot listen on {host}:{port}: {error.strerror}; {advice}"

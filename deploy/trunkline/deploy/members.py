@@ -16,6 +16,11 @@ EXPECTED_EXITS: Final = (0, -signal.SIGTERM, -signal.SIGKILL)
 """How a process ends that was asked to, by its `Popen.returncode`."""
 
 
+EXIT_LEFT: Final = 3
+"""How a worker ends that had to leave because its controller, or another rank of its group, was lost
+(`trunkline.worker.service`)."""
+
+
 class Role(StrEnum):
     """What a child process is. In the order in which a stop reaches them."""
 

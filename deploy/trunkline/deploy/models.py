@@ -17,12 +17,16 @@ DEMO: Final = "demo"
 """The name of the model that is shipped with the package."""
 DEMO_FOLDER: Final = Path(__file__).parent / "demo_model"
 
-HUB_PATTERNS: Final = ("*.safetensors", "*.json", "tokenizer.model", "*.jinja", "merges.txt", "vocab.txt")
+_WEIGHTS: Final = "*.safetensors"
+HUB_PATTERNS: Final = (_WEIGHTS, "*.json", "tokenizer.model", "*.jinja", "merges.txt", "vocab.txt")
 """What a hub download fetches: weights in safetensors only (other formats can run code), and text files."""
 
 
-def resolve(model: str) -> Path:
+def resolve(model: str, *, needs_weights: bool = True) -> Path:
     """The folder of `model`: the demo, an existing folder, or a name to be fetched from the hub.
+
+    Args:
+        needs_weights: else configuration and tokenizer will do, and no more is fetched.
 
     Raises:
         UserError: it is none of these, cannot be fetched, or is no checkpoint.
@@ -33,12 +37,12 @@ def resolve(model: str) -> Path:
         raise UserError("MODEL is empty; give 'demo', a folder in Hugging Face format, or a hub name OWNER/NAME")
     path = Path(model).expanduser()
     if path.is_dir():
-        return _checked(path.resolve(), model)
+        return _checked(path.resolve(), model, needs_weights)
     if path.exists():
         raise UserError(f"{model} is a file; MODEL is the folder that has config.json and *.safetensors")
     if not _looks_like_hub_name(model):
         raise UserError(f"there is no folder {model}, and it is no hub name of the form OWNER/NAME either")
-    return _checked(_fetch(model), model)
+    return _checked(_fetch(model, needs_weights), model, needs_weights)
 
 
 def default_name(model: str) -> str:
@@ -97,11 +101,11 @@ def fingerprint(folder: Path, quantization: str = "none", tell: Callable[[int], 
     return model_fingerprint(digest.digest(), quantization if quantization != "none" else "").hex()
 
 
-def _checked(folder: Path, model: str) -> Path:
+def _checked(folder: Path, model: str, needs_weights: bool = True) -> Path:
     """`folder`, if it has what every part needs."""
     if not (folder / "config.json").is_file():
         raise UserError(f"{model} is no checkpoint: {folder} has no config.json")
-    if not any(folder.glob("*.safetensors")):
+    if needs_weights and not any(folder.glob("*.safetensors")):
         raise UserError(
             f"{model} has no *.safetensors weights; other formats are not read (convert it with transformers: "
             "save_pretrained(..., safe_serialization=True))"
@@ -119,7 +123,7 @@ def _looks_like_hub_name(model: str) -> bool:
     return len(parts) == 2 and all(part and not part.startswith(".") and set(part) <= allowed for part in parts)
 
 
-def _fetch(model: str) -> Path:
+def _fetch(model: str, needs_weights: bool) -> Path:
     # The hub client takes longer to import than the rest of the command line together.
     from huggingface_hub import snapshot_download  # noqa: PLC0415
     from huggingface_hub.errors import (  # noqa: PLC0415
@@ -131,7 +135,8 @@ def _fetch(model: str) -> Path:
 
     offline = os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
     try:
-        return Path(snapshot_download(model, allow_patterns=list(HUB_PATTERNS)))
+        patterns = [p for p in HUB_PATTERNS if needs_weights or p != _WEIGHTS]
+        return Path(snapshot_download(model, allow_patterns=patterns))
     except GatedRepoError as error:
         raise UserError(
             f"{model} is gated: accept its terms on the hub, then log in with `hf auth login`"

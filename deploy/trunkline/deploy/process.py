@@ -11,11 +11,12 @@ import logging
 import os
 import signal
 import sys
-from typing import Final
+from typing import Any, Final
 
 import setproctitle
 import structlog
 
+LOG_FORMATS: Final = ("auto", "json", "text")
 _PR_SET_PDEATHSIG: Final = 1  # from <linux/prctl.h>
 
 
@@ -34,33 +35,62 @@ def die_with_parent(parent_pid: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def configure_logging(role: str, level: str = "info") -> None:
-    """Structured lines on stderr: readable on a terminal, JSON elsewhere; every line names the role."""
+def configure_logging(role: str, level: str = "info", log_format: str = "auto", **fields: Any) -> None:
+    """Structured lines on stderr; every line names the role, and `fields` of this process (`group`, `rank`).
+
+    Args:
+        log_format: "json", "text" (for people), or "auto": text on a terminal, JSON elsewhere.
+    """
+    is_text = log_format == "text" or (log_format == "auto" and is_for_people())
     renderer: structlog.typing.Processor = (
-        structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
-        if sys.stderr.isatty() or os.environ.get("TRUNKLINE_LOG") == "console"
+        structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), timestamp_key="time")
+        if is_text
         else structlog.processors.JSONRenderer()
     )
+    own = {"role": role, **fields}
+
+    def of_process(_: object, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+        # Not as context variables: those are the main thread's only.
+        return {"time": None, "level": None, "event": None, **own, **event}
+
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
+            of_process,
             structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.TimeStamper(fmt="iso", utc=True, key="time"),
             structlog.processors.format_exc_info,
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )
-    structlog.contextvars.bind_contextvars(role=role)
 
 
-def enter_role(role: str, *, parent_pid: int = 0, log_level: str = "info") -> None:
-    """First call of a process's `main`: title `trunkline: <role>`, logging, and death with the parent.
+def is_for_people() -> bool:
+    """Whether somebody reads stderr as it comes."""
+    return sys.stderr.isatty() or os.environ.get("TRUNKLINE_LOG") == "console"
 
-    `parent_pid` 0 means that nobody supervises this process (it was started by hand or by Kubernetes).
+
+def enter_role(
+    role: str,
+    *,
+    parent_pid: int = 0,
+    log_level: str = "info",
+    log_format: str = "auto",
+    title: str = "",
+    **fields: Any,
+) -> None:
+    """First call of a process's `main`: title `trunkline: <role>`, files for its user only, logging, and death
+    with the parent.
+
+    Args:
+        parent_pid: 0: nobody supervises this process (it was started by hand or by Kubernetes).
+        title: in place of the role in the list of processes.
+        fields: of this process, for its log lines.
     """
-    setproctitle.setproctitle(f"trunkline: {role}")
-    configure_logging(role, log_level)
+    os.umask(0o077)  # what a process writes, sockets too, is nobody else's
+    setproctitle.setproctitle(f"trunkline: {title or role}")
+    configure_logging(role, log_level, log_format, **fields)
     if parent_pid:
         die_with_parent(parent_pid)

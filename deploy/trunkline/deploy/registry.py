@@ -38,6 +38,8 @@ class Running(msgspec.Struct, frozen=True):
     title: str
     pid: int
     """Of the supervisor."""
+    kind: str = "cluster"
+    """All of it; or a part: "group", "workers" or "router" (`node_settings.Kind`)."""
 
 
 @contextlib.contextmanager

@@ -30,6 +30,11 @@ class Record:
             return None
         return now + DELAYS_S[min(self._count, len(DELAYS_S)) - 1]
 
+    def left(self, now: float) -> float:
+        """When to start it again after it made room for others, which says nothing against it."""
+        self._count += 1
+        return now + DELAYS_S[min(self._count, len(DELAYS_S)) - 1]
+
     def works(self) -> None:
         """It, and all that it needs, works: what was before does not count."""
         self._deaths.clear()

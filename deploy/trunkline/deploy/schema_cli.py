@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from trunkline.deploy.chat import DEFAULT_URL
+from trunkline.deploy.credentials import client_key
 from trunkline.deploy.errors import DeployError, UserError
 from trunkline.deploy.pml_sources import Source, counting, read_source
 from trunkline.deploy.reporting import run
@@ -61,7 +62,10 @@ def add(
         source = read_source(file)
         source.schema()  # what is wrong in the file is said with its line, without a server
         sent = source.value() if source.is_json else source.text
-        with Client(url, model=model) as client, _mapped_errors(source):
+        with (
+            Client(url, model=model, api_key=client_key(url) or None) as client,
+            _mapped_errors(source),
+        ):
             schema = client.schemas.create(
                 sent,
                 ttl=ttl,
@@ -80,7 +84,7 @@ def list_schemas(url: Url = DEFAULT_URL, cache_salt: Salt = None) -> None:
     """List the schemas that a server keeps."""
 
     def show() -> None:
-        with _mapped_errors(), Client(url) as client:
+        with _mapped_errors(), Client(url, api_key=client_key(url) or None) as client:
             entries = list(client.schemas.list(cache_salt=cache_salt))
         show_list(_out(), entries)
 
@@ -96,7 +100,7 @@ def show(
     """Show a server's schema: modules, positions, and where their KV is."""
 
     def look() -> None:
-        with _mapped_errors(), Client(url) as client:
+        with _mapped_errors(), Client(url, api_key=client_key(url) or None) as client:
             schema = client.schemas.get(name, cache_salt=cache_salt)
         show_schema(_out(), schema)
 
@@ -112,7 +116,7 @@ def remove(
     """Have a server forget schemas. Requests that run are not disturbed."""
 
     def forget() -> None:
-        with _mapped_errors(), Client(url) as client:
+        with _mapped_errors(), Client(url, api_key=client_key(url) or None) as client:
             for name in names:
                 client.schemas.delete(name, cache_salt=cache_salt)
 

@@ -8,8 +8,11 @@ from typing import Final
 from trunkline.controller.config import TIER_POLICIES
 from trunkline.deploy.cores import available_cores
 from trunkline.deploy.errors import UserError
-from trunkline.deploy.tenant_options import check_tenants
+from trunkline.deploy.process import LOG_FORMATS
+from trunkline.deploy.tenant_options import check_exposure, check_tenants
 from trunkline.deploy.tier_options import DiskOption, check_remote_url
+from trunkline.deploy.tracing import problem_of_endpoint
+from trunkline.router.config import HOST, ORIGIN
 from trunkline.router.tenants import HEADER_NAME, IDEMPOTENCY_TTL_S_MAX, NO_LIMITS, TenantLimits
 
 DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
@@ -54,7 +57,7 @@ class ServeSettings:
     quantization: str = "none"
     """Of the weights, while they are loaded."""
     host: str = "127.0.0.1"
-    """Only this machine may connect unless somebody says otherwise: there are no keys yet."""
+    """Only this machine may connect unless somebody says otherwise."""
     port: int = 8000
     """0: any free one."""
     served_model_name: str | None = None
@@ -89,11 +92,27 @@ class ServeSettings:
     """What each tenant may do of whom the file says nothing."""
     tenant_header: str = ""
     """In which a gateway in front names the tenant; "": keys tell tenants apart."""
+    api_key_file: str = ""
+    """File with the one key that all clients share; "": none, or in TRUNKLINE_API_KEY."""
+    allow_anonymous: bool = False
+    """Whether a server without keys may listen where others reach it."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names under which browsers may reach a server without keys, besides localhost and addresses."""
+    cors_origins: tuple[str, ...] = ()
+    """Pages of other servers that may use this one from a browser."""
     idempotency_ttl: float = 600.0
     """Seconds for which answers are kept for clients that send an `Idempotency-Key`; 0: none are."""
     threads: int | None = None
     """CPU threads per worker."""
     log_level: str = "warning"
+    log_format: str = "auto"
+    """"text" for people, "json" for a log collector; "auto": text."""
+    otlp_endpoint: str = ""
+    """Where spans go; "": as OpenTelemetry's environment variables say, by default nowhere."""
+    trace_sample: float | None = None
+    """Part of requests that is traced; None: as these variables say, by default all."""
+    ranks_here: int | None = None
+    """Of each group, those that run on this machine, if others run elsewhere. No option: see `NodeSettings`."""
 
     def validate(self) -> None:
         """Raise `UserError` for the first setting that is wrong by itself."""
@@ -110,6 +129,11 @@ class ServeSettings:
         _one_of("--device", self.device, DEVICES)
         _one_of("--kernels", self.kernels, KERNELS)
         _one_of("--log-level", self.log_level, LOG_LEVELS)
+        _one_of("--log-format", self.log_format, LOG_FORMATS)
+        if problem := problem_of_endpoint(self.otlp_endpoint):
+            raise UserError(f"--otlp-endpoint: {problem}")
+        if self.trace_sample is not None and not 0 <= self.trace_sample <= 1:
+            raise UserError(f"--trace-sample is {self.trace_sample:g}; allowed are 0 (none) to 1 (all requests)")
         _one_of("--quantization", self.quantization, QUANTIZATIONS)
         _one_of("--preemption", self.preemption, PREEMPTIONS)
         _one_of("--tool-call-parser", self.tool_call_parser, TOOL_CALL_PARSERS)
@@ -157,6 +181,13 @@ class ServeSettings:
 
     def _validate_tenants(self) -> None:
         check_tenants(self.tenants, self.tenant_limits)
+        check_exposure(self.host, self.tenants, self.api_key_file, allow_anonymous=self.allow_anonymous)
+        for origin in self.cors_origins:
+            if not ORIGIN.fullmatch(origin):
+                raise UserError(f"--cors-origin: {origin!r} is no origin, as https://chat.example.com is")
+        for host in self.allowed_hosts:
+            if not HOST.fullmatch(host):
+                raise UserError(f"--allowed-host: {host!r} is no name of a machine; it has no port and no slashes")
         if self.tenant_header and not HEADER_NAME.fullmatch(self.tenant_header):
             raise UserError(f"--tenant-header is {self.tenant_header!r}; that names no header, as X-Tenant does")
         if self.idempotency_ttl != 0 and not 1 <= self.idempotency_ttl <= IDEMPOTENCY_TTL_S_MAX:
@@ -174,9 +205,14 @@ class ServeSettings:
         """The address at which this machine reaches the server."""
         return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(self.host, self.host)
 
+    @property
+    def workers_here(self) -> int:
+        """Worker processes on this machine."""
+        return self.groups * (self.ranks_here or self.tp)
+
     def threads_per_worker(self) -> int:
         """`threads`, or an equal share of the cores this process may use."""
-        return self.threads or max(1, available_cores() // (self.groups * self.tp))
+        return self.threads or max(1, available_cores() // self.workers_here)
 
     def kv_memory_per_worker(self, device: str) -> int:
         """`kv_memory_bytes`; else on CPUs 1 GiB, enough for long contexts of a small model on any laptop, and

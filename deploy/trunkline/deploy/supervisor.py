@@ -101,12 +101,14 @@ class Supervisor:
     ) -> None:
         """
         Args:
-            host, port: where a router answers `/health`.
+            host, port: where a router answers `/health`; port 0: nothing is asked, and what dies is started again
+                from the start on, because what it needs may be elsewhere and come later.
             restart: whether processes that die are started again.
         """
         self._specs = {spec.member: spec for spec in children}
         self._reporter = reporter
         self._address = (host, port)
+        self._is_asked = port != 0
         self._surroundings = surroundings or Surroundings()
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._tails: dict[str, _Tail] = {}
@@ -135,7 +137,10 @@ class Supervisor:
                 self._selector.register(
                     wake_read, selectors.EVENT_READ, lambda _: self._read_wakeups(wake_read, health)
                 )
-                health.start()
+                if self._is_asked:
+                    health.start()
+                else:
+                    self._do(self._life.healthy(time.monotonic()))
                 try:
                     while self._life.phase is not Phase.STOPPED:
                         self._wait_and_handle()
@@ -195,6 +200,8 @@ class Supervisor:
         names = {process.pid: name for name, process in self._processes.items()}
         for report in self._statuses.receive():
             if report.pid in names:
+                if not self._is_asked:
+                    self._reporter.say(f"{names[report.pid]} is {report.status}", "info")
                 self._do(self._life.reported(names[report.pid], report.status, time.monotonic()))
 
     def _command(self, command: Command, ticket: int) -> None:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from trunkline.deploy.members import (
+    EXIT_LEFT,
     EXPECTED_EXITS,
     NEVER,
     Action,
@@ -56,7 +57,7 @@ class Slot:
     restart_at: float = NEVER
     restarts: int = 0
     state: str = "starting"
-    """What the process says of itself; workers say nothing."""
+    """What the process says of itself; workers say something only where their controller runs elsewhere."""
     record: Record = field(default_factory=Record)
 
     def begin(self, now: float) -> None:
@@ -71,7 +72,7 @@ class Slot:
     def describe(self, now: float) -> dict[str, object]:
         """A row of a status table, but for the process id."""
         state = self.state
-        if self.running and self.member.role is Role.WORKER:
+        if self.running and self.member.role is Role.WORKER and state == "starting":
             state = "running"
         elif not self.running and self.restart_at < NEVER:
             state = f"starts in {max(0.0, self.restart_at - now):.0f} s"
@@ -87,7 +88,8 @@ class Slot:
 
 def after_death(slot: Slot, status: int, now: float) -> Say | None:
     """Note a death that nobody wanted, and when the member is started again. None: it is given up."""
-    at = slot.record.died(now)
+    has_left = status == EXIT_LEFT and slot.member.role is Role.WORKER
+    at = slot.record.left(now) if has_left else slot.record.died(now)
     if at is None:
         return None
     slot.restart_at = at
@@ -112,7 +114,7 @@ class Group:
         self.then = Mode.UP
         """While it stops: what it is afterwards."""
         self.is_ready = False
-        """Its controller says so, and nobody has died since."""
+        """Its controller says so (or, if that is elsewhere, its workers), and nobody has died since."""
         self._limits = limits
         # Workers first, as at the cluster's start: they are the slowest.
         ordered = sorted(members, key=lambda member: member.role is not Role.WORKER)
@@ -124,6 +126,7 @@ class Group:
         self._orphans: set[str] = set()
         """Workers whose controller has died, and that have not left yet."""
         self._leave_by = NEVER
+        self._is_led_here = any(member.role is Role.CONTROLLER for member in ordered)
 
     @property
     def deadline(self) -> float:
@@ -169,15 +172,18 @@ class Group:
         return []  # it had survived SIGKILL for a while
 
     def reported(self, name: str, status: str, now: float) -> list[Action]:
-        """A process said where it stands; of a controller that is the group's state."""
+        """A process said where it stands; of a controller that is the group's state. Where that runs elsewhere,
+        all workers say it together."""
         del now
         slot = self.slots[name]
-        if slot.running and slot.member.role is Role.CONTROLLER:
-            slot.state = status
-            self.is_ready = status == "ready" and self.mode is Mode.UP
-            if self.is_ready:
-                for member in self.slots.values():
-                    member.record.works()
+        if not slot.running or (self._is_led_here and slot.member.role is not Role.CONTROLLER):
+            return []
+        slot.state = status
+        said = [slot] if self._is_led_here else self.slots.values()
+        self.is_ready = self.mode is Mode.UP and all(other.state == "ready" for other in said)
+        if self.is_ready:
+            for member in self.slots.values():
+                member.record.works()
         return []
 
     def stop(self, then: Mode, now: float) -> list[Action]:

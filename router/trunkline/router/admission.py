@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from trunkline.router.api.error_forms import error_body
 from trunkline.router.api.responses import JsonResponse
 from trunkline.router.errors import ApiError
+from trunkline.router.identity import current_identity
 from trunkline.router.metering import Tenants, metered
 
 _TOKENIZING: Final = ("/tokenize", "/detokenize")
@@ -24,8 +25,8 @@ def is_metered(path: str) -> bool:
 
 
 class AdmissionMiddleware:
-    """Plain ASGI. A request is let in before its body is read, and is over when its answer has been sent, or its
-    client has left."""
+    """Plain ASGI, inside of `AccessMiddleware`, which says whose requests they are. A request is let in before its
+    body is read, and is over when its answer has been sent, or its client has left."""
 
     def __init__(self, app: ASGIApp, tenants: Tenants, on_refusal: Callable[[str], Any]) -> None:
         """`on_refusal` is told the limit that a request was over."""
@@ -39,7 +40,7 @@ class AdmissionMiddleware:
             await self._app(scope, receive, send)
             return
         try:
-            meter = self._tenants.enter(Headers(scope=scope))
+            meter = self._tenants.enter(current_identity().tenant)
         except ApiError as error:
             if "limit" in error.details:
                 self._on_refusal(error.details["limit"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -11,9 +12,12 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 
+from trunkline.deploy.tracing import start as start_tracing
+from trunkline.router.access import AccessMiddleware
 from trunkline.router.admission import AdmissionMiddleware
 from trunkline.router.api import admin, anthropic, chat, completions, openai_responses, schemas, sessions, tokens
 from trunkline.router.api.anthropic import CountTokensRequest, MessagesRequest
@@ -25,10 +29,13 @@ from trunkline.router.api.schema_types import SchemaRequest, SchemaUpdate
 from trunkline.router.api.session_types import DiscardRequest, ForkRequest, SessionRequest, SessionUpdate
 from trunkline.router.errors import ApiError
 from trunkline.router.idempotency import IdempotencyStore
+from trunkline.router.metrics_page import MetricsPage
 from trunkline.router.middleware import RequestMiddleware
 from trunkline.router.records import RecordHomes
 from trunkline.router.replay import ReplayMiddleware
 from trunkline.router.service import RouterService
+from trunkline.router.ui import routes as ui
+from trunkline.router.ui.dashboard import Dashboard
 
 _BODIES: dict[str, type[BaseModel]] = {
     "/v1/chat/completions": ChatRequest,
@@ -54,13 +61,22 @@ _PATHS = frozenset(
 def create_app(service: RouterService) -> FastAPI:
     """An application around a service, which is opened and closed with it."""
 
+    config, metrics = service.config, service.metrics
+    metrics.tracer = start_tracing(config.otlp_endpoint, "router", f"router-{config.number}", config.trace_sample)
+    page = MetricsPage(metrics, config.metrics_path, config.number, config.routers)
+    dashboard = Dashboard(service)
+
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         service.open()
+        dashboard.open()
         try:
-            yield
+            async with page.open():
+                yield
         finally:
+            dashboard.close()
             service.close()
+            await asyncio.to_thread(metrics.tracer.close)
 
     app = FastAPI(
         title="Trunkline",
@@ -72,9 +88,10 @@ def create_app(service: RouterService) -> FastAPI:
         exception_handlers={ApiError: _on_api_error, HTTPException: _on_http_exception},
     )
     app.state.service = service
-    for module in (chat, completions, openai_responses, anthropic, schemas, sessions, tokens, admin):
+    app.state.dashboard = dashboard
+    app.state.metrics_page = page
+    for module in (chat, completions, openai_responses, anthropic, schemas, sessions, tokens, admin, ui):
         app.include_router(module.routes)
-    config, metrics = service.config, service.metrics
     if config.idempotency_ttl_seconds:
         app.add_middleware(
             ReplayMiddleware,
@@ -87,7 +104,23 @@ def create_app(service: RouterService) -> FastAPI:
         tenants=service.tenants,
         on_refusal=lambda limit: metrics.admission.refused.labels(limit).inc(),
     )
-    app.add_middleware(RequestMiddleware, metrics=service.metrics, paths=_PATHS)
+    app.add_middleware(
+        AccessMiddleware,
+        tenants=service.tenants,
+        on_refusal=lambda status: metrics.admission.denied.labels(str(status)).inc(),
+        hosts=tuple(config.allowed_hosts),
+        origins=tuple(config.cors_origins),
+    )
+    if config.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.cors_origins,
+            allow_methods=["GET", "POST", "PATCH", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id", "Retry-After"],
+            max_age=600,
+        )
+    app.add_middleware(RequestMiddleware, metrics=metrics, paths=_PATHS | ui.PATHS, model=config.model_name)
     app.openapi = lambda: _schema(app)  # type: ignore[method-assign]
     return app
 

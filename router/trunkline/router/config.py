@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Final
 
 import msgspec
 
+from trunkline.deploy.wire_keys import Role, problem_of
 from trunkline.router.tenants import HEADER_NAME, IDEMPOTENCY_TTL_S_MAX, NO_LIMITS, TenantLimits
 from trunkline.router.tools.styles import STYLE_NAMES
 
 TOOL_CALL_PARSERS = ("auto", *STYLE_NAMES)
+DIGEST: Final = re.compile(r"[0-9a-f]{64}")
+ORIGIN: Final = re.compile(r"https?://[^\s/]+")
+HOST: Final = re.compile(r"[A-Za-z0-9._-]{1,253}")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -28,7 +34,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     policy: str = "prefix"
     """How the controller for a request is chosen, a name from `routing.policies.POLICIES`."""
     host: str = "127.0.0.1"
-    """Address to listen on. Local by default: there is no authentication."""
+    """Address to listen on. Local by default: without keys others are refused."""
     port: int = 8000
     """TCP port; 0 lets the system choose one (it is logged)."""
     listen_fd: int = 0
@@ -47,6 +53,18 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     hold less (its `State.max_context`) lowers it further."""
     max_body_bytes: int = 16 << 20
     """Larger request bodies are refused (413). 16 MiB holds a million-token prompt several times."""
+    max_header_bytes: int = 64 << 10
+    """Of a request's first line and headers together; more is refused (431). Browsers send less than 8 KiB."""
+    max_headers: int = 128
+    """More are refused (431); proxies add a few to a client's dozen."""
+    max_url_bytes: int = 8 << 10
+    """A longer address is refused (414); the longest of the API's is some hundred bytes."""
+    header_seconds: float = 15.0
+    """A request whose headers take longer is refused (408): slow clients must not hold connections for nothing."""
+    body_seconds: float = 60.0
+    """Likewise its body, of which `max_body_bytes` take as long over 2 Mbit/s."""
+    max_connections: int = 8192
+    """More are refused (503). Twice `max_inflight`: clients keep idle ones; each costs some 20 KiB."""
     max_inflight: int = 4096
     """Requests this router works on at once; more are refused (429), so that its memory is bounded."""
     request_timeout_seconds: float = 3600.0
@@ -67,15 +85,43 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     tenant_header: str = ""
     """Header in which a trusted gateway names the tenant, "X-Tenant" for example; empty: keys tell tenants apart.
     Clients must not be able to send it themselves."""
+    api_key_digest: str = ""
+    """SHA-256 in hexadecimal of the one key that clients share, without a file; "": none."""
+    admin_key_digest: str = ""
+    """Of the key of role admin that commands on this machine use, drawn at each start of a cluster; "": none."""
+    needs_keys: bool = False
+    """Whether requests need keys, whatever there are. Found out when the cluster is started, and kept: a file
+    whose last key is gone must not open a router that is started later."""
+    allow_anonymous: bool = False
+    """Whether a server without keys may listen where others reach it."""
+    allowed_hosts: list[str] = []
+    """Names of this machine that a server without keys answers to, besides addresses and localhost: a page that
+    was loaded under another name may be a stranger's (DNS rebinding)."""
+    cors_origins: list[str] = []
+    """Pages of other servers that may use this one from a browser, as `https://chat.example.com`."""
     routers: int = 1
     """Router processes on the same port. They share nothing, so each grants an equal part of every limit."""
+    number: int = 0
+    """Of this one among them, from 0."""
+    metrics_path: str = ""
+    """Beginning of the paths of sockets by which they ask each other for metrics (`metrics_page.py`); "": none."""
     idempotency_ttl_seconds: float = 600.0
     """How long an answer is kept for a client that sends its request again with the same `Idempotency-Key`; 0:
     such keys are ignored."""
+    wire_keys: str = ""
+    """File of the keys of sockets between hosts (`trunkline key wire`); "": there is none."""
+    plain_tcp: bool = False
+    """Sockets between hosts have no keys: for tests, and networks in which nobody else is."""
     parent_pid: int = 0
     """The supervisor, with which this process dies; 0: nobody supervises it."""
     log_level: str = "info"
     """One of `LOG_LEVELS`."""
+    log_format: str = "auto"
+    """"json", "text", or "auto": text on a terminal."""
+    otlp_endpoint: str = ""
+    """Collector that spans are sent to; "": as OpenTelemetry's environment variables say (`deploy/tracing.py`)."""
+    trace_sample: float | None = None
+    """Part of requests that is traced, of those whose caller has not decided; None: as the variables say, or all."""
 
     def validate(self) -> None:
         """Check the settings against each other and the file system.
@@ -105,8 +151,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             (bool(self.host), "host: must not be empty; 0.0.0.0 listens on all addresses"),
             (0 <= self.port <= 65535, f"port: {self.port} is not between 0 and 65535"),
             (self.max_context >= 0, f"max_context: {self.max_context} is negative; 0 means the model's own"),
-            (self.max_body_bytes >= 1024, f"max_body_bytes: {self.max_body_bytes} is less than 1024"),
-            (self.max_inflight >= 1, f"max_inflight: {self.max_inflight} is less than 1"),
+            *self._limit_rules(),
             (
                 self.request_timeout_seconds >= 0,
                 f"request_timeout_seconds: {self.request_timeout_seconds} is negative; 0 means no limit",
@@ -118,11 +163,9 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 f"silence_seconds: {self.silence_seconds} is less than 2 (pings go out once a second)",
             ),
             (not self.tenant_limits.problem(), f"tenant_limits: {self.tenant_limits.problem()}"),
-            (
-                not self.tenant_header or HEADER_NAME.fullmatch(self.tenant_header) is not None,
-                f"tenant_header: {self.tenant_header!r} is no name of a header, such as X-Tenant",
-            ),
+            *self._access_rules(),
             (self.routers >= 1, f"routers: {self.routers} is less than 1"),
+            (0 <= self.number < self.routers, f"number: {self.number} is not between 0 and {self.routers - 1}"),
             (
                 self.idempotency_ttl_seconds == 0 or 1 <= self.idempotency_ttl_seconds <= IDEMPOTENCY_TTL_S_MAX,
                 f"idempotency_ttl_seconds: {self.idempotency_ttl_seconds:g} is neither 0 (off) nor between 1 and "
@@ -134,10 +177,68 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 f"tool_call_parser: {self.tool_call_parser!r} is none of {', '.join(TOOL_CALL_PARSERS)}",
             ),
             (self.log_level in LOG_LEVELS, f"log_level: {self.log_level!r} is none of {LOG_LEVELS}"),
+            (
+                self.trace_sample is None or 0 <= self.trace_sample <= 1,
+                f"trace_sample: {self.trace_sample} is not between 0 and 1",
+            ),
         )
         for holds, sentence in rules:
             if not holds:
                 raise ValueError(sentence)
+        endpoints = [*self.controllers, *self.events]
+        if problem := problem_of(endpoints, self.wire_keys, Role.ROUTER, plain_tcp=self.plain_tcp):
+            raise ValueError(problem)
+
+    def _limit_rules(self) -> tuple[tuple[bool, str], ...]:
+        """Of what one client may cost."""
+        return (
+            (self.max_body_bytes >= 1024, f"max_body_bytes: {self.max_body_bytes} is less than 1024"),
+            (
+                1024 <= self.max_header_bytes <= 1 << 20,
+                f"max_header_bytes: {self.max_header_bytes} is not between 1024 and {1 << 20}",
+            ),
+            (8 <= self.max_headers <= 10_000, f"max_headers: {self.max_headers} is not between 8 and 10000"),
+            (
+                256 <= self.max_url_bytes <= self.max_header_bytes,
+                f"max_url_bytes: {self.max_url_bytes} is not between 256 and max_header_bytes",
+            ),
+            *(
+                (0 < seconds <= 3600, f"{name}: {seconds:g} is not more than 0 and at most 3600")
+                for name, seconds in (("header_seconds", self.header_seconds), ("body_seconds", self.body_seconds))
+            ),
+            (self.max_connections >= 1, f"max_connections: {self.max_connections} is less than 1"),
+            (self.max_inflight >= 1, f"max_inflight: {self.max_inflight} is less than 1"),
+        )
+
+    def _access_rules(self) -> tuple[tuple[bool, str], ...]:
+        """Of who gets in."""
+        return (
+            (
+                not self.tenant_header or HEADER_NAME.fullmatch(self.tenant_header) is not None,
+                f"tenant_header: {self.tenant_header!r} is no name of a header, such as X-Tenant",
+            ),
+            *(
+                (not digest or DIGEST.fullmatch(digest) is not None, f"{name}: this is no SHA-256 in hexadecimal")
+                for name, digest in (
+                    ("api_key_digest", self.api_key_digest),
+                    ("admin_key_digest", self.admin_key_digest),
+                )
+            ),
+            *(
+                (
+                    ORIGIN.fullmatch(origin) is not None,
+                    f"cors_origins: {origin!r} is no origin, as https://a.example is",
+                )
+                for origin in self.cors_origins
+            ),
+            *(
+                (
+                    HOST.fullmatch(host) is not None,
+                    f"allowed_hosts: {host!r} is no name of a machine (without a port)",
+                )
+                for host in self.allowed_hosts
+            ),
+        )
 
     @property
     def model_name(self) -> str:

@@ -16,22 +16,24 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from math import inf
 from typing import Final
 
 import msgspec
 import structlog
 
-from trunkline.controller.messages import PromptLogprobs, Submit, TopLogprobs
+from trunkline.controller.messages import Submit
 from trunkline.kvstore.layout import pack_int32
 from trunkline.kvstore.tier import TierKind
 from trunkline.router.continuation import ALL, continuation, end_of, submission
 from trunkline.router.errors import ApiError, unavailable
+from trunkline.router.flows import Dispatch, Flow
 from trunkline.router.health import describe
 from trunkline.router.link import ControllerLink
-from trunkline.router.messages import FinishReason, Hypothesis, Started, State
+from trunkline.router.messages import FinishReason, State
+from trunkline.router.request_record import current_record
 from trunkline.router.routing.core import NoControllerError, RoutingCore
 from trunkline.router.routing.names import Identity
 from trunkline.router.routing.request import Decision, RouteRequest
@@ -50,101 +52,7 @@ FULL_AGAIN_SECONDS: Final = 0.25
 _REGULAR: Final = (FinishReason.STOP, FinishReason.LENGTH)
 _ELSEWHERE: Final = (FinishReason.ENGINE_FAILED, FinishReason.DRAINING, FinishReason.QUEUE_FULL)
 """Ends that say nothing of the request: another controller may take it."""
-_NOTHING_YET: Final = End(FinishReason.ENGINE_FAILED)
 _log = structlog.get_logger("trunkline.router.dispatch")
-
-
-@dataclass(slots=True, eq=False)
-class _Flow:
-    """A stream on its way through the controllers."""
-
-    id: int
-    job: Job
-    route: RouteRequest
-    stream: Stream
-    dispatches: dict[int, Dispatch] = field(default_factory=dict)
-    """By ticket."""
-    waiting: set[int] = field(default_factory=set)
-    """Samples (or `ALL`) that no controller has at present."""
-    timer: asyncio.TimerHandle | None = None
-    """Runs from the first wait until a controller admits it: then nothing may wait any more."""
-    failures: dict[int, int] = field(default_factory=dict)
-    """By sample (or `ALL`): dispatches lost since its last token, each as `WAITING_LOSSES` or as one. Samples that
-    are lost together do not add up."""
-    failed: set[int] = field(default_factory=set)
-    """Controllers at which that happened; others are preferred."""
-    full: set[int] = field(default_factory=set)
-    """Controllers whose queue was full for it."""
-    last_failure: End = _NOTHING_YET
-
-
-class Dispatch:
-    """One sending of a stream, or of one of its samples, to one controller; a `Receiver`."""
-
-    __slots__ = ("_dispatcher", "_stream", "flow", "has_started", "link", "names", "request", "sample", "ticket")
-
-    def __init__(
-        self, dispatcher: Dispatcher, flow: _Flow, link: ControllerLink, ticket: int, sample: int
-    ) -> None:
-        self._dispatcher = dispatcher
-        self._stream = flow.stream
-        self.flow = flow
-        self.link = link
-        self.ticket = ticket
-        self.sample = sample
-        """`ALL`: the samples come as the stream's own, else this one comes as the controller's only one."""
-        self.has_started = False
-        self.request = 0
-        """The link's number for it."""
-        self.names: list[bytes] = []
-        """Chunks that its controller has once it has started; only where that must be learnt so."""
-
-    def start(self, started: Started) -> None:
-        """It was admitted."""
-        self.has_started = True
-        self._dispatcher.started(self)
-        self._stream.start(started)
-
-    def score(self, logprobs: PromptLogprobs) -> None:
-        """Something was said of the prompt."""
-        self._stream.score(logprobs)
-
-    def push(self, token: int, logprobs: TopLogprobs | None = None) -> None:
-        """A token arrived for the only sample, or for sample 0."""
-        flow = self.flow
-        if flow.failures:
-            flow.failures.pop(self.sample, None)
-            flow.failed.clear()
-        if self.sample <= 0:
-            self._stream.push(token, logprobs)
-        else:
-            self._stream.push_sample(token, logprobs, self.sample)
-
-    def push_sample(self, token: int, logprobs: TopLogprobs | None, sample: int) -> None:
-        """A token arrived for one of several samples."""
-        if sample == 0:
-            self.push(token, logprobs)
-            return
-        if self.sample != ALL:
-            raise ValueError(f"a token for sample {sample} of 1")
-        self._stream.push_sample(token, logprobs, sample)
-
-    def found(self, hypotheses: list[Hypothesis]) -> None:
-        """A beam search's results arrived."""
-        self._stream.found(hypotheses)
-
-    def finish_sample(self, sample: int, reason: str) -> None:
-        """One of several samples ended regularly."""
-        if self.sample == ALL:
-            self._stream.finish_sample(sample, reason)
-        elif sample == 0:
-            self.finish(reason)
-        else:
-            raise ValueError(f"the end of sample {sample} of 1")
-
-    def finish(self, reason: str, detail: str = "", param: str = "") -> None:
-        """It ended, regularly or not."""
-        self._dispatcher.finished(self, End(reason, detail, param))
 
 
 class Dispatcher:
@@ -181,8 +89,8 @@ class Dispatcher:
         self._on_event = on_event
         self._on_route = on_route
         self._ids = itertools.count(1)
-        self._flows: dict[int, _Flow] = {}
-        self._waiting: dict[int, _Flow] = {}
+        self._flows: dict[int, Flow] = {}
+        self._waiting: dict[int, Flow] = {}
         self._starting_since: dict[int, float] = {}
         self._overdue: set[int] = set()
         """Streams whose time to wait is over, and which no controller has admitted yet."""
@@ -217,7 +125,7 @@ class Dispatcher:
             wants_logprobs=job.sampling.logprobs >= 0,
             samples=job.decoding.samples if job.decoding.beam is None else 1,
         )
-        flow = self._flows[stream.request] = _Flow(stream.request, job, route, stream)
+        flow = self._flows[stream.request] = Flow(stream.request, job, route, stream, record=current_record())
         try:
             self._send(flow, ALL)
         except ApiError:
@@ -290,6 +198,7 @@ class Dispatcher:
         flow = dispatch.flow
         if flow.dispatches.get(dispatch.ticket) is not dispatch:
             return
+        dispatch.over(end.reason, is_failure=end.reason in _ELSEWHERE)
         self._let_go(dispatch, failed=end.reason == FinishReason.ENGINE_FAILED)
         if end.reason in _REGULAR and dispatch.sample != ALL:
             flow.stream.finish_sample(dispatch.sample, end.reason)
@@ -300,7 +209,7 @@ class Dispatcher:
 
     # -- on and on
 
-    def _go_on(self, flow: _Flow, dispatch: Dispatch, end: End) -> None:
+    def _go_on(self, flow: Flow, dispatch: Dispatch, end: End) -> None:
         """Send what a dispatch leaves behind to somebody else."""
         flow.last_failure = end
         failures = flow.failures.pop(dispatch.sample, 0)
@@ -318,7 +227,13 @@ class Dispatcher:
                 flow.stream.finish(*end)
                 return
             tokens = sum(map(len, flow.stream.outputs))
-            _log.info("stream_goes_on", controller=dispatch.link.index, reason=end.reason, tokens=tokens)
+            _log.info(
+                "stream_goes_on",
+                request_id=flow.request_id,
+                group=dispatch.link.index,
+                reason=end.reason,
+                tokens=tokens,
+            )
         if failures >= FAILURES_MAX * WAITING_LOSSES:
             self._on_event("gave_up")
             flow.stream.finish(*end)
@@ -334,7 +249,7 @@ class Dispatcher:
                 flow.failures[sample] = failures
             self._send_or_end(flow, sample)
 
-    def _send_or_end(self, flow: _Flow, sample: int) -> None:
+    def _send_or_end(self, flow: Flow, sample: int) -> None:
         """Send it again, unless it is over already and only word of that was lost, or nobody can have it."""
         if flow.stream.ended:
             return
@@ -350,7 +265,7 @@ class Dispatcher:
             cause, detail, _ = flow.last_failure
             flow.stream.finish(cause, detail or error.message)
 
-    def _send(self, flow: _Flow, sample: int) -> None:
+    def _send(self, flow: Flow, sample: int) -> None:
         """Send it to the controller of choice, or let it wait.
 
         Raises:
@@ -364,11 +279,14 @@ class Dispatcher:
             route = flow.route
             if output or exclude:
                 route = msgspec.structs.replace(route, tokens=route.tokens + pack_int32(output), exclude=exclude)
+            trace, began = None if flow.record is None else flow.record.trace, time.monotonic()
             try:
                 decision = self.core.route(route, self.now())
             except NoControllerError as error:
                 again_in = error.wait_seconds
                 break
+            if trace is not None:
+                trace.routed(began, decision)
             if decision.controller in refused:
                 break
             if decision.controller in flow.full:
@@ -384,20 +302,23 @@ class Dispatcher:
             asyncio.get_running_loop().call_later(again_in, self._retry_flow, flow)
 
     def _try(
-        self, flow: _Flow, sample: int, decision: Decision, route: RouteRequest, output: Sequence[int]
+        self, flow: Flow, sample: int, decision: Decision, route: RouteRequest, output: Sequence[int]
     ) -> bool:
         link = self._links[decision.controller]
         dispatch = Dispatch(self, flow, link, next(self._ids), sample)
 
         def make(request: int) -> Submit:
             if sample == ALL:
-                return submission(flow.job, request)
-            return continuation(flow.job, request, sample, output)
+                return dispatch.marked(submission(flow.job, request))
+            return dispatch.marked(continuation(flow.job, request, sample, output))
 
         try:
             dispatch.request = link.submit(make, dispatch)
         except ApiError:
+            dispatch.over("not_sent", is_failure=True)
             return False
+        if flow.record is not None:
+            flow.record.sent(link.index)
         flow.dispatches[dispatch.ticket] = dispatch
         if self._learns:
             dispatch.names = decision.names
@@ -405,7 +326,7 @@ class Dispatcher:
         self._on_route(decision)
         return True
 
-    def _all_full(self, flow: _Flow, sample: int) -> None:
+    def _all_full(self, flow: Flow, sample: int) -> None:
         """No queue takes it: a new request is turned away. One that a controller had, and lost or handed over, was
         let in before, so it tries again a little later."""
         is_known = bool(flow.failed) or any(flow.stream.outputs)
@@ -419,7 +340,7 @@ class Dispatcher:
 
     # -- waiting
 
-    def _wait(self, flow: _Flow, sample: int) -> None:
+    def _wait(self, flow: Flow, sample: int) -> None:
         flow.waiting.add(sample)
         self._waiting[flow.id] = flow
         if flow.id in self._overdue:
@@ -429,7 +350,7 @@ class Dispatcher:
             loop = asyncio.get_running_loop()
             flow.timer = loop.call_later(self._resume_seconds, self._waited_enough, flow)
 
-    def _waited_enough(self, flow: _Flow) -> None:
+    def _waited_enough(self, flow: Flow) -> None:
         if flow.stream.ended:
             return
         if not flow.waiting:
@@ -444,7 +365,7 @@ class Dispatcher:
         for flow in list(self._waiting.values()):
             self._retry_flow(flow)
 
-    def _retry_flow(self, flow: _Flow) -> None:
+    def _retry_flow(self, flow: Flow) -> None:
         if flow.id not in self._waiting:
             return
         samples, flow.waiting = sorted(flow.waiting), set()
@@ -452,7 +373,7 @@ class Dispatcher:
         for sample in samples:
             self._send_or_end(flow, sample)
 
-    def _stop_timer(self, flow: _Flow) -> None:
+    def _stop_timer(self, flow: Flow) -> None:
         self._overdue.discard(flow.id)
         if flow.timer is not None:
             flow.timer.cancel()
@@ -462,6 +383,7 @@ class Dispatcher:
 
     def _let_go(self, dispatch: Dispatch, *, failed: bool = False, abort: bool = False) -> None:
         """Take a dispatch off all books; exactly once, since it is in its flow exactly until then."""
+        dispatch.over("released")
         del dispatch.flow.dispatches[dispatch.ticket]
         dispatch.link.release(dispatch.request, abort=abort)
         self.core.ended(dispatch.ticket, self.now(), failed=failed)

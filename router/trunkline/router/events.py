@@ -23,6 +23,9 @@ import structlog
 import zmq
 
 from trunkline.controller.messages import EventsCall
+from trunkline.deploy.rare_log import RareLog
+from trunkline.deploy.wire_keys import WireKeysError
+from trunkline.deploy.wire_peer import WirePeer
 from trunkline.kvstore.names import NAME_BYTES
 from trunkline.router.errors import ApiError
 from trunkline.router.messages import EventsReply, KvEvents
@@ -44,6 +47,7 @@ _HIGH_WATER: Final = 1_000
 _PROBE_MS: Final = 1000
 """Over TCP a dead host closes nothing: who only listens would never connect to its successor."""
 _log = structlog.get_logger("trunkline.router.events")
+_rare = RareLog("trunkline.router.events")
 
 
 class ChunkMap(Protocol):
@@ -236,6 +240,7 @@ class _Feed:
         link: Caller,
         state: FeedState,
         on_load: Callable[[int, int, int], None],
+        peer: WirePeer,
     ) -> None:
         self.state = state
         self._endpoint = endpoint
@@ -253,13 +258,29 @@ class _Feed:
         self._socket.set(zmq.RECONNECT_IVL, 100)
         self._socket.set(zmq.RECONNECT_IVL_MAX, 1000)
         self._socket.subscribe(b"")
-        self._socket.connect(endpoint)
+        self._peer = peer
+        self._attempt = -1
+        """Which of the peer's this socket was connected with."""
+        self._connect_after = 0.0
+        """What is not heard of until then is connected anew: one that was refused would be deaf for ever."""
+        self._connect()
         descriptor = self._socket.get(zmq.FD)
         assert isinstance(descriptor, int)
         self._descriptor = descriptor
         self._loop.add_reader(descriptor, self._on_readable)
         # ZeroMQ's descriptor signals edges only: one may have come already.
         self._loop.call_soon(self._on_readable)
+
+    def _connect(self) -> None:
+        self._connect_after = self._loop.time() + STALE_SECONDS
+        is_first, self._attempt = self._attempt < 0, self._peer.attempts
+        try:
+            if is_first:
+                self._peer.connect(self._socket, self._endpoint)
+            else:
+                self._peer.again(self._socket, self._endpoint)
+        except WireKeysError as error:
+            _rare.warning("events_not_connected", self._loop.time(), endpoint=self._endpoint, error=str(error))
 
     def close(self) -> None:
         if self._closed:
@@ -285,14 +306,18 @@ class _Feed:
         try:
             events = self._decoder.decode(frame)
             ask = self.state.heard(events, self._loop.time())
-        except (msgspec.DecodeError, ValueError) as error:  # the gap that it leaves is noticed
-            _log.warning("unreadable_events", endpoint=self._endpoint, error=str(error))
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:  # the gap that it leaves is noticed
+            _rare.warning("unreadable_events", self._loop.time(), endpoint=self._endpoint, error=str(error))
             return
         self._on_load(self.state.controller, events.requests, events.queued_tokens)
         self._make(ask)
 
     def tick(self) -> None:
-        self._make(self.state.tick(self._loop.time()))
+        now = self._loop.time()
+        is_deaf = now - self.state.heard_at > STALE_SECONDS and now > self._connect_after
+        if is_deaf or self._attempt != self._peer.attempts:
+            self._connect()
+        self._make(self.state.tick(now))
 
     def _make(self, ask: Ask | None) -> None:
         if ask is not None:
@@ -324,6 +349,7 @@ class EventFeeds:
         links: Sequence[Caller],
         index: ChunkMap,
         on_load: Callable[[int, int, int], None],
+        peers: Sequence[WirePeer] = (),
     ) -> None:
         """
         Args:
@@ -331,12 +357,14 @@ class EventFeeds:
                 nobody has one.
             links: over which they are asked for what was missed (`trunkline.router.link`).
             on_load: told the controller's number, its requests and its queued tokens (`State`), of all routers.
+            peers: the controllers' wire keys, those of their links; none: they have none.
         """
         self._context = context
         self._endpoints = list(endpoints)
         self._links = links
         self._index = index
         self._on_load = on_load
+        self._peers = peers
         self._feeds: dict[int, _Feed] = {}
         self._timer: asyncio.TimerHandle | None = None
 
@@ -355,7 +383,8 @@ class EventFeeds:
             if endpoint:
                 state = FeedState(controller, self._index, loop.time())
                 link = self._links[controller]
-                self._feeds[controller] = _Feed(self._context, endpoint, link, state, self._on_load)
+                peer = self._peers[controller] if self._peers else WirePeer()
+                self._feeds[controller] = _Feed(self._context, endpoint, link, state, self._on_load, peer)
         self._tick()
 
     def _tick(self) -> None:

@@ -10,7 +10,7 @@ from typing import Final
 from trunkline.controller.messages import PromptLogprobs
 from trunkline.router.choices import Choices
 from trunkline.router.errors import TIMED_OUT, ApiError, finish_error, unavailable
-from trunkline.router.messages import Started
+from trunkline.router.messages import FinishReason, Started
 from trunkline.router.metrics import Metrics
 from trunkline.router.sampling import Job
 from trunkline.router.streams import Batch, End, Stream
@@ -19,6 +19,9 @@ from trunkline.router.text import Delta
 _FIRST_EVENT_SECONDS_MAX: Final = 10.0
 """Until the first event an error can still be an HTTP status. A request that queues for longer gets its
 response headers anyway, because proxies give up on connections without any."""
+CLIENT_LEFT: Final = "client_left"
+OUTCOMES: Final[dict[str, str]] = {FinishReason.ABORT: "aborted", FinishReason.ENGINE_FAILED: "failed"}
+"""Ends that are not regular, as metrics and logs have them; others by their own names."""
 
 
 class Generation:
@@ -40,7 +43,14 @@ class Generation:
         self._on_close: Callable[[Generation], None] | None = on_close
         self._loop = asyncio.get_running_loop()
         self._arrived_at = arrived_at
+        self.first_token_at: float | None = None
+        """Loop time in seconds."""
         self._last_token_at: float | None = None
+        self._submitted_at = self._loop.time()
+        self.steps = 0
+        """Tokens of the sample that came furthest."""
+        self.outcome = CLIENT_LEFT
+        """How it ended; as long as it has not: how it would if its reader left."""
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -57,6 +67,18 @@ class Generation:
     def output_tokens(self) -> int:
         """Tokens generated so far that count, over all samples."""
         return self._choices.output_tokens
+
+    @property
+    def decode_s(self) -> float:
+        """Seconds from its first token until its last."""
+        if self.first_token_at is None or self._last_token_at is None:
+            return 0.0
+        return self._last_token_at - self.first_token_at
+
+    @property
+    def first_token_s(self) -> float | None:
+        """Seconds from the request's arrival to its first token; None: there was none."""
+        return None if self.first_token_at is None else self.first_token_at - self._arrived_at
 
     @property
     def prompt_logprobs(self) -> Sequence[PromptLogprobs]:
@@ -96,6 +118,7 @@ class Generation:
                 self._metrics.per_token.tokens += self._choices.output_tokens - before
                 over = self._choices.all_over
                 if over:
+                    self.outcome = next((delta.finish for delta in reversed(deltas) if delta.finish), "stop")
                     self._metrics.end_to_end.observe(self._loop.time() - self._arrived_at)
                     self.close()  # after a stop string the engine must not go on while the client reads
                 for delta in deltas:
@@ -129,6 +152,8 @@ class Generation:
 
     def _error_of(self, end: End | None) -> ApiError | None:
         error = None if end is None else finish_error(*end)
+        if end is not None and error is not None:
+            self.outcome = OUTCOMES.get(end.reason, end.reason)
         return None if error is None else self.job.decoding.in_clients_words(error)
 
     def _measure(self, batch: Batch) -> None:
@@ -137,11 +162,16 @@ class Generation:
         if not count and batch.hypotheses is None:
             return
         now = self._loop.time()
+        self.steps += max(count, batch.hypotheses is not None)
         if self._last_token_at is None:
+            self.first_token_at = now
+            if self.started is not None:
+                self._metrics.phases.queued.observe(self.started.queued_s)
+                self._metrics.phases.prefill.observe(max(0.0, now - self._submitted_at - self.started.queued_s))
             self._metrics.first_token.observe(now - self._arrived_at)
             self._metrics.prompt_tokens.inc(self.job.seen_tokens)
             self._metrics.cached_tokens.inc(self.cached_tokens)
-            self._metrics.module_tokens.inc(self.job.module_tokens)
+            self._metrics.modules.tokens.inc(self.job.module_tokens)
             if self.job.cut.drops and self.started is not None:
                 self._metrics.truncations.labels(self.started.cut or "kept").inc()
         elif count:

@@ -7,7 +7,8 @@
 
 When the controller is dead or a message was lost, every receiver of the link is told once, the socket is
 thrown away and a new one is opened: under a new identity nothing of the old connection can arrive, on
-either side. The new connection counts as alive when its first `State` has come.
+either side. The new connection counts as alive when its first `State` has come. One that is refused, or does not
+last, is followed by the next with the timer, so that nothing turns in circles.
 
 Requests in flight are the keys of one dictionary; a load counter that could leak does not exist.
 """
@@ -15,6 +16,7 @@ Requests in flight are the keys of one dictionary; a load counter that could lea
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Final
@@ -27,6 +29,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from trunkline.controller.messages import (
     Abort,
+    DescribeTree,
     EventsCall,
     FlushCache,
     ModulesCall,
@@ -36,8 +39,12 @@ from trunkline.controller.messages import (
     RouterRequest,
     Submit,
 )
+from trunkline.deploy.rare_log import RareLog
+from trunkline.deploy.wire_keys import WireKeysError
+from trunkline.deploy.wire_peer import HANDSHAKE_FAILED, WirePeer
 from trunkline.router.errors import unavailable
 from trunkline.router.messages import (
+    PROTOCOL,
     EventsReply,
     FinishReason,
     Flushed,
@@ -47,7 +54,9 @@ from trunkline.router.messages import (
     RecordReply,
     RouterMessage,
     State,
+    TreeDescription,
 )
+from trunkline.router.reply_checks import problem_of_reply
 from trunkline.router.streams import Receiver
 
 PING_SECONDS: Final = 1.0
@@ -55,9 +64,12 @@ _MESSAGES_PER_TURN: Final = 64
 """Messages handled before other coroutines get a turn."""
 _RECONNECT_POLL_SECONDS: Final = 0.05
 _HIGH_WATER: Final = 20_000
-Call = FlushCache | Prefetch | ModulesCall | RecordCall | EventsCall
-Answer = Flushed | Prefetched | ModulesReply | RecordReply | EventsReply
+_LASTING_SECONDS: Final = 1.0
+"""After a connection that was lost sooner the next one waits for the timer."""
+Call = FlushCache | Prefetch | ModulesCall | RecordCall | EventsCall | DescribeTree
+Answer = Flushed | Prefetched | ModulesReply | RecordReply | EventsReply | TreeDescription
 _log = structlog.get_logger("trunkline.router.link")
+_rare = RareLog("trunkline.router.link")
 
 
 class ControllerLink:
@@ -67,8 +79,17 @@ class ControllerLink:
     """Seconds for which a caller may wait for a connection that was there before (`again`)."""
 
     def __init__(
-        self, index: int, endpoint: str, context: zmq.Context[zmq.Socket[bytes]], silence_seconds: float
+        self,
+        index: int,
+        endpoint: str,
+        context: zmq.Context[zmq.Socket[bytes]],
+        silence_seconds: float,
+        peer: WirePeer | None = None,
     ) -> None:
+        """
+        Args:
+            peer: the controller's wire keys; None: it has none.
+        """
         self.index = index
         self.endpoint = endpoint
         self.state: State | None = None
@@ -81,7 +102,7 @@ class ControllerLink:
         gone when there is another one."""
         self.on_change: Callable[[ControllerLink], None] = lambda link: None
         """Called when a `State` has come, and when the connection is lost, before its receivers are told."""
-        self._context = context
+        self._dial = functools.partial(_Socket, context, endpoint, peer or WirePeer())
         self._silence_seconds = silence_seconds
         self._loop = asyncio.get_running_loop()
         self._socket: _Socket | None = None
@@ -109,7 +130,7 @@ class ControllerLink:
     @property
     def ready(self) -> bool:
         """Whether it takes requests now."""
-        return self.state is not None and self.state.status == "ready"
+        return self.state is not None and self.state.status == "ready" and self.state.protocol == PROTOCOL
 
     @property
     def inflight(self) -> int:
@@ -120,6 +141,8 @@ class ControllerLink:
         """For people: what keeps this controller from taking requests."""
         if self.state is None:
             return f"not connected: {self.down_reason}"
+        if self.state.protocol != PROTOCOL:
+            return f"it speaks protocol {self.state.protocol}, this router {PROTOCOL}: update the older of them"
         return f"{self.state.status}: {self.state.detail}" if self.state.detail else self.state.status
 
     # -- requests
@@ -217,12 +240,24 @@ class ControllerLink:
 
     def _connect(self) -> None:
         self.state = None
-        self._socket = _Socket(self._context, self.endpoint, self)
+        try:
+            self._socket = self._dial(self)
+        except WireKeysError as error:
+            self.refused(str(error))
+
+    def refused(self, reason: str) -> None:
+        """No connection has come about; the timer tries again."""
+        self.down_reason = reason
+        _rare.warning("controller_refuses", self._loop.time(), endpoint=self.endpoint, reason=reason)
+        socket, self._socket = self._socket, None
+        if socket is not None:
+            socket.close(linger_ms=0)
 
     def lost(self, reason: str) -> None:
         """The controller is dead, or the connection cannot be trusted any more: start anew."""
         _log.warning("controller_lost", endpoint=self.endpoint, reason=reason, streams=len(self._receivers))
         socket, self._socket = self._socket, None
+        lasted = socket is None or self._loop.time() - socket.born >= _LASTING_SECONDS
         if socket is not None:
             # If it lives after all it should stop working for streams that nobody reads any more.
             for request in self._receivers:
@@ -234,7 +269,8 @@ class ControllerLink:
             self.on_change(self)
             self._fail_all(f"the connection to the engine was lost: {reason}")
         finally:
-            self._connect()
+            if lasted:
+                self._connect()
 
     def _send(self, message: RouterRequest) -> bool:
         return self._socket is not None and self._socket.send(message)
@@ -247,6 +283,8 @@ class ControllerLink:
     def _tick(self, due: float) -> None:
         now = self._loop.time()
         self._timer = self._loop.call_at(now + PING_SECONDS, self._tick, now + PING_SECONDS)
+        if self._socket is None:
+            self._connect()
         socket = self._socket
         if socket is not None and socket.heard_at is not None:
             # For as long as this is late the event loop stood still: nobody was asked, and nobody heard.
@@ -323,6 +361,9 @@ class ControllerLink:
         if self.state is not None and state.output_tokens > self.state.output_tokens:
             self.last_token_at = self._loop.time()  # somebody's, perhaps of another router
         self.state = state
+        if state.protocol != PROTOCOL:
+            reason, now = self.why_not_ready(), self._loop.time()
+            _rare.warning("controller_of_another_version", now, endpoint=self.endpoint, reason=reason)
         self.on_change(self)
         if state.status == "failed":
             self._fail_all(state.detail or "the engine failed")
@@ -337,9 +378,13 @@ def _descriptor(socket: zmq.Socket[bytes]) -> int:
 class _Socket:
     """One connection attempt's sockets and their callbacks; thrown away as a whole."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, link: ControllerLink) -> None:
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, peer: WirePeer, link: ControllerLink
+    ) -> None:
         self._link = link
+        self._peer = peer
         self._loop = asyncio.get_running_loop()
+        self.born = self._loop.time()
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(RouterMessage)
         self._expected: int | None = None
@@ -352,8 +397,17 @@ class _Socket:
         self._socket.set(zmq.RCVHWM, _HIGH_WATER)
         self._socket.set(zmq.RECONNECT_IVL, 100)
         self._socket.set(zmq.RECONNECT_IVL_MAX, 1000)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        self._monitor = self._socket.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | HANDSHAKE_FAILED
+        )
         self._closed = False
+        try:
+            peer.connect(self._socket, endpoint)
+        except WireKeysError:
+            self._socket.disable_monitor()
+            self._monitor.close(linger=0)
+            self._socket.close(linger=0)
+            raise
         self._loop.add_reader(_descriptor(self._monitor), self._on_monitor)
         self._loop.add_reader(_descriptor(self._socket), self._on_readable)
         self._socket.connect(endpoint)
@@ -402,8 +456,11 @@ class _Socket:
         self.heard_at = self._loop.time()
         try:
             message = self._decoder.decode(frame)
-        except msgspec.DecodeError as error:
-            self._link.lost(f"an unreadable message: {error}")
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            self._link.lost(f"an unreadable message, perhaps of another version: {error}")
+            return
+        if nonsense := problem_of_reply(message):
+            self._link.lost(f"a message that makes no sense: {nonsense}")
             return
         if self._expected is not None and message.seq != self._expected:
             self._link.lost(f"messages were lost (number {message.seq} came instead of {self._expected})")
@@ -417,11 +474,18 @@ class _Socket:
     def _on_monitor(self) -> None:
         while not self._closed:
             try:
-                event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))["event"]
+                event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
             except zmq.Again:
                 return
-            if event == zmq.EVENT_DISCONNECTED:
+            kind = event["event"]
+            if kind & HANDSHAKE_FAILED:
+                reason = self._peer.explain(event)
+                self._peer.advance()
+                self._link.refused(reason)
+            elif kind == zmq.EVENT_DISCONNECTED and self.heard_at is None:
+                self._link.refused("what is there is no controller: it closes the connection, or talks nonsense")
+            elif kind == zmq.EVENT_DISCONNECTED:
                 self._link.lost("the controller closed the connection")
-            elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self.heard_at = self._loop.time()
                 self.send_ping()

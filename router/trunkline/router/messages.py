@@ -6,11 +6,16 @@ sequence number; a router that sees a gap has lost tokens and fails the streams 
 
 from __future__ import annotations
 
-from enum import StrEnum
+from enum import IntFlag, StrEnum
+from typing import Final
 
 import msgspec
 
 from trunkline.controller.messages import PromptLogprobs, TopLogprobs
+
+PROTOCOL: Final = 1
+"""Of the messages between routers, controllers and workers. It grows when the old form would be misunderstood; new
+fields at the end, which have defaults, are understood by both sides."""
 
 
 class FinishReason(StrEnum):
@@ -53,6 +58,8 @@ class Started(msgspec.Struct, array_like=True, frozen=True):
     module_tokens: int = 0
     """Prompt tokens that are parts of modules; those that were not computed for this request are among
     `cached_tokens`."""
+    queued_s: float = 0.0
+    """Seconds from its coming to its first admission."""
 
 
 class MissReason(StrEnum):
@@ -226,6 +233,10 @@ class State(msgspec.Struct, array_like=True, frozen=True, tag="state"):
     """Prompt tokens of all requests that have still to be computed."""
     requests: int = 0
     """Requests that have not ended, of all routers."""
+    block_bytes: int = 0
+    """Of a chunk, all ranks together; 0: not known."""
+    protocol: int = 1
+    """What this controller speaks (`PROTOCOL`); it is in its place in all versions."""
 
 
 class Flushed(msgspec.Struct, array_like=True, frozen=True, tag="flushed"):
@@ -326,4 +337,53 @@ class EventsReply(msgspec.Struct, array_like=True, frozen=True, tag="events"):
     """There is another page."""
 
 
-RouterMessage = EventsReply | Outputs | State | Flushed | Prefetched | ModulesReply | RecordReply
+class NodeFlag(IntFlag):
+    """What a node of a `TreeDescription` is."""
+
+    MODULE = 1
+    """Part of a text of a module."""
+    CUT = 2
+    """KV that is kept behind a cut."""
+    OWN = 4
+    """Own tokens of a prompt that has modules."""
+    SALTED = 8
+    """In the tree of a salt."""
+    COMPUTING = 16
+    """It is being computed."""
+
+
+class TreeDescription(msgspec.Struct, array_like=True, frozen=True, kw_only=True, tag="tree"):
+    """Answer to `DescribeTree`. A node is a run of chunks without a branch, all in the same tiers and used by the
+    same sequences; one comes after the node above it, and before those that were used less lately. One entry per
+    node in each array; without workers there are none."""
+
+    seq: int
+    ticket: int
+    chunk_size: int = 0
+    total_chunks: int = 0
+    """In the whole tree."""
+    names: bytes = b""
+    """16 bytes each: of the first chunk."""
+    parents: bytes = b""
+    """int32: index of the node above; -1: it begins a prompt, or a text."""
+    tokens: bytes = b""
+    """int32."""
+    chunks: bytes = b""
+    """int32."""
+    tiers: bytes = b""
+    """uint8: sum of `1 << TierKind`, the remote tier included."""
+    flags: bytes = b""
+    """uint8: `NodeFlag`s."""
+    users: bytes = b""
+    """int32: running sequences that hold it, or something below it."""
+    ages: bytes = b""
+    """float32: seconds since its last use."""
+    hidden: bytes = b""
+    """int32: nodes right below it that are not described."""
+    heads: bytes = b""
+    """int32: first tokens of all nodes, one after the other, …"""
+    head_tokens: bytes = b""
+    """… and uint8: how many of them are each one's."""
+
+
+RouterMessage = EventsReply | Outputs | State | Flushed | Prefetched | ModulesReply | RecordReply | TreeDescription

@@ -12,10 +12,12 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Final
 
+from trunkline.router.auth import Access, is_loopback
 from trunkline.router.config import RouterConfig
 from trunkline.router.errors import ApiError
+from trunkline.router.identity import Authenticator, Identity
 from trunkline.router.tenant_file import TenantFile
-from trunkline.router.tenants import ANONYMOUS, Admission, KeyResolver, TenantBook, TenantResolver, TenantRules
+from trunkline.router.tenants import ANONYMOUS, Admission, TenantBook, TenantRules
 
 
 class Meter:
@@ -61,36 +63,72 @@ class Tenants:
     def __init__(
         self,
         config: RouterConfig,
-        resolver: TenantResolver | None = None,
         clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         """
+        Args:
+            wall_clock: Unix time in seconds, by which keys expire.
+
         Raises:
-            ValueError: the file of tenants cannot be read, or is wrong.
+            ValueError: the file of tenants cannot be read, or is wrong; or others could use the server without
+                keys.
         """
         self._file = (
             TenantFile(config.tenants, config.tenant_limits, config.tenants_kept) if config.tenants else None
         )
         rules = TenantRules(config.tenant_limits) if self._file is None else self._file.rules
         self._book = TenantBook(rules, config.routers)
-        self._resolver = resolver or KeyResolver(config.tenant_header)
+        self._authenticator = Authenticator(
+            header=config.tenant_header,
+            single_key=config.api_key_digest,
+            admin_key=config.admin_key_digest,
+            needs_keys=config.needs_keys,
+        )
         self._clock = clock
+        self._wall_clock = wall_clock
+        if not (self.needs_keys or config.allow_anonymous or is_loopback(config.host)):
+            raise ValueError(anonymous_problem(config.host))
 
-    def enter(self, headers: Mapping[str, str]) -> Meter:
-        """Let a request in.
+    @property
+    def needs_keys(self) -> bool:
+        """Whether requests need keys; else all that reach the server may use it."""
+        return self._authenticator.needs_keys(self._rules())
+
+    def identify(self, headers: Mapping[str, str], access: Access) -> Identity:
+        """Who sends a request that needs `access`.
+
+        Raises:
+            ApiError: 400, 401 or 403; see `Authenticator.admit`.
+        """
+        return self._authenticator.admit(headers, access, self._rules(), self._wall_clock())
+
+    def acting_for(self, identity: Identity, tenant: str) -> Identity:
+        """An admin, as a tenant; see `Authenticator.acting_for`."""
+        return self._authenticator.acting_for(identity, tenant, self._rules())
+
+    def owners(self) -> list[str]:
+        """All that may have sessions and are named by the file; "": what nobody else owns."""
+        return ["", *self._book.rules.tenants]
+
+    def enter(self, name: str) -> Meter:
+        """Let a request of a tenant in.
 
         Raises:
             OverLimitError: 429, a limit is reached.
-            ApiError: 400, its tenant has no proper name.
         """
         now = self._clock()
-        if self._file is not None:
-            self._book.rules = self._file.poll(now)
-        name = self._resolver.resolve(headers, self._book.rules)
+        self._rules()
         try:
             return Meter(self._book.admit(name, now), self._clock)
         except ApiError as error:
             raise OverLimitError(error, self._book.headers(name, now)) from None
+
+    def _rules(self) -> TenantRules:
+        """As the file has them now."""
+        if self._file is not None:
+            self._book.rules = self._file.poll(self._clock())
+        return self._book.rules
 
     def running(self, name: str) -> int:
         """Requests of a tenant that were let in and are not over."""
@@ -100,6 +138,14 @@ class Tenants:
         """Read the file of tenants now, if there is one."""
         if self._file is not None:
             self._file.reload()
+
+
+def anonymous_problem(host: str) -> str:
+    """Why a server without keys does not listen on an address that others reach."""
+    return (
+        f"host: {host!r} is reached by others, and there are no API keys; make one with `trunkline key new`, "
+        "listen on 127.0.0.1, or say --allow-anonymous"
+    )
 
 
 class OverLimitError(ApiError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
+import time
 import traceback
 from typing import Final
 
@@ -11,13 +12,18 @@ import structlog
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from trunkline.deploy.tracing import Value
 from trunkline.router.api.connection import BODY_SEND, CLIENT_LEFT_STATUS, ClientLeftError
 from trunkline.router.api.error_forms import error_body
 from trunkline.router.api.responses import JsonResponse
 from trunkline.router.errors import ApiError
 from trunkline.router.metrics import Metrics
+from trunkline.router.request_record import RequestRecord, recorded
+from trunkline.router.request_trace import PROVIDER, RequestTrace, operation_of
 
 SESSION_VERBS: Final = ("fork", "prefetch", "discard")
+_METHODS: Final = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
+"""Others are whatever a client writes."""
 _GOOD_ID: Final = re.compile(r"[\x21-\x7e]{1,128}")
 _log = structlog.get_logger("trunkline.router.http")
 
@@ -25,20 +31,32 @@ _log = structlog.get_logger("trunkline.router.http")
 class RequestMiddleware:
     """Plain ASGI (Starlette's `BaseHTTPMiddleware` buffers streams and hides disconnects)."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, paths: frozenset[str]) -> None:
-        """`paths`: labels for metrics; everything else counts as "other", or scanners would make series."""
+    def __init__(self, app: ASGIApp, metrics: Metrics, paths: frozenset[str], model: str = "") -> None:
+        """
+        Args:
+            metrics: counts requests, and knows whether they are traced.
+            paths: labels for metrics; everything else counts as "other", or scanners would make series.
+            model: the name that spans say.
+        """
         self._app = app
         self._metrics = metrics
         self._paths = paths
+        self._tracer = metrics.tracer
+        self._model = model
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI entry point."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = Headers(scope=scope).get("x-request-id", "")
+        headers = Headers(scope=scope)
+        given = headers.get("x-request-id", "")
         request_id = given if _GOOD_ID.fullmatch(given) else secrets.token_hex(16)
-        status = 0
+        path = self._label(scope["path"])
+        record, began, status = self._record(request_id, path, headers), time.monotonic(), 0
+        ids = {"request_id": request_id}
+        if record.trace is not None:
+            ids["trace_id"] = record.trace.context.trace_id.hex()
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -48,7 +66,7 @@ class RequestMiddleware:
             await send(message)
 
         scope.setdefault(BODY_SEND, send)  # unless somebody further out knows a shorter way
-        with structlog.contextvars.bound_contextvars(request_id=request_id):
+        with structlog.contextvars.bound_contextvars(**ids), recorded(record):
             try:
                 await self._app(scope, receive, send_with_id)
                 if scope.get("state", {}).get("client_left"):
@@ -60,9 +78,30 @@ class RequestMiddleware:
                 if not status:
                     response = ApiError(500, "internal error", kind="internal_error", code="internal_error")
                     await JsonResponse(error_body(scope["path"], response), 500)(scope, receive, send_with_id)
-            path = self._label(scope["path"])
-            self._metrics.requests.labels(path, str(status)).inc()
-            _log.debug("request", method=scope["method"], endpoint=path, status=status)
+            self._over(scope, path, status, record, began)
+
+    def _record(self, request_id: str, path: str, headers: Headers) -> RequestRecord:
+        """A request has come."""
+        record = RequestRecord(request_id)
+        if self._tracer.is_on and not is_routine(path):
+            begun = self._tracer.begin(headers.get("traceparent", ""))
+            if begun is not None:
+                record.trace = RequestTrace(self._tracer, *begun)
+        return record
+
+    def _over(self, scope: Scope, path: str, status: int, record: RequestRecord, began: float) -> None:
+        """A request is over: count it, write its line, end its span."""
+        self._metrics.requests.labels(path, str(status)).inc()
+        state = scope.get("state", {})
+        record.tenant = state.get("tenant", "")
+        method = scope["method"] if scope["method"] in _METHODS else "_OTHER"
+        write = _log.debug if is_routine(path) else _log.info
+        seconds = round(time.monotonic() - began, 4)
+        write("request", method=method, endpoint=path, status=status, duration_s=seconds, **record.fields())
+        if record.trace is not None:
+            error = "stream_failed" if state.get("stream_failed") else ""
+            attributes = span_attributes(record, path, self._model)
+            record.trace.finish(method, path, status, attributes, error)
 
     def _label(self, path: str) -> str:
         if path.startswith("/v1/models/"):
@@ -73,6 +112,40 @@ class RequestMiddleware:
         if path.startswith("/v1/schemas/"):
             return "/v1/schemas/{schema}"
         return path if path in self._paths else "other"
+
+
+def is_routine(path: str) -> bool:
+    """What is asked again and again by machines: it is not traced, and logged at level debug only."""
+    return path in ("/health", "/metrics", "/version") or path.startswith("/ui")
+
+
+def span_attributes(record: RequestRecord, path: str, model: str) -> dict[str, Value]:
+    """What a request's span says besides HTTP's; never what was asked or answered."""
+    found: dict[str, Value] = {"trunkline.request_id": record.id}
+    if record.tenant:
+        found["trunkline.tenant"] = record.tenant
+    job = record.job
+    if job is None:
+        return found
+    found |= {
+        "gen_ai.operation.name": operation_of(path),
+        "gen_ai.provider.name": PROVIDER,
+        "gen_ai.request.model": model,
+        "gen_ai.response.model": model,
+        "gen_ai.request.max_tokens": job.max_tokens,
+        "gen_ai.request.temperature": job.sampling.temperature,
+        "gen_ai.request.top_p": job.sampling.top_p,
+        "gen_ai.response.finish_reasons": record.outcomes,
+        "gen_ai.usage.input_tokens": record.prompt_tokens,
+        "gen_ai.usage.cache_read.input_tokens": record.cached_tokens,
+        "gen_ai.usage.output_tokens": record.output_tokens,
+        "trunkline.attempts": record.attempts,
+    }
+    if job.decoding.choices > 1:
+        found["gen_ai.request.choice.count"] = job.decoding.choices
+    if record.first_token_s is not None:
+        found["gen_ai.response.time_to_first_chunk"] = record.first_token_s
+    return found
 
 
 def _log_failure(error: Exception) -> None:

@@ -216,7 +216,6 @@ def make_job(
         cut=prompt.cut,
         modules=prompt.modules,
         session=request.session_id or (request.prompt_cache_key or "")[:SESSION_ID_CHARACTERS_MAX],
-        salt=(request.cache_salt or "").encode(),
     )
 
 

@@ -7,8 +7,8 @@ A schema is a record (`records.py`) whose id is its name. Every request asks for
 has changed or deleted is seen at once; the record of a version that this router has compiled already comes without
 its source.
 
-Names live per `cache_salt`, like the KV: the same name with another salt is another schema, and nobody finds it
-without the salt.
+Names live per tenant and `cache_salt`, like the KV: the same name with another salt is another schema, and nobody
+finds it without the salt.
 
 Pins are the controller's, in memory. The first use of a pinned schema over a new connection sets its pin again,
 because the controller may have been another process before.
@@ -30,6 +30,7 @@ from trunkline.controller.messages import ModulesCall, ModuleText, PromptLayout
 from trunkline.router import pml
 from trunkline.router.draws import request_name
 from trunkline.router.errors import ApiError, bad_value, in_conflict, not_found, unavailable
+from trunkline.router.identity import current_identity
 from trunkline.router.link import Answer, ControllerLink
 from trunkline.router.messages import ModulesReply, Record, RecordReply
 from trunkline.router.pml.tree import NAME_CHARACTERS_MAX
@@ -110,6 +111,8 @@ class Schema:
 
     def __init__(self, salt: bytes, record: Record, definition: Definition, ready: Compiled) -> None:
         self.salt = salt
+        self.kind = kind_of(salt, current_identity().owner)
+        """Of its record."""
         self.record = record
         self.definition = definition
         self.ready = ready
@@ -129,7 +132,7 @@ class Schema:
     @property
     def key(self) -> str:
         """Says where its record is kept, and who holds its pins."""
-        return key_of(kind_of(self.salt), self.name)
+        return key_of(self.kind, self.name)
 
     @property
     def compiled(self) -> pml.CompiledSchema:
@@ -195,7 +198,7 @@ class SchemaStore:
         Raises:
             ApiError: 409, others change it all the time; 503, it was not stored.
         """
-        kind = kind_of(salt)
+        kind = kind_of(salt, current_identity().owner)
         definition.request = request_name()
 
         def replaced(present: Definition) -> Definition:
@@ -230,7 +233,7 @@ class SchemaStore:
             ApiError: 404, there is none; 503.
             PmlError: it does not fit into the context (any more).
         """
-        kind = kind_of(salt)
+        kind = kind_of(salt, current_identity().owner)
         key = key_of(kind, name)
         known = self._cached.get(key)
         record = await self._record(kind, name, 0 if known is None else known.record.version)
@@ -256,7 +259,7 @@ class SchemaStore:
         Raises:
             ApiError: 404; 409, others change it all the time; 503.
         """
-        kind = kind_of(salt)
+        kind = kind_of(salt, current_identity().owner)
 
         def changed(definition: Definition) -> Definition:
             change(definition)
@@ -271,14 +274,14 @@ class SchemaStore:
         Raises:
             ApiError: 404.
         """
-        kind = kind_of(salt)
+        kind = kind_of(salt, current_identity().owner)
         _checked(await self._ask(kind, name, "delete"), name)
         self._drop(key_of(kind, name))
         self.unpin(key_of(kind, name))
 
     async def page(self, salt: bytes, after: str, limit: int) -> list[Record]:
         """Records without their values, `limit` at most, in the order of their names, behind `after`."""
-        return await self._homes.page(kind_of(salt), after, limit)
+        return await self._homes.page(kind_of(salt, current_identity().owner), after, limit)
 
     async def _change(
         self, kind: str, name: str, change: Callable[[Definition], Definition]
@@ -419,9 +422,14 @@ def _weight(definition: Definition, ready: Compiled) -> int:
     return size + parts * _PART_BYTES
 
 
-def kind_of(salt: bytes) -> str:
-    """The kind of the records of all schemas with a salt. The salt itself is nobody's business."""
-    return f"{_KIND}:{hashlib.blake2b(salt, digest_size=16).hexdigest()}" if salt else _KIND
+def kind_of(salt: bytes, owner: str) -> str:
+    """The kind of the records of all schemas with a salt, of an owner (`identity.py`). The salt itself is nobody's
+    business."""
+    if not (salt or owner):
+        return _KIND
+    # Owners are printable: behind the zero none ends where another's salt begins.
+    said = b"\0" + owner.encode() + b"\0" + salt if owner else salt
+    return f"{_KIND}:{hashlib.blake2b(said, digest_size=16).hexdigest()}"
 
 
 def key_of(kind: str, name: str) -> str:

@@ -24,19 +24,19 @@ from typing import Any, Final
 
 import structlog
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-from uvicorn.server import ServerState
 
 from trunkline.deploy.notify import report_status
 from trunkline.router.api.connection import BODY_SEND
 from trunkline.router.app import create_app
 from trunkline.router.config import RouterConfig
+from trunkline.router.connections import BoundedProtocol, ConnectionLimits, ConnectionState, connections_max
 from trunkline.router.service import RouterService
 from trunkline.router.tokenizer import Tokenizer
 
-_HEADER_BYTES_MAX: Final = 64 << 10
 _ALLOCATIONS_PER_COLLECTION: Final = 20_000
 _BACKLOG: Final = 2048
+_KEEP_ALIVE_SECONDS: Final = 75
+"""More than proxies keep idle connections to a server, so that they are the ones that close."""
 _CLOSE_SECONDS: Final = 2
 """After the last generation, for responses still being written."""
 _MEET_SECONDS_MAX: Final = 3.0
@@ -47,49 +47,13 @@ _IDLE_SECONDS: Final = 2.0
 _log = structlog.get_logger("trunkline.router")
 
 
-class _State(ServerState):
-    """What uvicorn's connections have in common."""
-
-    hands_over = False
-    """Connections are closed after the answer."""
-
-
-class _BoundedProtocol(HttpToolsProtocol):
-    """uvicorn's HTTP protocol with a limit on headers, of which its parser has none."""
-
-    _in_headers = False
-    _header_bytes = 0
-    server_state: _State
-
-    def on_message_begin(self) -> None:
-        self._in_headers = True
-        self._header_bytes = 0
-        super().on_message_begin()
-
-    def on_headers_complete(self) -> None:
-        self._in_headers = False
-        super().on_headers_complete()
-        if self.server_state.hands_over and self.cycle is not None:
-            self.cycle.keep_alive = False
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if self._in_headers:  # else a trailer, which nobody reads
-            super().on_header(name, value)
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if self._in_headers:
-            self._header_bytes += len(data)
-            if self._header_bytes > _HEADER_BYTES_MAX and not self.transport.is_closing():
-                self.send_400_response("Request headers are too large.")
-
-
 class _Server(uvicorn.Server):
     """uvicorn without its own signal handling, which can hand over to other processes on the same socket."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, config: uvicorn.Config, limits: ConnectionLimits) -> None:
         super().__init__(config)
-        self.server_state: _State = _State()
+        self.server_state: ConnectionState = ConnectionState()
+        self.server_state.limits = limits
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept connections, unless it is over already."""
@@ -182,7 +146,7 @@ def make_server(service: RouterService, meet_seconds_max: float = 0.0) -> _Serve
     Args:
         meet_seconds_max: how long to wait for a controller that is ready before connections are accepted.
     """
-    app = create_app(service)
+    app, config = create_app(service), service.config
 
     async def app_that_waits(scope: Any, receive: Any, send: Any) -> None:
         async def send_when_ready(message: Any) -> None:
@@ -197,16 +161,25 @@ def make_server(service: RouterService, meet_seconds_max: float = 0.0) -> _Serve
     return _Server(
         uvicorn.Config(
             app_that_waits,
-            http=_BoundedProtocol,
+            http=BoundedProtocol,
             ws="none",
             lifespan="on",
             log_config=None,
             log_level="error",  # its warnings are about what clients send
             access_log=False,
             server_header=False,
-            timeout_keep_alive=75,
+            timeout_keep_alive=_KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=_CLOSE_SECONDS,
-        )
+        ),
+        ConnectionLimits(
+            connections=connections_max(config.max_connections),
+            header_bytes=config.max_header_bytes,
+            headers=config.max_headers,
+            url_bytes=config.max_url_bytes,
+            headers_s=config.header_seconds,
+            body_s=config.body_seconds,
+            idle_s=_KEEP_ALIVE_SECONDS,
+        ),
     )
 
 

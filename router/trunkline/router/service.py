@@ -10,12 +10,16 @@ import hashlib
 import importlib.metadata
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
+from typing import NamedTuple
 
+import structlog
 import zmq
 
 from trunkline.controller.messages import Prefetch
+from trunkline.deploy.wire_keys import Role
+from trunkline.deploy.wire_peer import WirePeer
 from trunkline.router.choices import Choices
 from trunkline.router.config import RouterConfig
 from trunkline.router.dispatch import Dispatcher
@@ -26,13 +30,25 @@ from trunkline.router.health import Health, HealthProbe, describe
 from trunkline.router.link import ControllerLink
 from trunkline.router.messages import FinishReason
 from trunkline.router.metering import Meter, Tenants, current_meter
-from trunkline.router.metrics import Metrics
+from trunkline.router.metrics import Live, Metrics
 from trunkline.router.records import RecordHomes
+from trunkline.router.request_record import RequestRecord, current_record
 from trunkline.router.routing.core import RouteRequest, RoutingCore
+from trunkline.router.routing.request import Origin
 from trunkline.router.sampling import Job, Limits, Modules
 from trunkline.router.schemas import SchemaStore
 from trunkline.router.sessions import SessionStore, is_stored
+from trunkline.router.streams import Stream
 from trunkline.router.tokenizer import Tokenizer
+
+
+class LiveRequest(NamedTuple):
+    """A generation in work, for people."""
+
+    origin: Origin
+    stream: Stream
+    arrived_at: float
+    """Loop time in seconds."""
 
 
 class RouterService:
@@ -44,8 +60,13 @@ class RouterService:
         self.links: list[ControllerLink] = []
         homes = RecordHomes(self.links)
         self.sessions = SessionStore(homes)
-        self.metrics = Metrics(lambda: self.links, lambda: len(self.schemas))
-        self.schemas = SchemaStore(homes, tokenizer, lambda code: self.metrics.pml_errors.labels(code).inc())
+        self.metrics = Metrics(
+            lambda: self.links,
+            Live(lambda: len(self.schemas), lambda: self.live_count, lambda: self.dispatcher.waiting_count),
+            version=self.version,
+            model=config.model_name,
+        )
+        self.schemas = SchemaStore(homes, tokenizer, lambda code: self.metrics.modules.errors.labels(code).inc())
         self.tenants = Tenants(config)
         self.created = int(time.time())
         """Start of this process, Unix time in seconds."""
@@ -60,7 +81,7 @@ class RouterService:
             on_event=lambda kind: self.metrics.routing.events.labels(kind).inc(),
             on_route=lambda decision: self.metrics.routing.chose(decision),
         )
-        self._generations: set[Generation] = set()
+        self._generations: dict[Generation, LiveRequest] = {}
         self._idle = asyncio.Event()
         self._idle.set()
         self._zmq: zmq.Context[zmq.Socket[bytes]] | None = None
@@ -81,15 +102,23 @@ class RouterService:
     def open(self) -> None:
         """Begin to connect to the controllers."""
         self._zmq = zmq.Context()
+        peers: list[WirePeer] = []
         for index, endpoint in enumerate(self.config.controllers):
-            link = ControllerLink(index, endpoint, self._zmq, self.config.silence_seconds)
+            peer = WirePeer(self.config.wire_keys, Role.ROUTER)
+            link = ControllerLink(index, endpoint, self._zmq, self.config.silence_seconds, peer)
+            peers.append(peer)
             link.patience = self.config.resume_seconds
             link.on_change = self.dispatcher.link_changed
             self.links.append(link)
         bos = self.tokenizer.special_token_id("bos_token")
         self._health = HealthProbe(self.links, 0 if bos is None else bos)
         self._feeds = EventFeeds(
-            self._zmq, self.config.events, self.links, self.dispatcher.core.index, self.dispatcher.load_changed
+            self._zmq,
+            self.config.events,
+            self.links,
+            self.dispatcher.core.index,
+            self.dispatcher.load_changed,
+            peers,
         )
         self._feeds.open()
         for link in self.links:
@@ -141,9 +170,10 @@ class RouterService:
                 moment (503).
         """
         self.check_admission()
-        meter = current_meter()
+        meter, record = current_meter(), current_record()
         meter.charge_prompt(job.seen_tokens)
-        stream = self.dispatcher.submit(job, self._route_of(job))
+        route = self._route_of(job)
+        stream = self.dispatcher.submit(job, route)
         if job.modules is not None:
             self._count_modules(job, job.modules, self.dispatcher.link_of(stream))
         generation = Generation(
@@ -152,9 +182,9 @@ class RouterService:
             Choices(job, self.tokenizer.vocabulary),
             self.metrics,
             arrived_at,
-            lambda it: self._forget(it, meter),
+            lambda it: self._forget(it, meter, record),
         )
-        self._generations.add(generation)
+        self._generations[generation] = LiveRequest(route.origin, stream, arrived_at)
         self._idle.clear()
         self.metrics.generations.labels(job.decoding.name, "" if job.grammar is None else job.grammar.kind).inc()
         if self.config.request_timeout_seconds:
@@ -179,19 +209,33 @@ class RouterService:
             home=home,
             drops=job.cut.drops,
             layout=None if job.modules is None else job.modules.layout,
+            origin=_origin_of(job),
         )
 
     def _count_modules(self, job: Job, modules: Modules, link: ControllerLink | None) -> None:
-        self.metrics.module_requests.inc()
+        self.metrics.modules.requests.inc()
         hint = modules.hint
         if hint is not None and link is not None:
             link.tell(lambda ticket: Prefetch(ticket, b"", job.salt, layout=hint))
 
-    def _forget(self, generation: Generation, meter: Meter) -> None:
+    def _forget(self, generation: Generation, meter: Meter, record: RequestRecord | None) -> None:
         meter.charge_output(generation.output_tokens)
-        self._generations.discard(generation)
+        self.metrics.phases.ended(generation, meter.tenant)
+        if record is not None:
+            record.add(generation)
+        self._generations.pop(generation, None)
         if not self._generations:
             self._idle.set()
+
+    @property
+    def live_count(self) -> int:
+        """Generations in work."""
+        return len(self._generations)
+
+    @property
+    def generations(self) -> Mapping[Generation, LiveRequest]:
+        """They themselves."""
+        return self._generations
 
     async def health(self) -> Health:
         """Whether a token can be generated and new requests are taken."""
@@ -232,3 +276,8 @@ def _scoped(job: Job) -> str:
     """Clients choose the names of their sessions: what one tenant names must not move another's."""
     meter = current_meter()
     return f"{meter.tenant}/{job.salt.hex()}/{job.session}"
+
+
+def _origin_of(job: Job) -> Origin:
+    request = structlog.contextvars.get_contextvars().get("request_id", "")
+    return Origin(request, current_meter().tenant, job.session)

@@ -17,6 +17,7 @@ from trunkline.kvstore.layout import pack_int32
 from trunkline.router.draws import draw_hex, request_name
 from trunkline.router.errors import ApiError, in_conflict, not_found, unavailable
 from trunkline.router.history import Session, pack_session, unpack_session
+from trunkline.router.identity import current_identity
 from trunkline.router.link import ControllerLink
 from trunkline.router.messages import Prefetched, Record, RecordReply
 from trunkline.router.records import CALL_SECONDS, RecordHomes, ask, call_persistently, record_call
@@ -107,7 +108,13 @@ class SessionStore:
 
     async def page(self, after: str, limit: int) -> list[Record]:
         """Records without their values, `limit` at most, in the order of their ids, behind `after`."""
-        return await self._homes.page(_KIND, after, limit)
+        return await self._homes.page(_kind_of(current_identity().owner), after, limit)
+
+    async def page_of_all(self, owners: Sequence[str], after: str, limit: int) -> list[tuple[str, Record]]:
+        """As `page`, of all these owners (`identity.py`), each record with its owner."""
+        pages = await asyncio.gather(*(self._homes.page(_kind_of(owner), after, limit) for owner in owners))
+        found = [(owner, record) for owner, page in zip(owners, pages, strict=True) for record in page]
+        return sorted(found, key=lambda pair: pair[1].id)[:limit]
 
     async def prefetch(
         self,
@@ -196,8 +203,13 @@ def ttl_of(session: Session) -> float:
 
 
 def _call_of(op: str, session_id: str, **fields: Any) -> Callable[[int], RecordCall]:
-    """A call but for its ticket."""
-    return record_call(op, _KIND, session_id, **fields)
+    """A call but for its ticket, for the owner of the request at hand."""
+    return record_call(op, _kind_of(current_identity().owner), session_id, **fields)
+
+
+def _kind_of(owner: str) -> str:
+    """Each owner's sessions are records of a kind of their own: nobody else's id finds them."""
+    return f"{_KIND}:{owner}" if owner else _KIND
 
 
 def _read(reply: RecordReply) -> Stored:

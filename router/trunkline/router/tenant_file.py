@@ -1,9 +1,14 @@
-"""The file in which an operator says what tenants may do. Read at the start, and again whenever it changes.
+"""The file in which an operator says who the tenants are, what keys they have and what they may do. Read at the
+start, and again whenever it changes.
 
     {"default": {"requests_per_minute": 60},
-     "tenants": {"batch": {"keys": ["SHA-256 of a key"], "tokens_per_minute": 100000, "priority": 5}}}
+     "tenants": {"batch": {"keys": [{"sha256": "SHA-256 of a key", "name": "laptop", "role": "user",
+                                     "expires": "2027-01-31T00:00:00Z"}],
+                           "tokens_per_minute": 100000, "priority": 5}}}
 
-What a tenant does not say, `default` says; what that does not say, the process's options do. null: no limit.
+What a tenant does not say, `default` says; what that does not say, the process's options do. null: no limit. A
+key may be its digest alone. Where any tenant has `keys`, be it an empty list, requests need one. `salt` names with
+whom a tenant shares its cached KV on purpose; without it a tenant shares it with nobody.
 
 A file that is wrong changes nothing, also for a router that is started while it is: each version that is right is
 kept beside the sockets of the cluster, and serves then. A mistake in it must not keep a lost router away.
@@ -14,6 +19,8 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import stat
+from datetime import datetime
 from pathlib import Path
 from typing import Final
 
@@ -21,12 +28,14 @@ import msgspec
 import structlog
 from msgspec import UNSET, UnsetType
 
+from trunkline.router.auth import Key, Role
 from trunkline.router.tenants import KEY_PREFIX, NAME, TenantLimits, TenantRules
 
 BYTES_MAX: Final = 16 << 20
 CHECK_SECONDS: Final = 1.0
 """Between two looks at whether the file has changed."""
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
+_KEY_NAME: Final = re.compile(r"[\x21-\x7e]{0,128}")
 _FIELDS: Final = ("requests", "requests_per_minute", "tokens_per_minute", "priority")
 _log = structlog.get_logger("trunkline.router.tenants")
 
@@ -38,8 +47,22 @@ class _Default(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     priority: int | UnsetType = UNSET
 
 
+class KeyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A key as it stands in the file."""
+
+    sha256: str
+    name: str = ""
+    role: Role = Role.USER
+    expires: str | None = None
+    """RFC 3339."""
+    gateway: bool = False
+    created: str = ""
+    """For people."""
+
+
 class _Tenant(_Default, frozen=True, forbid_unknown_fields=True):
-    keys: list[str] = []
+    keys: list[str | KeyEntry] | UnsetType = UNSET
+    salt: str = ""
 
 
 class _Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -59,7 +82,7 @@ def parse_rules(text: bytes, base: TenantLimits) -> TenantRules:
         raise ValueError(str(error)) from None
     default = _filled(document.default, base, "default")
     tenants: dict[str, TenantLimits] = {}
-    keys: dict[str, str] = {}
+    keys: dict[str, Key] = {}
     for name, tenant in document.tenants.items():
         if not NAME.fullmatch(name) or name.startswith(KEY_PREFIX):
             raise ValueError(
@@ -67,13 +90,46 @@ def parse_rules(text: bytes, base: TenantLimits) -> TenantRules:
                 f"beginning with {KEY_PREFIX!r}"
             )
         tenants[name] = _filled(tenant, default, f"tenants: {name}")
-        for key in tenant.keys:
-            digest = key.lower()
-            if not _DIGEST.fullmatch(digest):  # perhaps the key itself: it is not shown
-                raise ValueError(f"tenants: {name}: keys are given as their SHA-256, 64 hexadecimal digits")
-            if keys.setdefault(digest, name) != name:
-                raise ValueError(f"tenants: {name} and {keys[digest]} have a key in common")
-    return TenantRules(default, tenants, keys)
+        if tenant.salt and not NAME.fullmatch(tenant.salt):
+            raise ValueError(f"tenants: {name}: a salt's name has 1 to 128 printable ASCII characters, no spaces")
+        for given in tenant.keys or ():
+            digest, key = _key(name, given)
+            if keys.setdefault(digest, key).tenant != name:
+                raise ValueError(f"tenants: {name} and {keys[digest].tenant} have a key in common")
+    return TenantRules(
+        default,
+        tenants,
+        keys,
+        salts={name: tenant.salt for name, tenant in document.tenants.items() if tenant.salt},
+        has_keys=any(tenant.keys is not UNSET for tenant in document.tenants.values()),
+    )
+
+
+def _key(tenant: str, given: str | KeyEntry) -> tuple[str, Key]:
+    """A key of a tenant, by its digest."""
+    entry = KeyEntry(given) if isinstance(given, str) else given
+    digest = entry.sha256.lower()
+    if not _DIGEST.fullmatch(digest):  # perhaps the key itself: it is not shown
+        raise ValueError(f"tenants: {tenant}: keys are given as their SHA-256, 64 hexadecimal digits")
+    if not _KEY_NAME.fullmatch(entry.name):
+        raise ValueError(f"tenants: {tenant}: a key's name has up to 128 printable ASCII characters, no spaces")
+    expires = None if entry.expires is None else parse_time(entry.expires, f"tenants: {tenant}: expires")
+    return digest, Key(tenant, entry.name or digest[:8], entry.role, expires, entry.gateway)
+
+
+def parse_time(text: str, where: str) -> float:
+    """Unix time in seconds, from RFC 3339.
+
+    Raises:
+        ValueError: it is something else, or says no time zone.
+    """
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        moment = None
+    if moment is None or moment.tzinfo is None:
+        raise ValueError(f"{where} is {text[:40]!r}; a time is written as 2027-01-31T12:00:00Z")
+    return moment.timestamp()
 
 
 def _filled(given: _Default, base: TenantLimits, where: str) -> TenantLimits:
@@ -97,6 +153,8 @@ def _read(path: str, base: TenantLimits) -> tuple[TenantRules, bytes]:
     """As `read_rules`, with the file's text."""
     try:
         with Path(path).open("rb") as file:
+            if os.fstat(file.fileno()).st_mode & stat.S_IWOTH:
+                raise ValueError("everybody on this machine may change it; do `chmod o-w` first")
             text = file.read(BYTES_MAX + 1)
         if len(text) > BYTES_MAX:
             raise ValueError(f"it has more than {BYTES_MAX} bytes")
@@ -150,13 +208,27 @@ class TenantFile:
 
     def _load(self) -> TenantRules:
         rules, text = _read(self._path, self._base)
+        with contextlib.suppress(OSError):  # gone meanwhile
+            if rules.has_keys and os.stat(self._path).st_mode & stat.S_IROTH:
+                _log.warning("tenants_readable_by_all", path=self._path, advice="chmod o-r")
         if self._kept:
             # Complete or not at all, and each router its own: several read the same change at the same time.
             new = Path(f"{self._kept}.{os.getpid()}")
             with contextlib.suppress(OSError):
-                new.write_bytes(text)
+                write_private(new, text)
                 new.replace(self._kept)
         return rules
+
+
+def write_private(path: Path, text: bytes) -> None:
+    """Write a file that nobody else may read, whatever the process's umask is. What was there is gone.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path.unlink(missing_ok=True)
+    with open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600), "wb") as file:
+        file.write(text)
 
 
 def _stamp(path: str) -> tuple[int, int, int] | None:

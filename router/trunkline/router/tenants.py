@@ -1,8 +1,8 @@
 """Who asks, and how much they may ask for: token buckets per tenant. Pure: time is an argument, seconds that only
 go forward.
 
-    headers ─► KeyResolver ─► tenant ─► TenantBook.admit ─► Admission ─► charge_prompt, charge_output, close
-                                              └─ 429: which limit, and after how many seconds it would pass
+    headers ─► Authenticator ─► tenant ─► TenantBook.admit ─► Admission ─► charge_prompt, charge_output, close
+               (identity.py)                       └─ 429: which limit, and after how many seconds it would pass
 
 A request needs a place among the tenant's running ones, one from the bucket of requests, and a bucket of tokens
 that is not empty. Its prompt is charged once its tokens are known, its output when it ends. So a bucket of tokens
@@ -14,16 +14,15 @@ Routers share nothing. Of several each grants an equal part of every limit.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import re
 from collections import OrderedDict
-from collections.abc import Mapping
-from typing import Final, Protocol
+from typing import Final
 
 import msgspec
 
-from trunkline.router.errors import RETRY_AFTER_SECONDS, ApiError, bad_value
+from trunkline.router.auth import Key
+from trunkline.router.errors import RETRY_AFTER_SECONDS, ApiError
 
 ANONYMOUS: Final = "anonymous"
 """The tenant of requests without a key."""
@@ -76,65 +75,16 @@ class TenantRules(msgspec.Struct, frozen=True):
     default: TenantLimits = NO_LIMITS
     tenants: dict[str, TenantLimits] = {}
     """By name; of the others `default` holds."""
-    keys: dict[str, str] = {}
-    """Names by the SHA-256 of a key, in hexadecimal."""
+    keys: dict[str, Key] = {}
+    """By the SHA-256 of a key, in hexadecimal."""
+    salts: dict[str, str] = {}
+    """Names of the salts of tenants that do not have one for themselves."""
+    has_keys: bool = False
+    """Whether a key is needed, also if there is none (any more)."""
 
     def limits_of(self, name: str) -> TenantLimits:
         """A tenant's."""
         return self.tenants.get(name, self.default)
-
-
-# -- who
-
-
-class TenantResolver(Protocol):
-    """Finds the tenant of a request."""
-
-    def resolve(self, headers: Mapping[str, str], rules: TenantRules) -> str:
-        """Its name.
-
-        Raises:
-            ApiError: the request says who it is in a way that cannot be.
-        """
-
-
-class KeyResolver:
-    """By a header that a gateway sets, or else by the key. Keys are not checked: they only tell tenants apart."""
-
-    def __init__(self, header: str = "") -> None:
-        """`header`: the trusted one, whose value is the tenant's name; "": there is none."""
-        self._header = header
-
-    def resolve(self, headers: Mapping[str, str], rules: TenantRules) -> str:
-        """See `TenantResolver`."""
-        if self._header and (name := headers.get(self._header)):
-            if sum(given.lower() == self._header.lower() for given in headers) > 1:
-                # A gateway that adds its own instead of replacing the client's would let clients choose.
-                raise bad_value(self._header, f"header {self._header}: it is given more than once")
-            if not NAME.fullmatch(name):
-                raise bad_value(
-                    self._header,
-                    f"header {self._header}: a tenant's name has 1 to 128 printable ASCII characters, no spaces",
-                )
-            return name
-        key = key_of(headers)
-        if not key:
-            return ANONYMOUS
-        digest = hash_key(key)
-        return rules.keys.get(digest) or KEY_PREFIX + digest[:32]
-
-
-def key_of(headers: Mapping[str, str]) -> str:
-    """The key that a request was sent with; "": none."""
-    scheme, _, credentials = headers.get("authorization", "").partition(" ")
-    if scheme.lower() == "bearer" and credentials.strip():
-        return credentials.strip()
-    return headers.get("x-api-key", "").strip()
-
-
-def hash_key(key: str) -> str:
-    """As keys stand in a file: SHA-256 in hexadecimal. Nothing here keeps or logs a key itself."""
-    return hashlib.sha256(key.encode()).hexdigest()
 
 
 # -- how much

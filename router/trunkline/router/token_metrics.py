@@ -8,12 +8,17 @@ from typing import Final
 
 import numpy as np
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.registry import Collector
 
+from trunkline.router.metric_families import Family, FamilyCollector
+
+_LATENCY: Final = Family(
+    "trunkline_inter_token_latency_seconds", "histogram", "Between consecutive tokens of a sequence."
+)
+_TOKENS: Final = Family("trunkline_output_tokens", "counter", "Output tokens delivered.")
 _NOTED_MAX: Final = 4096
 
 
-class TokenMetrics(Collector):
+class TokenMetrics(FamilyCollector):
     """Output tokens, and the time between them, in seconds. All calls from one thread."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
@@ -41,16 +46,18 @@ class TokenMetrics(Collector):
         self._counts += np.bincount(buckets, minlength=len(self._counts))
         self._sum += float(values.sum())
 
+    def families(self) -> Iterable[Family]:
+        """All that `collect` ever gives."""
+        return (_LATENCY, _TOKENS)
+
     def collect(self) -> Iterable[Metric]:
         """What Prometheus gets."""
         self._count()
         ends = [*(str(float(bound)) for bound in self._bounds), "+Inf"]
         totals = np.cumsum(self._counts).tolist()
-        histogram = HistogramMetricFamily(
-            "trunkline_inter_token_latency_seconds", "Between consecutive tokens of a sequence."
-        )
+        histogram = HistogramMetricFamily(_LATENCY.name, _LATENCY.text)
         histogram.add_metric([], list(zip(ends, map(float, totals), strict=True)), self._sum)
         yield histogram
-        tokens = CounterMetricFamily("trunkline_output_tokens", "Output tokens delivered.")
+        tokens = CounterMetricFamily(_TOKENS.name, _TOKENS.text)
         tokens.add_metric([], float(self.tokens))
         yield tokens

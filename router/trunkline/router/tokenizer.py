@@ -10,6 +10,7 @@ import asyncio
 import functools
 import hashlib
 import json
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,6 +21,7 @@ import tokenizers
 from trunkline.router.chat_template import ChatRenderer, ChatTemplateError
 from trunkline.router.detokenizer import Vocabulary
 from trunkline.router.model_files import ModelFiles, read_model_files
+from trunkline.router.request_trace import current_trace
 from trunkline.router.tools.styles import ToolStyle, detect_style
 
 OFF_LOOP_CHARACTERS: Final = 64 << 10
@@ -130,12 +132,17 @@ class Tokenizer:
 
     async def encode_async(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """`encode`, in a thread if the text is long."""
+        began, trace = time.monotonic(), current_trace.get()
         if len(text) < OFF_LOOP_CHARACTERS:
-            return self.encode(text, add_special_tokens=add_special_tokens)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(
-            self._threads, lambda: self.encode(text, add_special_tokens=add_special_tokens)
-        )
+            ids = self.encode(text, add_special_tokens=add_special_tokens)
+        else:
+            loop = asyncio.get_running_loop()
+            ids = await loop.run_in_executor(
+                self._threads, lambda: self.encode(text, add_special_tokens=add_special_tokens)
+            )
+        if trace is not None:
+            trace.tokenized(began, len(text), len(ids))
+        return ids
 
     async def encode_rest(self, text: str) -> list[int]:
         """Token ids of a text that goes on where others stopped: without what marks the beginning of one."""

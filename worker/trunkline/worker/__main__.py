@@ -29,7 +29,13 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _leave_on_sigterm()
     enter_role(
-        f"worker {config.group} rank {config.rank}", parent_pid=config.parent_pid, log_level=config.log_level
+        "worker",
+        title=f"worker {config.group} rank {config.rank}",
+        parent_pid=config.parent_pid,
+        log_level=config.log_level,
+        log_format=config.log_format,
+        group=config.group_label,
+        rank=config.rank,
     )
     code = serve(config, Runner.load)
     sys.stdout.flush()

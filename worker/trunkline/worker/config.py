@@ -7,6 +7,7 @@ from typing import Final, Literal
 
 import msgspec
 
+from trunkline.deploy.wire_keys import Role, problem_of
 from trunkline.worker.errors import ConfigError
 
 DTYPES: Final = ("float32", "bfloat16", "float16")
@@ -70,6 +71,13 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Longest sequence in tokens; 0: the model's own limit."""
     rendezvous: str = ""
     """`init_method` of torch.distributed, such as `tcp://127.0.0.1:29500`; needed for collectives."""
+    is_spread: bool = False
+    """Ranks of this group run on other hosts, too: `rendezvous` is then tcp://HOST:PORT, where rank 0 listens."""
+    model_fingerprint: str = ""
+    """Hexadecimal, of configuration and weights as they are computed with; the controller refuses a rank with
+    another one than its own. "": not compared."""
+    status_path: str = ""
+    """Socket of the supervisor for what this process says of itself (`trunkline.deploy.notify`); "": none."""
     force_collectives: bool = False
     """Run collectives even if `tp` is 1, to test them on one GPU."""
     threads: int = 1
@@ -77,9 +85,23 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     epoch: int = 1
     """Of the group; plans of another epoch are refused. A rank's process is told its own by the controller,
     whatever is said here (`of_epoch`)."""
+    wire_keys: str = ""
+    """File of the keys of sockets between hosts (`trunkline key wire`); "": there is none."""
+    plain_tcp: bool = False
+    """Sockets between hosts have no keys: for tests, and networks in which nobody else is."""
     log_level: str = "info"
+    log_format: str = "auto"
+    """"json", "text", or "auto": text on a terminal."""
+    otlp_endpoint: str = ""
+    """Collector that spans are sent to; "": as OpenTelemetry's environment variables say (`deploy/tracing.py`)."""
     parent_pid: int = 0
     """Process to die with; 0: none."""
+
+    @property
+    def group_label(self) -> str | int:
+        """The group in log lines: its number, if that is how it is called."""
+        number = self.group.removeprefix("group-")
+        return int(number) if number.isdecimal() else self.group
 
     def of_epoch(self, epoch: int) -> WorkerConfig:
         """The configuration of a rank of this epoch. What is left in a file in which the ranks of an earlier one
@@ -87,6 +109,18 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         is_file = self.rendezvous.startswith("file:")
         meeting = f"{self.rendezvous}-{epoch}" if is_file else self.rendezvous
         return msgspec.structs.replace(self, epoch=epoch, rendezvous=meeting)
+
+    @property
+    def terms(self) -> dict[str, str]:
+        """What the controller, and with it all ranks, must have in common with this one."""
+        terms = {
+            "tp": str(self.tp),
+            "dtype": self.dtype,
+            "chunk_size": str(self.chunk_size),
+            "max_context": str(self.max_context),
+            "model": self.model_fingerprint,
+        }
+        return {name: value for name, value in terms.items() if value not in ("", "0")}
 
     def validate(self) -> None:
         """One sentence per rule.
@@ -97,6 +131,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         for holds, sentence in (*self._rules(), *self._tier_rules()):
             if not holds:
                 raise ConfigError(sentence)
+        endpoints = [self.plan_endpoint, self.report_endpoint]
+        if problem := problem_of(endpoints, self.wire_keys, Role.WORKER, plain_tcp=self.plain_tcp):
+            raise ConfigError(problem)
 
     def _rules(self) -> tuple[tuple[bool, str], ...]:
         return (
@@ -127,6 +164,10 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             ),
             (self.max_context >= 0, f"max_context is {self.max_context}; it must not be negative"),
             (self.threads >= 1, f"threads is {self.threads}; it must be at least 1"),
+            (
+                not self.is_spread or self.rendezvous.startswith("tcp://"),
+                f"rendezvous is {self.rendezvous!r}; ranks of several hosts meet at tcp://HOST:PORT",
+            ),
             (
                 bool(self.rendezvous) or (self.tp == 1 and not self.force_collectives),
                 f"tp is {self.tp}; collectives need a rendezvous address",

@@ -37,3 +37,7 @@ class CheckpointError(ModelError):
 
 class PeerLostError(WorkerError):
     """A collective failed: another rank of the group died or cannot be reached."""
+
+
+class RefusedError(WorkerError):
+    """The controller does not take this rank into its group: it is configured for another one."""

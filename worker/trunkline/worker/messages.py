@@ -176,6 +176,9 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True, tag="step"):
     load_fence: int = 0
     """Layer l of this step's attention begins when layer l of the loads of all plans up to this one is there;
     copies begin when they are there whole if any copy reads or writes one of their blocks."""
+    traces: bytes | None = None
+    """40 bytes (`trunkline.deploy.tracing.StepTrace`) for each part of a traced prompt that is computed; None: of
+    none."""
 
 
 class TierMove(msgspec.Struct, array_like=True, frozen=True):
@@ -223,6 +226,15 @@ class Welcome(msgspec.Struct, array_like=True, frozen=True, tag="welcome"):
     epoch: int
 
 
+class Refused(msgspec.Struct, array_like=True, frozen=True, tag="refused"):
+    """On a rank's own topic: answer to a `WorkerHello` of a rank that cannot belong to this group. It ends."""
+
+    incarnation: bytes
+    """Whom it is for."""
+    reason: str
+    """For people: what differs."""
+
+
 class Leave(msgspec.Struct, array_like=True, frozen=True, tag="leave"):
     """On `LEAVE_TOPIC`: an epoch is over, because a rank was lost or the controller gave it up. Whoever belongs to
     it, or to an older one, leaves at once, also from within a step or a collective, and is started again."""
@@ -249,4 +261,4 @@ class ForgetGrammar(msgspec.Struct, array_like=True, frozen=True, tag="forget"):
     grammar: int
 
 
-WorkerMessage = Welcome | StepPlan | Shutdown | CompileGrammar | ForgetGrammar | TierMoves | Probe
+WorkerMessage = Welcome | Refused | StepPlan | Shutdown | CompileGrammar | ForgetGrammar | TierMoves | Probe

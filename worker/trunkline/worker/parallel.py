@@ -33,6 +33,7 @@ from trunkline.kernels.shared_group import (
 )
 from trunkline.worker.config import WorkerConfig
 from trunkline.worker.errors import PeerLostError, WorkerError
+from trunkline.worker.rendezvous import choose_interface, open_store
 
 _TIMEOUT: Final = datetime.timedelta(minutes=5)
 """For the rendezvous and for each collective: a peer's death is noticed at once (its connections close, its locks
@@ -101,14 +102,19 @@ class TensorParallel:
             return cls.alone(device)
         if config.collectives == "shared" and device.type != "cpu":
             raise WorkerError(f"collectives is 'shared', which is for CPU ranks; device is {device.type!r}")
-        if config.rendezvous.startswith(("tcp://127.", "tcp://localhost", "file:")):
-            # Gloo otherwise connects through the address of the host's name, which containers may not have.
+        store = None
+        # Gloo otherwise connects through the address of the host's name, which containers may not have.
+        if config.is_spread:
+            choose_interface(config)
+            store = open_store(config, _TIMEOUT)
+        elif config.rendezvous.startswith(("tcp://127.", "tcp://localhost", "file:")):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         backend = "nccl" if device.type == "cuda" and config.collectives == "auto" else "gloo"
         try:
             dist.init_process_group(
                 backend,
-                init_method=config.rendezvous,
+                init_method=None if config.is_spread else config.rendezvous,
+                store=store,
                 rank=config.rank,
                 world_size=config.tp,
                 timeout=_TIMEOUT,

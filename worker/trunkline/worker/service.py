@@ -38,14 +38,20 @@ from trunkline.controller.messages import (
     WorkerReport,
 )
 from trunkline.deploy.host import node_id
+from trunkline.deploy.notify import report_status
+from trunkline.deploy.rare_log import RareLog
+from trunkline.deploy.tracing import start as start_tracing
+from trunkline.deploy.wire_keys import Role
+from trunkline.deploy.wire_peer import HANDSHAKE_FAILED, WirePeer
 from trunkline.worker.config import WorkerConfig
-from trunkline.worker.errors import PeerLostError, PlanError, WorkerError
+from trunkline.worker.errors import PeerLostError, PlanError, RefusedError, WorkerError
 from trunkline.worker.messages import (
     LEAVE_TOPIC,
     CompileGrammar,
     ForgetGrammar,
     Leave,
     Probe,
+    Refused,
     Shutdown,
     StepPlan,
     TierMoves,
@@ -56,10 +62,12 @@ from trunkline.worker.messages import (
     rank_topic,
 )
 from trunkline.worker.runner import Runner
+from trunkline.worker.step_traces import StepTraces
 from trunkline.worker.tier_service import TierService
 
 EXIT_LEFT: Final = 3
-"""Exit code of a rank whose epoch is over: nothing is wrong with it, and another process is to take its place."""
+"""Exit code of a rank whose epoch is over, or whose controller is gone: nothing is wrong with it, and another
+process is to take its place."""
 _HELLO_EVERY_S: Final = 1.0
 _READY_EVERY_S: Final = 1.0
 """Readiness is repeated until the first plan: a controller may start late, or restart before it sends one."""
@@ -74,6 +82,7 @@ _HEARTBEAT_MS: Final = 1000
 """Over TCP a dead host closes nothing: silence is the only sign."""
 
 log = structlog.get_logger()
+_rare = RareLog("trunkline.worker")
 
 
 class Link:
@@ -86,13 +95,26 @@ class Link:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[WorkerMessage] = msgspec.msgpack.Decoder(WorkerMessage)
+        self.peer = WirePeer(config.wire_keys, Role.WORKER)
+        """The controller's wire keys."""
+        self.status_path = config.status_path
+        self.is_refused = False
+        """Whether the controller has not let this rank in; the watchdog says so."""
         self._plans = self._subscriber()
         self.monitor = self._plans.get_monitor_socket(
-            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED | HANDSHAKE_FAILED
         )
         self._reports = self.open_reports()
         self._plans.subscribe(rank_topic(config.rank, self.incarnation))
-        self._plans.connect(config.plan_endpoint)
+        self.peer.connect(self._plans, config.plan_endpoint)
+
+    def connect_again(self) -> None:
+        """If the controller has refused this rank: try again, perhaps with other keys."""
+        if self.is_refused:
+            self.is_refused = False
+            self.peer.advance()
+            self.peer.again(self._plans, self._config.plan_endpoint)
+            self.peer.again(self._reports, self._config.report_endpoint)
 
     def _subscriber(self) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.SUB)
@@ -104,15 +126,19 @@ class Link:
         return socket
 
     def open_leave(self) -> zmq.Socket[bytes]:
-        """A socket for `Leave`, for the thread that calls this; to be closed before `close`."""
+        """A socket for `Leave`, for the thread that calls this; to be closed before `close`. It is connected once
+        the controller has let this rank in."""
         socket = self._subscriber()
         socket.subscribe(LEAVE_TOPIC)
-        socket.connect(self._config.plan_endpoint)
         return socket
+
+    def connect_leave(self, socket: zmq.Socket[bytes]) -> None:
+        """By the same thread."""
+        self.peer.connect(socket, self._config.plan_endpoint)
 
     def say_hello(self) -> None:
         """Say that this process is there and belongs to no epoch."""
-        self.offer(WorkerHello(self._config.rank, os.getpid(), node_id(), self.incarnation))
+        self.offer(WorkerHello(self._config.rank, os.getpid(), node_id(), self.incarnation, self._config.terms))
 
     def enter(self, epoch: int) -> None:
         """Have plans of an epoch reach this process, and let the controller know when they do."""
@@ -130,7 +156,7 @@ class Link:
         reports.set(zmq.LINGER, _LINGER_MS)
         if not has_limit:
             reports.set(zmq.SNDHWM, 0)
-        reports.connect(self._config.report_endpoint)
+        self.peer.connect(reports, self._config.report_endpoint)
         return reports
 
     def report(self, message: WorkerReport) -> None:
@@ -155,7 +181,7 @@ class Link:
         frames = self._plans.recv_multipart()
         try:
             return self._decoder.decode(frames[-1])
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise PlanError(f"undecodable plan of {len(frames[-1])} bytes: {error}") from error
 
     def stop_monitor(self) -> None:
@@ -240,7 +266,7 @@ class Watchdog:
             if not self._left.wait(_LEAVE_WITHIN_S):
                 # The main thread is in a long step or blocked in a collective whose peer has died as well;
                 # no Python exception can reach it there.
-                os._exit(1)
+                os._exit(EXIT_LEFT)
         finally:
             monitor.close(linger=0)  # by the thread that used it: sockets are not thread-safe
             leave.close(linger=0)
@@ -256,18 +282,24 @@ class Watchdog:
                 if socket is leave:
                     self._obey(leave.recv_multipart()[-1])
                     continue
-                event = recv_monitor_message(monitor)["event"]
-                if event == zmq.EVENT_MONITOR_STOPPED:
+                event = recv_monitor_message(monitor)
+                kind = event["event"]
+                if kind == zmq.EVENT_MONITOR_STOPPED:
                     return False
-                if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                    connected = True
+                if kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                    connected, self._link.is_refused = True, False
+                    self._link.connect_leave(leave)
                 elif connected:
                     return True
+                elif kind & HANDSHAKE_FAILED:
+                    self._link.is_refused = True
+                    reason = self._link.peer.explain(event)
+                    _rare.warning("the controller refuses this rank", time.monotonic(), reason=reason)
 
     def _obey(self, payload: bytes) -> None:
         try:
             order = msgspec.msgpack.decode(payload, type=Leave)
-        except msgspec.MsgspecError:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return
         if 0 < self.epoch <= order.epoch:
             log.warning("this rank's epoch is over", epoch=self.epoch)
@@ -283,7 +315,7 @@ def serve(config: WorkerConfig, load: Callable[[WorkerConfig, Callable[[str, flo
         load: `Runner.load`.
 
     A failure of any kind is reported as `WorkerFailed`, and the exit code is 1, or `EXIT_LEFT` if it is another
-    rank's.
+    rank's or the controller's.
     """
     link = Link(config)
     watchdog = Watchdog(link)
@@ -291,13 +323,16 @@ def serve(config: WorkerConfig, load: Callable[[WorkerConfig, Callable[[str, flo
     try:
         epoch = _wait_for_welcome(link, watchdog)
         if epoch is None:
-            return 1 if watchdog.controller_gone.is_set() else 0
+            return EXIT_LEFT if watchdog.controller_gone.is_set() else 0
         return _serve_epoch(config.of_epoch(epoch), link, watchdog, load)
     except PeerLostError as error:
-        # Nothing is wrong with this rank; but without that one its epoch is over.
-        log.warning("another rank is lost", error=str(error))
+        # Nothing is wrong with this rank; but without the others its epoch is over.
+        log.warning("the group is lost", error=str(error))
         link.offer(WorkerFailed(config.rank, str(error), link.incarnation))
         return EXIT_LEFT
+    except RefusedError as error:  # the controller knows
+        log.error(str(error))
+        return 1
     except Exception as error:  # whatever it is, the controller must hear of it
         log.error("rank failed", error=str(error), exc_info=True)
         reason = str(error) if isinstance(error, WorkerError) else f"{type(error).__name__}: {error}"
@@ -311,14 +346,18 @@ def serve(config: WorkerConfig, load: Callable[[WorkerConfig, Callable[[str, flo
 def _wait_for_welcome(link: Link, watchdog: Watchdog) -> int | None:
     """The epoch that this process belongs to from now on; None: it is to leave."""
     next_hello = 0.0
+    report_status(link.status_path, "starting")
     while not watchdog.controller_gone.is_set():
         now = time.monotonic()
         if now >= next_hello:
+            link.connect_again()
             link.say_hello()
             next_hello = now + _HELLO_EVERY_S
         message = link.receive(_POLL_MS)
         if isinstance(message, Shutdown):
             return None
+        if isinstance(message, Refused):
+            raise RefusedError(f"the controller refuses this rank: {message.reason}")
         if isinstance(message, Welcome):
             watchdog.epoch = message.epoch
             link.enter(message.epoch)
@@ -337,7 +376,12 @@ def _serve_epoch(
     try:
         runner = load(config, _progress(config, link, watchdog))
         tiers = TierService(config, runner.copier, outbox.put)
-        return _loop(config, link, watchdog, runner, tiers)
+        tracer = start_tracing(config.otlp_endpoint, "worker", f"{config.group}/rank-{config.rank}")
+        traces = StepTraces(tracer, config.rank, config.group_label, config.epoch)
+        try:
+            return _loop(config, link, watchdog, runner, tiers, traces)
+        finally:
+            traces.close()
     finally:
         outbox.close()
 
@@ -345,13 +389,15 @@ def _serve_epoch(
 def _progress(config: WorkerConfig, link: Link, watchdog: Watchdog) -> Callable[[str, float], None]:
     def progress(stage: str, fraction: float) -> None:
         if watchdog.controller_gone.is_set():
-            raise ConnectionError("the controller left while this rank was loading")
+            raise PeerLostError("the controller left while this rank was loading")
         link.offer(LoadProgress(config.rank, stage, fraction))
 
     return progress
 
 
-def _loop(config: WorkerConfig, link: Link, watchdog: Watchdog, runner: Runner, tiers: TierService) -> int:
+def _loop(
+    config: WorkerConfig, link: Link, watchdog: Watchdog, runner: Runner, tiers: TierService, traces: StepTraces
+) -> int:
     ready = WorkerReady(
         rank=config.rank,
         epoch=config.epoch,
@@ -366,6 +412,7 @@ def _loop(config: WorkerConfig, link: Link, watchdog: Watchdog, runner: Runner, 
         has_remote=tiers.has_remote,
     )
     log.info("ready", blocks=runner.num_blocks, block_bytes=runner.block_bytes, device=config.device)
+    report_status(config.status_path, "ready", epoch=config.epoch)
     started, next_ready = False, 0.0
     while True:
         now = time.monotonic()
@@ -375,9 +422,11 @@ def _loop(config: WorkerConfig, link: Link, watchdog: Watchdog, runner: Runner, 
         message = link.receive(_COMPILING_POLL_MS if runner.is_compiling else _POLL_MS)
         started |= message is not None and not isinstance(message, Welcome)  # which may come twice
         if isinstance(message, StepPlan):
+            began = time.monotonic()
             result = runner.execute(message)
             if result is not None:
                 link.report(result)
+            traces.step(message, began, time.monotonic())
         elif isinstance(message, TierMoves):
             tiers.move(message)
         elif isinstance(message, Probe):
@@ -391,7 +440,9 @@ def _loop(config: WorkerConfig, link: Link, watchdog: Watchdog, runner: Runner, 
             return 0
         elif watchdog.controller_gone.is_set():
             log.error("the controller is gone")
-            return 1
+            return EXIT_LEFT
+        elif message is None and not runner.is_compiling:
+            traces.idle()
         runner.check()
         for report in runner.grammar_reports():
             link.report(report)

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from trunkline.router.api.common import check_model, service_of
 from trunkline.router.api.connection import while_connected
 from trunkline.router.api.responses import JsonResponse
+from trunkline.router.metrics_page import MetricsPage
 from trunkline.router.service import RouterService
 
 routes = APIRouter()
@@ -98,7 +99,9 @@ async def version(request: Request) -> Response:
 @routes.get("/metrics")
 async def metrics(request: Request) -> Response:
     """Prometheus."""
-    return Response(service_of(request).metrics.scrape(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+    page = request.app.state.metrics_page
+    assert isinstance(page, MetricsPage)
+    return Response(await page.scrape(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
 @routes.post("/reset_prefix_cache")

@@ -13,8 +13,6 @@ from starlette.requests import ClientDisconnect, Request
 
 from trunkline.router.errors import ApiError, bad_value
 
-_BODY_SECONDS_MAX: Final = 60.0
-"""A client that sends its body more slowly holds a connection for nothing."""
 _OFF_LOOP_BYTES: Final = 256 << 10
 _PYTHON_ONLY: Final = re.compile(r" or instance of \w+| after validation")
 """In pydantic's messages; clients know nothing of this program's classes."""
@@ -37,17 +35,18 @@ async def read_body(request: Request, bytes_max: int) -> bytes:
     length = request.headers.get("content-length", "")
     if length.isdigit() and int(length[:18]) > bytes_max:
         raise too_large
+    seconds_max: float = request.app.state.service.config.body_seconds
     chunks: list[bytes] = []
     size = 0
     try:
-        async with asyncio.timeout(_BODY_SECONDS_MAX):
+        async with asyncio.timeout(seconds_max):
             async for chunk in request.stream():
                 size += len(chunk)
                 if size > bytes_max:
                     raise too_large
                 chunks.append(chunk)
     except TimeoutError:
-        raise ApiError(408, f"the body did not arrive within {_BODY_SECONDS_MAX:.0f} s") from None
+        raise ApiError(408, f"the body did not arrive within {seconds_max:g} s") from None
     except ClientDisconnect:
         raise ApiError(400, "the client left before its body was complete") from None
     return b"".join(chunks)

@@ -18,6 +18,7 @@ from trunkline.router.chat_template import ChatTemplateError
 from trunkline.router.draws import created_at, draw_hex, draw_seed
 from trunkline.router.errors import ApiError, bad_value, unavailable
 from trunkline.router.generation import Generation
+from trunkline.router.identity import cache_salt
 from trunkline.router.metering import current_meter
 from trunkline.router.sampling import Job, Limits, Prompt, bad_word_ids, make_job
 from trunkline.router.service import RouterService
@@ -295,4 +296,4 @@ def job_for(
         ),
         tools=tools,
     )
-    return replace(job, priority=current_meter().priority(body.priority))
+    return replace(job, salt=cache_salt(body.cache_salt), priority=current_meter().priority(body.priority))

@@ -24,6 +24,7 @@ from trunkline.router.api.models import ChatRequest, CompletionRequest, Message
 from trunkline.router.api.turn import Turn
 from trunkline.router.errors import bad_value
 from trunkline.router.history import Part, SessionModules
+from trunkline.router.identity import cache_salt
 from trunkline.router.pml_tokenizer import ModelText
 from trunkline.router.sampling import Job, Modules, Prompt
 from trunkline.router.schemas import Schema
@@ -91,6 +92,29 @@ async def modules_job(
     Raises:
         ApiError: 400 naming the parameter, with a PML error's code and place; 404 if the schema is not there.
     """
+    placed, given, param = await placed_prompt(service, body, plan, turn)
+    own = placed.prompt.own.tolist()
+    if turn is not None:
+        own = own[: placed.prompt.messages_from] + await turn.tokens_of_parts(placed.message_parts())
+        turn.check_size("messages")
+    prompt = Prompt(own, param, modules=_modules(placed, len(own)))
+    job = replace(job_for(service, body, prompt, tools=plan), salt=cache_salt(given.salt))
+    if turn is None:
+        return job
+    return replace(job, session_tokens=turn.reused_tokens, ttl=turn.session.ttl)
+
+
+async def placed_prompt(
+    service: RouterService,
+    body: ChatRequest | CompletionRequest,
+    plan: ToolPlan | None = None,
+    turn: Turn | None = None,
+) -> tuple[Placed, SessionModules, str]:
+    """A request's prompt of modules laid out, what it was made from, and the parameter that gave it.
+
+    Raises:
+        ApiError: as `modules_job`.
+    """
     _check(body, turn)
     given = _given(body) if turn is None else _given_by_session(body, turn)
     param = "session_id" if turn is not None else "prompt" if body.pml is None else "pml"
@@ -106,15 +130,7 @@ async def modules_job(
         add_generation_prompt=isinstance(body, ChatRequest) and body.add_generation_prompt,
         switches=getattr(body, "chat_template_kwargs", None),
     )
-    own = placed.prompt.own.tolist()
-    if turn is not None:
-        own = own[: placed.prompt.messages_from] + await turn.tokens_of_parts(placed.message_parts())
-        turn.check_size("messages")
-    prompt = Prompt(own, param, modules=_modules(placed, len(own)))
-    job = replace(job_for(service, body, prompt, tools=plan), salt=given.salt.encode())
-    if turn is None:
-        return job
-    return replace(job, session_tokens=turn.reused_tokens, ttl=turn.session.ttl)
+    return placed, given, param
 
 
 async def place(
@@ -140,7 +156,7 @@ async def place(
         is_long = is_heavier(given.source, OFF_LOOP_CHARACTERS)
         document = await _beside_loop(is_long, lambda: _parse(given.source))
         context = service.limits.max_context
-        schema = await service.schemas.get(document.schema, given.salt.encode(), context)
+        schema = await service.schemas.get(document.schema, cache_salt(given.salt), context)
         text = ModelText(service.tokenizer, switches)
         size = sum(len(message["content"]) for message in messages or ())
         compiled = await _beside_loop(

@@ -38,6 +38,7 @@ from trunkline.router.api.schema_types import (
     SchemaUpdate,
     SchemaUsage,
 )
+from trunkline.router.identity import cache_salt
 from trunkline.router.messages import ModulesReply, Record
 from trunkline.router.schemas import Definition, Schema
 from trunkline.router.service import RouterService
@@ -81,7 +82,7 @@ async def create_schema(request: Request) -> JsonResponse:
     )
     with service.schemas.errors_of("pml" if body.json_ is None else "json"):
         ready = await while_connected(request, service.schemas.compile(definition, service.limits.max_context))
-    schema = await service.schemas.put(ready.schema.name, _salt(body.cache_salt), definition, ready)
+    schema = await service.schemas.put(ready.schema.name, cache_salt(body.cache_salt), definition, ready)
     if body.warm is False:
         return await _told(service, schema, await service.schemas.look(schema), status=201)
     return await _told(service, *await _encode(request, service, schema), status=201)
@@ -128,7 +129,7 @@ async def update_schema(request: Request, schema_id: str) -> JsonResponse:
         if body.pin is not None:
             definition.pin = body.pin
 
-    salt = _salt(body.cache_salt) or _salt_asked(request)
+    salt = cache_salt(body.cache_salt) if body.cache_salt else _salt_asked(request)
     with service.schemas.errors_of("schema"):
         schema = await service.schemas.change(schema_id, salt, service.limits.max_context, change)
     if body.pin is False:
@@ -172,12 +173,8 @@ def _unpin(definition: Definition) -> None:
     definition.pin = False
 
 
-def _salt(given: str | None) -> bytes:
-    return (given or "").encode()
-
-
 def _salt_asked(request: Request) -> bytes:
-    return _salt(request.query_params.get("cache_salt", "")[:SESSION_ID_CHARACTERS_MAX])
+    return cache_salt(request.query_params.get("cache_salt", "")[:SESSION_ID_CHARACTERS_MAX])
 
 
 def _summary(record: Record) -> SchemaSummary:

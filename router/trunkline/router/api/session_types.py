@@ -181,6 +181,8 @@ class SessionSummary(msgspec.Struct, kw_only=True):
 
     id: str
     object: Literal["session"] = "session"
+    tenant: str | UnsetType = UNSET
+    """Whose it is; told to admins only."""
     created_at: int
     last_used_at: int
     expires_at: int

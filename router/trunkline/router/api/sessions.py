@@ -41,6 +41,7 @@ from trunkline.router.api.turn import stored_messages
 from trunkline.router.api.unsupported import check_session
 from trunkline.router.errors import bad_value, not_found
 from trunkline.router.history import Mark, Session, SessionModules, common_length, token_at
+from trunkline.router.identity import cache_salt, current_identity
 from trunkline.router.messages import Record
 from trunkline.router.records import VALUE_BYTES_MAX
 from trunkline.router.service import RouterService
@@ -117,10 +118,15 @@ async def _begin(service: RouterService, session: Session, messages: list[Messag
 
 @routes.get("/v1/sessions", responses=_answers(SessionList), openapi_extra={"parameters": PAGE_PARAMETERS})
 async def list_sessions(request: Request) -> JsonResponse:
-    """All sessions, page by page, in the order of their ids."""
-    page = page_of(request)
-    found = await service_of(request).sessions.page(page.after, page.limit + 1)
-    data = [_summary(record) for record in found[: page.limit]]
+    """All sessions of the tenant, page by page, in the order of their ids; to an admin those of all tenants."""
+    page, service = page_of(request), service_of(request)
+    if current_identity().is_all:
+        owners = service.tenants.owners()
+        found = await service.sessions.page_of_all(owners, page.after, page.limit + 1)
+        data = [_summary(record, owner) for owner, record in found[: page.limit]]
+    else:
+        own = await service.sessions.page(page.after, page.limit + 1)
+        data, found = [_summary(record) for record in own[: page.limit]], [("", record) for record in own]
     return JsonResponse(
         SessionList(
             data=data,
@@ -180,7 +186,8 @@ async def prefetch_session(request: Request, session_id: str) -> JsonResponse:
     tokens = session.ids()
     known = coming = 0
     if tokens:
-        found = await service.sessions.prefetch(session_id, tokens, await _drops(service, session, tokens))
+        drops = await _drops(service, session, tokens)
+        found = await service.sessions.prefetch(session_id, tokens, drops, salt=cache_salt(None))
         known, coming = found.known_tokens, found.coming_tokens
     return JsonResponse(
         SessionPrefetch(id=session_id, tokens=len(tokens), known_tokens=known, coming_tokens=coming)
@@ -194,7 +201,7 @@ async def _prefetch_modules(
     placed = await place(service, given, "session_id", messages, add_generation_prompt=True)
     own = placed.prompt.own.tolist()[: placed.prompt.messages_from] + session.ids()
     found = await service.sessions.prefetch(
-        session_id, own, salt=given.salt.encode(), layout=placed.layout(len(own))
+        session_id, own, salt=cache_salt(given.salt), layout=placed.layout(len(own))
     )
     tokens = len(own) + placed.prompt.module_tokens
     # The engine counts a text's chunks as if they were full.
@@ -306,8 +313,9 @@ def _readable(service: RouterService, session: Session) -> Session:
     return session
 
 
-def _summary(record: Record) -> SessionSummary:
+def _summary(record: Record, owner: str = "") -> SessionSummary:
     return SessionSummary(
+        tenant=owner or UNSET,
         id=record.id,
         created_at=int(record.created),
         last_used_at=int(record.used),

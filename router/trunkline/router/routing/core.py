@@ -17,11 +17,12 @@ import numpy as np
 
 from trunkline.kvstore.layout import blocks_for
 from trunkline.router.routing.breaker import Breaker
+from trunkline.router.routing.decision_log import DecisionLog
 from trunkline.router.routing.index import TIERS, ChunkIndex, IntArray
 from trunkline.router.routing.loads import FloatArray, Live, Loads
 from trunkline.router.routing.names import Chain, Identity, Names, prompt_names
 from trunkline.router.routing.policies import POLICIES, Policy, RoutingSettings, Turns, View
-from trunkline.router.routing.request import Decision, RouteRequest
+from trunkline.router.routing.request import Decision, RouteRequest, Weighed
 from trunkline.router.routing.sessions import SessionPlaces
 
 __all__ = ["Decision", "NoControllerError", "RouteRequest", "RoutingCore", "RoutingSettings"]
@@ -74,6 +75,7 @@ class RoutingCore:
         self.settings.validate()
         self.index = ChunkIndex(controllers, self.settings.index_bytes_max)
         self.loads = Loads(controllers)
+        self.log = DecisionLog()
         self._policy_name = policy
         self._policy: Policy = POLICIES[policy](self.settings, Turns(replica_seed))
         self._available = np.zeros(controllers, bool)
@@ -197,6 +199,7 @@ class RoutingCore:
             float(costs[candidates].min()),
             _missing(found[identity], chosen) if identity is not None else [],
             blocks_for(prompt, int(self._chunk_size[chosen])),
+            Weighed(candidates, tiers, costs),
         )
 
     def sent(self, ticket: int, decision: Decision, request: RouteRequest, now: float) -> None:
@@ -206,6 +209,7 @@ class RoutingCore:
             ValueError: the ticket is in use.
         """
         controller = decision.controller
+        self.log.add(decision, request, now)
         self.loads.sent(ticket, Live(controller, decision.new_tokens, decision.blocks, now))
         self.index.expect(ticket, controller, decision.names, now)
         self._breakers[controller].sent(ticket)

@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from trunkline.controller.messages import PromptLayout
+
+
+class Origin(msgspec.Struct, frozen=True):
+    """Whose request it is, as people know it; no choice depends on this."""
+
+    request: str = ""
+    """The HTTP request's id."""
+    tenant: str = ""
+    session: str = ""
+    """As its client named it."""
 
 
 class RouteRequest(msgspec.Struct, frozen=True):
@@ -34,6 +47,19 @@ class RouteRequest(msgspec.Struct, frozen=True):
     tokens."""
     token_count: int = 0
     """Tokens of the prompt; with `names` only."""
+    origin: Origin = Origin()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Weighed:
+    """What was known of all controllers when a choice was made."""
+
+    candidates: NDArray[np.int64]
+    """Those that could take it."""
+    tiers: NDArray[np.int64]
+    """Prompt tokens that each has, `[controllers, 4]`: device, host, disk, expected there."""
+    costs: NDArray[np.float64]
+    """By the prefix-aware rule, of all."""
 
 
 class Decision(msgspec.Struct, frozen=True):
@@ -58,3 +84,5 @@ class Decision(msgspec.Struct, frozen=True):
     """Of those of its chunks that the controller has not told of, for `ChunkIndex.expect`."""
     blocks: int = 0
     """Chunks that its prompt takes there."""
+    weighed: Weighed | None = None
+    """For people."""
