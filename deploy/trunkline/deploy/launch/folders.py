@@ -1,0 +1,204 @@
+"""The folder of a cluster on one of its hosts, and who a process is.
+
+    <state>/<cluster>/<host>/            0700
+        wire.key, api-keys.json          0600, as the launcher has copied them
+        units/<unit>/
+            unit.json                    what it is started from; 0600, its environment may hold secrets
+            lock                         held by flock as long as its keeper, or the unit itself, lives
+            state.json                   what the keeper says of it
+            log, log.1                   what it wrote; the older half in log.1
+
+A unit runs if its lock is held: unlike a process id, a lock is released by the kernel and never reused. Where a
+process must be told something, its id counts only together with the time at which it started.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+from contextlib import suppress
+from pathlib import Path
+from typing import Final, TypeVar
+
+import msgspec
+
+from trunkline.deploy.errors import UserError
+from trunkline.deploy.launch.protocol import UnitRecord
+
+STATE: Final = "{state}"
+"""In a command line: the host's folder of this cluster."""
+LOCK: Final = "lock"
+LOG: Final = "log"
+OLD_LOG: Final = "log.1"
+_RECORD: Final = "unit.json"
+_STATE: Final = "state.json"
+T = TypeVar("T")
+
+
+class Process(msgspec.Struct, frozen=True):
+    """A process that cannot be mistaken for a later one with its id."""
+
+    pid: int
+    started: int
+    """In ticks since the machine's start."""
+
+
+class KeeperState(msgspec.Struct, frozen=True):
+    """What a keeper says of its unit."""
+
+    node: str
+    """`host.node_id` of both."""
+    keeper: Process
+    unit: Process | None
+    state: str
+    """`running`, `waiting`, `stopping`, `stopped` or `failed`."""
+    since: float
+    """Wall-clock time of the last change, seconds."""
+    restarts: int = 0
+    exit_code: int | None = None
+    """Of its last end; negative: the signal that killed it."""
+
+
+def state_base(given: str) -> Path:
+    """`given`, with ~; else `$XDG_STATE_HOME/trunkline` or `~/.local/state/trunkline`.
+
+    Raises:
+        UserError: there is no home folder.
+    """
+    try:
+        if given:
+            return Path(given).expanduser()
+        home = os.environ.get("XDG_STATE_HOME", "")
+        return (Path(home) if os.path.isabs(home) else Path.home() / ".local" / "state") / "trunkline"
+    except RuntimeError as error:
+        raise UserError("there is no home folder for states and logs; give the host a `state:` folder") from error
+
+
+def private_folder(path: Path) -> Path:
+    """Make a folder for the owner only, with all above it; return it.
+
+    Raises:
+        OSError: it cannot be made, or belongs to somebody else.
+    """
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if path.stat().st_uid != os.getuid():
+        raise PermissionError(f"{path} belongs to another user")
+    return path
+
+
+def write_private(path: Path, content: bytes) -> None:
+    """Replace a file at once with one that only its owner may read."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    with suppress(FileNotFoundError):
+        unfinished.unlink()
+    descriptor = os.open(unfinished, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(content)
+        unfinished.rename(path)
+    except OSError:
+        with suppress(OSError):
+            unfinished.unlink()
+        raise
+
+
+def start_time(pid: int) -> int | None:
+    """When a process started, in ticks; None: there is none, or it has ended and nobody has asked how."""
+    try:
+        # The name before it may hold anything, brackets too.
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+def this_process() -> Process:
+    """Ours."""
+    return process_of(os.getpid())
+
+
+def process_of(pid: int) -> Process:
+    """One that lives, such as a child."""
+    return Process(pid, start_time(pid) or 0)
+
+
+def send_signal(process: Process, number: int) -> bool:
+    """Send a signal to this very process; False: it is not there any more."""
+    try:
+        # From here on the id cannot pass to another one without this descriptor knowing.
+        descriptor = os.pidfd_open(process.pid)
+    except ProcessLookupError:
+        return False
+    try:
+        if start_time(process.pid) != process.started:
+            return False
+        signal.pidfd_send_signal(descriptor, number)
+    except ProcessLookupError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
+
+
+class UnitFolder:
+    """A unit's folder; it may not exist yet."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def name(self) -> str:
+        """The unit's."""
+        return self.path.name
+
+    def record(self) -> UnitRecord | None:
+        """What it was last started from."""
+        return self._read(_RECORD, UnitRecord)
+
+    def write_record(self, record: UnitRecord) -> None:
+        """Before it is started."""
+        write_private(self.path / _RECORD, msgspec.json.encode(record))
+
+    def state(self) -> KeeperState | None:
+        """What its keeper last said."""
+        return self._read(_STATE, KeeperState)
+
+    def write_state(self, state: KeeperState) -> None:
+        """For the keeper."""
+        write_private(self.path / _STATE, msgspec.json.encode(state))
+
+    def lock(self) -> int | None:
+        """Hold the lock: a descriptor; None: somebody else does.
+
+        Raises:
+            OSError: it cannot be found out.
+        """
+        descriptor = os.open(self.path / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            return None
+        return descriptor
+
+    def is_held(self) -> bool:
+        """Whether the unit, or its keeper, lives."""
+        try:
+            descriptor = os.open(self.path / LOCK, os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False
+        try:
+            # Shared: several may ask at once, and none of them is taken for the unit for long.
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(descriptor)
+        return False
+
+    def _read(self, name: str, kind: type[T]) -> T | None:
+        try:
+            return msgspec.json.decode((self.path / name).read_bytes(), type=kind)
+        except (OSError, msgspec.MsgspecError):
+            return None

@@ -1,0 +1,91 @@
+"""Which rank of which group is on which host. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trunkline.deploy.launch.document import Document, Path
+from trunkline.deploy.launch.fileformat import Cluster, Group, nearest
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """A group, with its ranks in their places."""
+
+    name: str
+    record: Group
+    path: Path
+    """In the file."""
+    ranks: dict[str, range]
+    """By host, in the order of the ranks; the first one runs the controller."""
+
+    @property
+    def leader(self) -> str:
+        """The host of its controller."""
+        return next(iter(self.ranks))
+
+
+def plan_groups(document: Document, cluster: Cluster, hosts: list[str]) -> list[GroupPlan]:
+    """All groups, in the file's order.
+
+    Raises:
+        FileError: ranks and hosts do not fit.
+    """
+    groups = []
+    records = cluster.groups or [Group()]
+    alone = len(records) == 1 and records[0].count == 1
+    for index, record in enumerate(records):
+        path: Path = ("groups", index) if cluster.groups else ()
+        ranks = _ranks(document, record, path, hosts)
+        base = record.name or ("group" if len(records) == 1 else f"group-{index}")
+        for number in range(record.count):
+            name = f"{base}-{number}" if record.count > 1 else "group-0" if alone and not record.name else base
+            groups.append(GroupPlan(name, record, path, ranks))
+    return groups
+
+
+def host_named(document: Document, given: str, hosts: list[str], path: Path) -> str:
+    """`given`, if it is a host; "": the only one.
+
+    Raises:
+        FileError: there is no such host, or there are several.
+    """
+    if not given:
+        if len(hosts) > 1:
+            raise document.error(path, f"does not say where; the hosts are {', '.join(hosts)}")
+        return hosts[0]
+    if given not in hosts:
+        raise document.error(path, f"is {given!r}, which is no host of this file; {nearest(given, hosts)}")
+    return given
+
+
+def _ranks(document: Document, group: Group, path: Path, hosts: list[str]) -> dict[str, range]:
+    where = (*path, "hosts")
+    given = group.hosts
+    if isinstance(given, dict):
+        counts = {host_named(document, label, hosts, (*where, label)): n for label, n in given.items()}
+        if sum(counts.values()) != group.tp:
+            said = ", ".join(f"{n} on {label}" for label, n in counts.items()) or "none"
+            raise document.error(where, f"has {said}; tp is {group.tp}, and so many ranks must have a host")
+    else:
+        labels = given if isinstance(given, list) else [given or ""]
+        if not labels:
+            raise document.error(where, "is empty; name a host at least, or leave it out")
+        labels = [
+            host_named(document, label, hosts, (*where, index) if isinstance(given, list) else where)
+            for index, label in enumerate(labels)
+        ]
+        if len(set(labels)) < len(labels):
+            raise document.error(where, "names a host twice; a host's ranks are one unit")
+        if group.tp % len(labels):
+            raise document.error(
+                where,
+                f"are {len(labels)}, among which tp {group.tp} cannot be shared equally; say how many ranks each "
+                "has, as in {a: 2, b: 1}",
+            )
+        counts = dict.fromkeys(labels, group.tp // len(labels))
+    ranks, first = {}, 0
+    for label, count in counts.items():
+        ranks[label] = range(first, first + count)
+        first += count
+    return ranks

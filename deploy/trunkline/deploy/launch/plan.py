@@ -1,0 +1,321 @@
+"""From the file to who runs what where: units with their command lines, no two of them with the same port. Pure.
+
+    cluster.yaml ──document.py──► lines and values ──fileformat.py──► Cluster ──here──► Plan
+
+A *unit* is one `trunkline group`, `workers` or `router`: what runs, stops and is looked after as a whole on one
+host. A group over several hosts is a unit `NAME` where its controller is and units `NAME.HOST` elsewhere.
+
+Where a command line needs a path below the host's folder of this cluster, which only that host knows, it says
+`{state}/…`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import PurePath
+from typing import Final
+
+from msgspec import structs
+
+from trunkline.deploy.credentials import VARIABLE as SINGLE_KEY
+from trunkline.deploy.launch.addresses import LOOPBACK, address_of, is_any, is_loopback, joined
+from trunkline.deploy.launch.document import Document, Path
+from trunkline.deploy.launch.fileformat import Cluster, Environment, Host, Router, Security
+from trunkline.deploy.launch.folders import STATE
+from trunkline.deploy.launch.groups import GroupPlan, host_named, plan_groups
+from trunkline.deploy.launch.option_rules import Rules, plain
+from trunkline.deploy.launch.ports import GROUP_PORTS, Ports, group_ports
+from trunkline.deploy.launch.shares import Facts, Shares, merged, share
+from trunkline.deploy.launch.words import Words
+
+WIRE_KEYS: Final = {"group": "wire-group.key", "workers": "wire-workers.key", "router": "wire-router.key"}
+"""By kind of unit: each has only the secrets that it needs."""
+_HERE: Final = PurePath(".")
+API_KEYS: Final = "api-keys.json"
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What runs on a host as a whole."""
+
+    name: str
+    host: str
+    kind: str
+    """`group`, `workers` or `router`."""
+    group: str
+    """Whose part it is; "": it is a router."""
+    argv: tuple[str, ...]
+    """After `trunkline`."""
+    environment: Mapping[str, str]
+    ports: tuple[int, ...]
+    """That it listens on, besides the one for its health."""
+    health_port: int
+    """On the loopback address."""
+    ranks: tuple[int, ...] = ()
+    files: tuple[str, ...] = ()
+    """That must be in the host's folder before it starts."""
+
+    def digest(self, contents: Mapping[str, bytes]) -> str:
+        """Of all that a running unit would have to be restarted for; clients' keys are followed as it runs."""
+        name = WIRE_KEYS[self.kind]
+        wire = hashlib.sha256(contents.get(name, b"")).hexdigest() if name in self.files else ""
+        said = [self.argv, sorted(self.environment.items()), wire]
+        return hashlib.sha256(json.dumps(said).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who runs what where."""
+
+    name: str
+    hosts: Mapping[str, Host]
+    """All that have units."""
+    units: tuple[Unit, ...]
+    urls: tuple[str, ...]
+    """Where clients connect."""
+    model: str
+    security: Security
+    stop_s: float
+    source: str
+    """The file."""
+    warnings: tuple[str, ...] = ()
+    groups: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Units by group, the leader first."""
+
+    @property
+    def by_name(self) -> dict[str, Unit]:
+        return {unit.name: unit for unit in self.units}
+
+    def stages(self) -> list[tuple[str, ...]]:
+        """What is restarted together, one after the other: each group, then each router."""
+        routers = [(unit.name,) for unit in self.units if unit.kind == "router"]
+        return [*self.groups.values(), *routers]
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What units are made from."""
+
+    document: Document
+    cluster: Cluster
+    hosts: Mapping[str, Host]
+    words: Words
+    ports: Ports
+    shares: Shares
+    listens: Mapping[str, str]
+    """`HOST:PORT` of each group's controller."""
+
+    def wire(self, kind: str) -> tuple[list[str], tuple[str, ...]]:
+        """Options and files for what goes between processes."""
+        if self.cluster.security.plain_tcp:
+            return ["--plain-tcp"], ()
+        return [f"--wire-keys={STATE}/{WIRE_KEYS[kind]}"], (WIRE_KEYS[kind],)
+
+
+def make_plan(
+    document: Document,
+    cluster: Cluster,
+    rules: Rules,
+    facts: Mapping[str, Facts] | None = None,
+    name: str = "",
+    base: PurePath = _HERE,
+) -> Plan:
+    """
+    Args:
+        document: for the lines of what is wrong.
+        rules: the options of the commands.
+        facts: of hosts, as far as known; what the file says of them counts more.
+        name: of the cluster, if the file gives none.
+        base: the file's folder.
+
+    Raises:
+        FileError: it cannot work.
+    """
+    hosts = dict(cluster.hosts) or {"local": Host()}
+    if cluster.model.startswith(("./", "../")):
+        cluster = structs.replace(cluster, model=os.path.normpath(base / cluster.model))
+    _check_machines(document, hosts)
+    groups = plan_groups(document, cluster, list(hosts))
+    routers = _routers(document, cluster, hosts)
+    _check_names(document, groups, routers)
+    ports = Ports(document, cluster.ports)
+    for router, path in routers:
+        ports.take(router.host, router.port, (*path, "port"), router.name)
+    first = group_ports(ports, groups)
+    listens = {
+        group.name: joined(_address(document, hosts, group, routers), first[group.name]) for group in groups
+    }
+    shares = share(document, cluster, hosts, groups, facts or {})
+    parts = _Parts(document, cluster, hosts, Words(document, cluster, rules), ports, shares, listens)
+    units = [unit for group in groups for unit in _group_units(parts, group, first[group.name])]
+    units += [_router_unit(parts, router, path) for router, path in routers]
+    used = {unit.host for unit in units}
+    return Plan(
+        name=cluster.name or name,
+        hosts={label: host for label, host in hosts.items() if label in used},
+        units=tuple(units),
+        urls=tuple(_url(hosts[router.host], router) for router, _ in routers),
+        model=cluster.model,
+        security=cluster.security,
+        stop_s=cluster.stop_seconds,
+        source=os.path.abspath(document.source),
+        warnings=tuple(f"nothing runs on host {label}" for label in hosts if label not in used),
+        groups={group.name: tuple(u.name for u in units if u.group == group.name) for group in groups},
+    )
+
+
+def _group_units(parts: _Parts, group: GroupPlan, port: int) -> list[Unit]:
+    """The leader first."""
+    units = []
+    cluster, record = parts.cluster, group.record
+    tiers = merged(record.tiers, cluster.tiers)
+    path = group.path if record.tiers is not None else ()
+    for label, ranks in group.ranks.items():
+        leads = label == group.leader
+        kind = "group" if leads else "workers"
+        name = group.name if leads else f"{group.name}.{label}"
+        health = parts.ports.health(label, name)
+        where = "--listen" if leads else "--leader"
+        argv = [kind, cluster.model, f"--tp={record.tp}", f"--ranks={ranks[0]}-{ranks[-1]}"]
+        argv.append(f"{where}={parts.listens[group.name]}")
+        words, variables = parts.words.of(kind, record.options, group.path)
+        more, secrets = parts.words.of_tiers(kind, tiers, path, group.name)
+        wire, files = parts.wire(kind)
+        if label in parts.shares.threads and not any(word.startswith("--threads=") for word in words):
+            words.append(f"--threads={parts.shares.threads[label]}")
+        units.append(
+            Unit(
+                name=name,
+                host=label,
+                kind=kind,
+                group=group.name,
+                argv=(*argv, *words, *more, *wire, f"--health-port={health}"),
+                environment={
+                    **_texts(parts.hosts[label].environment),
+                    **parts.shares.devices.get((group.name, label), {}),
+                    **_texts(record.environment),
+                    **variables,
+                    **secrets,
+                },
+                ports=tuple(range(port, port + GROUP_PORTS)) if leads else (),
+                health_port=health,
+                ranks=tuple(ranks),
+                files=files,
+            )
+        )
+    return units
+
+
+def _router_unit(parts: _Parts, router: Router, path: Path) -> Unit:
+    cluster = parts.cluster
+    health = parts.ports.health(router.host, router.name)
+    argv = ["router", cluster.model, f"--controllers={','.join(parts.listens.values())}"]
+    argv += [f"--host={router.listen}", f"--port={router.port}", f"--routers={router.processes}"]
+    words, variables = parts.words.of("router", router.options, path)
+    wire, files = parts.wire("router")
+    if cluster.security.api_keys:
+        words.append(f"--tenants={STATE}/{API_KEYS}")
+        files = (*files, API_KEYS)
+    return Unit(
+        name=router.name,
+        host=router.host,
+        kind="router",
+        group="",
+        argv=(*argv, *words, *wire, f"--health-port={health}"),
+        environment={
+            **_texts(parts.hosts[router.host].environment),
+            **_texts(router.environment),
+            **variables,
+        },
+        ports=(router.port,),
+        health_port=health,
+        files=files,
+    )
+
+
+def _routers(document: Document, cluster: Cluster, hosts_by_name: Mapping[str, Host]) -> list[tuple[Router, Path]]:
+    """With names and hosts, and where they are in the file."""
+    hosts = list(hosts_by_name)
+    if not cluster.routers:
+        return [(Router(name="router", host=hosts[0]), ())]
+    found: list[tuple[Router, Path]] = []
+    for index, router in enumerate(cluster.routers):
+        path: Path = ("routers", index)
+        host = host_named(document, router.host, hosts, (*path, "host"))
+        name = router.name or ("router" if len(cluster.routers) == 1 else f"router-{host}")
+        _check_exposure(document, cluster, hosts_by_name[host], router, path)
+        record = {field: getattr(router, field) for field in Router.__struct_fields__}
+        found.append((Router(**{**record, "name": name, "host": host}), path))
+    return found
+
+
+def _check_exposure(document: Document, cluster: Cluster, host: Host, router: Router, path: Path) -> None:
+    """As the router itself would, but before anything starts."""
+    options = {plain(name): value for name, value in {**cluster.options, **router.options}.items()}
+    environment = {**host.environment, **router.environment}
+    has_keys = cluster.security.api_keys or options.get("api-key-file") or environment.get(SINGLE_KEY)
+    if not (has_keys or options.get("allow-anonymous") is True or is_loopback(router.listen)):
+        raise document.error(
+            (*path, "listen"),
+            f"is {router.listen}, which others reach, and there are no API keys; say `security: {{api_keys: "
+            "keys.json}}`, which is made if it is not there, or `options: {allow-anonymous: true}`",
+        )
+
+
+def _check_names(document: Document, groups: list[GroupPlan], routers: list[tuple[Router, Path]]) -> None:
+    seen: set[str] = set()
+    named = [(group.name, group.path) for group in groups]
+    for name, path in [*named, *((router.name, path) for router, path in routers)]:
+        if name in seen:
+            raise document.error(path, f"there are two units {name!r}; give them names that differ")
+        seen.add(name)
+
+
+def _check_machines(document: Document, hosts: Mapping[str, Host]) -> None:
+    """No machine twice: ports and memory would be given out twice."""
+    seen: dict[object, str] = {}
+    for label, host in hosts.items():
+        way: object = tuple(host.command) if host.command else repr(host.ssh) if host.ssh else "here"
+        if way in seen:
+            raise document.error(
+                ("hosts", label), f"is the same machine as {seen[way]}; one host has as many groups as you like"
+            )
+        seen[way] = label
+    places: dict[str, str] = {}
+    for label, host in hosts.items():
+        address = address_of(host)
+        if not is_loopback(address) and address in places:
+            raise document.error(
+                ("hosts", label), f"has the address {address}, as {places[address]} has; each host has its own"
+            )
+        places[address] = label
+
+
+def _address(
+    document: Document, hosts: Mapping[str, Host], group: GroupPlan, routers: list[tuple[Router, Path]]
+) -> str:
+    """Where a group's controller listens: on the loopback address if nobody comes from elsewhere."""
+    others = sorted({*group.ranks, *(router.host for router, _ in routers)} - {group.leader})
+    if not others:
+        return LOOPBACK
+    address = address_of(hosts[group.leader])
+    if is_loopback(address) or is_any(address):
+        raise document.error(
+            ("hosts", group.leader),
+            f"its address is {address}, at which {' and '.join(others)} cannot reach {group.name} there; say "
+            "`address:`",
+        )
+    return address
+
+
+def _url(host: Host, router: Router) -> str:
+    """Where clients find it; from elsewhere if it listens to them."""
+    return f"http://{joined(address_of(host) if is_any(router.listen) else router.listen, router.port)}"
+
+
+def _texts(environment: Environment) -> dict[str, str]:
+    return {name: str(value) for name, value in environment.items()}

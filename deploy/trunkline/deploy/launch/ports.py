@@ -1,0 +1,69 @@
+"""Who listens on which port of a host: what the file says, and the next free ones for the rest. Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Final
+
+from trunkline.deploy.launch import fileformat
+from trunkline.deploy.launch.document import Document, Path
+from trunkline.deploy.launch.groups import GroupPlan
+
+GROUP_PORTS: Final = 5
+"""Of a controller: requests, events, plans, reports, and the ranks' rendezvous."""
+_PORT_MAX: Final = 65535
+
+
+class Ports:
+    """Ports that are taken, by host."""
+
+    def __init__(self, document: Document, first: fileformat.Ports) -> None:
+        self._document = document
+        self._first = first
+        self._taken: dict[str, dict[int, str]] = defaultdict(dict)
+
+    def take(self, host: str, port: int, path: Path, who: str, count: int = 1) -> None:
+        """Ports that the file says.
+
+        Raises:
+            FileError: they are somebody else's, or do not exist.
+        """
+        if port + count - 1 > _PORT_MAX:
+            raise self._document.error(path, f"is {port}, the first of {count}; the last one would be too large")
+        for each in range(port, port + count):
+            if each in self._taken[host]:
+                given = f"{port}" if count == 1 else f"{port} to {port + count - 1}"
+                raise self._document.error(
+                    path, f"{who} needs port {given} of host {host}, where {self._taken[host][each]} has {each}"
+                )
+        self._taken[host].update(dict.fromkeys(range(port, port + count), who))
+
+    def group(self, host: str, who: str) -> int:
+        """The first of five that are free."""
+        return self._next(host, self._first.groups, GROUP_PORTS, ("ports", "groups"), who)
+
+    def health(self, host: str, who: str) -> int:
+        """One that is free."""
+        return self._next(host, self._first.health, 1, ("ports", "health"), who)
+
+    def _next(self, host: str, first: int, count: int, path: Path, who: str) -> int:
+        port = first
+        while any(each in self._taken[host] for each in range(port, port + count)):
+            port += count
+        if port + count - 1 > _PORT_MAX:
+            raise self._document.error(path, f"leaves no ports on host {host} for {who}; give a smaller number")
+        self._taken[host].update(dict.fromkeys(range(port, port + count), who))
+        return port
+
+
+def group_ports(ports: Ports, groups: list[GroupPlan]) -> dict[str, int]:
+    """The first port of each group: those that the file says come first."""
+    found = {}
+    for group in groups:
+        if group.record.port is not None:
+            ports.take(group.leader, group.record.port, (*group.path, "port"), group.name, GROUP_PORTS)
+            found[group.name] = group.record.port
+    for group in groups:
+        if group.name not in found:
+            found[group.name] = ports.group(group.leader, group.name)
+    return found

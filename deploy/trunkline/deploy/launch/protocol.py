@@ -1,0 +1,186 @@
+"""What the launcher and the agent on a host say to each other: a line of JSON each, over whatever runs the agent.
+
+    → {"type": "Hello", "cluster": "demo", "host": "a", "state": ""}        one request
+    ← trunkline-agent {"type": "Facts", …}                                  its reply, or several of them
+    ← trunkline-agent {"type": "Done"}                                      the last one
+
+Lines without the mark come from something else, such as a login script that greets; they are passed over. Nothing
+goes by command lines: neither a name that would have to be quoted, nor a key that others could read there.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+PROTOCOL: Final = 1
+MARK: Final = b"trunkline-agent "
+LINE_BYTES_MAX: Final = 64 << 20
+"""A file with keys of very many tenants fits."""
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True, kw_only=True):
+    """Base of requests and replies."""
+
+
+class Hello(Message, frozen=True):
+    """The first request: of which cluster, and as which of its hosts. Answered by `Facts`."""
+
+    cluster: str
+    host: str
+    protocol: int = PROTOCOL
+    state: str = ""
+    """Folder; "": the user's own."""
+
+
+class UnitRecord(msgspec.Struct, frozen=True):
+    """What a unit is started from; kept in its folder (`unit.json`, 0600)."""
+
+    name: str
+    kind: str
+    argv: list[str]
+    environment: dict[str, str]
+    digest: str
+    health_port: int
+    version: str = ""
+    """Of Trunkline on that host; the agent fills it in."""
+
+
+class Put(Message, frozen=True):
+    """Write a file into the host's folder, for the owner only. Answered by `Done`."""
+
+    name: str
+    content: bytes
+
+
+class CheckPorts(Message, frozen=True):
+    """Which of these ports are taken by others. Answered by `TakenPorts`."""
+
+    ports: list[int]
+
+
+class Begin(Message, frozen=True):
+    """Start a unit that does not run. Answered by `Done` when somebody keeps it, not when it is ready."""
+
+    unit: UnitRecord
+
+
+class Signal(Message, frozen=True):
+    """Tell a unit to stop (`term`), or end it (`kill`). Answered by `Done`, at once."""
+
+    unit: str
+    kind: str
+
+
+class Look(Message, frozen=True):
+    """Answered by a `UnitState` for each unit that was ever started, and not forgotten."""
+
+    probe: bool = True
+    """Whether they are asked for their health."""
+
+
+class Logs(Message, frozen=True):
+    """The last lines that units wrote, and then, if `follow`, new ones as they come. Answered by `LogLine`s."""
+
+    units: list[str]
+    lines: int
+    follow: bool = False
+
+
+class Forget(Message, frozen=True):
+    """Remove the folder of a unit that does not run. Answered by `Done`."""
+
+    unit: str
+
+
+Request = Hello | Put | CheckPorts | Begin | Signal | Look | Logs | Forget
+
+
+class HostFacts(Message, frozen=True):
+    """What a host says of itself."""
+
+    version: str
+    protocol: int
+    hostname: str
+    cores: int
+    memory_bytes: int
+    gpus: int
+    folder: str
+    """Of this cluster on this host."""
+
+
+class TakenPorts(Message, frozen=True):
+    """Those on which nobody else can listen."""
+
+    ports: list[int]
+
+
+class UnitState(Message, frozen=True):
+    """How a unit is."""
+
+    name: str
+    kind: str
+    state: str
+    """`starting`; `ready`; `unready`: it has started, but does not serve now; `waiting`: it died, and is started
+    again soon; `stopping`; `stopped`: it ended as it should; `failed`: it is not started again; `gone`: it was
+    killed with its keeper."""
+    detail: str = ""
+    pid: int | None = None
+    restarts: int = 0
+    up_s: float | None = None
+    exit_code: int | None = None
+    digest: str = ""
+    version: str = ""
+    argv: list[str] = []
+
+
+class LogLine(Message, frozen=True):
+    """What a unit wrote."""
+
+    unit: str
+    text: str
+
+
+class Done(Message, frozen=True):
+    """The last reply to a request."""
+
+
+class Refused(Message, frozen=True):
+    """The last reply to a request that could not be done; the text is for a person."""
+
+    text: str
+
+
+Reply = HostFacts | TakenPorts | UnitState | LogLine | Done | Refused
+
+_REQUESTS: Final = msgspec.json.Decoder(Request)
+_REPLIES: Final = msgspec.json.Decoder(Reply)
+
+
+def encode_request(request: Request) -> bytes:
+    """As a line."""
+    return msgspec.json.encode(request) + b"\n"
+
+
+def decode_request(line: bytes) -> Request:
+    """
+    Raises:
+        msgspec.MsgspecError: it is none.
+    """
+    request: Request = _REQUESTS.decode(line)
+    return request
+
+
+def encode_reply(reply: Reply) -> bytes:
+    """As a line."""
+    return MARK + msgspec.json.encode(reply) + b"\n"
+
+
+def decode_reply(line: bytes) -> Reply | None:
+    """None: it is a line of somebody else's.
+
+    Raises:
+        msgspec.MsgspecError: it has the mark and is no reply: the agent is of another version.
+    """
+    return _REPLIES.decode(line[len(MARK) :]) if line.startswith(MARK) else None

@@ -1,0 +1,134 @@
+"""What groups on one host share: its cores, its memory, its GPUs. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from trunkline.deploy.errors import UserError
+from trunkline.deploy.launch.document import Document
+from trunkline.deploy.launch.fileformat import Cluster, Host, Tiers
+from trunkline.deploy.launch.groups import GroupPlan
+from trunkline.deploy.sizes import format_bytes, parse_bytes
+
+_VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a host says of itself."""
+
+    cores: int
+    memory_bytes: int
+    gpus: int
+
+
+@dataclass
+class Shares:
+    """What each part of a group gets of its host. Empty: it decides for itself."""
+
+    threads: dict[str, int]
+    """Per rank, by host: where ranks of several units share its cores."""
+    devices: dict[tuple[str, str], dict[str, str]]
+    """Variables, by group and host."""
+
+
+def merged(over: Tiers | None, under: Tiers) -> Tiers:
+    """Field by field."""
+    if over is None:
+        return under
+    fields = {name: getattr(over, name) for name in Tiers.__struct_fields__}
+    return Tiers(**{name: getattr(under, name) if value == "" else value for name, value in fields.items()})
+
+
+def share(
+    document: Document,
+    cluster: Cluster,
+    hosts: Mapping[str, Host],
+    groups: list[GroupPlan],
+    facts: Mapping[str, Facts],
+) -> Shares:
+    """
+    Raises:
+        FileError: a host has not what its groups need, as far as that is known.
+    """
+    shares = Shares({}, {})
+    for label, host in hosts.items():
+        here = [group for group in groups if label in group.ranks]
+        if not here:
+            continue
+        known = facts.get(label)
+        ranks = sum(len(group.ranks[label]) for group in here)
+        cores = host.cores or (known.cores if known else None)
+        if cores is not None and (len(here) > 1 or host.cores):
+            shares.threads[label] = max(1, cores // ranks)
+        _check_memory(document, cluster, label, here, host, known)
+        _give_devices(document, cluster, label, here, host, known, shares)
+    return shares
+
+
+def _check_memory(
+    document: Document, cluster: Cluster, label: str, here: list[GroupPlan], host: Host, known: Facts | None
+) -> None:
+    """What is asked for; what is not said is chosen by the unit, and not used before it is needed."""
+    memory = parse_bytes(host.memory, "memory") if host.memory else known.memory_bytes if known else None
+    if memory is None:
+        return
+    asked = 0
+    for group in here:
+        tiers = merged(group.record.tiers, cluster.tiers)
+        on_cpu = _device(cluster, group) == "cpu" or not (host.gpus or (known is not None and known.gpus))
+        each = _size(document, group, tiers.kv_memory if on_cpu else "", "kv_memory")
+        each += _size(document, group, tiers.host, "host")
+        asked += each * len(group.ranks[label])
+    if asked > memory:
+        raise document.error(
+            ("hosts", label),
+            f"has {format_bytes(memory)} of memory; its groups are given {format_bytes(asked)} for KV "
+            f"(tiers.kv_memory and tiers.host of {', '.join(group.name for group in here)})",
+        )
+
+
+def _size(document: Document, group: GroupPlan, given: str | int, name: str) -> int:
+    text = str(given).strip()
+    if text in ("", "0"):
+        return 0
+    try:
+        return parse_bytes(text, name)
+    except UserError as error:
+        own = group.record.tiers is not None and getattr(group.record.tiers, name) != ""
+        raise document.error((*group.path, "tiers", name) if own else ("tiers", name), str(error)) from error
+
+
+def _device(cluster: Cluster, group: GroupPlan) -> str:
+    options = {**cluster.options, **group.record.options}
+    return str(options.get("device", "auto"))
+
+
+def _give_devices(
+    document: Document,
+    cluster: Cluster,
+    label: str,
+    here: list[GroupPlan],
+    host: Host,
+    known: Facts | None,
+    shares: Shares,
+) -> None:
+    """A GPU for each rank, where they are counted; groups whose environment says which ones are left alone."""
+    gpus = host.gpus if host.gpus is not None else known.gpus if known else 0
+    if not gpus or _VISIBLE in host.environment:
+        return
+    first = 0
+    for group in here:
+        if _VISIBLE in group.record.environment or _device(cluster, group) == "cpu":
+            continue
+        last = first + len(group.ranks[label])
+        if last > gpus:
+            raise document.error(
+                (*group.path, "hosts"),
+                f"{group.name} finds no GPU for each of its ranks on host {label}: it has {gpus}, and {first} "
+                "are given to other groups",
+            )
+        shares.devices[group.name, label] = {_VISIBLE: ",".join(map(str, range(first, last)))}
+        first = last

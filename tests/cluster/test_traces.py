@@ -1,0 +1,186 @@
+"""Traces, metrics and log lines of a real cluster: one request, told by every process that worked for it."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from cluster.harness import Cluster, wait_for
+from cluster.otlp import Collector, Seen
+
+SECRET = "the color of the harbor is vermilion"
+SECONDS_MAX = 30.0
+
+
+@pytest.fixture(scope="module")
+def collector() -> Iterator[Collector]:
+    made = Collector()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def cluster(collector: Collector) -> Iterator[Cluster]:
+    options = ("--groups", "2", "--tp", "1", "--routers", "2", "--disk-tier", "0", "--log-level", "debug")
+    with Cluster(*options, "--otlp-endpoint", collector.endpoint, "--trace-sample", "0") as made:
+        yield made
+
+
+def ask(cluster: Cluster, trace: str, max_tokens: int, **more: object) -> httpx.Response:
+    """A request whose caller has it traced."""
+    caller = f"00-{trace}-{'cd' * 8}-01"
+    body = {"model": "trunkline-demo", "messages": [{"role": "user", "content": SECRET}], "max_tokens": max_tokens}
+    return httpx.post(
+        f"{cluster.url}/v1/chat/completions",
+        json=body | {"temperature": 0} | more,
+        headers={"traceparent": caller, "x-request-id": f"id-{trace}"},
+        timeout=60.0,
+    )
+
+
+def one(spans: list[Seen], name: str) -> Seen:
+    [found] = [seen for seen in spans if seen.name == name]
+    return found
+
+
+def test_one_trace_through_all_processes(cluster: Cluster, collector: Collector) -> None:
+    trace = secrets.token_hex(16)
+    answer = ask(cluster, trace, 12, min_tokens=12)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-request-id"] == f"id-{trace}"
+    wait_for(lambda: {"decode", "decode_steps"} <= {seen.name for seen in collector.of(trace)}, SECONDS_MAX)
+    wait_for(lambda: "POST /v1/chat/completions" in {seen.name for seen in collector.of(trace)}, SECONDS_MAX)
+    spans = collector.of(trace)
+    root = one(spans, "POST /v1/chat/completions")
+    assert root.parent == bytes.fromhex("cd" * 8)
+    dispatch, generate = one(spans, "dispatch"), one(spans, "generate")
+    parents = {seen.name: seen.parent for seen in spans}
+    assert parents["tokenize"] == parents["route"] == dispatch.parent == root.id
+    assert generate.parent == dispatch.id
+    assert parents["queue"] == parents["prefill"] == parents["decode"] == generate.id
+    assert parents["forward"] == one(spans, "prefill").id
+    assert parents["decode_steps"] == one(spans, "decode").id
+    services = {seen.name: seen.service for seen in spans}
+    assert services["dispatch"] == "trunkline-router"
+    assert services["generate"] == "trunkline-controller"
+    assert services["forward"] == "trunkline-worker"
+    usage = answer.json()["usage"]
+    about = root.attributes
+    assert about["gen_ai.usage.input_tokens"] == usage["prompt_tokens"]
+    assert about["gen_ai.usage.output_tokens"] == usage["completion_tokens"] == 12
+    assert about["http.response.status_code"] == 200
+    prefill = one(spans, "prefill").attributes
+    assert prefill["trunkline.cached_tokens"] + prefill["trunkline.computed_tokens"] == usage["prompt_tokens"]
+    assert one(spans, "forward").attributes["trunkline.tokens"] == prefill["trunkline.computed_tokens"]
+    assert one(spans, "decode").attributes["trunkline.output_tokens"] == 12
+    assert 11 <= one(spans, "decode_steps").attributes["trunkline.steps"] <= 13
+    assert not any(seen.is_error for seen in spans)
+    for seen in spans:
+        assert seen.span.start_time_unix_nano <= seen.span.end_time_unix_nano
+        inside = root.span.start_time_unix_nano - 10**9 < seen.span.start_time_unix_nano
+        assert inside, f"{seen.name} begins long before the request"
+    told = b"".join(seen.span.SerializeToString() for seen in spans)
+    assert b"vermilion" not in told, "a span tells what was asked"
+
+
+def test_who_is_not_traced_leaves_no_span(cluster: Cluster, collector: Collector) -> None:
+    """The caller says so, or nobody does and the ratio is 0."""
+    body = {"model": "trunkline-demo", "prompt": "import os", "max_tokens": 2}
+    trace = secrets.token_hex(16)
+    for headers in ({}, {"traceparent": f"00-{trace}-{'cd' * 8}-00"}, {"traceparent": "00-nonsense"}):
+        answer = httpx.post(f"{cluster.url}/v1/completions", json=body, headers=headers, timeout=60.0)
+        assert answer.status_code == 200
+    traced = secrets.token_hex(16)
+    ask(cluster, traced, 2)
+    wait_for(lambda: any(seen.name.startswith("POST") for seen in collector.of(traced)), SECONDS_MAX)
+    assert not collector.of(trace)
+    assert not [seen for seen in collector.spans if seen.name == "POST /v1/completions"]
+
+
+def test_a_request_that_cannot_be_run_is_an_error_of_its_own(cluster: Cluster, collector: Collector) -> None:
+    trace = secrets.token_hex(16)
+    assert ask(cluster, trace, -1).status_code == 400
+    wait_for(lambda: bool(collector.of(trace)), SECONDS_MAX)
+    [root] = collector.of(trace)
+    assert root.attributes["http.response.status_code"] == 400
+    assert not root.is_error, "a client's mistake is none of the server's"
+
+
+def test_log_lines_name_the_request(cluster: Cluster) -> None:
+    trace = secrets.token_hex(16)
+    ask(cluster, trace, 3)
+    wait_for(lambda: cluster.log.count(f"id-{trace}") >= 2, SECONDS_MAX)
+    lines = [line for line in cluster.log.splitlines() if f"id-{trace}" in line]
+    access = [line for line in lines if line.startswith("router") and " request method=POST" in line]
+    assert len(access) == 1
+    for part in ("status=200", "endpoint=/v1/chat/completions", "output_tokens=3", "ttft_s=", f"trace_id={trace}"):
+        assert part in access[0]
+    [over] = [line for line in lines if line.startswith("controller")]
+    assert "request_over" in over
+    assert f"trace_id={trace}" in over
+    assert "vermilion" not in cluster.log
+
+
+def test_metrics_of_both_routers_come_from_either(cluster: Cluster) -> None:
+    done = cluster.metric("generations_finished_total")
+    for number in range(6):  # each on a connection of its own, which either process takes
+        ask(cluster, secrets.token_hex(16), 1 + number % 2)
+    assert cluster.metric("generations_finished_total") == done + 6
+    assert cluster.metric("router_up") == 2
+    assert cluster.metric("controller_ready") == 2, "what all routers tell alike is there once"
+    assert cluster.metric("spans_dropped_total") == 0
+    assert cluster.metric("spans_exported_total") > 0
+    assert cluster.metric("tier_size_bytes", tier="device") == 2 * (256 << 20)
+
+
+def test_a_trace_goes_on_when_its_controller_is_killed(cluster: Cluster, collector: Collector) -> None:
+    """The last test of this cluster."""
+    trace = secrets.token_hex(16)
+    before = [cluster.metric("routing_decisions_total", controller=str(index)) for index in (0, 1)]
+    body = {
+        "model": "trunkline-demo",
+        "prompt": SECRET,
+        "max_tokens": 300,
+        "min_tokens": 300,
+        "temperature": 0,
+        "stream": True,
+    }
+    headers = {"traceparent": f"00-{trace}-{'cd' * 8}-01", "x-request-id": "killed"}
+    with httpx.stream("POST", f"{cluster.url}/v1/completions", json=body, headers=headers, timeout=90.0) as answer:
+        events = (line for line in answer.iter_lines() if line.startswith("data: "))
+        for _ in range(5):
+            next(events)
+        after = [cluster.metric("routing_decisions_total", controller=str(index)) for index in (0, 1)]
+        [lost] = [index for index in (0, 1) if after[index] > before[index]]
+        os.kill(cluster.pids[f"controller-{lost}"], signal.SIGKILL)
+        *_, last = events
+    assert last == "data: [DONE]"
+    wait_for(lambda: any(seen.name == "POST /v1/completions" for seen in collector.of(trace)), SECONDS_MAX)
+    wait_for(lambda: {"decode", "forward"} <= {s.name for s in after_loss(collector.of(trace), lost)}, SECONDS_MAX)
+    spans = collector.of(trace)
+    root = one(spans, "POST /v1/completions")
+    first, second = sorted(
+        (seen for seen in spans if seen.name == "dispatch"), key=lambda seen: seen.span.start_time_unix_nano
+    )
+    assert first.parent == second.parent == root.id
+    assert first.is_error
+    assert first.attributes["trunkline.group"] == lost
+    assert [link.span_id for link in second.span.links] == [first.id]
+    assert second.attributes["trunkline.continued_tokens"] >= 4
+    assert not second.is_error
+    other = after_loss(spans, lost)
+    assert one(other, "generate").parent == second.id
+    assert {seen.parent for seen in other if seen.name == "forward"} == {one(other, "prefill").id}
+    assert root.attributes["gen_ai.usage.output_tokens"] == 300
+    assert root.attributes["trunkline.attempts"] == 2
+    assert "request_id=killed" in next(line for line in cluster.log.splitlines() if "stream_goes_on" in line)
+
+
+def after_loss(spans: list[Seen], lost: int) -> list[Seen]:
+    """Those of the group that went on."""
+    names = (f"controller-{1 - lost}", f"group-{1 - lost}/rank-0")
+    return [seen for seen in spans if seen.instance in names]

@@ -1,0 +1,196 @@
+"""Routers and workers that say what no right peer says: dropped or answered, and nobody else is harmed.
+
+Seeded, against the service's real sockets and its own checks (`debug_checks`). Peers with the cluster's keys are
+trusted for what they mean, not for being right: another version, or a bug, must not take the controller down.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import structlog
+from controller.hostile_peers import Group, requests
+from simulation.hostile import altered
+
+from trunkline.controller.messages import (
+    BeamStep,
+    GrammarReady,
+    LoadProgress,
+    MoveOutcome,
+    MovesDone,
+    Probed,
+    PromptLogprobs,
+    RecordCall,
+    StepResult,
+    Submit,
+    TopLogprobs,
+    WorkerFailed,
+    WorkerHello,
+    WorkerReady,
+    WorkerReport,
+)
+from trunkline.controller.report_checks import BLOCKS_MAX, problem_of_report
+from trunkline.router.messages import RecordReply
+
+MESSAGES = 1200
+REPORTS = 80
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    before = structlog.get_config()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    yield
+    structlog.configure(**before)
+
+
+@pytest.fixture
+def group(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Group]:
+    group = Group(tmp_path, request.param)
+    yield group
+    group.close()
+
+
+@pytest.mark.parametrize("group", range(3), indirect=True)
+def test_a_router_that_talks_nonsense_harms_nobody(group: Group) -> None:
+    """Between right messages in any order, replayed and altered: the friend's text stays what it was."""
+    text = group.ask(1)
+    chosen, sent = group.chosen, []
+    for number in range(MESSAGES):
+        message = chosen.choice(requests(chosen))
+        data = altered(chosen, message) if chosen.random() < 0.7 else msgspec.msgpack.encode(message)
+        sent.append(data)
+        group.hostile.send(chosen.choice(sent) if chosen.random() < 0.1 else data)
+        if number % 50 == 0:
+            group.hostile.send_multipart([data] * chosen.choice((2, 3)))
+        if number % 5 == 0:
+            group.turn()
+    group.settle()
+    assert group.ask(2) == text
+    assert group.service.clients.rare.counts["router message cannot be decoded; ignored"] > MESSAGES / 10
+    group.said.clear()
+    group.send(group.friend, RecordCall(5, "create", "session", "of a friend", b"x"))
+    for _ in range(500):
+        group.turn(wait_ms=2)
+        if said := [message for message in group.said if isinstance(message, RecordReply)]:
+            assert said[-1].status == "ok"
+            break
+    database = group.service.persistence.database
+    assert database is not None
+    assert database.flush(), database.problem
+
+
+def reports(group: Group) -> list[msgspec.Struct]:
+    """One of each kind that a worker sends."""
+    chosen, epoch = group.chosen, group.epoch
+    rank = chosen.randrange(2)
+    zero = bytes(4)
+    stranger = chosen.choice((chosen.choice(group.incarnations), chosen.randbytes(16)))
+    return [
+        WorkerHello(rank, 1 << 22, "elsewhere", stranger),
+        WorkerReady(rank, epoch, 1, 32, 1, "simulated", 4, 1.5, 3),
+        LoadProgress(rank, "loading", 0.5),
+        GrammarReady(1, "x"),
+        MovesDone(rank, epoch, [MoveOutcome(1, 0, 5), MoveOutcome(2, 1, 3, "x")]),
+        Probed(rank, epoch, 1, 3),
+        WorkerFailed(rank, "no", chosen.randbytes(16)),
+        StepResult(
+            group.workers.last_step + chosen.randrange(-1, 3),
+            epoch,
+            zero,
+            100,
+            {0: TopLogprobs(-1.0, zero, zero)},
+            0,
+            5,
+            {1: BeamStep(zero, zero, zero)},
+            {1: PromptLogprobs(1, zero, zero, zero, zero)},
+        ),
+    ]
+
+
+@pytest.mark.parametrize("group", range(2), indirect=True)
+def test_workers_that_report_nonsense_end_their_epoch_at_most(group: Group) -> None:
+    """Requests go on with the next workers; the friend's text stays what it was."""
+    text, chosen, lost = group.ask(1), group.chosen, 0
+
+    def report(result: Any) -> None:
+        if chosen.random() < 0.1:
+            group.report.send(altered(chosen, result))
+        else:
+            group.send(group.report, result)
+
+    group.result_of = report
+    for number in range(REPORTS):
+        if chosen.random() < 0.5:
+            group.report.send(altered(chosen, chosen.choice(reports(group))))
+        message = chosen.choice(requests(chosen)[:8])
+        numbered = msgspec.structs.replace(message, request=number) if isinstance(message, Submit) else message
+        group.send(group.hostile, numbered)
+        group.turn()
+        group.turn()
+        if group.service.status != "ready":
+            lost += 1
+            group.form()
+    group.result_of = group.right_result
+    group.recover()
+    assert 0 < lost < REPORTS
+    group.settle()
+    assert group.ask(2) == text
+
+
+READY = WorkerReady(0, 1, 2, 32, 1, "cpu")
+RESULT = StepResult(1, 1, b"", 5)
+SCORES = PromptLogprobs(1, bytes(4), bytes(4), bytes(8), bytes(8))
+
+
+@pytest.mark.parametrize(
+    ("report", "text"),
+    [
+        (READY, ""),
+        (WorkerReady(2, 1, 2, 32, 1, "cpu"), "rank 2 reports; the group has 2"),
+        (WorkerReady(0, 1, 2, BLOCKS_MAX + 1, 1, "cpu"), "num_blocks is"),
+        (WorkerReady(0, 1, 2, 32, 1, "cpu", swap_us_per_block=float("nan")), "swap_us_per_block is nan"),
+        (RESULT, ""),
+        (StepResult(1, 1, b"", -1), "elapsed_us is -1"),
+        (StepResult(1, 1, b"", 5, kv_bytes_read=1 << 63), "kv_bytes_read is"),
+        (StepResult(1, 1, b"", 5, {0: TopLogprobs(0.0, bytes(4), bytes(8))}), "do not go with"),
+        (StepResult(1, 1, b"", 5, prompt_logprobs={1: SCORES}), ""),
+        (StepResult(1, 1, b"", 5, prompt_logprobs={1: msgspec.structs.replace(SCORES, ranks=b"")}), "do not go"),
+        (StepResult(1, 1, b"", 5, prompt_logprobs={1: PromptLogprobs(1, b"", b"", b"", b"")}), "do not go"),
+        (LoadProgress(0, "x", float("inf")), "no number"),
+        (LoadProgress(-1, "x", 0.5), "rank -1"),
+        (LoadProgress(0, "x" * 5000, 0.5), "5000 characters"),
+        (WorkerHello(0, os.getpid(), "n" * 5000, b""), "5000 characters"),
+        (MovesDone(0, 1, [MoveOutcome(1, 0, -5)]), "took -5 us"),
+        (MovesDone(7, 1, []), "rank 7"),
+        (Probed(-1, 1, 1, 1), "rank -1"),
+        (GrammarReady(-1), ""),
+        (WorkerFailed(9, "x", b""), ""),
+    ],
+)
+def test_reports_that_cannot_be(report: WorkerReport, text: str) -> None:
+    problem = problem_of_report(report, 2)
+    assert (text in problem) if text else not problem
+
+
+def test_altered_messages_are_altered_and_the_same_for_a_seed() -> None:
+    right = msgspec.msgpack.encode(READY)
+    found = [altered(random.Random(seed), READY) for seed in range(300)]
+    assert found == [altered(random.Random(seed), READY) for seed in range(300)]
+    assert sum(data != right for data in found) > 250
+    decoder = msgspec.msgpack.Decoder(WorkerReady)
+    readable = 0
+    for data in found:
+        try:
+            decoder.decode(data)
+            readable += 1
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            pass
+    assert 60 < readable < 250, "most should come past the decoder, and many should not"

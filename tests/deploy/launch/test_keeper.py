@@ -1,0 +1,136 @@
+"""A unit's keeper: it starts it again, ends with it, and is never mistaken for somebody else."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+from pathlib import Path
+
+from deploy.launch.launching import Kept, is_alive, wait_for
+
+from trunkline.deploy.launch.folders import (
+    Process,
+    UnitFolder,
+    private_folder,
+    process_of,
+    send_signal,
+    this_process,
+)
+from trunkline.deploy.launch.rotation import Follower, LogFile, last_lines
+
+SLEEPS = "import sys, time; print('here', flush=True); time.sleep(1000)"
+STUBBORN = "import signal, time; signal.signal(15, signal.SIG_IGN); print('here', flush=True); time.sleep(1000)"
+
+
+def test_it_passes_on_what_the_unit_needs_and_keeps_what_it_says(tmp_path: Path) -> None:
+    code = "import os, sys; print(os.environ['GREETING'], sys.argv[1], os.getcwd())"
+    with Kept(tmp_path, code) as kept:
+        state = kept.until(lambda state: state.state == "stopped")
+        assert kept.process.wait() == 0
+        assert state.exit_code == 0
+        assert f"hello {tmp_path}/host {kept.folder.path}" in kept.log
+        assert "ended with exit code 0" in kept.log
+        assert not kept.folder.is_held()
+
+
+def test_a_unit_that_dies_is_started_again_until_it_is_given_up(tmp_path: Path) -> None:
+    code = "import sys; sys.exit(1 if len(open('n', 'a+').read()) == 0 else 1)"
+    with Kept(tmp_path, f"open('times', 'a').write('x'); {code}") as kept:
+        kept.until(lambda state: state.restarts >= 2)
+        assert "it is started again in 0 s" in kept.log
+        assert "it is started again in 1 s" in kept.log
+        kept.terminate()
+        assert kept.until(lambda state: state.state == "stopped").exit_code == 1
+        kept.process.wait()
+        assert len((kept.folder.path / "times").read_text()) >= 2
+
+
+def test_what_is_impossible_is_not_tried_again(tmp_path: Path) -> None:
+    with Kept(tmp_path, "import sys; open('times', 'a').write('x'); sys.exit(2)") as kept:
+        assert kept.process.wait() == 1
+        state = kept.state
+        assert state is not None
+        assert (state.state, state.exit_code, state.restarts) == ("failed", 2, 0)
+        assert (kept.folder.path / "times").read_text() == "x"
+
+
+def test_it_stops_the_unit_when_it_is_told_to(tmp_path: Path) -> None:
+    with Kept(tmp_path, SLEEPS) as kept:
+        unit = kept.until(lambda state: state.unit is not None).unit
+        assert unit is not None
+        wait_for(lambda: "here" in kept.log)
+        kept.terminate()
+        assert kept.process.wait() == 0
+        assert not is_alive(unit.pid)
+        state = kept.state
+        assert state is not None
+        assert (state.state, state.exit_code) == ("stopped", -signal.SIGTERM)
+
+
+def test_the_unit_ends_with_a_keeper_that_is_killed(tmp_path: Path) -> None:
+    with Kept(tmp_path, STUBBORN) as kept:
+        unit = kept.until(lambda state: state.unit is not None).unit
+        assert unit is not None
+        wait_for(lambda: "here" in kept.log)
+        kept.process.kill()
+        kept.process.wait()
+        wait_for(lambda: not is_alive(unit.pid))
+        wait_for(lambda: not kept.folder.is_held())
+
+
+def test_two_keepers_never_have_the_same_unit(tmp_path: Path) -> None:
+    with Kept(tmp_path, SLEEPS) as kept:
+        kept.until(lambda state: state.unit is not None)
+        assert kept.folder.is_held()
+        assert kept.folder.lock() is None
+
+
+def test_a_process_with_the_same_id_is_not_the_same_process() -> None:
+    ours = this_process()
+    assert ours == process_of(os.getpid())
+    assert not send_signal(Process(ours.pid, ours.started - 1), signal.SIGKILL)
+    assert send_signal(ours, 0)
+    assert not send_signal(Process(2**22 - 1, 5), signal.SIGKILL)
+
+
+def test_only_the_owner_reads_what_a_unit_is_made_from(tmp_path: Path) -> None:
+    old = os.umask(0)
+    try:
+        with Kept(tmp_path / "a", "pass") as kept:
+            kept.process.wait()
+    finally:
+        os.umask(old)
+    for path in (tmp_path / "a").rglob("*"):
+        if path.is_file():
+            assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path
+    assert stat.S_IMODE(kept.folder.path.stat().st_mode) == 0o700
+
+
+def test_a_folder_that_is_empty_runs_nothing(tmp_path: Path) -> None:
+    folder = UnitFolder(private_folder(tmp_path / "x"))
+    assert folder.record() is None
+    assert folder.state() is None
+    assert not folder.is_held()
+
+
+def test_a_log_stays_bounded_and_can_be_followed_across_its_turns(tmp_path: Path) -> None:
+    log, follower, seen = LogFile(tmp_path, bytes_max=200), Follower(tmp_path), list[str]()
+    for number in range(100):
+        log.write(f"line {number}\n".encode())
+        seen += follower.read()
+    assert seen == [f"line {number}" for number in range(100)]
+    assert sum(path.stat().st_size for path in tmp_path.glob("log*")) < 600
+    assert last_lines(tmp_path, 3) == ["line 97", "line 98", "line 99"]
+    assert len(last_lines(tmp_path, 1000)) < 100
+    follower.close()
+    log.close()
+
+
+def test_a_disk_that_is_full_costs_lines_only(tmp_path: Path) -> None:
+    log = LogFile(tmp_path / "missing")
+    log.write(b"lost\n")
+    (tmp_path / "missing").mkdir()
+    log.write(b"kept\n")
+    log.close()
+    assert last_lines(tmp_path / "missing", 5) == ["kept"]

@@ -1,0 +1,388 @@
+"""Who gets in at a controller's sockets on the network, over real connections, and what all others cost."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import socket as sockets
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from trunkline.deploy import wire_gate
+from trunkline.deploy.wire_gate import MESSAGE_BYTES_MAX, SUBSCRIPTION_BYTES_MAX, Gate, connections_max
+from trunkline.deploy.wire_keys import Role, WireKeysError, generate, load, write
+from trunkline.deploy.wire_peer import HANDSHAKE_FAILED, WirePeer
+
+Context = zmq.Context[zmq.Socket[bytes]]
+HANDSHAKE_MS = 400
+ANY = "tcp://127.0.0.1:*"
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+class Server:
+    """A ROUTER for routers and a PULL for workers behind one gate."""
+
+    def __init__(self, path: str) -> None:
+        self.context: Context = zmq.Context()
+        self.gate = Gate(self.context, path)
+        self.router, self.pull = self.context.socket(zmq.ROUTER), self.context.socket(zmq.PULL)
+        self.gate.bind(self.router, ANY, Role.ROUTER, MESSAGE_BYTES_MAX)
+        self.gate.bind(self.pull, ANY, Role.WORKER, MESSAGE_BYTES_MAX)
+        self.gate.open()
+
+    def endpoint(self, role: Role = Role.ROUTER) -> str:
+        return (self.router if role is Role.ROUTER else self.pull).getsockopt_string(zmq.LAST_ENDPOINT)
+
+    @property
+    def address(self) -> tuple[str, int]:
+        host, port = self.endpoint().removeprefix("tcp://").split(":")
+        return host, int(port)
+
+    def hears(self, socket: zmq.Socket[bytes], payload: bytes, seconds: float = 5.0) -> bool:
+        return bool(socket.poll(int(seconds * 1000))) and socket.recv_multipart()[-1] == payload
+
+    def counts(self, text: str) -> int:
+        return sum(count for kind, count in self.gate.log.counts.items() if text in kind)
+
+    def close(self) -> None:
+        self.gate.close()
+        self.router.close(linger=0)
+        self.pull.close(linger=0)
+        self.context.term()
+
+
+class Client:
+    """A socket as routers and workers make them, with its monitor."""
+
+    def __init__(self, context: Context, peer: WirePeer, endpoint: str, kind: int = zmq.DEALER) -> None:
+        self.peer, self.endpoint = peer, endpoint
+        self.socket = context.socket(kind)
+        self.socket.set(zmq.LINGER, 0)
+        self.socket.set(zmq.IMMEDIATE, 1)
+        self.monitor = self.socket.get_monitor_socket(HANDSHAKE_FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        try:
+            peer.connect(self.socket, endpoint)
+        except WireKeysError:
+            self.close()
+            raise
+
+    def verdict(self, seconds: float = 5.0) -> str:
+        """ "": it was let in; else what its log would say."""
+        assert self.monitor.poll(int(seconds * 1000)), "no end of the handshake"
+        event = parse_monitor_message(self.monitor.recv_multipart())
+        return "" if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED else self.peer.explain(event)
+
+    def says(self, text: str) -> bool:
+        """Whether the first verdict or, after a bare end of the connection, the next says so."""
+        first = self.verdict()
+        return text in first or ("closed the connection" in first and text in self.verdict())
+
+    def close(self) -> None:
+        self.socket.disable_monitor()
+        self.monitor.close(linger=0)
+        self.socket.close()
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> str:
+    write(generate(), tmp_path / "cluster.keys")
+    return str(tmp_path / "cluster.keys")
+
+
+@pytest.fixture
+def server(keys: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    monkeypatch.setattr(wire_gate, "HANDSHAKE_MS", HANDSHAKE_MS)
+    monkeypatch.setattr(wire_gate, "_LOOK_SECONDS", 0.0)
+    server = Server(keys)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def connect() -> Iterator[Callable[..., Client]]:
+    context: Context = zmq.Context()
+    clients: list[Client] = []
+
+    def make(peer: WirePeer, endpoint: str, kind: int = zmq.DEALER) -> Client:
+        clients.append(Client(context, peer, endpoint, kind))
+        return clients[-1]
+
+    yield make
+    for client in clients:
+        client.close()
+    context.term()
+
+
+@pytest.fixture
+def strangers() -> Iterator[list[sockets.socket]]:
+    found: list[sockets.socket] = []
+    yield found
+    for stranger in found:
+        stranger.close()
+
+
+Connect = Callable[..., Client]
+
+
+@pytest.mark.parametrize("role", list(Role))
+@pytest.mark.parametrize("door", [Role.ROUTER, Role.WORKER])
+def test_each_role_enters_by_its_own_door(
+    server: Server, connect: Connect, tmp_path: Path, keys: str, role: Role, door: Role
+) -> None:
+    """A router's key does not open what workers talk through, nor theirs the other; the controller's both."""
+    part = tmp_path / "part"
+    write(load(keys).part([role]), part)
+    client = connect(
+        WirePeer(str(part), role), server.endpoint(door), zmq.DEALER if door is Role.ROUTER else zmq.PUSH
+    )
+    heard_at = server.router if door is Role.ROUTER else server.pull
+    if role in (door, Role.CONTROLLER):
+        assert client.verdict() == ""
+        client.socket.send(b"hello")
+        assert server.hears(heard_at, b"hello")
+        return
+    assert "does not let in" in client.verdict()
+    with pytest.raises(zmq.Again):
+        client.socket.send(b"hello", zmq.NOBLOCK)
+    wait_for(lambda: server.counts("wire key is not in the file"))
+    assert not heard_at.poll(100)
+
+
+def test_strangers_are_told_and_change_nothing(
+    server: Server, connect: Connect, tmp_path: Path, keys: str
+) -> None:
+    write(generate(), tmp_path / "other.keys")
+    friend = connect(WirePeer(keys), server.endpoint())
+    assert friend.verdict() == ""
+    other = connect(WirePeer(str(tmp_path / "other.keys")), server.endpoint())
+    assert f"has other keys than {tmp_path}/other.keys" in other.verdict()
+    plain = connect(WirePeer(), server.endpoint())
+    assert plain.says("wants wire keys")
+    wait_for(lambda: server.counts("another cluster's wire keys") and server.counts("without wire keys"))
+    for client in (other, plain):
+        with pytest.raises(zmq.Again):
+            client.socket.send(b"hello", zmq.NOBLOCK)
+    friend.socket.send(b"still here")
+    assert server.hears(server.router, b"still here")
+
+
+def test_a_client_with_keys_tells_nothing_to_a_server_without(connect: Connect, keys: str) -> None:
+    context: Context = zmq.Context()
+    plain = context.socket(zmq.ROUTER)
+    plain.bind(ANY)
+    try:
+        client = connect(WirePeer(keys), plain.getsockopt_string(zmq.LAST_ENDPOINT))
+        assert client.says("the other side has no wire keys")
+        with pytest.raises(zmq.Again):
+            client.socket.send(b"secret", zmq.NOBLOCK)
+        assert not plain.poll(100)
+    finally:
+        plain.close(linger=0)
+        context.term()
+
+
+def test_nobody_gets_in_before_the_gate_is_open(connect: Connect, keys: str) -> None:
+    context: Context = zmq.Context()
+    gate = Gate(context, keys)
+    router = context.socket(zmq.ROUTER)
+    gate.bind(router, ANY, Role.ROUTER, MESSAGE_BYTES_MAX)
+    client = connect(WirePeer(keys), router.getsockopt_string(zmq.LAST_ENDPOINT))
+    assert not client.monitor.poll(300)
+    gate.open()
+    assert client.verdict() == ""
+    gate.close()
+    late = connect(WirePeer(keys), router.getsockopt_string(zmq.LAST_ENDPOINT))
+    assert late.verdict() != ""
+    client.socket.send(b"who is in stays in")
+    assert router.poll(5000)
+    router.close(linger=0)
+    context.term()
+
+
+def test_keys_change_while_all_runs(server: Server, connect: Connect, keys: str, tmp_path: Path) -> None:
+    """New files first, then the controller: at no time is somebody out who tries twice."""
+    old = tmp_path / "old.keys"
+    write(load(keys), old)
+    write(load(keys).rotated(), keys, overwrite=True)
+    assert connect(WirePeer(str(old)), server.endpoint()).verdict() == ""
+    early = WirePeer(keys)  # with the new keys, at a controller that still has the old ones
+    client = connect(early, server.endpoint())
+    assert "keys tried" in client.verdict()
+    early.advance()
+    early.again(client.socket, server.endpoint())
+    assert client.verdict() == ""
+    successor = Server(keys)
+    try:
+        assert connect(WirePeer(keys), successor.endpoint()).verdict() == ""
+        assert connect(WirePeer(str(old)), successor.endpoint()).verdict() != ""
+    finally:
+        successor.close()
+
+
+def test_a_client_is_let_in_again_after_its_key_was_retired_and_back(
+    server: Server, connect: Connect, keys: str, tmp_path: Path
+) -> None:
+    kept = Path(keys).read_bytes()
+    changed = generate().generations[0]
+    own = load(keys).generations[0]
+    write(type(load(keys))((type(own)(own.controller, changed.router, own.worker),)), keys, overwrite=True)
+    old = tmp_path / "old.keys"
+    old.write_bytes(kept)
+    old.chmod(0o600)
+    peer = WirePeer(str(old))
+    client = connect(peer, server.endpoint())
+    assert "does not let in" in client.verdict()
+    assert not client.monitor.poll(500), "libzmq tries again by itself: whoever refuses need not be asked again"
+    old.replace(keys)
+    peer.path = keys
+    peer.again(client.socket, server.endpoint())
+    assert client.verdict() == ""
+
+
+def test_a_damaged_file_changes_nothing(server: Server, connect: Connect, keys: str) -> None:
+    peer = WirePeer(keys)
+    assert connect(peer, server.endpoint()).verdict() == ""
+    good = Path(keys).read_bytes()
+    Path(keys).write_bytes(good[:100])
+    with pytest.raises(WireKeysError):
+        connect(WirePeer(keys), server.endpoint())
+    assert connect(peer, server.endpoint()).verdict() == ""
+    assert "no file of wire keys" in peer.problem
+    assert server.counts("cannot be read")
+    Path(keys).write_bytes(good)
+    assert connect(WirePeer(keys), server.endpoint()).verdict() == ""
+
+
+def garbage(seed: int) -> bytes:
+    """What scanners send, and what is nearly ZMTP."""
+    chosen = random.Random(seed)
+    greeting = b"\xff" + bytes(8) + b"\x7f" + bytes([chosen.choice([0, 1, 3, 255]), chosen.randrange(256)])
+    mechanism = chosen.choice([b"NULL", b"PLAIN", b"CURVE", b"GSSAPI", chosen.randbytes(20)]).ljust(20, b"\0")
+    hello = chosen.choice([b"\x05HELLO", b"\x08INITIATE", b"\x05READY", b"\x05ERROR", b"\xff"])
+    frames = [
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + chosen.randbytes(400),
+        chosen.randbytes(chosen.randrange(1, 2000)),
+        greeting + mechanism + bytes(32) + b"\x04" + bytes([200]) + hello.ljust(200, b"\1"),
+        greeting + mechanism + bytes(32) + b"\x06" + (1 << 62).to_bytes(8, "big") + chosen.randbytes(5000),
+        greeting + mechanism + bytes(32) + b"\x02" + (MESSAGE_BYTES_MAX + 1).to_bytes(8, "big") + bytes(9000),
+        b"\x01\x00\x05hello",
+        b"",
+    ]
+    return frames[seed % len(frames)]
+
+
+def test_garbage_is_closed_within_the_time_of_a_handshake(
+    keys: str, connect: Connect, monkeypatch: pytest.MonkeyPatch, strangers: list[sockets.socket]
+) -> None:
+    monkeypatch.setattr(wire_gate, "HANDSHAKE_MS", HANDSHAKE_MS)
+    server = Server(keys)
+    try:
+        friend = connect(WirePeer(keys), server.endpoint())
+        assert friend.verdict() == ""
+        memory = _memory_bytes()
+        strangers += [sockets.create_connection(server.address) for _ in range(64)]
+        for seed, stranger in enumerate(strangers):
+            with contextlib.suppress(OSError):
+                stranger.sendall(garbage(seed))
+        port = server.gate.ports[0]
+        wait_for(lambda: port.accepted >= 65)
+        wait_for(lambda: port.connections == 1)
+        assert _memory_bytes() - memory < 32 << 20
+        friend.socket.send(b"unharmed")
+        frames: list[bytes] = []
+        while not frames or frames[-1] != b"unharmed":
+            assert server.router.poll(5000)
+            frames = server.router.recv_multipart()
+            assert frames[-1] == b"unharmed"
+        assert server.counts("refused") >= 8
+        assert len(server.gate.log.counts) < 10
+    finally:
+        server.close()
+
+
+def _memory_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_a_message_that_is_too_long_ends_its_connection_only(keys: str, connect: Connect) -> None:
+    context: Context = zmq.Context()
+    gate = Gate(context, keys)
+    router = context.socket(zmq.ROUTER)
+    gate.bind(router, ANY, Role.ROUTER, SUBSCRIPTION_BYTES_MAX)
+    gate.open()
+    endpoint = router.getsockopt_string(zmq.LAST_ENDPOINT)
+    try:
+        clients = [connect(WirePeer(keys), endpoint) for _ in range(2)]
+        assert [client.verdict() for client in clients] == ["", ""]
+        clients[0].socket.send(bytes(SUBSCRIPTION_BYTES_MAX + 1))
+        wait_for(lambda: gate.ports[0].closed)
+        clients[1].socket.send(b"unharmed")
+        assert router.poll(5000)
+        assert router.recv_multipart()[-1] == b"unharmed"
+    finally:
+        gate.close()
+        router.close(linger=0)
+        context.term()
+
+
+def test_too_many_connections_close_the_port_for_a_while(
+    keys: str, connect: Connect, monkeypatch: pytest.MonkeyPatch, strangers: list[sockets.socket]
+) -> None:
+    monkeypatch.setattr(wire_gate, "HANDSHAKE_MS", 1500)
+    monkeypatch.setattr(wire_gate, "connections_max", lambda: 20)
+    server = Server(keys)
+    try:
+        friend = connect(WirePeer(keys), server.endpoint())
+        assert friend.verdict() == ""
+        port = server.gate.ports[0]
+        strangers += [sockets.create_connection(server.address) for _ in range(25)]
+        wait_for(lambda: port.connections >= 20)
+        wait_for(lambda: not port.is_open)
+        with pytest.raises(TimeoutError):
+            sockets.create_connection(server.address, timeout=0.3)
+        friend.socket.send(b"unharmed")
+        assert server.hears(server.router, b"unharmed")
+        late = connect(WirePeer(keys), server.endpoint())
+        wait_for(lambda: port.is_open)  # the strangers' time is over
+        assert late.verdict() == ""
+        for stranger in strangers:
+            stranger.close()
+        assert server.counts("no more connections") == 1
+    finally:
+        server.close()
+
+
+def test_one_port_cannot_use_up_the_descriptors() -> None:
+    assert 64 <= connections_max() <= 1024
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [],
+        [b""],
+        [b"x", b""],
+        [b"x", b"", b"1.0", b"1"],
+        [b"x", b"", b"1.0", b"1", b"router", b"", b"", b"CURVE"],
+        [b"x", b"", b"1.0", b"1", b"router", b"", b"", b"CURVE", b"short"],
+        [b"x", b"", b"1.0", b"1", b"cook", b"", b"", b"CURVE", bytes(32)],
+        [b"x", b"", b"1.0", b"1", b"router", b"", b"", b"NULL"],
+        [b"x", b"", b"1.0", b"1", b"\xff\xfe", b"", b"", b"PLAIN", b"a", b"b"],
+    ],
+)
+def test_no_other_question_is_answered_with_yes(server: Server, frames: list[bytes]) -> None:
+    answer = server.gate._answer(frames)
+    assert answer is None or answer[-4] == b"400"

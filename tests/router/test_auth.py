@@ -1,0 +1,225 @@
+"""Who may do what: roles, keys, owners, and the pages that may ask a server without keys. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+from router.harness import RunningRouter
+from starlette.datastructures import Headers
+
+from trunkline.router.access import host_name, is_local_name
+from trunkline.router.app import create_app
+from trunkline.router.auth import Access, Key, Role, access_needed, draw_key, hash_key, is_loopback, may_enter
+from trunkline.router.errors import ApiError
+from trunkline.router.identity import (
+    Authenticator,
+    Identity,
+    cache_salt,
+    check_once,
+    current_identity,
+    identified,
+    salt_of,
+    tenant_salt,
+)
+from trunkline.router.schemas import kind_of
+from trunkline.router.tenants import ANONYMOUS, TenantRules
+
+OPEN = {"/", "/health", "/version", "/openapi.json", "/ui", "/ui/", "/ui/static/{name:path}"}
+ADMINS = {"/flush_cache", "/reset_prefix_cache"}
+
+
+def all_routes(app: FastAPI) -> list[Any]:
+    """With those of the routers that are included."""
+    found: list[Any] = []
+    for route in app.routes:
+        included = getattr(route, "original_router", None)
+        found += [route] if included is None else included.routes
+    return found
+
+
+def test_every_route_is_classified(router: RunningRouter) -> None:
+    """An endpoint that nobody thought about when it was added is not served, and fails here."""
+    seen = set()
+    for route in all_routes(create_app(router.service)):
+        path = getattr(route, "path", "")
+        seen.add(path)
+        for method in getattr(route, "methods", None) or ():
+            access = access_needed(method, path.replace("{", "").replace("}", ""))
+            if path in OPEN:
+                assert access is Access.OPEN, path
+            elif path in ADMINS or path.startswith("/ui/api/"):
+                assert access is Access.ADMIN, path
+            elif path == "/metrics":
+                assert access is Access.METRICS
+            else:
+                assert access is Access.USER, f"{path}: classify it in auth.py, and here"
+    assert {"/flush_cache", "/v1/sessions/{session_id}", "/ui/api/overview"} <= seen
+
+
+def test_what_nobody_classified_is_unknown() -> None:
+    for path in ("/v1", "/v1/", "/v1/new", "/ui/new", "/UI", "/metrics/", "//metrics", "/flush_cache/", "", "*"):
+        assert access_needed("GET", path) is Access.UNKNOWN
+        for role in (None, *Role):
+            assert not may_enter(role, Access.UNKNOWN, keys_needed=False)
+
+
+def test_roles() -> None:
+    allowed = {
+        None: {Access.OPEN},
+        Role.USER: {Access.OPEN, Access.USER},
+        Role.METRICS: {Access.OPEN, Access.METRICS},
+        Role.ADMIN: {Access.OPEN, Access.USER, Access.METRICS, Access.ADMIN},
+    }
+    for role, expected in allowed.items():
+        assert {access for access in Access if may_enter(role, access, keys_needed=True)} == expected
+        without = expected | {Access.USER, Access.METRICS}
+        assert {access for access in Access if may_enter(role, access, keys_needed=False)} == without
+
+
+def test_keys_are_drawn_apart() -> None:
+    drawn = {draw_key() for _ in range(100)}
+    assert len(drawn) == 100
+    assert all(key.startswith("tl-") and len(key) == 46 for key in drawn)
+
+
+RULES = TenantRules(
+    keys={
+        hash_key("of-team"): Key("team", "laptop"),
+        hash_key("scrapes"): Key("ops", "prom", Role.METRICS),
+        hash_key("boss"): Key("ops", "boss", Role.ADMIN),
+        hash_key("over"): Key("team", "old", expires=100.0),
+        hash_key("gate"): Key("front", "gate", gateway=True),
+    },
+    salts={"a": "both", "b": "both", "open": "shared"},
+    has_keys=True,
+)
+
+
+def admit(
+    headers: Mapping[str, str], access: Access = Access.USER, rules: TenantRules = RULES, header: str = "x-tenant"
+) -> Identity:
+    who = Authenticator(header=header, admin_key=hash_key("tl-admin"))
+    return who.admit(headers, access, rules, 100.0)
+
+
+def refused(headers: Mapping[str, str], access: Access = Access.USER, rules: TenantRules = RULES) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        admit(headers, access, rules)
+    return caught.value
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+def test_a_key_says_who() -> None:
+    for headers in (bearer("of-team"), {"authorization": "bearer  of-team "}, {"x-api-key": "of-team"}):
+        found = admit(headers)
+        assert (found.tenant, found.role, found.key, found.owner) == ("team", Role.USER, "laptop", "team")
+        assert found.salt == tenant_salt("tenant/team")
+        assert not found.is_all
+    assert admit(bearer("boss"), Access.ADMIN).is_all
+    assert admit(bearer("boss")).owner == "ops"
+    own = admit(bearer("tl-admin"), Access.ADMIN)
+    assert (own.tenant, own.owner, own.salt) == ("admin", "", b"")
+
+
+def test_refusals() -> None:
+    for headers in ({}, bearer("wrong"), bearer(""), {"authorization": "Basic b2YtdGVhbQ=="}, bearer("over")):
+        error = refused(headers)
+        assert (error.status, error.code) == (401, "invalid_api_key")
+        assert error.headers()["WWW-Authenticate"].startswith("Bearer")
+    assert "expired" in refused(bearer("over")).message
+    for key, access in (("of-team", Access.METRICS), ("of-team", Access.ADMIN), ("scrapes", Access.USER)):
+        error = refused(bearer(key), access)
+        assert (error.status, error.kind) == (403, "permission_error")
+        assert access.value in error.message
+    assert "wrong" not in refused(bearer("wrong")).message, "keys are not shown"
+
+
+def test_without_keys_only_admins_need_one() -> None:
+    none = TenantRules()
+    assert admit({}, rules=none) == Identity()
+    found = admit(bearer("whatever"), rules=none)
+    assert found.tenant == "key-" + hash_key("whatever")[:32]
+    assert (found.owner, found.salt, found.role) == ("", b"", None)
+    assert admit({}, Access.METRICS, none).tenant == ANONYMOUS
+    assert refused({}, Access.ADMIN, none).status == 401
+    assert refused(bearer("whatever"), Access.ADMIN, none).status == 401
+    assert admit(bearer("tl-admin"), Access.ADMIN, none).role is Role.ADMIN
+
+
+def test_who_once_needed_keys_needs_them_for_ever() -> None:
+    who = Authenticator()
+    assert not who.needs_keys(TenantRules())
+    assert who.needs_keys(RULES)
+    assert who.needs_keys(TenantRules()), "the last key was taken out of the file"
+    assert Authenticator(single_key=hash_key("k")).needs_keys(TenantRules())
+    assert Authenticator(needs_keys=True).needs_keys(TenantRules())
+
+
+def test_a_gateway_names_tenants() -> None:
+    found = admit(bearer("gate") | {"x-tenant": "alice"})
+    assert (found.tenant, found.owner, found.role) == ("alice", "alice", Role.USER)
+    assert refused(bearer("of-team") | {"x-tenant": "alice"}).status == 403, "a client must not choose"
+    assert refused({"x-tenant": "alice"}).status == 401
+    none = TenantRules()
+    assert admit({"x-tenant": "alice"}, rules=none).owner == "alice", "the gateway is trusted by its place"
+    assert admit({"x-tenant": "alice"}, rules=none, header="").tenant == ANONYMOUS
+    single = Authenticator(header="x-tenant", single_key=hash_key("k"))
+    assert single.admit(bearer("k") | {"x-tenant": "bob"}, Access.USER, none, 0.0).owner == "bob"
+    assert single.admit(bearer("k"), Access.USER, none, 0.0).owner == ""
+    for bad in ("two words", "a" * 129, "ü"):
+        assert refused(bearer("gate") | {"x-tenant": bad}).status == 400
+    twice = Headers(raw=[(b"authorization", b"Bearer gate"), (b"x-tenant", b"a"), (b"x-tenant", b"b")])
+    assert "more than once" in refused(twice).message
+
+
+@pytest.mark.parametrize("name", [b"authorization", b"x-api-key", b"host"])
+def test_a_header_that_decides_is_given_once(name: bytes) -> None:
+    check_once(Headers(raw=[(name, b"a"), (b"other", b"b"), (b"other", b"b")]))
+    with pytest.raises(ApiError, match="more than once"):
+        check_once(Headers(raw=[(name, b"a"), (name, b"a")]))
+
+
+def test_salts() -> None:
+    assert salt_of("a", RULES) == salt_of("b", RULES) != salt_of("c", RULES)
+    assert salt_of("open", RULES) == b""
+    assert salt_of("both", RULES) != salt_of("a", RULES), "a tenant cannot have the name of a group's salt"
+    assert current_identity() == Identity()
+    assert cache_salt(None) == b""
+    with identified(Identity("a", salt=salt_of("a", RULES))):
+        assert cache_salt("x") == salt_of("a", RULES) + b"x"
+        assert cache_salt(None) != b""
+    # No text of a client is another tenant's salt.
+    own = salt_of("a", RULES)
+    with pytest.raises(UnicodeDecodeError):
+        own.decode()
+    kinds = {kind_of(salt, owner) for salt in (b"", b"s", b"\0s") for owner in ("", "a", "b")}
+    assert len(kinds) == 9
+
+
+def test_an_admin_acts_for_a_tenant() -> None:
+    who = Authenticator()
+    boss = admit(bearer("boss"), Access.ADMIN)
+    acting = who.acting_for(boss, "team", RULES)
+    assert (acting.owner, acting.salt, acting.is_all) == ("team", salt_of("team", RULES), False)
+    assert acting.role is Role.ADMIN
+    assert who.acting_for(boss, "default", RULES).owner == ""
+    with pytest.raises(ApiError, match="admin"):
+        who.acting_for(admit(bearer("of-team")), "other", RULES)
+    with pytest.raises(ApiError, match="name"):
+        who.acting_for(boss, "two words", RULES)
+
+
+def test_addresses_and_names() -> None:
+    for host in ("127.0.0.1", "127.9.9.9", "::1", "[::1]", "localhost", "LOCALHOST", "app.localhost"):
+        assert is_loopback(host), host
+    for host in ("0.0.0.0", "::", "10.0.0.1", "localhost.evil.example", "notlocalhost", "", "127.evil.example"):
+        assert not is_loopback(host), host
+    assert host_name("Localhost.:80") == "localhost"
+    assert host_name("[::1]:80") == "::1"
+    assert [is_local_name(name) for name in ("10.1.2.3", "fe80::1", "evil.example")] == [True, True, False]

@@ -1,0 +1,240 @@
+"""Bytes at the socket that no proper client sends: refused or answered, and whoever comes next is served."""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from router.fake_controller import FakeController
+from router.harness import RunningRouter, running, wait_until
+
+from trunkline.router.connections import connections_max
+from trunkline.router.tokenizer import Tokenizer
+
+BODY = json.dumps({"prompt": "x", "max_tokens": 2}).encode()
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+WHOLE = HEAD + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
+LIMITS: dict[str, Any] = {
+    "header_seconds": 0.4,
+    "body_seconds": 0.4,
+    "max_headers": 40,
+    "max_header_bytes": 8192,
+    "max_url_bytes": 1024,
+    "max_body_bytes": 65536,
+    "max_connections": 60,
+}
+
+
+@pytest.fixture(scope="module")
+def tight(folder: Path, tokenizer: Tokenizer) -> Iterator[RunningRouter]:
+    """A router with small limits."""
+    place = folder / "raw"
+    place.mkdir()
+    with running(place, tokenizer, **LIMITS) as (router, _):
+        yield router
+
+
+def connect(router: RunningRouter) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", int(router.url.rsplit(":", 1)[1])), timeout=10)
+
+
+def said(router: RunningRouter, raw: bytes, *, half_close: bool = False) -> bytes:
+    """All that comes back, until the router hangs up or has said nothing for a moment."""
+    with connect(router) as connection:
+        answer = b""
+        try:
+            connection.sendall(raw)
+            if half_close:
+                connection.shutdown(socket.SHUT_WR)
+            connection.settimeout(3.0)
+            while part := connection.recv(65536):
+                answer += part
+                connection.settimeout(0.3)
+        except (TimeoutError, ConnectionError):
+            pass
+        return answer
+
+
+def status_of(answer: bytes) -> int:
+    """0: none."""
+    return int(answer[9:12]) if answer.startswith(b"HTTP/1.1 ") else 0
+
+
+def serves(router: RunningRouter) -> bool:
+    return status_of(said(router, WHOLE)) == 200
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        HEAD + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\nGET /version HTTP/1.1\r\n\r\n",
+        HEAD + b"Transfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n0\r\n\r\n",
+        HEAD + b"Content-Length: 5\r\nContent-Length: 6\r\n\r\nabcdef",
+        HEAD + b"Content-Length: 5, 5\r\n\r\nabcde",
+        HEAD + b"Content-Length: +5\r\n\r\nabcde",
+        HEAD + b"Content-Length: 0x5\r\n\r\nabcde",
+        HEAD + b"Content-Length : 5\r\n\r\nabcde",
+        HEAD + b"Transfer-Encoding: chunked\r\nTransfer-Encoding: identity\r\n\r\n0\r\n\r\n",
+        HEAD + b"Transfer-Encoding: xchunked\r\n\r\n0\r\n\r\n",
+        HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n\r\n",
+        HEAD + b"Transfer-Encoding: chunked\r\n\r\n5;a=\x00\r\nabcde\r\n0\r\n\r\n",
+        HEAD + b"Transfer-Encoding: chunked\r\n\r\nfffffffffffffffff\r\n",
+        b"GET /version HTTP/1.1\nHost: localhost\n\n",
+        b"GET /version HTTP/1.1\r\nHost: localhost\r\nX: a\r\n b\r\n\r\n",
+        b"GET /version HTTP/1.1\r\nHost: localhost\r\nX: a\x00b\r\n\r\n",
+        b"GET /version HTTP/1.1\r\nHost: localhost\r\n: x\r\n\r\n",
+        b"GET /version\x00 HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"GET  HTTP/1.1\r\n\r\n",
+        b"\r\n\r\n\x00\x00\x00",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"CONNECT evil.example:80 HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"GET /version HTTP/1.1\r\nHost: localhost\r\nHost: localhost\r\n\r\n",
+        b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nX-Api-Key: a\r\nx-api-key: b\r\n\r\n",
+        b"GET /version HTTP/1.1\r\nHost: evil.example\r\n\r\n",
+        b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer a\r\nauthorization: x\r\n\r\n",
+    ],
+)
+def test_what_is_no_request_is_refused(tight: RunningRouter, raw: bytes) -> None:
+    answer = said(tight, raw)
+    assert 400 <= status_of(answer) < 500, answer
+    assert answer.count(b"HTTP/1.1 ") == 1, "one answer: nothing was smuggled"
+    assert serves(tight)
+
+
+@pytest.mark.parametrize(
+    ("raw", "status"),
+    [
+        (b"GET /" + b"a" * 2000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n", 414),
+        (b"GET /version HTTP/1.1\r\nHost: localhost\r\n" + b"X: y\r\n" * 60 + b"\r\n", 431),
+        (b"GET /version HTTP/1.1\r\nHost: localhost\r\nX: " + b"y" * 20_000, 431),
+        (HEAD + b"Content-Length: 99999999\r\n\r\n", 413),
+        (b"GET /version HTTP/1.1\r\nHost: localhost\r\nX-Slow: ", 408),
+        (HEAD + b"Content-Length: 50\r\n\r\n{", 408),
+        (HEAD.replace(b"application/json", b"text/plain") + b"Content-Length: 2\r\n\r\n{}", 415),
+    ],
+)
+def test_limits_have_their_status(tight: RunningRouter, raw: bytes, status: int) -> None:
+    answer = said(tight, raw)
+    assert status_of(answer) == status, answer
+    assert b'"message":' in answer
+    assert serves(tight)
+
+
+def trickle(connection: socket.socket) -> None:
+    """Send a byte now and then."""
+    for _ in range(400):
+        connection.sendall(b" ")
+        time.sleep(0.05)
+
+
+def test_who_sends_nothing_more_is_disconnected(tight: RunningRouter) -> None:
+    """A body that trickles in although its request was refused long ago."""
+    with connect(tight) as connection:
+        connection.sendall(HEAD.replace(b"/v1/completions", b"/nowhere") + b"Content-Length: 50000\r\n\r\n")
+        assert status_of(connection.recv(65536)) == 404
+        with pytest.raises(ConnectionError):
+            trickle(connection)
+
+
+def test_connections_are_bounded(tight: RunningRouter) -> None:
+    before = psutil.Process().num_fds()
+    held = [connect(tight) for _ in range(LIMITS["max_connections"])]
+    try:
+        wait_until(lambda: len(tight._server.server_state.connections) >= LIMITS["max_connections"])
+        answer = said(tight, WHOLE)
+        assert status_of(answer) == 503, answer
+        assert b"retry-after: 1" in answer
+    finally:
+        for connection in held:
+            connection.close()
+    wait_until(lambda: not tight._server.server_state.connections)
+    assert serves(tight)
+    wait_until(lambda: psutil.Process().num_fds() <= before + 2)
+
+
+def test_a_process_has_no_more_connections_than_files() -> None:
+    assert connections_max(10) == 10
+    assert 1 <= connections_max(10**9) < 10**9
+
+
+def test_pipelined_requests_are_answered_in_turn(tight: RunningRouter) -> None:
+    answer = said(tight, WHOLE + b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n" + WHOLE)
+    assert answer.count(b"HTTP/1.1 200 OK") == 3
+    assert answer.index(b"text_completion") < answer.index(b'"version"') < answer.rindex(b"text_completion")
+
+
+PIECES = [
+    *[
+        b"GET ",
+        b"POST ",
+        b"/v1/completions",
+        b"/v1/models",
+        b" HTTP/1.1",
+        b" HTTP/1.0",
+        b"\r\n",
+        b"\n",
+        b"\r",
+        b"\x00",
+    ],
+    *[
+        b"Host: localhost\r\n",
+        b"Content-Length: 3\r\n",
+        b"Transfer-Encoding: chunked\r\n",
+        b"Connection: close\r\n",
+    ],
+    *[b"Expect: 100-continue\r\n", b"Upgrade: websocket\r\nConnection: upgrade\r\n", b"Authorization: Bearer "],
+    *[b"Content-Type: application/json\r\n", b"0\r\n\r\n", b"3\r\nabc\r\n", b"{}", b"\xff\xfe", b"x" * 300, BODY],
+]
+
+
+def test_mutated_requests(tight: RunningRouter) -> None:
+    """Whole requests with pieces cut out, put in, doubled: seeded."""
+    memory = psutil.Process().memory_info().rss
+    for seed in range(100):
+        random_ = random.Random(seed)
+        raw = bytearray(WHOLE * random_.choice((1, 1, 2)))
+        for _ in range(random_.randint(1, 4)):
+            at = random_.randrange(len(raw) + 1)
+            match random_.randrange(4):
+                case 0:
+                    raw[at:at] = random_.choice(PIECES)
+                case 1:
+                    del raw[at : at + random_.randint(1, 30)]
+                case 2:
+                    raw[at:at] = raw[: random_.randint(1, len(raw))]
+                case _:
+                    raw[at : at + 1] = bytes([random_.randrange(256)])
+        with connect(tight) as connection:
+            connection.settimeout(0.03)
+            answer = b""
+            try:
+                connection.sendall(raw)
+                if random_.random() < 0.3:
+                    connection.shutdown(socket.SHUT_WR)
+                answer = connection.recv(65536)
+            except (TimeoutError, ConnectionError):
+                pass  # half a request: nobody waits for the rest
+        assert b"internal error" not in answer.lower(), (seed, bytes(raw))
+        assert b"internal server error" not in answer.lower(), (seed, bytes(raw))
+    wait_until(lambda: not tight._server.server_state.connections, 20)
+    assert serves(tight)
+    assert psutil.Process().memory_info().rss - memory < 64 << 20
+
+
+def test_deep_and_odd_json(http: httpx.Client, fake: FakeController) -> None:
+    for depth in (100, 1_000, 100_000):
+        for opened, closed in (("[", "]"), ('{"a":', "}")):
+            text = '{"prompt": "x", "logit_bias": ' + opened * depth + "1" + closed * depth + "}"
+            answer = http.post("/v1/completions", content=text)
+            assert answer.status_code == 400, depth
+            assert answer.json()["error"]["message"]
+    for text in ('{"prompt": "x", "prompt": 5}', '{"prompt": 1e999}', '{"prompt": "\\ud800"}', "[" * 9, "\x00"):
+        assert http.post("/v1/completions", content=text).status_code == 400

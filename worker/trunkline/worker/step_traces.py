@@ -1,0 +1,82 @@
+"""Spans of one rank: the steps that compute parts of traced prompts, and what came after, as one.
+
+Nothing is done for a token. Each step is added to two totals; a traced sequence remembers what they were when its
+prompt was computed, and the difference is told when it has left, or when no step comes any more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trunkline.deploy.tracing import Span, SpanContext, StepTrace, Tracer, Value, unpack_steps
+from trunkline.kvstore.layout import unpack_int32
+from trunkline.worker.messages import StepPlan
+
+
+@dataclass(slots=True)
+class _Decoding:
+    """A traced sequence whose prompt is computed, as far as is known here."""
+
+    parent: SpanContext
+    since: float
+    steps: int
+    busy_s: float
+
+
+class StepTraces:
+    """Makes them. Times in seconds of the monotonic clock."""
+
+    def __init__(self, tracer: Tracer, rank: int, group: str | int, epoch: int) -> None:
+        self._tracer = tracer
+        self._about: dict[str, Value] = {
+            "trunkline.group": group,
+            "trunkline.rank": rank,
+            "trunkline.epoch": epoch,
+        }
+        self._steps = 0
+        self._busy_s = 0.0
+        self._last_end = 0.0
+        self._decoding: dict[int, _Decoding] = {}
+        """By stay."""
+
+    def step(self, plan: StepPlan, began: float, ended: float) -> None:
+        """A step was computed."""
+        if self._decoding and plan.leaves:
+            for stay in unpack_int32(plan.leaves).tolist():
+                self._left(stay)
+        self._steps += 1
+        self._busy_s += ended - began
+        self._last_end = ended
+        if plan.traces and self._tracer.is_on:
+            for trace in unpack_steps(plan.traces):
+                self._computed(trace, plan.step, began, ended)
+
+    def idle(self) -> None:
+        """No step has come for a while: whoever decoded has ended."""
+        for stay in list(self._decoding):
+            self._left(stay)
+
+    def close(self) -> None:
+        """Tell the rest, and send it."""
+        self.idle()
+        self._tracer.close()
+
+    def _computed(self, trace: StepTrace, step: int, began: float, ended: float) -> None:
+        attributes = {**self._about, "trunkline.step": step, "trunkline.tokens": trace.tokens}
+        self._tracer.emit(Span("forward", trace.prefill.child(), trace.prefill.span_id, began, ended, attributes))
+        parent = SpanContext(trace.prefill.trace_id, trace.decode)
+        self._decoding[trace.stay] = _Decoding(parent, ended, self._steps, self._busy_s)
+
+    def _left(self, stay: int) -> None:
+        decoding = self._decoding.pop(stay, None)
+        if decoding is None or self._steps == decoding.steps:
+            return
+        attributes = {
+            **self._about,
+            "trunkline.steps": self._steps - decoding.steps,
+            "trunkline.busy_s": round(self._busy_s - decoding.busy_s, 6),
+        }
+        parent = decoding.parent
+        self._tracer.emit(
+            Span("decode_steps", parent.child(), parent.span_id, decoding.since, self._last_end, attributes)
+        )
