@@ -58,10 +58,12 @@ check-cuda: $(STAMP) ## Compile the CUDA kernels for sm_80 and sm_90a with warni
 	$(BIN)/python -m trunkline.kernels.cuda_build --check
 
 # Tests that only compute run two at a time. The others start processes and listen to the clock.
-CLOCKED := $(patsubst %,tests/worker/test_%.py,service parallel host_pool hostile_grammars grammar tier_copies \
-	tier_disk tier_queue tier_remote tier_service)
-PURE := $(addprefix tests/,kernels controller simulation kvstore router prompts) \
-	$(filter-out $(CLOCKED),$(wildcard tests/worker/test_*.py))
+CLOCKED := $(addprefix tests/,$(patsubst %,worker/test_%.py,service parallel host_pool hostile_grammars grammar \
+	tier_copies tier_disk tier_queue tier_remote tier_service) \
+	$(patsubst %,deploy/test_%.py,supervisor restarts control packaging wire_gate nodes tracing) \
+	deploy/launch/test_agent.py deploy/launch/test_ssh.py kubernetes/test_pods_run.py)
+PURE := $(addprefix tests/,kernels controller simulation kvstore router prompts test_tidy.py) \
+	$(filter-out $(CLOCKED),$(wildcard $(patsubst %,tests/%/test_*.py,worker deploy deploy/launch kubernetes)))
 test: check check-native ## Style, types, sanitizers and the whole test suite
 ifeq ($(strip $(TESTS)),)
 	$(BIN)/python -m pytest -q -n 2 $(PURE)

@@ -201,7 +201,7 @@ def test_a_launcher_that_is_killed_leaves_a_cluster_that_is_found_again() -> Non
             launcher = subprocess.Popen(command, env=cluster.environment, stdout=out, stderr=out)
         wait_for(lambda: "Ready:" in log.read_text() or launcher.poll() is not None, SECONDS_MAX)
         assert "2 run already" in log.read_text()
-        # As Ctrl-C, which a shell may have told background processes to ignore: it stops what it has started, nothing.
+        # As Ctrl-C, which shells let background processes ignore. It stops what it has started: nothing.
         launcher.terminate()
         assert launcher.wait(SECONDS_MAX) == 0
         assert cluster.pids() == before

@@ -91,7 +91,7 @@ def test_formatted_sizes(count: int, text: str) -> None:
         ({"host_tier_bytes": 9}, "--host-tier is 9 B; a chunk of 64 tokens takes .* or 0 for none"),
         ({"host_tier_bytes": 1 << 50}, "--host-tier is 1024 TiB .* 2048 TiB in all; this machine has"),
         ({"disk_tier": DiskOption(1 << 10)}, "--disk-tier is 1 KiB; 2 workers with two chunks"),
-        ({"host": "203.0.113.7"}, "cannot listen.*--host must be an address"),
+        ({"host": "203.0.113.7", "allow_anonymous": True}, "cannot listen.*--host must be an address"),
     ],
 )
 def test_impossible_settings(change: dict[str, object], message: str) -> None:

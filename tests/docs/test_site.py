@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 import pytest
-from generate import cli_page, configuration_page, http_page
+from generate import cli_page, configuration_page, http_page, module_tables
 
 ROOT: Final = Path(__file__).parents[2]
 
@@ -92,3 +92,7 @@ def test_every_command_and_field_is_in_the_reference() -> None:
     endpoints = http_page.page()
     for text in ("## POST /v1/chat/completions", "### ChatRequest", "| `max_tokens` |", "## GET /health"):
         assert text in endpoints
+
+
+def test_the_tables_of_modules_are_what_the_modules_say() -> None:
+    assert module_tables.main(["--check"]) == 0, "python docs/generate/module_tables.py writes them"

@@ -96,7 +96,8 @@ def check_selectors(objects: list[Object]) -> None:
             selector = owner["spec"]["selector"]["matchLabels"]
             chosen = [other for other, pod in pods if matches(selector, pod)]
             assert [other["metadata"]["name"] for other in chosen] == [owner["metadata"]["name"]]
-        assert template["metadata"]["labels"]
+        for spread in template["spec"].get("topologySpreadConstraints", []):
+            assert matches(spread["labelSelector"]["matchLabels"], template), owner["metadata"]["name"]
     for found in of_kind(objects, "Service"):
         chosen = [template for _, template in pods if matches(found["spec"]["selector"], template)]
         assert chosen, found["metadata"]["name"]

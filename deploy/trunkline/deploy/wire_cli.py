@@ -40,7 +40,7 @@ def wire(
     """Make the keys of a cluster's network connections, for --wire-keys.
 
     Whoever has the file is let in: carry it to the cluster's hosts by a way that others cannot read. Changing keys
-    stops nothing: exchange the files, then restart groups, then routers; --retire only after that.
+    stops nothing: --rotate, exchange all files, restart the groups; then --retire, and exchange them again.
 
     [bold]Examples[/]
 

@@ -6,8 +6,8 @@
 libzmq asks before a connection exists for the socket; one that it cannot ask lets nobody in
 (`ZAP_ENFORCE_DOMAIN`), so there is no moment without a guard. A thread answers: not the controller's loop, whose
 steps would wait for strangers. What an unknown peer can hold is a connection, for `HANDSHAKE_MS`; while there are
-too many the kernel drops requests for new ones (a filter on the listening socket, because `unbind` would close those
-that are there).
+too many the kernel drops requests for new ones (a filter on the listening socket, because `unbind` would close
+those that are there).
 """
 
 from __future__ import annotations
