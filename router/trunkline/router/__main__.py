@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import signal
 import sys
+from typing import Any
 
 import uvloop
 
@@ -23,12 +24,13 @@ def main() -> int:
         config = load_config(arguments.config)
         if config.parent_pid:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # also while it starts; see server.py
+        fields: dict[str, Any] = {"router": config.number} if config.routers > 1 else {}
         enter_role(
             "router",
             parent_pid=config.parent_pid,
             log_level=config.log_level,
             log_format=config.log_format,
-            **({"router": config.number} if config.routers > 1 else {}),
+            **fields,
         )
         listener = inherited(config.listen_fd) if config.listen_fd else listen(config.host, config.port)
         with listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
