@@ -111,5 +111,6 @@ class EventStream(Response):
         except ApiError as error:
             scope.setdefault("state", {})["stream_failed"] = True
             _log.warning("stream_failed", code=error.code, detail=error.message)
+            self._work.close()  # before the client hears of it: its next try must not find its session in use
             await send({"type": "http.response.body", "body": self._last_words(error), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
