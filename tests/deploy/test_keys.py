@@ -130,6 +130,9 @@ def test_what_cannot_be_revoked(file: Path) -> None:
     with pytest.raises(UserError, match="nothing was changed"):
         add(file)
     assert file.read_text() == "{"
+    with pytest.raises(UserError) as caught:
+        keys_of(file)
+    assert "changed" not in str(caught.value)  # a list changes nothing at any time
     with pytest.raises(UserError, match="No such file"):
         add(file.parent / "nowhere" / "tenants.json")
 

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import http.client
 import selectors
 import socket
 import tempfile
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+import msgspec
 import pytest
+import zmq
 
 from trunkline.controller.config import ControllerConfig
-from trunkline.controller.messages import WorkerHello
+from trunkline.controller.messages import Ping, RouterRequest, Submit, WorkerHello
 from trunkline.controller.terms import disagreement
+from trunkline.deploy import health_server, node, node_probe
 from trunkline.deploy.commands import Command, Reply
 from trunkline.deploy.control_server import ControlServer
 from trunkline.deploy.errors import UserError
@@ -34,6 +39,7 @@ from trunkline.deploy.serve import plan_cluster
 from trunkline.deploy.settings import ServeSettings
 from trunkline.deploy.tiers import DiskFolders
 from trunkline.router.config import RouterConfig
+from trunkline.router.messages import Outputs, State
 from trunkline.worker.config import WorkerConfig
 from trunkline.worker.service import EXIT_LEFT as WORKERS_EXIT_LEFT
 
@@ -234,6 +240,13 @@ def status() -> Iterator[tuple[Status, Path]]:
         found.stop()
 
 
+def health_at(folder: Path, probe: Callable[[], tuple[Verdict, Verdict]]) -> NodeHealth:
+    """Of a part whose supervisor answers in this folder."""
+    health = NodeHealth()
+    health.begin(folder, probe)
+    return health
+
+
 @contextmanager
 def asked(health: NodeHealth) -> Iterator[http.client.HTTPConnection]:
     """A health server, and a connection to it."""
@@ -260,7 +273,7 @@ def test_health_over_http(status: tuple[Status, Path]) -> None:
     def probe() -> tuple[Verdict, Verdict]:
         return verdicts[-1], verdicts[-1]
 
-    health = NodeHealth(folder, probe)
+    health = health_at(folder, probe)
     with asked(health) as connection:
         assert get(connection, "/livez") == (200, "the supervisor answers\n")
         assert get(connection, "/readyz") == (503, "no token within 5 s\n")
@@ -269,7 +282,7 @@ def test_health_over_http(status: tuple[Status, Path]) -> None:
         assert get(connection, "/readyz", "HEAD") == (503, "")
         assert get(connection, "/livez", "POST")[0] == 501
     verdicts.append(Verdict(True, "a token was generated"))
-    with asked(NodeHealth(folder, probe)) as connection:
+    with asked(health_at(folder, probe)) as connection:
         assert get(connection, "/readyz?x=1") == (200, "a token was generated\n")
         said.status = {**said.status, "phase": "stopping"}
         assert get(connection, "/readyz") == (503, "it is stopping\n")  # although that answer is fresh
@@ -279,7 +292,7 @@ def test_health_over_http(status: tuple[Status, Path]) -> None:
 
 def test_what_was_given_up_is_dead(status: tuple[Status, Path]) -> None:
     said, folder = status
-    health = NodeHealth(folder, lambda: (Verdict(True, ""), Verdict(True, "")))
+    health = health_at(folder, lambda: (Verdict(True, ""), Verdict(True, "")))
     said.status = {**said.status, "groups": [{"group": 0, "state": "lost"}]}
     assert health.livez() == Verdict(False, "given up: group 0")
     row = {"name": "router", "state": "given up"}
@@ -289,7 +302,7 @@ def test_what_was_given_up_is_dead(status: tuple[Status, Path]) -> None:
 
 def test_a_group_that_starts_is_not_ready(status: tuple[Status, Path]) -> None:
     said, folder = status
-    health = NodeHealth(folder, lambda: (Verdict(True, ""), Verdict(True, "")))
+    health = health_at(folder, lambda: (Verdict(True, ""), Verdict(True, "")))
     rows = [{"name": "controller", "state": "starting"}, {"name": "worker-0", "state": "ready"}]
     said.status = {"phase": "serving", "groups": [{"group": 0, "state": "starting"}], "processes": rows}
     assert health.readyz() == Verdict(False, "the group is starting: controller starting")
@@ -298,7 +311,7 @@ def test_a_group_that_starts_is_not_ready(status: tuple[Status, Path]) -> None:
 
 
 def test_a_supervisor_that_is_gone_is_dead(tmp_path: Path) -> None:
-    health = NodeHealth(tmp_path, lambda: (Verdict(True, ""), Verdict(True, "")))
+    health = health_at(tmp_path, lambda: (Verdict(True, ""), Verdict(True, "")))
     for verdict in (health.livez(), health.readyz(), health.startupz()):
         assert not verdict.ok
         assert "does not answer" in verdict.reason
@@ -306,7 +319,7 @@ def test_a_supervisor_that_is_gone_is_dead(tmp_path: Path) -> None:
 
 def test_strangers_do_not_keep_others_from_asking(status: tuple[Status, Path]) -> None:
     _, folder = status
-    health = NodeHealth(folder, lambda: (Verdict(True, ""), Verdict(True, "fine")))
+    health = health_at(folder, lambda: (Verdict(True, ""), Verdict(True, "fine")))
     with asked(health) as connection:
         silent = [socket.create_connection((connection.host, connection.port)) for _ in range(8)]
         with socket.create_connection((connection.host, connection.port)) as rude:
@@ -314,3 +327,104 @@ def test_strangers_do_not_keep_others_from_asking(status: tuple[Status, Path]) -
             assert get(connection, "/readyz") == (200, "fine\n")
         for other in silent:
             other.close()
+
+
+def test_who_sends_byte_by_byte_does_not_keep_others_from_asking(
+    status: tuple[Status, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, folder = status
+    monkeypatch.setattr(health_server, "_REQUEST_S_MAX", 0.5)
+    health = health_at(folder, lambda: (Verdict(True, ""), Verdict(True, "")))
+    ended = threading.Event()
+    with asked(health) as connection, ExitStack() as stack:
+        address = connection.host, connection.port
+        # More than are served at once, and each byte comes within the time that a byte may take.
+        slow = [stack.enter_context(socket.create_connection(address)) for _ in range(20)]
+
+        def drip() -> None:
+            while not ended.wait(0.1):
+                for other in slow:
+                    with contextlib.suppress(OSError):
+                        other.sendall(b"x")
+
+        thread = threading.Thread(target=drip)
+        thread.start()
+        try:
+            assert get(connection, "/livez")[0] == 200
+        finally:
+            ended.set()
+            thread.join()
+
+
+def test_a_part_that_reads_its_model_lives_and_has_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    told: list[int] = []
+
+    def read_for_minutes(*_: object, **__: object) -> NoReturn:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+        told.extend(get(connection, path)[0] for path in ("/livez", "/startupz", "/readyz"))
+        connection.close()
+        raise UserError("enough")
+
+    monkeypatch.setattr(node, "plan_cluster", read_for_minutes)
+    asked_for = NodeSettings(leader="127.0.0.1:7400", ranks="1", plain_tcp=True, health_port=port)
+    with pytest.raises(UserError, match="enough"):
+        node.run_node(Kind.WORKERS, SETTINGS, asked_for)
+    assert told == [200, 503, 503]
+
+
+class FakeController:
+    """Counts tokens as it is told to; generates one for who asks, if it can."""
+
+    def __init__(self, folder: Path) -> None:
+        self.endpoint = f"ipc://{folder}/router"
+        self.tokens = 0
+        self.works = True
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.set(zmq.LINGER, 0)
+        self._socket.bind(self.endpoint)
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._turn, daemon=True)
+        self._thread.start()
+
+    def _turn(self) -> None:
+        decoder = msgspec.msgpack.Decoder(RouterRequest)
+        while not self._ended.is_set():
+            if self._socket.poll(20):
+                *who, content = self._socket.recv_multipart()
+                request = decoder.decode(content)
+                if isinstance(request, Ping):
+                    counters = [*[0] * 7, self.tokens, *[0] * 6]
+                    state = msgspec.convert(["state", 1, "ready", "", *counters], State)
+                    self._socket.send_multipart([*who, msgspec.msgpack.encode(state)])
+                elif isinstance(request, Submit) and self.works:
+                    self.tokens += 1
+                    self._socket.send_multipart([*who, msgspec.msgpack.encode(Outputs(2, tokens=bytes(4)))])
+
+    def stop(self) -> None:
+        self._ended.set()
+        self._thread.join()
+        self._context.destroy(linger=0)
+
+
+@pytest.mark.parametrize(("fresh_s", "verdict"), [(0.2, False), (3600.0, True)])
+def test_tokens_for_others_prove_only_as_much_as_they_are_young(
+    fresh_s: float, verdict: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_probe, "FRESH_S", fresh_s)
+    monkeypatch.setattr(node_probe, "_TOKEN_S_MAX", 0.3)
+    with tempfile.TemporaryDirectory(prefix="tl-") as folder:
+        controller = FakeController(Path(folder))
+        probe = node_probe.TokenProbe(controller.endpoint)
+        try:
+            controller.tokens = 7  # of nobody knows when
+            assert probe.check() == Verdict(True, "a token was generated")
+            controller.tokens += 5
+            controller.works = False
+            time.sleep(2 * 0.2)  # they may be as old as the last look
+            assert probe.check().ok is verdict
+        finally:
+            probe.close()
+            controller.stop()

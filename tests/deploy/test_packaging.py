@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("controller", "worker", "router", "kvstore", "kernels", "deploy")
 DEMO = "deploy/trunkline/deploy/demo_model"
 DEMO_BYTES_MAX = 16 << 20
+pytestmark = pytest.mark.timeout(900)  # a wheel is compiled
 
 
 def build(kind: str, folder: Path) -> Path:
@@ -89,7 +90,6 @@ def installed(wheel: Path, folder: Path, *, with_dependencies: bool) -> Path:
 
 
 @pytest.mark.parametrize("with_dependencies", [False, pytest.param(True, marks=pytest.mark.soak)])
-@pytest.mark.timeout(900)
 def test_the_wheel_serves_the_demo(wheel: Path, with_dependencies: bool) -> None:
     # Not pytest's folder: its paths can be too long for sockets.
     with tempfile.TemporaryDirectory(prefix="tl-wheel-") as name:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +12,13 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from trunkline.deploy.cli import app
+from trunkline.deploy.node_settings import Kind
+from trunkline.deploy.registry import Running
 from trunkline.deploy.watch import screen as screens
+from trunkline.deploy.watch import source as sources
 from trunkline.deploy.watch.checks import Level, examine
 from trunkline.deploy.watch.facts import Facts, Machine, Probe, loose_files
-from trunkline.deploy.watch.source import Look
+from trunkline.deploy.watch.source import Look, Source, WatchError
 
 
 def group(number: int, **more: Any) -> dict[str, Any]:
@@ -183,6 +187,20 @@ def test_files_that_others_may_read_are_found(tmp_path: Any) -> None:
     assert loose_files(tmp_path) == ()
     key.chmod(0o640)
     assert loose_files(tmp_path) == (str(key),)
+
+
+def test_of_the_parts_on_this_machine_a_router_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = {
+        Path("/g"): Running(7400, "tcp://127.0.0.1:7400", "", 1, Kind.GROUP),
+        Path("/w"): Running(0, "tcp://10.0.0.1:7400", "", 2, Kind.WORKERS),
+    }
+    monkeypatch.setattr(sources, "running_clusters", lambda: parts)
+    assert Source(key="").url == "http://127.0.0.1:8000"
+    parts[Path("/r")] = Running(8001, "http://127.0.0.1:8001", "", 3, Kind.ROUTER)
+    assert Source(key="").url == "http://127.0.0.1:8001"
+    parts[Path("/c")] = Running(8002, "http://127.0.0.1:8002", "", 4)
+    with pytest.raises(WatchError, match="ports 8001, 8002"):
+        Source(key="")
 
 
 @pytest.mark.parametrize("name", ["top", "doctor"])

@@ -21,6 +21,7 @@ from trunkline.deploy.wire_peer import HANDSHAKE_FAILED, WirePeer
 
 Context = zmq.Context[zmq.Socket[bytes]]
 HANDSHAKE_MS = 400
+TRIES = 20
 ANY = "tcp://127.0.0.1:*"
 
 
@@ -85,9 +86,13 @@ class Client:
         return "" if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED else self.peer.explain(event)
 
     def says(self, text: str) -> bool:
-        """Whether the first verdict or, after a bare end of the connection, the next says so."""
-        first = self.verdict()
-        return text in first or ("closed the connection" in first and text in self.verdict())
+        """Whether the first verdict says so that is no bare end of the connection."""
+        verdict = self.verdict()
+        for _ in range(TRIES):
+            if "closed the connection" not in verdict:
+                break
+            verdict = self.verdict()
+        return text in verdict
 
     def close(self) -> None:
         self.socket.disable_monitor()
