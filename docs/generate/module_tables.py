@@ -1,6 +1,6 @@
 """The tables of `docs/architecture.md` with every module in a line: the first paragraph of its docstring.
 
-    python docs/generate/module_tables.py           # writes them anew
+python docs/generate/module_tables.py           # writes them anew
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def summary(path: Path) -> str:
     """The first paragraph of a module's docstring in one line; "" for packages that are only a folder."""
     text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     said = " ".join(text.split("\n\n")[0].split()).replace("|", "\\|")
-    is_folder = path.name == "__init__.py" and path.parent.parent.name == "trunkline" and path.parent.name != "prompts"
-    return "" if is_folder else said
+    package = path.parent.name if path.name == "__init__.py" and path.parent.parent.name == "trunkline" else ""
+    return said if package in ("", "prompts") else ""
 
 
 def main(arguments: Sequence[str]) -> int:

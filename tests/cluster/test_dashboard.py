@@ -168,9 +168,12 @@ def test_sessions_and_decisions(admin: httpx.Client) -> None:
     assert len(last["match"]) == 2
     assert next(m for m in last["match"] if m["group"] == last["group"])["device"] > 0
     assert 0 < row()["cached_tokens"] <= row()["tokens"]
-    tree = get(admin, f"tree?group={row()['group']}")
-    mine = [node for node in tree["nodes"] if session in node["sessions"]]
-    assert sum(node["tokens"] for node in mine) >= row()["cached_tokens"]
+
+    def tokens_in_tree() -> int:
+        tree = get(admin, f"tree?group={row()['group']}")  # the last one, if it is young
+        return sum(node["tokens"] for node in tree["nodes"] if session in node["sessions"])
+
+    wait_for(lambda: tokens_in_tree() >= row()["cached_tokens"], SETTLE_SECONDS)
 
 
 def test_what_a_tenant_does_is_told_to_admins(served: Cluster, admin: httpx.Client) -> None:

@@ -41,6 +41,9 @@ def test_the_life_of_a_record() -> None:
     assert ask(store, "get", now=22.0, version=1).records[0].value == b"two"
     known = ask(store, "get", now=22.0, version=2).records[0]
     assert (known.value, known.version) == (b"", 2)  # the caller has it
+    seen = ask(store, "peek", now=81.0).records[0]
+    assert (seen.value, seen.used, seen.expires) == (b"two", 22.0, 82.0)  # who watches does not use it
+    assert ask(store, "peek", now=81.0, version=2).records[0].value == b""
     assert ask(store, "delete", now=23.0).status == "ok"
     assert ask(store, "delete", now=23.0).status == "missing"
     assert (len(store), store.total_bytes) == (0, 0)

@@ -170,6 +170,14 @@ def test_what_is_wrong_is_said(changed: dict[str, Any], about: str, level: Level
     assert levels(replace(HEALTHY, **changed))[about] is level
 
 
+@pytest.mark.parametrize(("state", "remedy"), [("down", "undrain 0"), ("starting", "logs")])
+def test_of_a_group_that_was_drained_it_is_said_how_to_start_it(state: str, remedy: str) -> None:
+    health = {"controllers": [{"index": 0, "ready": False}, {"index": 1, "ready": True}]}
+    status = {**STATUS, "groups": [{"group": 1, "state": "ready"}, {"group": 0, "state": state}]}
+    [finding] = [one for one in examine(replace(HEALTHY, health=health, status=status)) if one.about == "group 0"]
+    assert remedy in finding.remedy
+
+
 def test_a_tiers_problem_is_said() -> None:
     bad = group(0)
     bad["tiers"][1]["problem"] = "no space left on device"

@@ -22,6 +22,8 @@ from kubernetes.rendering import (
     render,
 )
 
+from trunkline.deploy.options import SERVE_OPTIONS
+
 DEFAULTS: Object = yaml.safe_load((CHART / "values.yaml").read_text())
 SCHEMA: Object = json.loads((CHART / "values.schema.json").read_text())
 
@@ -220,8 +222,17 @@ def test_no_secret_is_on_a_command_line_or_in_a_pod() -> None:
             assert value not in rest
     for _, template in pod_templates(objects):
         for container in containers(template):
-            if "--remote-tier" in container.get("args", []):
-                assert option(container, "remote-tier") == "$(REMOTE_TIER_URL)"
+            hidden = {found["name"] for found in container.get("env", []) if "secretKeyRef" in json.dumps(found)}
+            made_of = {
+                found["name"]
+                for found in container.get("env", [])
+                if any(f"$({name})" in found.get("value", "") for name in hidden)
+            }
+            line = json.dumps([container.get("command", []), container.get("args", [])])
+            if container["name"] == "group":
+                assert next(found.variable for found in SERVE_OPTIONS if found.field == "remote_tier") in made_of
+            # Kubernetes puts values in the place of $(NAME), and everybody on the node may read command lines.
+            assert not [name for name in hidden | made_of if f"$({name})" in line]
 
 
 def test_only_the_step_that_makes_the_keys_sees_the_seed() -> None:
@@ -235,6 +246,32 @@ def test_notes_tell_what_is_open() -> None:
     assert "auth.enabled is false" in notes({"auth": {"enabled": False}})
     assert "in the clear" in notes({"routers": {"ingress": {"enabled": True, "host": "llm.example.org"}}})
     assert "a key of Secret mine" in notes({"auth": {"existingSecret": "mine"}})
+
+
+def test_without_keys_the_router_knows_its_names() -> None:
+    values = {
+        "auth": {"enabled": False},
+        "routers": {
+            "ingress": {"enabled": True, "host": "llm.example.org"},
+            "httpRoute": {
+                "enabled": True,
+                "parentRefs": [{"name": "gateway"}],
+                "hostnames": ["chat.example.org", "*.example.net"],
+            },
+        },
+    }
+    (router,) = containers(only(render(values), "Deployment")["spec"]["template"])[1:]
+    assert option(router, "allowed-host").split(",") == [
+        *("tl-trunkline", "tl-trunkline.llm", "tl-trunkline.llm.svc", "tl-trunkline.llm.svc.cluster.local"),
+        *("llm.example.org", "chat.example.org"),
+    ]
+
+
+def test_nodes_can_be_drained_of_what_serves_nobody() -> None:
+    budgets = of_kind(render(), "PodDisruptionBudget")
+    assert len(budgets) == 2
+    for budget in budgets:
+        assert budget["spec"]["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
 
 
 def test_without_keys_the_router_is_told_that_this_is_meant() -> None:

@@ -242,7 +242,10 @@ def test_unknown_model_paths_and_methods(http: httpx.Client) -> None:
 def test_body_too_large(http: httpx.Client, router: RunningRouter) -> None:
     limit = router.service.config.max_body_bytes
     with socket.create_connection(("127.0.0.1", int(router.url.rsplit(":", 1)[1]))) as connection:
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % (limit + 1))
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            b"Content-Length: %d\r\n\r\n" % (limit + 1)
+        )
         assert connection.recv(64).startswith(b"HTTP/1.1 413")
 
     def endless() -> Any:

@@ -279,8 +279,7 @@ def test_a_slow_reader_loses_nothing(router: RunningRouter, fake: FakeController
         slow.connect(("127.0.0.1", int(router.url.rsplit(":", 1)[1])))
         slow.sendall(
             b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
-            b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n"
-            % len(body)
+            b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
         )
         slow.sendall(body)
         time.sleep(0.5)

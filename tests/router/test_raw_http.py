@@ -115,6 +115,7 @@ def test_what_is_no_request_is_refused(tight: RunningRouter, raw: bytes) -> None
         (b"GET /" + b"a" * 2000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n", 414),
         (b"GET /version HTTP/1.1\r\nHost: localhost\r\n" + b"X: y\r\n" * 60 + b"\r\n", 431),
         (b"GET /version HTTP/1.1\r\nHost: localhost\r\nX: " + b"y" * 20_000, 431),
+        (b"GET /version HTTP/1.1\r\nHost: localhost\r\nX: " + b"y" * 20_000 + b"\r\n\r\n", 431),  # in one piece
         (HEAD + b"Content-Length: 99999999\r\n\r\n", 413),
         (b"GET /version HTTP/1.1\r\nHost: localhost\r\nX-Slow: ", 408),
         (HEAD + b"Content-Length: 50\r\n\r\n{", 408),

@@ -159,10 +159,10 @@ class RecordCall(msgspec.Struct, array_like=True, frozen=True, tag="record"):
     """Something about a record: a small document that outlives requests, such as a session. The controller does
     not look into `value`. Answered by `RecordReply`.
 
-    Operations: "create" (id must be new), "get" (without the value if `version` is the present one), "put"
-    (replace; `version` must be the present one), "delete", "list" (ids after `id`, `limit` of them, without
-    values), "acquire" (get, and nobody else may acquire, put or delete it until "release", "put" with `release`,
-    or `lease_s` have passed), "release".
+    Operations: "create" (id must be new), "get" (without the value if `version` is the present one), "peek" (get,
+    which does not count as use), "put" (replace; `version` must be the present one), "delete", "list" (ids after
+    `id`, `limit` of them, without values), "acquire" (get, and nobody else may acquire, put or delete it until
+    "release", "put" with `release`, or `lease_s` have passed), "release".
     """
 
     ticket: int

@@ -116,6 +116,7 @@ class RecordStore:
         self._operations: dict[str, Callable[[RecordCall, float], _Row | None]] = {
             "create": self._create,
             "get": self._get,
+            "peek": self._peek,
             "put": self._put,
             "delete": self._delete,
             "acquire": self._acquire,
@@ -132,8 +133,8 @@ class RecordStore:
         """Carry out `call`; the answer, numbered `seq`.
 
         "get" and "acquire" answer with the record; "create" and "put" with the record as it is now, but without
-        its value, which the caller has, and so does "get" of the version that the caller has; "exists", "conflict"
-        and "busy" with what is there, without its value.
+        its value, which the caller has, and so do "get" and "peek" of the version that it has; "exists",
+        "conflict" and "busy" with what is there, without its value.
         While the disk takes nothing, `detail` of a change says so: it would not survive a restart.
         """
         self.expire(now)
@@ -146,7 +147,8 @@ class RecordStore:
         except _RefusedError as refusal:
             records = [_record(refusal.row, with_value=False)] if refusal.row is not None else []
             return RecordReply(seq, call.ticket, refusal.status, records, refusal.detail)
-        wanted = call.op == "acquire" or (call.op == "get" and row is not None and call.version != row.version)
+        is_new = row is not None and call.version != row.version
+        wanted = call.op == "acquire" or (call.op in ("get", "peek") and is_new)
         records = [_record(row, with_value=wanted)] if row is not None else []
         detail = ""
         if call.op in ("create", "put", "delete") and self._database is not None and self._database.problem:
@@ -219,6 +221,11 @@ class RecordStore:
         row = self._find(call)
         self._use(row, now)
         return row
+
+    def _peek(self, call: RecordCall, now: float) -> _Row:
+        """For those who only watch: it expires as if they had not."""
+        del now
+        return self._find(call)
 
     def _put(self, call: RecordCall, now: float) -> _Row:
         row = self._find(call)

@@ -7,8 +7,10 @@ but nobody needs them except who looks after this part: by default only this hos
 from __future__ import annotations
 
 import http.server
+import io
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
@@ -18,6 +20,8 @@ from trunkline.deploy.node_health import NodeHealth
 from trunkline.deploy.node_probe import Verdict
 
 _REQUEST_S_MAX: Final = 5.0
+"""Until a request has come whole, in however small parts; likewise for its answer to be taken."""
+_HEAD_BYTES_MAX: Final = 16 << 10
 _REQUESTS_MAX: Final = 16
 """At once; more wait until they are accepted."""
 
@@ -27,6 +31,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     server_version = "trunkline"
     sys_version = ""
     server: _Server
+
+    def setup(self) -> None:
+        """Take the whole request first: who sends it byte by byte has no more time than others."""
+        super().setup()
+        self.rfile.close()
+        self.rfile = io.BytesIO(_head_of(self.connection))
 
     def do_GET(self) -> None:
         """The answer of a check."""
@@ -53,6 +63,26 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)
+
+
+def _head_of(connection: socket.socket) -> bytes:
+    """A request's line and headers, and perhaps some of what follows them.
+
+    Raises:
+        OSError: they are too long, or have not come in time.
+    """
+    head, deadline = b"", time.monotonic() + _REQUEST_S_MAX
+    while b"\r\n\r\n" not in head and b"\n\n" not in head:
+        left = deadline - time.monotonic()
+        if left <= 0 or len(head) > _HEAD_BYTES_MAX:
+            raise TimeoutError("no request has come")
+        connection.settimeout(left)
+        part = connection.recv(4096)
+        if not part:
+            raise ConnectionResetError("whoever asked has gone")
+        head += part
+    connection.settimeout(_REQUEST_S_MAX)
+    return head
 
 
 class _Server(http.server.ThreadingHTTPServer):

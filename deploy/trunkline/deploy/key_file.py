@@ -95,7 +95,7 @@ def keys_of(path: Path) -> list[Row]:
     Raises:
         UserError: it cannot be read, or is none.
     """
-    return _rows(_read(path, must_exist=True))
+    return _rows(_read(path, must_exist=True, note=""))
 
 
 def revoke_key(path: Path, named: str, tenant: str = "") -> Row:
@@ -151,7 +151,7 @@ def _row(tenant: str, entry: str | dict[str, Any]) -> Row:
     )
 
 
-def _read(path: Path, *, must_exist: bool = False) -> dict[str, Any]:
+def _read(path: Path, *, must_exist: bool = False, note: str = "; nothing was changed") -> dict[str, Any]:
     try:
         text = path.read_bytes()
         if len(text) > BYTES_MAX:
@@ -164,7 +164,7 @@ def _read(path: Path, *, must_exist: bool = False) -> dict[str, Any]:
             raise UserError(f"{path} does not exist; {advice}") from None
         return {}
     except (OSError, ValueError) as error:
-        raise UserError(f"{path}: {getattr(error, 'strerror', None) or error}; nothing was changed") from None
+        raise UserError(f"{path}: {getattr(error, 'strerror', None) or error}{note}") from None
     return document
 
 

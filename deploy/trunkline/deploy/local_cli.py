@@ -62,6 +62,8 @@ def _server(port: int | None, url: str, api_key_file: str) -> tuple[str, str]:
             raise UserError("--url and --port say the same; give one of them")
         return url.rstrip("/"), client_key(url, api_key_file)
     folder, running = find_cluster(port)
+    if not running.url.startswith("http"):
+        raise UserError(f"{running.title} speaks no HTTP; give the address of a router with --url")
     return running.url, client_key("", api_key_file) if api_key_file else admin_key(folder)
 
 

@@ -23,7 +23,7 @@ from trunkline.deploy.json_reporter import JsonReporter
 from trunkline.deploy.listening import open_listener
 from trunkline.deploy.members import Limits
 from trunkline.deploy.node_addresses import GROUP_PORTS, Address
-from trunkline.deploy.node_health import health_of
+from trunkline.deploy.node_health import NodeHealth, probe_of
 from trunkline.deploy.node_settings import Kind, NodeSettings
 from trunkline.deploy.plans import ClusterPlan, NodePlan
 from trunkline.deploy.process import enter_role
@@ -45,10 +45,12 @@ def run_node(kind: Kind, settings: ServeSettings, node_settings: NodeSettings) -
     settings.validate()
     settings, node = node_settings.plan(kind, settings)
     with ExitStack() as stack:
-        listener = health_port = None
-        if node_settings.health_port:
+        listener = None
+        health = NodeHealth()
+        if node_settings.health_port:  # at once: to read a large model takes minutes
             health_port = open_health_port(node_settings.health_host, node_settings.health_port)
             stack.enter_context(health_port)
+            stack.enter_context(serving(health_port, health))
         if kind is Kind.ROUTER:
             listener = stack.enter_context(open_listener(settings.host, settings.port))
             plan = plan_routers(settings, node, listener)
@@ -75,9 +77,8 @@ def run_node(kind: Kind, settings: ServeSettings, node_settings: NodeSettings) -
             restart=settings.restart,
             surroundings=Surroundings(folder, listener),
         )
-        if health_port is not None:
-            health = health_of(kind, folder, settings.connect_host, plan.port)
-            stack.enter_context(serving(health_port, health))
+        if node_settings.health_port:
+            health.begin(folder, probe_of(kind, folder, settings.connect_host, plan.port))
         return supervisor.run()
 
 

@@ -96,7 +96,8 @@ def parse_ranks(text: str, tp: int, *, is_leader: bool) -> range:
         return range(tp)
     match = _RANKS.fullmatch(text)
     if match is None:
-        raise UserError(f"--ranks is {text!r}; write A-B, such as 0-{max(1, tp - 1)}, or one rank")
+        first, last = (0 if is_leader else 1), max(1, tp - 1)
+        raise UserError(f"--ranks is {text!r}; write A-B, such as {first}-{last}, or one rank")
     first, last = int(match[1]), int(match[2] or match[1])
     if not first <= last < tp:
         raise UserError(f"--ranks is {text}; with --tp {tp} there are ranks 0 to {tp - 1}")

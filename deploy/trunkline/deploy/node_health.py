@@ -1,6 +1,6 @@
 """What a part of a cluster says of its health, for whoever decides whether to restart it or to send it traffic.
 
-    livez     the supervisor's loop turns, and nothing here was given up
+    livez     the supervisor's loop turns, and nothing here was given up; or it is not there yet
     readyz    group: its controller is ready, and a token was generated
               workers: the ranks here are in the group's epoch
               router: `/health` says so
@@ -33,26 +33,37 @@ _LOOP_S_MAX: Final = 5.0
 _ROUTER_S_MAX: Final = 4.0
 _FRESH_S: Final = 1.0
 """An answer is given again for so long, however many ask."""
+_PREPARES: Final = "it reads the model"
+
+Probe = Callable[[], tuple[Verdict, Verdict]]
+"""What a part itself says: whether it has started, and whether it is ready."""
 
 
 class NodeHealth:
     """Answers; from any thread."""
 
-    def __init__(self, folder: Path, probe: Callable[[], tuple[Verdict, Verdict]]) -> None:
-        """
-        Args:
-            folder: of this run, where the supervisor's control socket is.
-            probe: what the part itself says, beside its supervisor: whether it has started, and is ready.
-        """
-        self._folder = folder
-        self._probe = probe
+    def __init__(self) -> None:
+        self._asked: tuple[Path, Probe] | None = None
+        """None: there is no supervisor yet."""
         self._lock = threading.Lock()
         self._last: tuple[Verdict, Verdict] | None = None
         self._last_at = float("-inf")
         self._has_started = False
 
+    def begin(self, folder: Path, probe: Probe) -> None:
+        """From now on there is somebody to ask. Until then, weights may be read for minutes: it lives, and has not
+        started.
+
+        Args:
+            folder: of this run, where the supervisor's control socket is.
+            probe: what the part itself says, beside its supervisor.
+        """
+        self._asked = folder, probe
+
     def livez(self) -> Verdict:
         """Whether there is any point in leaving it alone."""
+        if self._asked is None:
+            return Verdict(True, _PREPARES)
         status = self._status()
         return alive(status) if isinstance(status, dict) else status
 
@@ -67,6 +78,9 @@ class NodeHealth:
         return self._verdicts()[1]
 
     def _verdicts(self) -> tuple[Verdict, Verdict]:
+        if self._asked is None:
+            return (unstarted := Verdict(False, _PREPARES)), unstarted
+        _, probe = self._asked
         with self._lock:
             status = self._status()
             if not isinstance(status, dict):
@@ -76,14 +90,16 @@ class NodeHealth:
                 self._last = None
                 return problem, problem
             if self._last is None or time.monotonic() - self._last_at >= _FRESH_S:
-                self._last = self._probe()
+                self._last = probe()
                 self._last_at = time.monotonic()
             self._has_started = self._has_started or self._last[0].ok
             return self._last
 
     def _status(self) -> dict[str, Any] | Verdict:
+        if self._asked is None:
+            return Verdict(False, _PREPARES)
         try:
-            for reply in ask(control_path(self._folder), Command("status"), timeout_s=_LOOP_S_MAX):
+            for reply in ask(control_path(self._asked[0]), Command("status"), timeout_s=_LOOP_S_MAX):
                 if reply.status is not None:
                     return reply.status
         except ControlError as error:
@@ -109,7 +125,7 @@ def unready(status: Mapping[str, Any]) -> Verdict | None:
     return None
 
 
-def group_probe(probe: TokenProbe) -> Callable[[], tuple[Verdict, Verdict]]:
+def group_probe(probe: TokenProbe) -> Probe:
     """Of a group: a token."""
 
     def check() -> tuple[Verdict, Verdict]:
@@ -125,7 +141,7 @@ def workers_probe() -> tuple[Verdict, Verdict]:
     return verdict, verdict
 
 
-def router_probe(host: str, port: int) -> Callable[[], tuple[Verdict, Verdict]]:
+def router_probe(host: str, port: int) -> Probe:
     """Of routers: `/health` of whichever of them answers."""
 
     def check() -> tuple[Verdict, Verdict]:
@@ -143,16 +159,17 @@ def router_probe(host: str, port: int) -> Callable[[], tuple[Verdict, Verdict]]:
     return check
 
 
-def health_of(kind: Kind, folder: Path, host: str, port: int) -> NodeHealth:
+def probe_of(kind: Kind, folder: Path, host: str, port: int) -> Probe:
     """Of a part of a cluster that runs here.
 
     Args:
+        folder: of this run.
         host, port: of its routers, if it has any.
     """
     match kind:
         case Kind.GROUP:
-            return NodeHealth(folder, group_probe(TokenProbe(local_endpoint(folder))))
+            return group_probe(TokenProbe(local_endpoint(folder)))
         case Kind.WORKERS:
-            return NodeHealth(folder, workers_probe)
+            return workers_probe
         case Kind.ROUTER:
-            return NodeHealth(folder, router_probe(host, port))
+            return router_probe(host, port)

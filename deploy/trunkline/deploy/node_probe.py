@@ -39,7 +39,9 @@ class TokenProbe:
         self._decoder = msgspec.msgpack.Decoder(RouterMessage)
         self._tokens = 0
         """Of the controller's count, when it was seen last."""
+        self._seen_at = float("-inf")
         self._token_at = float("-inf")
+        """The last token is at least as young as that."""
 
     def check(self) -> Verdict:
         """Whether a token was generated in the last seconds, or now; takes a few seconds at most."""
@@ -73,10 +75,10 @@ class TokenProbe:
             )
         now = time.monotonic()
         if state.output_tokens > self._tokens:
-            self._token_at = now
+            self._token_at = max(self._token_at, self._seen_at)
         elif state.output_tokens < self._tokens:  # another controller
             self._token_at = float("-inf")
-        self._tokens = state.output_tokens
+        self._tokens, self._seen_at = state.output_tokens, now
         if now - self._token_at < FRESH_S:
             return Verdict(True, "a token was generated lately")
         return self._generate(socket)

@@ -57,7 +57,7 @@ def _sized(model: str, asked: tuple[float, int | None, float, int], dtype: str, 
     except WorkerError as error:
         raise UserError(str(error)) from error
     sessions_per_hour, context, ttl, concurrent = asked
-    demand = Demand(sessions_per_hour, context or config.max_positions, ttl, concurrent)
+    demand = Demand(sessions_per_hour, config.max_positions if context is None else context, ttl, concurrent)
     return size(config, demand, dtype=dtype, chunk_size=_CHUNK_SIZE, tp=tp)
 
 

@@ -121,7 +121,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     otlp_endpoint: str = ""
     """Collector that spans are sent to; "": as OpenTelemetry's environment variables say (`deploy/tracing.py`)."""
     trace_sample: float | None = None
-    """Part of requests that is traced, of those whose caller has not decided; None: as the variables say, or all."""
+    """Part of requests that is traced, if the caller has not decided; None: as the variables say, or all."""
 
     def validate(self) -> None:
         """Check the settings against each other and the file system.

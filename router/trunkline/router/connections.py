@@ -89,6 +89,8 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Now it is known what is wanted."""
         self._in_headers = False
+        # What comes in one piece is counted nowhere else, and a piece may have 256 KiB.
+        self._limit_headers(len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers))
         if self._is_refused:
             return
         self._wait(self.server_state.limits.body_s * _BODY_MARGIN)
@@ -114,14 +116,19 @@ class BoundedProtocol(HttpToolsProtocol):
         super().data_received(data)
         if self._in_headers and not self._is_refused:
             self._header_bytes += len(data)
-            if self._header_bytes > self.server_state.limits.header_bytes and not self.transport.is_closing():
-                self._refuse(431, f"the headers have more than {self.server_state.limits.header_bytes} bytes")
+            self._limit_headers(self._header_bytes)
         if self._timer is None and not self._in_headers and (self.cycle is None or self.cycle.response_complete):
             self._wait(self.server_state.limits.idle_s)  # empty lines, which begin nothing
 
     def send_400_response(self, msg: str) -> None:
         """This is no HTTP."""
         self._refuse(400, msg)
+
+    def _limit_headers(self, size: int) -> None:
+        """Refuse a request whose headers have so many bytes, if that is too many."""
+        limit = self.server_state.limits.header_bytes
+        if size > limit and not self._is_refused and not self.transport.is_closing():
+            self._refuse(431, f"the headers have more than {limit} bytes")
 
     def _wait(self, seconds: float | None) -> None:
         """Disconnect after so long; None: do not."""

@@ -20,7 +20,14 @@ from trunkline.router.history import Session, pack_session, unpack_session
 from trunkline.router.identity import current_identity
 from trunkline.router.link import ControllerLink
 from trunkline.router.messages import Prefetched, Record, RecordReply
-from trunkline.router.records import CALL_SECONDS, RecordHomes, ask, call_persistently, record_call
+from trunkline.router.records import (
+    CALL_SECONDS,
+    RecordHomes,
+    ask,
+    call_persistently,
+    record_call,
+    record_reply,
+)
 from trunkline.router.truncation import Span
 
 SESSION_PREFIX: Final = "sess_"
@@ -29,6 +36,8 @@ TTL_DEFAULT_S: Final = 24 * 3600.0
 _KIND: Final = "session"
 _LEASE_SECONDS: Final = 10.0
 """How long a session stays busy after its router has died."""
+PEEK_SECONDS: Final = 2.0
+"""That a controller has to answer those who only watch."""
 _RENEWALS: Final = 3
 """Per lease: two may get lost."""
 
@@ -83,6 +92,15 @@ class SessionStore:
         """
         return _read(await self._call(session_id, "get"))
 
+    async def peek(self, session_id: str) -> Stored:
+        """As `get`, for those who only watch: it expires as if nobody had looked, and nobody is waited for.
+
+        Raises:
+            ApiError: 404; 503, its home is away.
+        """
+        reply = record_reply(await self.home_of(session_id).call(_call_of("peek", session_id), PEEK_SECONDS))
+        return _read(_checked(reply, session_id))
+
     async def acquire(self, session_id: str) -> Lease:
         """Have it for oneself.
 
@@ -115,6 +133,18 @@ class SessionStore:
         pages = await asyncio.gather(*(self._homes.page(_kind_of(owner), after, limit) for owner in owners))
         found = [(owner, record) for owner, page in zip(owners, pages, strict=True) for record in page]
         return sorted(found, key=lambda pair: pair[1].id)[:limit]
+
+    async def page_at(self, home: ControllerLink, owner: str, limit: int) -> list[Record]:
+        """What one controller has of an owner, `limit` records at most, without their values. If it is away, it is
+        not waited for.
+
+        Raises:
+            ApiError: 503, that one is.
+        """
+        reply = record_reply(await home.call(record_call("list", _kind_of(owner), "", limit=limit), PEEK_SECONDS))
+        if reply.status != "ok":
+            raise unavailable(f"what is stored cannot be listed: {reply.detail}", code="not_listed")
+        return reply.records
 
     async def prefetch(
         self,

@@ -78,6 +78,8 @@ def parse_rules(text: bytes, base: TenantLimits) -> TenantRules:
     """
     try:
         document = msgspec.json.decode(text, type=_Document)
+    except msgspec.ValidationError as error:
+        raise ValueError(_explained(text, str(error))) from None
     except msgspec.DecodeError as error:
         raise ValueError(str(error)) from None
     default = _filled(document.default, base, "default")
@@ -103,6 +105,26 @@ def parse_rules(text: bytes, base: TenantLimits) -> TenantRules:
         salts={name: tenant.salt for name, tenant in document.tenants.items() if tenant.salt},
         has_keys=any(tenant.keys is not UNSET for tenant in document.tenants.values()),
     )
+
+
+def _explained(text: bytes, problem: str) -> str:
+    """What is wrong with a file, with the tenant that it is wrong for, and what there may be instead.
+
+    The decoder writes `[...]` for a tenant's name, and what it met, but not what it knows.
+    """
+    if "Invalid enum value" in problem:
+        problem += f"; allowed are {', '.join(role.value for role in Role)}"
+    elif "unknown field" in problem:
+        tenant, key = ", ".join(_Tenant.__struct_fields__), ", ".join(KeyEntry.__struct_fields__)
+        problem += f"; allowed are tenants, default; of a tenant {tenant}; of a key {key}"
+    with contextlib.suppress(msgspec.DecodeError):  # else it is no tenant's mistake
+        parts = msgspec.json.decode(text, type=dict[str, dict[str, msgspec.Raw]])
+        for name, given in parts.get("tenants", {}).items():
+            try:
+                msgspec.json.decode(given, type=_Tenant)
+            except msgspec.ValidationError:
+                return f"tenants: {name if NAME.fullmatch(name) else repr(name[:140])}: {problem}"
+    return problem
 
 
 def _key(tenant: str, given: str | KeyEntry) -> tuple[str, Key]:

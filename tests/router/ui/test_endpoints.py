@@ -17,6 +17,7 @@ from router.harness import ADMIN, DEMO_MODEL, JSON, MESSAGES, RunningRouter, run
 from trunkline.router.messages import TierState, TreeDescription
 from trunkline.router.tokenizer import Tokenizer
 from trunkline.router.ui.assets import PAGE, Assets
+from trunkline.router.ui.stored import FRESH_SECONDS
 
 API = ("overview", "history", "requests", "sessions", "decisions", "tree")
 
@@ -247,6 +248,9 @@ def test_sessions_are_looked_into(admin: httpx.Client, fake: FakeController) -> 
     assert first["created"] <= first["used"] < first["expires"]
     assert sum(row["turns"] for row in known()) == 1
     assert len(get(admin, "sessions?limit=5")) == 5
+    of_session = [call.op for call in fake.behaviour.calls if call.id == made[1]]
+    assert "peek" in of_session
+    assert "get" not in of_session  # that would count as use: sessions must not live on because somebody watches
     assert admin.delete(f"/v1/sessions/{made[0]}").status_code == 200
     wait_until(lambda: made[0] not in [row["id"] for row in get(admin, "sessions")])
     assert len(known()) == 11
@@ -368,6 +372,28 @@ def test_wrong_prompts(admin: httpx.Client, body: str, status: int) -> None:
     answer = admin.post("/ui/api/prompt", content=body)
     assert answer.status_code == status
     assert answer.json()["error"]["message"]
+
+
+def test_a_group_that_is_away_is_not_waited_for(place: Path) -> None:
+    with (
+        running(place, Tokenizer(DEMO_MODEL), controllers=2, resume_seconds=60.0) as (router, fakes),
+        httpx.Client(base_url=router.url, headers={**ADMIN, **JSON}, timeout=15, trust_env=False) as client,
+    ):
+        made = [client.post("/v1/sessions", json={}).json()["id"] for _ in range(16)]  # some of each group
+        fakes[1].behaviour.tree = tree_of([7])
+        wait_until(lambda: len(get(client, "sessions")) == 16)
+        fakes[0].stop()
+        wait_until(lambda: get(client, "overview")["groups"][0]["status"] == "disconnected")
+        deadline = time.monotonic() + 1.5 * FRESH_SECONDS
+        while time.monotonic() < deadline:  # also when what is known is not fresh any more
+            assert {row["id"] for row in get(client, "sessions")} == set(made)
+        assert get(client, "tree?group=1")["group"] == 1
+        body = {"messages": MESSAGES, "session_id": next(each for each in made if _home(router, each) == 0)}
+        assert client.post("/ui/api/prompt", json=body).status_code == 503
+
+
+def _home(router: RunningRouter, session: str) -> int:
+    return router.service.sessions.home_of(session).index
 
 
 def test_without_controllers(place: Path) -> None:

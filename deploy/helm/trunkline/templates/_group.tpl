@@ -78,23 +78,20 @@ spec:
         {{- else }}
         - "0"
         {{- end }}
-        {{- if ne .root.Values.remoteTier.mode "none" }}
-        - --remote-tier
-        - "$(REMOTE_TIER_URL)"
-        {{- end }}
         {{- with $g.extraArgs }}
         {{- toYaml . | nindent 8 }}
         {{- end }}
       env:
         {{- include "trunkline.env" .root | nindent 8 }}
+        # --remote-tier; on the command line others would see the password.
         {{- if eq .root.Values.remoteTier.mode "valkey" }}
         - name: REMOTE_TIER_PASSWORD
           valueFrom:
             secretKeyRef: {name: {{ include "trunkline.valkeySecret" .root }}, key: password}
-        - name: REMOTE_TIER_URL
+        - name: TRUNKLINE_REMOTE_TIER
           value: "redis://:$(REMOTE_TIER_PASSWORD)@{{ include "trunkline.fullname" .root }}-valkey:6379/0"
         {{- else if eq .root.Values.remoteTier.mode "external" }}
-        - name: REMOTE_TIER_URL
+        - name: TRUNKLINE_REMOTE_TIER
           valueFrom:
             secretKeyRef: {name: {{ .root.Values.remoteTier.external.secret }}, key: url}
         {{- end }}

@@ -96,6 +96,24 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | quote }}
 {{- printf "%s-%s.%s.%s.svc:%d" $name $which $name .Release.Namespace (int .Values.network.groupPort) -}}
 {{- end -}}
 
+{{/* Names under which clients reach the routers. Without keys a router answers to those that it knows. */}}
+{{- define "trunkline.ownNames" -}}
+{{- $name := include "trunkline.fullname" . -}}
+{{- $space := printf "%s.%s" $name .Release.Namespace -}}
+{{- $names := list $name $space (printf "%s.svc" $space) (printf "%s.svc.cluster.local" $space) -}}
+{{- if .Values.routers.ingress.enabled -}}
+{{- $names = append $names .Values.routers.ingress.host -}}
+{{- end -}}
+{{- if .Values.routers.httpRoute.enabled -}}
+{{- range .Values.routers.httpRoute.hostnames -}}
+{{- if not (contains "*" .) -}}
+{{- $names = append $names . -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- $names | uniq | join "," -}}
+{{- end -}}
+
 {{/* What no schema can say. */}}
 {{- define "trunkline.validate" -}}
 {{- $v := .Values -}}

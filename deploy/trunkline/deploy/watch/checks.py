@@ -89,13 +89,19 @@ def groups(facts: Facts) -> Findings:
             level = Level.WARNING if ready else Level.FAILURE
             text = f"it is {group.get('status', 'not known')}"
             detail = _overview_group(facts, group.get("index")).get("detail")
-            yield Finding(
-                level, name, f"{text}: {detail}" if detail else text, "see the logs of its controller and workers"
-            )
+            yield Finding(level, name, f"{text}: {detail}" if detail else text, _remedy(facts, group.get("index")))
         elif group.get("events") in ("stale", "catching up"):
             text = f"the router's picture of its chunks is {group['events']}"
             remedy = "requests may miss their KV; if it lasts, look at the network between router and controller"
             yield Finding(Level.WARNING, name, text, remedy)
+
+
+def _remedy(facts: Facts, group: object) -> str:
+    """What to do about a group that does not serve."""
+    for row in (facts.status or {}).get("groups", []):
+        if row["group"] == group and row["state"] == "down":
+            return f"it was drained; `trunkline undrain {group}` starts it"
+    return "see the logs of its controller and workers"
 
 
 def processes(facts: Facts) -> Findings:

@@ -13,6 +13,7 @@ import httpx
 from trunkline.deploy.chat import DEFAULT_URL
 from trunkline.deploy.credentials import client_headers
 from trunkline.deploy.errors import DeployError
+from trunkline.deploy.node_settings import Kind
 from trunkline.deploy.registry import running_clusters
 
 _TIMEOUT_S: Final = 10.0
@@ -125,7 +126,8 @@ def _message(answer: httpx.Response) -> str:
 
 
 def _local_url() -> str:
-    running = list(running_clusters().values())
+    # Of the parts of a cluster only routers speak HTTP.
+    running = [found for found in running_clusters().values() if found.kind in ("cluster", Kind.ROUTER)]
     if len(running) > 1:
         ports = ", ".join(str(cluster.port) for cluster in running)
         raise WatchError(

@@ -27,7 +27,9 @@ TREE_SECONDS_MAX: Final = 10.0
 TREE_FRESH_SECONDS: Final = 0.5
 """Whoever looks within it after somebody else gets the same, …"""
 TREE_FRESH_SHARE: Final = 3.0
-"""… or within so many times the time that it took."""
+"""… or within so many times the time that it took, …"""
+TREE_FRESH_SECONDS_MAX: Final = 10.0
+"""… but never longer: it may have taken long because somebody was away."""
 _PORTION: Final = 25
 """Nodes that are made before streams get their turn."""
 _SESSIONS_MAX: Final = 300
@@ -101,7 +103,8 @@ class Dashboard:
             self._trees.pop(key, None)
         else:
             loop = task.get_loop()
-            keep = max(TREE_FRESH_SECONDS, TREE_FRESH_SHARE * (loop.time() - began))
+            took = loop.time() - began
+            keep = max(TREE_FRESH_SECONDS, min(TREE_FRESH_SECONDS_MAX, TREE_FRESH_SHARE * took))
             loop.call_later(keep, self._trees.pop, key, None)
 
     async def _look(self, link: ControllerLink, nodes: int) -> dict[str, Any]:

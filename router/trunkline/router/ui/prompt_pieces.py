@@ -87,7 +87,7 @@ async def prompt_pieces(service: RouterService, content: bytes) -> dict[str, Any
     check_model(service, body.model)
     turn = None
     if body.session_id is not None and is_stored(body.session_id):
-        stored = await service.sessions.get(body.session_id)
+        stored = await service.sessions.peek(body.session_id)
         turn = Turn(service, _Glance(stored), "chat" if is_chat else "text")
     if isinstance(body, ChatRequest):
         return await _chat(service, body, turn)

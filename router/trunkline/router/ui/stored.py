@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
+from itertools import islice
 from typing import Any, Final, NamedTuple
 
 from trunkline.kvstore.names import root_name
@@ -29,7 +30,9 @@ RECORDS_MAX: Final = 1000
 FRESH_SECONDS: Final = 1.0
 """However many look, records are asked for once in so long, …"""
 FRESH_SHARE: Final = 10.0
-"""… or, if there are so many tenants and groups that asking takes long, in so many times that time."""
+"""… or, if there are so many tenants and groups that asking takes long, in so many times that time, …"""
+FRESH_SECONDS_MAX: Final = 20.0
+"""… but never longer."""
 FETCHED_MAX: Final = 16
 """Values that are fetched at each look, …"""
 FETCH_SECONDS_MAX: Final = 0.1
@@ -77,7 +80,7 @@ class StoredSessions:
         """See that what is known is fresh.
 
         Raises:
-            ApiError: 503, a controller does not answer.
+            ApiError: 503, no controller answers.
         """
         if asyncio.get_running_loop().time() < self._fresh_until:
             return
@@ -92,19 +95,52 @@ class StoredSessions:
             task.exception()  # told to those who wait for it
 
     async def _refresh(self) -> None:
-        service, clock = self._service, asyncio.get_running_loop().time
+        home_of, clock = self._service.sessions.home_of, asyncio.get_running_loop().time
         began = clock()
-        pages = await service.sessions.page_of_all(service.tenants.owners(), "", RECORDS_MAX)
-        listed = [Listed(owner, record) for owner, record in pages]
+        listed = await self._list()
         listed.sort(key=lambda each: -each.record.used)
-        self._listed = listed
-        missing = [each for each in listed if self._known_of(each.record) is None]
+        self._listed = listed = listed[:KNOWN_MAX]
+        missing = (
+            each
+            for each in listed
+            if self._known_of(each.record) is None and home_of(each.record.id).state is not None
+        )
         fetching = clock()
-        for each in missing[:FETCHED_MAX]:
+        for each in islice(missing, FETCHED_MAX):
             await self._fetch(each)
             if clock() - fetching > FETCH_SECONDS_MAX:
                 break
-        self._fresh_until = clock() + max(FRESH_SECONDS, FRESH_SHARE * (clock() - began))
+        lasts = min(FRESH_SECONDS_MAX, FRESH_SHARE * (clock() - began))
+        self._fresh_until = clock() + max(FRESH_SECONDS, lasts)
+
+    async def _list(self) -> list[Listed]:
+        """What all controllers have; of those that are away, what they had at the last look.
+
+        Raises:
+            ApiError: 503, all of them are.
+        """
+        service = self._service
+        asked = [(link, owner) for link in service.links for owner in service.tenants.owners()]
+        pages = await asyncio.gather(
+            *(service.sessions.page_at(link, owner, RECORDS_MAX) for link, owner in asked), return_exceptions=True
+        )
+        listed: list[Listed] = []
+        missing: set[tuple[int, str]] = set()
+        problem: ApiError | None = None
+        for (link, owner), page in zip(asked, pages, strict=True):
+            if isinstance(page, ApiError):
+                missing.add((link.index, owner))
+                problem = page
+            elif isinstance(page, BaseException):
+                raise page
+            else:
+                listed += [Listed(owner, record) for record in page]
+        if problem is not None and len(missing) == len(asked):
+            raise problem
+        if missing:
+            home_of = service.sessions.home_of
+            listed += [each for each in self._listed if (home_of(each.record.id).index, each.owner) in missing]
+        return listed
 
     def _known_of(self, record: Record) -> Known | None:
         known = self._known.get(record.id)
@@ -116,7 +152,7 @@ class StoredSessions:
             if listed.owner:
                 identity = self._service.tenants.acting_for(current_identity(), listed.owner)
             with identified(identity):
-                stored = await self._service.sessions.get(listed.record.id)
+                stored = await self._service.sessions.peek(listed.record.id)
         except ApiError:
             return  # it has just gone, or cannot be read
         known = self._read(stored.record.version, stored.session, identity.salt)
