@@ -76,7 +76,9 @@ def undisturbed(cluster: Cluster) -> Iterator[None]:
 def refusal(cluster: Cluster, path: str, body: dict[str, Any] | bytes) -> tuple[int, str | None]:
     """Status and code of an error, whose message is short."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    answer = httpx.post(f"{cluster.url}{path}", content=content, timeout=60.0)
+    answer = httpx.post(
+        f"{cluster.url}{path}", content=content, headers={"Content-Type": "application/json"}, timeout=60.0
+    )
     assert len(answer.content) < 2000, "a part of the document in the error"
     error = answer.json()["error"]
     assert error["message"]
