@@ -12,6 +12,7 @@ import json
 import sys
 
 import numpy as np
+import torch
 
 from trunkline.kvstore.layout import blocks_for, pack_int32, unpack_int32
 from trunkline.worker.config import WorkerConfig
@@ -64,6 +65,7 @@ def main() -> None:
         rank=int(rank),
         tp=int(tp),
         device=device,
+        gpu=int(rank) % max(1, torch.cuda.device_count()) if device == "cuda" else None,
         dtype=dtype,
         kernels=kernels,
         collectives=collectives if forced else "auto",

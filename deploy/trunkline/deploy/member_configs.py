@@ -12,6 +12,7 @@ from trunkline.controller.config import ControllerConfig
 from trunkline.deploy.credentials import admin_key_digest, server_key_digest
 from trunkline.deploy.members import Member, Role
 from trunkline.deploy.plans import ClusterPlan, Meeting, local_endpoint
+from trunkline.deploy.settings import GPU_MEMORY_FRACTION
 from trunkline.deploy.statuses import SOCKET_NAME as STATUS_SOCKET
 from trunkline.deploy.tenant_options import keys_needed
 from trunkline.deploy.tiers import INDEX_NAME, DiskFolders
@@ -148,7 +149,7 @@ def _worker_configs(
     has_tiers = bool(kept or settings.remote_tier)
     is_spread = node is not None and node.is_spread(settings.tp)
     suffix = _suffix(plan, group)
-    for rank in node.ranks if node else range(settings.tp):
+    for here, rank in enumerate(node.ranks if node else range(settings.tp)):
         yield (
             Member(f"worker{suffix}{'.' if suffix else '-'}{rank}", Role.WORKER, group),
             WorkerConfig(
@@ -157,6 +158,8 @@ def _worker_configs(
                 tp=settings.tp,
                 group=f"group-{group}",
                 device=plan.device,
+                gpu=group * settings.tp + here if plan.device == "cuda" else None,
+                gpu_memory_fraction=settings.gpu_memory_fraction or GPU_MEMORY_FRACTION,
                 dtype=plan.dtype,
                 kernels=settings.kernels,
                 quantisation="int8" if settings.quantization == "int8" else "",

@@ -29,6 +29,8 @@ _GROUPS_MAX: Final = 256
 """On one machine: each is two processes at least, and each router has three connections to it."""
 _ROUTERS_MAX: Final = 64
 _RESUME_S_MAX: Final = 86400.0
+GPU_MEMORY_FRACTION: Final = 0.9
+"""Of a GPU's total memory; the rest is for what the driver and other processes take."""
 _KV_MEMORY_CPU: Final = 1 << 30
 _HOST_TIER_GPU: Final = 4 << 30
 _SESSION_TTL_S_MAX: Final = 10 * 365 * 86400.0
@@ -65,6 +67,9 @@ class ServeSettings:
     """Tokens per chunk, the unit of storage; sharing is exact to the token whatever it is."""
     kv_memory_bytes: int | None = None
     """Per worker."""
+    gpu_memory_fraction: float | None = None
+    """Of each GPU's total memory, what one worker may use. None: `GPU_MEMORY_FRACTION`, and no two workers share a
+    GPU."""
     max_context: int | None = None
     max_batch: int = 256
     token_budget: int = 1024

@@ -31,6 +31,11 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     group: str = "group-0"
     """Name of the group, for titles and logs."""
     device: str = "cpu"
+    gpu: int | None = None
+    """Index of this rank's GPU among those that its process can see (`CUDA_VISIBLE_DEVICES` chooses and renumbers
+    them); needed if `device` is "cuda"."""
+    gpu_memory_fraction: float = 0.9
+    """Share of the GPU's total memory that this rank may use, for weights, KV and everything else."""
     dtype: str = "float32"
     """Of weights, activations and KV. Float32 by default: greedy output then does not depend on caching."""
     kernels: str = "auto"
@@ -45,7 +50,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     pool_blocks: int = 0
     """Blocks of the KV pool; 0: from `kv_memory_bytes`, or on a GPU from free memory."""
     kv_memory_bytes: int = 0
-    """Memory of the KV pool if `pool_blocks` is 0; 0 on a GPU: 90 % of what is free after loading."""
+    """Memory of the KV pool if `pool_blocks` is 0; 0 on a GPU: what `gpu_memory_fraction` leaves."""
     host_memory_bytes: int = 0
     """Main memory for KV blocks outside the pool (preemption by swapping); 0: none."""
     disk_path: str = ""
@@ -140,6 +145,15 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             (self.tp >= 1, f"tp is {self.tp}; it must be at least 1"),
             (0 <= self.rank < self.tp, f"rank is {self.rank}; it must be in [0, {self.tp})"),
             (self.device in DEVICES, f"device is {self.device!r}; allowed: {', '.join(DEVICES)}"),
+            (
+                self.device != "cuda" or self.gpu is not None,
+                "device is 'cuda', but gpu is not given; write the index of this rank's GPU, 0 for the first",
+            ),
+            (self.gpu is None or self.gpu >= 0, f"gpu is {self.gpu}; it must not be negative"),
+            (
+                0 < self.gpu_memory_fraction <= 1,
+                f"gpu_memory_fraction is {self.gpu_memory_fraction:g}; it must be more than 0 and at most 1",
+            ),
             (self.dtype in DTYPES, f"dtype is {self.dtype!r}; allowed: {', '.join(DTYPES)}"),
             (
                 self.quantisation in QUANTISATIONS,

@@ -288,12 +288,19 @@ class Runner:
 
 
 def _device(config: WorkerConfig) -> torch.device:
-    """The compute device of a rank: ranks of a group on one host take its GPUs in turn."""
+    """Return the compute device that the configuration gives this rank.
+
+    Raises:
+        ConfigError: there is no such GPU.
+    """
     if config.device == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ConfigError("device is 'cuda', but torch finds no CUDA device")
-    device = torch.device("cuda", config.rank % torch.cuda.device_count())
+    count = torch.cuda.device_count()
+    if config.gpu is None or config.gpu >= count:
+        raise ConfigError(f"gpu is {config.gpu}, but torch sees {count}; allowed: 0 to {count - 1}")
+    device = torch.device("cuda", config.gpu)
     torch.cuda.set_device(device)
     return device
 
