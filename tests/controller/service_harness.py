@@ -52,6 +52,9 @@ class Ranks(threading.Thread):
         self.shut_down = threading.Event()
         self.leave = threading.Event()
         self.fail_with = ""
+        """With this reason rank 1 fails, …"""
+        self.fails_last = False
+        """… after the connection of rank 0 has been closed, not before."""
         self.blocks = blocks
         self.incarnations = [os.urandom(16) for _ in range(config.tp)]
         self.epoch = 0
@@ -59,6 +62,7 @@ class Ranks(threading.Thread):
         """Ranks that are to subscribe to the plans, …"""
         self.holds_back: set[int] = set()
         """… but these not yet."""
+        _started.append(self)
 
     @property
     def answer(self) -> bool:
@@ -91,6 +95,8 @@ class Ranks(threading.Thread):
             poller.register(plan, zmq.POLLIN)
         while not self.leave.is_set():
             if self.fail_with:
+                if self.fails_last:
+                    self.plans[0].close(linger=0)
                 self.send(WorkerFailed(1, self.fail_with, self.incarnations[1]))
                 break
             for ready, _ in poller.poll(20):
@@ -122,6 +128,20 @@ class Ranks(threading.Thread):
         assert message.step == self.steps_seen[rank], "a rank missed a step"
         if rank == 0 and message.step <= self.steps_max:
             self.send(self.workers.execute(message))
+
+
+_started: list[Ranks] = []
+
+
+def end_ranks() -> None:
+    """End all ranks, also those that a test that failed has left."""
+    while _started:
+        ranks = _started.pop()
+        ranks.leave.set()
+        if ranks.ident is not None:  # it was started
+            ranks.join(timeout=10)
+        else:
+            ranks.context.destroy(linger=0)
 
 
 class Router:
@@ -189,8 +209,8 @@ class Router:
             self.receive()
 
     def close(self) -> None:
-        self.socket.close(linger=0)
-        self.context.term()
+        """Also of sockets that a test has made in this context: an open one would be waited for without end."""
+        self.context.destroy(linger=0)
 
 
 def group_config(folder: Path) -> ControllerConfig:
@@ -213,15 +233,18 @@ def group_config(folder: Path) -> ControllerConfig:
 
 @contextmanager
 def run_controller(config: ControllerConfig, folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], Router]]:
-    """One with a configuration of its own."""
+    """One with a configuration of its own. At the end it is gone, and all ranks with it."""
     path = folder / "own.json"
     path.write_bytes(msgspec.json.encode(config))
     process = subprocess.Popen([sys.executable, "-m", "trunkline.controller", "--config", str(path)])
-    router = Router(config)
     try:
-        yield process, router
+        router = Router(config)
+        try:
+            yield process, router
+        finally:
+            end_ranks()
+            router.close()
     finally:
-        router.close()
         process.kill()
         process.wait()
 

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from math import inf
 
 import pytest
 
-from trunkline.controller.epochs import LEAVE_WITHIN_S, OLD_WAIT_S, Epochs, GroupLostError, StepClock
+from trunkline.controller.epochs import (
+    LEAVE_WITHIN_S,
+    OLD_WAIT_S,
+    REASON_WITHIN_S,
+    Epochs,
+    GroupLostError,
+    StepClock,
+)
 from trunkline.controller.messages import WorkerFailed, WorkerHello, WorkerReady
 from trunkline.worker.messages import member_topic, rank_topic
 
@@ -67,14 +75,16 @@ class World:
         if not process.subscribed:
             return
         is_member = self.members.get(process.rank) is process
-        if is_member:
-            with pytest.raises(GroupLostError, match=f"rank {process.rank} is gone"):
-                self.epochs.unsubscribed(rank_topic(process.rank, process.incarnation))
-            self.lose()
-        else:
-            self.epochs.unsubscribed(rank_topic(process.rank, process.incarnation))
+        self.epochs.unsubscribed(rank_topic(process.rank, process.incarnation), self.now)
         if process.entered:
-            self.epochs.unsubscribed(member_topic(process.incarnation))
+            self.epochs.unsubscribed(member_topic(process.incarnation), self.now)
+        if is_member:
+            self.epochs.check_loss(self.now)
+            assert not self.epochs.is_complete
+            with pytest.raises(GroupLostError, match=f"rank {process.rank} is gone"):
+                self.epochs.check_loss(self.now + REASON_WITHIN_S)
+            self.lose()
+        self.epochs.check_loss(inf)
 
     def lose(self) -> None:
         before = self.epochs.epoch
@@ -130,19 +140,19 @@ class World:
         report = WorkerFailed(process.rank, "broken", process.incarnation)
         if self.members.get(process.rank) is process:
             with pytest.raises(GroupLostError, match="broken"):
-                self.epochs.failed(report)
+                self.epochs.failed(report, self.now)
             self.lose()
         else:
-            self.epochs.failed(report)
+            self.epochs.failed(report, self.now)
 
     def nonsense(self) -> None:
         epochs = self.epochs
         for topic in (b"", b"leave", b"rank:", b"rank:0:zz", b"rank:99:" + b"0" * 32, b"rank:-1:" + b"0" * 32):
             epochs.subscribed(topic)
-            epochs.unsubscribed(topic)
+            epochs.unsubscribed(topic, self.now)
         assert not epochs.hello(WorkerHello(self.tp, 1, HERE, bytes(16)))
         assert not epochs.hello(WorkerHello(0, 1, HERE, b"short"))
-        epochs.failed(WorkerFailed(0, "who is that", bytes(16)))
+        epochs.failed(WorkerFailed(0, "who is that", bytes(16)), self.now)
         epochs.says_ready(ready(self.tp, epochs.epoch))
 
     def form(self) -> None:
@@ -229,18 +239,62 @@ def test_the_old_ones_go_first_but_not_for_ever() -> None:
     assert epochs.form(10.0 + OLD_WAIT_S - 0.1) == []
     assert epochs.to_kill(15.0) == []
     assert len(epochs.form(10.0 + OLD_WAIT_S)) == 1
-    epochs.unsubscribed(rank_topic(0, old))  # does not concern the new epoch
+    epochs.unsubscribed(rank_topic(0, old), 30.0)  # does not concern the new epoch
+    epochs.check_loss(inf)
     assert epochs.is_formed
 
 
 def test_a_failure_before_an_epoch_is_shown() -> None:
     epochs = Epochs(2, HERE, 1)
     pair(epochs, 0, b"a")
-    epochs.failed(WorkerFailed(0, "no such model", b"a" * 16))
+    epochs.failed(WorkerFailed(0, "no such model", b"a" * 16), 0.0)
     pair(epochs, 1, b"b")
     assert epochs.form(0.0) == []
     assert "no such model" in epochs.describe({})
     assert "rank 1 there" in epochs.describe({})
+
+
+def lost_pair() -> tuple[Epochs, bytes, bytes]:
+    """An epoch of two ranks; the incarnations of its members."""
+    epochs = Epochs(2, HERE, 1)
+    members = pair(epochs, 0, b"a"), pair(epochs, 1, b"b")
+    assert len(epochs.form(0.0)) == 2
+    return epochs, *members
+
+
+def test_a_rank_that_failed_is_named_before_one_that_is_gone() -> None:
+    """Whatever is heard of first: the failure, or that connections closed, its own among them."""
+    for closed_first in ((0,), (1,), (0, 1), (1, 0)):
+        epochs, *incarnations = lost_pair()
+        for rank in closed_first:
+            epochs.unsubscribed(rank_topic(rank, incarnations[rank]), 7.0)
+        epochs.check_loss(7.0)
+        assert epochs.is_ending
+        with pytest.raises(GroupLostError, match="worker rank 1 failed: out of memory"):
+            epochs.failed(WorkerFailed(1, "out of memory", incarnations[1]), 7.1)
+        epochs.lose(2, 7.1)
+        epochs.check_loss(inf)
+        assert not epochs.is_ending
+
+
+def test_a_rank_that_leaves_because_of_another_one_is_named_if_nothing_better_is_said() -> None:
+    epochs, first, second = lost_pair()
+    epochs.failed(WorkerFailed(0, "rank 1 has died", first, is_consequence=True), 7.0)
+    epochs.check_loss(7.1)
+    with pytest.raises(GroupLostError, match="worker rank 1 failed: out of memory"):
+        epochs.failed(WorkerFailed(1, "out of memory", second), 7.1)
+    # A closed connection says less than any report, and the first of several is named.
+    epochs, first, second = lost_pair()
+    epochs.unsubscribed(rank_topic(1, second), 7.0)
+    epochs.failed(WorkerFailed(0, "rank 1 has died", first, is_consequence=True), 7.1)
+    with pytest.raises(GroupLostError, match="worker rank 0 failed: rank 1 has died"):
+        epochs.check_loss(7.0 + REASON_WITHIN_S)
+    epochs, first, second = lost_pair()
+    epochs.unsubscribed(rank_topic(0, first), 7.0)
+    epochs.unsubscribed(rank_topic(1, second), 7.1)
+    epochs.check_loss(7.0 + REASON_WITHIN_S - 0.01)
+    with pytest.raises(GroupLostError, match="worker rank 0 is gone"):
+        epochs.check_loss(7.0 + REASON_WITHIN_S)
 
 
 def test_a_step_is_waited_for_while_somebody_looks() -> None:

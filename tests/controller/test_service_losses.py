@@ -7,6 +7,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -74,11 +75,13 @@ def test_streams_go_on_with_other_ranks(
     ranks.join()
 
 
+@pytest.mark.parametrize("fails_last", [False, True], ids=["failure first", "closed connection first"])
 def test_failed_rank_says_why(
-    config: ControllerConfig, controller: subprocess.Popen[bytes], router: Router
+    fails_last: bool, config: ControllerConfig, controller: subprocess.Popen[bytes], router: Router
 ) -> None:
     """And all ranks are told to leave."""
     ranks = start_ranks(config, answer=False)
+    ranks.fails_last = fails_last
     watchdog = router.context.socket(zmq.SUB)
     watchdog.subscribe(LEAVE_TOPIC)
     watchdog.connect(config.plan_endpoint)
@@ -181,3 +184,21 @@ def test_a_drain_without_ranks_hands_all_requests_over(
     router.wait_finished(1)
     assert router.finished[1][0] == "draining"
     assert controller.wait(timeout=5) == 0
+
+
+def test_a_test_that_fails_leaves_nothing_behind(config: ControllerConfig, tmp_path: Path) -> None:
+    """Neither the controller, nor its ranks, nor a wait for a socket that the test did not close."""
+    started: list[Any] = []
+
+    def fail() -> None:
+        with run_controller(config, tmp_path) as (process, router):
+            started.extend((process, start_ranks(config), router.context.socket(zmq.SUB)))
+            router.wait_state("ready")
+            raise AssertionError
+
+    with pytest.raises(AssertionError):
+        fail()
+    process, ranks, socket = started
+    assert process.returncode is not None
+    assert not ranks.is_alive()
+    assert socket.closed

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from math import inf
 from pathlib import Path
 
 import msgspec
@@ -90,18 +91,20 @@ def test_frozen_rank_over_tcp_is_noticed(context: Context, tmp_path: Path) -> No
         deadline = time.monotonic() + 20
         while not group.is_complete and time.monotonic() < deadline:
             group.plans.poll(50)
-            group.membership_events()
-            group.receive()
+            group.membership_events(time.monotonic())
+            group.receive(time.monotonic())
             group.reform(time.monotonic())
             if group.is_formed:
                 report.send(msgspec.msgpack.encode(WorkerReady(0, 17, rank.pid, 8, 1, "simulated")))
         assert group.is_complete
         time.sleep(1.5)  # a rank that lives answers heartbeats
-        group.membership_events()
+        group.membership_events(0.0)
+        group.check_loss(inf)
         os.kill(rank.pid, signal.SIGSTOP)
         assert group.plans.poll(6000)
+        group.membership_events(0.0)
         with pytest.raises(GroupLostError, match="rank 0"):
-            group.membership_events()
+            group.check_loss(inf)
     finally:
         rank.kill()
         rank.wait()

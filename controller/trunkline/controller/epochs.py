@@ -25,6 +25,9 @@ LEAVE_WITHIN_S: Final = 2.0
 """A rank of an old epoch on this host that is there for longer is killed."""
 OLD_WAIT_S: Final = 10.0
 """For so long a new epoch waits for the ranks of the old one to be gone, who hold files and memory."""
+REASON_WITHIN_S: Final = 0.2
+"""A member that is gone without a word, or that leaves because of another one, may be the consequence of a failure
+that another member is about to report. For so long that report is waited for, because it says what to do."""
 EARLY_MAX: Final = 1024
 """Hellos of processes whose subscription has not been seen yet; they are repeated, so some may be forgotten."""
 INCARNATION_BYTES: Final = 16
@@ -48,6 +51,16 @@ class _Process:
     kill_at: float = inf
 
 
+@dataclass(slots=True)
+class _Loss:
+    """The epoch is lost; what is to be named as the reason is not decided yet."""
+
+    reason: str
+    is_report: bool
+    """A rank said so; a connection that closed says less."""
+    decided_at: float
+
+
 class Epochs:
     """The processes of a group's ranks that are there."""
 
@@ -69,6 +82,7 @@ class Epochs:
         self._count = 0
         self._lost_at = -inf
         self._failure = ""
+        self._loss: _Loss | None = None
 
     @property
     def is_formed(self) -> bool:
@@ -77,9 +91,14 @@ class Epochs:
 
     @property
     def is_complete(self) -> bool:
-        """Every rank reads plans and has loaded."""
+        """Every rank reads plans, has loaded, and is still there."""
         entered = all(member.entered for member in self._members.values())
-        return self.is_formed and entered and len(self.ready) == self.tp
+        return self.is_formed and entered and len(self.ready) == self.tp and not self.is_ending
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether a member is gone, and `check_loss` is still waiting for the reason."""
+        return self._loss is not None
 
     @property
     def present(self) -> list[tuple[int, bytes]]:
@@ -102,19 +121,15 @@ class Epochs:
         self._processes[incarnation] = process
         self._topics[member_topic(incarnation)] = incarnation
 
-    def unsubscribed(self, topic: bytes) -> None:
-        """A subscription has ended.
-
-        Raises:
-            GroupLostError: it was that of a member.
-        """
+    def unsubscribed(self, topic: bytes, now: float) -> None:
+        """A subscription has ended. If it was that of a member, `check_loss` raises soon."""
         found = _parsed(topic, self.tp)
         process = self._processes.pop(found[1], None) if found is not None else None
         if process is None:
             return
         del self._topics[member_topic(process.incarnation)]
         if self._members.get(process.rank) is process:
-            raise GroupLostError(f"worker rank {process.rank} is gone (its connection closed)")
+            self._note_loss(f"worker rank {process.rank} is gone (its connection closed)", now, is_report=False)
 
     def hello(self, hello: WorkerHello) -> bool:
         """A process says that it belongs to no epoch; whether it has to be told again that it does."""
@@ -135,23 +150,44 @@ class Epochs:
             self.ready[report.rank] = report
         return report.epoch < self.epoch
 
-    def failed(self, report: WorkerFailed) -> None:
-        """A process gives up.
+    def failed(self, report: WorkerFailed, now: float) -> None:
+        """A process gives up. If it leaves because of another rank, `check_loss` raises soon.
 
         Raises:
-            GroupLostError: it is a member.
+            GroupLostError: it is a member, and the failure is its own.
         """
-        process = self._processes.get(report.incarnation)
+        process = self._processes.get(report.incarnation) or self._member(report.incarnation)
         if process is None:
             return
         reason = f"worker rank {process.rank} failed: {report.reason}"
         if self._members.get(process.rank) is process:
-            raise GroupLostError(reason)
+            if not report.is_consequence:
+                raise GroupLostError(reason)
+            self._note_loss(reason, now, is_report=True)
+            return
         if not process.epoch:
             process.hello = None
             self._failure = reason
 
+    def _member(self, incarnation: bytes) -> _Process | None:
+        """The member with this incarnation, also if its connection has closed."""
+        return next((member for member in self._members.values() if member.incarnation == incarnation), None)
+
+    def _note_loss(self, reason: str, now: float, *, is_report: bool) -> None:
+        if self._loss is None:
+            self._loss = _Loss(reason, is_report, now + REASON_WITHIN_S)
+        elif is_report and not self._loss.is_report:
+            self._loss.reason, self._loss.is_report = reason, True
+
     # What follows from it
+
+    def check_loss(self, now: float) -> None:
+        """
+        Raises:
+            GroupLostError: a member is gone, and no better reason has come in time.
+        """
+        if self._loss is not None and now >= self._loss.decided_at:
+            raise GroupLostError(self._loss.reason)
 
     def form(self, now: float) -> list[WorkerHello]:
         """Make the epoch's members of those who are there for it, if that is possible now; they are returned,
@@ -184,6 +220,7 @@ class Epochs:
             process.kill_at = now + LEAVE_WITHIN_S
         self.epoch = max(self.epoch + 1, next_epoch)
         self._members = {}
+        self._loss = None
         self.ready = {}
         self._lost_at = now
 

@@ -18,7 +18,7 @@ import structlog
 import zmq
 
 from trunkline.controller.config import ControllerConfig
-from trunkline.controller.epochs import Epochs, GroupLostError
+from trunkline.controller.epochs import REASON_WITHIN_S, Epochs, GroupLostError
 from trunkline.controller.messages import (
     GrammarReady,
     LoadProgress,
@@ -180,7 +180,9 @@ class WorkerGroup:
 
     @property
     def patience_s(self) -> float:
-        """After so long `reform` should be called again although nothing has come."""
+        """After so long `reform` and `check_loss` should be called again although nothing has come."""
+        if self._epochs.is_ending:
+            return REASON_WITHIN_S
         return 1.0 if self.is_formed else LEAVE_EVERY_S
 
     def lose(self, now: float) -> None:
@@ -198,15 +200,18 @@ class WorkerGroup:
         deadline = time.monotonic() + seconds_max
         while self._epochs.present and (left := deadline - time.monotonic()) > 0:
             self.plans.poll(int(left * 1000) + 1)
-            with suppress(GroupLostError):
-                self.membership_events()
+            self.membership_events(time.monotonic())
 
-    def membership_events(self) -> None:
-        """Read subscriptions and their ends.
+    def check_loss(self, now: float) -> None:
+        """To be called after `membership_events` and `receive`.
 
         Raises:
             GroupLostError: a rank that was there is gone.
         """
+        self._epochs.check_loss(now)
+
+    def membership_events(self, now: float) -> None:
+        """Read subscriptions and their ends."""
         while True:
             try:
                 event = self.plans.recv(zmq.NOBLOCK)
@@ -215,9 +220,9 @@ class WorkerGroup:
             if event[:1] == b"\x01":
                 self._epochs.subscribed(event[1:])
             else:
-                self._epochs.unsubscribed(event[1:])
+                self._epochs.unsubscribed(event[1:], now)
 
-    def receive(self) -> list[StepResult | GrammarReady | MovesDone | Probed]:
+    def receive(self, now: float) -> list[StepResult | GrammarReady | MovesDone | Probed]:
         """Read all waiting reports; those among them that are for the engine.
 
         Raises:
@@ -251,7 +256,7 @@ class WorkerGroup:
                 case LoadProgress():
                     self._progress[report.rank] = report
                 case WorkerFailed():
-                    self._epochs.failed(report)
+                    self._epochs.failed(report, now)
 
     def close(self) -> None:
         self.plans.close()

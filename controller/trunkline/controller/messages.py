@@ -17,6 +17,10 @@ class Grammar(msgspec.Struct, array_like=True, frozen=True):
     text: str
     param: str = "response_format"
     """The client's parameter, for the error if it cannot be compiled."""
+    spaced: bool = False
+    """As in `CompileGrammar`."""
+    tenant: bytes = b""
+    """Digest of the tenant's name: grammars of different tenants take turns to be compiled."""
 
 
 class BeamSearch(msgspec.Struct, array_like=True, frozen=True):
@@ -366,6 +370,8 @@ class WorkerFailed(msgspec.Struct, array_like=True, frozen=True, tag="failed"):
     reason: str
     incarnation: bytes
     """As in `WorkerHello`: one that has been replaced meanwhile concerns nobody."""
+    is_consequence: bool = False
+    """Nothing is wrong with this rank: it leaves because another rank, or the network to it, failed."""
 
 
 WorkerReport = (

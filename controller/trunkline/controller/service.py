@@ -233,8 +233,8 @@ class ControllerService:
             GroupLostError: a rank is gone, or hangs.
             ProtocolError: a rank talks nonsense.
         """
-        self.group.membership_events()
-        for result in self.group.receive():
+        self.group.membership_events(now)
+        for result in self.group.receive(now):
             if self.engine is None:
                 continue
             match result:
@@ -244,6 +244,7 @@ class ControllerService:
                     self.engine.grammar_ready(result, now)
                 case MovesDone() | Probed():
                     self.engine.tier_report(result, now)
+        self.group.check_loss(now)
         if self.engine is not None:
             if self.config.debug_checks:
                 check_integrity(self.engine.scheduler)
