@@ -1,10 +1,15 @@
-"""No test of the launcher touches the cache folder of whoever runs it."""
+"""No test of the launcher touches the cache folder of the user who runs it, or depends on the machine's GPUs."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from trunkline.deploy import gpus
+
+ShowGpus = Callable[[int], None]
 
 
 @pytest.fixture(autouse=True)
@@ -13,3 +18,20 @@ def cache_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     home = tmp_path / "cache-home"
     monkeypatch.setenv("XDG_CACHE_HOME", str(home))
     return home
+
+
+@pytest.fixture
+def show_gpus(monkeypatch: pytest.MonkeyPatch) -> ShowGpus:
+    """Makes this process see so many GPUs."""
+
+    def show(count: int) -> None:
+        found = gpus.Gpus(tuple(gpus.Gpu("NVIDIA H200", 140 << 30) for _ in range(count)))
+        monkeypatch.setattr(gpus, "look", lambda: found)
+
+    return show
+
+
+@pytest.fixture(autouse=True)
+def no_gpus(show_gpus: ShowGpus) -> None:
+    """None, unless a test shows some."""
+    show_gpus(0)

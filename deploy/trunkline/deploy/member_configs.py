@@ -12,7 +12,6 @@ from trunkline.controller.config import ControllerConfig
 from trunkline.deploy.credentials import admin_key_digest, server_key_digest
 from trunkline.deploy.members import Member, Role
 from trunkline.deploy.plans import ClusterPlan, Meeting, local_endpoint
-from trunkline.deploy.settings import GPU_MEMORY_FRACTION
 from trunkline.deploy.statuses import SOCKET_NAME as STATUS_SOCKET
 from trunkline.deploy.tenant_options import keys_needed
 from trunkline.deploy.tiers import INDEX_NAME, DiskFolders
@@ -106,7 +105,7 @@ def _controller_config(
         Member(f"controller{_suffix(plan, group)}", Role.CONTROLLER, group),
         ControllerConfig(
             group=group,
-            tp=settings.tp,
+            tp=settings.ranks,
             plan_endpoint=meeting.plan,
             report_endpoint=meeting.report,
             router_endpoint=meeting.router,
@@ -147,19 +146,19 @@ def _worker_configs(
     settings, node = plan.settings, plan.node
     kept = disk.groups[group] if disk.groups else None
     has_tiers = bool(kept or settings.remote_tier)
-    is_spread = node is not None and node.is_spread(settings.tp)
+    is_spread = node is not None and node.is_spread(settings.ranks)
     suffix = _suffix(plan, group)
-    for here, rank in enumerate(node.ranks if node else range(settings.tp)):
+    for here, rank in enumerate(node.ranks if node else range(settings.ranks)):
         yield (
             Member(f"worker{suffix}{'.' if suffix else '-'}{rank}", Role.WORKER, group),
             WorkerConfig(
                 model=str(plan.folder),
                 rank=rank,
-                tp=settings.tp,
+                tp=settings.ranks,
                 group=f"group-{group}",
                 device=plan.device,
-                gpu=group * settings.tp + here if plan.device == "cuda" else None,
-                gpu_memory_fraction=settings.gpu_memory_fraction or GPU_MEMORY_FRACTION,
+                gpu=plan.placement.gpu(group, here),
+                gpu_memory_fraction=plan.placement.fraction,
                 dtype=plan.dtype,
                 kernels=settings.kernels,
                 quantisation="int8" if settings.quantization == "int8" else "",

@@ -12,6 +12,7 @@ import os
 import socket
 import sys
 from contextlib import ExitStack, closing
+from dataclasses import replace
 
 from rich.console import Console
 
@@ -25,11 +26,12 @@ from trunkline.deploy.members import Limits
 from trunkline.deploy.node_addresses import GROUP_PORTS, Address
 from trunkline.deploy.node_health import NodeHealth, probe_of
 from trunkline.deploy.node_settings import Kind, NodeSettings
+from trunkline.deploy.placement import TP_ON_CPUS, Placement, settle
 from trunkline.deploy.plans import ClusterPlan, NodePlan
 from trunkline.deploy.process import enter_role
 from trunkline.deploy.registry import Running, announced
 from trunkline.deploy.rundir import run_folder
-from trunkline.deploy.serve import check_configs, children, plan_cluster
+from trunkline.deploy.serve import announce, check_configs, children, plan_cluster
 from trunkline.deploy.settings import ServeSettings
 from trunkline.deploy.supervisor import Supervisor, Surroundings
 from trunkline.deploy.tiers import disk_folders
@@ -43,7 +45,7 @@ def run_node(kind: Kind, settings: ServeSettings, node_settings: NodeSettings) -
     """
     console = Console(stderr=True, highlight=False)
     settings.validate()
-    settings, node = node_settings.plan(kind, settings)
+    node_settings.validate(kind)
     with ExitStack() as stack:
         listener = None
         health = NodeHealth()
@@ -51,21 +53,20 @@ def run_node(kind: Kind, settings: ServeSettings, node_settings: NodeSettings) -
             health_port = open_health_port(node_settings.health_host, node_settings.health_port)
             stack.enter_context(health_port)
             stack.enter_context(serving(health_port, health))
+        settings, node = node_settings.plan(kind, _with_tp(kind, settings, node_settings))
         if kind is Kind.ROUTER:
             listener = stack.enter_context(open_listener(settings.host, settings.port))
             plan = plan_routers(settings, node, listener)
         else:
             if node.listen is not None:
-                _check_ports(node.listen, GROUP_PORTS if node.is_spread(settings.tp) else 2)
+                _check_ports(node.listen, GROUP_PORTS if node.is_spread(settings.ranks) else 2)
             plan = plan_cluster(settings, lambda text: console.print(text, markup=False), node=node)
         enter_role("supervisor", log_level=settings.log_level, log_format=settings.log_format)
         disk = stack.enter_context(disk_folders(plan.disk))
         title = _title(kind, plan)
         reporter = stack.enter_context(closing(_reporter(console, title, settings)))
         if kind is not Kind.ROUTER:
-            reporter.say(f"KV tiers below the device: {plan.describe_tiers(disk)}", "info")
-        for warning in disk.warnings:
-            reporter.say(warning, "warning")
+            announce(plan, disk, reporter)
         folder = stack.enter_context(run_folder())
         stack.enter_context(announced(folder, _running(kind, plan, node_settings, title)))
         supervisor = Supervisor(
@@ -82,6 +83,20 @@ def run_node(kind: Kind, settings: ServeSettings, node_settings: NodeSettings) -
         return supervisor.run()
 
 
+def _with_tp(kind: Kind, settings: ServeSettings, node_settings: NodeSettings) -> ServeSettings:
+    """Settings with a number of ranks, against which the options of a part are checked. With `--ranks` the GPUs of
+    the other hosts are not known, so the default is that of CPUs.
+
+    Raises:
+        UserError: there is no such model, or no such device.
+    """
+    if settings.tp is not None or kind is Kind.ROUTER:
+        return settings
+    if kind is Kind.GROUP and not node_settings.ranks:
+        return settle(settings, models.resolve(settings.model))[0]
+    return replace(settings, tp=TP_ON_CPUS)
+
+
 def plan_routers(settings: ServeSettings, node: NodePlan, listener: socket.socket) -> ClusterPlan:
     """Of a node that has routers only: no weights are needed.
 
@@ -93,7 +108,7 @@ def plan_routers(settings: ServeSettings, node: NodePlan, listener: socket.socke
         folder=models.resolve(settings.model, needs_weights=False),
         model_name=settings.served_model_name or models.default_name(settings.model),
         dtype="",
-        device="cpu",
+        placement=Placement(),
         max_context=settings.max_context or 0,
         vocab_size=0,
         fingerprint="",
@@ -133,7 +148,7 @@ def _title(kind: Kind, plan: ClusterPlan) -> str:
     ranks = f"rank{'s' if len(node.ranks) > 1 else ''} {node.ranks[0]}"
     ranks += f"-{node.ranks[-1]}" if len(node.ranks) > 1 else ""
     where = f"listens on {node.listen}" if kind is Kind.GROUP else f"of the group at {node.leader}"
-    return f"{plan.model_name} · {ranks} of {settings.tp} on {plan.device} · {plan.dtype} · {where}"
+    return f"{plan.model_name} · {ranks} of {settings.ranks} on {plan.device} · {plan.dtype} · {where}"
 
 
 def _running(kind: Kind, plan: ClusterPlan, node_settings: NodeSettings, title: str) -> Running:

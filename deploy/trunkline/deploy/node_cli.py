@@ -20,7 +20,8 @@ _ROUTER_ONLY: Final = frozenset(
     tenant_header idempotency_ttl api_key_file allow_anonymous allowed_hosts cors_origins""".split()
 )
 _ENGINE_ONLY: Final = frozenset(
-    """tp dtype device threads kernels quantization chunk_size kv_memory_bytes host_tier_bytes disk_tier
+    """tp dtype device threads kernels quantization chunk_size kv_memory_bytes gpu_memory_fraction host_tier_bytes
+    disk_tier
     remote_tier tier_policy session_ttl preemption target_itl_ms max_batch token_budget max_waiting
     prefix_cache""".split()
 )

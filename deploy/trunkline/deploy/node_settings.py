@@ -50,31 +50,36 @@ class NodeSettings:
     health_host: str = "127.0.0.1"
     health_port: int = 0
 
-    def plan(self, kind: Kind, settings: ServeSettings) -> tuple[ServeSettings, NodePlan]:
-        """What is to run here.
-
-        Raises:
-            UserError: something is wrong by itself, or the address to listen on is not this machine's.
-        """
+    def validate(self, kind: Kind) -> None:
+        """Raise `UserError` for the first setting that is wrong by itself."""
         if not 0 <= self.health_port <= 65535:
             raise UserError(f"--health-port is {self.health_port}; allowed are 0 (none) to 65535")
         if not _NAME.fullmatch(self.health_host):
             raise UserError(f"--health-host is {self.health_host!r}; write an address of this machine, or 0.0.0.0")
         if self.wire_keys and self.plain_tcp:
             raise UserError("--wire-keys and --plain-tcp exclude each other: sockets have keys, or they have none")
+        if kind is Kind.ROUTER and not self.controllers:
+            raise UserError(f"--controllers is missing; write HOST:PORT of each group, such as h1:{GROUP_PORT}")
+        if kind is Kind.WORKERS and not self.leader:
+            raise UserError(f"--leader is missing; write HOST:PORT of the group, such as h1:{GROUP_PORT}")
+
+    def plan(self, kind: Kind, settings: ServeSettings) -> tuple[ServeSettings, NodePlan]:
+        """What is to run here.
+
+        Args:
+            settings: with a number of ranks, unless this is a router.
+
+        Raises:
+            UserError: something is wrong by itself, or the address to listen on is not this machine's.
+        """
+        self.validate(kind)
         node = NodePlan(
             wire_keys=str(Path(self.wire_keys).absolute()) if self.wire_keys else "", plain_tcp=self.plain_tcp
         )
         if kind is Kind.ROUTER:
-            if not self.controllers:
-                raise UserError(
-                    f"--controllers is missing; write HOST:PORT of each group, such as h1:{GROUP_PORT}"
-                )
             controllers = parse_addresses(self.controllers, "--controllers")
             return settings, replace(node, controllers=controllers)
-        if kind is Kind.WORKERS and not self.leader:
-            raise UserError(f"--leader is missing; write HOST:PORT of the group, such as h1:{GROUP_PORT}")
-        ranks = parse_ranks(self.ranks, settings.tp, is_leader=kind is Kind.GROUP)
+        ranks = parse_ranks(self.ranks, settings.ranks, is_leader=kind is Kind.GROUP)
         # Of a group's processes only these are this machine's.
         settings = replace(settings, groups=1, routers=1, port=0, ranks_here=len(ranks))
         if kind is Kind.WORKERS:

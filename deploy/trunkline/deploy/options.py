@@ -79,7 +79,12 @@ SERVE_OPTIONS: Final = (
         is_argument=True,
     ),
     CliOption("groups", "Independent copies of the model, each with a controller.", CLUSTER),
-    CliOption("tp", "Tensor-parallel workers per group.", CLUSTER),
+    CliOption(
+        "tp",
+        "Tensor-parallel workers per group. Default: on GPUs as many as each group can have one for and the model "
+        "can be split over, on CPUs 2.",
+        CLUSTER,
+    ),
     CliOption("routers", "Router processes that share the port.", CLUSTER),
     CliOption("policy", f"How a group is chosen: {', '.join(POLICIES)}.", CLUSTER),
     CliOption(
@@ -93,12 +98,12 @@ SERVE_OPTIONS: Final = (
         "How long requests and streams wait for a group when there is none; 0: they fail.",
         CLUSTER,
     ),
-    CliOption("device", "auto, cpu or cuda.", CLUSTER),
+    CliOption("device", "auto (cuda where there is a GPU), cpu or cuda.", CLUSTER),
     CliOption("threads", "CPU threads per worker. Default: the cores, shared equally.", CLUSTER),
     CliOption("dtype", "auto (the checkpoint's), float32, bfloat16 or float16.", MODEL),
     CliOption("max_context", "Longest prompt + answer, in tokens. Default: what the model allows.", MODEL),
     CliOption("served_model_name", "The name that clients use for the model.", MODEL),
-    CliOption("kernels", "auto (the fastest that runs), cpu, cuda or reference.", MODEL),
+    CliOption("kernels", "auto (the device's own), cpu, cuda or reference (slow).", MODEL),
     CliOption("quantization", "none, or int8 weights (activations stay as they are).", MODEL),
     CliOption("tool_call_parser", "How the model writes tool calls: auto, hermes, llama3_json, mistral.", MODEL),
     CliOption("chunk_size", "Tokens per KV chunk.", MEMORY),
@@ -108,6 +113,12 @@ SERVE_OPTIONS: Final = (
         MEMORY,
         name="kv_memory",
         parse=lambda text: parse_bytes(text, "--kv-memory"),
+    ),
+    CliOption(
+        "gpu_memory_fraction",
+        "Share of each GPU's memory that a worker may use, 0.9 by default. Given, groups may share GPUs as far as "
+        "the shares fit.",
+        MEMORY,
     ),
     CliOption(
         "host_tier_bytes",

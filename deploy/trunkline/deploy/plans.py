@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trunkline.deploy.node_addresses import ANY_HOST, Address
+from trunkline.deploy.placement import Placement
 from trunkline.deploy.settings import ServeSettings
 from trunkline.deploy.sizes import format_bytes
 from trunkline.deploy.tier_options import redacted
@@ -67,7 +68,7 @@ class ClusterPlan:
     """The checkpoint."""
     model_name: str
     dtype: str
-    device: str
+    placement: Placement
     max_context: int
     vocab_size: int
     fingerprint: str
@@ -82,6 +83,11 @@ class ClusterPlan:
     """None: everything runs on this machine."""
 
     @property
+    def device(self) -> str:
+        """Of its workers: "cpu" or "cuda"."""
+        return self.placement.device
+
+    @property
     def url(self) -> str:
         """Where clients on this machine connect."""
         host = self.settings.connect_host
@@ -92,7 +98,7 @@ class ClusterPlan:
         """What is served, by how many, in a few words."""
         settings = self.settings
         groups = f"{settings.groups} groups of " if settings.groups > 1 else ""
-        workers = f"{groups}{settings.tp} worker{'s' if settings.tp > 1 else ''}"
+        workers = f"{groups}{settings.ranks} worker{'s' if settings.ranks > 1 else ''}"
         memory = settings.kv_memory_per_worker(self.device)
         kv = f" · {format_bytes(memory)} of KV each" if memory else ""
         weights = f" · {settings.quantization} weights" if settings.quantization != "none" else ""
@@ -127,7 +133,7 @@ class ClusterPlan:
         outside = self.node.listen or self.node.leader
         assert outside is not None
         router, events, plan, report = (outside.endpoint(offset) for offset in range(4))
-        if self.node.listen is not None and not self.node.is_spread(self.settings.tp):
+        if self.node.listen is not None and not self.node.is_spread(self.settings.ranks):
             return Meeting(router, events, here.plan, here.report, here.plan, here.report, here.rendezvous)
         near = Address("127.0.0.1" if outside.host == ANY_HOST else outside.host, outside.port)
         return Meeting(router, events, plan, report, near.endpoint(2), near.endpoint(3), outside.endpoint(4))

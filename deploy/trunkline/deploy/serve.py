@@ -27,6 +27,7 @@ from trunkline.deploy.json_reporter import JsonReporter
 from trunkline.deploy.listening import free_port, open_listener
 from trunkline.deploy.member_configs import configs_of, expected_folders
 from trunkline.deploy.members import Limits, Role
+from trunkline.deploy.placement import settle
 from trunkline.deploy.plans import ClusterPlan, NodePlan
 from trunkline.deploy.process import enter_role
 from trunkline.deploy.registry import Running, announced
@@ -68,14 +69,15 @@ def plan_cluster(
     """
     settings.validate()
     folder = models.resolve(settings.model)
-    device = _resolve_device(settings.device)
+    settings, placement = settle(settings, folder)
+    device = placement.device
     if settings.kernels in ("cpu", "cuda") and settings.kernels != device:
         raise UserError(
             f"--kernels is {settings.kernels}, but the model runs on device {device}; use --kernels auto"
         )
     dtype = models.resolve_dtype(folder, settings.dtype, device)
     try:
-        model = check_model(folder, settings.tp, dtype)
+        model = check_model(folder, settings.ranks, dtype)
     except WorkerError as error:
         raise UserError(str(error)) from error
     max_context = settings.max_context or model.max_positions
@@ -93,19 +95,21 @@ def plan_cluster(
 
     fingerprint = models.fingerprint(folder, settings.quantization, tell_reading)
     tier = _tier_fingerprint(settings, model, dtype, fingerprint)
-    chunk_bytes = model.kv_block_bytes(settings.chunk_size, settings.tp, dtype)
+    chunk_bytes = model.kv_block_bytes(settings.chunk_size, settings.ranks, dtype)
     plan = ClusterPlan(
         settings=settings,
         folder=folder,
         model_name=settings.served_model_name or models.default_name(settings.model),
         dtype=dtype,
-        device=device,
+        placement=placement,
         max_context=max_context,
         vocab_size=model.vocab_size,
         fingerprint=fingerprint,
         tier_fingerprint=tier,
         positions_shift=model.positions_shift,
-        disk=plan_disk(settings.disk_tier, tier, settings.groups, settings.ranks_here or settings.tp, chunk_bytes)
+        disk=plan_disk(
+            settings.disk_tier, tier, settings.groups, settings.ranks_here or settings.ranks, chunk_bytes
+        )
         if _has_room_on_host(settings, device, chunk_bytes)
         else None,
         port=free_port(settings.host, settings.port) if listener is None else listener.getsockname()[1],
@@ -179,9 +183,7 @@ def _supervise(plan: ClusterPlan, disk: DiskFolders, listener: socket.socket, co
             console, title=plan.title, url=plan.url, model_name=plan.model_name, log_level=settings.log_level
         )
     try:
-        reporter.say(f"KV tiers below the device: {plan.describe_tiers(disk)}", "info")
-        for warning in disk.warnings:
-            reporter.say(warning, "warning")
+        announce(plan, disk, reporter)
         running = Running(plan.port, plan.url, plan.title, os.getpid())
         with run_folder() as folder, announced(folder, running):
             supervisor = Supervisor(
@@ -196,6 +198,16 @@ def _supervise(plan: ClusterPlan, disk: DiskFolders, listener: socket.socket, co
             return supervisor.run()
     finally:
         reporter.close()
+
+
+def announce(plan: ClusterPlan, disk: DiskFolders, reporter: TerminalReporter | JsonReporter) -> None:
+    """Say where workers compute and where KV goes, before the first process starts."""
+    if gpus := plan.placement.describe():
+        reporter.say(gpus, "info")
+    reporter.say(f"KV tiers below the device: {plan.describe_tiers(disk)}", "info")
+    for warning in (plan.placement.warning, *disk.warnings):
+        if warning:
+            reporter.say(warning, "warning")
 
 
 def _has_room_on_host(settings: ServeSettings, device: str, chunk_bytes: int) -> bool:
@@ -216,18 +228,18 @@ def _has_room_on_host(settings: ServeSettings, device: str, chunk_bytes: int) ->
 
 
 def _tier_fingerprint(settings: ServeSettings, model: ModelConfig, dtype: str, fingerprint: str) -> str:
-    kv_heads = max(1, model.kv_heads // settings.tp)
+    kv_heads = max(1, model.kv_heads // settings.ranks)
     shape = KvShape(model.layers, kv_heads, settings.chunk_size, model.head_dim)
     # The records' own text: a field that is added to them changes it, at the price of KV that is computed again.
     positions = repr((model.architecture.positions, model.attention, model.alibi_slopes, model.max_positions))
-    return tier_fingerprint(bytes.fromhex(fingerprint), dtype, settings.tp, shape, positions).hex()
+    return tier_fingerprint(bytes.fromhex(fingerprint), dtype, settings.ranks, shape, positions).hex()
 
 
 def _check_kv_memory(settings: ServeSettings, model: ModelConfig, dtype: str, device: str) -> None:
     """A worker needs room for two chunks at least; anything longer is refused request by request. And what
     was asked for must exist; the default is not checked, for what is not used is never touched."""
     memory = settings.kv_memory_per_worker(device)
-    chunk = model.kv_block_bytes(settings.chunk_size, settings.tp, dtype)
+    chunk = model.kv_block_bytes(settings.chunk_size, settings.ranks, dtype)
     if memory and memory < 2 * chunk:
         raise UserError(
             f"--kv-memory is {format_bytes(memory)}; a chunk of {settings.chunk_size} tokens takes "
@@ -255,11 +267,3 @@ def _check_host_tier(settings: ServeSettings, chunk_bytes: int) -> None:
             f"--host-tier is {format_bytes(memory)} for each of {settings.workers_here} workers, "
             f"{format_bytes(asked)} in all; this machine has {format_bytes(machine)} of memory"
         )
-
-
-def _resolve_device(device: str) -> str:
-    """`auto` is CUDA where the driver shows a device. Asking torch would cost seconds, so look for its file."""
-    has_cuda = Path("/dev/nvidia0").exists() or Path("/dev/dxg").exists()  # dxg: Windows' Linux subsystem
-    if device == "cuda" and not has_cuda:
-        raise UserError("--device is cuda, but this machine shows no NVIDIA GPU; use --device cpu")
-    return ("cuda" if has_cuda else "cpu") if device == "auto" else device

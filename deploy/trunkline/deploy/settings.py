@@ -51,8 +51,9 @@ class ServeSettings:
     """Whether a process that dies is started again."""
     resume_seconds: float = 60.0
     """How long a stream that lost its group waits for it, or for another one."""
-    tp: int = 2
-    """Tensor-parallel workers per group. 2: the smallest cluster that shows the whole design."""
+    tp: int | None = None
+    """Tensor-parallel workers per group. None: by the model and the GPUs that each group can have
+    (`placement.settle`)."""
     dtype: str = "auto"
     device: str = "auto"
     kernels: str = "auto"
@@ -123,7 +124,11 @@ class ServeSettings:
         """Raise `UserError` for the first setting that is wrong by itself."""
         if not 1 <= self.groups <= _GROUPS_MAX:
             raise UserError(f"--groups is {self.groups}; allowed are 1 to {_GROUPS_MAX}")
-        _at_least("--tp", self.tp, 1)
+        if self.tp is not None:
+            _at_least("--tp", self.tp, 1)
+        fraction = self.gpu_memory_fraction
+        if fraction is not None and not 0 < fraction <= 1:
+            raise UserError(f"--gpu-memory-fraction is {fraction:g}; it must be more than 0 and at most 1")
         if not 1 <= self.routers <= _ROUTERS_MAX:
             raise UserError(f"--routers is {self.routers}; allowed are 1 to {_ROUTERS_MAX}")
         _one_of("--policy", self.policy, POLICIES)
@@ -211,9 +216,16 @@ class ServeSettings:
         return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(self.host, self.host)
 
     @property
+    def ranks(self) -> int:
+        """`tp`, of settings that are settled."""
+        if self.tp is None:
+            raise ValueError("the number of ranks is not settled yet")
+        return self.tp
+
+    @property
     def workers_here(self) -> int:
         """Worker processes on this machine."""
-        return self.groups * (self.ranks_here or self.tp)
+        return self.groups * (self.ranks_here or self.ranks)
 
     def threads_per_worker(self) -> int:
         """`threads`, or an equal share of the cores this process may use."""

@@ -1,0 +1,250 @@
+"""Machines with 0, 1, 2 and 8 GPUs: how many workers a group has, who gets which GPU, what is refused."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from trunkline.deploy import gpus, models, node, serve
+from trunkline.deploy.cli import app
+from trunkline.deploy.errors import UserError
+from trunkline.deploy.member_configs import configs_of
+from trunkline.deploy.node_settings import Kind, NodeSettings
+from trunkline.deploy.placement import default_tp, place, settle
+from trunkline.deploy.plans import ClusterPlan
+from trunkline.deploy.serve import plan_cluster
+from trunkline.deploy.settings import ServeSettings
+from trunkline.deploy.tiers import DiskFolders
+from trunkline.worker.config import WorkerConfig
+from trunkline.worker.families import read_model_config
+
+ShowGpus = Callable[[int], None]
+DEMO = models.resolve("demo")
+DEMO_HEADS = read_model_config(DEMO).heads
+
+
+def placed(plan: ClusterPlan) -> dict[str, int | None]:
+    """The GPU of each worker, from the configurations that the processes would get."""
+    found = configs_of(plan, Path("/run"), DiskFolders()).items()
+    return {member.name: config.gpu for member, config in found if isinstance(config, WorkerConfig)}
+
+
+@pytest.mark.parametrize(
+    ("visible", "groups", "tp"), [(0, 1, 2), (0, 3, 2), (1, 1, 1), (2, 1, 2), (2, 2, 1), (8, 4, 2), (8, 8, 1)]
+)
+def test_the_default_number_of_workers_is_what_the_machine_allows(
+    visible: int, groups: int, tp: int, show_gpus: ShowGpus
+) -> None:
+    show_gpus(visible)
+    plan = plan_cluster(ServeSettings(port=0, groups=groups))
+    assert plan.settings.tp == tp
+    assert plan.device == ("cuda" if visible else "cpu")
+    given = placed(plan)
+    assert len(given) == groups * tp
+    if visible:
+        assert sorted(given.values()) == list(range(groups * tp))  # type: ignore[type-var]
+    else:
+        assert set(given.values()) == {None}
+
+
+def test_the_default_is_a_number_over_which_the_model_can_be_split(show_gpus: ShowGpus) -> None:
+    show_gpus(8)
+    tp = plan_cluster(ServeSettings(port=0)).settings.ranks
+    assert DEMO_HEADS % tp == 0
+    assert tp == max(n for n in range(1, 9) if DEMO_HEADS % n == 0)
+
+
+@pytest.mark.parametrize(
+    ("heads", "groups", "visible", "tp"), [(32, 1, 8, 8), (28, 1, 8, 7), (40, 3, 8, 2), (9, 1, 8, 3), (7, 2, 8, 1)]
+)
+def test_the_largest_divisor_that_each_group_can_have(heads: int, groups: int, visible: int, tp: int) -> None:
+    assert default_tp(groups, visible, lambda n: heads % n == 0) == tp
+
+
+def test_what_is_asked_for_is_never_changed(show_gpus: ShowGpus) -> None:
+    for visible in (0, 2, 8):
+        show_gpus(visible)
+        assert plan_cluster(ServeSettings(port=0, tp=1)).settings.tp == 1
+    assert placed(plan_cluster(ServeSettings(port=0, tp=1))) == {"worker-0": 0}
+    assert plan_cluster(ServeSettings(port=0, device="cpu")).device == "cpu"
+
+
+def test_each_group_has_gpus_of_its_own(show_gpus: ShowGpus) -> None:
+    show_gpus(8)
+    plan = plan_cluster(ServeSettings(port=0, groups=2, tp=2))
+    assert placed(plan) == {"worker-0.0": 0, "worker-0.1": 1, "worker-1.0": 2, "worker-1.1": 3}
+    assert plan.placement.describe() == (
+        "group 0: GPUs 0, 1 · group 1: GPUs 2, 3 of 8 visible (NVIDIA H200, 140 GiB) · "
+        "each worker may use 90 % of its GPU's memory"
+    )
+
+
+def test_groups_share_gpus_when_they_are_told_to(show_gpus: ShowGpus) -> None:
+    show_gpus(2)
+    plan = plan_cluster(ServeSettings(port=0, groups=3, tp=1, gpu_memory_fraction=0.45))
+    assert placed(plan) == {"worker-0.0": 0, "worker-1.0": 1, "worker-2.0": 0}
+    found = configs_of(plan, Path("/run"), DiskFolders()).values()
+    assert {c.gpu_memory_fraction for c in found if isinstance(c, WorkerConfig)} == {0.45}
+    plan = plan_cluster(ServeSettings(port=0, groups=2, tp=2, gpu_memory_fraction=0.5))
+    assert placed(plan) == {"worker-0.0": 0, "worker-0.1": 1, "worker-1.0": 0, "worker-1.1": 1}
+    show_gpus(1)
+    plan = plan_cluster(ServeSettings(port=0, groups=3, gpu_memory_fraction=1 / 3))
+    assert set(placed(plan).values()) == {0}
+    assert plan.settings.tp == 1
+
+
+@pytest.mark.parametrize(
+    ("visible", "given", "message"),
+    [
+        (0, {"device": "cuda"}, "--device is cuda, but this machine shows no NVIDIA GPU; use --device cpu"),
+        (0, {"gpu_memory_fraction": 0.5}, "--gpu-memory-fraction is 0.5, but workers compute on CPUs .*no NVIDIA"),
+        (8, {"gpu_memory_fraction": 0.5, "device": "cpu"}, "workers compute on CPUs; leave it out"),
+        (1, {"tp": 2}, r"--tp asks for 2 workers .* shows 1 \(NVIDIA H200\)\. Use --tp 1, .*CUDA_VISIBLE_DEVICES"),
+        (2, {"tp": 4, "gpu_memory_fraction": 0.1}, "--tp asks for 4 workers .* each needs a GPU of its own"),
+        (1, {"groups": 2}, "--groups 2 with 1 worker each needs 2 GPUs; .* shows 1 .*--gpu-memory-fraction 0.5"),
+        (2, {"groups": 2, "tp": 2}, "needs 4 GPUs; this machine shows 2 .* Use --groups 1, let groups share"),
+        (8, {"groups": 5, "tp": 2}, "--groups 5 with 2 workers each needs 10 GPUs; this machine shows 8"),
+        (2, {"groups": 5, "tp": 1}, "needs 5 GPUs; .*--gpu-memory-fraction 0.33"),
+        (1, {"groups": 2, "gpu_memory_fraction": 0.6}, "is 0.6, but .* 2 workers on a GPU .* up to 0.5"),
+        (1, {"groups": 3, "gpu_memory_fraction": 0.34}, "allowed are up to 0.33"),
+        (8, {"gpu_memory_fraction": 0.0}, "--gpu-memory-fraction is 0; it must be more than 0"),
+        (8, {"gpu_memory_fraction": 1.1}, "is 1.1; it must be more than 0 and at most 1"),
+        (8, {"gpu_memory_fraction": float("nan")}, "--gpu-memory-fraction is nan"),
+        (8, {"tp": 3}, "cannot split .* over 3 ranks; possible for this model: 1, 2"),
+    ],
+)
+def test_what_cannot_be_placed_is_refused_with_the_numbers(
+    visible: int, given: dict[str, object], message: str, show_gpus: ShowGpus
+) -> None:
+    show_gpus(visible)
+    with pytest.raises(UserError, match=message):
+        plan_cluster(ServeSettings(port=0, **given))  # type: ignore[arg-type]
+
+
+def test_no_gpu_gets_more_than_it_has() -> None:
+    """Whatever is not refused: every rank of a group on a GPU of its own, shares of a GPU at most the whole."""
+    cases = itertools.product(range(1, 9), (1, 2, 3, 4), (1, 2, 8), (None, 0.1, 0.25, 0.5, 1.0))
+    for groups, ranks, visible, fraction in cases:
+        settings = ServeSettings(groups=groups, tp=ranks, gpu_memory_fraction=fraction)
+        shown = tuple(gpus.Gpu("any", 1 << 30) for _ in range(visible))
+        fits = ranks <= visible and -(-groups // (visible // ranks)) * (fraction or 1) <= 1
+        try:
+            placement = place(settings, shown)
+        except UserError:
+            assert not fits
+            continue
+        assert fits
+        assert all(len(set(own)) == ranks for own in placement.groups)
+        on = Counter(index for own in placement.groups for index in own)
+        assert set(on) <= set(range(visible))
+        assert max(on.values()) * (fraction or 1) <= 1
+
+
+def group_plan(kind: Kind, given: NodeSettings, settings: ServeSettings) -> ClusterPlan:
+    """As `run_node` makes it."""
+    settings, part = given.plan(kind, node._with_tp(kind, settings, given))
+    return plan_cluster(settings, node=part)
+
+
+def test_a_part_counts_its_own_gpus_from_zero(show_gpus: ShowGpus) -> None:
+    show_gpus(2)
+    plain = NodeSettings(plain_tcp=True, listen="127.0.0.1:7400")
+    assert group_plan(Kind.GROUP, plain, ServeSettings(port=0)).settings.tp == 2
+    elsewhere = NodeSettings(plain_tcp=True, leader="127.0.0.1:7400", ranks="2-3")
+    plan = group_plan(Kind.WORKERS, elsewhere, ServeSettings(port=0, tp=4))
+    assert placed(plan) == {"worker-2": 0, "worker-3": 1}
+    show_gpus(1)
+    assert group_plan(Kind.GROUP, plain, ServeSettings(port=0)).settings.tp == 1
+    with pytest.raises(UserError, match=r"--ranks asks for 2 workers of a group .* shows 1"):
+        group_plan(Kind.WORKERS, elsewhere, ServeSettings(port=0, tp=4))
+    show_gpus(0)
+    assert group_plan(Kind.GROUP, plain, ServeSettings(port=0)).settings.tp == 2
+
+
+def test_a_driver_without_a_usable_gpu_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the driver's own words."""
+    found = gpus.Gpus(problem="CUDA error 803 of cuInit: system has unsupported display driver / cuda driver")
+    monkeypatch.setattr(gpus, "look", lambda: found)
+    _, placement = settle(ServeSettings(), DEMO)
+    assert (placement.device, placement.warning) == ("cpu", f"No GPU is used: {found.problem}.")
+    with pytest.raises(UserError, match=r"--device is cuda, but CUDA error 803 of cuInit: system has unsupported"):
+        settle(ServeSettings(device="cuda"), DEMO)
+
+
+def test_a_command_that_cannot_work_ends_with_2_and_starts_nothing(
+    show_gpus: ShowGpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve, "_supervise", lambda *_: pytest.fail("it was started"))
+    for visible, words in ((0, ["--device", "cuda"]), (1, ["--tp", "2"]), (2, ["--groups", "3"])):
+        show_gpus(visible)
+        done = CliRunner().invoke(app, ["serve", "--port", "0", *words])
+        assert done.exit_code == 2, done.output
+        assert "GPU" in done.output
+
+
+FAKE_DRIVER = """
+#include <stddef.h>
+#include <stdio.h>
+#include <string.h>
+int cuInit(unsigned flags) { (void)flags; return INIT; }
+int cuDeviceGetCount(int *count) { *count = COUNT; return 0; }
+int cuDeviceGet(int *device, int index) { *device = 10 + index; return 0; }
+int cuDeviceGetName(char *name, int size, int device) { snprintf(name, size, "GPU of %d", device); return 0; }
+int cuDeviceTotalMem_v2(size_t *bytes, int device) { *bytes = ((size_t)device) << 30; return 0; }
+int cuGetErrorString(int code, const char **text) { *text = code == 803 ? "driver mismatch" : NULL; return 0; }
+"""
+
+
+def driver(folder: Path, count: int, init: int = 0) -> str:
+    """A library with the driver's functions that shows so many GPUs."""
+    library = folder / f"libcuda-{count}-{init}.so"
+    source = folder / "driver.c"
+    source.write_text(FAKE_DRIVER)
+    options = ["-shared", "-fPIC", f"-DCOUNT={count}", f"-DINIT={init}", "-o", str(library)]
+    subprocess.run([os.environ.get("CC", "cc"), *options, str(source)], check=True)
+    return str(library)
+
+
+def test_the_driver_is_asked(tmp_path: Path) -> None:
+    for count in (0, 1, 2, 8):
+        found = gpus.ask_driver(driver(tmp_path, count))
+        assert found == gpus.Gpus(tuple(gpus.Gpu(f"GPU of {10 + n}", (10 + n) << 30) for n in range(count)))
+    assert gpus.ask_driver(driver(tmp_path, 1, init=100)) == gpus.Gpus()  # none, or all are hidden
+    assert gpus.ask_driver(driver(tmp_path, 1, init=803)).problem == "CUDA error 803 of cuInit: driver mismatch"
+    assert "unknown error" in gpus.ask_driver(driver(tmp_path, 1, init=5)).problem
+    assert gpus.ask_driver(str(tmp_path / "none.so")) == gpus.Gpus()
+
+
+def test_a_torch_for_cpus_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # the fixture's stand-in for `look`
+    monkeypatch.setattr(gpus, "LIBRARY", driver(tmp_path, 2))
+    folder = tmp_path / "torch"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("raise RuntimeError('it must not be imported')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for line, count in (("cuda: Optional[str] = None", 0), ("cuda: Optional[str] = '12.8'", 2), ("other = 1", 2)):
+        (folder / "version.py").write_text(f"debug = False\n{line}\nhip = None\n")
+        monkeypatch.delitem(sys.modules, "torch", raising=False)
+        found = gpus.look()
+        assert found.count == count
+        assert ("built for CPUs only" in found.problem) == (count == 0)
+
+
+def test_workers_configurations_say_their_gpu(show_gpus: ShowGpus, tmp_path: Path) -> None:
+    """In the files that the processes read."""
+    show_gpus(2)
+    plan = plan_cluster(ServeSettings(port=0, groups=2))
+    run = tmp_path / "run"
+    run.mkdir()
+    specs = serve.children(plan, run)
+    said = {spec.member.name: json.loads(Path(spec.argv[-1]).read_text()) for spec in specs}
+    assert [said[name]["gpu"] for name in ("worker-0.0", "worker-1.0")] == [0, 1]
