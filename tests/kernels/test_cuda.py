@@ -330,7 +330,7 @@ def test_the_planner_is_asked_for_at_once(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_driver_that_refuses_is_a_missing_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that `--kernels auto` falls back to the reference."""
+    """So that the message names the library and what CUDA said."""
 
     class Refusing:
         path = Path("library.so")

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +17,8 @@ from trunkline.kernels.cuda_build import CudaBuildError
 
 HOPPER = (9, 0)
 FAKE_NVCC = """#!/bin/sh
-if [ "$1" = --version ]; then echo "nvcc {version}"; exit 0; fi
+if [ "$1" = --version ]; then echo "{version}"; exit 0; fi
+case " $* " in *" -E "*) echo probe >> {log}; {host}; exit $?;; esac
 echo run "$@" >> {log}
 while [ $# -gt 0 ]; do
   case "$1" in -o) shift; out="$1";; *.cu) source="$1";; esac
@@ -24,6 +28,14 @@ sleep {seconds}
 if grep -q BROKEN "$source" 2>/dev/null; then echo "error: this is BROKEN" >&2; exit 2; fi
 echo made > "$out"
 """
+TOO_NEW = "#error -- unsupported GNU version! gcc versions later than 15 are not supported!"
+TOO_OLD = (
+    "nvcc warning : The -std=c++20 flag is not supported with the configured host compiler. Flag will be ignored."
+)
+
+
+def says(release: str) -> str:
+    return f"nvcc: NVIDIA (R) Cuda compiler driver\nCuda compilation tools, release {release}, V{release}.88"
 
 
 class Toolchain:
@@ -33,6 +45,7 @@ class Toolchain:
         self.folder = folder
         self.sources = folder / "csrc" / "cuda"
         self.cache = folder / "cache" / "trunkline"
+        self.prebuilt = folder / "prebuilt"
         self.log = folder / "log"
         for path in (self.sources / "device", folder / "csrc" / "common", folder / "bin"):
             path.mkdir(parents=True)
@@ -40,16 +53,31 @@ class Toolchain:
         (self.sources / "two.cu").write_text("int two;")
         (self.sources / "device" / "part.cuh").write_text("// part")
         (folder / "csrc" / "common" / "plan.h").write_text("// plan")
-        self.install("13.0")
+        self.install()
+        self.write_program("g++", "#!/bin/sh\necho 'g++ (Fake) 13.2.0'\n")
 
-    def install(self, version: str, seconds: float = 0) -> None:
-        nvcc = self.folder / "bin" / "nvcc"
-        nvcc.write_text(FAKE_NVCC.format(version=version, log=self.log, seconds=seconds))
-        nvcc.chmod(0o755)
+    def install(self, release: str = "13.0", seconds: float = 0, host: str = ":") -> None:
+        """
+        Args:
+            host: shell command that stands for what nvcc makes of its C++ compiler.
+        """
+        self.install_saying(says(release), seconds, host)
+
+    def install_saying(self, version: str, seconds: float = 0, host: str = ":") -> None:
+        self.write_program("nvcc", FAKE_NVCC.format(version=version, log=self.log, seconds=seconds, host=host))
+
+    def write_program(self, name: str, text: str) -> None:
+        path = self.folder / "bin" / name
+        path.write_text(text)
+        path.chmod(0o755)
+
+    @property
+    def lines(self) -> list[str]:
+        return self.log.read_text().splitlines() if self.log.exists() else []
 
     @property
     def runs(self) -> int:
-        return len(self.log.read_text().splitlines()) if self.log.exists() else 0
+        return len([line for line in self.lines if line.startswith("run ")])
 
 
 @pytest.fixture
@@ -57,10 +85,11 @@ def toolchain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Toolchain:
     made = Toolchain(tmp_path)
     monkeypatch.setattr(cuda_build, "SOURCES", made.sources)
     monkeypatch.setattr(cuda_build, "HEADERS", tmp_path / "csrc" / "common")
-    monkeypatch.setattr(cuda_build, "PREBUILT", tmp_path / "prebuilt")
+    monkeypatch.setattr(cuda_build, "PREBUILT", made.prebuilt)
     monkeypatch.setattr(cuda_build, "SYSTEM_COMPILER", tmp_path / "none")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("CUDA_HOME", raising=False)
+    monkeypatch.delenv("NVCC_CCBIN", raising=False)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
     return made
 
@@ -97,36 +126,150 @@ def test_compiler_architecture_and_flags_are_in_the_name(
     assert len(names) == 4
 
 
-def test_a_prebuilt_library_needs_no_compiler(toolchain: Toolchain, monkeypatch: pytest.MonkeyPatch) -> None:
-    built = cuda_build.library_path(HOPPER)
-    prebuilt = toolchain.folder / "prebuilt" / built.name
-    prebuilt.parent.mkdir()
-    built.rename(prebuilt)
-    monkeypatch.setenv("PATH", "/usr/bin:/bin")
-    assert cuda_build.library_path(HOPPER) == prebuilt
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), HOPPER, (10, 0), (10, 3), (12, 0)])
+def test_one_prebuilt_library_serves_every_device(
+    capability: tuple[int, int], toolchain: Toolchain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes before one that this machine's nvcc made, and needs no nvcc."""
+    for with_cached in (False, True):
+        if with_cached:
+            cuda_build.library_path(capability)
+        built = cuda_build.build_prebuilt(toolchain.prebuilt)
+        with monkeypatch.context() as patch:
+            patch.setattr(cuda_build, "find_compiler", lambda: None)
+            assert cuda_build.library_path(capability) == built
+        assert cuda_build.library_path(capability) == built
+        built.unlink()
+
+
+def test_a_prebuilt_library_is_of_these_sources(toolchain: Toolchain, monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda_build.build_prebuilt(toolchain.prebuilt)
+    monkeypatch.setattr(cuda_build, "find_compiler", lambda: None)
     (toolchain.sources / "one.cu").write_text("int three;")
+    assert cuda_build.prebuilt_library() is None
     with pytest.raises(CudaBuildError, match=r"no nvcc"):
         cuda_build.library_path(HOPPER)
 
 
-def test_a_prebuilt_library_of_a_lower_minor_serves(toolchain: Toolchain, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But not of another major, nor of a higher minor, nor one for a single device (90a)."""
-    prebuilt = toolchain.folder / "prebuilt"
-    prebuilt.mkdir()
-    for built in [cuda_build.library_path(capability) for capability in ((8, 0), (8, 6), HOPPER)]:
-        built.rename(prebuilt / built.name)
-    monkeypatch.setattr(cuda_build, "find_compiler", lambda: None)
-    for capability, arch in (((8, 0), "80"), ((8, 6), "86"), ((8, 9), "86"), (HOPPER, "90a")):
-        assert f"-{arch}-" in cuda_build.library_path(capability).name
-    for other in ((9, 1), (10, 0)):
-        with pytest.raises(CudaBuildError, match="no nvcc"):
-            cuda_build.library_path(other)
+def test_only_one_library_goes_into_a_wheel(toolchain: Toolchain) -> None:
+    """What earlier sources were compiled to would only make it larger."""
+    first = cuda_build.build_prebuilt(toolchain.prebuilt)
+    (toolchain.sources / "one.cu").write_text("int three;")
+    second = cuda_build.build_prebuilt(toolchain.prebuilt)
+    assert first != second
+    assert [path for path in toolchain.prebuilt.iterdir() if path.suffix == ".so"] == [second]
+    runs = toolchain.runs
+    assert cuda_build.build_prebuilt(toolchain.prebuilt) == second
+    assert toolchain.runs == runs
+
+
+def test_what_is_compiled_for_every_device(toolchain: Toolchain) -> None:
+    """Machine code for 8.x and 9.0a, and PTX that newer devices take: that of 9.0a would do for none."""
+    cuda_build.build_prebuilt(toolchain.prebuilt)
+    for line in toolchain.lines[1:]:
+        assert "-gencode=arch=compute_80,code=[sm_80,compute_80] -gencode=arch=compute_90a,code=sm_90a" in line
+    assert "compute_90a," not in " ".join(code for code in cuda_build.EVERY_DEVICE.codes if "code=[" in code)
+
+
+def test_a_device_without_a_prebuilt_library_is_compiled_for_alone(toolchain: Toolchain) -> None:
+    cuda_build.library_path((12, 0))
+    assert all("-gencode=arch=compute_120,code=sm_120" in line for line in toolchain.lines[1:])
+
+
+@pytest.mark.parametrize(
+    ("version", "sentence"),
+    [
+        (says("11.8"), r"nvcc is release 11\.8; .*C\+\+20 and need nvcc 12 or newer: .*trunkline\[nvcc\]"),
+        ("strange", r"nvcc says only 'strange'; .*need nvcc 12 or newer"),
+    ],
+)
+def test_an_nvcc_that_is_too_old_is_named(version: str, sentence: str, toolchain: Toolchain) -> None:
+    toolchain.install_saying(version)
+    with pytest.raises(CudaBuildError, match=sentence):
+        cuda_build.library_path(HOPPER)
+    with pytest.raises(CudaBuildError, match=sentence):
+        cuda_build.build_prebuilt(toolchain.prebuilt)
+    assert toolchain.lines == [], "nothing was compiled"
+
+
+def test_a_newer_nvcc_is_taken_instead_of_one_that_is_too_old(
+    toolchain: Toolchain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    newer = toolchain.folder / "newer"
+    (toolchain.folder / "bin" / "nvcc").rename(newer)
+    toolchain.install("11.8")
+    monkeypatch.setattr(cuda_build, "SYSTEM_COMPILER", newer)
+    compiler = cuda_build.find_compiler()
+    assert compiler is not None
+    assert (compiler.path, compiler.release) == (newer, (13, 0))
+
+
+def test_a_cached_library_outlives_a_compiler_that_became_too_old(toolchain: Toolchain) -> None:
+    built = cuda_build.library_path(HOPPER)
+    toolchain.install("11.8")
+    assert cuda_build.library_path(HOPPER) == built
+
+
+def test_without_a_host_compiler_it_is_named(toolchain: Toolchain, monkeypatch: pytest.MonkeyPatch) -> None:
+    (toolchain.folder / "bin" / "g++").unlink()
+    monkeypatch.setenv("PATH", str(toolchain.folder / "bin"))
+    with pytest.raises(CudaBuildError, match=r"there is no g\+\+ here; .*apt-get install g\+\+.*NVCC_CCBIN"):
+        cuda_build.library_path(HOPPER)
+    monkeypatch.setenv("NVCC_CCBIN", "g++-99")
+    with pytest.raises(CudaBuildError, match=r"there is no g\+\+-99 here"):
+        cuda_build.library_path(HOPPER)
+    assert toolchain.lines == []
+
+
+@pytest.mark.parametrize(("code", "said"), [(1, TOO_NEW), (0, TOO_OLD)], ids=["too new", "too old"])
+def test_a_host_compiler_that_nvcc_refuses(code: int, said: str, toolchain: Toolchain) -> None:
+    """nvcc's own words, before anything is compiled; of one that is too old it only warns."""
+    toolchain.install(host=f"echo '{said}' >&2; (exit {code})")
+    words = (
+        rf"(?s)release 13\.0\) does not work with g\+\+ \(g\+\+ \(Fake\) 13\.2\.0\).*{re.escape(said)}.*NVCC_CCBIN"
+    )
+    with pytest.raises(CudaBuildError, match=words):
+        cuda_build.library_path(HOPPER)
+    assert toolchain.lines == ["probe"]
+
+
+def run_module(toolchain: Toolchain, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The file itself, by its path and without the package, as a build runs it."""
+    copy = toolchain.folder / "cuda_build.py"
+    copy.write_bytes(Path(cuda_build.__file__).read_bytes())
+    return subprocess.run(
+        [sys.executable, "-I", copy, *arguments], capture_output=True, text=True, check=False, timeout=60
+    )
+
+
+def test_a_build_finds_what_it_should_install(toolchain: Toolchain) -> None:
+    assert run_module(toolchain, "--find").stdout == "\n"
+    made = run_module(toolchain)
+    assert (made.returncode, made.stderr) == (0, "")
+    assert Path(made.stdout.strip()).parent == toolchain.prebuilt
+    assert run_module(toolchain, "--find").stdout == made.stdout
+    (toolchain.sources / "two.cu").write_text("int three;")
+    assert run_module(toolchain, "--find").stdout == "\n"
+
+
+def test_a_wheel_without_kernels_says_so(toolchain: Toolchain, monkeypatch: pytest.MonkeyPatch) -> None:
+    (toolchain.folder / "bin" / "nvcc").unlink()
+    hidden = "import runpy, sys, pathlib; pathlib.Path.is_file = lambda self: False; sys.argv = sys.argv[1:]; "
+    copy = toolchain.folder / "cuda_build.py"
+    copy.write_bytes(Path(cuda_build.__file__).read_bytes())
+    code = hidden + "runpy.run_path(sys.argv[0], run_name='__main__')"
+    done = subprocess.run(
+        [sys.executable, "-c", code, copy, "--if-possible"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0
+    assert "NO CUDA kernels inside" in done.stdout
+    assert "pip install 'trunkline[nvcc]'" in done.stdout
 
 
 def test_only_the_check_turns_warnings_into_errors(toolchain: Toolchain) -> None:
     cuda_build.library_path(HOPPER)
     assert "-Werror" not in toolchain.log.read_text()
-    cuda_build.check(["80"])
+    cuda_build.check()
     strict = [line for line in toolchain.log.read_text().splitlines() if "-Werror all-warnings" in line]
     assert len(strict) == 2  # the sources; the link warns of nothing
 
@@ -160,7 +303,7 @@ def test_an_unwritable_cache_is_an_error_of_ours(toolchain: Toolchain) -> None:
 
 
 def test_of_processes_at_the_same_time_one_builds(toolchain: Toolchain) -> None:
-    toolchain.install("13.0", seconds=0.3)
+    toolchain.install(seconds=0.3)
     code = (
         "import sys; from pathlib import Path; from trunkline.kernels import cuda_build as b;"
         "root = Path(sys.argv[1]);"
@@ -183,14 +326,49 @@ def test_devices_have_architectures() -> None:
 
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(cuda_build.find_compiler() is None, reason="no nvcc")
-def test_every_kernel_compiles_without_warnings(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_kernel_compiles_without_warnings() -> None:
     """`make check-cuda`; the result is kept in the user's cache, so that it is quick while nothing changed.
 
     Under a name of its own: what users build may have had warnings.
     """
     compiler = cuda_build.find_compiler()
     assert compiler is not None
-    for arch in cuda_build.CHECKED_ARCHITECTURES:
-        target = cuda_build.cache_folder() / f"strict-{cuda_build.library_name(arch, compiler)}"
-        library = cuda_build.build(arch, target, compiler, cuda_build.STRICT)
-        assert library.stat().st_size > 100_000
+    every = cuda_build.EVERY_DEVICE
+    target = cuda_build.cache_folder() / f"strict-{cuda_build.library_name(every, compiler)}"
+    library = cuda_build.build(every, target, compiler, cuda_build.STRICT)
+    assert 4e6 < library.stat().st_size < 7e6
+    assert device_codes(library.read_bytes()) == {("machine code", 80), ("machine code", 90), ("PTX", 80)}
+
+
+FATBIN = struct.Struct("<IHHQ")
+"""Of all code of a source: magic number, version, bytes of this header, bytes that follow it."""
+FATBIN_MAGIC = 0xBA55ED50
+ENTRY = struct.Struct("<HHIQ12xI")
+"""One code in it: kind, version, bytes of this header, bytes that follow it, …, compute capability times 10."""
+
+
+def device_codes(library: bytes) -> set[tuple[str, int]]:
+    """(kind, compute capability times 10) of the code in a library, as `cuobjdump -lelf -lptx` tells them."""
+    found, at = set(), library.find(struct.pack("<I", FATBIN_MAGIC))
+    while at >= 0:
+        _, version, header, following = FATBIN.unpack_from(library, at)
+        if (version, header) == (1, FATBIN.size):
+            entry, end = at + header, at + header + following
+            while entry < end:
+                kind, _, entry_header, size, capability = ENTRY.unpack_from(library, entry)
+                found.add(({1: "PTX", 2: "machine code"}[kind], capability))
+                entry += entry_header + size
+        at = library.find(struct.pack("<I", FATBIN_MAGIC), at + 1)
+    return found
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(cuda_build.find_compiler() is None, reason="no nvcc")
+def test_two_builds_are_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In processes of other numbers and folders of other names, which nvcc writes into what it makes."""
+    some = tmp_path / "sources"
+    shutil.copytree(cuda_build.SOURCES, some, ignore=shutil.ignore_patterns("attention*.cu", "cache_ops.cu"))
+    monkeypatch.setattr(cuda_build, "SOURCES", some)
+    first, second = (cuda_build.build_prebuilt(tmp_path / name) for name in ("first", "second"))
+    assert first.name == second.name
+    assert first.read_bytes() == second.read_bytes()

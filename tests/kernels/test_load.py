@@ -20,7 +20,7 @@ from kernels.implementations import NATIVE
 from kernels.oracle import make_spec
 from structlog.testing import capture_logs
 
-from trunkline.kernels import load, native
+from trunkline.kernels import cuda_build, load, native
 from trunkline.kernels.cpu import CpuKernels
 from trunkline.kernels.load import KERNEL_NAMES, KernelsUnavailableError, load_kernels
 from trunkline.kernels.native import ISA_VARIABLE, LIBRARY_VARIABLE, REINSTALL, NativeLibraryError
@@ -52,6 +52,28 @@ def test_without_the_library_there_is_one_warning(monkeypatch: pytest.MonkeyPatc
     assert [entry["log_level"] for entry in logs] == ["warning"]
     with pytest.raises(KernelsUnavailableError, match="reference"):
         load_kernels("cpu", "cpu")
+
+
+@pytest.mark.parametrize("name", ["auto", "cuda"])
+def test_no_slow_kernels_on_a_gpu_unless_asked_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a GPU is and no library for it: the reason, what to install, and the name of the slow ones."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (12, 0))
+    monkeypatch.setattr(cuda_build, "prebuilt_library", lambda: None)
+    monkeypatch.setattr(cuda_build, "find_compiler", lambda: None)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/nowhere")
+    with capture_logs() as logs, pytest.raises(KernelsUnavailableError) as raised:
+        load_kernels(name, "cuda")
+    for words in ("no nvcc to compile them for sm_120", "'trunkline[nvcc]'", "--kernels reference"):
+        assert words in str(raised.value)
+    assert logs == []
+    assert load_kernels("reference", "cuda").name == "reference"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_its_kernels_are_refused() -> None:
+    with pytest.raises(KernelsUnavailableError, match=r"torch finds no CUDA device here.*--kernels reference"):
+        load_kernels("auto", "cuda")
 
 
 @needs_native

@@ -45,6 +45,7 @@ from trunkline.kernels.cuda_library import (
 )
 from trunkline.kernels.cuda_staging import block_bytes, layer_bytes, staged
 from trunkline.kernels.cuda_work import (
+    WORKSPACE_BYTES,
     DecodeWork,
     DeviceWork,
     PrefillCut,
@@ -52,6 +53,7 @@ from trunkline.kernels.cuda_work import (
     PrefillWork,
     WorkKey,
     Workspace,
+    partial_floats,
     refuse_capture,
 )
 from trunkline.kernels.ops import (
@@ -87,6 +89,7 @@ class CudaKernels:
         *,
         invariant: bool = False,
         share: bool = True,
+        workspace_bytes: int = WORKSPACE_BYTES,
     ) -> None:
         """
         Args:
@@ -94,6 +97,7 @@ class CudaKernels:
             stream: address of the stream to use; None: torch's current one at each call.
             invariant: a row's decode result is then the same bit for bit whatever else is in the batch.
             share: False: every row reads all its tokens alone (the sequence-first baseline).
+            workspace_bytes: memory for partial results, which prefill never exceeds (but for a single tile).
 
         Raises:
             CudaBuildError: no device, no library that runs on it, or no planner.
@@ -101,11 +105,17 @@ class CudaKernels:
         self.counters = KernelCounters()
         self._library = library_of_device() if library is None else library
         if native.library() is None:
-            raise CudaBuildError("the compiled library that holds the planner is not installed")
+            raise CudaBuildError(
+                f"the compiled library that holds the planner is not installed; {native.REINSTALL}"
+            )
         self._stream = stream or _current_stream
         self._is_capturing = torch.cuda.is_current_stream_capturing if stream is None else lambda: False
         self._invariant_tokens = INVARIANT_TOKENS if invariant else 0
         self._share = share
+        self._workspace_bytes = workspace_bytes
+        # The ops promise sums in float32, also within cuBLAS.
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
         self._shapes: dict[tuple[torch.dtype, int], AttentionShape] = {}
         self._constants: dict[int, tuple[Tensor, Tensor]] = {}
         self._workspace: Workspace | None = None
@@ -154,10 +164,14 @@ class CudaKernels:
         state = self._prefill_state(plan, pool, spec)
         check_shifts(state.has_shifts, spec)
         self.counters.prefill_tokens_read += state.work.tokens_read
-        call.work, call.causal = state.words.data_ptr(), 1
-        if state.work.needs_merge:
-            self._take_workspace(call, state.work.partials, pool.data.device)
-        self._library.call("attention", byref(call), self._stream())
+        call.causal = 1
+        for part, address in state.parts:
+            call.work, call.rows = address, part.row_stop - part.row_start
+            call.q = q.data_ptr() + part.row_start * q.stride(0) * q.element_size()
+            call.out = out.data_ptr() + part.row_start * out.stride(0) * out.element_size()
+            if part.needs_merge:
+                self._take_workspace(call, part.partials, pool.data.device)
+            self._library.call("attention", byref(call), self._stream())
 
     def _shape(self, pool: KvPool, spec: AttentionSpec) -> AttentionShape:
         key = (pool.data.dtype, spec.head_dim)
@@ -230,21 +244,14 @@ class CudaKernels:
                 units_wanted=-(-PIECES_PER_WORKER * key.grid // spec.kv_heads),
                 piece_tokens_min=PIECE_TOKENS_MIN,
                 piece_tokens=self._invariant_tokens,
+                partials_max=self._workspace_bytes // (4 * partial_floats(spec.heads, spec.head_dim)),
             )
-            work = PrefillWork(plan, cut)
-            words = work.words().to(pool.data.device)
-            plan.state = state = PrefillDeviceWork(key, work, words, plan)
+            plan.state = state = PrefillDeviceWork(key, PrefillWork(plan, cut), plan)
         check_items(pool, state.last_block)
         return state
 
     def _attention_call(
-        self,
-        plan: DecodePlan | PrefillPlan,
-        q: Tensor,
-        pool: KvPool,
-        layer: int,
-        spec: AttentionSpec,
-        out: Tensor,
+        self, plan: DecodePlan | PrefillPlan, q: Tensor, pool: KvPool, layer: int, spec: AttentionSpec, out: Tensor
     ) -> AttentionCall:
         data, rows = pool.data, len(plan.query_position)
         check_pool(pool, plan.chunk_size)
@@ -298,7 +305,7 @@ class CudaKernels:
 
     def _reserve(self, device: torch.device) -> Workspace:
         if self._workspace is None:
-            self._workspace = Workspace(device)
+            self._workspace = Workspace(device, self._workspace_bytes)
         return self._workspace
 
     def _take_workspace(self, call: AttentionCall, partials: int, device: torch.device) -> None:

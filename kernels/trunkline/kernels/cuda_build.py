@@ -1,12 +1,17 @@
-"""Compiling the CUDA kernels, once per machine: `python -m trunkline.kernels.cuda_build [--check] [--arch 90a]`.
+"""Compiling the CUDA kernels: for every device when a wheel is built, or for one at its first use.
 
-A library is looked for beside the package (`prebuilt/`, filled when a wheel or an image is built), then in the
-user's cache (`$XDG_CACHE_HOME/trunkline`, or `~/.cache/trunkline`), else nvcc makes it there.
+    python -m trunkline.kernels.cuda_build [--check | --find | --if-possible] [--to FOLDER]
+
+A wheel brings one library for all devices (`prebuilt/`; see `EVERY_DEVICE`). Where none came with the package, the
+user's cache (`$XDG_CACHE_HOME/trunkline`, or `~/.cache/trunkline`) may have one for the device, else nvcc makes it
+there.
 
 Invariant: a library's name holds a digest of everything that decides its contents (the bytes of all sources and
-headers, the flags, the architecture, and nvcc's version), so a stale one is never loaded. It appears under that
-name complete or not at all: compiled in a temporary folder and renamed, under a lock that lets one process build
-while others wait.
+headers, the flags, the devices, and nvcc's version), so a stale one is never loaded. Two builds of one name are
+the same bytes, but for names that nvcc makes of the sources' folder. A library appears under its name complete or not at all: compiled in a temporary folder and
+renamed, under a lock that lets one process build while others wait.
+
+Imports nothing but the standard library, so that a build can run this file by its path.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ import argparse
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import site
 import subprocess
@@ -34,10 +40,11 @@ SOURCES: Final = PACKAGE / "csrc" / "cuda"
 HEADERS: Final = PACKAGE / "csrc" / "common"
 PREBUILT: Final = PACKAGE / "prebuilt"
 """Libraries that came with the package."""
-CHECKED_ARCHITECTURES: Final = ("80", "90a")
 SYSTEM_COMPILER: Final = Path("/usr/local/cuda/bin/nvcc")
 OLDEST: Final = (8, 0)
 """Compute capability: asynchronous copies and bfloat16 matrix units."""
+OLDEST_COMPILER: Final = (12, 0)
+"""The first nvcc that knows C++20."""
 
 FLAGS: Final = (
     "-std=c++20",
@@ -47,6 +54,17 @@ FLAGS: Final = (
 )
 STRICT: Final = ("-Werror", "all-warnings")
 """For developers only: a newer nvcc may warn of more, and a user's first use must not fail for that."""
+LINK_FLAGS: Final = ("-shared", "-cudart", "static", "-Xlinker", "--strip-all")
+"""Without symbols of no use at run time, some of which are named after nvcc's temporary files."""
+INSTALL_COMPILER: Final = (
+    "install nvcc with `pip install 'trunkline[nvcc]'` (cuda-toolkit[nvcc,cccl,cudart]), or install the CUDA "
+    "toolkit and put its nvcc on PATH, or set CUDA_HOME"
+)
+
+NO_COMPILER: Final = (
+    "No nvcc was found: the wheel will have NO CUDA kernels inside. It serves on CPUs; on a GPU it compiles them "
+    f"at first use, if nvcc is there. To have them inside, {INSTALL_COMPILER}."
+)
 
 
 class CudaBuildError(Exception):
@@ -59,6 +77,28 @@ class Compiler:
 
     path: Path
     version: str
+    """All that `nvcc --version` says."""
+
+    @property
+    def release(self) -> tuple[int, int]:
+        """(0, 0) if it does not say."""
+        found = re.search(r"release (\d+)\.(\d+)", self.version)
+        return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+@dataclass(frozen=True)
+class Devices:
+    """What a library is compiled for."""
+
+    name: str
+    """Of the library."""
+    codes: tuple[str, ...]
+    """For nvcc's `-gencode`."""
+
+
+EVERY_DEVICE: Final = Devices("all", ("arch=compute_80,code=[sm_80,compute_80]", "arch=compute_90a,code=sm_90a"))
+"""Machine code of 8.0 runs on 8.6, 8.7 and 8.9 too; that of 9.0a on 9.0 alone. Every newer device gets 8.0's PTX,
+which its driver compiles when it is loaded (PTX of 9.0a would do for none of them)."""
 
 
 def architecture(capability: tuple[int, int]) -> str:
@@ -76,12 +116,8 @@ def architecture(capability: tuple[int, int]) -> str:
     return f"{capability[0]}{capability[1]}{suffix}"
 
 
-def _compatible(capability: tuple[int, int]) -> list[str]:
-    """Other architectures whose code the device runs, best first: lower minors of its major. Those with an "a"
-    run on nothing but their own device."""
-    major, minor = capability
-    lower = (architecture((major, other)) for other in reversed(range(minor)))
-    return [arch for arch in lower if not arch.endswith("a")]
+def one_device(arch: str) -> Devices:
+    return Devices(arch, (f"arch=compute_{arch},code=sm_{arch}",))
 
 
 def cache_folder() -> Path:
@@ -90,7 +126,8 @@ def cache_folder() -> Path:
 
 
 def find_compiler() -> Compiler | None:
-    """nvcc of $CUDA_HOME, of the search path, of the `trunkline[nvcc]` packages, or of a system-wide toolkit."""
+    """nvcc of $CUDA_HOME, of the search path, of the `trunkline[nvcc]` packages, or of a system-wide toolkit: the
+    first that is new enough, or the first that runs where none is."""
     home = os.environ.get("CUDA_HOME")
     candidates = [Path(home) / "bin" / "nvcc"] if home else []
     found = shutil.which("nvcc")
@@ -98,18 +135,63 @@ def find_compiler() -> Compiler | None:
     packages = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), site.getusersitepackages()}
     candidates += sorted(nvcc for folder in packages for nvcc in Path(folder).glob("nvidia/*/bin/nvcc"))
     candidates.append(SYSTEM_COMPILER)
+    too_old = None
     for path in candidates:
         if path.is_file() and os.access(path, os.X_OK):
             shown = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
             if shown.returncode == 0:
-                return Compiler(path, shown.stdout)
-    return None
+                compiler = Compiler(path, shown.stdout)
+                if compiler.release >= OLDEST_COMPILER:
+                    return compiler
+                too_old = too_old or compiler
+    return too_old
 
 
-def source_digest(arch: str) -> str:
+def check_compiler(compiler: Compiler) -> None:
+    """
+    Raises:
+        CudaBuildError: it is too old, it finds no C++ compiler, or it refuses the one that it finds. Said before
+            anything is compiled: what fails inside a source would not tell why.
+    """
+    if compiler.release < OLDEST_COMPILER:
+        major, minor = compiler.release
+        said = f"is release {major}.{minor}" if major else f"says only {compiler.version.strip()[-200:]!r}"
+        raise CudaBuildError(
+            f"{compiler.path} {said}; the CUDA kernels are C++20 and need nvcc {OLDEST_COMPILER[0]} or newer: "
+            f"{INSTALL_COMPILER}"
+        )
+    host = _host_compiler()
+    if shutil.which(host) is None:
+        raise CudaBuildError(
+            f"nvcc compiles with the help of a C++ compiler, and there is no {host} here; install it (Debian and "
+            "Ubuntu: apt-get install g++), or name another in NVCC_CCBIN"
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        empty = Path(folder, "empty.cu")
+        empty.touch()
+        command = [compiler.path, *FLAGS, "-E", empty, "-o", Path(folder, "out")]
+        tried = subprocess.run(command, capture_output=True, text=True, check=False)
+    said = (tried.stderr + tried.stdout).strip()
+    # A C++ compiler that is too old for C++20 is only warned of.
+    if tried.returncode or "not supported with the configured host compiler" in said:
+        version = subprocess.run([host, "--version"], capture_output=True, text=True, check=False).stdout
+        raise CudaBuildError(
+            f"{compiler.path} (release {compiler.release[0]}.{compiler.release[1]}) does not work with {host} "
+            f"({version.partition(chr(10))[0]}):\n{said[-2000:]}\n"
+            "Install a g++ that this nvcc takes and name it in NVCC_CCBIN, for example NVCC_CCBIN=g++-13"
+        )
+
+
+def _host_compiler() -> str:
+    """The C++ compiler that nvcc calls."""
+    chosen = os.environ.get("NVCC_CCBIN", "")
+    return str(Path(chosen) / "g++") if chosen and Path(chosen).is_dir() else chosen or "g++"
+
+
+def source_digest(devices: Devices) -> str:
     """Of everything that decides a library's contents but the compiler."""
     digest = hashlib.blake2b(digest_size=10)
-    digest.update(repr((FLAGS, arch)).encode())
+    digest.update(repr((FLAGS, LINK_FLAGS, devices.codes)).encode())
     for folder in (SOURCES, HEADERS):
         for path in sorted(path for path in folder.rglob("*") if path.suffix in (".cu", ".cuh", ".h")):
             contents = path.read_bytes()
@@ -118,13 +200,19 @@ def source_digest(arch: str) -> str:
     return digest.hexdigest()
 
 
-def _prefix(arch: str) -> str:
-    return f"trunkline_cuda-{arch}-{source_digest(arch)}"
+def _prefix(devices: Devices) -> str:
+    return f"trunkline_cuda-{devices.name}-{source_digest(devices)}"
 
 
-def library_name(arch: str, compiler: Compiler) -> str:
+def library_name(devices: Devices, compiler: Compiler) -> str:
     version = hashlib.blake2b(compiler.version.encode(), digest_size=5).hexdigest()
-    return f"{_prefix(arch)}-{version}.so"
+    return f"{_prefix(devices)}-{version}.so"
+
+
+def prebuilt_library() -> Path | None:
+    """The one that came with the package."""
+    known = sorted(PREBUILT.glob(f"{_prefix(EVERY_DEVICE)}-*.so"))
+    return known[-1] if known else None
 
 
 def library_path(capability: tuple[int, int]) -> Path:
@@ -134,33 +222,32 @@ def library_path(capability: tuple[int, int]) -> Path:
         CudaBuildError: it is not there and cannot be built; the message names the remedies.
     """
     arch = architecture(capability)
-    prefix = _prefix(arch)
-    for candidate in (arch, *_compatible(capability)):
-        known = sorted(PREBUILT.glob(f"{_prefix(candidate)}-*.so"))
-        if known:
-            return known[-1]
+    if (prebuilt := prebuilt_library()) is not None:
+        return prebuilt
+    devices = one_device(arch)
     compiler = find_compiler()
-    if compiler is None:
-        # Whichever nvcc made it; a toolkit that was removed since leaves a usable library.
-        known = sorted(cache_folder().glob(f"{prefix}-*.so"))
-        if known:
-            return known[-1]
-        raise CudaBuildError(
-            f"there are no CUDA kernels for sm_{arch} and no nvcc to compile them; install it with "
-            "`pip install 'trunkline[nvcc]'` (cuda-toolkit[nvcc,cccl,cudart]), or install the CUDA toolkit and "
-            "put its nvcc on PATH, or set CUDA_HOME"
-        )
-    return build(arch, cache_folder() / library_name(arch, compiler), compiler)
+    if compiler is not None and compiler.release >= OLDEST_COMPILER:
+        return build(devices, cache_folder() / library_name(devices, compiler), compiler)
+    # Whichever nvcc made it; a toolkit that was removed since leaves a usable library.
+    known = sorted(cache_folder().glob(f"{_prefix(devices)}-*.so"))
+    if known:
+        return known[-1]
+    if compiler is not None:
+        check_compiler(compiler)
+    raise CudaBuildError(
+        f"no CUDA kernels came with this package, and there is no nvcc to compile them for sm_{arch}; install a "
+        f"wheel that was built where nvcc is, or {INSTALL_COMPILER}"
+    )
 
 
-def build(arch: str, target: Path, compiler: Compiler, flags: tuple[str, ...] = ()) -> Path:
+def build(devices: Devices, target: Path, compiler: Compiler, flags: tuple[str, ...] = ()) -> Path:
     """Make `target` unless it is there already; of several processes one works, the others wait for it.
 
     Args:
         flags: besides `FLAGS`.
 
     Raises:
-        CudaBuildError: nvcc fails, or the folder cannot be written.
+        CudaBuildError: nvcc does not work here or fails, or the folder cannot be written.
     """
     if target.exists():
         return target
@@ -169,7 +256,7 @@ def build(arch: str, target: Path, compiler: Compiler, flags: tuple[str, ...] = 
         with _locked(target.with_suffix(".lock")):
             if not target.exists():
                 with tempfile.TemporaryDirectory(dir=target.parent, prefix=".build-") as folder:
-                    made = _compile(arch, Path(folder), compiler, flags)
+                    made = _compile(devices, Path(folder), compiler, flags)
                     os.replace(made, target)
     except OSError as error:
         raise CudaBuildError(f"the CUDA kernels cannot be built in {target.parent}: {error}") from error
@@ -183,10 +270,11 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _compile(arch: str, folder: Path, compiler: Compiler, flags: tuple[str, ...]) -> Path:
+def _compile(devices: Devices, folder: Path, compiler: Compiler, flags: tuple[str, ...]) -> Path:
     """Compile every source and link them; the files of head sizes take the longest, so side by side."""
-    code = f"-gencode=arch=compute_{arch},code=sm_{arch}"
-    command = [compiler.path, *FLAGS, *flags, code, "-I", SOURCES / "device"]
+    check_compiler(compiler)
+    codes = [f"-gencode={code}" for code in devices.codes]
+    command = [compiler.path, *FLAGS, *flags, *codes, "-I", SOURCES / "device"]
     jobs = [[*command, "-c", source, "-o", folder / f"{source.stem}.o"] for source in sorted(SOURCES.glob("*.cu"))]
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
         list(pool.map(_run, jobs))
@@ -195,7 +283,7 @@ def _compile(arch: str, folder: Path, compiler: Compiler, flags: tuple[str, ...]
     # Toolkits from packages have lib, installed ones lib64; nvcc itself only looks in one.
     folders = [compiler.path.resolve().parents[1] / name for name in ("lib", "lib64")]
     search = [f"-L{path}" for path in folders if path.is_dir()]
-    _run([compiler.path, "-shared", "-cudart", "static", code, *search, "-o", library, *objects])
+    _run([compiler.path, *LINK_FLAGS, *codes, *search, "-o", library, *objects])
     return library
 
 
@@ -206,40 +294,56 @@ def _run(command: list[str | Path]) -> None:
         raise CudaBuildError(f"nvcc failed:\n{words}\n{(done.stderr + done.stdout).strip()[-4000:]}")
 
 
-def check(architectures: list[str]) -> None:
-    """Compile everything for each architecture, warnings being errors, and keep nothing.
+def _compiler() -> Compiler:
+    compiler = find_compiler()
+    if compiler is None:
+        raise CudaBuildError(f"no nvcc was found; {INSTALL_COMPILER}")
+    return compiler
+
+
+def check() -> None:
+    """Compile everything for all devices, warnings being errors, and keep nothing.
 
     Raises:
         CudaBuildError: no nvcc, or it fails.
     """
-    compiler = find_compiler()
-    if compiler is None:
-        raise CudaBuildError("no nvcc was found")
-    for arch in architectures:
-        start = time.perf_counter()
-        with tempfile.TemporaryDirectory() as folder:
-            size = _compile(arch, Path(folder), compiler, STRICT).stat().st_size
-        print(f"sm_{arch}: {size / 1e6:.1f} MB in {time.perf_counter() - start:.0f} s")
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        size = _compile(EVERY_DEVICE, Path(folder), _compiler(), STRICT).stat().st_size
+    print(f"{', '.join(EVERY_DEVICE.codes)}: {size / 1e6:.1f} MB in {time.perf_counter() - start:.0f} s")
+
+
+def build_prebuilt(folder: Path) -> Path:
+    """Make the library for all devices, as the only one in a folder.
+
+    Raises:
+        CudaBuildError: no nvcc, or it fails.
+    """
+    compiler = _compiler()
+    target = folder / library_name(EVERY_DEVICE, compiler)
+    build(EVERY_DEVICE, target, compiler)
+    for other in folder.glob("trunkline_cuda-*"):
+        if other.stem != target.stem:
+            other.unlink()
+    return target
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--check", action="store_true", help="only compile, and keep nothing")
-    parser.add_argument("--arch", action="append", help="architecture such as 90a; may be repeated")
-    parser.add_argument(
-        "--to", type=Path, default=PREBUILT, help="folder for the libraries; default: the package's"
-    )
+    parser.add_argument("--check", action="store_true", help="only compile, warnings being errors; keep nothing")
+    parser.add_argument("--find", action="store_true", help="only print the library that is there, if one is")
+    parser.add_argument("--if-possible", action="store_true", help="without an nvcc only say so")
+    parser.add_argument("--to", type=Path, default=PREBUILT, help="folder of the library; default: the package's")
     arguments = parser.parse_args()
-    architectures = arguments.arch or list(CHECKED_ARCHITECTURES)
     try:
         if arguments.check:
-            check(architectures)
-            return
-        compiler = find_compiler()
-        if compiler is None:
-            raise CudaBuildError("no nvcc was found")
-        for arch in architectures:
-            print(build(arch, arguments.to / library_name(arch, compiler), compiler))
+            check()
+        elif arguments.find:
+            print(prebuilt_library() or "")
+        elif arguments.if_possible and find_compiler() is None:
+            print(prebuilt_library() or NO_COMPILER)
+        else:
+            print(build_prebuilt(arguments.to))
     except CudaBuildError as error:
         sys.exit(str(error))
 

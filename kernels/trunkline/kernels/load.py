@@ -14,7 +14,7 @@ from trunkline.kernels.ops import Kernels
 from trunkline.kernels.reference import ReferenceKernels
 
 KERNEL_NAMES: Final = ("auto", "cpu", "cuda", "reference")
-"""What `load_kernels` takes; "auto" is the fastest that runs on the device."""
+"""What `load_kernels` takes; "auto" is the device's own."""
 
 log = structlog.get_logger()
 
@@ -27,8 +27,8 @@ def load_kernels(name: str, device: str, threads: int = 1) -> Kernels:
     """The ops for a device.
 
     Args:
-        name: one of `KERNEL_NAMES`. "auto" falls back to the reference, with one warning, where the device's own
-            kernels were not built.
+        name: one of `KERNEL_NAMES`. On a CPU "auto" falls back to the reference, with one warning, where the
+            compiled kernels were not installed; on a GPU the reference runs only when it is asked for.
         device: "cpu" or "cuda".
         threads: of this rank, for kernels that have their own.
 
@@ -51,7 +51,9 @@ def load_kernels(name: str, device: str, threads: int = 1) -> Kernels:
     except NativeLibraryError as error:
         raise KernelsUnavailableError(f"{error}; {error.remedy}, or use --kernels reference") from error
     except CudaBuildError as error:
-        reason, remedy = str(error), "see docs/kernels.md"
+        raise KernelsUnavailableError(
+            f"the CUDA kernels cannot be used: {error}. For tests, --kernels reference runs slow ones in PyTorch"
+        ) from error
     if name != "auto":
         raise KernelsUnavailableError(f"{reason}; {remedy}, or use --kernels reference")
     log.warning("slow reference kernels are used", reason=reason, remedy=remedy)
