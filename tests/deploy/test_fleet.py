@@ -11,7 +11,7 @@ from trunkline.deploy.commands import Command, CommandError
 from trunkline.deploy.fleet import Fleet
 from trunkline.deploy.lifecycle import Lifecycle, Phase
 from trunkline.deploy.members import Action, Limits, Member, Role, Say, Send, Start, Tell
-from trunkline.deploy.restarts import DEATHS_MAX, WINDOW_S, Record
+from trunkline.deploy.restarts import Record
 
 LIMITS = Limits(start_s=100, replace_s=20, pause_s=2, drain_s=30, margin_s=5, settle_s=5, leave_s=3)
 TERM, KILL, HAND_OVER = signal.SIGTERM, signal.SIGKILL, signal.SIGUSR1
@@ -50,22 +50,49 @@ def states(fleet: Fleet) -> list[str]:
 
 def test_the_first_restart_is_at_once_then_pauses_grow_to_thirty_seconds() -> None:
     record, now, delays = Record(), 0.0, []
-    for _ in range(9):
+    for _ in range(200):
         at = record.died(now)
-        assert at is not None
         delays.append(at - now)
-        now = at + 40.0  # it lives for a while, so it is not given up
-    assert delays == [0, 1, 2, 4, 8, 16, 30, 30, 30]
+        now = at  # it dies at once
+    assert delays == [0, 1, 2, 4, 8, 16, *[30] * 194]
     record.works()
     assert record.died(now) == now
 
 
-def test_six_deaths_within_a_minute_are_too_many() -> None:
-    record = Record()
-    assert all(record.died(10.0 * n) is not None for n in range(5))
-    assert record.died(50.0) is None
-    record = Record()
-    assert all(record.died(12.1 * n) is not None for n in range(20))  # slower than that: for ever
+def test_a_group_that_is_killed_again_and_again_comes_back() -> None:
+    """As by a machine that runs out of memory for a while."""
+    fleet, now = ready_fleet(), 10.0
+    actions = fleet.exited("w0.0", -KILL, now)
+    for _ in range(50):
+        while "w0.0" not in starts(actions):
+            assert fleet.deadline <= now + 30.0
+            now = fleet.deadline
+            actions = fleet.tick(now)
+        actions = fleet.exited("w0.0", -KILL, now)
+    assert states(fleet) == ["starting", "ready"]
+    assert {row["name"]: row["state"] for row in fleet.describe(now)["processes"]}["w0.0"] == "starts in 30 s"
+    assert starts(fleet.tick(now + 30.0)) == ["w0.0"]
+    fleet.reported("c0", "ready", now + 31.0)
+    assert states(fleet) == ["ready", "ready"]
+    assert starts(fleet.exited("w0.0", -KILL, now + 40.0)) == ["w0.0"]  # at once: it has worked
+
+
+def test_a_group_that_can_never_work_is_lost_and_the_others_serve_on() -> None:
+    fleet = ready_fleet()
+    fleet.command(Command("restart", ["0"]), 9, 10.0)
+    for name in ("c0", "w0.0", "w0.1"):
+        fleet.exited(name, 0, 11.0)
+    actions = fleet.exited("w0.1", 2, 12.0, "no kernel image is available")
+    assert sends(actions) == [("w0.0", TERM), ("c0", TERM)]
+    fleet.exited("w0.0", 0, 12.1)
+    actions = fleet.exited("c0", 0, 12.1)
+    reason = "was given up: w0.1 exited with code 2: no kernel image is available"
+    assert told(actions) == [(9, f"group 0 {reason}", True, False)]
+    assert states(fleet) == ["lost", "ready"]
+    assert not fleet.is_without_groups
+    actions = fleet.command(Command("undrain", ["0"]), 10, 20.0)
+    assert starts(actions) == ["w0.0", "w0.1", "c0"]
+    assert [group["why"] for group in fleet.describe(20.0)["groups"]] == ["", ""]
 
 
 def test_the_survivors_of_a_group_leave_by_themselves_and_are_started_again() -> None:
@@ -219,7 +246,8 @@ class Walk:
         self.alive = {member.name for member in self.members}
         self.dying: dict[str, int] = {}
         self.deaths: dict[str, list[float]] = {m.name: [] for m in self.members if m.group >= 0}
-        """Of members of groups: times of deaths that nobody wanted, since the group last worked or was stopped."""
+        """Of members of groups: times of deaths that were not asked for, since the group last worked or was
+        stopped."""
         self.open: set[int] = set()
         self.tickets = 0
         self.do(self.life.healthy(0.0))
@@ -235,8 +263,9 @@ class Walk:
                     assert name not in self.alive, "started although it runs"
                     assert member in self.members
                     self.alive.add(name)
-                    times = self.deaths.get(name, [])[-DEATHS_MAX - 1 :]
-                    assert len(times) <= DEATHS_MAX or times[-1] - times[0] > WINDOW_S, "too often"
+                    times = self.deaths.get(name, [])
+                    pause_s = min(30.0, 2.0 ** (len(times) - 2)) if len(times) > 1 else 0.0
+                    assert not times or self.now >= times[-1] + pause_s - 1e-6, "too early"
                 case Send(name, number):
                     if name in self.alive and (number == KILL or self.rng.random() < 0.8):
                         self.dying[name] = 0 if number == HAND_OVER else -number
@@ -257,7 +286,7 @@ class Walk:
         elif event < 0.25 and self.alive:
             name = rng.choice(sorted(self.alive))
             self.dying.pop(name, None)
-            self.die(name, rng.choice([0, 1, -9, -11]))
+            self.die(name, rng.choice([0, 1, 1, 2, 3, -9, -11]))
         elif event < 0.5 and self.alive:
             name = rng.choice(sorted(self.alive))
             status = rng.choice(["ready", "ready", "starting", "draining"])

@@ -198,35 +198,76 @@ def test_with_restarts_a_lost_process_is_started_again_and_the_cluster_serves_on
     assert starts(life.exited("router", 1, 11.0)) == ["router"]
 
 
-def crash(life: Lifecycle, name: str, now: float) -> float:
-    """Let it die as often as it is started; the time when it was given up."""
-    for _ in range(6):
+def crash(life: Lifecycle, name: str, now: float, times: int) -> float:
+    """Let it die as often as it is started; the time of its last death."""
+    for _ in range(times):
         while name not in life.alive:
+            assert life.deadline - now <= 30.0
             now = life.deadline
             life.tick(now)
         life.exited(name, 1, now)
-    assert name not in life.alive
     return now
 
 
-def test_a_group_that_was_given_up_ends_the_cluster_if_it_was_the_last() -> None:
+def test_what_dies_is_started_again_for_ever() -> None:
+    life = serving(groups=1, restart=True)
+    now = crash(life, "c0", 10.0, times=100)
+    now = crash(life, "router", now, times=100)
+    assert life.phase is Phase.SERVING
+    rows = {row["name"]: row["state"] for row in life.status(now)["processes"]}
+    assert rows["router"] == "starts in 30 s"
+
+
+def test_a_group_that_can_never_work_ends_the_cluster_if_it_was_the_last() -> None:
     life = serving(groups=2, restart=True)
     now = 10.0
     for group in ("0", "1"):
         assert life.phase is Phase.SERVING
-        now = crash(life, f"c{group}", now)
-        for rank in range(2):
-            life.exited(f"w{group}.{rank}", -TERM, now)
+        said = texts(life.exited(f"w{group}.0", 2, now, "gpu is 7, but torch sees 1"))
+        assert said == (
+            f"w{group}.0 exited with code 2: gpu is 7, but torch sees 1; that cannot work, so its group "
+            f"(group {group}) is given up."
+        )
+        now += 1.0
+        for name in (f"w{group}.1", f"c{group}"):
+            life.exited(name, -TERM, now)
+    assert [row["why"] for row in life.status(now)["groups"]] == [
+        f"w{group}.0 exited with code 2: gpu is 7, but torch sees 1" for group in (0, 1)
+    ]
     assert life.phase is Phase.FAILED  # the router answers a little longer
     now += LIMITS.grace_s
     assert sends(life.tick(now))[-1] == ("router", TERM)
     life.exited("router", 0, now)
-    assert (life.phase, life.exit_code) == (Phase.STOPPED, 1)
+    assert (life.phase, life.exit_code) == (Phase.STOPPED, 2)
 
 
-def test_routers_that_cannot_live_end_the_cluster() -> None:
+def test_routers_that_can_never_work_end_the_cluster() -> None:
     life = serving(restart=True)
-    crash(life, "router", 10.0)
+    life.exited("router", 2, 10.0, "router: policy is 'x'")
+    assert (life.phase, life.exit_code) == (Phase.STOPPING, 2)
+
+
+@pytest.mark.parametrize("name", ["w0.0", "c0", "router"])
+def test_a_start_that_can_never_work_ends_with_its_exit_code(name: str) -> None:
+    life = Lifecycle(members(), LIMITS, now=0.0)
+    assert texts(life.exited(name, 2, 1.0, "no such GPU")) == f"{name} exited with code 2: no such GPU."
+    assert (life.phase, life.exit_code) == (Phase.STOPPING, 2)
+
+
+def test_a_worker_that_left_is_not_blamed_for_what_another_one_says() -> None:
+    """Ranks notice each other's end before the supervisor does."""
+    life = Lifecycle(members(), LIMITS, now=0.0)
+    assert life.exited("w0.1", 3, 1.0, "rank 0 is gone") == []
+    assert life.healthy(1.1) == []  # another group's token changes nothing
+    assert life.phase is Phase.STARTING
+    assert texts(life.exited("w0.0", 2, 1.5, "Duplicate GPU detected")) == (
+        "w0.0 exited with code 2: Duplicate GPU detected."
+    )
+    assert (life.phase, life.exit_code) == (Phase.STOPPING, 2)
+    life = Lifecycle(members(), LIMITS, now=0.0)
+    life.exited("w0.1", 3, 1.0, "rank 0 is gone")
+    assert life.deadline == 2.0
+    assert texts(life.tick(2.0)) == "w0.1 exited with code 3: rank 0 is gone."
     assert (life.phase, life.exit_code) == (Phase.STOPPING, 1)
 
 
@@ -297,7 +338,7 @@ def test_every_life_ends(seed: int) -> None:
         elif event < 0.16 and life.alive:
             name = rng.choice(life.alive)
             failed = failed or life.phase in (Phase.STARTING, Phase.SERVING)
-            actions = life.exited(name, rng.choice([1, -9, -11]), now)
+            actions = life.exited(name, rng.choice([1, 2, 3, -9, -11]), now)
         elif event < 0.5 and dying:
             name = rng.choice(list(dying))
             actions = life.exited(name, dying.pop(name), now)
@@ -329,4 +370,4 @@ def test_every_life_ends(seed: int) -> None:
         assert began is not None
         assert life.phase is Phase.STOPPED
         assert now - began <= LIMITS.grace_s + LIMITS.drain_s + LIMITS.margin_s + 2 * LIMITS.settle_s + 100
-        assert not failed or life.exit_code == 1
+        assert not failed or life.exit_code in (1, 2)

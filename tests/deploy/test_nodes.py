@@ -154,7 +154,7 @@ def started(actions: list[Action]) -> list[str]:
     return [action.name for action in actions if isinstance(action, Start)]
 
 
-def test_ranks_that_make_room_for_others_are_never_given_up() -> None:
+def test_ranks_are_started_again_for_ever_unless_they_can_never_work() -> None:
     assert EXIT_LEFT == WORKERS_EXIT_LEFT
     life, now = life_of(Member("worker-1", Role.WORKER, 0)), 0.0
     for _ in range(20):
@@ -165,12 +165,8 @@ def test_ranks_that_make_room_for_others_are_never_given_up() -> None:
             again = started(life.tick(now))
         assert again == ["worker-1"]
     assert life.phase is Phase.SERVING
-    life, now = life_of(Member("worker-1", Role.WORKER, 0)), 0.0
-    for _ in range(6):
-        now = now if "worker-1" in life.alive else life.deadline
-        life.tick(now)
-        life.exited("worker-1", 1, now)
-    assert life.phase is not Phase.SERVING  # who fails by itself is
+    life.exited("worker-1", 2, now)
+    assert (life.phase, life.exit_code) == (Phase.FAILED, 2)
 
 
 def test_workers_without_a_controller_are_ready_when_all_are() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -110,12 +111,23 @@ def test_a_child_that_ignores_sigterm_is_killed() -> None:
 
 def test_a_failed_start_shows_the_childs_last_words() -> None:
     recorder = Recorder()
-    options = ["--say", "no such weights", "--exit-after", "0.2", "--code", "3"]
+    options = ["--say", "no such weights", "--exit-after", "0.2", "--code", "1"]
     assert run(recorder, worker=options, router=["--ready-after", "60"]) == 1
-    assert recorder.said[0] == "worker exited with code 3."
+    assert recorder.said[0] == "worker exited with code 1: no such weights."
     assert recorder.tails["worker"] == ["no such weights"]
     assert ("worker", "no such weights") in recorder.lines
     assert Phase.SERVING not in recorder.phases
+
+
+@pytest.mark.parametrize("serves_first", [False, True])
+def test_a_configuration_that_can_never_work_ends_all_with_its_own_sentence(serves_first: bool) -> None:
+    recorder = Recorder()
+    sentence = "gpu is 1, but torch sees 1; allowed: 0"
+    line = json.dumps({"event": "rank failed", "level": "error", "error": sentence})
+    options = ["--say", line, "--exit-after", "2" if serves_first else "0.2", "--code", "2"]
+    assert run(recorder, worker=options, router=["--ready-after", "0" if serves_first else "60"]) == 2
+    assert recorder.said[0].startswith(f"worker exited with code 2: {sentence}")
+    assert (Phase.SERVING in recorder.phases) == serves_first
 
 
 @pytest.mark.parametrize("lost", ["worker", "controller"])

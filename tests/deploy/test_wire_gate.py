@@ -391,3 +391,16 @@ def test_one_port_cannot_use_up_the_descriptors() -> None:
 def test_no_other_question_is_answered_with_yes(server: Server, frames: list[bytes]) -> None:
     answer = server.gate._answer(frames)
     assert answer is None or answer[-4] == b"400"
+
+
+def test_on_one_host_nothing_is_said_of_keys(tmp_path: Path, connect: Callable[..., Client]) -> None:
+    """There a connection ends in the middle of its handshake because a process does."""
+    address = str(tmp_path / "controller")
+    with sockets.socket(sockets.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen()
+        client = connect(WirePeer(), f"ipc://{address}")
+        listener.accept()[0].close()
+        verdict = client.verdict()
+    assert "key" not in verdict
+    assert "starting or stopping" in verdict

@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trunkline.deploy.chat import DEFAULT_URL
+from trunkline.deploy.last_words import parse_log_line
 from trunkline.deploy.lifecycle import Phase
 
 _STYLES: Final = {"debug": "dim", "info": "", "warning": "yellow", "error": "bold red", "critical": "bold red"}
@@ -138,17 +139,6 @@ def describe_health(answer: Mapping[str, Any] | None) -> str:
     if answer is None:
         return "starting processes"
     return str(answer.get("reason") or "starting")
-
-
-def parse_log_line(line: str) -> dict[str, Any] | None:
-    """The fields of a structured log line, or None if it is something else (a traceback, say)."""
-    if not line.startswith("{"):
-        return None
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) and "event" in record else None
 
 
 def format_record(record: Mapping[str, Any]) -> str:

@@ -73,15 +73,20 @@ class Fleet:
         """All routers were given up. Where there never were any, none is missed."""
         return bool(self.routers) and all(router.mode is Mode.LOST for router in self.routers)
 
+    @property
+    def is_impossible(self) -> bool:
+        """A group or router was given up because its configuration can never work."""
+        return any(unit.why_lost for unit in self.units)
+
     def expects(self, name: str) -> bool:
         """Whether the end of this process would be no loss."""
         unit = self._unit_of(name)
         return unit is not None and unit.expects(name)
 
-    def exited(self, name: str, status: int, now: float) -> list[Action]:
-        """A child ended; `status` as in `Popen.returncode`."""
+    def exited(self, name: str, status: int, now: float, words: str = "") -> list[Action]:
+        """A child ended; `status` as in `Popen.returncode`, `words` its own reason, if it gave one."""
         unit = self._unit_of(name)
-        return [] if unit is None else [*unit.exited(name, status, now), *self._go_on(now)]
+        return [] if unit is None else [*unit.exited(name, status, now, words), *self._go_on(now)]
 
     def reported(self, name: str, status: str, now: float) -> list[Action]:
         """A child said where it stands: starting, ready, draining or failed."""
@@ -121,13 +126,13 @@ class Fleet:
         rows: list[dict[str, Any]] = []
         for router in self.routers:
             row = {**router.slot.describe(now), "child": router.current}
-            rows.append({**row, "state": "given up"} if router.mode is Mode.LOST else row)
+            rows.append({**row, "state": "given up", "why": router.why_lost} if router.mode is Mode.LOST else row)
             for child in router.children[1:]:
                 state = "draining" if router.is_leaving(child) else "starting"
                 rows.append({**row, "name": child, "child": child, "state": state, "restarts": 0, "up_s": None})
         for group in self.groups:
             rows += [{**slot.describe(now), "child": name} for name, slot in group.slots.items()]
-        groups = [{"group": group.number, "state": group.state} for group in self.groups]
+        groups = [{"group": group.number, "state": group.state, "why": group.why_lost} for group in self.groups]
         return {"groups": groups, "processes": rows}
 
     def _unit_of(self, name: str) -> Unit | None:

@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
-from trunkline.deploy.display import describe_health, parse_log_line
+from trunkline.deploy.display import describe_health
+from trunkline.deploy.last_words import parse_log_line
 from trunkline.deploy.lifecycle import Phase
 
 

@@ -7,7 +7,8 @@
         └───────────────────────────────────────┘
 
 While the cluster serves, `fleet.py` decides: what dies is started again, and all is lost only when every group, or
-every router, was given up. Without restarts, all is lost with the first process.
+every router, was given up. Without restarts, all is lost with the first process. A cluster whose processes say
+that it can never work as it is configured (`EXIT_IMPOSSIBLE`) ends with that exit code.
 
 Events go in (a child exited or said something, the cluster is healthy, somebody wants something, time passed),
 always with the time; actions come out (signals to send, processes to start, things to say). The shell
@@ -23,12 +24,15 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 from trunkline.deploy.commands import Command, CommandError
 from trunkline.deploy.fleet import Fleet
 from trunkline.deploy.members import (
+    EXIT_IMPOSSIBLE,
+    EXIT_LEFT,
     EXPECTED_EXITS,
     NEVER,
     Action,
@@ -52,6 +56,16 @@ class Phase(StrEnum):
     STOPPED = "stopped"
 
 
+@dataclass
+class _Failure:
+    """What follows the loss of a process without which the cluster cannot go on."""
+
+    orphans: list[str]
+    """Workers of the lost group, to be killed: they may sit in a collective that never ends."""
+    grace_until: float
+    """When routers have had the time to answer their clients."""
+
+
 class Lifecycle:
     """The state machine. Feed it events in the order in which they happened."""
 
@@ -62,8 +76,8 @@ class Lifecycle:
             raise ValueError("two members have the same name")
         self.phase = Phase.STARTING
         self.exit_code = 0
-        """What the supervisor should exit with once STOPPED: 0 after a stop that somebody asked for and that
-        needed no force, else 1."""
+        """What the supervisor should exit with once STOPPED: 0 after a stop that was asked for and that needed no
+        force, `EXIT_IMPOSSIBLE` if the configuration can never work, else 1."""
         self._restart = restart
         self._fleet = Fleet(members, limits, now)
         self._deadline = now + limits.start_s
@@ -80,8 +94,10 @@ class Lifecycle:
         self._graceful = False
         self._killing = False
         """The current stage has been sent SIGKILL."""
-        self._orphans: list[str] = []
-        self._grace_until = NEVER
+        self._failure = _Failure([], NEVER)
+        self._left: Say | None = None
+        """Of a worker that left while the cluster started, because of another process; that one's own end says
+        more, and is waited for until the deadline."""
 
     @property
     def deadline(self) -> float:
@@ -96,28 +112,33 @@ class Lifecycle:
     def healthy(self, now: float) -> list[Action]:
         """The cluster generated a token."""
         del now
-        if self.phase is Phase.STARTING:
+        if self.phase is Phase.STARTING and self._left is None:
             self.phase = Phase.SERVING
             self._deadline = NEVER
         return []
 
-    def exited(self, name: str, status: int, now: float) -> list[Action]:
-        """A child ended; `status` as in `Popen.returncode`."""
+    def exited(self, name: str, status: int, now: float, words: str = "") -> list[Action]:
+        """A child ended; `status` as in `Popen.returncode`, `words` its own reason, if it gave one."""
         member = self._alive.pop(name, None)
         if member is None:
             return []
         match self.phase:
+            case Phase.STARTING if status == EXIT_LEFT and member.role is Role.WORKER:
+                if self._left is None:
+                    [self._left] = self._blame(member, status, words)
+                    self._deadline = min(self._deadline, now + self._limits.orphan_s)
+                return []
             case Phase.STARTING:
-                return [*self._blame(member, status), *self._stop_quickly(now)]
+                return [*self._blame(member, status, words), *self._stop_quickly(now)]
             case Phase.SERVING if self._restart or self._fleet.expects(name):
-                return self._serve(self._fleet.exited(name, status, now), now)
+                return self._serve(self._fleet.exited(name, status, now, words), now)
             case Phase.SERVING:
-                return [*self._blame(member, status), *self._fail(member, now)]
+                return [*self._blame(member, status, words), *self._fail(member, now)]
             case Phase.FAILED:
-                news = [] if name in self._asked else self._blame(member, status)
-                return [*news, *self._stop_quickly(now)] if member.role is Role.ROUTER else news
+                news = [] if name in self._asked else self._blame(member, status, words)
+                return [*news, *self._stop_quickly(now)] if member.role is Role.ROUTER else [*news]
             case Phase.STOPPING:
-                actions = self._judge(name, member, status, now)
+                actions = self._judge(name, member, status, words, now)
                 return [*actions, *self._advance(now)]
             case Phase.STOPPED:
                 return []
@@ -165,13 +186,15 @@ class Lifecycle:
                 return self._serve(self._fleet.tick(now), now)
             case Phase.STARTING:
                 self.exit_code = 1
+                if self._left is not None:
+                    return [self._left, *self._stop_quickly(now)]
                 text = f"The cluster was not ready after {self._limits.start_s:.0f} s; giving up."
                 return [Say(text, "error"), *self._stop_quickly(now)]
             case Phase.FAILED:
-                actions: list[Action] = self._kill(self._orphans)
-                self._orphans = []
-                self._deadline = self._grace_until
-                return [*actions, *self._stop_quickly(now)] if now >= self._grace_until else actions
+                actions: list[Action] = self._kill(self._failure.orphans)
+                self._failure.orphans = []
+                self._deadline = self._failure.grace_until
+                return [*actions, *self._stop_quickly(now)] if now >= self._deadline else actions
             case Phase.STOPPING if not self._killing:
                 if not self._graceful and self._stages and self._serves_still():
                     return self._hurry(now)
@@ -188,20 +211,28 @@ class Lifecycle:
 
     def _serve(self, actions: list[Action], now: float) -> list[Action]:
         """What the fleet decided, and what follows if that was its end."""
+        if self.phase is Phase.SERVING and (self._fleet.is_without_routers or self._fleet.is_without_groups):
+            # The end of one unit may be the turn of the next in a rolling restart, which comes too late.
+            actions = [action for action in actions if not isinstance(action, Start)]
         for action in actions:
             if isinstance(action, Start):
                 self._alive[action.name] = action.member
         if self.phase is Phase.SERVING and self._fleet.is_without_routers:
-            self.exit_code = 1
+            self.exit_code = self._lost_code
             return [*actions, Say("No router is left; stopping.", "error"), *self._stop_quickly(now)]
         if self.phase is Phase.SERVING and self._fleet.is_without_groups:
-            self.exit_code = 1
+            self.exit_code = self._lost_code
             return [*actions, *self._enter_failed([m for m in self._alive.values() if m.role is Role.WORKER], now)]
         return actions
 
-    def _blame(self, member: Member, status: int) -> list[Action]:
-        self.exit_code = 1
-        return [Say(f"{member.name} {describe_exit(status)}.", "error", about=member.name)]
+    @property
+    def _lost_code(self) -> int:
+        """The exit code of a cluster whose groups or routers were given up."""
+        return EXIT_IMPOSSIBLE if self._fleet.is_impossible else 1
+
+    def _blame(self, member: Member, status: int, words: str) -> list[Say]:
+        self.exit_code = max(self.exit_code, EXIT_IMPOSSIBLE if status == EXIT_IMPOSSIBLE else 1)
+        return [Say(f"{member.name} {describe_exit(status, words)}.", "error", about=member.name)]
 
     def _fail(self, lost: Member, now: float) -> list[Action]:
         """A running cluster lost a process. Without its router there is nobody to wait for."""
@@ -212,12 +243,12 @@ class Lifecycle:
 
     def _enter_failed(self, orphans: Sequence[Member], now: float) -> list[Action]:
         self.phase = Phase.FAILED
-        self._grace_until = now + self._limits.grace_s
-        self._orphans = [name for name, member in self._alive.items() if member in orphans]
-        self._deadline = min(self._grace_until, now + self._limits.orphan_s)
+        names = [name for name, member in self._alive.items() if member in orphans]
+        self._failure = _Failure(names, now + self._limits.grace_s)
+        self._deadline = min(self._failure.grace_until, now + self._limits.orphan_s)
         return self._fleet.close("the cluster has failed and stops")
 
-    def _judge(self, name: str, member: Member, status: int, now: float) -> list[Action]:
+    def _judge(self, name: str, member: Member, status: int, words: str, now: float) -> Sequence[Action]:
         """Someone ended during a stop: expected of those we asked and of a dismissed worker, else a failure."""
         if name in self._asked:
             # Who is interrupted while it drains may well say so with its exit code: no news either.
@@ -228,11 +259,11 @@ class Lifecycle:
             return []
         if member.role is not Role.ROUTER and not self._serves_still():
             # All answers are delivered; how the rest goes down harms nobody, but should be known.
-            return [Say(f"{name} {describe_exit(status)} while stopping.", "warning")]
+            return [Say(f"{name} {describe_exit(status, words)} while stopping.", "warning")]
         if not self._others_serve(member):
             # What still runs cannot finish any more: the drain ends early.
             self._deadline = min(self._deadline, now + self._limits.grace_s)
-        return self._blame(member, status)
+        return self._blame(member, status, words)
 
     def _others_serve(self, lost: Member) -> bool:
         """Whether another group can take over the streams of this one."""

@@ -16,6 +16,8 @@ EXPECTED_EXITS: Final = (0, -signal.SIGTERM, -signal.SIGKILL)
 """How a process ends that was asked to, by its `Popen.returncode`."""
 
 
+EXIT_IMPOSSIBLE: Final = 2
+"""How a process ends whose configuration can never work. To start it again would change nothing."""
 EXIT_LEFT: Final = 3
 """How a worker ends that had to leave because its controller, or another rank of its group, was lost
 (`trunkline.worker.service`)."""
@@ -115,10 +117,14 @@ class Tell:
 Action = Send | Start | Say | Tell
 
 
-def describe_exit(status: int) -> str:
-    """How a process ended, from its `Popen.returncode`: negative is a signal."""
+def describe_exit(status: int, words: str = "") -> str:
+    """How a process ended, from its `Popen.returncode`: negative is a signal.
+
+    Args:
+        words: its own reason, if it gave one.
+    """
     if status >= 0:
-        return f"exited with code {status}"
+        return f"exited with code {status}" + (f": {words.rstrip('.')}" if words else "")
     try:
         return f"was killed by {signal.Signals(-status).name}"
     except ValueError:  # real-time signals have no names

@@ -29,8 +29,19 @@ from typing import Any, Final, Protocol
 from trunkline.deploy.commands import Command, Reply
 from trunkline.deploy.control_server import ControlServer
 from trunkline.deploy.health_probe import NEWS, HealthProbe
+from trunkline.deploy.last_words import last_words
 from trunkline.deploy.lifecycle import Lifecycle, Phase
-from trunkline.deploy.members import Action, Limits, Member, Say, Send, Start, Tell
+from trunkline.deploy.members import (
+    EXIT_IMPOSSIBLE,
+    EXIT_LEFT,
+    Action,
+    Limits,
+    Member,
+    Say,
+    Send,
+    Start,
+    Tell,
+)
 from trunkline.deploy.statuses import StatusSocket
 
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)
@@ -230,16 +241,16 @@ class Supervisor:
     def _reap(self) -> None:
         """Tell the lifecycle about children that ended. The number of children is small: ask each.
 
-        Of several that ended between two wake-ups, those that a signal killed come first: who merely
-        exited may have done so because of them.
+        Of several that ended between two wake-ups, the one whose end says most comes first: the others may have
+        ended because of it.
         """
         ended = [
             (name, status) for name in self._life.alive if (status := self._processes[name].poll()) is not None
         ]
-        for name, status in sorted(ended, key=lambda child: child[1] >= 0):
+        for name, status in sorted(ended, key=lambda child: _meaning(child[1])):
             self._read_output(name)
             self._close_output(name)
-            self._do(self._life.exited(name, status, time.monotonic()))
+            self._do(self._life.exited(name, status, time.monotonic(), last_words(self._tails[name].last)))
             if name not in self._life.alive and not any(name == member.name for member in self._specs):
                 del self._processes[name], self._tails[name]  # a replacement's name is not used again
 
@@ -297,6 +308,11 @@ class Supervisor:
                 process.wait(self._limits.reap_s)
             if process.stdout is not None:
                 process.stdout.close()
+
+
+def _meaning(status: int) -> int:
+    """The order in which ends are told: what is impossible, signals, failures, and who left because of them."""
+    return 0 if status == EXIT_IMPOSSIBLE else 1 if status < 0 else 3 if status == EXIT_LEFT else 2
 
 
 def _kill_session(process: subprocess.Popen[bytes]) -> None:

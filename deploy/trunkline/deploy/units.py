@@ -2,11 +2,11 @@
 
     group     UP ──stop──► STOPPING: the controller finishes its streams, then the workers ──► DOWN, or UP again
               │ a member dies: it alone is started again; the others leave by themselves and are, too
-              └─ one dies again and again ──► STOPPING ──► LOST
+              └─ one says that its configuration can never work ──► STOPPING ──► LOST
 
     router    UP ──replace──► UP, with a successor; when that answers, it takes the place, and the old one is told
               │               to finish its streams
-              └─ it dies again and again ──► LOST
+              └─ it says that its configuration can never work ──► LOST
 
 Who decides what to stop and when is `fleet.py`. Times are arguments, in seconds.
 """
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from trunkline.deploy.members import (
-    EXIT_LEFT,
+    EXIT_IMPOSSIBLE,
     EXPECTED_EXITS,
     NEVER,
     Action,
@@ -31,7 +31,7 @@ from trunkline.deploy.members import (
     Start,
     describe_exit,
 )
-from trunkline.deploy.restarts import DEATHS_MAX, WINDOW_S, Record
+from trunkline.deploy.restarts import Record
 
 
 class Mode(StrEnum):
@@ -43,7 +43,7 @@ class Mode(StrEnum):
     DOWN = "down"
     """Somebody wanted it so."""
     LOST = "lost"
-    """Given up."""
+    """It can never work as it is configured, or its processes survive SIGKILL."""
 
 
 @dataclass
@@ -86,22 +86,20 @@ class Slot:
         }
 
 
-def after_death(slot: Slot, status: int, now: float) -> Say | None:
-    """Note a death that nobody wanted, and when the member is started again. None: it is given up."""
-    has_left = status == EXIT_LEFT and slot.member.role is Role.WORKER
-    at = slot.record.left(now) if has_left else slot.record.died(now)
-    if at is None:
+def after_death(slot: Slot, status: int, words: str, now: float) -> Say | None:
+    """Note a death that was not asked for, and when the member is started again. None: it can never work."""
+    if status == EXIT_IMPOSSIBLE:
         return None
-    slot.restart_at = at
+    slot.restart_at = at = slot.record.died(now)
     when = "" if at <= now else f" in {at - now:.0f} s"
-    return Say(f"{slot.member.name} {describe_exit(status)}; it is started again{when}.", "warning")
+    return Say(f"{slot.member.name} {describe_exit(status, words)}; it is started again{when}.", "warning")
 
 
-def given_up(slot: Slot, status: int, what: str) -> Say:
+def given_up(slot: Slot, status: int, words: str, what: str) -> Say:
     """The sentence that says so."""
-    often = f"more than {DEATHS_MAX} deaths within {WINDOW_S:.0f} s"
     name = slot.member.name
-    return Say(f"{name} {describe_exit(status)}; after {often} {what} is given up.", "error", about=name)
+    end = describe_exit(status, words)
+    return Say(f"{name} {end}; that cannot work, so {what} is given up.", "error", about=name)
 
 
 class Group:
@@ -126,6 +124,8 @@ class Group:
         self._orphans: set[str] = set()
         """Workers whose controller has died, and that have not left yet."""
         self._leave_by = NEVER
+        self.why_lost = ""
+        """Why it was given up, if a process said so; "": it was not."""
         self._is_led_here = any(member.role is Role.CONTROLLER for member in ordered)
 
     @property
@@ -153,20 +153,21 @@ class Group:
         is_whole = all(slot.running for slot in self.slots.values()) and not self._orphans
         return name in self.slots and not (self.mode is Mode.UP and is_whole)
 
-    def exited(self, name: str, status: int, now: float) -> list[Action]:
-        """One of its processes ended."""
+    def exited(self, name: str, status: int, now: float, words: str = "") -> list[Action]:
+        """One of its processes ended; `words` is its own reason, if it gave one."""
         slot = self.slots[name]
         slot.end(now)
         self.is_ready = False
         self._orphans.discard(name)
         if self.mode is Mode.UP:
-            news = after_death(slot, status, now)
+            news = after_death(slot, status, words, now)
             if news is not None:
                 self._expect_to_leave(slot.member, now)
                 return [news, *self._start_due(now)]
-            return [given_up(slot, status, f"its group ({self.title})"), *self._give_up(now)]
+            self.why_lost = f"{name} {describe_exit(status, words)}"
+            return [given_up(slot, status, words, f"its group ({self.title})"), *self._give_up(now)]
         if self.mode is Mode.STOPPING:
-            text = f"{name} {describe_exit(status)} while its group stopped."
+            text = f"{name} {describe_exit(status, words)} while its group stopped."
             stumbled: list[Action] = [] if status in EXPECTED_EXITS else [Say(text, "warning")]
             return [*stumbled, *self._advance(now)]
         return []  # it had survived SIGKILL for a while
@@ -215,7 +216,7 @@ class Group:
         if self.is_to_be_down:
             return "was drained meanwhile"
         if self.mode is Mode.LOST:
-            return "was given up: its processes die again and again"
+            return f"was given up: {self.why_lost or 'its processes cannot be killed'}"
         return "" if self.mode is Mode.UP and self.is_ready else None
 
     def tick(self, now: float) -> list[Action]:
@@ -271,7 +272,7 @@ class Group:
         return []
 
     def _start_all(self, now: float) -> list[Action]:
-        self.mode = Mode.UP
+        self.mode, self.why_lost = Mode.UP, ""
         for slot in self.slots.values():
             slot.record.works()  # somebody asked for it: a new beginning
             if not slot.running:
@@ -304,6 +305,8 @@ class Router:
         self._leaving: dict[str, float] = {}
         """Children that finish their streams, and until when they may."""
         self._failure = ""
+        self.why_lost = ""
+        """As of a `Group`."""
         self._replacements = 0
 
     @property
@@ -326,28 +329,29 @@ class Router:
         """Whether the end of this process would be no news, or at least no loss."""
         return name != self.current or bool(self._successor)
 
-    def exited(self, name: str, status: int, now: float) -> list[Action]:
-        """One of its processes ended."""
+    def exited(self, name: str, status: int, now: float, words: str = "") -> list[Action]:
+        """One of its processes ended; `words` is its own reason, if it gave one."""
+        end = describe_exit(status, words)
         if name in self._leaving:
             del self._leaving[name]
-            text = f"{name} {describe_exit(status)} while it finished its streams."
+            text = f"{name} {end} while it finished its streams."
             return [] if status in EXPECTED_EXITS else [Say(text, "warning")]
         if name == self._successor:
             self._successor, self._successor_deadline = "", NEVER
-            self._failure = self._failure or f"could not be replaced: its replacement {describe_exit(status)}"
+            self._failure = self._failure or f"could not be replaced: its replacement {end}"
             return [Say(f"{self.title} {self._failure}; the old one stays.", "warning")]
         self.slot.end(now)
         self.is_ready = False
         if self.mode is not Mode.UP:
             return []
         if self._successor:
-            text = f"{name} {describe_exit(status)}; its replacement starts already."
+            text = f"{name} {end}; its replacement starts already."
             self._promote(now)
             return [Say(text, "warning")]
-        news = after_death(self.slot, status, now)
+        news = after_death(self.slot, status, words, now)
         if news is None:
-            self.mode = Mode.LOST
-            return [given_up(self.slot, status, "it")]
+            self.mode, self.why_lost = Mode.LOST, f"{name} {end}"
+            return [given_up(self.slot, status, words, "it")]
         return [news, *self._start_due(now)]
 
     def reported(self, name: str, status: str, now: float) -> list[Action]:
@@ -371,7 +375,7 @@ class Router:
             self._successor = f"{self.title}/{self._replacements + 1}"
             self._successor_deadline = now + self._limits.replace_s
             return [Start(self._successor, self.slot.member)]
-        self.mode, self.slot.restart_at = Mode.UP, now
+        self.mode, self.slot.restart_at, self.why_lost = Mode.UP, now, ""
         self.slot.record.works()
         return self._start_due(now)
 
@@ -379,7 +383,7 @@ class Router:
     def outcome(self) -> str | None:
         """As of a `Group`."""
         if self._failure or self.mode is Mode.LOST:
-            return self._failure or "was given up: it dies again and again"
+            return self._failure or f"was given up: {self.why_lost}"
         return "" if self.is_ready and not self._successor and not self._leaving else None
 
     def tick(self, now: float) -> list[Action]:

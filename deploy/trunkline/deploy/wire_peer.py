@@ -112,6 +112,8 @@ def refusal_of(event: MonitorEvent, path: str) -> str:
         event: of the socket's monitor, one of `HANDSHAKE_FAILED`.
         path: of the file of keys that were used; "": none.
     """
+    if not is_network(event["endpoint"].decode(errors="replace")):  # keys are for the network only
+        return "the process at this address ended the connection before it was made: it is starting or stopping"
     own = f"the wire keys in {path}" if path else "no wire keys"
     kind, value = event["event"], event["value"]
     if kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH:

@@ -40,7 +40,7 @@ from trunkline.controller.messages import (
     Submit,
 )
 from trunkline.deploy.rare_log import RareLog
-from trunkline.deploy.wire_keys import WireKeysError
+from trunkline.deploy.wire_keys import WireKeysError, is_network
 from trunkline.deploy.wire_peer import HANDSHAKE_FAILED, WirePeer
 from trunkline.router.errors import unavailable
 from trunkline.router.messages import (
@@ -483,7 +483,11 @@ class _Socket:
                 self._peer.advance()
                 self._link.refused(reason)
             elif kind == zmq.EVENT_DISCONNECTED and self.heard_at is None:
-                self._link.refused("what is there is no controller: it closes the connection, or talks nonsense")
+                self._link.refused(
+                    "what is there is no controller: it closes the connection, or talks nonsense"
+                    if is_network(self._link.endpoint)
+                    else "the controller ended the connection before it answered: it is starting or stopping"
+                )
             elif kind == zmq.EVENT_DISCONNECTED:
                 self._link.lost("the controller closed the connection")
             elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:

@@ -34,7 +34,7 @@ def test_it_passes_on_what_the_unit_needs_and_keeps_what_it_says(tmp_path: Path)
         assert not kept.folder.is_held()
 
 
-def test_a_unit_that_dies_is_started_again_until_it_is_given_up(tmp_path: Path) -> None:
+def test_a_unit_that_dies_is_started_again(tmp_path: Path) -> None:
     code = "import sys; sys.exit(1 if len(open('n', 'a+').read()) == 0 else 1)"
     with Kept(tmp_path, f"open('times', 'a').write('x'); {code}") as kept:
         kept.until(lambda state: state.restarts >= 2)

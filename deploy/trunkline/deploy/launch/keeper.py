@@ -28,13 +28,13 @@ from trunkline.deploy.host import node_id
 from trunkline.deploy.launch.folders import STATE, KeeperState, Process, UnitFolder, process_of, this_process
 from trunkline.deploy.launch.protocol import UnitRecord
 from trunkline.deploy.launch.rotation import LogFile
+from trunkline.deploy.members import EXIT_IMPOSSIBLE
 from trunkline.deploy.process import die_with_parent
-from trunkline.deploy.restarts import WINDOW_S, Record
+from trunkline.deploy.restarts import LASTING_S, Record
 
 PROGRAM: Final = (sys.executable, "-P", "-m", "trunkline.deploy.cli")
 BUSY: Final = 3
 """Exit code: the unit runs already."""
-_IMPOSSIBLE: Final = 2
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
 _SPAWN_FAILED: Final = 127
 
@@ -149,17 +149,13 @@ class Keeper:
 
     def _ended(self, code: int) -> None:
         now = time.monotonic()
-        if self._stopping or code in (0, _IMPOSSIBLE):
+        if self._stopping or code in (0, EXIT_IMPOSSIBLE):
             self._say(f"ended with {_describe(code)}")
-            self._tell("failed" if code == _IMPOSSIBLE else "stopped", None, code)
+            self._tell("failed" if code == EXIT_IMPOSSIBLE else "stopped", None, code)
             return
-        if now - self._started_s > WINDOW_S:
+        if now - self._started_s > LASTING_S:
             self._deaths.works()
         self._again_s = self._deaths.died(now)
-        if self._again_s is None:
-            self._say(f"ended with {_describe(code)}, once too often within a minute: it is given up")
-            self._tell("failed", None, code)
-            return
         self._say(f"ended with {_describe(code)}; it is started again in {self._again_s - now:.0f} s")
         self._tell("waiting", None, code, restarts=self._state.restarts + 1)
 
@@ -208,7 +204,7 @@ def main(argv: list[str]) -> int:
     record = folder.record()
     if record is None:
         print(f"{folder.path} is no unit's folder", file=sys.stderr)
-        return _IMPOSSIBLE
+        return EXIT_IMPOSSIBLE
     lock = folder.lock()
     if lock is None:
         return BUSY
