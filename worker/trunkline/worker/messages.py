@@ -1,7 +1,7 @@
 """What workers receive: the controller's broadcast (XPUB → SUB, MessagePack, one message per frame pair).
 
 A step plan is a delta: it carries what changed since the step before. A decode step in which nothing
-joins, leaves or fills a block is about twenty bytes, whatever the batch. Integer arrays travel as
+joins, leaves or fills a block is 31 to 43 bytes, whatever the batch. Integer arrays travel as
 little-endian int32 bytes (`trunkline.kvstore.layout.pack_int32`). See docs/protocol.md.
 """
 
@@ -253,6 +253,11 @@ class CompileGrammar(msgspec.Struct, array_like=True, frozen=True, tag="grammar"
     kind: str
     """"json_schema", "json_object", "regex", "ebnf", "choice" (a JSON list of strings) or "structural_tag"."""
     text: str
+    spaced: bool = False
+    """Whether white space may stand between the parts of JSON. Otherwise JSON is written as `json.dumps` does:
+    one blank behind each comma and colon, and nothing else."""
+    tenant: bytes = b""
+    """Whose it is (`Grammar.tenant`). One that several want is sent again for each of them while it is compiled."""
 
 
 class ForgetGrammar(msgspec.Struct, array_like=True, frozen=True, tag="forget"):
