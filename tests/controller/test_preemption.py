@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any, Final
+
 import msgspec
 import pytest
 from simulation.driver import Options, Simulation, verify
+from simulation.oracle import expected_output
 
 from trunkline.controller.config import EngineConfig
 from trunkline.controller.messages import BeamSearch
+from trunkline.controller.samples import sample_seed
+from trunkline.kvstore.layout import unpack_int32
+from trunkline.worker.messages import StepPlan
 
 ROOMY = EngineConfig(num_blocks=96, chunk_size=4, max_context=96, token_budget=24, max_rows=12, host_slots=60)
 TINY = msgspec.structs.replace(ROOMY, num_blocks=24)
-SLOTS = {"recompute": 0, "swap": 60, "auto": 60}
-"""Host slots: what is saved as cache is found again by whoever comes back, claimed or not. So recomputation alone
-is seen only without a host pool."""
 KINDS: dict[str, Options] = {
     "one": {"seed": 5},
     "samples": {"seed": 5, "n": 3},
@@ -60,8 +63,7 @@ def test_resumed_output_is_the_undisturbed_one(kind: str, preemption: str, after
 @pytest.mark.parametrize("preemption", ["recompute", "swap", "auto"])
 def test_groups_in_a_tiny_pool(kind: str, preemption: str) -> None:
     """Several groups that only fit one after the other: each is preempted whole, and all of them end."""
-    config = msgspec.structs.replace(TINY, preemption=preemption, host_slots=SLOTS[preemption])
-    simulation = Simulation(config)
+    simulation = Simulation(msgspec.structs.replace(TINY, preemption=preemption))
     for i in range(4):
         simulation.submit([50 * i + j for j in range(9)], 18, **KINDS[kind])
     simulation.run()
@@ -77,8 +79,7 @@ def test_swapping_computes_less_again() -> None:
     """Two long sequences take turns in a pool for one and a half of them."""
     computed, loaded = {}, {}
     for preemption in ("recompute", "swap"):
-        config = msgspec.structs.replace(TINY, num_blocks=20, preemption=preemption, host_slots=SLOTS[preemption])
-        simulation = Simulation(config)
+        simulation = Simulation(msgspec.structs.replace(TINY, num_blocks=20, preemption=preemption))
         for i in range(2):
             simulation.submit([50 * i + j for j in range(30)], 30, seed=i)
         simulation.run()
@@ -90,8 +91,8 @@ def test_swapping_computes_less_again() -> None:
     assert computed["swap"] < computed["recompute"]
 
 
-def test_without_a_claim_what_was_saved_as_cache_is_found_all_the_same() -> None:
-    """Recomputation claims nothing; the copies that were made beside the computation are cache like any other."""
+def test_recomputation_neither_claims_nor_loads_the_copies_of_what_it_computes_again() -> None:
+    """Chunks are copied to the host beside the computation, for others."""
     simulation = Simulation(msgspec.structs.replace(TINY, num_blocks=20, preemption="recompute"))
     for i in range(2):
         simulation.submit([50 * i + j for j in range(30)], 30, seed=i)
@@ -101,7 +102,104 @@ def test_without_a_claim_what_was_saved_as_cache_is_found_all_the_same() -> None
     verify_all(simulation)
     assert simulation.engine.scheduler.counters.preemptions > 0
     assert simulation.engine.scheduler.counters.swapped == 0
-    assert simulation.workers.pool.loaded_blocks > 0
+    assert simulation.workers.pool.saved_blocks > 0 == simulation.workers.pool.loaded_blocks
+
+
+class Squeezed:
+    """A request that is preempted with eleven tokens of output, and loses all its blocks to another one."""
+
+    HEAD: Final = tuple(range(8))
+
+    def __init__(self, *, head: bool = False, **config: Any) -> None:
+        """
+        Args:
+            head: whether the first two chunks of its prompt of 16 tokens were computed for an earlier request, and
+                are on the host only when it comes.
+        """
+        self.simulation = simulation = Simulation(msgspec.structs.replace(TINY, **config))
+        self.plans: list[StepPlan] = []
+        if head:
+            simulation.submit([*self.HEAD, 99], 1)
+            simulation.run()
+            self._take_the_pool()
+        self.request = simulation.submit([*self.HEAD, *range(50, 58)], 20, seed=3)
+        while len(simulation.streams[self.request].output) < 11:
+            simulation.step()
+        self._take_the_pool()
+
+    def _take_the_pool(self) -> None:
+        """Another fills it, which goes before a request that is preempted."""
+        simulation = self.simulation
+        other = simulation.submit([200 + i for i in range(93)], 2, priority=-1)
+        for group in {sequence.group for sequence in simulation.engine.scheduler.running()}:
+            simulation.engine.scheduler.preempt(group, simulation.now)
+        while simulation.streams[other].reason is None:
+            simulation.step()
+
+    def come_back(self) -> tuple[int, int]:
+        """Prompt and output tokens that are computed again until the request decodes, and blocks loaded for it."""
+        simulation = self.simulation
+        known = sum(len(output) for output in simulation.streams[self.request].outputs)
+        loaded = simulation.workers.pool.loaded_blocks
+        simulation.workers.observer = self.plans.append
+        simulation.run()
+        verify_all(simulation)
+        assert simulation.engine.scheduler.counters.preemptions == 1
+        assert known < sum(len(output) for output in simulation.streams[self.request].outputs)
+        prefilled = sum(int(unpack_int32(plan.prefill, 5)[:, 2].sum()) for plan in self.plans if plan.prefill)
+        return prefilled, simulation.workers.pool.loaded_blocks - loaded
+
+    @property
+    def known(self) -> int:
+        """Tokens of prompt and output of a sequence."""
+        return 16 + len(self.simulation.streams[self.request].output)
+
+
+def blocks(tokens: int) -> int:
+    return -(-tokens // TINY.chunk_size)
+
+
+@pytest.mark.parametrize("head", [False, True])
+def test_with_swap_all_is_loaded_and_one_token_computed(head: bool) -> None:
+    squeezed = Squeezed(head=head, preemption="swap")
+    known = squeezed.known
+    assert squeezed.simulation.engine.scheduler.counters.swapped == 1
+    assert squeezed.come_back() == (1, blocks(known - 1))
+
+
+@pytest.mark.parametrize("head", [False, True])
+def test_with_recompute_what_it_had_computed_is_computed_again_and_what_it_had_found_is_loaded(head: bool) -> None:
+    squeezed = Squeezed(head=head, preemption="recompute")
+    known = squeezed.known
+    found = squeezed.simulation.streams[squeezed.request].cached_tokens
+    assert found == (8 if head else 0)
+    assert squeezed.simulation.engine.scheduler.counters.swapped == 0
+    assert squeezed.come_back() == (known - found, found // TINY.chunk_size)
+
+
+@pytest.mark.parametrize(("move_us", "mode"), [(10, "swap"), (1000, "recompute")])
+def test_auto_does_what_is_faster(move_us: int, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The workers take 25 µs for a token, 100 for the four of a block, and say what a moved block took."""
+    monkeypatch.setattr("simulation.worker.MOVE_US", move_us)
+    squeezed = Squeezed(preemption="auto", swap_us_per_block=2.0 * move_us)
+    known = squeezed.known
+    assert squeezed.simulation.engine.scheduler.counters.swapped == (mode == "swap")
+    assert squeezed.come_back() == ((1, blocks(known - 1)) if mode == "swap" else (known, 0))
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "swap", "auto"])
+def test_what_is_still_on_the_device_is_used(preemption: str) -> None:
+    """Blocks that were not needed meanwhile are neither loaded nor computed again."""
+    simulation = Simulation(msgspec.structs.replace(ROOMY, preemption=preemption))
+    request = simulation.submit(list(range(16)), 20, seed=3)
+    while len(simulation.streams[request].output) < 11:
+        simulation.step()
+    computed = simulation.workers.computed_tokens
+    preempt(simulation, request)
+    simulation.run()
+    verify_all(simulation)
+    assert simulation.workers.pool.loaded_blocks == 0
+    assert simulation.workers.computed_tokens - computed <= 20 - 11 + 2
 
 
 @pytest.mark.parametrize("slots", [1, 3, 8])
@@ -127,6 +225,56 @@ def test_the_choice_follows_the_measured_costs() -> None:
         verify_all(simulation)
         swapped[cost] = simulation.engine.scheduler.counters.swapped
     assert swapped[1e9] == 0
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+@pytest.mark.parametrize("ended", [0, 1])
+def test_samples_resume_together(preemption: str, ended: int) -> None:
+    """Three samples that have parted come back under a budget of 8 tokens a step: none decodes before the last is
+    in. With `ended`, one of them has reached a stop token before."""
+    prompt, seed = list(range(14)), 7
+    outputs = [expected_output(prompt, sample_seed(seed, i), 22) for i in range(3)]
+    stops = [token for token in outputs[1][:10] if token not in outputs[0] + outputs[2]][:ended]
+    assert len(stops) == ended
+    config = msgspec.structs.replace(TINY, token_budget=8, max_rows=4, preemption=preemption)
+    simulation = Simulation(config)
+    request = simulation.submit(prompt, 22, n=3, seed=seed, stop_ids=tuple(stops))
+    while len(simulation.streams[request].output) < 12:
+        simulation.step()
+    other = simulation.submit([200 + i for i in range(93)], 2, priority=-1)
+    preempt(simulation, request)
+    while simulation.streams[other].reason is None:
+        simulation.step()
+    plans: list[StepPlan] = []
+    simulation.workers.observer = plans.append
+    simulation.run()
+    verify_all(simulation)
+    assert len(simulation.streams[request].reasons) == 3
+    joined = sorted(join.sequence for plan in plans for join in plan.joins)
+    assert len(joined) == 3 - ended
+    rows = [sorted(unpack_int32(plan.rows).tolist()) for plan in plans if plan.rows]
+    assert rows[0] == joined, "the first step in which any of them decodes has all of them"
+    steps = sum(bool(plan.prefill) for plan in plans)
+    assert steps > 2 if preemption == "recompute" else steps <= 1
+
+
+@pytest.mark.parametrize("after", range(1, 24))
+def test_a_sample_that_is_aborted_while_others_of_it_come_back(after: int) -> None:
+    """Whatever the rest waits for, it goes on."""
+    config = msgspec.structs.replace(TINY, token_budget=6, max_rows=4, preemption="recompute")
+    simulation = Simulation(config)
+    request = simulation.submit(list(range(10)), 20, n=3, seed=7)
+    while len(simulation.streams[request].output) < 8:
+        simulation.step()
+    preempt(simulation, request)
+    other = simulation.submit([200 + i for i in range(60)], 6, priority=-1)
+    for event in range(after):
+        _ = simulation.answer() if event % 3 == 2 else simulation.plan()
+    if simulation.streams[request].reason is None:
+        simulation.engine.abort(request, simulation.now, sample=1)
+    simulation.run()
+    assert simulation.streams[other].reason == "length"
+    assert {0, 2} <= simulation.streams[request].reasons.keys()
 
 
 def test_the_newest_group_goes_first_and_whole() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -90,15 +91,17 @@ def test_a_tail_that_forks_still_copy_is_not_cached() -> None:
     assert bench.residence.available == 6
 
 
-def test_a_beam_that_comes_back_stores_its_last_token_in_its_own_block() -> None:
+@pytest.mark.parametrize("kind", [{"beam": BeamSearch(2)}, {"n": 2}])
+def test_a_beam_or_sample_that_comes_back_stores_its_last_token_in_its_own_block(kind: dict[str, Any]) -> None:
     bench = Bench(8, 0)
     bench.cache(list(range(8)))
-    beam = make_sequence(list(range(8)), request=2, beam=BeamSearch(2), output=2)
-    draft = bench.admit(beam)
-    assert (len(beam.path), beam.resident, len(draft.copies)) == (1, 7, 1)
+    sequence = make_sequence(list(range(8)), request=2, output=2, **kind)
+    sequence.group.forked = True
+    draft = bench.admit(sequence)
+    assert (len(sequence.path), sequence.resident, len(draft.copies)) == (1, 7, 1)
     idle = next(node for node in bench.tree.nodes() if not node.children)
-    assert beam.private != [idle.block]
-    bench.check([beam], [])
+    assert sequence.private != [idle.block]
+    bench.check([sequence], [])
 
 
 def test_a_scored_prompt_is_computed_from_its_start_and_stored_once() -> None:

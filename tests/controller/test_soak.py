@@ -15,7 +15,7 @@ from trunkline.controller.config import EngineConfig
 TINY = EngineConfig(num_blocks=24, chunk_size=4, max_context=80, token_budget=24, max_rows=8)
 ENGINES = {
     "tiny, swapping": replace(TINY, host_slots=20, preemption="swap"),
-    "tiny, recomputing": replace(TINY, preemption="recompute"),
+    "tiny, recomputing": replace(TINY, host_slots=20, preemption="recompute"),
     "tiny, both": replace(TINY, host_slots=5, swap_us_per_block=90.0, target_itl_ms=0.5),
     "many waiting": EngineConfig(
         num_blocks=60,

@@ -117,7 +117,7 @@ def test_mixed_methods_do_not_depend_on_what_the_engine_does(folder: Path, preem
     assert [results(tight, request) for request in requests] == expected
     assert tight.engine.scheduler.counters.preemptions > 0
     loads = tight.workers.runner.copier.loads.kernels.counters.calls.get("scatter_slots", 0)  # type: ignore[attr-defined]
-    # The host pool is a cache as well: what was computed again may also have come from there in part.
+    # A request that had found chunks of others at first may load those again.
     assert loads > 0 or preemption == "recompute"
 
 

@@ -50,8 +50,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefix_cache: bool = True
     """Off: every request computes all its KV and gives it back when it ends (for comparison)."""
     preemption: str = "auto"
-    """What becomes of a preempted request's chunks when their blocks are needed: "swap" copies them to the host
-    pool, "recompute" drops them, "auto" does what was measured to be faster (PagedAttention §4.5)."""
+    """How a preempted request gets back what it had computed and what has left the device since: "swap" keeps it
+    on the host and loads it, "recompute" computes it again and loads none of it, "auto" does what was measured to
+    be faster (PagedAttention §4.5)."""
     host_slots: int = 0
     """Blocks that the workers' host pools hold; the smallest number that any rank has."""
     swap_us_per_block: float = 0.0
@@ -191,8 +192,9 @@ class ControllerConfig(msgspec.Struct, frozen=True, kw_only=True):
     preemption: str = "auto"
     target_itl_ms: float = 0.0
     index_path: str = ""
-    """SQLite file with the disk tier's chunks and with the records; "": there is no disk tier, and records live as
-    long as the process."""
+    """SQLite file with the disk tier's chunks; "": there is no disk tier."""
+    records_path: str = ""
+    """SQLite file with the records (sessions, schemas, kept answers); "": they live as long as the process."""
     tier_fingerprint: str = ""
     """Hexadecimal (`trunkline.kvstore.fingerprint`): an index of another one is not read."""
     remote_tier: bool = False

@@ -22,17 +22,17 @@ class Entries:
     def candidates(self, available: int, running: int, *, going: bool) -> list[SequenceGroup]:
         """Who may start now, in order; nobody while the first of them still lacks blocks.
 
-        Beams that have come back hold blocks and compute nothing before all of their search are there. So a search
-        that has begun to come in goes before everybody, and alone: two of them, or one and a prompt of
+        Sequences that have come back hold blocks and compute nothing before all of their group are in the batch.
+        So a group that has begun to come in goes before all others, and alone: two of them, or one and a prompt of
         better priority, could each hold what the other waits for.
 
         Args:
             going: whether anything may change by itself.
         """
         waiting = list(self._queue)
-        for search in [group for group in self._entering.values() if group.search is not None]:
-            waiting.remove(search)
-            waiting.insert(0, search)
+        for entering in self._entering.values():
+            waiting.remove(entering)
+            waiting.insert(0, entering)
         if not waiting or (going and self._blocked == (waiting[0].id, available, running)):
             return []
         return waiting

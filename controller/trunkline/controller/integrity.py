@@ -16,7 +16,7 @@
 7. Routers were told where each chunk is, if they are told at all, but for those that are noted as changed.
 8. What of the queue is to be computed is counted right.
 9. A row's block table equals its sequence's path and private blocks (a beam's: has as many), and covers what it
-   knows.
+   knows. Of a group, all sequences have a row, or none.
 """
 
 from __future__ import annotations
@@ -218,3 +218,6 @@ def _check_rows(scheduler: Scheduler) -> None:
         needed = int(max(rows.planned[slot], rows.known[slot] - 1))
         _check(count * rows.chunk_size >= needed, f"slot {slot} has too few blocks")
         _check(rows.known[slot] <= rows.planned[slot] + 1, f"slot {slot} knows tokens nobody computed")
+        members = sequence.group.members
+        decoding = sum(member.slot >= 0 for member in members)
+        _check(decoding == len(members), f"{decoding} of {len(members)} of request {sequence.request} decode")

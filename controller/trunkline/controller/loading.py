@@ -1,4 +1,4 @@
-"""When a sequence whose KV is being loaded may begin to compute (CachedAttention §3.2.1). Pure.
+"""What of a sequence's KV is loaded, and when the sequence may begin to compute (CachedAttention §3.2.1). Pure.
 
 Loading starts as soon as blocks are reserved, while other sequences compute: the reserved blocks are the paper's
 read buffer. The first prefill step then overlaps with the rest of the loading, layer by layer. It waits for
@@ -17,6 +17,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from trunkline.controller.config import EngineConfig
+from trunkline.controller.costs import StepCosts
+from trunkline.controller.sequence import ALL_ENTRIES, SequenceGroup
+
 
 @dataclass(slots=True)
 class _Load:
@@ -24,6 +28,21 @@ class _Load:
     """The plan whose loads it needs, the last of them."""
     done_at: float
     """When they will be there, as far as can be known."""
+
+
+def load_entries(group: SequenceGroup, config: EngineConfig, costs: StepCosts) -> int:
+    """Up to which block-table entry a group's chunks are loaded from the host; the rest is computed again.
+
+    With "recompute" a group that was preempted computes again what it had computed itself (PagedAttention §4.5);
+    what it had found at its first admission may be loaded again. Texts of modules are encoded by others, so they
+    are always loaded.
+    """
+    texts = group.modules.entries if group.modules is not None else 0
+    if config.preemption == "recompute" and group.preempted and group.found is not None:
+        return max(texts, group.found.entries)
+    if group.modules is not None or config.preemption == "swap":
+        return ALL_ENTRIES
+    return ALL_ENTRIES if costs.load_pays(config.chunk_size) else 0
 
 
 class Loading:

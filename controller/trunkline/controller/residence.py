@@ -23,7 +23,7 @@ from trunkline.controller.forest import Match
 from trunkline.controller.modules import seen_tokens
 from trunkline.controller.node import PENDING, Node
 from trunkline.controller.placing import locate
-from trunkline.controller.sequence import Place, Sequence, Stem
+from trunkline.controller.sequence import ALL_ENTRIES, Place, Sequence, Stem
 from trunkline.controller.tree import ChunkTree
 from trunkline.kvstore.layout import BlockId, pack_int32
 from trunkline.worker.messages import Join, Sampling
@@ -114,10 +114,9 @@ class Residence:
         return sequence.group.cut is None and sequence.group.modules is None
 
     def _shareable_tokens(self, sequence: Sequence) -> int:
-        """Tokens whose blocks may be another's. A beam that comes back stores its last token when it decodes, as
-        all rows do: into a block of its own."""
-        returns = sequence.group.request.beam is not None and sequence.tokens.count > sequence.prompt_len
-        return sequence.tokens.count - returns
+        """Tokens whose blocks may be another's. A sequence that comes back with others of its group stores its
+        last token when it decodes, as all rows do: into a block of its own."""
+        return sequence.prefill_stop
 
     def admit(
         self,
@@ -128,7 +127,7 @@ class Residence:
         *,
         tails: int = 0,
         wait_for: Callable[[list[Node]], bool] | None = None,
-        loads: bool = True,
+        load_entries: int = ALL_ENTRIES,
     ) -> Admission:
         """Reserve all that the sequence's known tokens need beyond what the tree has, or nothing.
 
@@ -140,7 +139,8 @@ class Residence:
                 in `sequence.tails`.
             wait_for: asked, if the prompt's next chunks are further away than the host, whether to wait for them
                 (`FAR`); if not, they are computed.
-            loads: whether chunks on the host are loaded; else they are computed again, which is faster.
+            load_entries: chunks that are on the host only are loaded up to this block-table entry; behind it they
+                are computed again.
         """
         place = self._find(sequence, draft.step)
         if place is None:
@@ -150,13 +150,14 @@ class Residence:
             sequence.waits_on = match.pending
             self.tree.prune_root(stem.root)
             return Admission.PENDING
-        if not loads and match.partial is not None and not match.partial.on_device:
+        entries = len(match.path)
+        if load_entries <= entries and match.partial is not None and not match.partial.on_device:
             match.partial, match.partial_tokens = None, 0
-        near = next((i for i, node in enumerate(match.path) if not node.is_loadable), len(match.path))
-        if not loads:
-            near = next((i for i, node in enumerate(match.path) if not node.on_device), len(match.path))
-        if near < len(match.path):
-            if loads and wait_for is not None and wait_for(match.path[near:]):
+        usable = (n.is_loadable if i < load_entries else n.on_device for i, n in enumerate(match.path))
+        near = next((i for i, is_usable in enumerate(usable) if not is_usable), entries)
+        if near < entries:
+            far = match.path[near:load_entries]
+            if far and wait_for is not None and wait_for(far):
                 self.tree.prune_root(stem.root)
                 return Admission.FAR
             match = Match(match.path[:near], None, None, 0)
@@ -168,7 +169,9 @@ class Residence:
             if sequence.group.modules is not None:
                 return Admission.LACKING
             sequence.group.compact()
-            return self.admit(sequence, spare, now, draft, tails=tails, wait_for=wait_for, loads=loads)
+            return self.admit(
+                sequence, spare, now, draft, tails=tails, wait_for=wait_for, load_entries=load_entries
+            )
         return outcome
 
     def _covers(self, sequence: Sequence, match: Match) -> bool:

@@ -28,7 +28,7 @@ from trunkline.controller.encoding import Encoding
 from trunkline.controller.entries import Entries
 from trunkline.controller.fetching import Fetching
 from trunkline.controller.groups import Forks, move_beams, restore_output
-from trunkline.controller.loading import Loading
+from trunkline.controller.loading import Loading, load_entries
 from trunkline.controller.misses import explain
 from trunkline.controller.pacing import prefill_budget
 from trunkline.controller.queue import RequestQueue
@@ -78,7 +78,7 @@ class Scheduler:
         self.prefilling: list[Sequence] = []
         """Admitted, prompt not wholly planned; in order of admission."""
         self.parked: list[Sequence] = []
-        """Beams that have come back and wait for the others of their search."""
+        """Sequences that have come back and wait for the others of their group."""
         self.forks = Forks()
         self.counters = SchedulerCounters()
         self.row_set = NO_ROWS
@@ -361,13 +361,13 @@ class Scheduler:
                     budget -= self._prefill_chunk(sequence, budget, draft, now)
                 if budget <= 0:
                     break
-            if group.search is not None and self.entries.is_entering(group):
+            if self.entries.is_entering(group):
                 return 0  # see `Entries.candidates`
         return budget
 
     @property
     def _is_going(self) -> bool:
-        """Whether anything is going to change by itself: parked beams compute nothing."""
+        """Whether anything is going to change by itself: parked sequences compute nothing."""
         return self.running_count > len(self.parked)
 
     def _may_start(self, group: SequenceGroup, step: int) -> bool:
@@ -410,7 +410,7 @@ class Scheduler:
             draft,
             tails=0 if group.forked else group.request.width - 1,
             wait_for=lambda far: self.fetching.worth_waiting(group, far, now),
-            loads=self._loads(group),
+            load_entries=load_entries(group, self.config, self.costs),
         )
         if outcome is not Admission.ADMITTED:
             if not any(member.stay for member in group.members):
@@ -421,6 +421,7 @@ class Scheduler:
             self.leave_jobs(group, now)
         if group.found is None:
             group.found = explain(self.residence, self.fetching, sequence, draft)
+            group.found.entries = sequence.resident // self.config.chunk_size
         self.fetching.done(group)
         self.loading.ordered(len(draft.loads) - loads, now, self.costs.move_us)
         if step := tree.fences.ready_after(sequence.block_table()):
@@ -430,13 +431,6 @@ class Scheduler:
         self.entries.note(group)
         self.entries.unblock()
         return outcome
-
-    def _loads(self, group: SequenceGroup) -> bool:
-        """Whether a group's chunks are loaded from the host, or computed again. Texts of modules are encoded by
-        others, so they are always loaded."""
-        if group.modules is not None or self.config.preemption == "swap":
-            return True
-        return self.costs.load_pays(self.config.chunk_size)
 
     def _prefill_chunk(self, sequence: Sequence, budget: int, draft: PlanDraft, now: float) -> int:
         """Plan the next part of a prompt, unless the KV before it is better waited for; returns its tokens."""
@@ -477,7 +471,7 @@ class Scheduler:
         return tokens
 
     def _unpark(self, draft: PlanDraft) -> None:
-        """Let the searches go on whose beams have all come back."""
+        """Let the groups go on whose sequences have all come back."""
         if not self.parked:
             return
         for group in {s.group.id: s.group for s in self.parked}.values():
@@ -491,6 +485,7 @@ class Scheduler:
                 sequence.computed = sequence.tokens.count
                 if self.config.prefix_cache:
                     self.residence.mark_ready(sequence, draft)
-            full = (group.members[0].tokens.count - 1) // self.config.chunk_size
-            self.rows.read_alike(group.members[0], group.members[1:], full)
+            if group.search is not None:
+                full = (group.members[0].tokens.count - 1) // self.config.chunk_size
+                self.rows.read_alike(group.members[0], group.members[1:], full)
             self._news.rows_changed = True

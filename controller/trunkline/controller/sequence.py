@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -31,6 +31,9 @@ from trunkline.kvstore.layout import BlockId, Extent, Int32Array, blocks_for
 from trunkline.kvstore.names import ChunkName
 from trunkline.kvstore.tier import TierKind
 from trunkline.worker.messages import BeamSeat, Sampling
+
+ALL_ENTRIES: Final = 1 << 62
+"""More than any block table has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +76,8 @@ class Phase(Enum):
     WAITING = auto()
     PREFILL = auto()
     PARKED = auto()
-    """A beam that has come back and waits for the others of its search, holding its blocks."""
+    """Back from a preemption, with all but its last token computed: it waits for the others of its group, holding
+    its blocks."""
     DECODE = auto()
     ENDED = auto()
 
@@ -159,6 +163,8 @@ class Found:
     """When that was."""
     queued_s: float = 0.0
     """How long it had waited, in seconds."""
+    entries: int = 0
+    """Block-table entries whose chunks were found whole; the request computed what is behind them itself."""
 
 
 class SequenceGroup:
@@ -260,6 +266,12 @@ class SequenceGroup:
         self.cut = None
 
     @property
+    def gathers(self) -> bool:
+        """Whether its sequences decode only when all of them are in the batch (gang scheduling, PagedAttention
+        §4.5): several sequences of one prompt that come back from a preemption."""
+        return self.forked and self.request.width > 1
+
+    @property
     def rows_needed(self) -> int:
         """Sequences that will decode at once."""
         if self.encodes:
@@ -341,10 +353,9 @@ class Sequence:
 
     @property
     def prefill_stop(self) -> int:
-        """Tokens to compute before it decodes. A beam that comes back leaves its last token to the step in which
-        all beams of its search are sampled from."""
-        returns = self.seat is not None and self.tokens.count > self.prompt_len
-        return self.tokens.count - returns
+        """Tokens to compute before it decodes. A sequence that comes back with others of its group leaves its last
+        token to the step in which all of them are sampled from."""
+        return self.tokens.count - self.group.gathers
 
     @property
     def anchor(self) -> Node:

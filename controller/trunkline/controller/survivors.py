@@ -19,7 +19,7 @@ from trunkline.controller.groups import restore_output
 from trunkline.controller.rows import DecodeRows
 from trunkline.controller.samples import sample_seed
 from trunkline.controller.scheduler import Scheduler
-from trunkline.controller.sequence import Found, Request, Sequence, SequenceGroup, TokenBuffer
+from trunkline.controller.sequence import ALL_ENTRIES, Found, Request, Sequence, SequenceGroup, TokenBuffer
 from trunkline.kvstore.layout import Int32Array
 from trunkline.worker.messages import Sampling
 
@@ -57,6 +57,8 @@ def keep(group: SequenceGroup, rows: DecodeRows, *, scores_lost: bool) -> Surviv
         if group.search is not None and group.forked:
             restore_output(member)
         outputs.append((member.sample, member.tokens.view(group.prompt_len).copy()))
+    if group.found is not None:
+        group.found.entries = ALL_ENTRIES  # copies in lower tiers are all that is left: they are loaded
     whole = len(outputs) == group.request.width
     forked, search = group.forked, group.search
     if group.request.width > 1 and whole and not len(outputs[0][1]):

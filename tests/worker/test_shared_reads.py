@@ -1,0 +1,112 @@
+"""Ordinary prefixes are read once: an engine and a runner over a tree of three levels, byte by byte.
+
+32 tokens ─┬─ 24 tokens ─┬─ 5 tokens     row 0        Each step of decode attention reads every chunk once,
+           │             └─ 6 tokens     row 1        however many rows have it. Without sharing it would
+           └─ 24 tokens ─┬─ 7 tokens     row 2        read each row's whole context.
+                         └─ 8 tokens     row 3
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import pytest
+from worker.checkpoints import make_checkpoint
+from worker.driver import VOCAB_SIZE
+from worker.test_with_engine import RealWorkers, make_simulation
+
+from trunkline.controller import rows as rows_module
+from trunkline.controller.messages import StepResult
+from trunkline.controller.sharing import shared_runs
+from trunkline.kvstore.layout import Int32Array, unpack_int32
+from trunkline.worker.messages import StepPlan
+
+CHUNK: Final = 8
+FIRST, SECOND = 32, 24
+OWN: Final = (5, 6, 7, 8)
+OUTPUT: Final = 12
+
+Runs = Callable[[Int32Array, Int32Array], Int32Array]
+MUTANTS: Final[dict[str, tuple[Runs, int]]] = {
+    "nothing shared": (lambda tables, counts: shared_runs(tables, counts)[:0], 3 * FIRST + 2 * SECOND),
+    "the first level only": (lambda tables, counts: shared_runs(tables, counts)[:1], 2 * SECOND),
+    "the second level only": (lambda tables, counts: shared_runs(tables, counts)[1:], 3 * FIRST),
+    "a chunk less": (
+        lambda tables, counts: shared_runs(tables, counts - 1) - np.array([0, 0, 0, 1], dtype=np.int32),
+        3 * CHUNK + 2 * CHUNK,
+    ),
+}
+"""Wrong sharing plans, and the tokens that each has read again in a step of all four rows."""
+
+
+class Watched(RealWorkers):
+    """Notes what steps read, beside what their rows' contexts are."""
+
+    def __init__(self, workers: RealWorkers) -> None:
+        super().__init__(workers.runner)
+        self.reads: list[tuple[int, int]] = []
+        """(rows, tokens read) of each step that decodes."""
+        self._rows: list[int] = []
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        if plan.rows is not None:
+            self._rows = unpack_int32(plan.rows).tolist()
+        result = super().execute(plan)
+        tokens, rest = divmod(result.kv_bytes_read * CHUNK, self.runner.block_bytes)
+        assert rest == 0
+        if self._rows:
+            self.reads.append((len(self._rows), tokens))
+        return result
+
+
+def decode(folder: Path) -> tuple[list[list[int]], list[int]]:
+    """The four rows' outputs, and the tokens that were read by each step of all four."""
+    rng = np.random.default_rng(5)
+
+    def draw(count: int) -> list[int]:
+        found: list[int] = rng.integers(VOCAB_SIZE, size=count).tolist()
+        return found
+
+    first, seconds = draw(FIRST), [draw(SECOND), draw(SECOND)]
+    prompts = [first + seconds[row // 2] + draw(own) for row, own in enumerate(OWN)]
+    simulation = make_simulation(folder, 60)
+    watched = Watched(simulation.workers)  # type: ignore[arg-type]
+    simulation.workers = watched  # type: ignore[assignment]
+    simulation.submit(first + seconds[0], 1)
+    simulation.submit(first + seconds[1], 1)
+    simulation.run()
+    requests = [simulation.submit(prompt, OUTPUT, seed=row) for row, prompt in enumerate(prompts)]
+    simulation.run()
+    outputs = [simulation.streams[request].output for request in requests]
+    assert Counter(rows for rows, _ in watched.reads)[4] == OUTPUT - 1
+    return outputs, [tokens for rows, tokens in watched.reads if rows == 4]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("models") / "model")
+
+
+def once(step: int) -> int:
+    """Tokens of KV that there are in the `step`-th step, from 1: what is to be read."""
+    return FIRST + 2 * SECOND + sum(own + step for own in OWN)
+
+
+def test_every_chunk_of_a_tree_is_read_once(folder: Path) -> None:
+    _, reads = decode(folder)
+    assert reads == [once(step) for step in range(1, OUTPUT)]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_wrong_sharing_plan_is_noticed(folder: Path, mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It changes no text, and only the count of bytes tells it."""
+    outputs, _ = decode(folder)
+    plan, again = MUTANTS[mutant]
+    monkeypatch.setattr(rows_module, "shared_runs", plan)
+    mutated, reads = decode(folder)
+    assert mutated == outputs
+    assert reads == [once(step) + again for step in range(1, OUTPUT)]
