@@ -212,7 +212,7 @@ def test_what_fails_is_shown_and_nothing_is_left() -> None:
     file = two_groups(first)
     file["groups"] = [{"name": "good"}, {"name": "bad", "options": {"dtype": "float33"}}]
     with launched(file) as cluster:
-        said = cluster.run("up", str(cluster.file), code=1)
+        said = cluster.run("up", str(cluster.file), code=2)
         assert "bad on local ended with exit code 2" in said
         assert "--dtype is 'float33'" in said
         assert "Stopped." in said

@@ -36,6 +36,7 @@ def test_help_lists_commands_and_options_with_examples() -> None:
     options += " max-waiting served-model-name kernels no-prefix-cache drain-seconds threads log-level"
     options += " routers policy no-restart resume-seconds"
     options += " host-tier disk-tier remote-tier tier-policy session-ttl"
+    options += " gpu-memory-fraction"
     assert [option for option in options.split() if f"--{option}" not in text] == []
     assert "Examples" in text
     assert "--no-wait" in trunkline("restart", "--help").stdout

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import random
 import signal
+from typing import Any
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
+from trunkline.deploy.cluster_cli import print_status
 from trunkline.deploy.commands import Command, CommandError
 from trunkline.deploy.fleet import Fleet
 from trunkline.deploy.lifecycle import Lifecycle, Phase
 from trunkline.deploy.members import Action, Limits, Member, Role, Say, Send, Start, Tell
+from trunkline.deploy.registry import Running
 from trunkline.deploy.restarts import Record
 
 LIMITS = Limits(start_s=100, replace_s=20, pause_s=2, drain_s=30, margin_s=5, settle_s=5, leave_s=3)
@@ -77,6 +82,18 @@ def test_a_group_that_is_killed_again_and_again_comes_back() -> None:
     assert starts(fleet.exited("w0.0", -KILL, now + 40.0)) == ["w0.0"]  # at once: it has worked
 
 
+def _status_app(answer: dict[str, Any]) -> typer.Typer:
+    """`trunkline status` of a cluster that answers so."""
+    app = typer.Typer()
+    answer = {**answer, "processes": [{**row, "pid": None} for row in answer["processes"]]}
+
+    @app.command()
+    def show() -> None:
+        print_status(Running(8000, "http://127.0.0.1:8000", "demo", 1), answer)
+
+    return app
+
+
 def test_a_group_that_can_never_work_is_lost_and_the_others_serve_on() -> None:
     fleet = ready_fleet()
     fleet.command(Command("restart", ["0"]), 9, 10.0)
@@ -90,6 +107,9 @@ def test_a_group_that_can_never_work_is_lost_and_the_others_serve_on() -> None:
     assert told(actions) == [(9, f"group 0 {reason}", True, False)]
     assert states(fleet) == ["lost", "ready"]
     assert not fleet.is_without_groups
+    said = CliRunner().invoke(_status_app({**fleet.describe(13.0), "phase": "serving"}))
+    assert "lost" in said.output
+    assert "Given up: w0.1 exited with code 2: no kernel image is available." in said.output
     actions = fleet.command(Command("undrain", ["0"]), 10, 20.0)
     assert starts(actions) == ["w0.0", "w0.1", "c0"]
     assert [group["why"] for group in fleet.describe(20.0)["groups"]] == ["", ""]

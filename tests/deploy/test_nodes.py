@@ -291,6 +291,9 @@ def test_what_was_given_up_is_dead(status: tuple[Status, Path]) -> None:
     health = health_at(folder, lambda: (Verdict(True, ""), Verdict(True, "")))
     said.status = {**said.status, "groups": [{"group": 0, "state": "lost"}]}
     assert health.livez() == Verdict(False, "given up: group 0")
+    said.status = {**said.status, "groups": [{"group": 0, "state": "lost", "why": "worker-0 exited with code 2"}]}
+    assert health.livez() == Verdict(False, "given up: group 0 (worker-0 exited with code 2)")
+    said.status = {**said.status, "groups": [{"group": 0, "state": "lost"}]}
     row = {"name": "router", "state": "given up"}
     said.status = {"phase": "serving", "groups": [], "processes": [row]}
     assert health.livez() == Verdict(False, "given up: router")

@@ -150,3 +150,12 @@ def test_bad_configurations(place: Path, change: dict[str, Any], message: str) -
 def test_names(place: Path) -> None:
     config = RouterConfig(model_path=str(place), controllers=["ipc://a"], served_model_aliases=["b"])
     assert config.model_names == (place.name, "b")
+
+
+def test_a_configuration_that_can_never_work_is_told_by_the_exit_code(place: Path) -> None:
+    config = place / "router.json"
+    config.write_bytes(msgspec.json.encode({"model_path": str(DEMO_MODEL), "controllers": ["carrier-pigeon://1"]}))
+    command = [sys.executable, "-m", "trunkline.router", "--config", str(config)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 2
+    assert "endpoints begin with ipc:// or tcp://" in done.stderr

@@ -28,6 +28,7 @@ _STYLES = {
     "draining": "yellow",
     "starting": "yellow",
     "given up": "bold red",
+    "lost": "bold red",
 }
 
 
@@ -57,9 +58,7 @@ def status(
     if as_json:
         typer.echo(json.dumps({**msgspec.to_builtins(running), **answer}, indent=2))
         return
-    console = Console(highlight=False)
-    console.print(f"{running.title}\n{running.url} · {answer['phase']}", markup=False, soft_wrap=True)
-    console.print(status_table(answer))
+    print_status(running, answer)
 
 
 def drain(
@@ -116,6 +115,15 @@ def restart(
     trunkline restart routers
     """
     run(lambda: _order("restart", units or [], port, wait))
+
+
+def print_status(running: Running, answer: Mapping[str, Any]) -> None:
+    """What runs, and why something was given up."""
+    console = Console(highlight=False)
+    console.print(f"{running.title}\n{running.url} · {answer['phase']}", markup=False, soft_wrap=True)
+    console.print(status_table(answer))
+    for why in [row["why"] for row in (*answer["groups"], *answer["processes"]) if row.get("why")]:
+        console.print(Text(f"Given up: {why}.", style="bold red"), soft_wrap=True)
 
 
 def status_table(answer: Mapping[str, Any]) -> Table:

@@ -38,7 +38,7 @@ from trunkline.deploy.tiers import disk_folders
 
 
 def run_node(kind: Kind, settings: ServeSettings, node_settings: NodeSettings) -> int:
-    """Run a part of a cluster until it is stopped or fails; the exit code (0, 1).
+    """Run a part of a cluster until it is stopped or fails; the exit code (0, 1, or 2 if it can never work).
 
     Raises:
         UserError: it cannot work; nothing was started.

@@ -109,8 +109,9 @@ class NodeHealth:
 
 def alive(status: Mapping[str, Any]) -> Verdict:
     """From the supervisor's status."""
-    lost = [f"group {group['group']}" for group in status["groups"] if group["state"] == "lost"]
-    lost += [row["name"] for row in status["processes"] if row["state"] == "given up"]
+    rows = [(f"group {group['group']}", group) for group in status["groups"] if group["state"] == "lost"]
+    rows += [(row["name"], row) for row in status["processes"] if row["state"] == "given up"]
+    lost = [f"{name} ({row['why']})" if row.get("why") else name for name, row in rows]
     return Verdict(False, f"given up: {', '.join(lost)}") if lost else Verdict(True, "the supervisor answers")
 
 

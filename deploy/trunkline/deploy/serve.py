@@ -158,7 +158,7 @@ def children(plan: ClusterPlan, folder: Path, disk: DiskFolders | None = None) -
 
 
 def serve(settings: ServeSettings) -> int:
-    """Run a cluster until it is stopped or fails; the exit code (0, 1).
+    """Run a cluster until it is stopped or fails; the exit code (0, 1, or 2 if it can never work).
 
     Raises:
         UserError: it cannot work; nothing was started.

@@ -16,12 +16,17 @@ from trunkline.router.server import inherited, listen, serve
 
 
 def main() -> int:
-    """Run a router; the exit code is 0 after a clean drain and 1 after any failure."""
+    """Run a router; the exit code is 0 after a clean drain, 2 for a configuration that cannot work, and 1 after any
+    other failure."""
     parser = argparse.ArgumentParser(prog="python -m trunkline.router", description=__doc__)
     parser.add_argument("--config", required=True, help="JSON file with the fields of RouterConfig")
     arguments = parser.parse_args()
     try:
         config = load_config(arguments.config)
+    except ValueError as error:
+        print(f"router: {error}", file=sys.stderr)
+        return 2
+    try:
         if config.parent_pid:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # also while it starts; see server.py
         fields: dict[str, Any] = {"router": config.number} if config.routers > 1 else {}

@@ -7,7 +7,7 @@ import shlex
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +23,7 @@ from trunkline.deploy.launch.protocol import (
     Done,
     Forget,
     Hello,
+    HostFacts,
     LogLine,
     Logs,
     Look,
@@ -92,6 +93,33 @@ def test_a_unit_lives_on_without_its_launcher_and_is_found_again(host: Host, con
         assert states(later) == {}
     finally:
         later.close()
+
+
+@pytest.mark.parametrize(
+    ("count", "visible", "names"),
+    [
+        (0, None, []),
+        (2, None, ["0", "1"]),
+        (8, None, ["0", "1", "2", "3", "4", "5", "6", "7"]),
+        (2, "6, GPU-8f1c", ["6", "GPU-8f1c"]),
+        (1, "3,99", ["3"]),
+    ],
+)
+def test_a_host_says_which_gpus_its_processes_can_use(
+    count: int,
+    visible: str | None,
+    names: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    show_gpus: Callable[[int], None],
+) -> None:
+    show_gpus(count)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    facts, _ = Agent().answer(Hello(cluster="demo", host="a", state=str(tmp_path)))
+    assert isinstance(facts, HostFacts)
+    assert facts.gpus == names
 
 
 def test_a_unit_that_cannot_run_says_why(connection: Connection) -> None:

@@ -74,7 +74,7 @@ def test_deep_nesting_is_refused() -> None:
         ),
         ("version: 1\ngroups:\n- tp: 1\n- tpp: 2", "c.yaml:4: groups[1].tpp: is unknown; did you mean 'tp'?"),
         ("version: 1\ngroups:\n- tp: 0", "c.yaml:3: groups[0].tp: expected `int` >= 1"),
-        ("version: 1\ngroups:\n- tp: two", "c.yaml:3: groups[0].tp: expected `int`, got `str`"),
+        ("version: 1\ngroups:\n- tp: two", "c.yaml:3: groups[0].tp: expected `int | null`, got `str`"),
         ("version: 1\nhosts: 5", "c.yaml:2: hosts: is a mapping"),
         ("version: 1\nhosts:\n  A b: {}", "c.yaml:3: hosts.A b: is no name for a host"),
         ("version: 1\nhosts:\n  a: {ssh: b, command: [c]}", "c.yaml:3: hosts.a: has ssh and command"),

@@ -21,6 +21,9 @@ CASES = 3000
 EXAMPLES = sorted((Path(__file__).parents[3] / "examples/launch").glob("*.yaml"))
 
 
+GPUS = tuple(map(str, range(8)))
+
+
 @pytest.fixture(scope="module")
 def rules() -> Rules:
     return command_rules()
@@ -199,15 +202,49 @@ def test_tiers_of_a_group_are_over_the_clusters(rules: Rules) -> None:
 
 
 def test_groups_on_one_host_share_its_cores_and_gpus(rules: Rules) -> None:
-    facts = {"local": Facts(cores=16, memory_bytes=1 << 36, gpus=8)}
+    facts = {"local": Facts(cores=16, memory_bytes=1 << 36, gpus=GPUS[:8])}
     made = plan("version: 1\ngroups: [{tp: 2, count: 2}, {tp: 1, options: {threads: 1}}]", rules, facts)
     assert [option(unit, "threads") for unit in made.units] == ["3", "3", "1", None]
     visible = [unit.environment.get("CUDA_VISIBLE_DEVICES") for unit in made.units]
     assert visible == ["0,1", "2,3", "4", None]
 
 
+@pytest.mark.parametrize(
+    ("count", "groups", "visible"),
+    [
+        (0, "{}", [None]),
+        (1, "{}", ["0"]),
+        (2, "{}", ["0,1"]),
+        (8, "{count: 2}", ["0,1,2,3", "4,5,6,7"]),
+        (8, "{tp: 2}, {}, {}", ["0,1", "2,3,4", "5,6,7"]),
+        (8, "{options: {device: cpu}}, {}", [None, "0,1,2,3,4,5,6,7"]),
+        (1, "{count: 2, options: {gpu-memory-fraction: 0.5}}", ["0", "0"]),
+        (2, "{tp: 2, count: 2, options: {gpu-memory-fraction: 0.45}}", ["0,1", "0,1"]),
+        (2, "{tp: 1, count: 3, options: {gpu_memory_fraction: 0.5}}", ["0", "1", "0"]),
+    ],
+)
+def test_a_group_that_says_no_tp_has_its_part_of_the_gpus(
+    count: int, groups: str, visible: list[str | None], rules: Rules
+) -> None:
+    facts = {"local": Facts(cores=16, memory_bytes=1 << 36, gpus=GPUS[:count])}
+    made = plan(f"version: 1\ngroups: [{groups}]", rules, facts)
+    units = [unit for unit in made.units if unit.kind == "group"]
+    assert [unit.environment.get("CUDA_VISIBLE_DEVICES") for unit in units] == visible
+    for unit in units:
+        # It chooses by its model and what it sees (`placement.default_tp`), or has what it had without GPUs.
+        chooses = "tp:" not in groups and unit.environment.get("CUDA_VISIBLE_DEVICES") is not None
+        if "tp:" not in groups:
+            assert (option(unit, "tp") is None, option(unit, "ranks") is None) == (chooses, chooses)
+
+
+def test_gpus_that_a_host_hides_are_not_given_out(rules: Rules) -> None:
+    facts = {"local": Facts(cores=16, memory_bytes=1 << 36, gpus=("2", "GPU-8f1c"))}
+    made = plan("version: 1\ngroups: [{tp: 1, count: 2}]", rules, facts)
+    assert [u.environment.get("CUDA_VISIBLE_DEVICES") for u in made.units] == ["2", "GPU-8f1c", None]
+
+
 def test_a_group_that_is_alone_decides_itself(rules: Rules) -> None:
-    made = plan("version: 1\ngroups: [{tp: 2}]", rules, {"local": Facts(16, 1 << 36, 0)})
+    made = plan("version: 1\ngroups: [{tp: 2}]", rules, {"local": Facts(16, 1 << 36)})
     assert option(made.units[0], "threads") is None
     assert "CUDA_VISIBLE_DEVICES" not in made.units[0].environment
 
@@ -235,6 +272,11 @@ def test_a_models_folder_is_relative_to_the_file(rules: Rules) -> None:
             "has the address 1.2.3.4, as a has",
         ),
         ("hosts: {a: {gpus: 2}}\ngroups: [{tp: 2}, {tp: 1}]", "finds no GPU for each of its ranks on host a"),
+        (
+            "hosts: {a: {gpus: 1}}\ngroups: [{count: 2, options: {gpu-memory-fraction: 0.6}}]",
+            "it has 1, and 1 are given to other groups; groups share GPUs if each says",
+        ),
+        ("hosts: {a: {gpus: 1}}\ngroups: [{count: 2}]", "group-1 finds no GPU for each of its ranks on host a"),
         ("hosts: {a: {memory: 1GiB}}\ntiers: {kv_memory: 512MiB, host: 1GiB}", "its groups are given 1.5 GiB"),
         ("tiers: {kv_memory: lots}", "tiers.kv_memory: kv_memory is 'lots'"),
         (
@@ -258,7 +300,7 @@ def test_a_models_folder_is_relative_to_the_file(rules: Rules) -> None:
     ],
 )
 def test_what_cannot_work_is_refused_with_a_reason(text: str, words: str, rules: Rules) -> None:
-    facts = {"a": Facts(2, 1 << 34, 0), "local": Facts(2, 1 << 34, 0)}
+    facts = {"a": Facts(2, 1 << 34), "local": Facts(2, 1 << 34)}
     assert words in problem(f"version: 1\n{text}", rules, facts)
 
 

@@ -28,6 +28,7 @@ from typing import BinaryIO, Final
 
 import msgspec
 
+from trunkline.deploy import gpus
 from trunkline.deploy.cores import available_cores
 from trunkline.deploy.errors import UserError
 from trunkline.deploy.host import node_id
@@ -62,6 +63,7 @@ from trunkline.deploy.launch.protocol import (
     UnitState,
 )
 from trunkline.deploy.launch.rotation import Follower, last_lines
+from trunkline.deploy.launch.shares import VISIBLE
 
 _UNITS: Final = "units"
 _NAME: Final = re.compile(r"[a-z0-9][a-z0-9.-]{0,100}")
@@ -130,7 +132,7 @@ class Agent:
             hostname=socket.gethostname(),
             cores=available_cores(),
             memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
-            gpus=len(list(Path("/dev").glob("nvidia[0-9]*"))),
+            gpus=_gpu_names(gpus.look().count, os.environ.get(VISIBLE)),
             folder=str(self._folder),
         )
 
@@ -273,6 +275,13 @@ def _look_at(unit: UnitFolder, with_probe: bool) -> UnitState | None:
         version=record.version,
         argv=record.argv,
     )
+
+
+def _gpu_names(count: int, visible: str | None) -> list[str]:
+    """Names of so many GPUs, of which a variable of this host may show a part only."""
+    if visible is None:
+        return [str(index) for index in range(count)]
+    return [name.strip() for name in visible.split(",")][:count]
 
 
 def _is_taken(port: int) -> bool:

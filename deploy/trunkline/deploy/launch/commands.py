@@ -26,7 +26,7 @@ from trunkline.deploy.launch.hosts import Hosts
 from trunkline.deploy.launch.launcher import Launcher, stop_all
 from trunkline.deploy.launch.loading import Loaded, launched
 from trunkline.deploy.launch.plan import Plan
-from trunkline.deploy.launch.protocol import LogLine, Logs, UnitState
+from trunkline.deploy.launch.protocol import HostFacts, LogLine, Logs, UnitState
 from trunkline.deploy.launch.records import Launched
 from trunkline.deploy.launch.shares import Facts
 from trunkline.deploy.launch.transports import describe
@@ -107,13 +107,16 @@ def _prepare(loaded: Loaded, hosts: Hosts, reporter: ConsoleReporter, options: U
     if len(versions) > 1:
         said = ", ".join(f"{label} {found.version}" for label, found in facts.items())
         raise UserError(f"the hosts have different versions of trunkline ({said}); install the same one on all")
-    plan = loaded.plan(
-        {label: Facts(found.cores, found.memory_bytes, found.gpus) for label, found in facts.items()}
-    )
+    plan = loaded.plan(_facts_of(facts))
     for warning in plan.warnings:
         reporter.say(warning, "warning")
     contents = key_files.contents(plan.security, plan.name, loaded.path.parent, reporter.say)
     return Launcher(plan, hosts, reporter, contents, options.start_s)
+
+
+def _facts_of(found: Mapping[str, HostFacts]) -> dict[str, Facts]:
+    """What the plan needs to know of hosts."""
+    return {label: Facts(facts.cores, facts.memory_bytes, tuple(facts.gpus)) for label, facts in found.items()}
 
 
 def _apply(launcher: Launcher, options: UpOptions, console: Console) -> None:
@@ -268,7 +271,7 @@ def check(path: Path, *, with_hosts: bool, as_json: bool) -> int:
         with Hosts(plan.name, plan.hosts) as hosts:
             problems = [str(error) for error in hosts.connect().values()]
             facts = {label: connection.facts for label, connection in hosts.connections.items()}
-            plan = loaded.plan({label: Facts(f.cores, f.memory_bytes, f.gpus) for label, f in facts.items()})
+            plan = loaded.plan(_facts_of(facts))
             if len({found.version for found in facts.values()}) > 1:
                 said = ", ".join(f"{label} {found.version}" for label, found in facts.items())
                 problems.append(f"the hosts have different versions of trunkline: {said}")

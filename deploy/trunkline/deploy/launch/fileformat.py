@@ -112,7 +112,13 @@ class Group(Record, frozen=True):
 
     name: Annotated[str, Meta(description="Default: `group-N`.")] = ""
     count: Annotated[Positive, Meta(description="So many of them, `NAME-0` and so on, on the same hosts.")] = 1
-    tp: Annotated[Positive, Meta(description="Tensor-parallel workers (ranks).")] = 1
+    tp: Annotated[
+        Positive | None,
+        Meta(
+            description="Tensor-parallel workers (ranks). Default: on a host with GPUs an equal part of them for "
+            "each such group, as far as the model can be split; else 1."
+        ),
+    ] = None
     hosts: Annotated[
         str | list[str] | dict[str, Positive] | None,
         Meta(

@@ -20,6 +20,11 @@ class GroupPlan:
     """By host, in the order of the ranks; the first one runs the controller."""
 
     @property
+    def chooses(self) -> bool:
+        """Whether it is left to the group how many ranks it has, if its host has GPUs."""
+        return self.record.tp is None and len(self.ranks) == 1
+
+    @property
     def leader(self) -> str:
         """The host of its controller."""
         return next(iter(self.ranks))
@@ -61,12 +66,12 @@ def host_named(document: Document, given: str, hosts: list[str], path: Path) -> 
 
 def _ranks(document: Document, group: Group, path: Path, hosts: list[str]) -> dict[str, range]:
     where = (*path, "hosts")
-    given = group.hosts
+    given, tp = group.hosts, group.tp or 1
     if isinstance(given, dict):
         counts = {host_named(document, label, hosts, (*where, label)): n for label, n in given.items()}
-        if sum(counts.values()) != group.tp:
+        if sum(counts.values()) != tp:
             said = ", ".join(f"{n} on {label}" for label, n in counts.items()) or "none"
-            raise document.error(where, f"has {said}; tp is {group.tp}, and so many ranks must have a host")
+            raise document.error(where, f"has {said}; tp is {tp}, and so many ranks must have a host")
     else:
         labels = given if isinstance(given, list) else [given or ""]
         if not labels:
@@ -77,13 +82,13 @@ def _ranks(document: Document, group: Group, path: Path, hosts: list[str]) -> di
         ]
         if len(set(labels)) < len(labels):
             raise document.error(where, "names a host twice; a host's ranks are one unit")
-        if group.tp % len(labels):
+        if tp % len(labels):
             raise document.error(
                 where,
-                f"are {len(labels)}, among which tp {group.tp} cannot be shared equally; say how many ranks each "
+                f"are {len(labels)}, among which tp {tp} cannot be shared equally; say how many ranks each "
                 "has, as in {a: 2, b: 1}",
             )
-        counts = dict.fromkeys(labels, group.tp // len(labels))
+        counts = dict.fromkeys(labels, tp // len(labels))
     ranks, first = {}, 0
     for label, count in counts.items():
         ranks[label] = range(first, first + count)

@@ -18,6 +18,7 @@ from trunkline.deploy.launch.decisions import ENDED, Decision, Place, decide
 from trunkline.deploy.launch.hosts import Hosts
 from trunkline.deploy.launch.plan import Plan, Unit
 from trunkline.deploy.launch.protocol import Begin, CheckPorts, LogLine, Logs, TakenPorts, UnitRecord, UnitState
+from trunkline.deploy.members import EXIT_IMPOSSIBLE
 
 POLL_S: Final = 0.5
 _KILL_S: Final = 20.0
@@ -29,6 +30,12 @@ _UNREACHED_S: Final = 60.0
 
 class LaunchError(DeployError):
     """The cluster could not be started, or stopped. What is said of it was said."""
+
+
+class ImpossibleError(LaunchError):
+    """A unit says that what the file asks for can never work."""
+
+    exit_code = EXIT_IMPOSSIBLE
 
 
 class Reporter(Protocol):
@@ -140,7 +147,7 @@ class Launcher:
                 first = before.setdefault(place, 0 if place[1] in self.begun else state.restarts)
                 died = state.restarts > first
                 if state.state in ENDED or died:
-                    self._fail(place, _ending(state))
+                    self._fail(place, _ending(state), state.exit_code)
                 if state.state != "ready":
                     pending.append(place)
             if not pending:
@@ -198,12 +205,13 @@ class Launcher:
                         "other ports in the file (ports:, groups[].port, routers[].port)",
                     )
 
-    def _fail(self, place: Place, text: str) -> None:
+    def _fail(self, place: Place, text: str, exit_code: int | None = None) -> None:
         label, name = place
         if label in self.hosts.connections:
             replies = self.hosts.connections[label].ask(Logs(units=[name], lines=_LAST_LINES))
             self.reporter.lines(name, [reply.text for reply in replies if isinstance(reply, LogLine)])
-        raise LaunchError(f"{name} on {label} {text}")
+        kind = ImpossibleError if exit_code == EXIT_IMPOSSIBLE else LaunchError
+        raise kind(f"{name} on {label} {text}")
 
 
 def end_units(hosts: Hosts, reporter: Reporter, places: Iterable[Place], stop_s: float) -> None:

@@ -180,7 +180,9 @@ def _group_units(parts: _Parts, group: GroupPlan, port: int) -> list[Unit]:
         name = group.name if leads else f"{group.name}.{label}"
         health = parts.ports.health(label, name)
         where = "--listen" if leads else "--leader"
-        argv = [kind, cluster.model, f"--tp={record.tp}", f"--ranks={ranks[0]}-{ranks[-1]}"]
+        argv = [kind, cluster.model]
+        if not (group.chooses and (group.name, label) in parts.shares.devices):
+            argv += [f"--tp={record.tp or 1}", f"--ranks={ranks[0]}-{ranks[-1]}"]
         argv.append(f"{where}={parts.listens[group.name]}")
         words, variables = parts.words.of(kind, record.options, group.path)
         more, secrets = parts.words.of_tiers(kind, tiers, path, group.name)

@@ -14,7 +14,7 @@ from typing import Final
 
 import msgspec
 
-PROTOCOL: Final = 1
+PROTOCOL: Final = 2
 MARK: Final = b"trunkline-agent "
 LINE_BYTES_MAX: Final = 64 << 20
 """A file with keys of very many tenants fits."""
@@ -105,7 +105,8 @@ class HostFacts(Message, frozen=True):
     hostname: str
     cores: int
     memory_bytes: int
-    gpus: int
+    gpus: list[str]
+    """As `CUDA_VISIBLE_DEVICES` names those that its processes can use."""
     folder: str
     """Of this cluster on this host."""
 

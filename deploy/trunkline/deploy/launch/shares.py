@@ -10,9 +10,11 @@ from trunkline.deploy.errors import UserError
 from trunkline.deploy.launch.document import Document
 from trunkline.deploy.launch.fileformat import Cluster, Host, Tiers
 from trunkline.deploy.launch.groups import GroupPlan
+from trunkline.deploy.launch.option_rules import plain
 from trunkline.deploy.sizes import format_bytes, parse_bytes
 
-_VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
+VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
+_FRACTION: Final = "gpu-memory-fraction"
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,8 @@ class Facts:
 
     cores: int
     memory_bytes: int
-    gpus: int
+    gpus: tuple[str, ...] = ()
+    """As `CUDA_VISIBLE_DEVICES` names them."""
 
 
 @dataclass
@@ -115,20 +118,68 @@ def _give_devices(
     known: Facts | None,
     shares: Shares,
 ) -> None:
-    """A GPU for each rank, where they are counted; groups whose environment says which ones are left alone."""
-    gpus = host.gpus if host.gpus is not None else known.gpus if known else 0
-    if not gpus or _VISIBLE in host.environment:
+    """A GPU for each rank, where they are counted; groups whose environment says which ones are left alone.
+
+    Groups that say `gpu-memory-fraction` share GPUs once there are no free ones, as far as their shares fit. Those
+    that leave their number of ranks open have equal parts of what the others leave.
+    """
+    names = _names(host, known)
+    if not names or VISIBLE in host.environment:
         return
-    first = 0
-    for group in here:
-        if _VISIBLE in group.record.environment or _device(cluster, group) == "cpu":
-            continue
-        last = first + len(group.ranks[label])
-        if last > gpus:
-            raise document.error(
-                (*group.path, "hosts"),
-                f"{group.name} finds no GPU for each of its ranks on host {label}: it has {gpus}, and {first} "
-                "are given to other groups",
-            )
-        shares.devices[group.name, label] = {_VISIBLE: ",".join(map(str, range(first, last)))}
-        first = last
+    placed = [g for g in here if VISIBLE not in g.record.environment and _device(cluster, g) != "cpu"]
+    load = dict.fromkeys(names, 0.0)
+    # What is fixed comes first, so that the rest is known.
+    fixed, open_ones = [g for g in placed if not g.chooses], [g for g in placed if g.chooses]
+    for group in fixed:
+        _take(document, cluster, label, group, len(group.ranks[label]), load, shares)
+    free = sum(not used for used in load.values())
+    for group in open_ones:
+        _take(document, cluster, label, group, max(1, free // len(open_ones)), load, shares)
+
+
+def _names(host: Host, known: Facts | None) -> tuple[str, ...]:
+    """Of a host's GPUs. What the file says of their number counts more than what the host shows."""
+    shown = known.gpus if known is not None else ()
+    if host.gpus is None or host.gpus <= len(shown):
+        return shown[: host.gpus]
+    return tuple(str(index) for index in range(host.gpus))
+
+
+def _take(
+    document: Document,
+    cluster: Cluster,
+    label: str,
+    group: GroupPlan,
+    ranks: int,
+    load: dict[str, float],
+    shares: Shares,
+) -> None:
+    """
+    Raises:
+        FileError: there are too few.
+    """
+    fraction = _fraction(cluster, group)
+    share = 1.0 if fraction is None else fraction
+    order = list(load)
+    fitting = sorted((name for name in load if load[name] + share <= 1 + 1e-9), key=lambda name: load[name])
+    if len(fitting) < ranks:
+        taken = sum(used > 0 for used in load.values())
+        raise document.error(
+            (*group.path, "hosts"),
+            f"{group.name} finds no GPU for each of its ranks on host {label}: it has {len(load)}, and {taken} "
+            "are given to other groups; groups share GPUs if each says `options: {gpu-memory-fraction: F}`, with "
+            "sums up to 1",
+        )
+    chosen = sorted(fitting[:ranks], key=order.index)
+    for name in chosen:
+        load[name] += share
+    shares.devices[group.name, label] = {VISIBLE: ",".join(chosen)}
+
+
+def _fraction(cluster: Cluster, group: GroupPlan) -> float | None:
+    """The share of each of its GPUs that a group says it needs; None: it has them alone."""
+    options = {plain(name): value for name, value in {**cluster.options, **group.record.options}.items()}
+    value = options.get(_FRACTION)
+    # What cannot be a share is refused with the other options, or by the group itself.
+    is_share = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1
+    return float(value) if is_share else None
