@@ -170,6 +170,27 @@ def test_a_group_of_several_pods_shares_its_ranks_out() -> None:
         assert container["resources"]["limits"]["nvidia.com/gpu"] == 4
 
 
+@pytest.mark.parametrize(
+    ("values", "tp"),
+    [
+        ({}, "1"),
+        ({"podsPerGroup": 2}, "2"),
+        ({"gpus": 1}, "1"),
+        ({"gpus": 2}, "2"),
+        ({"gpus": 8, "podsPerGroup": 2}, "16"),
+        ({"gpus": 2, "tp": 2}, "2"),
+        ({"tp": 4}, "4"),
+    ],
+)
+def test_a_group_has_a_rank_for_each_gpu_unless_it_is_told_otherwise(values: Object, tp: str) -> None:
+    templates = [template for _, template in pod_templates(render({"groups": values}))]
+    groups = [c for template in templates for c in containers(template) if c["name"] in ("group", "workers")]
+    assert {option(container, "tp") for container in groups} == {tp}
+    if gpus := values.get("gpus"):
+        assert {c["resources"]["limits"]["nvidia.com/gpu"] for c in groups} == {gpus}
+    assert f"of {tp} rank(s)" in notes({"groups": values})
+
+
 def test_gpus_are_asked_for_and_otherwise_cpus_are_used() -> None:
     group = only(render({"groups": {"tp": 2, "gpus": 2}}), "StatefulSet")["spec"]["template"]["spec"][
         "containers"

@@ -5,7 +5,8 @@
 {{- $g := .root.Values.groups -}}
 {{- $net := .root.Values.network -}}
 {{- $part := dict "root" .root "component" "group" "part" $g -}}
-{{- $ranks := div (int $g.tp) (int $g.podsPerGroup) -}}
+{{- $tp := include "trunkline.tp" .root -}}
+{{- $ranks := div (int $tp) (int $g.podsPerGroup) -}}
 metadata:
   labels:
     {{- include "trunkline.selector" $part | nindent 4 }}
@@ -41,7 +42,7 @@ spec:
       args:
         - {{ include "trunkline.model" .root | quote }}
         - --tp
-        - {{ $g.tp | quote }}
+        - {{ $tp | quote }}
         {{- if $leads }}
         - --listen
         - "0.0.0.0:{{ $net.groupPort }}"

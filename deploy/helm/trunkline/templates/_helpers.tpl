@@ -114,14 +114,25 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | quote }}
 {{- $names | uniq | join "," -}}
 {{- end -}}
 
+{{/* Ranks of a group: as given, else one for each GPU, or for each pod. */}}
+{{- define "trunkline.tp" -}}
+{{- $g := .Values.groups -}}
+{{- if $g.tp -}}
+{{- int $g.tp -}}
+{{- else -}}
+{{- mul (max 1 (int $g.gpus)) (int $g.podsPerGroup) -}}
+{{- end -}}
+{{- end -}}
+
 {{/* What no schema can say. */}}
 {{- define "trunkline.validate" -}}
 {{- $v := .Values -}}
 {{- $g := $v.groups -}}
-{{- if mod (int $g.tp) (int $g.podsPerGroup) -}}
-{{- fail (printf "groups.tp is %d and groups.podsPerGroup %d: every pod has as many ranks as the others, so tp must be a multiple of podsPerGroup" (int $g.tp) (int $g.podsPerGroup)) -}}
+{{- $tp := include "trunkline.tp" . -}}
+{{- if mod (int $tp) (int $g.podsPerGroup) -}}
+{{- fail (printf "groups.tp is %d and groups.podsPerGroup %d: every pod has as many ranks as the others, so tp must be a multiple of podsPerGroup" (int $tp) (int $g.podsPerGroup)) -}}
 {{- end -}}
-{{- $ranks := div (int $g.tp) (int $g.podsPerGroup) -}}
+{{- $ranks := div (int $tp) (int $g.podsPerGroup) -}}
 {{- if and (gt (int $g.gpus) 0) (ne (int $g.gpus) (int $ranks)) -}}
 {{- fail (printf "groups.gpus is %d, but each pod has %d ranks (tp / podsPerGroup), and each rank needs a GPU of its own; set groups.gpus to %d, or to 0 for CPUs" (int $g.gpus) (int $ranks) (int $ranks)) -}}
 {{- end -}}
