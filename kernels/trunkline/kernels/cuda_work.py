@@ -7,7 +7,10 @@ until a buffer has to grow (to the next power of two; `generation` tells). The g
 are brought up to date before each replay (`CudaKernels.prepare_replay`), and during a capture that is an error.
 
 Prefill: the same words as decode's, so that one kernel serves both. A piece is a tile of consecutive queries of an
-entry and a run of items with equal shift; its rows see keys up to their own position (`causal`).
+entry and a run of items with equal shift; its rows see keys up to their own position (`causal`). Prompts over many
+shifted modules have so many partial results that they would take gigabytes. So a plan whose partials do not fit
+the workspace is executed in parts, one after the other: some of its rows each, with the same pieces in the same
+order. Results are the same bits.
 """
 
 from __future__ import annotations
@@ -32,6 +35,11 @@ TOKENS: Final = 7
 STEPS_WORDS: Final = 4
 """Words in front of the plan, so that it stays aligned to 16 bytes; the first is the number of steps."""
 MIN_WORDS: Final = 1 << 14
+WORKSPACE_BYTES: Final = 256 << 20
+"""Of partial results, allocated at the first use. Prefill never takes more; decode grows it if it has to: 256 rows
+of 32 heads of 128 values with 60 pieces each just fit."""
+WORDS_ALIGNED: Final = 4
+"""Words of a part of a prefill plan begin at a multiple of so many: 16 bytes."""
 
 
 def grown(capacity: int, needed: int, least: int) -> int:
@@ -75,24 +83,31 @@ class DecodeWork:
         self.last_block = int(plan.block.max(initial=-1))
 
 
+def partial_floats(heads: int, head_dim: int) -> int:
+    """float32 numbers of one partial result of a row: a sum and two statistics for each head."""
+    return heads * (head_dim + 2)
+
+
 class Workspace:
     """Partial results of attention, float32, shared by all layers: they are merged before the next one begins."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, least_bytes: int = WORKSPACE_BYTES) -> None:
+        """`least_bytes`: taken at the first use, so that from then on it is known what a step needs besides KV."""
         self.generation = 0
         """Counts reallocations: graphs captured before the last one are stale."""
+        self._least = least_bytes // 4
         self._memory = torch.empty(0, dtype=torch.float32, device=device)
 
     def fits(self, partials: int, heads: int, head_dim: int) -> bool:
-        return partials * heads * (head_dim + 2) <= len(self._memory) > 0
+        return partials * partial_floats(heads, head_dim) <= len(self._memory) > 0
 
     def take(self, partials: int, heads: int, head_dim: int) -> tuple[int, int]:
         """Addresses of the sums `[capacity, heads, head_dim]` and of the statistics `[capacity, heads, 2]`.
 
         They do not depend on `partials` unless the memory has to grow: a captured graph holds them.
         """
-        each = heads * (head_dim + 2)
-        size = grown(len(self._memory), partials * each, 1 << 20)
+        each = partial_floats(heads, head_dim)
+        size = grown(max(len(self._memory), self._least), partials * each, 1 << 20)
         if size > len(self._memory):
             self._memory = torch.empty(size, dtype=torch.float32, device=self._memory.device)
             self.generation += 1
@@ -163,10 +178,23 @@ class PrefillCut:
     piece_tokens_min: int
     piece_tokens: int = 0
     """Tokens of every piece, whatever the batch (batch-invariant mode); 0: off."""
+    partials_max: int = 1 << 62
+    """Of one part of the work, unless a single tile has more."""
+
+
+class PrefillPart(NamedTuple):
+    """Rows of a prefill plan that are computed at once."""
+
+    row_start: int
+    row_stop: int
+    piece_start: int
+    piece_stop: int
+    partials: int
+    needs_merge: bool
 
 
 class PrefillWork:
-    """Words of a prefill plan (`work_plan.h`), and what the host must know of them."""
+    """Words of a prefill plan (`work_plan.h`), part by part, and what the host must know of them."""
 
     def __init__(self, plan: PrefillPlan, cut: PrefillCut) -> None:
         self._plan = plan
@@ -184,12 +212,36 @@ class PrefillWork:
             for start in range(int(plan.query_indptr[entry]), int(plan.query_indptr[entry + 1]), cut.rows_per_tile)
         ]
         pieces_per_tile = -(-cut.units_wanted // max(1, len(tiles)))
+        piece_ends: list[int] = []
         for entry, start, stop in tiles:
             self._add_tile(entry, (start, stop), cut, pieces_per_tile)
-        self.rows = queries
-        self.partials = int(self._row_counts.sum())
-        self.needs_merge = self.partials > queries
+            piece_ends.append(len(self._items))
         self.tokens_read = int(plan.count.sum())
+        self.parts = self._split([(start, stop) for _, start, stop in tiles], piece_ends, cut.partials_max)
+
+    def _split(
+        self, tiles: list[tuple[int, int]], piece_ends: list[int], partials_max: int
+    ) -> tuple[PrefillPart, ...]:
+        """Consecutive tiles whose partials fit; all at once if there is nothing to merge.
+
+        Args:
+            tiles: their rows.
+            piece_ends: by tile, the index behind its last piece.
+        """
+        ends = np.concatenate([[0], np.cumsum(self._row_counts)])
+        if int(ends[-1]) == len(self._row_counts):
+            partials_max = int(ends[-1])
+        parts: list[PrefillPart] = []
+        row, piece = 0, 0
+        for index, (_, stop) in enumerate(tiles):
+            following = tiles[index + 1][1] if index + 1 < len(tiles) else stop
+            is_last = index + 1 == len(tiles)
+            if not is_last and int(ends[following] - ends[row]) <= partials_max:
+                continue
+            partials = int(ends[stop] - ends[row])
+            parts.append(PrefillPart(row, stop, piece, piece_ends[index], partials, partials > stop - row))
+            row, piece = stop, piece_ends[index]
+        return tuple(parts)
 
     def _add_tile(self, entry: int, rows: tuple[int, int], cut: PrefillCut, pieces: int) -> None:
         plan = self._plan
@@ -212,13 +264,24 @@ class PrefillWork:
                 ordinal += 1
         self._row_counts[rows[0] : rows[1]] = ordinal
 
-    def words(self) -> Tensor:
-        """int32, on the host."""
-        plan = self._plan
-        sizes = [len(items) for items in self._items]
-        widths = [stop - start for start, stop in self._rows]
-        items = np.concatenate([*self._items, np.zeros(0, dtype=np.int64)]).astype(np.int64)
-        entry_rows = [np.arange(start, stop) for start, stop in self._rows]
+    def words(self) -> tuple[Tensor, list[int]]:
+        """The words of all parts, int32, on the host, and at which of them each part begins."""
+        parts = [self._words(part) for part in self.parts]
+        lengths = [-(-len(words) // WORDS_ALIGNED) * WORDS_ALIGNED for words in parts]
+        starts = np.cumsum([0, *lengths]).tolist()
+        joined = np.zeros(starts[-1], dtype=np.int32)
+        for start, words in zip(starts, parts, strict=False):
+            joined[start : start + len(words)] = words
+        return torch.from_numpy(joined), starts[:-1]
+
+    def _words(self, part: PrefillPart) -> NDArray[np.int32]:
+        """The words of one part; its rows count from 0."""
+        plan, pieces = self._plan, slice(part.piece_start, part.piece_stop)
+        rows = self._rows[pieces]
+        sizes = [len(items) for items in self._items[pieces]]
+        widths = [stop - start for start, stop in rows]
+        items = np.concatenate([*self._items[pieces], np.zeros(0, dtype=np.int64)]).astype(np.int64)
+        entry_rows = [np.arange(start, stop) - part.row_start for start, stop in rows]
         arrays = (
             np.cumsum([0, *sizes]),
             np.cumsum([0, *widths]),
@@ -228,25 +291,34 @@ class PrefillWork:
             plan.base[items],
             np.zeros(len(items)),  # tails do not grow
             np.concatenate([*entry_rows, np.zeros(0, dtype=np.int64)]),
-            np.repeat(self._shifts, widths),
-            np.repeat(self._ordinals, widths),
-            np.cumsum([0, *self._row_counts.tolist()]),
-            plan.query_position,
+            np.repeat(self._shifts[pieces], widths),
+            np.repeat(self._ordinals[pieces], widths),
+            np.cumsum([0, *self._row_counts[part.row_start : part.row_stop].tolist()]),
+            plan.query_position[part.row_start : part.row_stop],
         )
         offsets = np.cumsum([HEADER_WORDS, *map(len, arrays)])
         header = np.zeros(HEADER_WORDS, dtype=np.int32)
-        counts = (len(sizes), len(items), sum(widths), self.rows, self.partials, self.tokens_read)
+        row_count = part.row_stop - part.row_start
+        counts = (len(sizes), len(items), sum(widths), row_count, part.partials, self.tokens_read)
         header[: len(counts) + 3] = [MAGIC, offsets[-1], *counts, max(widths, default=0)]
         header[len(counts) + 3 : len(counts) + 3 + len(arrays)] = offsets[:-1]
-        return torch.from_numpy(np.concatenate([header, *(array.astype(np.int32) for array in arrays)]))
+        return np.concatenate([header, *(array.astype(np.int32) for array in arrays)])
 
 
 class PrefillDeviceWork:
     """A prefill plan's words on the device; private to `CudaKernels`."""
 
-    def __init__(self, key: WorkKey, work: PrefillWork, words: Tensor, plan: PrefillPlan) -> None:
+    def __init__(self, key: WorkKey, work: PrefillWork, plan: PrefillPlan) -> None:
         self.key = key
         self.work = work
-        self.words = words
+        words, starts = work.words()
+        self._words = words.to(key.device)
+        self._starts = starts
         self.has_shifts = bool(plan.shift.any())
         self.last_block = int(plan.block.max(initial=-1))
+
+    @property
+    def parts(self) -> list[tuple[PrefillPart, int]]:
+        """Each part, and the address of its words."""
+        base = self._words.data_ptr()
+        return [(part, base + 4 * start) for part, start in zip(self.work.parts, self._starts, strict=True)]
