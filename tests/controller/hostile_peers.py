@@ -99,6 +99,7 @@ class Group:
             router_endpoint=f"ipc://{folder}/router",
             events_endpoint=f"ipc://{folder}/events",
             index_path=str(folder / "index.sqlite"),
+            records_path=str(folder / "records.sqlite"),
             tier_fingerprint="00",
             chunk_size=CHUNK,
             max_context=96,

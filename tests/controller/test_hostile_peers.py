@@ -82,9 +82,9 @@ def test_a_router_that_talks_nonsense_harms_nobody(group: Group) -> None:
         if said := [message for message in group.said if isinstance(message, RecordReply)]:
             assert said[-1].status == "ok"
             break
-    database = group.service.persistence.database
-    assert database is not None
-    assert database.flush(), database.problem
+    index = group.service.persistence.index
+    assert index is not None
+    assert index.flush(), index.problem
 
 
 def reports(group: Group) -> list[msgspec.Struct]:

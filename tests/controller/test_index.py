@@ -9,6 +9,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
+from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import pytest
 import structlog
 
 from trunkline.controller.database import Database, DatabaseUnavailableError
-from trunkline.controller.index import DiskChunk, TierIndex
+from trunkline.controller.index import INDEX, DiskChunk, TierIndex
 
 FINGERPRINT = bytes(range(16))
 ROOT = b"r" * 16
@@ -169,32 +170,86 @@ def _damaged(path: Path, how: str) -> None:
             data = bytearray(b"This is no database, whatever its name says.\n" * 200)
         case "truncated":
             data = data[: len(data) // 2]
-        case "zeroed page":
-            data[4096:8192] = bytes(4096)
         case "header":
             data[20:60] = b"\xff" * 40
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("how", ["text", "truncated", "zeroed page", "header"])
-def test_a_damaged_file_is_moved_aside_with_one_warning(path: Path, how: str) -> None:
+def page_of(path: Path, table: str) -> int:
+    """A leaf page in the middle of a table."""
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        root = connection.execute("SELECT rootpage FROM sqlite_master WHERE name = ?", (table,)).fetchone()[0]
+    data = path.read_bytes()
+    page = data[(root - 1) * 4096 :]
+    assert page[0] in (2, 5), "there is one page only"  # an inner page, of an index or a table
+    cells = int.from_bytes(page[3:5], "big")
+    cell = int.from_bytes(page[12 + cells // 2 * 2 :][:2], "big")
+    return int.from_bytes(page[cell : cell + 4], "big")
+
+
+@pytest.mark.parametrize(
+    ("how", "least"),
+    [("text", 0), ("header", 0), ("truncated", 100), ("chunks", 400), ("sqlite_autoindex_chunks_1", 500)],
+)
+def test_of_a_damaged_file_what_can_be_read_is_kept(path: Path, how: str, least: int) -> None:
     index = TierIndex.open(path, FINGERPRINT)
     index.root(ROOT, b"")
     for slot in range(500):
         index.stored(chunk(slot, slot))
     index.close()
-    _damaged(path, how)
+    if how in ("text", "header", "truncated"):
+        _damaged(path, how)
+    else:
+        start = (page_of(path, how) - 1) * 4096
+        data = bytearray(path.read_bytes())
+        data[start : start + 4096] = bytes(4096)
+        path.write_bytes(data)
+    damaged = path.read_bytes()
     with structlog.testing.capture_logs() as logs:
         index = TierIndex.open(path, FINGERPRINT)
         found = index.load(slots=500, now=0.0)
-    assert found.chunks == []
-    assert [entry["log_level"] for entry in logs] == ["warning"]
-    assert path.with_name("index.sqlite.old").exists()
+    assert least <= len(found.chunks) <= 500
+    assert (len(found.chunks) < 500) == (how != "sqlite_autoindex_chunks_1")
+    assert all(row == chunk(row.slot, row.slot, last_use=0.0) for row in found.chunks)
+    assert [entry["log_level"] for entry in logs if "damaged" in entry["event"]] == ["warning"]
+    assert logs[0]["kept"]["chunks"] == len(found.chunks)
+    assert logs[0]["lost"]["chunks"] in ("unknown", 500 - len(found.chunks))
+    if how in (
+        "chunks",
+        "sqlite_autoindex_chunks_1",
+    ):  # one of the two is whole, so it is known how many there were
+        assert logs[0]["lost"]["chunks"] == 500 - len(found.chunks)
+    assert path.with_name("index.sqlite.damaged").read_bytes() == damaged
+    index.root(ROOT, b"")
+    index.stored(chunk(499, 1000))
+    index = reopened(index)
+    assert 499 in [c.slot for c in index.load(slots=500, now=0.0).chunks]
+    index.close()
+
+
+def test_an_interrupted_rescue_begins_again_or_is_finished(path: Path) -> None:
+    index = TierIndex.open(path, FINGERPRINT)
     index.root(ROOT, b"")
     index.stored(chunk(0, 1))
-    index = reopened(index)
+    index.close()
+    path.with_name("index.sqlite.salvaged").write_bytes(b"half of")  # killed while it was written
+    index = TierIndex.open(path, FINGERPRINT)
     assert len(index.load(slots=1, now=0.0).chunks) == 1
     index.close()
+    path.rename(path.with_name("index.sqlite.salvaged"))  # killed between the two renames
+    index = TierIndex.open(path, FINGERPRINT)
+    assert len(index.load(slots=1, now=0.0).chunks) == 1
+    index.close()
+
+
+def test_what_was_moved_aside_is_never_overwritten(path: Path) -> None:
+    for text in ("one", "two", "three"):
+        path.write_text(f"{text} is no database. " * 100)
+        TierIndex.open(path, FINGERPRINT).close()
+        path.unlink()
+    kept = [path.with_name(f"index.sqlite.damaged{n}").read_text()[:5] for n in ("", "-2", "-3")]
+    assert kept == ["one i", "two i", "three"]
 
 
 @pytest.mark.parametrize("pragma", ["user_version = 999", "application_id = 12345"])
@@ -248,7 +303,7 @@ def test_an_index_in_use_is_not_shared(path: Path) -> None:
         assert other.stdout is not None
         assert other.stdout.readline() == b"open\n"
         with pytest.raises(DatabaseUnavailableError, match="in use by another process"):
-            Database(path, FINGERPRINT, wait_s=0.1)
+            Database(path, FINGERPRINT, INDEX, wait_s=0.1)
         ending = threading.Timer(0.2, other.kill)
         ending.start()
         index = TierIndex.open(path, FINGERPRINT)  # waits for a process that is just ending

@@ -4,25 +4,37 @@ from __future__ import annotations
 
 import random
 import sqlite3
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 
 from trunkline.controller.database import Database
 from trunkline.controller.messages import RecordCall
-from trunkline.controller.records import Limits, RecordStore
+from trunkline.controller.records import RECORDS, Change, Limits, RecordStore
 from trunkline.router.messages import RecordReply
 
-FINGERPRINT = bytes(16)
+
+def begin(store: RecordStore, op: str, now: float = 0.0, **fields: Any) -> tuple[RecordReply, Change | None]:
+    """The answer, and what must get into the file first."""
+    call = RecordCall(7, op, **{"kind": "session", "id": "a"} | fields)
+    answer, change = store.handle(call, 3, now)
+    assert (answer.seq, answer.ticket) == (3, 7)
+    return answer, change
 
 
 def ask(store: RecordStore, op: str, now: float = 0.0, **fields: Any) -> RecordReply:
-    call = RecordCall(7, op, **{"kind": "session", "id": "a"} | fields)
-    answer = store.handle(call, 3, now)
-    assert (answer.seq, answer.ticket) == (3, 7)
+    answer, change = begin(store, op, now, **fields)
+    if change is not None:
+        store.settle(change)
     return answer
+
+
+def opened(path: Path) -> Database:
+    return Database(path, b"", RECORDS)
 
 
 def test_the_life_of_a_record() -> None:
@@ -130,8 +142,8 @@ def test_expired_records_make_room() -> None:
 
 
 def test_a_damaged_record_is_dropped_alone(tmp_path: Path) -> None:
-    path = tmp_path / "index.sqlite"
-    database = Database(path, FINGERPRINT)
+    path = tmp_path / "records.sqlite"
+    database = opened(path)
     store = RecordStore(database)
     for id_ in "abc":
         ask(store, "create", id=id_, value=b"value of " + id_.encode())
@@ -141,25 +153,126 @@ def test_a_damaged_record_is_dropped_alone(tmp_path: Path) -> None:
         connection.execute("UPDATE records SET version = 'many' WHERE id = 'b'")
     connection.close()
     for _ in range(2):
-        database = Database(path, FINGERPRINT)
-        store = RecordStore(database)
+        database = opened(path)
+        with structlog.testing.capture_logs() as logs:
+            store = RecordStore(database)
+        assert [(entry["log_level"], entry["records"], entry["kept"]) for entry in logs] == [("warning", 2, 1)]
         assert [record.id for record in ask(store, "list", id="").records] == ["c"]
         database.close()
-    with sqlite3.connect(path) as connection:
-        assert connection.execute("SELECT count(*) FROM records").fetchone() == (1,)
+    with sqlite3.connect(path) as connection:  # a person may still look at the others
+        assert connection.execute("SELECT count(*) FROM records").fetchone() == (3,)
     connection.close()
 
 
-def test_what_is_not_stored_is_said(tmp_path: Path) -> None:
-    database = Database(tmp_path / "index.sqlite", FINGERPRINT)
-    store = RecordStore(database)
+def fill(database: Database) -> None:
+    """From now on its disk is full."""
     pages = database.rows("PRAGMA page_count")[0][0]
-    database.rows(f"PRAGMA max_page_count = {pages}")  # as a full disk
-    assert ask(store, "create", value=bytes(1 << 20)).detail == ""
-    assert not database.flush()
-    answer = ask(store, "put", value=b"v", version=1)
-    assert answer.status == "ok"
-    assert "kept in memory only: " in answer.detail
+    database.rows(f"PRAGMA max_page_count = {pages}")
+
+
+def known(change: Change | None) -> str:
+    """Why a change did not get into the file; "" if it did. Waits for the disk."""
+    assert change is not None
+    deadline = time.monotonic() + 20
+    while not change.outcome.is_known:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    return change.outcome.problem
+
+
+def state(store: RecordStore) -> object:
+    """All that can be seen of a store, leases included."""
+    records = {id_: ask(store, "peek", id=id_).records for id_ in "abc"}
+    held = {id_: ask(store, "release", id=id_, lease="nobody's").status for id_ in "abc"}
+    return records, held, len(store), store.total_bytes, ask(store, "list", id="").records
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"op": "create", "id": "c", "value": bytes(1 << 20)},
+        {"op": "put", "version": 1, "value": bytes(1 << 20)},
+        {"op": "put", "version": 1, "value": bytes(1 << 20), "lease": "x", "release": True, "ttl": 9.0, "id": "b"},
+    ],
+)
+def test_what_the_disk_does_not_take_is_taken_back(tmp_path: Path, fields: dict[str, Any]) -> None:
+    path = tmp_path / "records.sqlite"
+    database = opened(path)
+    store = RecordStore(database)
+    for id_ in "ab":
+        ask(store, "create", id=id_, value=b"first", ttl=1000.0)
+    ask(store, "acquire", id="b", lease="x", lease_s=100.0)
+    assert database.flush()
+    before = state(store)
+    fill(database)
+    answer, change = begin(store, **fields)
+    assert (answer.status, "full" in known(change)) == ("ok", True)
+    assert change is not None
+    store.undo(change)
+    assert state(store) == before
+    # A small change has room where a large one has not; together with one that has none, too.
+    database.rows("PRAGMA max_page_count = 1000000")
+    assert known(begin(store, "put", version=1, value=b"small")[1]) == ""
+    database.close()
+    database = opened(path)
+    assert [r.version for r in ask(RecordStore(database), "list", id="").records] == [2, 1]
+    database.close()
+
+
+def test_a_deletion_that_is_not_written_is_none(tmp_path: Path) -> None:
+    database = opened(tmp_path / "records.sqlite")
+    store = RecordStore(database)
+    ask(store, "create", value=b"first")
+    assert database.flush()
+    before = state(store)
+    database.rows("CREATE TEMP TRIGGER no BEFORE DELETE ON records BEGIN SELECT RAISE(ABORT, 'disk error'); END")
+    _, change = begin(store, "delete")
+    assert known(change) == "disk error"
+    assert change is not None
+    store.undo(change)
+    assert state(store) == before
+    assert store.take_gone() == []  # what was pinned for it stays pinned
+    database.rows("DROP TRIGGER no")
+    _, change = begin(store, "delete")
+    assert known(change) == ""
+    assert change is not None
+    store.settle(change)
+    assert store.take_gone() == [("session", "a")]
+    database.close()
+
+
+def test_a_large_record_that_has_no_room_takes_no_small_one_with_it(tmp_path: Path) -> None:
+    database = opened(tmp_path / "records.sqlite")
+    store = RecordStore(database)
+    ask(store, "create", id="large", value=bytes(100))
+    assert database.flush()
+    database.rows(f"PRAGMA max_page_count = {database.rows('PRAGMA page_count')[0][0] + 4}")
+    with database._connection_in_use:  # the writer waits here: all of these are in one transaction
+        database.write("wake", "DELETE FROM records WHERE id = 'nothing'", ())
+        time.sleep(0.2)
+        changes = [begin(store, "create", id=f"s{n}", value=bytes(1 << 20 if n == 1 else 10))[1] for n in range(3)]
+    assert ["full" in known(change) for change in changes] == [False, True, False]
+    database.close()
+
+
+def test_a_disk_that_says_nothing_is_told_to_take_it_back(tmp_path: Path) -> None:
+    """If the write gets there in the end, what undoes it follows."""
+    path = tmp_path / "records.sqlite"
+    database = opened(path)
+    store = RecordStore(database)
+    ask(store, "create", value=b"first")
+    assert database.flush()
+    with database._connection_in_use:  # the disk stalls
+        for fields in ({"op": "create", "id": "b"}, {"op": "put", "version": 1, "value": b"second"}):
+            _, change = begin(store, **fields)
+            assert change is not None
+            assert not change.outcome.is_known
+            store.undo(change)
+    database.close()
+    database = opened(path)
+    store = RecordStore(database)
+    assert [(r.id, r.version) for r in ask(store, "list", id="").records] == [("a", 1)]
+    assert ask(store, "get").records[0].value == b"first"
     database.close()
 
 
@@ -211,8 +324,8 @@ def expected_status(model: dict[str, Known], call: RecordCall, now: float) -> st
 @pytest.mark.parametrize("seed", range(10))
 def test_random_calls_agree_with_a_model(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
-    path = tmp_path / "index.sqlite"
-    database = Database(path, FINGERPRINT)
+    path = tmp_path / "records.sqlite"
+    database = opened(path)
     store = RecordStore(database)
     model: dict[str, Known] = {}
     now = 0.0
@@ -221,7 +334,7 @@ def test_random_calls_agree_with_a_model(tmp_path: Path, seed: int) -> None:
         model = {id_: known for id_, known in model.items() if not known.is_over(now)}
         if rng.random() < 0.005:  # a restart: leases end
             database.close()
-            database = Database(path, FINGERPRINT)
+            database = opened(path)
             store = RecordStore(database, now)
             for known in model.values():
                 known.lease_until = 0.0
@@ -240,7 +353,9 @@ def test_random_calls_agree_with_a_model(tmp_path: Path, seed: int) -> None:
             release=rng.random() < 0.5,
         )
         status = expected_status(model, call, now)
-        answer = store.handle(call, 0, now)
+        answer, change = store.handle(call, 0, now)
+        if change is not None:
+            store.settle(change)
         assert answer.status == status, f"seed {seed}, step {step}: {call}"
         assert len(store) == len(model)
         assert store.total_bytes == sum(len(known.value) for known in model.values())
@@ -249,6 +364,6 @@ def test_random_calls_agree_with_a_model(tmp_path: Path, seed: int) -> None:
             has_it = call.op == "get" and call.version == known.version
             assert record.value == (b"" if has_it else known.value)
             assert (record.version, record.used) == (known.version, now)
-    ids = [record.id for record in store.handle(RecordCall(0, "list", "session", ""), 0, now).records]
+    ids = [record.id for record in store.handle(RecordCall(0, "list", "session", ""), 0, now)[0].records]
     assert ids == sorted(model)
     database.close()

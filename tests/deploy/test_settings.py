@@ -204,6 +204,8 @@ def test_every_process_is_told_of_its_tiers(tmp_path: Path) -> None:
     for group in range(2):
         controller = told[f"controller-{group}"]
         assert controller["index_path"] == str(base / f"group-{group}" / "index.sqlite")
+        records = tmp_path / "kv" / "records" / plan.tier_fingerprint / f"group-{group}.sqlite"
+        assert controller["records_path"] == str(records)
         assert controller["tier_fingerprint"] == plan.tier_fingerprint
         assert (controller["remote_tier"], controller["session_ttl_s"]) == (True, 60.0)
         assert (controller["tier_policy"], controller["positions_shift"]) == ("look-ahead", True)
@@ -241,6 +243,7 @@ def test_the_disk_tier_of_the_default_is_off_where_it_cannot_be(
         children(plan, tmp_path, disk)
     told = configs(tmp_path)
     assert (told["controller"]["index_path"], told["worker-0"]["disk_path"]) == ("", "")
+    assert told["controller"]["records_path"] == ""
     assert plan.describe_tiers(disk) == expected
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import shutil
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -112,7 +114,7 @@ def base(tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def room(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """Free bytes on the disk, as far as the launcher can see; to be changed by tests."""
-    free = {"free": 100 << 30}
+    free = {"free": 100 << 30, "total": 200 << 30}
     monkeypatch.setattr(shutil, "disk_usage", lambda path: type("Usage", (), free)())
     return free
 
@@ -134,7 +136,7 @@ def fill(folder: Path, used_bytes: int, when: float) -> None:
 
 def leave(base: Path, fingerprint: str, used_bytes: int, when: float, groups: int = 1) -> list[Path]:
     """What a server leaves that used these folders."""
-    with disk_folders(plan(base, fingerprint=fingerprint, groups=groups, size=1 << 40)) as disk:
+    with disk_folders(plan(base, fingerprint=fingerprint, groups=groups, size=1 << 36)) as disk:
         pass
     for folder in disk.groups:
         fill(folder, used_bytes, when)
@@ -176,7 +178,7 @@ def living(base: Path) -> Iterator[Path]:
     code = (
         "import sys; from pathlib import Path; from trunkline.deploy.tiers import *; "
         "from trunkline.deploy.tier_options import DiskOption\n"
-        f"with disk_folders(plan_disk(DiskOption(1 << 40, Path({str(base)!r})), {OTHER!r}, 1, 2, 4096)) as disk:\n"
+        f"with disk_folders(plan_disk(DiskOption(1 << 30, Path({str(base)!r})), {OTHER!r}, 1, 2, 4096)) as disk:\n"
         "    print(disk.groups[0], flush=True); sys.stdin.read()"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
@@ -205,6 +207,39 @@ def test_unused_folders_keep_half_of_the_size_the_last_used_first(base: Path) ->
         assert 42 * MIB < total <= 44 * MIB  # with what was left, never more than was allowed
     with disk_folders(plan(base, size=30 * MIB)):
         assert not newest.parent.exists()
+
+
+def test_no_record_is_ever_deleted(base: Path) -> None:
+    """Neither those of today, beside the folders, nor those that earlier versions had inside of the index."""
+    groups = leave(base, OTHER, 20 * MIB, when=1000.0, groups=2)
+    with disk_folders(plan(base, fingerprint=OTHER, groups=2, size=1 << 36)) as disk:
+        for path in disk.records:
+            path.write_bytes(b"sessions")
+            assert path.parent.stat().st_mode & 0o777 == 0o700
+    for group, rows in zip(groups, (1, 0), strict=True):
+        with contextlib.closing(sqlite3.connect(group / "index.sqlite")) as old:
+            old.execute("PRAGMA journal_mode = WAL")
+            old.execute("CREATE TABLE records (kind, id)")
+            old.executemany("INSERT INTO records VALUES ('session', ?)", [["a"]] * rows)
+            old.commit()
+            shutil.copy(group / "index.sqlite", group / "copy")
+            shutil.copy(group / "index.sqlite-wal", group / "copy-wal")
+        for end in ("", "-wal"):  # as a kill leaves them
+            (group / f"copy{end}").rename(group / f"index.sqlite{end}")
+    (damaged,) = leave(base, THIRD, 20 * MIB, when=1000.0)
+    (damaged / "index.sqlite").write_bytes(b"who knows what was in it" * 1000)
+    with disk_folders(plan(base, size=8 * MIB)) as mine:
+        said = "\n".join(mine.warnings)
+    assert [path.read_bytes() for path in disk.records] == [b"sessions"] * 2
+    with contextlib.closing(sqlite3.connect(groups[0] / "index.sqlite")) as old:
+        assert old.execute("SELECT id FROM records").fetchall() == [("a",)]
+    assert not (groups[0] / "rank-0.slab").exists()
+    assert not groups[1].exists()
+    assert (damaged / "index.sqlite").exists()
+    for folder in (*groups, damaged):
+        assert f"another configuration's KV were deleted: {folder}." in said
+    assert f"Sessions and schemas of an earlier version are still in {groups[0]};" in said
+    assert str(groups[1]) + ";" not in said
 
 
 def test_folders_of_former_groups_count_too(base: Path) -> None:
@@ -244,17 +279,49 @@ def test_only_our_own_files_are_deleted(base: Path) -> None:
 
 def test_a_disk_that_is_nearly_full(base: Path, room: dict[str, int]) -> None:
     room["free"] = (1 << 30) + 10 * MIB
-    with disk_folders(plan(base, size=64 * MIB)) as disk:
-        assert disk.rank_bytes * 2 <= 10 * MIB
-        assert "gets 10.0 MiB instead of 64 MiB" in disk.warnings[0]
+    room["free"] = 100 << 30
+    (other,) = leave(base, OTHER, 20 * MIB, when=1000.0)
+    room["free"] = (1 << 30) - 10 * MIB
+    with pytest.raises(UserError) as caught:
+        disk_folders(plan(base, size=16 * MIB)).__enter__()
+    assert str(caught.value) == (
+        f"--disk-tier asks for 16 MiB in {base}, of which this server gets 16 MiB, but there is room for 10.0 "
+        "MiB: 1014 MiB are free, its own KV has 4 KiB of the rest, and 1 GiB are left alone; give a smaller SIZE "
+        "or another PATH, or make room"
+    )
+    assert (other / "rank-0.slab").exists()  # nothing is deleted for what is refused
+    with disk_folders(plan(base, size=9 * MIB)) as disk:
+        assert disk.groups
+    room["free"] += 20 * MIB
     fill(disk.groups[0], 8 * MIB, when=1000.0)
     room["free"] -= 8 * MIB
-    with disk_folders(plan(base, size=64 * MIB)) as disk:  # what it holds already is its own
-        assert disk.rank_bytes * 2 > 9 * MIB
+    with disk_folders(plan(base, size=9 * MIB)) as disk:  # what it holds already is its own
+        assert disk.rank_bytes * 2 > 8 * MIB
     room["free"] = 0
-    with disk_folders(plan(base, size=64 * MIB)) as disk:
+    with pytest.raises(UserError, match=r"room for 0 B: 0 B are free, its own KV has 8.0 MiB of the rest"):
+        disk_folders(plan(base, size=64 * MIB)).__enter__()
+
+
+def test_a_small_disk_need_not_leave_a_gibibyte_alone(base: Path, room: dict[str, int]) -> None:
+    room["free"] = room["total"] = 64 * MIB
+    with disk_folders(plan(base, size=63 * MIB)) as disk:
+        assert disk.rank_bytes * 2 > 61 * MIB
+    with pytest.raises(UserError, match=r"room for 63.0 MiB: 64 MiB are free, .* and 1 MiB are left alone"):
+        disk_folders(plan(base, size=64 * MIB)).__enter__()
+
+
+def test_the_default_shrinks_where_there_is_no_room_and_records_have_it_still(
+    cache_home: Path, room: dict[str, int]
+) -> None:
+    room["free"] = 1 << 20
+    with disk_folders(plan_disk(None, MINE, 1, 2, 4096)) as disk:
+        folder = cache_home / "trunkline" / "kv"
         assert disk.groups == []
-        assert disk.warnings == [f"No disk tier: of 0 B that are free in {base}, 1 GiB are left alone."]
+        assert disk.records == [folder / "records" / MINE / "group-0.sqlite"]
+        assert disk.warnings == [
+            f"No disk tier: of 1 MiB that are free in {folder}, 1 GiB are left alone. Sessions and schemas are "
+            "still kept there, as long as there is room."
+        ]
 
 
 def test_the_default_is_a_share_of_the_free_space(cache_home: Path, room: dict[str, int]) -> None:

@@ -14,13 +14,24 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 import msgspec
 import structlog
 from xxhash import xxh3_64_digest
 
-from trunkline.controller.database import Database
+from trunkline.controller.database import Database, Form
+from trunkline.controller.salvage import Row, Table
+
+_SCHEMA: Final = """
+CREATE TABLE roots (name BLOB PRIMARY KEY, key BLOB NOT NULL, digest BLOB NOT NULL) WITHOUT ROWID;
+CREATE TABLE chunks (
+    slot INTEGER PRIMARY KEY, generation INTEGER NOT NULL, name BLOB NOT NULL UNIQUE, parent BLOB NOT NULL,
+    tokens BLOB NOT NULL, digest BLOB NOT NULL, last_use REAL NOT NULL, expires REAL NOT NULL
+);
+"""
+INDEX_VERSION: Final = 2
+"""1 had the records in the same file (`persistence.move_records`)."""
 
 log = structlog.get_logger()
 
@@ -73,12 +84,12 @@ class Loaded:
 
 
 class TierIndex:
-    """The table of chunks and roots. No method but `open`, `load`, `flush` and `close` waits for the disk."""
+    """The tables of chunks and roots. No method but `open`, `load`, `flush` and `close` waits for the disk."""
 
     def __init__(self, database: Database, wall_offset: float = 0.0) -> None:
         """
         Args:
-            database: may hold records, too; `close` closes it.
+            database: of the form `INDEX`; `close` closes it.
             wall_offset: seconds to add to a time of the caller's to get wall-clock time (`time.time() -
                 time.monotonic()` at the start).
         """
@@ -87,12 +98,12 @@ class TierIndex:
 
     @classmethod
     def open(cls, path: Path, fingerprint: bytes, wall_offset: float = 0.0) -> TierIndex:
-        """The index at `path`, an empty one if there was none or none that could be read (one warning).
+        """The index at `path`, an empty one if there was none; of a damaged one what can be read (one warning).
 
         Raises:
             DatabaseUnavailableError: the folder is missing or read-only, or another process has the index.
         """
-        return cls(Database(path, fingerprint), wall_offset)
+        return cls(Database(path, fingerprint, INDEX), wall_offset)
 
     @property
     def first_generation(self) -> int:
@@ -113,17 +124,16 @@ class TierIndex:
             now: the caller's time.
         """
         keys: dict[bytes, bytes] = {}
-        for *fields, digest in self.database.rows("SELECT name, key, digest FROM roots"):
-            root = _sound(fields, _Root)
-            if root is not None and root.digest == digest:
+        for fields in self.database.table(_ROOTS):
+            root = _root_of(fields)
+            if root is not None:
                 keys[root.name] = root.key
         below: defaultdict[bytes, list[DiskChunk]] = defaultdict(list)
-        query = "SELECT slot, generation, name, parent, tokens, last_use, expires, digest FROM chunks"
         found: set[int] = set()
-        for *fields, digest in self.database.rows(query):
+        for fields in self.database.table(_CHUNKS):
             found.add(fields[0])
-            row = _sound(fields, DiskChunk)
-            if row is not None and 0 <= row.slot < slots and row.digest == digest:
+            row = _chunk_of(fields)
+            if row is not None and 0 <= row.slot < slots:
                 below[row.parent].append(self._in_callers_time(row, now))
         chunks = [chunk for name in keys for chunk in below.pop(name, ())]
         for chunk in chunks:  # grows while it is read: each level follows the one above
@@ -195,9 +205,28 @@ class TierIndex:
         return row._replace(last_use=last_use, expires=expires)
 
 
-def _sound(fields: list[object], kind: type[RowT]) -> RowT | None:
-    """The row, unless its columns are of other types than we write: a damaged file's may be anything."""
+def _sound(fields: Row, kind: type[RowT]) -> RowT | None:
+    """The row, unless its columns are of other types than we write (a damaged file's may be anything), or the last
+    one, the digest, is not theirs."""
     try:
-        return msgspec.convert(fields, kind)
+        row = msgspec.convert(fields[:-1], kind)
     except msgspec.ValidationError:
         return None
+    return row if row.digest == fields[-1] else None
+
+
+def _chunk_of(fields: Row) -> DiskChunk | None:
+    return _sound(fields, DiskChunk)
+
+
+def _root_of(fields: Row) -> _Root | None:
+    return _sound(fields, _Root)
+
+
+_ROOTS: Final = Table("roots", "name, key, digest", lambda row: _root_of(row) is not None, key="name")
+_CHUNKS: Final = Table(
+    "chunks",
+    "slot, generation, name, parent, tokens, last_use, expires, digest",
+    lambda row: _chunk_of(row) is not None,
+)
+INDEX: Final = Form("the disk tier's index", INDEX_VERSION, _SCHEMA, (_ROOTS, _CHUNKS))

@@ -1,4 +1,4 @@
-"""What a controller finds again after a restart: the disk tier's chunks, and records.
+"""What a controller finds again after a restart: the disk tier's chunks, and records, in two files.
 
 The tree tells what changed on disk (verified writes, freed slots, chunks that moved behind a cut), the index
 follows a moment behind. At the start the tree is built again from it: nodes that are on disk only. What a slot
@@ -8,21 +8,27 @@ really holds is known when it is read; anything else than what the index says is
 from __future__ import annotations
 
 import math
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Final
 
 import structlog
 
-from trunkline.controller.database import Database
+from trunkline.controller.database import APPLICATION_ID, Database, DatabaseUnavailableError
 from trunkline.controller.forest import SALT_ROOT
-from trunkline.controller.index import DiskChunk, TierIndex
+from trunkline.controller.index import INDEX, DiskChunk, TierIndex
 from trunkline.controller.node import Node
-from trunkline.controller.records import RecordStore
+from trunkline.controller.records import RECORDS, RecordStore
+from trunkline.controller.salvage import readable_rows
 from trunkline.controller.tree import ChunkTree
 from trunkline.kvstore.directory import IndexEvent
 from trunkline.kvstore.layout import NO_BLOCK, SlotId
 from trunkline.kvstore.names import ChunkName, chunk_name
 
+_VERSION_WITH_RECORDS: Final = 1
+"""Of indexes that held the records, too."""
 _LONG_AGO: Final = 1e-9
 """A time, in seconds, that is over on any controller's clock."""
 
@@ -30,24 +36,35 @@ log = structlog.get_logger()
 
 
 class Persistence:
-    """The database and what is in it; without a path, records in memory and no index."""
+    """Both files and what is in them; without a path, records in memory and no index."""
 
-    def __init__(self, path: str, fingerprint: bytes, wall: float, monotonic: float) -> None:
+    def __init__(
+        self, index_path: str, fingerprint: bytes, wall: float, monotonic: float, records_path: str = ""
+    ) -> None:
         """
         Args:
-            path: of the SQLite file; "": none.
+            index_path: of the index's file; "": none.
             fingerprint: of the tiers.
             wall: seconds since the epoch, now.
             monotonic: the same moment by the controller's clock.
+            records_path: of the records' file; "": none.
 
         Raises:
-            DatabaseUnavailableError: the file cannot be used.
+            DatabaseUnavailableError: a file cannot be used.
         """
-        self.database = Database(Path(path), fingerprint) if path else None
-        """What both are written to."""
         self._offset = wall - monotonic
-        self.index = TierIndex(self.database, self._offset) if self.database is not None else None
-        self.records = RecordStore(self.database, wall)
+        self._records_file = Database(Path(records_path), b"", RECORDS) if records_path else None
+        if self._records_file is not None and index_path:
+            move_records(Path(index_path), self._records_file)
+        self.index = (
+            TierIndex(Database(Path(index_path), fingerprint, INDEX), self._offset) if index_path else None
+        )
+        self.records = RecordStore(self._records_file, wall)
+
+    def wake(self, wake: Callable[[], None]) -> None:
+        """Have `wake` called, by another thread, when a change of a record is in the file or has failed."""
+        if self._records_file is not None:
+            self._records_file.on_round = wake
 
     @property
     def first_generation(self) -> int:
@@ -119,8 +136,42 @@ class Persistence:
 
     def close(self) -> None:
         """Write what is left."""
-        if self.database is not None:
-            self.database.close()
+        if self.index is not None:
+            self.index.close()
+        if self._records_file is not None:
+            self._records_file.close()
+
+
+def move_records(index: Path, records: Database) -> int:
+    """Move the records that an earlier version kept in the index to the file of their own; how many.
+
+    Whenever this is interrupted, the next start does it (again): nothing is served before it is done.
+
+    Raises:
+        DatabaseUnavailableError: they cannot be written to the new file, or not be removed from the old one.
+    """
+    if not index.is_file():
+        return 0
+    try:
+        with closing(sqlite3.connect(index, isolation_level=None)) as old:
+            old.execute("PRAGMA locking_mode = EXCLUSIVE")
+            found = [old.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version")]
+            if found != [APPLICATION_ID, _VERSION_WITH_RECORDS]:
+                return 0
+            rows = list(readable_rows(old, RECORDS.tables[0]))
+            records.import_rows(RECORDS.tables[0], rows)
+            for statement in ("BEGIN IMMEDIATE", "DROP TABLE records", f"PRAGMA user_version = {INDEX.version}"):
+                old.execute(statement)
+            old.execute("COMMIT")
+    except sqlite3.Error as error:
+        if getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+            return 0  # opened as an index, it is moved aside, and nothing of it is deleted
+        raise DatabaseUnavailableError(
+            f"the records in {index} cannot be moved to {records.path}: {error}"
+        ) from error
+    if rows:
+        log.info("records were moved to a file of their own", records=len(rows), path=str(records.path))
+    return len(rows)
 
 
 def _row(node: Node, parent: Node, event: IndexEvent[Node]) -> DiskChunk:

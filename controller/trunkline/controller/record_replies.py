@@ -1,14 +1,16 @@
 """Answers to record calls: a change is answered when it is in the file, so that no router has been told of one
-that a killed controller does not know any more.
+that a killed controller does not know any more. A change that the disk does not take is taken back.
 
     call ──► RecordStore ──► changed? ──no──► reply
-                               └─yes─► Database.hurry ──► held ──next commit, or HELD_S_MAX──► reply
+                               └─yes─► held ──committed──────────────► settle, reply
+                                         └────failed, or HELD_S_MAX──► undo, reply "failed"
+
+Calls about a record that has such a change wait for its end, in their order.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import msgspec
@@ -16,21 +18,23 @@ import msgspec
 from trunkline.controller.clients import Clients
 from trunkline.controller.messages import RecordCall
 from trunkline.controller.persistence import Persistence
+from trunkline.controller.records import Change
 from trunkline.router.messages import RecordReply
 
-HELD_S_MAX: Final = 1.0
-"""A disk that stalls, or takes nothing, keeps nobody waiting for longer; then the change is in memory only."""
-_CHANGES: Final = ("create", "put", "delete")
+HELD_S_MAX: Final = 5.0
+"""A disk that stalls keeps nobody waiting for longer: half of the time that routers wait for an answer."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Held:
     """An answer that waits for a commit."""
 
     client: int
     reply: RecordReply
-    round: int
+    change: Change
     until: float
+    waiting: list[tuple[int, RecordCall]] = field(default_factory=list)
+    """Later calls about the same record, with their routers."""
 
 
 class RecordReplies:
@@ -39,31 +43,45 @@ class RecordReplies:
     def __init__(self, clients: Clients, persistence: Persistence) -> None:
         self._clients = clients
         self._persistence = persistence
-        self._held: deque[_Held] = deque()
+        self._held: dict[tuple[str, str], _Held] = {}
+        """By the record's kind and id, the oldest first."""
 
     def handle(self, client: int, call: RecordCall, now: float) -> None:
         """Carry out a call of the router with this index."""
-        reply = self._persistence.records.handle(call, 0, self._persistence.wall(now))
-        database = self._persistence.database
-        if database is None or call.op not in _CHANGES or reply.status != "ok":
+        key = call.kind, call.id
+        if call.op != "list" and key in self._held:
+            self._held[key].waiting.append((client, call))
+            return
+        reply, change = self._persistence.records.handle(call, 0, self._persistence.wall(now))
+        if change is None:
             self._send(client, reply)
         else:
-            self._held.append(_Held(client, reply, database.hurry(), now + HELD_S_MAX))
+            self._held[key] = _Held(client, reply, change, now + HELD_S_MAX)
 
     def turn(self, now: float) -> None:
         """Send the answers whose time has come."""
-        database = self._persistence.database
-        while self._held and database is not None:
-            first = self._held[0]
-            if database.rounds < first.round and now < first.until:
-                return
-            self._held.popleft()
-            self._send(first.client, first.reply)
+        over = [key for key, held in self._held.items() if held.change.outcome.is_known or now >= held.until]
+        for key in over:
+            held = self._held.pop(key)
+            self._send(held.client, self._decided(held))
+            for client, call in held.waiting:
+                self.handle(client, call, now)
 
     @property
     def next_deadline(self) -> float:
         """When `turn` should be called at the latest."""
-        return self._held[0].until if self._held else float("inf")
+        return next((held.until for held in self._held.values()), float("inf"))
+
+    def _decided(self, held: _Held) -> RecordReply:
+        records, outcome = self._persistence.records, held.change.outcome
+        problem = outcome.problem if outcome.is_known else f"the disk has not answered for {HELD_S_MAX:g} s"
+        if not problem:
+            records.settle(held.change)
+            return held.reply
+        records.undo(held.change)
+        return msgspec.structs.replace(
+            held.reply, status="failed", records=[], detail=f"{problem}; what was there before is still there"
+        )
 
     def _send(self, index: int, reply: RecordReply) -> None:
         client = self._clients.find(index)

@@ -8,11 +8,14 @@ and a put must name the present one: of two routers that change the same version
 keeps others away for as long as a turn of a conversation runs, and ends by itself if its router dies. Leases are
 not stored: after a restart of the controller the version alone decides.
 
+A change that cannot be written to the file is taken back (`undo`), so that what was said to be stored is stored.
+
 Pure but for the database, to which changes are only handed over: time is an argument, wall-clock seconds.
 """
 
 from __future__ import annotations
 
+import copy
 import heapq
 from bisect import bisect_left, bisect_right, insort
 from collections import defaultdict
@@ -24,8 +27,9 @@ import msgspec
 import structlog
 from xxhash import xxh3_64_digest
 
-from trunkline.controller.database import Database
+from trunkline.controller.database import Database, Form, Outcome
 from trunkline.controller.messages import RecordCall
+from trunkline.controller.salvage import Row, Table
 from trunkline.router.messages import Record, RecordReply
 
 RECORDS_MAX: Final = 100_000
@@ -39,6 +43,17 @@ LEASE_S_MAX: Final = 86_400.0
 SHARES: Final = {"idem": 4}
 """Kinds that may have only the fourth (…) part of the records and bytes: copies of answers must not take the room
 of sessions, which nobody could make again."""
+
+_SCHEMA: Final = """
+CREATE TABLE records (
+    kind TEXT NOT NULL, id TEXT NOT NULL, version INTEGER NOT NULL, value BLOB NOT NULL, digest BLOB NOT NULL,
+    created REAL NOT NULL, used REAL NOT NULL, ttl REAL NOT NULL, PRIMARY KEY (kind, id)
+);
+"""
+RECORDS_VERSION: Final = 1
+_COLUMNS: Final = "kind, id, version, value, created, used, ttl, digest"
+STORE_STATEMENT: Final = f"INSERT OR REPLACE INTO records ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
+_DELETE_STATEMENT: Final = "DELETE FROM records WHERE kind = ? AND id = ?"
 
 log = structlog.get_logger()
 
@@ -71,6 +86,20 @@ class _Row(msgspec.Struct, array_like=True):
     def digest(self) -> bytes:
         return xxh3_64_digest(f"{self.kind}\0{self.id}\0{self.version}\0".encode() + self.value)
 
+    @property
+    def columns(self) -> Row:
+        """As `STORE_STATEMENT` takes them."""
+        return (
+            self.kind,
+            self.id,
+            self.version,
+            self.value,
+            self.created,
+            self.used,
+            self.ttl,
+            self.digest,
+        )
+
 
 @dataclass(slots=True)
 class _Lease:
@@ -79,6 +108,20 @@ class _Lease:
 
 
 _Key = tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What a call has changed, until it is in the file."""
+
+    key: _Key
+    outcome: Outcome
+    before: _Row | None
+    """None: the record is new."""
+    after: _Row | None
+    """None: it was deleted."""
+    lease: _Lease | None
+    """That there was."""
 
 
 class _RefusedError(Exception):
@@ -123,37 +166,63 @@ class RecordStore:
             "release": self._release,
         }
         self._gone: list[_Key] = []
+        self._outcome: Outcome | None = None
+        """Of the call that is being carried out, if it changes something in the database."""
         if database is not None:
             self._load(database, now)
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def handle(self, call: RecordCall, seq: int, now: float) -> RecordReply:
-        """Carry out `call`; the answer, numbered `seq`.
+    def handle(self, call: RecordCall, seq: int, now: float) -> tuple[RecordReply, Change | None]:
+        """Carry out `call`; the answer, numbered `seq`, and what it has changed that must get into the file first.
+        Until then no other call about that record may be carried out, and the change must be settled or undone.
 
         "get" and "acquire" answer with the record; "create" and "put" with the record as it is now, but without
         its value, which the caller has, and so do "get" and "peek" of the version that it has; "exists",
         "conflict" and "busy" with what is there, without its value.
-        While the disk takes nothing, `detail` of a change says so: it would not survive a restart.
         """
         self.expire(now)
+        key = call.kind, call.id
+        before, lease = copy.copy(self._rows.get(key)), self._leases.get(key)
+        self._outcome = None
         try:
             if problem := self._problem(call):
                 raise _RefusedError("failed", problem)
             if call.op == "list":
-                return RecordReply(seq, call.ticket, "ok", self._list(call))
+                return RecordReply(seq, call.ticket, "ok", self._list(call)), None
             row = self._operations[call.op](call, now)
         except _RefusedError as refusal:
             records = [_record(refusal.row, with_value=False)] if refusal.row is not None else []
-            return RecordReply(seq, call.ticket, refusal.status, records, refusal.detail)
+            return RecordReply(seq, call.ticket, refusal.status, records, refusal.detail), None
         is_new = row is not None and call.version != row.version
         wanted = call.op == "acquire" or (call.op in ("get", "peek") and is_new)
         records = [_record(row, with_value=wanted)] if row is not None else []
-        detail = ""
-        if call.op in ("create", "put", "delete") and self._database is not None and self._database.problem:
-            detail = f"kept in memory only: {self._database.problem}"
-        return RecordReply(seq, call.ticket, "ok", records, detail)
+        change = Change(key, self._outcome, before, row, lease) if self._outcome is not None else None
+        return RecordReply(seq, call.ticket, "ok", records), change
+
+    def settle(self, change: Change) -> None:
+        """The change is in the file."""
+        if change.after is None:
+            self._gone.append(change.key)
+
+    def undo(self, change: Change) -> None:
+        """Take back a change that could not be written, or about which the disk says nothing. In the file, too, if
+        it gets there after all."""
+        key, before = change.key, change.before
+        if change.after is not None and self._rows.get(key) is not change.after:
+            return  # its time was over meanwhile
+        if change.after is not None:
+            self._drop(key)
+        if before is not None:
+            self._add(before)
+        if change.lease is not None:
+            self._leases[key] = change.lease
+        if self._database is not None and not change.outcome.is_known:
+            if before is not None:
+                self._database.write(("record", *key), STORE_STATEMENT, before.columns)
+            else:
+                self._database.write(("record", *key), _DELETE_STATEMENT, key)
 
     def expire(self, now: float) -> int:
         """Forget records that nobody has used for their time, and leases that are over; records forgotten."""
@@ -171,7 +240,10 @@ class RecordStore:
             if until > now:
                 self._schedule(key, until)
             else:
-                self._remove(key)
+                self._drop(key)
+                self._gone.append(key)
+                if self._database is not None:
+                    self._database.write(("record", *key), _DELETE_STATEMENT, key)
                 forgotten += 1
         return forgotten
 
@@ -210,10 +282,7 @@ class RecordStore:
             raise _RefusedError("failed", f"there are {most} records of kind {call.kind!r}, which is the limit")
         self._check_room(call.kind, len(call.value))
         row = _Row(call.kind, call.id, 1, call.value, now, now, call.ttl)
-        self._rows[key] = row
-        self._count(row, len(row.value))
-        insort(self._ids[call.kind], call.id)
-        self._note_expiry(row)
+        self._add(row)
         self._store(row)
         return row
 
@@ -246,7 +315,12 @@ class RecordStore:
     def _delete(self, call: RecordCall, now: float) -> None:
         self._find(call)
         self._check_lease(call, now)
-        self._remove((call.kind, call.id))
+        key = call.kind, call.id
+        self._drop(key)
+        if self._database is not None:
+            self._outcome = self._database.commit(("record", *key), _DELETE_STATEMENT, key)
+        else:
+            self._gone.append(key)
 
     def _acquire(self, call: RecordCall, now: float) -> _Row:
         """Again with the same token: for longer."""
@@ -316,14 +390,16 @@ class RecordStore:
 
     def _store(self, row: _Row) -> None:
         if self._database is not None:
-            self._database.write(
-                ("record", row.kind, row.id),
-                "INSERT OR REPLACE INTO records (kind, id, version, value, digest, created, used, ttl) "
-                "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-                (row.kind, row.id, row.version, row.value, row.digest, row.created, row.used, row.ttl),
-            )
+            self._outcome = self._database.commit(("record", row.kind, row.id), STORE_STATEMENT, row.columns)
 
-    def _remove(self, key: _Key) -> None:
+    def _add(self, row: _Row) -> None:
+        self._rows[row.kind, row.id] = row
+        self._count(row, len(row.value))
+        insort(self._ids[row.kind], row.id)
+        self._note_expiry(row)
+
+    def _drop(self, key: _Key) -> None:
+        """From memory."""
         kind, id_ = key
         row = self._rows.pop(key)
         self._count(row, -len(row.value))
@@ -333,22 +409,13 @@ class RecordStore:
             del self._ids[kind], self._kind_bytes[kind]
         self._leases.pop(key, None)
         self._due.pop(key, None)
-        self._gone.append(key)
-        if self._database is not None:
-            statement = "DELETE FROM records WHERE kind = ? AND id = ?"
-            self._database.write(("record", kind, id_), statement, (kind, id_))
 
     def _load(self, database: Database, now: float) -> None:
         damaged = 0
-        query = "SELECT kind, id, version, value, created, used, ttl, digest, rowid FROM records ORDER BY kind, id"
-        for *fields, digest, number in database.rows(query):
-            try:
-                row = msgspec.convert(fields, _Row)
-            except msgspec.ValidationError:
-                row = None
-            if row is None or row.digest != digest:
+        for fields in database.table(_TABLE):
+            row = _row_of(fields)
+            if row is None:
                 damaged += 1
-                database.write(("damaged", number), "DELETE FROM records WHERE rowid = ?", (number,))
                 continue
             row.used = min(row.used, now)  # a clock that was set back
             self._rows[row.kind, row.id] = row
@@ -356,10 +423,25 @@ class RecordStore:
             self._count(row, len(row.value))
             self._note_expiry(row)
         for ids in self._ids.values():
-            ids.sort()  # SQLite compares bytes, Python code points; the latter counts from here on
-        if damaged:
-            log.warning("damaged records were dropped", records=damaged)
+            ids.sort()
+        if damaged:  # they stay in the file, where a person may look at them
+            log.warning(
+                "damaged records are passed over", records=damaged, kept=len(self), path=str(database.path)
+            )
         self.expire(now)
+
+
+def _row_of(fields: Row) -> _Row | None:
+    """The record in a row of the table, unless that is damaged."""
+    try:
+        row = msgspec.convert(fields[:-1], _Row)
+        return row if row.digest == fields[-1] else None
+    except (msgspec.ValidationError, UnicodeEncodeError):
+        return None
+
+
+_TABLE: Final = Table("records", _COLUMNS, lambda row: _row_of(row) is not None)
+RECORDS: Final = Form("records: sessions, schemas, kept answers", RECORDS_VERSION, _SCHEMA, (_TABLE,))
 
 
 def _record(row: _Row, *, with_value: bool) -> Record:

@@ -103,7 +103,11 @@ class ControllerService:
         self.clients = Clients(self.gate, config.router_endpoint, config.local_endpoint)
         self.events = EventPublisher(self.gate, config.events_endpoint)
         self.persistence = Persistence(
-            config.index_path, bytes.fromhex(config.tier_fingerprint), time.time(), time.monotonic()
+            config.index_path,
+            bytes.fromhex(config.tier_fingerprint),
+            time.time(),
+            time.monotonic(),
+            config.records_path,
         )
         self.record_replies = RecordReplies(self.clients, self.persistence)
         self.engine: Engine | None = None
@@ -121,8 +125,7 @@ class ControllerService:
         """Serve until drained (0), or until there is no way to serve (1). Lost workers are waited for."""
         # Ctrl-C in a terminal reaches all processes; the supervisor alone decides what it means.
         self._wake_ups.install(ignore_interrupts=bool(self.config.parent_pid))
-        if self.persistence.database is not None:
-            self.persistence.database.on_round = self._wake_ups.wake
+        self.persistence.wake(self._wake_ups.wake)
         report_status(self.config.status_path, self.status, epoch=self.group.epoch)
         poller = zmq.Poller()
         for readable in (self.group.plans, self.group.reports, self.clients.socket):

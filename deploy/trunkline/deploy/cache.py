@@ -1,4 +1,6 @@
-"""The user's cache folder: what is kept there saves time and may be deleted at any moment."""
+"""The user's cache folder: what is kept there saves time and may be deleted at any moment, but for the stored
+sessions and schemas in `kv/records` (`tiers.py`).
+"""
 
 from __future__ import annotations
 

@@ -123,6 +123,7 @@ def _controller_config(
             preemption=settings.preemption,
             target_itl_ms=settings.target_itl_ms,
             index_path=str(kept / INDEX_NAME) if kept else "",
+            records_path=str(disk.records[group]) if disk.records else "",
             tier_fingerprint=plan.tier_fingerprint if has_tiers else "",
             remote_tier=bool(settings.remote_tier),
             tier_policy=settings.tier_policy,
@@ -193,4 +194,5 @@ def expected_folders(plan: ClusterPlan) -> DiskFolders:
     """As they will be if nobody else uses them, for checks before anything is made."""
     if plan.disk is None:
         return DiskFolders()
-    return DiskFolders([plan.disk.group_folder(group) for group in range(plan.settings.groups)], 1)
+    groups = [plan.disk.group_folder(group) for group in range(plan.settings.groups)]
+    return DiskFolders(groups, [plan.disk.records_file(folder) for folder in groups], 1)

@@ -8,13 +8,17 @@
           index.sqlite                   of the controller (`trunkline.controller.index`)
           rank-0.slab, rank-1.slab, …    of the workers
         group-1/ …
+      records/                           sessions and schemas: nothing here is ever deleted
+        <fingerprint>/group-0.sqlite     of the controller (`trunkline.controller.records`)
 
 A server takes as many group folders of its fingerprint as it has groups and holds their locks until it ends,
 however it ends. In its own cache folder it takes the first ones that are free, so that two servers do not disturb
 each other; where somebody named the folder, that another server uses it is an error.
 
-What other configurations left in PATH counts towards SIZE: they keep up to half of it, the last used first, and
-the rest is deleted. So what unused folders and this server have together never exceeds SIZE.
+What KV other configurations left in PATH counts towards SIZE: they keep up to half of it, the last used first, and
+the rest is deleted. So what unused folders and this server have together never exceeds SIZE. Records do not count,
+and stay: KV can be computed again, they cannot. Earlier versions had them in `index.sqlite`; where that is so, it
+stays, too, until its configuration is served again and the controller moves them (`controller/persistence.py`).
 """
 
 from __future__ import annotations
@@ -25,10 +29,11 @@ import json
 import os
 import re
 import shutil
+import sqlite3
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from trunkline.deploy.cache import cache_folder
 from trunkline.deploy.errors import UserError
@@ -38,17 +43,25 @@ from trunkline.deploy.tier_options import DiskOption
 INDEX_NAME: Final = "index.sqlite"
 _MARK: Final = "TRUNKLINE-KV"
 _MARK_TEXT: Final = "Cached KV of one model in one configuration. It may be deleted while no server uses it.\n"
+_RECORDS: Final = "records"
+_RECORDS_NOTE: Final = "Stored sessions and schemas. They exist nowhere else: what is deleted here is lost.\n"
 _LOCK: Final = "lock"
 _FINGERPRINT: Final = re.compile(r"[0-9a-f]{32}")
 _GROUP: Final = re.compile(r"group-\d{1,4}")
-_OURS: Final = re.compile(r"lock|index\.sqlite(-wal|-shm|-journal)?(\.old)?|rank-\d{1,4}\.slab")
+_OURS: Final = re.compile(
+    r"lock|index\.sqlite(\.(old|damaged)(-\d+)?|\.salvaged)?(-wal|-shm|-journal)?|rank-\d{1,4}\.slab"
+)
 """The only files that are ever deleted."""
+_INDEX: Final = re.compile(r"(index\.sqlite(\.(old|damaged)(-\d+)?)?)(-wal|-shm|-journal)?")
+"""A file that may hold records of an earlier version, or that belongs to it; the first group is its name."""
 
 DEFAULT_BYTES_MAX: Final = 10 << 30
 DEFAULT_SHARE: Final = 0.1
 """Of the free space: enough for hundreds of conversations, little enough that nobody misses it."""
 FREE_BYTES_MIN: Final = 1 << 30
-"""Left to everybody else on that disk."""
+"""Left to everybody else on that disk …"""
+_FREE_SHARE: Final = 64
+"""… or one part in so many of it, if that is less."""
 _INDEX_SHARE: Final = 64
 """One part in so many is left to the index: half a kilobyte for a chunk, whose KV is a hundred times that."""
 _GROUPS_MAX: Final = 64
@@ -77,6 +90,10 @@ class DiskPlan:
     def group_folder(self, number: int) -> Path:
         return self.base / self.fingerprint / f"group-{number}"
 
+    def records_file(self, group_folder: Path) -> Path:
+        """Of the group whose KV is in this folder."""
+        return self.base / _RECORDS / self.fingerprint / f"{group_folder.name}.sqlite"
+
 
 @dataclass
 class DiskFolders:
@@ -84,6 +101,9 @@ class DiskFolders:
 
     groups: list[Path] = field(default_factory=list)
     """By group; empty: there is no disk tier."""
+    records: list[Path] = field(default_factory=list)
+    """Files of the records, by group; empty: they are kept in memory only. There may be room for them and none for
+    KV."""
     rank_bytes: int = 0
     """That each worker's slab may take."""
     warnings: list[str] = field(default_factory=list)
@@ -134,13 +154,17 @@ def _taken(plan: DiskPlan, locks: contextlib.ExitStack) -> DiskFolders:
         _make_private(plan.base / plan.fingerprint)
         (plan.base / plan.fingerprint / _MARK).write_text(_MARK_TEXT)
         found.groups = _take_groups(plan, locks)
+        found.records = [plan.records_file(folder) for folder in found.groups]
+        _make_private(plan.base / _RECORDS)
+        _make_private(plan.base / _RECORDS / plan.fingerprint)
+        (plan.base / _RECORDS / "README").write_text(_RECORDS_NOTE)
         _bound(plan, found)
     except OSError as error:
         reason = f"{plan.base} cannot be used for KV: {error.strerror or error}"
         if plan.option is not None:
             raise UserError(f"--disk-tier: {reason}; name another folder, or give 0 for none") from error
-        found.warnings.append(f"No disk tier: {reason}.")
-        found.groups = []
+        found.warnings.append(f"No disk tier: {reason}. Sessions and schemas are kept in memory only.")
+        found.groups, found.records = [], []
     return found
 
 
@@ -163,38 +187,93 @@ def _take_groups(plan: DiskPlan, locks: contextlib.ExitStack) -> list[Path]:
     raise OSError(None, f"all of its first {plan.groups + _GROUPS_MAX} folders are in use")
 
 
-def _bound(plan: DiskPlan, found: DiskFolders) -> None:
-    """Settle how much the workers may use, and delete what there is no room for."""
-    ours = sum(_used_bytes(folder) for folder in found.groups)
-    others = _unused_groups(plan, found.groups)
-    free = shutil.disk_usage(plan.base).free
-    present = ours + sum(size for _, _, size in others)
-    size = plan.option.size_bytes if plan.option is not None else 0
+class _Unused(NamedTuple):
+    """A group folder that no server uses."""
+
+    last_use: float
+    folder: Path
+    used: int
+    """Bytes."""
+
+
+@dataclass(frozen=True)
+class _Division:
+    """Who gets how much of the disk."""
+
+    wanted: int
+    """For this server's workers together."""
+    available: int
+    """What there is for them, once the superfluous is deleted."""
+    superfluous: list[_Unused]
+
+
+def _divide(size: int, free: int, left_alone: int, ours: int, unused: list[_Unused]) -> _Division:
+    """
+    Args:
+        size: of `--disk-tier`; 0: it was not given.
+        free: bytes on the disk.
+        left_alone: bytes that stay free.
+        ours: bytes in the folders of this server.
+    """
+    present = ours + sum(folder.used for folder in unused)
     # What is there already counts as free: else the default would shrink with every start.
-    wanted = size or min(DEFAULT_BYTES_MAX, int((free + present) * DEFAULT_SHARE))
-    kept = 0
-    for _, folder, used in sorted(others, reverse=True):  # the last used first
-        if kept + used <= wanted // 2:
-            kept += used
-        elif _remove_group(folder):
-            free += used
+    size = size or min(DEFAULT_BYTES_MAX, int((free + present) * DEFAULT_SHARE))
+    kept, superfluous = 0, []
+    for folder in sorted(unused, reverse=True):  # the last used first
+        if kept + folder.used <= size // 2:
+            kept += folder.used
         else:
-            kept += used
-    available = free + ours - FREE_BYTES_MIN
-    total = min(wanted - kept, available)
+            superfluous.append(folder)
+    available = free + ours + sum(folder.used for folder in superfluous) - left_alone
+    return _Division(size - kept, available, superfluous)
+
+
+def _bound(plan: DiskPlan, found: DiskFolders) -> None:
+    """Settle how much the workers may use, and delete what there is no room for.
+
+    Raises:
+        UserError: a size was asked for, and there is not that much.
+    """
+    ours = sum(_used_bytes(folder) for folder in found.groups)
+    unused = _unused_groups(plan, found.groups)
+    disk = shutil.disk_usage(plan.base)
+    left_alone = min(FREE_BYTES_MIN, disk.total // _FREE_SHARE)
+    size = plan.option.size_bytes if plan.option is not None else 0
+    division = _divide(size, disk.free, left_alone, ours, unused)
+    if size and division.available < division.wanted:
+        raise UserError(
+            f"--disk-tier asks for {format_bytes(size)} in {plan.base}, of which this server gets "
+            f"{format_bytes(division.wanted)}, but there is room for {format_bytes(max(0, division.available))}: "
+            f"{format_bytes(disk.free)} are free, its own KV has {format_bytes(ours)} of the rest, and "
+            f"{format_bytes(left_alone)} are left alone; give a smaller SIZE or another PATH, or make room"
+        )
+    total = min(division.wanted, division.available)
     if total < _least_bytes(plan):
         found.groups = []
         found.warnings.append(
-            f"No disk tier: of {format_bytes(free)} that are free in {plan.base}, {format_bytes(FREE_BYTES_MIN)} "
-            "are left alone."
+            f"No disk tier: of {format_bytes(disk.free)} that are free in {plan.base}, {format_bytes(left_alone)} "
+            f"are left alone. Sessions and schemas are still kept there, as long as there is room."
         )
         return
-    if size and total < wanted - kept:
-        found.warnings.append(
-            f"The disk tier gets {format_bytes(total)} instead of {format_bytes(wanted - kept)}: there is no more "
-            f"in {plan.base}, {format_bytes(FREE_BYTES_MIN)} being left alone."
+    for folder in division.superfluous:
+        found.warnings.extend(_deleted(folder))
+        total -= _used_bytes(folder.folder) if folder.folder.exists() else 0
+    found.rank_bytes = _rank_bytes(plan, max(0, total))
+
+
+def _deleted(unused: _Unused) -> list[str]:
+    """Delete the KV in a folder; what a person should know of that."""
+    if not _remove_group(unused.folder):
+        return []  # in use by now
+    said = [
+        f"To make room, {format_bytes(unused.used)} of another configuration's KV were deleted: {unused.folder}."
+    ]
+    if unused.folder.exists() and any(_INDEX.fullmatch(name) for name in os.listdir(unused.folder)):
+        said.append(
+            f"Sessions and schemas of an earlier version are still in {unused.folder}; they are moved to "
+            f"{_RECORDS}/ when that configuration is served again."
         )
-    found.rank_bytes = _rank_bytes(plan, total)
+    return said
 
 
 def _rank_bytes(plan: DiskPlan, total: int) -> int:
@@ -208,8 +287,8 @@ def _least_bytes(plan: DiskPlan) -> int:
     return slab * plan.groups * plan.tp * (_INDEX_SHARE + 1) // _INDEX_SHARE
 
 
-def _unused_groups(plan: DiskPlan, taken: list[Path]) -> list[tuple[float, Path, int]]:
-    """Group folders below the base which no server uses: when they were used last, where, bytes."""
+def _unused_groups(plan: DiskPlan, taken: list[Path]) -> list[_Unused]:
+    """Group folders below the base which no server uses."""
     unused = []
     for parent in plan.base.iterdir():
         if not _FINGERPRINT.fullmatch(parent.name) or parent.is_symlink() or not (parent / _MARK).is_file():
@@ -220,20 +299,21 @@ def _unused_groups(plan: DiskPlan, taken: list[Path]) -> list[tuple[float, Path,
                     continue
                 lock = _try_lock(folder, claims=False)
                 if lock is not None:
-                    unused.append((_last_use(folder), folder, _used_bytes(folder)))
+                    unused.append(_Unused(_last_use(folder), folder, _used_bytes(folder)))
                     os.close(lock)
     return unused
 
 
 def _remove_group(folder: Path) -> bool:
-    """Delete our files in a group folder, and the folders that are then empty; False: it is in use by now."""
+    """Delete our files in a group folder, but for an index with records, and the folders that are then empty;
+    False: it is in use by now."""
     lock = _try_lock(folder, claims=False)
     if lock is None:
         return False
     try:
-        names = [name for name in os.listdir(folder) if _OURS.fullmatch(name)]
+        names = [name for name in os.listdir(folder) if _OURS.fullmatch(name) and not _has_records(folder, name)]
         for name in sorted(names, key=lambda name: name == _LOCK):  # the lock last
-            (folder / name).unlink()
+            (folder / name).unlink(missing_ok=True)  # to look into a database may have removed its log
         with contextlib.suppress(OSError):  # somebody put something else there
             folder.rmdir()
             if os.listdir(folder.parent) == [_MARK]:
@@ -242,6 +322,21 @@ def _remove_group(folder: Path) -> bool:
     finally:
         os.close(lock)
     return True
+
+
+def _has_records(folder: Path, name: str) -> bool:
+    """Whether a file is an index, or belongs to one, that holds records, as those of earlier versions did. If that
+    cannot be told, it may."""
+    index = _INDEX.fullmatch(name)
+    if index is None or not (folder / index[1]).is_file():
+        return False
+    try:
+        with contextlib.closing(sqlite3.connect(folder / index[1])) as connection:
+            connection.execute("PRAGMA locking_mode = EXCLUSIVE")
+            tables = connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'records'").fetchone()
+            return bool(tables and connection.execute("SELECT 1 FROM records LIMIT 1").fetchone())
+    except sqlite3.Error:
+        return True
 
 
 def _try_lock(folder: Path, *, claims: bool = True) -> int | None:

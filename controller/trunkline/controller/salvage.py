@@ -1,0 +1,129 @@
+"""What can still be read of a damaged SQLite file, row by row.
+
+SQLite ends a query at the first damaged page. Rows have numbers, so a query can go on behind the damage: the
+distance is doubled until a row can be read again, then halved to find the first such row. A damaged page costs its
+own rows (a damaged inner page those of all pages below it), not the table.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+Row = tuple[Any, ...]
+
+_ROWID_MAX: Final = (1 << 63) - 1
+
+
+class Table(NamedTuple):
+    """A table whose rows are worth saving."""
+
+    name: str
+    columns: str
+    """Separated by commas."""
+    is_sound: Callable[[Row], bool]
+    """Whether a row is as it was written: its digest is right."""
+    key: str = ""
+    """The primary key of a table WITHOUT ROWID; "" for others."""
+
+
+class Salvaged(NamedTuple):
+    """Rows of a table that were saved from a damaged file."""
+
+    kept: int
+    lost: int | None
+    """None: nobody can tell how many there were."""
+
+
+def readable_rows(connection: sqlite3.Connection, table: Table) -> Iterator[Row]:
+    """All rows of a table that can be read, sound or not; an error of SQLite never reaches the caller."""
+    if table.key:
+        yield from _from_both_ends(connection, table)
+        return
+    after: int | None = -1
+    while after is not None:
+        query = f"SELECT rowid, {table.columns} FROM {table.name} NOT INDEXED WHERE rowid > ? ORDER BY rowid"
+        try:
+            for number, *row in connection.execute(query, (after,)):
+                after = number
+                yield tuple(row)
+            return
+        except sqlite3.Error:
+            after = _beyond_damage(connection, table, after)
+
+
+def save_rows(damaged: Path, into: sqlite3.Connection, tables: tuple[Table, ...]) -> dict[str, Salvaged]:
+    """Copy the sound rows of a damaged file's tables; how many there were, by table.
+
+    Args:
+        into: a database with the same tables, empty, in a transaction.
+
+    Raises:
+        sqlite3.Error: `into` cannot be written.
+    """
+    found: dict[str, Salvaged] = {}
+    with closing(sqlite3.connect(damaged, isolation_level=None)) as connection:
+        with suppress(sqlite3.Error):
+            connection.execute("PRAGMA locking_mode = EXCLUSIVE")
+            connection.execute("PRAGMA writable_schema = ON")  # else a file that was cut short is not read at all
+        for table in tables:
+            expected = _count(connection, table.name)
+            for row in readable_rows(connection, table):
+                if table.is_sound(row):
+                    marks = ", ".join("?" * len(row))
+                    into.execute(f"INSERT OR IGNORE INTO {table.name} ({table.columns}) VALUES ({marks})", row)
+            kept = int(into.execute(f"SELECT count(*) FROM {table.name}").fetchone()[0])
+            found[table.name] = Salvaged(kept, None if expected is None else max(0, expected - kept))
+    return found
+
+
+def _from_both_ends(connection: sqlite3.Connection, table: Table) -> Iterator[Row]:
+    """Rows of a table WITHOUT ROWID, up to the first damage from either side."""
+    seen: set[Any] = set()
+    for order in ("ASC", "DESC"):
+        query = f"SELECT {table.key}, {table.columns} FROM {table.name} ORDER BY {table.key} {order}"
+        try:
+            for key, *row in connection.execute(query):
+                if key not in seen:
+                    seen.add(key)
+                    yield tuple(row)
+            return
+        except sqlite3.Error:
+            continue
+
+
+def _beyond_damage(connection: sqlite3.Connection, table: Table, after: int) -> int | None:
+    """The row number behind which rows can be read again; None: there is no such number."""
+    step = 1
+    while not _reads_behind(connection, table, after + step):
+        step *= 2
+        if after + step > _ROWID_MAX:
+            return None
+    fails = step // 2
+    while step - fails > 1:
+        middle = (fails + step) // 2
+        if _reads_behind(connection, table, after + middle):
+            step = middle
+        else:
+            fails = middle
+    return after + step
+
+
+def _reads_behind(connection: sqlite3.Connection, table: Table, number: int) -> bool:
+    query = f"SELECT {table.columns} FROM {table.name} NOT INDEXED WHERE rowid > ? ORDER BY rowid LIMIT 1"
+    try:
+        connection.execute(query, (number,)).fetchone()
+    except sqlite3.Error:
+        return False
+    return True
+
+
+def _count(connection: sqlite3.Connection, table: str) -> int | None:
+    """By way of the smallest index, which may be whole where the table is not, or of the table."""
+    for way in ("", " NOT INDEXED"):
+        with suppress(sqlite3.Error):
+            return int(connection.execute(f"SELECT count(*) FROM {table}{way}").fetchone()[0])
+    return None
