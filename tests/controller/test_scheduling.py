@@ -10,7 +10,7 @@ import pytest
 from simulation.driver import Simulation, verify
 
 from trunkline.controller.config import EngineConfig
-from trunkline.controller.messages import BeamSearch, Grammar
+from trunkline.controller.messages import BeamSearch, Grammar, GrammarReady
 from trunkline.controller.sequence import Request
 from trunkline.worker.messages import CompileGrammar, ForgetGrammar, Sampling
 
@@ -146,6 +146,25 @@ def test_a_grammar_is_compiled_once_and_awaited_without_holding_anything() -> No
     later = simulation.submit([1, 2, 3], 5, grammar=JSON)
     simulation.run()
     assert simulation.streams[later].reason == "length"
+
+
+def test_a_grammar_that_is_under_way_is_asked_for_once_by_each_tenant() -> None:
+    """The second one's turn may come first; the workers compile it once."""
+    simulation = Simulation(SMALL)
+    text = "[a-z]"
+    for tenant in (b"a", b"b", b"a", b"b"):
+        simulation.submit([1, 2], 2, grammar=Grammar("regex", text, tenant=tenant))
+    asked = simulation.engine.grammar_messages()
+    assert asked == [CompileGrammar(1, "regex", text, tenant=tenant) for tenant in (b"a", b"b")]
+    simulation.submit([1, 2], 2, grammar=Grammar("json_object", "", spaced=True, tenant=b"a"))
+    simulation.submit([1, 2], 2, grammar=Grammar("json_object", "", tenant=b"a"))
+    assert simulation.engine.grammar_messages() == [
+        CompileGrammar(2, "json_object", "", spaced=True, tenant=b"a"),
+        CompileGrammar(3, "json_object", "", tenant=b"a"),
+    ]
+    simulation.engine.grammar_ready(GrammarReady(1), 0.0)
+    simulation.submit([1, 2], 2, grammar=Grammar("regex", text, tenant=b"c"))
+    assert simulation.engine.grammar_messages() == [], "it is ready"
 
 
 def test_a_grammar_that_cannot_be_compiled_ends_its_requests_only() -> None:

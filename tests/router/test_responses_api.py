@@ -172,7 +172,9 @@ def test_structured_output_and_the_parse_helper(client: openai.OpenAI, fake: Fak
     assert grammar.kind == "json_schema"
     assert json.loads(grammar.text)["required"] == ["city"]
     client.responses.create(model="demo", input="Where?", text={"format": {"type": "json_object"}})
-    assert fake.behaviour.submits[-1].grammar == type(grammar)("json_object", "", "response_format")
+    grammar = fake.behaviour.submits[-1].grammar
+    assert grammar is not None
+    assert (grammar.kind, grammar.param) == ("json_object", "response_format")
 
 
 def test_a_demanded_call_comes_with_a_grammar(client: openai.OpenAI, fake: FakeController, say: Say) -> None:
@@ -184,6 +186,15 @@ def test_a_demanded_call_comes_with_a_grammar(client: openai.OpenAI, fake: FakeC
         grammar = fake.behaviour.submits[-1].grammar
         assert grammar is not None
         assert (grammar.kind, grammar.param) == ("structural_tag", "tools")
+        assert '"star"' not in grammar.text
+        assert made.parallel_tool_calls is False, "one call, unless more are asked for"
+    made = client.responses.create(  # type: ignore[call-overload]
+        model="demo", input="?", tools=[WEATHER], tool_choice="required", parallel_tool_calls=True
+    )
+    grammar = fake.behaviour.submits[-1].grammar
+    assert grammar is not None
+    assert '"star"' in grammar.text
+    assert made.parallel_tool_calls is True
     client.responses.create(model="demo", input="?", tools=[WEATHER], tool_choice="none")
     assert fake.behaviour.submits[-1].grammar is None
 

@@ -81,8 +81,65 @@ def test_free_text(http: httpx.Client, fake: FakeController, given: Any) -> None
 def test_openais_client_sends_schemas(client: openai.OpenAI, fake: FakeController) -> None:
     form: Any = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA, "strict": True}}
     client.chat.completions.create(model="demo", messages=MESSAGES, response_format=form)
-    expected = Grammar("json_schema", SCHEMA_TEXT, "response_format.json_schema.schema")
-    assert fake.behaviour.submits[0].grammar == expected
+    grammar = fake.behaviour.submits[0].grammar
+    assert grammar is not None
+    expected = Grammar("json_schema", SCHEMA_TEXT, "response_format.json_schema.schema", tenant=grammar.tenant)
+    assert grammar == expected
+
+
+TOOL_FUNCTION: Any = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+IN_EVERY_API: Any = [
+    ("/v1/completions", PLAIN | {"guided_json": SCHEMA}),
+    ("/v1/chat/completions", CHAT | {"response_format": {"type": "json_object"}}),
+    ("/v1/chat/completions", CHAT | {"response_format": TAG}),
+    (
+        "/v1/chat/completions",
+        CHAT | {"tools": [{"type": "function", "function": TOOL_FUNCTION}], "tool_choice": "required"},
+    ),
+    ("/v1/responses", {"input": "x", "text": {"format": {"type": "json_object"}}}),
+    ("/v1/responses", {"input": "x", "tools": [{"type": "function", **TOOL_FUNCTION}], "tool_choice": "required"}),
+    (
+        "/v1/messages",
+        {
+            "messages": [{"role": "user", "content": "x"}],
+            "max_tokens": 9,
+            "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}},
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), IN_EVERY_API)
+def test_white_space_in_json_is_asked_for(http: httpx.Client, fake: FakeController, path: str, body: Any) -> None:
+    for choice in (None, "compact", "any"):
+        assert http.post(path, json=body | {"whitespace": choice}).status_code == 200
+    spaced = [submit.grammar is not None and submit.grammar.spaced for submit in fake.behaviour.submits]
+    assert spaced == [False, False, True]
+    answer = http.post(path, json=body | {"whitespace": "none"})
+    assert answer.status_code == 400
+    assert "whitespace" in answer.text
+    assert "compact" in answer.text
+
+
+def test_what_has_no_json_parts_takes_no_white_space(http: httpx.Client, fake: FakeController) -> None:
+    assert http.post("/v1/completions", json=PLAIN | {"guided_regex": "a", "whitespace": "any"}).status_code == 200
+    assert http.post("/v1/completions", json=PLAIN | {"whitespace": "any"}).status_code == 200
+    first, second = fake.behaviour.submits
+    assert first.grammar is not None
+    assert not first.grammar.spaced
+    assert second.grammar is None
+
+
+def test_a_grammar_says_whose_it_is(http: httpx.Client, fake: FakeController) -> None:
+    """By a digest of the tenant's name, whatever salt a request chooses for itself: else a client could take
+    several turns at the compiler."""
+    for who, salt in (("a", "x"), ("a", "y"), ("b", "x")):
+        body = PLAIN | {"guided_regex": "a", "cache_salt": salt}
+        answer = http.post("/v1/completions", json=body, headers={"Authorization": f"Bearer {who}"})
+        assert answer.status_code == 200
+    tenants = [submit.grammar and submit.grammar.tenant for submit in fake.behaviour.submits]
+    assert tenants[0] == tenants[1] != tenants[2]
+    assert all(tenant and len(tenant) == 8 for tenant in tenants)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import tokenizers
@@ -67,7 +68,8 @@ def accepts(tmp_path_factory: pytest.TempPathFactory) -> Accepts:
         tokenizer, vocabulary = setup(plan.style.special)
         assert plan.grammar is not None
         assert plan.grammar.param == "tools"
-        matcher = vocabulary.compile(plan.grammar.kind, plan.grammar.text).matcher([EOS])
+        grammar = vocabulary.compile(plan.grammar.kind, plan.grammar.text, spaced=plan.grammar.spaced)
+        matcher = grammar.matcher([EOS])
         allowed = np.zeros(-(-vocabulary.size // 32), np.int32)
         for token in [*tokenizer.encode(text, add_special_tokens=False).ids, EOS]:
             matcher.fill(allowed)
@@ -107,7 +109,7 @@ def calls_of(plan: ToolPlan, text: str) -> list[tuple[str, Any]]:
 def test_demanded_calls(style: ToolStyle, accepts: Accepts) -> None:
     tools = [tool(), tool("sub"), tool("now", parameters=None)]
     one, two = ("add", '{"x": 1, "y": "up"}'), ("sub", '{"x": -3}')
-    any_of_them = prepare_tools(tools, "required", None, style)
+    any_of_them = prepare_tools(tools, "required", True, style)
     for calls in ([one], [one, two], [("now", "{}")]):
         text = written(style, *calls)
         assert accepts(any_of_them, text)
@@ -119,12 +121,16 @@ def test_demanded_calls(style: ToolStyle, accepts: Accepts) -> None:
         written(style, ("add", '{"y": "up"}')),
         written(style, ("add", '{"x": 1, "y": "left"}')),
         written(style, one) + " and more",
+        written(style, ("add", '{"x"      :\n      1}')),
+        written(style, ("add", '{"x":   1}')),
         written(style, one)[:-1],
     ):
         assert not accepts(any_of_them, text), text
-    single = prepare_tools(tools, "required", False, style)
-    assert accepts(single, written(style, one))
-    assert not accepts(single, written(style, one, two))
+    for parallel in (False, None):  # a weak model would call on and on
+        single = prepare_tools(tools, "required", parallel, style)
+        assert accepts(single, written(style, one))
+        assert not accepts(single, written(style, one, two))
+        assert not single.parallel
     certain = prepare_tools(tools, {"type": "function", "function": {"name": "sub"}}, None, style)
     assert accepts(certain, written(style, two))
     assert not accepts(certain, written(style, one))
@@ -150,7 +156,11 @@ def test_strict_functions_where_the_model_is_free(style: ToolStyle, accepts: Acc
 
 def test_white_space_in_arguments_is_bounded(accepts: Accepts) -> None:
     plan = prepare_tools([tool()], "required", None, STYLES["hermes"])
-    assert accepts(plan, written(plan.style, ("add", '{ \n  "x": 1\n}')))
+    assert plan.grammar is not None
+    indented = written(plan.style, ("add", '{ \n  "x": 1\n}'))
+    assert not accepts(plan, indented)
+    plan = msgspec.structs.replace(plan, grammar=msgspec.structs.replace(plan.grammar, spaced=True))
+    assert accepts(plan, indented)
     assert not accepts(plan, written(plan.style, ("add", '{"x": ' + " " * 100 + "1}")))
 
 

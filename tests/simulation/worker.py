@@ -48,6 +48,7 @@ class SimulatedWorkers:
         self.residents: dict[int, Resident] = {}
         self.searches = Searches(chunk_size)
         self.grammars: dict[int, bool] = {}
+        self.grammar_tenants: set[tuple[int, bytes]] = set()
         """Those announced; True once they are compiled."""
         self.rows: list[int] = []
         self.runs = np.empty((0, 4), np.int32)
@@ -73,8 +74,10 @@ class SimulatedWorkers:
     def prepare(self, message: CompileGrammar | ForgetGrammar) -> None:
         """What comes on the plan topic between steps."""
         if isinstance(message, CompileGrammar):
-            assert message.grammar not in self.grammars, "a grammar is compiled twice"
             assert message.grammar > 0
+            assert not self.grammars.get(message.grammar), "a grammar is compiled again"
+            assert (message.grammar, message.tenant) not in self.grammar_tenants, "a grammar is asked for twice"
+            self.grammar_tenants.add((message.grammar, message.tenant))
             self.grammars[message.grammar] = False
         else:
             del self.grammars[message.grammar]

@@ -26,10 +26,10 @@ class Grammars:
         self._next_id = 0
         self._next_sequence = 0
 
-    def begin(self, kind: str, text: str) -> int:
+    def begin(self, kind: str, text: str, *, spaced: bool = False) -> int:
         self._next_id += 1
         start = time.monotonic()
-        self.store.compile(self._next_id, kind, text)
+        self.store.compile(self._next_id, kind, text, spaced=spaced)
         assert time.monotonic() - start < 0.5, "the step thread does not wait"
         return self._next_id
 
@@ -44,8 +44,8 @@ class Grammars:
             time.sleep(0.005)
         raise TimeoutError("no grammar became ready")
 
-    def add(self, kind: str, text: str) -> int:
-        grammar = self.begin(kind, text)
+    def add(self, kind: str, text: str, *, spaced: bool = False) -> int:
+        grammar = self.begin(kind, text, spaced=spaced)
         assert self.wait() == GrammarReady(grammar)
         return grammar
 

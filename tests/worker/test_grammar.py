@@ -137,6 +137,67 @@ def test_outputs_are_valid_for_random_schemas_all_in_one_batch(grammars: Grammar
         jsonschema_rs.validate(schema, document)
 
 
+def accepts(grammars: Grammars, kind: str, text: str, written: str, *, spaced: bool = False) -> bool:
+    """Whether a model may write a text, token by token, and end there."""
+    row = grammars.row(grammars.add(kind, text, spaced=spaced))
+    for one in [*tokenizer().encode(written, add_special_tokens=False).ids, STOP]:
+        if one not in allowed(grammars, row):
+            return False
+        row.append(one)
+    return True
+
+
+DOCUMENTS: Final[list[Any]] = [
+    {"name": "Nora", "age": 3, "tags": ["red", "green"]},
+    {"name": "a,  b:  c", "age": 0, "tags": ["red"]},
+]
+
+
+@pytest.mark.parametrize("kind", ["json_schema", "json_object", "structural_tag", "in a tag"])
+def test_json_is_written_as_json_dumps_does(grammars: Grammars, kind: str) -> None:
+    """A weak model otherwise goes on with blanks and line ends up to its limit."""
+    format_ = {"type": "json_schema", "json_schema": SCHEMA}
+    text = {
+        "json_schema": json.dumps(SCHEMA),
+        "json_object": "",
+        "structural_tag": json.dumps({"type": "structural_tag", "format": format_}),
+        "in a tag": json.dumps(
+            {
+                "type": "structural_tag",
+                "format": {"type": "sequence", "elements": [{"type": "const_string", "value": "<<"}, format_]},
+            }
+        ),
+    }[kind]
+    kind, front = ("structural_tag", "<<") if kind == "in a tag" else (kind, "")
+    for document in DOCUMENTS:
+        assert accepts(grammars, kind, text, front + json.dumps(document))
+        for indent in (json.dumps(document, indent=1), json.dumps(document, separators=(" , ", ":  "))):
+            assert not accepts(grammars, kind, text, front + indent)
+            assert accepts(grammars, kind, text, front + indent, spaced=True)
+    for run in ('{"name"      :\n      ', '{      "name": ', "{\n"):
+        assert not accepts(grammars, kind, text, front + run + json.dumps(DOCUMENTS[0])[8:])
+
+
+def test_tags_may_say_how_much_white_space_they_have(grammars: Grammars) -> None:
+    format_ = {"type": "json_schema", "json_schema": SCHEMA, "max_whitespace_cnt": 3}
+    text = json.dumps({"type": "structural_tag", "format": format_})
+    written = json.dumps(DOCUMENTS[0], separators=(",   ", ":   "))
+    assert accepts(grammars, "structural_tag", text, written)
+    assert not accepts(grammars, "structural_tag", text, written.replace(",   ", ",    "))
+
+
+@pytest.mark.parametrize("kind", ["json_schema", "structural_tag"])
+def test_very_wide_objects_have_white_space(grammars: Grammars, kind: str) -> None:
+    """Compact, they would take minutes to compile."""
+    schema: dict[str, Any] = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(1500)}}
+    text = json.dumps(schema)
+    if kind == "structural_tag":
+        text = json.dumps(
+            {"type": kind, "format": {"type": "json_schema", "json_schema": schema}}, separators=(",", ":")
+        )
+    assert accepts(grammars, kind, text, '{"p0":"x",\n"p7": "y"}')
+
+
 def test_objects_without_named_properties_are_free(grammars: Grammars) -> None:
     grammar = grammars.add("json_schema", '{"type":"object"}')
     rows = [grammars.row(grammar) for _ in range(10)]

@@ -15,7 +15,9 @@ from worker.grammar_driver import Grammars, V, allowed
 from trunkline.controller.messages import GrammarReady
 from trunkline.deploy.models import DEMO_FOLDER
 from trunkline.worker.grammar import GrammarStore
+from trunkline.worker.grammar_cache import Wanted
 from trunkline.worker.grammar_checks import prepare
+from trunkline.worker.grammar_queue import Line
 
 
 @pytest.fixture(scope="module")
@@ -131,35 +133,75 @@ def trial_processes() -> list[psutil.Process]:
     return [p for p in psutil.Process().children() if "trunkline.worker.grammar_trial" in p.cmdline()]
 
 
+SLOW: Final = json.dumps({"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(1500)}})
+"""Seconds, also on a fast machine."""
+
+
 def test_a_grammar_that_takes_too_long_is_given_up() -> None:
-    store, before = GrammarStore(DEMO_FOLDER, V, seconds_max=0.05), set(trial_processes())
-    slow = json.dumps({"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(1500)}})
+    store, before = GrammarStore(DEMO_FOLDER, V, seconds_max=0.05, slice_s=0.02), set(trial_processes())
     short = Grammars(store)
-    short.begin("json_schema", slow)
-    process: set[psutil.Process] = set()
-    while not process:
-        process = set(trial_processes()) - before
-    assert "does not compile within" in short.wait().problem
-    assert not any(p.is_running() for p in process)
+    assert "does not compile within" in short.problem("json_schema", SLOW)
+    own = set(trial_processes()) - before
+    assert len(own) == 2, "one process for short trials, one for long ones"
+    assert not [child for process in own for child in process.children()], "a trial goes on"
     store.close()
+
+
+def test_grammars_that_take_long_delay_nobody_else() -> None:
+    """Counts what has been answered, not how fast: the slow ones' trials could go on for minutes."""
+    store = GrammarStore(DEMO_FOLDER, V, seconds_max=3600.0, slice_s=3.0)
+    grammars = Grammars(store)
+    try:
+        assert grammars.add("regex", "warm")
+        many = "|".join(f"[a-z]{{{i},{i + 50}}}x{i}" for i in range(1500))
+        slow = [grammars.begin("regex", f"{i}({many})") for i in range(3)]
+        for i in range(5):
+            store.compile(1000 + i, "regex", f"x{{{i}}}", tenant=b"other")
+        ready: list[GrammarReady] = []
+        deadline = time.monotonic() + 60.0
+        while len(ready) < 5 and time.monotonic() < deadline:
+            ready += store.poll()
+            time.sleep(0.005)
+        assert ready == [GrammarReady(1000 + i) for i in range(5)]
+        assert store._pending == set(slow), "the slow ones are not given up for that"
+    finally:
+        store.close()
+
+
+def test_what_was_refused_is_refused_again_without_a_trial(grammars: Grammars) -> None:
+    problem = grammars.problem("regex", "([a-z]{0,30}[0-9]{0,30}){0,999}")
+    process = first_trial(grammars)
+    process.suspend()
+    try:
+        again = grammars.begin("regex", "([a-z]{0,30}[0-9]{0,30}){0,999}")
+        assert grammars.store.poll() == [GrammarReady(again, problem)]
+    finally:
+        process.resume()
+
+
+def first_trial(grammars: Grammars) -> psutil.Process:
+    """The process of the short trials."""
+    process = grammars.store._lines._compilers[Line.FIRST]._trial._process
+    assert process is not None
+    return psutil.Process(process.pid)
 
 
 def test_a_grammar_that_kills_its_process_harms_no_other(grammars: Grammars) -> None:
     assert grammars.add("regex", "a+")
-    process = trial_processes()[-1]
+    process = first_trial(grammars)
     process.suspend()
     grammar = grammars.begin("regex", "c+")
     process.kill()  # as the kernel does when memory runs out
     assert grammars.wait() == GrammarReady(grammar, "the grammar needs too much memory to compile")
     # The same text again needs no trial: the compiled grammar was kept.
     assert allowed(grammars, grammars.row(grammars.add("regex", "a+")))
-    assert trial_processes() == []
+    assert grammars.store._lines._compilers[Line.FIRST]._trial._process is None
     assert grammars.add("regex", "c+")
 
 
 def test_the_trial_process_refuses_to_outgrow_its_memory(grammars: Grammars) -> None:
     grammars.add("regex", "before")
-    process = trial_processes()[-1]
+    process = first_trial(grammars)
     hard = process.rlimit(psutil.RLIMIT_DATA)[1]
     assert hard < 2 << 30
     process.rlimit(psutil.RLIMIT_DATA, (process.memory_info().data + (1 << 20), hard))
@@ -197,6 +239,9 @@ def test_what_was_forgotten_is_not_compiled() -> None:
             ready += store.poll()
             time.sleep(0.01)
         assert ready == [GrammarReady(1), GrammarReady(99)]
-        assert list(store._compiler._kept) == [("regex", "a"), ("regex", "ab")], "the others were tried, too"
+        kept = list(store._cache._compiled)
+        assert kept == [Wanted("regex", "a").digest(), Wanted("regex", "ab").digest()], (
+            "the others were tried, too"
+        )
     finally:
         store.close()

@@ -28,6 +28,8 @@ class GrammarEntry:
     """Why it cannot be compiled."""
     users: set[int] = field(default_factory=set)
     """Requests."""
+    tenants: set[bytes] = field(default_factory=set)
+    """For whom the workers have been asked for it."""
 
 
 class GrammarBook:
@@ -38,7 +40,7 @@ class GrammarBook:
         Args:
             first_id: of the first grammar.
         """
-        self._by_content: OrderedDict[tuple[str, str], GrammarEntry] = OrderedDict()
+        self._by_content: OrderedDict[tuple[str, str, bool], GrammarEntry] = OrderedDict()
         """The least recently asked for first."""
         self._by_id: dict[int, GrammarEntry] = {}
         self.next_id = first_id
@@ -50,20 +52,25 @@ class GrammarBook:
 
     def use(self, grammar: Grammar, request: int) -> GrammarEntry:
         """The grammar's entry, with the request among its users."""
-        key = (grammar.kind, grammar.text)
+        key = _content_of(grammar)
         entry = self._by_content.get(key)
         if entry is None:
             entry = GrammarEntry(self.next_id, grammar)
             self.next_id += 1
             self._by_content[key] = self._by_id[entry.id] = entry
-            self._messages.append(CompileGrammar(entry.id, grammar.kind, grammar.text))
+        if not entry.ready and grammar.tenant not in entry.tenants:
+            # Also if it is under way: it must not have to wait behind all else that the first one has sent.
+            entry.tenants.add(grammar.tenant)
+            self._messages.append(
+                CompileGrammar(entry.id, grammar.kind, grammar.text, grammar.spaced, grammar.tenant)
+            )
         self._by_content.move_to_end(key)
         entry.users.add(request)
         return entry
 
     def leave(self, grammar: Grammar, request: int) -> None:
         """The request has ended."""
-        entry = self._by_content.get((grammar.kind, grammar.text))
+        entry = self._by_content.get(_content_of(grammar))
         if entry is None:
             return
         entry.users.discard(request)
@@ -84,10 +91,14 @@ class GrammarBook:
 
     def _forget(self, entry: GrammarEntry) -> None:
         del self._by_id[entry.id]
-        del self._by_content[entry.grammar.kind, entry.grammar.text]
+        del self._by_content[_content_of(entry.grammar)]
         self._messages.append(ForgetGrammar(entry.id))
 
     def messages(self) -> list[CompileGrammar | ForgetGrammar]:
         """What the workers must be told since the last call, before the next plan."""
         messages, self._messages = self._messages, []
         return messages
+
+
+def _content_of(grammar: Grammar) -> tuple[str, str, bool]:
+    return grammar.kind, grammar.text, grammar.spaced

@@ -23,6 +23,7 @@ from trunkline.worker.messages import Sampling
 NUMBER_BITS: Final = 32
 """Of a router's request numbers."""
 REQUEST_ID_CHARACTERS_MAX: Final = 128
+TENANT_BYTES_MAX: Final = 64
 _INT32_MAX: Final = (1 << 31) - 1
 _FLOAT32_MAX: Final = 3.4028234e38
 GRAMMAR_KINDS: Final = ("json_schema", "json_object", "regex", "ebnf", "choice", "structural_tag")
@@ -138,6 +139,8 @@ def problem_of(message: Submit, vocab_size: int) -> str:
             return f"a search of width {message.beam.width} looks at {candidates} tokens; there are {vocab_size}"
     if message.grammar is not None and message.grammar.kind not in GRAMMAR_KINDS:
         return f"grammars of kind {message.grammar.kind!r} are unknown; known are {', '.join(GRAMMAR_KINDS)}"
+    if message.grammar is not None and len(message.grammar.tenant) > TENANT_BYTES_MAX:
+        return f"a grammar's tenant is {len(message.grammar.tenant)} bytes; at most {TENANT_BYTES_MAX} are kept"
     return _sampling_problem(message.sampling, id_max)
 
 

@@ -15,7 +15,7 @@ from trunkline.router.api.parameters import SESSION_ID_CHARACTERS_MAX
 from trunkline.router.decoding import Decoding, check_candidates, decoding_of
 from trunkline.router.errors import bad_value
 from trunkline.router.model_files import SamplingDefaults
-from trunkline.router.structured import grammar_of
+from trunkline.router.structured import grammar_of, spaced
 from trunkline.router.tools.plan import ToolPlan
 from trunkline.router.truncation import Cut
 from trunkline.worker.messages import Sampling
@@ -276,7 +276,7 @@ def _one_grammar(request: GenerationRequest, of_tools: Grammar | None, eos_ids: 
         )
     if not eos_ids:
         raise bad_value("ignore_eos", "`ignore_eos` leaves structured output no token to end with")
-    return grammar
+    return spaced(grammar, request)
 
 
 def wanted_tokens(request: GenerationRequest) -> tuple[str, int | None]:

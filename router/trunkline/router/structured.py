@@ -6,14 +6,20 @@ can be compiled, only the engine finds out, and its answer names the same parame
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
+
+import msgspec
 
 from trunkline.controller.messages import Grammar
 from trunkline.router.api.models import GenerationRequest
 from trunkline.router.api.parameters import GRAMMAR_CHARACTERS_MAX, ResponseFormat, StructuredOutputs
 from trunkline.router.errors import bad_value
+
+_JSON_KINDS: Final = ("json_schema", "json_object", "structural_tag")
+_TENANT_BYTES: Final = 8
 
 
 def grammar_of(request: GenerationRequest) -> Grammar | None:
@@ -35,6 +41,19 @@ def grammar_of(request: GenerationRequest) -> Grammar | None:
             f"`{grammar.param}` has {len(grammar.text)} characters; {GRAMMAR_CHARACTERS_MAX} are allowed",
         )
     return grammar
+
+
+def spaced(grammar: Grammar, request: GenerationRequest) -> Grammar:
+    """The grammar with as much white space between the parts of JSON as the request allows."""
+    return msgspec.structs.replace(grammar, spaced=request.whitespace == "any" and grammar.kind in _JSON_KINDS)
+
+
+def owned(grammar: Grammar | None, tenant: str) -> Grammar | None:
+    """The grammar with the tenant whose turn is used for it."""
+    if grammar is None:
+        return None
+    digest = hashlib.blake2b(tenant.encode(), digest_size=_TENANT_BYTES).digest()
+    return msgspec.structs.replace(grammar, tenant=digest)
 
 
 def _grammars(request: GenerationRequest) -> Iterator[Grammar]:

@@ -6,10 +6,11 @@ compile thread, at the first grammar (`grammar`).
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import xgrammar
@@ -21,7 +22,10 @@ from trunkline.worker.grammar_checks import GrammarError, prepare
 _NOT_IN_JSON: Final = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
 _NOT_IN_TEXT: Final = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f]")
 WHITESPACE_MAX: Final = 16
-"""Characters in a row between two parts of a JSON text: enough to indent, and small models do not get lost."""
+"""Characters in a row between two parts of a JSON text where white space is free: enough to indent, and small
+models do not get lost."""
+COMPACT_PROPERTIES_MAX: Final = 400
+"""Of one object. With more, white space is free."""
 _NAMES: Final = {
     "json_schema": "JSON schema",
     "regex": "regex",
@@ -83,8 +87,8 @@ class Vocabulary:
         self._json = compiler([b"" if _NOT_IN_JSON.search(text) else text for text in hidden])
         self._tags = compiler([b"" if _NOT_IN_TEXT.search(text) else text for text in spelled])
 
-    def compile(self, kind: str, text: str) -> Grammar:
-        """Compile a grammar (`CompileGrammar.kind`, `.text`); may take very long, without holding the GIL.
+    def compile(self, kind: str, text: str, *, spaced: bool = False) -> Grammar:
+        """Compile a grammar (`CompileGrammar`); may take very long, without holding the GIL.
 
         Raises:
             GrammarError: it is not valid, not supported, or matches no text.
@@ -97,9 +101,11 @@ class Vocabulary:
                 case "ebnf":
                     compiled = self._text.compile_grammar(text)
                 case "structural_tag":
-                    compiled = self._tags.compile_structural_tag(text)
-                case _:
+                    compiled = self._tags.compile_structural_tag(_with_whitespace(text, spaced=spaced))
+                case _ if spaced or _is_wide(json.loads(text)):
                     compiled = self._json.compile_json_schema(text, max_whitespace_cnt=WHITESPACE_MAX)
+                case _:
+                    compiled = self._json.compile_grammar(_compact(text))
         except MemoryError as error:
             raise GrammarError("the grammar needs too much memory to compile") from error
         except (RuntimeError, ValueError, TypeError) as error:  # xgrammar's, and pydantic's for tags
@@ -108,6 +114,54 @@ class Vocabulary:
         if not grammar.matches_something():
             raise GrammarError("the grammar matches no text that ends")
         return grammar
+
+
+def _with_whitespace(tag: str, *, spaced: bool) -> str:
+    """A structural tag that says how much white space its JSON has, unless it does so itself.
+
+    xgrammar has no word for "none" in tags: such a schema's place takes the grammar that it comes to.
+    """
+    whole = json.loads(tag)
+    stack = [whole]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, list):
+            stack += node
+        if not isinstance(node, dict):
+            continue
+        if "json_schema" not in node:
+            stack += node.values()
+        elif node.get("type") != "json_schema" or node.get("max_whitespace_cnt") is not None:
+            continue
+        elif spaced or node.keys() - {"type", "json_schema", "max_whitespace_cnt"} or _is_wide(node):
+            node["max_whitespace_cnt"] = WHITESPACE_MAX  # also of styles that are no plain JSON
+        else:
+            schema = _compact(json.dumps(node["json_schema"]))
+            node.clear()
+            node |= {"type": "grammar", "grammar": schema}
+    return json.dumps(whole)
+
+
+def _compact(schema: str) -> str:
+    """EBNF of a JSON schema's documents as `json.dumps` writes them: a blank behind each comma and colon."""
+    # By way of text, which xgrammar compiles several times faster than what it makes of the schema directly.
+    return str(xgrammar.Grammar.from_json_schema(schema, any_whitespace=False))
+
+
+def _is_wide(schema: Any) -> bool:
+    """Whether an object in it has so many properties that compact JSON would take too long to compile (the time
+    grows with their square, and without white space between them much faster)."""
+    stack = [schema]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, dict):
+            properties = node.get("properties")
+            if isinstance(properties, dict) and len(properties) > COMPACT_PROPERTIES_MAX:
+                return True
+            stack += node.values()
+        elif isinstance(node, list):
+            stack += node
+    return False
 
 
 class Grammar:

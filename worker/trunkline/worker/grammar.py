@@ -1,14 +1,16 @@
 """The grammars of structured output on rank 0: compiled beside the steps, followed by the sampler.
 
-      step thread      compile(id, kind, text) ──► jobs ──► compile thread: trial process, then xgrammar
-                       poll() ◄── GrammarReady ◄───────────┘
-                       fill(sequence, words): which ids may come next
+      step thread   compile(id, …) ──► GrammarQueue ─┬─ first line ──► compile thread ─┬─► trial, then xgrammar
+                                                     └─ long line ───► compile thread ─┘
+                    poll() ◄── GrammarReady ◄──────────────────────────┘
+                    fill(sequence, words): which ids may come next
 
 A user's grammar is hostile until it has passed: `grammar_checks` refuses what xgrammar would misread; a
-process of its own bounds time and memory (`grammar_trial`); only then it is compiled here. What remains
-unbounded: following a grammar costs microseconds per token as a rule, but an ambiguous one can be written to
-pass the trial and to become slow later. An output that meets such a token is ended by the grammar's side:
-only its stop ids are allowed from there on.
+process of its own bounds time and memory (`grammar_trial`); only then it is compiled here. What takes more than a
+slice is tried again by a second thread with a second process, which there is from the first such grammar on: it
+holds up no ordinary one (`grammar_queue`). What remains unbounded: following a grammar costs microseconds per
+token as a rule, but an ambiguous one can be written to pass the trial and to become slow later. An output that
+meets such a token is ended by the grammar's side: only its stop ids are allowed from there on.
 
 Masks are filled in the step thread: a row takes about 10 us (accept and fill), less than it costs to
 hand the work to another thread during the forward pass.
@@ -19,7 +21,6 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -29,68 +30,84 @@ import structlog
 from trunkline.controller.messages import GrammarReady
 from trunkline.kvstore.layout import Int32Array, unpack_int32
 from trunkline.worker.errors import PlanError
+from trunkline.worker.grammar_cache import GrammarCache, Wanted
 from trunkline.worker.grammar_checks import GrammarError, prepare
-from trunkline.worker.grammar_process import TrialProcess
+from trunkline.worker.grammar_process import TooSlowError, TrialProcess
+from trunkline.worker.grammar_queue import GrammarQueue, Line
 from trunkline.worker.sequences import Sequence
 
 if TYPE_CHECKING:
     from trunkline.worker.automaton import Grammar, Matcher, Vocabulary
 
+SLICE_S: Final = 0.5
+"""On trial at first: what others may have to wait for. Ordinary schemas take some milliseconds."""
 COMPILE_S_MAX: Final = 15.0
-"""On trial; the second compilation then takes about as long again."""
+"""On trial at last; the second compilation then takes about as long again."""
 TOKEN_S_MAX: Final = 1.0
 """CPU time after which an output is let go of its grammar."""
-_KEPT_MAX: Final = 64
-_KEPT_BYTES_MAX: Final = 64 << 20
-"""Compiled grammars kept for the next request with the same one."""
 
 log = structlog.get_logger()
 
 
 class GrammarStore:
-    """Grammars by id, and where each sequence stands in its own. Everything but `_work` is the step thread's; that
-    only looks up whether a job is still pending."""
+    """Grammars by id, and where each sequence stands in its own. All of it is the step thread's."""
 
-    def __init__(self, model: Path, vocab_size: int, seconds_max: float = COMPILE_S_MAX) -> None:
+    def __init__(
+        self, model: Path, vocab_size: int, seconds_max: float = COMPILE_S_MAX, slice_s: float = SLICE_S
+    ) -> None:
         """Cheap: nothing is read before the first grammar.
 
         Args:
             model: the model's folder; its `tokenizer.json` spells the tokens.
             vocab_size: of the model.
             seconds_max: the longest that a compilation may take on trial.
+            slice_s: how long it may take before it has to wait for a long trial.
         """
-        self._compiler = _Compiler(model, vocab_size, seconds_max)
-        self._jobs: queue.SimpleQueue[tuple[int, str, str] | None] = queue.SimpleQueue()
-        self._results: queue.SimpleQueue[tuple[int, Grammar | str]] = queue.SimpleQueue()
-        self._refused: list[GrammarReady] = []
+        self._lines = _Lines(model, vocab_size, {Line.FIRST: slice_s, Line.LONG: seconds_max})
+        self._done: list[tuple[int, Grammar | str]] = []
+        """Known without a trial."""
         self._pending: set[int] = set()
+        self._cache: GrammarCache[Grammar] = GrammarCache()
         self._grammars: dict[int, Grammar] = {}
         self._outputs: dict[int, tuple[Sequence, Matcher]] = {}
-        self._thread: threading.Thread | None = None
 
     @property
     def pending(self) -> bool:
         """Whether `poll` has something to give, now or later."""
-        return bool(self._pending or self._refused)
+        return bool(self._pending)
 
-    def compile(self, grammar: int, kind: str, text: str) -> None:
-        """Begin with a grammar; `poll` says when it is ready. Does not wait."""
+    def compile(self, grammar: int, kind: str, text: str, *, spaced: bool = False, tenant: bytes = b"") -> None:
+        """Begin with a grammar; `poll` says when it is ready. Does not wait.
+
+        Of one that is under way, this says that it is wanted by another tenant, too.
+        """
+        if grammar in self._grammars:
+            return
+        wanted = Wanted(kind, text, spaced)
+        known: Grammar | str | None
         try:
             prepare(kind, text)
+            known = self._cache.find(wanted, time.monotonic())
         except GrammarError as error:
-            self._refused.append(GrammarReady(grammar, str(error)))
-            return
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="grammars", daemon=True)
-            self._thread.start()
+            known = str(error)
+        is_new = grammar not in self._pending
         self._pending.add(grammar)
-        self._jobs.put((grammar, kind, text))
+        if known is None:
+            self._lines.add(grammar, wanted, tenant, is_new=is_new)
+        elif is_new:
+            self._done.append((grammar, known))
 
     def poll(self) -> list[GrammarReady]:
         """Grammars that became ready, or turned out to have a problem, since the last call."""
-        ready, self._refused = self._refused, []
-        while not self._results.empty():
-            grammar, result = self._results.get()
+        ready = []
+        done, self._done = self._done, []
+        for grammar, wanted, result, lasts in self._lines.results():
+            done.append((grammar, result))
+            if not isinstance(result, str):
+                self._cache.keep(wanted, result)
+            elif lasts:
+                self._cache.refuse(wanted, result, time.monotonic())
+        for grammar, result in done:
             if grammar not in self._pending:
                 continue  # forgotten meanwhile
             self._pending.remove(grammar)
@@ -104,7 +121,9 @@ class GrammarStore:
     def forget(self, grammar: int) -> None:
         """No sequence uses the grammar any more."""
         self._grammars.pop(grammar, None)
-        self._pending.discard(grammar)
+        if grammar in self._pending:
+            self._pending.remove(grammar)
+            self._lines.remove(grammar)
 
     def forget_sequences(self, sequences: Iterable[int]) -> None:
         """Sequences that left the batch."""
@@ -148,51 +167,117 @@ class GrammarStore:
         return matcher
 
     def close(self) -> None:
-        """End thread and process; a compilation that is under way is abandoned."""
-        if self._thread is not None:
-            self._jobs.put(None)
-            self._compiler.cancel()
-            self._thread.join(timeout=5.0)
+        """End threads and processes; a compilation that is under way is abandoned."""
+        self._lines.close()
 
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            grammar, kind, text = job
-            if grammar not in self._pending:
-                continue  # forgotten while others were compiled
-            self._results.put((grammar, self._compiler.compile(kind, text)))
-        self._compiler.close()
+
+class _Lines:
+    """A thread for each line of the queue, from its first grammar on."""
+
+    def __init__(self, model: Path, vocab_size: int, seconds_max: dict[Line, float]) -> None:
+        self._compilers = {line: _Compiler(model, vocab_size, seconds) for line, seconds in seconds_max.items()}
+        self._queue = GrammarQueue()
+        """Like the next two, used under `_changed`."""
+        self._wanted: dict[int, Wanted] = {}
+        self._is_closed = False
+        self._changed = threading.Condition()
+        self._threads: dict[Line, threading.Thread] = {}
+        self._results: queue.SimpleQueue[tuple[int, Wanted, Grammar | str, bool]] = queue.SimpleQueue()
+
+    def add(self, grammar: int, wanted: Wanted, tenant: bytes, *, is_new: bool) -> None:
+        with self._changed:
+            if not is_new and grammar not in self._queue:
+                return  # it has just become ready
+            self._queue.add(grammar, tenant)
+            self._wanted[grammar] = wanted
+            self._begin(Line.FIRST)
+            self._changed.notify_all()
+
+    def remove(self, grammar: int) -> None:
+        with self._changed:
+            self._queue.remove(grammar)
+            self._wanted.pop(grammar, None)
+
+    def results(self) -> list[tuple[int, Wanted, Grammar | str, bool]]:
+        """Grammars, or what is wrong with them and whether it will be next time, since the last call."""
+        found = []
+        while not self._results.empty():
+            found.append(self._results.get())
+        return found
+
+    def close(self) -> None:
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        for compiler in self._compilers.values():
+            compiler.cancel()
+        for thread in self._threads.values():
+            thread.join(timeout=5.0)
+
+    def _begin(self, line: Line) -> None:
+        if line not in self._threads:
+            name = f"grammars-{line.name.lower()}"
+            self._threads[line] = threading.Thread(target=self._work, args=(line,), name=name, daemon=True)
+            self._threads[line].start()
+
+    def _work(self, line: Line) -> None:
+        compiler = self._compilers[line]
+        while (job := self._next(line)) is not None:
+            grammar, wanted = job
+            try:
+                result, lasts = compiler.compile(wanted)
+            except TooSlowError as error:
+                if line is Line.FIRST:
+                    with self._changed:
+                        self._queue.late(grammar)
+                        self._begin(Line.LONG)
+                        self._changed.notify_all()
+                    continue
+                result, lasts = str(error), True
+            self.remove(grammar)
+            self._results.put((grammar, wanted, result, lasts))
+        compiler.close()
+
+    def _next(self, line: Line) -> tuple[int, Wanted] | None:
+        """The next one to try; None: there will be no more."""
+        with self._changed:
+            while not self._is_closed:
+                grammar = self._queue.take(line)
+                if grammar is not None:
+                    return grammar, self._wanted[grammar]
+                self._changed.wait()
+        return None
 
 
 class _Compiler:
-    """What the compile thread owns."""
+    """What one compile thread owns."""
 
     def __init__(self, model: Path, vocab_size: int, seconds_max: float) -> None:
         self._model = model
         self._vocab_size = vocab_size
         self._trial = TrialProcess(model, vocab_size, seconds_max)
         self._vocabulary: Vocabulary | None = None
-        self._kept: OrderedDict[tuple[str, str], Grammar] = OrderedDict()
 
-    def compile(self, kind: str, text: str) -> Grammar | str:
-        """A grammar or what is wrong with it."""
-        kept = self._kept.get((kind, text))
-        if kept is not None:
-            self._kept.move_to_end((kind, text))
-            return kept
+    def compile(self, wanted: Wanted) -> tuple[Grammar | str, bool]:
+        """A grammar, or what is wrong with it and whether that is the grammar's own fault.
+
+        Raises:
+            TooSlowError: it takes longer than allowed here.
+        """
         try:
             self._trial.start()  # loads while this process does
             vocabulary = self._load()
-            problem = self._trial.problem_of(kind, text)
-            if problem:
-                return problem
-            grammar = vocabulary.compile(kind, text)
+            verdict = self._trial.verdict_on(wanted)
+            if verdict.problem:
+                return verdict.problem, not verdict.is_lost
+            return vocabulary.compile(wanted.kind, wanted.text, spaced=wanted.spaced), True
+        except TooSlowError:
+            raise
         except GrammarError as error:
-            return str(error)
+            return str(error), True
         except Exception as error:  # whatever it is, the request must end and the thread go on
             log.error("a grammar could not be compiled", error=str(error), exc_info=True)
-            return "grammars cannot be compiled on this server"
-        self._keep(kind, text, grammar)
-        return grammar
+            return "grammars cannot be compiled on this server", False
 
     def _load(self) -> Vocabulary:
         # Here and not above: importing xgrammar takes over a second, which only this thread has.
@@ -201,11 +286,6 @@ class _Compiler:
         if self._vocabulary is None:
             self._vocabulary = Vocabulary(self._model, self._vocab_size)
         return self._vocabulary
-
-    def _keep(self, kind: str, text: str, grammar: Grammar) -> None:
-        self._kept[kind, text] = grammar
-        while len(self._kept) > _KEPT_MAX or sum(g.bytes for g in self._kept.values()) > _KEPT_BYTES_MAX:
-            self._kept.popitem(last=False)
 
     def cancel(self) -> None:
         """From another thread: make a trial that is under way end."""

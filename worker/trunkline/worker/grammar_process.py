@@ -1,4 +1,4 @@
-"""Rank 0's side of `grammar_trial`: a process that is killed when a grammar takes too much time or memory."""
+"""Rank 0's side of `grammar_trial`: a process in which a grammar may take only so much time and memory."""
 
 from __future__ import annotations
 
@@ -12,13 +12,39 @@ from typing import Final
 
 import msgspec
 
+from trunkline.worker.grammar_cache import Wanted
+
 _START_S_MAX: Final = 60.0
+_GRACE_S: Final = 15.0
+"""The process keeps to its limits by itself; if it does not, it is killed."""
+
+
+class TooSlowError(Exception):
+    """A grammar takes longer than it may. The message is for the user."""
+
+
+class Trial(msgspec.Struct, frozen=True):
+    """What the process is asked."""
+
+    grammar: Wanted
+    seconds_max: float
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """What it answers."""
+
+    problem: str = ""
+    """What is wrong with the grammar; "": nothing."""
+    late: bool = False
+    """It took too long to find that out."""
+    is_lost: bool = False
+    """The process itself was lost over it, maybe for another reason."""
 
 
 class TrialProcess:
     """The process on which grammars are tried. Used by one thread (except `cancel`), which must outlive it.
 
-    It is started by the first trial and again by the first one after it was killed.
+    It is started by the first trial and again by the first one after it was lost.
     """
 
     def __init__(self, model: Path, vocab_size: int, seconds_max: float) -> None:
@@ -46,10 +72,11 @@ class TrialProcess:
             bufsize=0,
         )
 
-    def problem_of(self, kind: str, text: str) -> str:
-        """What is wrong with a grammar; "": nothing.
+    def verdict_on(self, wanted: Wanted) -> Verdict:
+        """What is wrong with a grammar, if anything is.
 
         Raises:
+            TooSlowError: that would take longer than allowed.
             OSError: the process cannot be started.
         """
         self.start()
@@ -60,17 +87,19 @@ class TrialProcess:
             if not self._ready:
                 self._read_line(process, _START_S_MAX)
                 self._ready = True
-            process.stdin.write(msgspec.json.encode({"kind": kind, "text": text}) + b"\n")
-            answer = self._read_line(process, self._seconds_max)
+            process.stdin.write(msgspec.json.encode(Trial(wanted, self._seconds_max)) + b"\n")
+            answer = msgspec.json.decode(self._read_line(process, self._seconds_max + _GRACE_S), type=Verdict)
         except (TimeoutError, EOFError, BrokenPipeError) as error:
             was_ready = self._ready
             self.close()
             if not was_ready:
                 raise OSError("the process that tries grammars does not start") from error
-            if isinstance(error, TimeoutError):
-                return f"the grammar does not compile within {self._seconds_max:.0f} seconds"
-            return "the grammar needs too much memory to compile"
-        return msgspec.json.decode(answer, type=dict[str, str])["problem"]
+            if not isinstance(error, TimeoutError):
+                return Verdict("the grammar needs too much memory to compile", is_lost=True)
+            answer = Verdict(late=True)
+        if answer.late:
+            raise TooSlowError(f"the grammar does not compile within {self._seconds_max:.0f} seconds")
+        return answer
 
     def _read_line(self, process: subprocess.Popen[bytes], seconds: float) -> bytes:
         assert process.stdout is not None

@@ -1,10 +1,11 @@
 """`python -m trunkline.worker.grammar_trial MODEL VOCAB_SIZE PARENT_PID`: grammars on trial, for rank 0.
 
-A grammar is compiled here first, where it can do no harm: this process has a memory limit, and its parent
-kills it when a compilation takes too long. What passes is compiled again in rank 0, for a compiled grammar is
-far slower to hand over than to make (some become hundreds of megabytes).
+A grammar is compiled here first, where it can do no harm: each in a child of this process, which has a memory
+limit and is killed when a compilation takes too long. A child is there at once, while this process takes seconds
+to start. What passes is compiled again in rank 0, for a compiled grammar is far slower to hand over than to make
+(some become hundreds of megabytes).
 
-Lines of JSON: `{"kind": …, "text": …}` on stdin, `{"problem": …}` on stdout; an empty line says "ready".
+Lines of JSON: `Trial` on stdin, `Verdict` on stdout; an empty line says "ready".
 """
 
 from __future__ import annotations
@@ -12,12 +13,15 @@ from __future__ import annotations
 import os
 import random
 import resource
+import select
+import signal
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from select import PIPE_BUF
 from typing import BinaryIO, Final
 
 import msgspec
@@ -25,7 +29,9 @@ import numpy as np
 
 from trunkline.deploy.process import die_with_parent
 from trunkline.worker.automaton import Grammar, Vocabulary, explain
+from trunkline.worker.grammar_cache import Wanted
 from trunkline.worker.grammar_checks import GrammarError
+from trunkline.worker.grammar_process import Trial, Verdict
 
 MEMORY_BYTES_MAX: Final = 1 << 30
 """Beyond what the process has after its start."""
@@ -47,9 +53,33 @@ def main() -> None:
     _limit_memory()
     answers.write(b"\n")
     for line in sys.stdin.buffer:
-        job = msgspec.json.decode(line, type=dict[str, str])
-        problem = _try(vocabulary, job["kind"], job["text"])
-        answers.write(msgspec.json.encode({"problem": problem}) + b"\n")
+        trial = msgspec.json.decode(line, type=Trial)
+        answers.write(msgspec.json.encode(_in_child(vocabulary, trial)) + b"\n")
+
+
+def _in_child(vocabulary: Vocabulary, trial: Trial) -> Verdict:
+    """Try a grammar in a process of its own."""
+    own, childs = os.pipe()
+    parent = os.getpid()
+    child = os.fork()
+    if not child:
+        try:
+            die_with_parent(parent)
+            os.write(childs, _try(vocabulary, trial.grammar).encode()[:PIPE_BUF] or b"\0")
+        finally:
+            os._exit(0)  # nothing of the parent's is the child's to clean up
+    os.close(childs)
+    try:
+        if not select.select([own], [], [], trial.seconds_max)[0]:
+            return Verdict(late=True)
+        told = os.read(own, PIPE_BUF)
+    finally:
+        os.close(own)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    if not told:
+        return Verdict("the grammar needs too much memory to compile")
+    return Verdict(told.decode(errors="replace").strip("\0"))
 
 
 def _limit_memory() -> None:
@@ -60,15 +90,15 @@ def _limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (used + MEMORY_BYTES_MAX, used + MEMORY_BYTES_MAX))
 
 
-def _try(vocabulary: Vocabulary, kind: str, text: str) -> str:
+def _try(vocabulary: Vocabulary, wanted: Wanted) -> str:
     """What is wrong with a grammar; "": nothing."""
     try:
         with _messages() as file:
-            grammar = vocabulary.compile(kind, text)
+            grammar = vocabulary.compile(wanted.kind, wanted.text, spaced=wanted.spaced)
             file.seek(0)
             warning = file.readline().decode(errors="replace")
         if "Warning" in warning:  # xgrammar goes on without what it warns of; a user would not want that
-            return explain(kind, warning)
+            return explain(wanted.kind, warning)
         return _walk(grammar)
     except GrammarError as error:
         return str(error)

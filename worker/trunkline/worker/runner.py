@@ -153,7 +153,9 @@ class Runner:
     def compile_grammar(self, request: CompileGrammar) -> None:
         """Begin to prepare a grammar beside the steps; on rank 0, `grammar_reports` then says how that went."""
         if self._grammars is not None:
-            self._grammars.compile(request.grammar, request.kind, request.text)
+            self._grammars.compile(
+                request.grammar, request.kind, request.text, spaced=request.spaced, tenant=request.tenant
+            )
 
     def forget_grammar(self, grammar: int) -> None:
         """No sequence uses the grammar any more."""

@@ -33,7 +33,7 @@ from trunkline.router.api.common import check_length, check_model, service_of, s
 from trunkline.router.api.connection import EventStream, while_connected
 from trunkline.router.api.error_forms import anthropic_error
 from trunkline.router.api.models import ChatRequest, Message
-from trunkline.router.api.parameters import Count, Stops
+from trunkline.router.api.parameters import Count, Stops, Whitespace
 from trunkline.router.api.responses import JsonResponse
 from trunkline.router.draws import draw_hex
 from trunkline.router.errors import unsupported
@@ -111,6 +111,7 @@ class MessagesRequest(CountTokensRequest):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
     output_config: OutputConfig | None = None
+    whitespace: Whitespace | None = None
     stream: bool | None = None
 
     def response_format(self) -> Object | None:
@@ -151,6 +152,7 @@ async def messages(request: Request) -> Response:
                 "top_p": body.top_p,
                 "top_k": body.top_k,
                 "response_format": body.response_format(),
+                "whitespace": body.whitespace,
                 "session_id": session_label(request),
             },
         )

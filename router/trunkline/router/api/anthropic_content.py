@@ -162,25 +162,26 @@ def to_functions(tools: Any) -> list[FunctionTool]:
     return functions
 
 
-def to_choice(choice: Any, functions: list[FunctionTool]) -> tuple[Choice, bool]:
-    """What `tool_choice` asks for, and whether several calls may be made.
+def to_choice(choice: Any, functions: list[FunctionTool]) -> tuple[Choice, bool | None]:
+    """What `tool_choice` asks for, and whether it asks for several calls (None: it says nothing of that).
 
     Raises:
         ApiError: 400.
     """
     if choice is None:
-        return Choice("auto" if functions else "none"), True
+        return Choice("auto" if functions else "none"), None
     kind = choice.get("type") if isinstance(choice, dict) else None
     single = choice.get("disable_parallel_tool_use") if isinstance(choice, dict) else None
     if single is not None and not isinstance(single, bool):
         param = "tool_choice.disable_parallel_tool_use"
         raise bad_value(param, f"`{param}` must be true or false")
+    parallel = None if single is None else not single
     if kind == "auto":
-        return Choice("auto" if functions else "none"), not single
+        return Choice("auto" if functions else "none"), parallel
     if kind == "none":
-        return Choice("none"), True
+        return Choice("none"), parallel
     if kind == "any":
-        return required(functions), not single
+        return required(functions), parallel
     if kind == "tool" and isinstance(choice.get("name"), str):
         return named(choice["name"], functions), False
     raise bad_value(

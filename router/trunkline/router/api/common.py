@@ -22,6 +22,7 @@ from trunkline.router.identity import cache_salt
 from trunkline.router.metering import current_meter
 from trunkline.router.sampling import Job, Limits, Prompt, bad_word_ids, make_job
 from trunkline.router.service import RouterService
+from trunkline.router.structured import owned
 from trunkline.router.text import FinishName, TokenLogprob
 from trunkline.router.tokenizer import OFF_LOOP_CHARACTERS, Tokenizer
 from trunkline.router.tools.plan import ToolPlan
@@ -296,4 +297,10 @@ def job_for(
         ),
         tools=tools,
     )
-    return replace(job, salt=cache_salt(body.cache_salt), priority=current_meter().priority(body.priority))
+    meter = current_meter()
+    return replace(
+        job,
+        salt=cache_salt(body.cache_salt),
+        priority=meter.priority(body.priority),
+        grammar=owned(job.grammar, meter.tenant),
+    )

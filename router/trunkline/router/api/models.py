@@ -42,6 +42,7 @@ from trunkline.router.api.parameters import (
     Tools,
     Trailing,
     Truncation,
+    Whitespace,
     clean_text,
 )
 
@@ -125,6 +126,7 @@ class GenerationRequest(_Request):
     guided_regex: Regex | None = None
     guided_choice: GrammarChoices | None = None
     guided_grammar: Ebnf | None = None
+    whitespace: Whitespace | None = None
     prompt_logprobs: PromptLogprobCount = None
     truncate_prompt_tokens: Count | None = None
     return_token_ids: bool | None = None

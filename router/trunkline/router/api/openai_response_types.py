@@ -9,7 +9,7 @@ from pydantic.json_schema import WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from trunkline.router.api.blocks import Block
-from trunkline.router.api.parameters import Count, ToolChoice
+from trunkline.router.api.parameters import Count, ToolChoice, Whitespace
 from trunkline.router.errors import ApiError, bad_value, unsupported
 
 _NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
@@ -83,6 +83,7 @@ class ResponsesRequest(BaseModel):
     tools: Annotated[Any, WithJsonSchema({"type": "array", "items": {"type": "object"}})] = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    whitespace: Whitespace | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     truncation: Literal["auto", "disabled"] | None = None
     metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None

@@ -68,9 +68,7 @@ async def responses(request: Request) -> Response:
     check_model(service, body.model)
     functions = read_flat_tools(body.tools)
     choice = read_choice(body.tool_choice, functions)
-    plan = plan_tools(
-        functions, choice, service.tokenizer.tool_style, parallel=body.parallel_tool_calls is not False
-    )
+    plan = plan_tools(functions, choice, service.tokenizer.tool_style, parallel=body.parallel_tool_calls)
     messages = to_messages(body.input, body.instructions)
     with renamed(_NAMES):
         chat = as_chat(
@@ -83,6 +81,7 @@ async def responses(request: Request) -> Response:
                 "min_p": body.min_p,
                 "seed": body.seed,
                 "response_format": body.response_format(),
+                "whitespace": body.whitespace,
                 "chat_template_kwargs": body.chat_template_kwargs,
                 "truncation": body.truncation,
                 "session_id": session_label(request),
@@ -107,6 +106,7 @@ class _Writer:
         self._body = body
         self._model = model
         self._generation = generation
+        self._plan = plan
         self._answer = Answer(generation, plan, at_least_one=True, id_prefix="call_")
         self._id = f"resp_{draw_hex('id', 24)}"
         self._created_at = created_at()
@@ -215,7 +215,7 @@ class _Writer:
             "metadata": body.metadata or {},
             "model": self._model,
             "output": output or [],
-            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "parallel_tool_calls": self._plan.parallel,
             "previous_response_id": None,
             "reasoning": {"effort": None, "summary": None},
             "store": False,

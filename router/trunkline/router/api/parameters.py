@@ -383,6 +383,10 @@ ToolChoice = Annotated[Any, WithJsonSchema(_TOOL_CHOICE)]
 Ebnf = Annotated[str, Field(min_length=1, max_length=GRAMMAR_CHARACTERS_MAX)]
 
 
+Whitespace = Literal["compact", "any"]
+"""Between the parts of JSON that a grammar holds the model to."""
+
+
 class NamedSchema(BaseModel):
     """`response_format.json_schema`. `strict` changes nothing: the schema is always kept to."""
 

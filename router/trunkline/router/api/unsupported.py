@@ -41,6 +41,8 @@ _REASONS: Final = {
     "best_of": "`best_of` is a parameter of /v1/completions only",
     "functions": "`functions` is not supported; use `tools`",
     "cache_salt": "a session without modules has no salt of its own; send `cache_salt` with each of its requests",
+    "guided_whitespace_pattern": "`guided_whitespace_pattern` is not supported; JSON is compact, unless "
+    '`whitespace` is "any"',
     "function_call": "`function_call` is not supported; use `tool_choice`",
 }
 

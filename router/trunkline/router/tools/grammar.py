@@ -22,8 +22,6 @@ from trunkline.router.tools.styles import (
 )
 
 _Format = dict[str, Any]
-_WHITESPACE_MAX: Final = 4
-"""Characters between two JSON tokens: a small model would otherwise indent for ever."""
 _FREE: Final[dict[str, Any]] = {"type": "object"}
 
 
@@ -62,7 +60,7 @@ def _or(elements: list[_Format]) -> _Format:
 
 
 def _json(schema: dict[str, Any]) -> _Format:
-    return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": _WHITESPACE_MAX}
+    return {"type": "json_schema", "json_schema": schema}
 
 
 def _separated(one: _Format, separator: str, *, several: bool) -> _Format:

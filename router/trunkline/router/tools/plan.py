@@ -34,6 +34,8 @@ class ToolPlan(msgspec.Struct, frozen=True):
     """For the chat template (`Tokenizer.render_chat`); None: no tools are shown."""
     grammar: Grammar | None = None
     """What the answer must follow besides; it excludes any other grammar."""
+    parallel: bool = True
+    """Whether the answer may consist of several calls."""
     demanded: bool = False
     """Whether the answer consists of calls and nothing else."""
 
@@ -70,19 +72,25 @@ def prepare_tools(tools: Any, tool_choice: Any, parallel_tool_calls: Any, style:
     """
     functions = read_chat_tools(tools)
     choice = read_choice(tool_choice, functions)
-    return plan_tools(functions, choice, style, parallel=parallel_tool_calls is not False)
+    return plan_tools(functions, choice, style, parallel=parallel_tool_calls)
 
 
 def plan_tools(
-    functions: list[FunctionTool], choice: Choice, style: ToolStyle, *, parallel: bool = True
+    functions: list[FunctionTool], choice: Choice, style: ToolStyle, *, parallel: bool | None = None
 ) -> ToolPlan:
-    """A plan for checked functions. With `choice` "none" the model is not even shown what it must not call."""
+    """A plan for checked functions. With `choice` "none" the model is not even shown what it must not call.
+
+    `parallel`: whether several calls may be made; None: the client did not say. Then a demand for a call is one
+    for a single call (a weak model would call on and on), and where the model is free it may make several.
+    """
+    several = choice.kind in ("none", "auto") if parallel is None else parallel
     if choice.kind == "none" or not functions:
-        return ToolPlan(style)
+        return ToolPlan(style, parallel=several)
     return ToolPlan(
         style,
         names=frozenset(function.name for function in functions),
         template_tools=[function.for_template() for function in functions],
-        grammar=make_grammar(functions, choice, style, parallel=parallel),
+        grammar=make_grammar(functions, choice, style, parallel=several),
+        parallel=several,
         demanded=choice.kind in ("required", "function"),
     )
