@@ -19,8 +19,9 @@ from trunkline.controller.messages import TopLogprobs
 from trunkline.kernels.native import ISA_VARIABLE, LIBRARY_VARIABLE, library
 from trunkline.kernels.reference import ReferenceKernels
 from trunkline.kernels.shared_group import CollectiveMismatchError, PeerGoneError
+from trunkline.worker.backend_errors import of_collective
 from trunkline.worker.checkpoint import Shard, load_weights
-from trunkline.worker.errors import PeerLostError, WorkerError
+from trunkline.worker.errors import ConfigError, PeerLostError, WorkerError
 from trunkline.worker.families import check_model
 from trunkline.worker.messages import Sampling
 from trunkline.worker.parallel import TensorParallel
@@ -124,6 +125,9 @@ def test_a_wrong_level_is_seen_by_all_ranks(tmp_path: Path) -> None:
     assert run_ranks("collectives_rank.py", 2, tmp_path, "1", "auto=gloo", **{ISA_VARIABLE: "avx1024"}) == [0, 0]
 
 
+NCCL = "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:77,"
+
+
 @pytest.mark.parametrize(
     ("backend", "raised", "seen"),
     [
@@ -131,6 +135,8 @@ def test_a_wrong_level_is_seen_by_all_ranks(tmp_path: Path) -> None:
         ("shared", CollectiveMismatchError("calls differ"), WorkerError),
         ("shared", RuntimeError("not enough memory"), RuntimeError),
         ("nccl", torch.distributed.DistBackendError("NCCL error"), PeerLostError),
+        ("nccl", torch.distributed.DistBackendError(f"{NCCL} ncclInvalidUsage: this is refused"), ConfigError),
+        ("nccl", torch.distributed.DistBackendError(f"{NCCL} ncclUnhandledCudaError: failed"), WorkerError),
         ("nccl", RuntimeError("not enough memory"), RuntimeError),
         ("gloo", RuntimeError("Connection closed by peer"), PeerLostError),
     ],
@@ -152,6 +158,61 @@ def test_only_what_peers_did_is_their_fault(
         with pytest.raises((RuntimeError, WorkerError)) as caught:
             call(torch.ones(2, 2))
         assert type(caught.value) is seen
+
+
+DUPLICATE = (
+    f"{NCCL} invalid usage (run with NCCL_DEBUG=WARN for details), NCCL version 2.27.5\nncclInvalidUsage: This "
+    "usually reflects invalid usage of NCCL library.\nLast error:\nDuplicate GPU detected : rank 0 and rank 1 "
+    "both on CUDA device 18000\nException raised from create at /pytorch/torch/csrc/NCCLUtils.cpp:77 (most recent "
+    "call first):\nframe #0: c10::Error::Error"
+)
+SYSTEM = (
+    f"{NCCL} unhandled system error (run with NCCL_DEBUG=INFO for details), NCCL version 2.27.5\nncclSystemError: "
+    "System call (e.g. socket, malloc) or external library call failed.\nLast error:\nsocketPollConnect: connect "
+    "returned Connection refused"
+)
+GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:31415"
+
+
+@pytest.mark.parametrize(
+    ("backend", "raised", "words"),
+    [
+        ("nccl", torch.distributed.DistBackendError(DUPLICATE), "rank 0 and rank 1 both on CUDA device 18000"),
+        ("nccl", torch.distributed.DistBackendError(SYSTEM), "connect returned Connection refused"),
+        ("gloo", RuntimeError(GLOO), r"(gloo: Connection closed by peer [127.0.0.1]:31415)"),
+    ],
+)
+def test_a_backend_s_own_words_are_kept(backend: str, raised: RuntimeError, words: str) -> None:
+    """Without places in sources and stack frames, in one line."""
+    text = str(of_collective(raised, backend))
+    assert words in text
+    assert not any(noise in text for noise in ("/pytorch", "frame #", "\n", "Exception raised"))
+
+
+@pytest.mark.parametrize(
+    ("raised", "seen"),
+    [
+        (torch.distributed.DistBackendError(DUPLICATE), ConfigError),
+        (torch.distributed.DistBackendError(SYSTEM), WorkerError),
+    ],
+)
+def test_what_nccl_refuses_at_the_meeting_can_never_work(
+    raised: RuntimeError, seen: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And NCCL is given the device, so that it meets the others at once."""
+    given: dict[str, object] = {}
+
+    def refuse(backend: str, **options: object) -> None:
+        given.update(options, backend=backend)
+        raise raised
+
+    monkeypatch.setattr(torch.distributed, "init_process_group", refuse)
+    config = run_config(tmp_path, device="cuda", gpu=1, tp=2, rendezvous=f"file://{tmp_path}/rendezvous")
+    with pytest.raises(WorkerError) as caught:
+        TensorParallel.connect(config, torch.device("cuda", 1))
+    assert type(caught.value) is seen
+    assert given["backend"] == "nccl"
+    assert given["device_id"] == torch.device("cuda", 1)
 
 
 @needs_library

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 import psutil
 import pytest
+import torch
 import zmq
 from worker.checkpoints import make_checkpoint
 from worker.driver import run_config
@@ -34,6 +35,7 @@ from trunkline.controller.messages import (
 from trunkline.deploy.host import is_worker, node_id
 from trunkline.kvstore.layout import pack_int32, unpack_int32
 from trunkline.kvstore.tier import TierKind
+from trunkline.worker import service
 from trunkline.worker.messages import (
     LEAVE_TOPIC,
     CompileGrammar,
@@ -53,7 +55,7 @@ from trunkline.worker.messages import (
     plan_topic,
     rank_topic,
 )
-from trunkline.worker.service import EXIT_LEFT
+from trunkline.worker.service import EXIT_CONFIG, EXIT_LEFT, Link, Watchdog
 
 Report = TypeVar("Report", bound=WorkerReport)
 
@@ -351,7 +353,7 @@ def test_peer_death_is_reported(setup: Setup) -> None:
     ranks[1].kill()
     controller.send(StepPlan(2, 1, rows=pack_int32([1]), runs=b""))
     failed = controller.wait_for(WorkerFailed)[0]
-    assert (failed.rank, failed.reason) == (0, "rank 1 has died")
+    assert (failed.rank, failed.reason, failed.is_consequence) == (0, "rank 1 has died", True)
     assert ranks[0].wait(timeout=5) == EXIT_LEFT
 
 
@@ -412,6 +414,50 @@ def test_an_ended_epoch_is_left_from_within_a_collective(setup: Setup) -> None:
     assert ranks[0].wait(timeout=3) == EXIT_LEFT
     ranks[1].send_signal(signal.SIGCONT)
     assert ranks[1].wait(timeout=3) == EXIT_LEFT
+
+
+def test_what_can_never_work_has_an_exit_code_of_its_own(setup: Setup) -> None:
+    """Also if the order to leave comes before the process has ended: that is how the controller answers."""
+    if torch.cuda.is_available():
+        pytest.skip("needs a machine without a GPU")
+    controller = setup.controller()
+    for _ in range(3):
+        process = setup.start(device="cuda", gpu=0)
+        failed = controller.wait_for(WorkerFailed)[0]
+        controller.leave(1)
+        assert failed.reason == "device is 'cuda', but torch finds no CUDA device"
+        assert not failed.is_consequence
+        assert process.wait(timeout=10) == EXIT_CONFIG
+
+
+def test_a_rank_that_gives_up_keeps_its_exit_code(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The watchdog ends the process if the main thread does not, but with the code of what has happened."""
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    monkeypatch.setattr(service, "_LEAVE_WITHIN_S", 0.01)
+    link = Link(run_config(setup.model, plan_endpoint="ipc://unused", report_endpoint="ipc://unused"))
+    watchdog = Watchdog(link)
+    watchdog.epoch = 4
+    watchdog._obey(msgspec.msgpack.encode(Leave(3)))
+    assert codes == []
+    watchdog._obey(msgspec.msgpack.encode(Leave(4)))
+    watchdog.give_up(EXIT_CONFIG)
+    watchdog._obey(msgspec.msgpack.encode(Leave(4)))
+    watchdog._left.set()
+    watchdog._obey(msgspec.msgpack.encode(Leave(4)))
+    assert codes == [EXIT_LEFT, EXIT_CONFIG]
+    link.stop_monitor()
+    link.monitor.close(linger=0)
+    link.close()
+
+
+def test_a_controller_says_how_large_its_steps_are() -> None:
+    """A rank on another host need not be told so by its own configuration."""
+    config = run_config(Path("unused"))
+    told = service._welcomed(config, Welcome(b"", 7, 300, 9))
+    assert (told.epoch, told.token_budget, told.max_rows) == (7, 300, 9)
+    told = service._welcomed(config, Welcome(b"", 7))  # an older controller
+    assert (told.epoch, told.token_budget, told.max_rows) == (7, config.token_budget, config.max_rows)
 
 
 def test_bad_model_and_bad_config_are_reported(setup: Setup) -> None:

@@ -76,6 +76,7 @@ class WorkerGroup:
         gate.bind(self.reports, config.report_endpoint, Role.WORKER, MESSAGE_BYTES_MAX)
         self._epochs = Epochs(config.tp, node_id(), config.epoch or _wall_ms())
         self._terms = config.terms
+        self._step_limits = (config.token_budget, config.max_rows)
         self._progress: dict[int, LoadProgress] = {}
         self._leave_at = 0.0
         self._encoder = msgspec.msgpack.Encoder()
@@ -152,7 +153,10 @@ class WorkerGroup:
 
     def _welcome(self, hello: WorkerHello) -> None:
         with suppress(zmq.Again):  # it says hello again
-            self._send(rank_topic(hello.rank, hello.incarnation), Welcome(hello.incarnation, self.epoch))
+            self._send(
+                rank_topic(hello.rank, hello.incarnation),
+                Welcome(hello.incarnation, self.epoch, *self._step_limits),
+            )
 
     def _refuse(self, hello: WorkerHello, reason: str) -> None:
         log.error("a rank is refused", reason=reason)

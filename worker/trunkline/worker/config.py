@@ -48,9 +48,10 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     chunk_size: int = 64
     """Tokens per block; the controller's value."""
     pool_blocks: int = 0
-    """Blocks of the KV pool; 0: from `kv_memory_bytes`, or on a GPU from free memory."""
+    """Blocks of the KV pool; 0: from `kv_memory_bytes`, or on a GPU from its memory."""
     kv_memory_bytes: int = 0
-    """Memory of the KV pool if `pool_blocks` is 0; 0 on a GPU: what `gpu_memory_fraction` leaves."""
+    """Memory of the KV pool if `pool_blocks` is 0; 0 on a GPU: what `gpu_memory_fraction` leaves beside the
+    weights and the largest step."""
     host_memory_bytes: int = 0
     """Main memory for KV blocks outside the pool (preemption by swapping); 0: none."""
     disk_path: str = ""
@@ -74,6 +75,11 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Emulates a slower link between device and host pool, in each direction; 0: as fast as it goes."""
     max_context: int = 0
     """Longest sequence in tokens; 0: the model's own limit."""
+    token_budget: int = 1024
+    """Tokens of one step at most; with `max_rows` it decides how much memory of a GPU steps need. The controller
+    that welcomes the rank says its own, which then counts instead."""
+    max_rows: int = 256
+    """Sequences that decode in one step at most."""
     rendezvous: str = ""
     """`init_method` of torch.distributed, such as `tcp://127.0.0.1:29500`; needed for collectives."""
     is_spread: bool = False
@@ -177,6 +183,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 f"host_memory_bytes is {self.host_memory_bytes}; it must not be negative",
             ),
             (self.max_context >= 0, f"max_context is {self.max_context}; it must not be negative"),
+            (self.token_budget >= 2, f"token_budget is {self.token_budget}; a step has at least 2 tokens"),
+            (self.max_rows >= 1, f"max_rows is {self.max_rows}; it must be at least 1"),
             (self.threads >= 1, f"threads is {self.threads}; it must be at least 1"),
             (
                 not self.is_spread or self.rendezvous.startswith("tcp://"),

@@ -224,6 +224,10 @@ class Welcome(msgspec.Struct, array_like=True, frozen=True, tag="welcome"):
     incarnation: bytes
     """Whom it is for."""
     epoch: int
+    token_budget: int = 0
+    """Tokens of one step at most: what a rank on a GPU keeps memory for; 0: it goes by its own configuration."""
+    max_rows: int = 0
+    """Likewise sequences that decode."""
 
 
 class Refused(msgspec.Struct, array_like=True, frozen=True, tag="refused"):
@@ -257,7 +261,7 @@ class CompileGrammar(msgspec.Struct, array_like=True, frozen=True, tag="grammar"
     """Whether white space may stand between the parts of JSON. Otherwise JSON is written as `json.dumps` does:
     one blank behind each comma and colon, and nothing else."""
     tenant: bytes = b""
-    """Whose it is (`Grammar.tenant`). One that several want is sent again for each of them while it is compiled."""
+    """Whose it is (`Grammar.tenant`). One that several want is sent for each of them while it is compiled."""
 
 
 class ForgetGrammar(msgspec.Struct, array_like=True, frozen=True, tag="forget"):

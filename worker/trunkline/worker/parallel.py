@@ -31,8 +31,9 @@ from trunkline.kernels.shared_group import (
     SharedGroup,
     create_file,
 )
+from trunkline.worker.backend_errors import hopeless, of_collective, words_of
 from trunkline.worker.config import WorkerConfig
-from trunkline.worker.errors import PeerLostError, WorkerError
+from trunkline.worker.errors import WorkerError
 from trunkline.worker.rendezvous import choose_interface, open_store
 
 _TIMEOUT: Final = datetime.timedelta(minutes=5)
@@ -47,25 +48,13 @@ _T = TypeVar("_T")
 log = structlog.get_logger()
 
 
-def _translated(error: RuntimeError, backend: str) -> Exception:
-    """A backend's error, the text of a C++ source, as ours; one that says nothing of the peers as it is."""
-    if isinstance(error, CollectiveMismatchError):
-        return WorkerError(str(error))
-    if isinstance(error, PeerGoneError):
-        return PeerLostError(str(error))
-    # Gloo has no type of its own for what goes wrong between ranks.
-    if isinstance(error, dist.DistError) or backend == "gloo":
-        return PeerLostError("another rank of the group is gone or cannot be reached")
-    return error
-
-
 @contextmanager
 def _peers(backend: str) -> Iterator[None]:
     """The seam at which errors of the backends become ours; nothing but the backend's call belongs inside."""
     try:
         yield
     except RuntimeError as error:
-        translated = _translated(error, backend)
+        translated = of_collective(error, backend)
         if translated is error:
             raise
         raise translated from error
@@ -95,6 +84,7 @@ class TensorParallel:
         """Meet the other ranks.
 
         Raises:
+            ConfigError: the backend refuses such a group, so it can never work.
             WorkerError: they did not come in time, the address cannot be used, or the collectives asked for do
                 not work here.
         """
@@ -118,9 +108,12 @@ class TensorParallel:
                 rank=config.rank,
                 world_size=config.tp,
                 timeout=_TIMEOUT,
+                # NCCL then meets the other ranks here, so that what it refuses is said before anything is loaded.
+                device_id=device if backend == "nccl" else None,
             )
         except (RuntimeError, ValueError) as error:
-            raise WorkerError(f"rank {config.rank} found no group at {config.rendezvous}: {error}") from error
+            reason = f"rank {config.rank} found no group at {config.rendezvous}: {words_of(error)}"
+            raise (hopeless(error) or WorkerError(reason)) from error
         group = cls(config.rank, config.tp, device, backend=backend)
         if device.type == "cpu" and config.collectives != "gloo":
             group._share_memory(required=config.collectives == "shared")
@@ -147,7 +140,7 @@ class TensorParallel:
             try:
                 self._shared.all_reduce(tensor)
             except (PeerGoneError, CollectiveMismatchError) as error:
-                raise _translated(error, self.backend) from error
+                raise of_collective(error, self.backend) from error
         elif self.backend != "none":
             with self._in_place(tensor) as operand, _peers(self.backend):
                 dist.all_reduce(operand)

@@ -7,11 +7,15 @@ sampled ids, which rank 0 draws (design.md, idea 3).
 
 from __future__ import annotations
 
+import gc
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+import msgspec
 import numpy as np
+import structlog
 import torch
 
 from trunkline.controller.messages import GrammarReady, StepResult
@@ -19,27 +23,29 @@ from trunkline.kernels.load import KernelsUnavailableError, load_kernels
 from trunkline.kernels.ops import Kernels, KvPool
 from trunkline.kernels.plan import PrefillPlan, WritePlan
 from trunkline.kvstore.layout import Int32Array, pack_int32, unpack_int32
+from trunkline.worker.backend_errors import of_loading, words_of
 from trunkline.worker.batch import Batch, BatchBuilder
 from trunkline.worker.beams import BeamSearches
 from trunkline.worker.checkpoint import Progress, Shard, load_weights
 from trunkline.worker.config import WorkerConfig
 from trunkline.worker.copier import Copier, CopyOptions
 from trunkline.worker.decoder import Decoder, make_kv_pool
-from trunkline.worker.errors import ConfigError, PlanError
+from trunkline.worker.device_memory import CudaMemory, MemoryMeter, MemoryUse, blocks_that_fit, gib, measured
+from trunkline.worker.errors import ConfigError, PlanError, WorkerError
 from trunkline.worker.families import ModelConfig, check_model
 from trunkline.worker.grammar import GrammarStore
 from trunkline.worker.host_pool import HostPool
 from trunkline.worker.layer_gate import LayerTrace, StepGate
 from trunkline.worker.messages import CompileGrammar, StepPlan
 from trunkline.worker.parallel import TensorParallel
+from trunkline.worker.rehearsal import POOL_BLOCKS, StepLimits, rehearsal
 from trunkline.worker.sampler import Sampler
 from trunkline.worker.selection import Selection, Selector
 from trunkline.worker.sequences import SequenceTable
 
 TORCH_DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-_GPU_SHARE: Final = 0.9
-"""Part of the free GPU memory that the KV pool may take; activations need the rest."""
+log = structlog.get_logger()
 
 
 class Runner:
@@ -67,14 +73,31 @@ class Runner:
         self._step = 0
 
     @classmethod
-    def load(cls, config: WorkerConfig, progress: Progress) -> Runner:
+    def load(cls, config: WorkerConfig, progress: Progress, meter: MemoryMeter | None = None) -> Runner:
         """Join the group, read the shard, allocate the pool.
 
+        Args:
+            meter: measures the device's memory; None: on a GPU `CudaMemory`, on a CPU nothing is measured.
+
         Raises:
+            ConfigError: a configuration that can never work on this device.
             WorkerError: a model, a configuration or a group that does not work.
         """
+        try:
+            return cls._load(config, progress, meter)
+        except RuntimeError as error:
+            found = of_loading(error)
+            if found is None:
+                raise
+            raise found from error
+
+    @classmethod
+    def _load(cls, config: WorkerConfig, progress: Progress, meter: MemoryMeter | None) -> Runner:
         model = check_model(Path(config.model), config.tp, config.dtype)
         device = _device(config)
+        if meter is None and device.type == "cuda":
+            meter = CudaMemory(device)
+        free_at_start = meter.total_and_free()[1] if meter is not None else 0
         progress("joining the group", 0.0)
         group = TensorParallel.connect(config, device)
         kernels = _kernels(config, config.threads)
@@ -83,11 +106,23 @@ class Runner:
         shard = Shard(model, config.rank, config.tp)
         dtype = TORCH_DTYPES[config.dtype]
         weights = load_weights(Path(config.model), shard, dtype, device, kernels, progress, config.quantisation)
-        blocks = group.minimum(_pool_blocks(config, model, device))
+
+        def make(config: WorkerConfig, blocks: int) -> Runner:
+            pool = make_kv_pool(shard, blocks, config.chunk_size, dtype, device)
+            return cls(config, Decoder(shard, weights, kernels, group, pool), kernels, group)
+
+        block_bytes = model.kv_block_bytes(config.chunk_size, config.tp, config.dtype)
+        if meter is None:
+            fitting = config.pool_blocks or config.kv_memory_bytes // block_bytes
+        else:
+            progress("running the largest step", 0.0)
+            use = _rehearse(make, config, model, meter, free_at_start)
+            fitting = blocks_that_fit(use, config, block_bytes)
+            _log_memory(use, config, fitting * block_bytes)
+        blocks = group.minimum(fitting)
         if blocks < 1:
             raise ConfigError("the KV pool has no room for a single block; give it more memory")
-        pool = make_kv_pool(shard, blocks, config.chunk_size, dtype, device)
-        runner = cls(config, Decoder(shard, weights, kernels, group, pool), kernels, group)
+        runner = make(config, blocks)
         runner.warm_up()
         return runner
 
@@ -314,15 +349,57 @@ def _kernels(config: WorkerConfig, threads: int) -> Kernels:
         raise ConfigError(str(error)) from error
 
 
-def _pool_blocks(config: WorkerConfig, model: ModelConfig, device: torch.device) -> int:
-    """Blocks that this rank can hold."""
-    if config.pool_blocks:
-        return config.pool_blocks
-    memory = config.kv_memory_bytes
-    if not memory:
-        free, _ = torch.cuda.mem_get_info(device)
-        memory = int(free * _GPU_SHARE)
-    return memory // model.kv_block_bytes(config.chunk_size, config.tp, config.dtype)
+def _rehearse(
+    make: Callable[[WorkerConfig, int], Runner],
+    config: WorkerConfig,
+    model: ModelConfig,
+    meter: MemoryMeter,
+    free_at_start: int,
+) -> MemoryUse:
+    """Run the largest steps once with hardly any pool. All ranks do so together.
+
+    Raises:
+        WorkerError: they do not fit what is free now beside the weights.
+    """
+    weights = meter.held()
+    meter.begin_peak()
+    longest = min(filter(None, (config.max_context, model.max_positions)))
+    limits = StepLimits(config.token_budget, config.max_rows, longest, config.chunk_size)
+    try:
+        runner = make(msgspec.structs.replace(config, host_memory_bytes=0), POOL_BLOCKS)
+        for plan in rehearsal(limits, config.epoch):
+            runner.execute(plan)
+    except torch.OutOfMemoryError as error:
+        raise WorkerError(
+            f"a step of {limits.token_budget} tokens and {limits.max_rows} rows does not fit the GPU beside the "
+            f"weights, which take {gib(weights)} GiB; give a smaller --token-budget or --max-batch, or more GPUs "
+            f"(--tp). The error was: {words_of(error)}"
+        ) from error
+    peak = meter.peak()
+    del runner
+    gc.collect()  # a pool that is in a cycle of references would still take its memory
+    return measured(meter, free_at_start, weights, peak)
+
+
+def _log_memory(use: MemoryUse, config: WorkerConfig, kv_bytes: int) -> None:
+    log.info(
+        "GPU memory in GiB",
+        total=gib(use.total),
+        fraction=config.gpu_memory_fraction,
+        weights=gib(use.weights),
+        largest_step=gib(use.step),
+        step_tokens=config.token_budget,
+        step_rows=config.max_rows,
+        nccl_and_kernels=gib(use.outside),
+        kv=gib(kv_bytes),
+        free_beside_kv=gib(use.available - kv_bytes),
+    )
+    if (
+        not config.pool_blocks
+        and not config.kv_memory_bytes
+        and use.available < use.left(config.gpu_memory_fraction)
+    ):
+        log.warning("other processes use memory of this GPU that was meant for KV", available=gib(use.available))
 
 
 def _copier(config: WorkerConfig, pool: KvPool) -> Copier | None:

@@ -44,7 +44,7 @@ from trunkline.deploy.tracing import start as start_tracing
 from trunkline.deploy.wire_keys import Role
 from trunkline.deploy.wire_peer import HANDSHAKE_FAILED, WirePeer
 from trunkline.worker.config import WorkerConfig
-from trunkline.worker.errors import PeerLostError, PlanError, RefusedError, WorkerError
+from trunkline.worker.errors import ConfigError, PeerLostError, PlanError, RefusedError, WorkerError
 from trunkline.worker.messages import (
     LEAVE_TOPIC,
     CompileGrammar,
@@ -65,6 +65,8 @@ from trunkline.worker.runner import Runner
 from trunkline.worker.step_traces import StepTraces
 from trunkline.worker.tier_service import TierService
 
+EXIT_CONFIG: Final = 2
+"""Exit code of a rank whose configuration can never work: to start it again would be of no use."""
 EXIT_LEFT: Final = 3
 """Exit code of a rank whose epoch is over, or whose controller is gone: nothing is wrong with it, and another
 process is to take its place."""
@@ -76,7 +78,7 @@ _POLL_MS: Final = 250
 _COMPILING_POLL_MS: Final = 3
 """Likewise while a grammar is compiled, whose request waits for this rank's report."""
 _LEAVE_WITHIN_S: Final = 0.7
-"""Time that the main thread has to leave by itself once the controller is gone."""
+"""Time that the main thread has to leave by itself once the controller is gone, or the rank has given up."""
 _LINGER_MS: Final = 500
 _HEARTBEAT_MS: Final = 1000
 """Over TCP a dead host closes nothing: silence is the only sign."""
@@ -244,12 +246,18 @@ class Watchdog:
         self.controller_gone = threading.Event()
         self.epoch = 0
         """Of this rank; 0: none yet."""
+        self._exit_code: int | None = None
         self._link = link
         self._left = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
+
+    def give_up(self, exit_code: int) -> None:
+        """The main thread is about to report a failure and to leave with this code. From now on orders to leave
+        change neither: that the epoch is over may be heard before the report has left."""
+        self._exit_code = exit_code
 
     def stop(self) -> None:
         """The main thread has left its loop."""
@@ -263,10 +271,9 @@ class Watchdog:
             if not self._controller_leaves(monitor, leave):
                 return
             self.controller_gone.set()
-            if not self._left.wait(_LEAVE_WITHIN_S):
-                # The main thread is in a long step or blocked in a collective whose peer has died as well;
-                # no Python exception can reach it there.
-                os._exit(EXIT_LEFT)
+            # The main thread may be in a long step or blocked in a collective whose peer has died as well; no
+            # Python exception can reach it there.
+            self._end_late()
         finally:
             monitor.close(linger=0)  # by the thread that used it: sockets are not thread-safe
             leave.close(linger=0)
@@ -296,16 +303,25 @@ class Watchdog:
                     reason = self._link.peer.explain(event)
                     _rare.warning("the controller refuses this rank", time.monotonic(), reason=reason)
 
+    def _end_late(self) -> None:
+        """End the process unless the main thread leaves in time."""
+        if not self._left.wait(_LEAVE_WITHIN_S):
+            os._exit(EXIT_LEFT if self._exit_code is None else self._exit_code)
+
     def _obey(self, payload: bytes) -> None:
         try:
             order = msgspec.msgpack.decode(payload, type=Leave)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return
-        if 0 < self.epoch <= order.epoch:
-            log.warning("this rank's epoch is over", epoch=self.epoch)
-            # Whatever the main thread does: its state is worth nothing without the other ranks', and what is on
-            # disk says itself whether it is whole.
-            os._exit(EXIT_LEFT)
+        if not 0 < self.epoch <= order.epoch:
+            return
+        if self._exit_code is not None:
+            self._end_late()
+            return
+        log.warning("this rank's epoch is over", epoch=self.epoch)
+        # Whatever the main thread does, also if it waits for a GPU that waits for a dead peer: its state is worth
+        # nothing without the other ranks', and what is on disk says itself whether it is whole.
+        os._exit(EXIT_LEFT)
 
 
 def serve(config: WorkerConfig, load: Callable[[WorkerConfig, Callable[[str, float], None]], Runner]) -> int:
@@ -314,26 +330,33 @@ def serve(config: WorkerConfig, load: Callable[[WorkerConfig, Callable[[str, flo
     Args:
         load: `Runner.load`.
 
-    A failure of any kind is reported as `WorkerFailed`, and the exit code is 1, or `EXIT_LEFT` if it is another
-    rank's or the controller's.
+    A failure of any kind is reported as `WorkerFailed`, and the exit code is 1; `EXIT_CONFIG` if it will come
+    again however often the rank is started; `EXIT_LEFT` if it is another rank's or the controller's.
     """
     link = Link(config)
     watchdog = Watchdog(link)
     watchdog.start()
     try:
-        epoch = _wait_for_welcome(link, watchdog)
-        if epoch is None:
+        welcome = _wait_for_welcome(link, watchdog)
+        if welcome is None:
             return EXIT_LEFT if watchdog.controller_gone.is_set() else 0
-        return _serve_epoch(config.of_epoch(epoch), link, watchdog, load)
+        return _serve_epoch(_welcomed(config, welcome), link, watchdog, load)
     except PeerLostError as error:
         # Nothing is wrong with this rank; but without the others its epoch is over.
+        watchdog.give_up(EXIT_LEFT)
         log.warning("the group is lost", error=str(error))
-        link.offer(WorkerFailed(config.rank, str(error), link.incarnation))
+        link.offer(WorkerFailed(config.rank, str(error), link.incarnation, is_consequence=True))
         return EXIT_LEFT
     except RefusedError as error:  # the controller knows
         log.error(str(error))
         return 1
+    except ConfigError as error:
+        watchdog.give_up(EXIT_CONFIG)
+        log.error("this configuration cannot work", error=str(error))
+        link.offer(WorkerFailed(config.rank, str(error), link.incarnation))
+        return EXIT_CONFIG
     except Exception as error:  # whatever it is, the controller must hear of it
+        watchdog.give_up(1)
         log.error("rank failed", error=str(error), exc_info=True)
         reason = str(error) if isinstance(error, WorkerError) else f"{type(error).__name__}: {error}"
         link.offer(WorkerFailed(config.rank, reason, link.incarnation))
@@ -343,8 +366,15 @@ def serve(config: WorkerConfig, load: Callable[[WorkerConfig, Callable[[str, flo
         link.close()
 
 
-def _wait_for_welcome(link: Link, watchdog: Watchdog) -> int | None:
-    """The epoch that this process belongs to from now on; None: it is to leave."""
+def _welcomed(config: WorkerConfig, welcome: Welcome) -> WorkerConfig:
+    """The configuration of a rank that belongs to an epoch, with the controller's limits of a step."""
+    if welcome.token_budget > 1 and welcome.max_rows > 0:
+        config = msgspec.structs.replace(config, token_budget=welcome.token_budget, max_rows=welcome.max_rows)
+    return config.of_epoch(welcome.epoch)
+
+
+def _wait_for_welcome(link: Link, watchdog: Watchdog) -> Welcome | None:
+    """The message by which this process belongs to an epoch from now on; None: it is to leave."""
     next_hello = 0.0
     report_status(link.status_path, "starting")
     while not watchdog.controller_gone.is_set():
@@ -361,7 +391,7 @@ def _wait_for_welcome(link: Link, watchdog: Watchdog) -> int | None:
         if isinstance(message, Welcome):
             watchdog.epoch = message.epoch
             link.enter(message.epoch)
-            return message.epoch
+            return message
     log.error("the controller is gone")
     return None
 
