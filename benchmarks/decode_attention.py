@@ -2,8 +2,9 @@
 
     python benchmarks/decode_attention.py [--quick] [--json PATH] [--part NAME] [--threads 1|2]
 
-Parts: grid, merge, diverge, batch, chunks; all without `--part`. A row's context is `n_p` tokens, of which the
-first `n_s` are shared by all rows, and one token of its own. Implementations, interleaved in rounds within a cell:
+Parts: grid, merge, diverge, batch, chunks, plan; all without `--part`. A row's context is `n_p` tokens, of which
+the first `n_s` are shared by all rows, and one token of its own. `plan` runs no attention: it builds the plan of
+32 beams, eight searches of four, with 20 to 32 blocks each. Implementations, interleaved in rounds within a cell:
 
 - tpp: two-phase partition, what the engine uses.
 - sequence_first: the same kernels without batching over rows, on the same shared pages (the paper's PagedAttn*).
@@ -31,17 +32,20 @@ import torch.nn.functional as F
 from report import Report, argument_parser
 from torch import Tensor
 
-from trunkline.kernels.cpu import CpuKernels
+from trunkline.kernels.cpu import CpuKernels, DecodeWork, Planning
 from trunkline.kernels.large_pages import advise_large_pages
 from trunkline.kernels.native import isa_levels, library
 from trunkline.kernels.ops import AttentionSpec, KvPool
 from trunkline.kernels.plan import DecodePlan, Segments, build_decode_plan
+from trunkline.kvstore.layout import Int32Array
 
 POOL_BYTES_MIN: Final = 192 << 20
 """Several times the last-level cache: what a round of layers reads at least, where layers are many enough."""
 LAYERS_MAX: Final = 192
 SCATTER_BLOCKS: Final = 64
-PARTS: Final = ("grid", "merge", "diverge", "batch", "chunks")
+PARTS: Final = ("grid", "merge", "diverge", "batch", "chunks", "plan")
+SEARCHES, WIDTH = 8, 4
+"""Of part `plan`."""
 
 
 @dataclass(frozen=True)
@@ -239,7 +243,7 @@ def merge(report: Report, quick: bool) -> None:
 
 def diverge(report: Report, quick: bool) -> None:
     """B12: rows share 2,048 tokens and have n_c of their own."""
-    for n_c in (1, 64, 512) if quick else (1, 64, 128, 256, 384, 512):
+    for n_c in (1, 64, 512) if quick else (1, 64, 128, 256, 384, 512, 1024, 2048):
         case = Case(2048 + n_c - 1, 2048)
         setup = Setup(case)
         rounds = rounds_for(case, quick)
@@ -271,13 +275,53 @@ def chunks(report: Report, quick: bool) -> None:
             report.add({"part": "chunks", **case_of(case, "tpp")}, "time_us", times["tpp"], "us", rounds)
 
 
+def beams(rng: np.random.Generator, chunk: int) -> tuple[Segments, Int32Array, Int32Array]:
+    """Segments, positions and runs of searches whose beams parted at random blocks, as the controller plans them:
+    a run over all full blocks of a search, whichever of them are the same."""
+    columns: list[tuple[int, ...]] = []
+    runs, positions, block = [], [], 0
+    for search in range(SEARCHES):
+        full = int(rng.integers(19, 32))
+        parted = sorted(rng.integers(full // 2, full, WIDTH))
+        common = list(range(block, block + full))
+        block += full
+        for beam, at in enumerate(parted):
+            row = search * WIDTH + beam
+            own = range(block, block + full + 1 - int(at))
+            block += len(own)
+            table = [*common[: int(at)], *own]
+            tail = int(rng.integers(1, chunk))
+            positions.append(full * chunk + tail - 1)
+            for index, place in enumerate(table):
+                columns.append((row, index, place, 0, tail if index == full else chunk, index * chunk, 0))
+        runs.append((search * WIDTH, (search + 1) * WIDTH, 0, full))
+    arrays = np.array(columns, dtype=np.int32).T
+    return Segments(*arrays), np.array(positions, dtype=np.int32), np.array(runs, dtype=np.int32)
+
+
+def plan(report: Report, quick: bool) -> None:
+    """What a worker builds when beams have moved: Python and native part together."""
+    rounds = 200 if quick else 2000
+    inputs = [(*beams(np.random.default_rng(seed), 64), 64) for seed in range(10)]
+    options = Planning(1, 0, True).options(AttentionSpec(8, 8, 128, 128**-0.5), 2)
+    blocks, times = [], []
+    for round_ in range(rounds):
+        segments, positions, runs, chunk = inputs[round_ % len(inputs)]
+        start = time.perf_counter()
+        DecodeWork(build_decode_plan(segments, positions, runs, chunk), options)
+        times.append(time.perf_counter() - start)
+        blocks.append(len(segments.row) / (SEARCHES * WIDTH))
+    case = {"part": "plan", "rows": SEARCHES * WIDTH, "blocks": round(median(blocks), 1)}
+    report.add(case, "build_time", 1e6 * median(times), "us", rounds)
+
+
 def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--part", choices=PARTS, help="only this part")
     parser.add_argument("--threads", type=int, choices=(1, 2), help="of the grid; default: both")
     arguments: argparse.Namespace = parser.parse_args()
     report = Report("decode_attention")
-    parts = {"merge": merge, "diverge": diverge, "batch": batch, "chunks": chunks}
+    parts = {"merge": merge, "diverge": diverge, "batch": batch, "chunks": chunks, "plan": plan}
     for name in [arguments.part] if arguments.part else PARTS:
         if name == "grid":
             grid(report, arguments.quick, arguments.threads)

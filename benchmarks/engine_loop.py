@@ -20,6 +20,7 @@ from trunkline.controller.engine import Engine
 from trunkline.controller.messages import BeamSearch, StepResult
 from trunkline.controller.outcomes import EngineOutputs
 from trunkline.controller.sequence import Request
+from trunkline.kvstore.layout import unpack_int32
 from trunkline.worker.config import WorkerConfig
 from trunkline.worker.messages import Sampling
 from trunkline.worker.runner import Runner
@@ -71,6 +72,8 @@ class EngineLoop:
         self.requests: dict[int, Done] = {}
         self.step_seconds: list[float] = []
         """Of the steps that only decoded."""
+        self.prefilled = 0
+        """Tokens of prompts, and of what came back, that were computed."""
         self._results: deque[StepResult] = deque()
         self._next_id = 1
 
@@ -113,6 +116,7 @@ class EngineLoop:
         planned, prefill = False, False
         while (plan := self.engine.next_step(time.perf_counter())) is not None:
             prefill |= bool(plan.prefill)
+            self.prefilled += int(unpack_int32(plan.prefill, 5)[:, 2].sum()) if plan.prefill else 0
             result = self.runner.execute(plan)
             assert result is not None
             self._results.append(result)

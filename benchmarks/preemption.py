@@ -8,8 +8,9 @@ Small model, bfloat16, one rank with two threads, engine and rank in one process
   `swap_bandwidth`: the bytes of both; `memcpy`: the limit, a copy of the same bytes between two plain buffers and
   back. `recompute`: the step that computes them again.
 - pressure: 12 requests (ShareGPT-like lengths, cut to 160 in and 256 out) at once in a pool that holds about a
-  third of them, once for each way of coming back: normalised latency, and how many preemptions there were.
-  `roomy`: a pool for all.
+  third of them, once for each way of coming back: normalised latency, how many preemptions there were, the tokens
+  that prefills computed and the blocks that were loaded. `roomy`: a pool for all. With `recompute` nothing is
+  loaded: what a request had computed and lost is computed again.
 """
 
 from __future__ import annotations
@@ -101,6 +102,8 @@ def pressure(arguments: argparse.Namespace, report: Report) -> None:
                 ("normalised_latency", "ms/token"),
                 ("output_rate", "tokens/s"),
                 ("preemptions", ""),
+                ("prefilled", "tokens"),
+                ("loaded", "blocks"),
             ):
                 report.add(case, metric, median(run[metric] for run in found), unit, rounds)
 
@@ -125,12 +128,14 @@ def under_pressure(arguments: argparse.Namespace, mode: str, chunk_size: int, co
     for tokens, output in lengths:
         loop.submit(rng.integers(2, VOCABULARY, tokens).tolist(), output)
     seconds = loop.run()
-    done = loop.requests.values()
+    done, scheduler = loop.requests.values(), loop.engine.scheduler
     loop.close()
     return {
         "normalised_latency": 1e3 * fmean((d.ended_at - d.submitted_at) / d.tokens for d in done),
         "output_rate": sum(d.tokens for d in done) / seconds,
-        "preemptions": loop.engine.scheduler.counters.preemptions,
+        "preemptions": scheduler.counters.preemptions,
+        "prefilled": loop.prefilled,
+        "loaded": scheduler.residence.tree.loaded_blocks,
     }
 
 

@@ -42,7 +42,7 @@ from trunkline.worker.parallel import TensorParallel
 
 WINDOW: Final = 512
 CHUNK: Final = 64
-BATCHES: Final = (1, 2, 4, 8, 32)
+BATCHES: Final = (1, 2, 4, 6, 7, 8, 32)
 CPU: Final = torch.device("cpu")
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 FORMS: Final[tuple[Quantisation, ...]] = ("", "int8")
