@@ -28,6 +28,7 @@ from trunkline.worker.config import WorkerConfig
 from trunkline.worker.families import read_model_config
 
 ShowGpus = Callable[[int], None]
+ROOT = Path(__file__).parents[2]
 DEMO = models.resolve("demo")
 DEMO_HEADS = read_model_config(DEMO).heads
 
@@ -189,6 +190,21 @@ def test_a_command_that_cannot_work_ends_with_2_and_starts_nothing(
         done = CliRunner().invoke(app, ["serve", "--port", "0", *words])
         assert done.exit_code == 2, done.output
         assert "GPU" in done.output
+
+
+@pytest.mark.parametrize(("visible", "tp"), [(0, 2), (1, 1), (2, 2), (8, 4)])
+def test_the_images_default_command_fits_the_machine(
+    visible: int, tp: int, show_gpus: ShowGpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = (ROOT / "deploy/docker/Dockerfile.cuda").read_text().splitlines()
+    [command] = [json.loads(line.removeprefix("CMD ")) for line in lines if line.startswith("CMD ")]
+    made: list[ClusterPlan] = []
+    monkeypatch.setattr(serve, "_supervise", lambda plan, *_: made.append(plan) or 0)
+    monkeypatch.setenv("TRUNKLINE_API_KEY", "a-key-of-some-length")
+    show_gpus(visible)
+    done = CliRunner().invoke(app, [*command, "--port", "0"])
+    assert done.exit_code == 0, done.output
+    assert [(plan.settings.tp, plan.device) for plan in made] == [(tp, "cuda" if visible else "cpu")]
 
 
 FAKE_DRIVER = """

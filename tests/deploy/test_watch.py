@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,13 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from trunkline.deploy.cli import app
+from trunkline.deploy.gpus import Gpus
 from trunkline.deploy.node_settings import Kind
 from trunkline.deploy.registry import Running
 from trunkline.deploy.watch import screen as screens
 from trunkline.deploy.watch import source as sources
 from trunkline.deploy.watch.checks import Level, examine
-from trunkline.deploy.watch.facts import Facts, Machine, Probe, loose_files
+from trunkline.deploy.watch.facts import Facts, Machine, Probe, loose_files, machine
 from trunkline.deploy.watch.source import Look, Source, WatchError
 
 
@@ -157,6 +159,7 @@ CASES: list[tuple[dict[str, Any], str, Level]] = [
     ({"machine": replace(MACHINE, shared_memory_free_bytes=1 << 20)}, "machine", Level.WARNING),
     ({"machine": replace(MACHINE, cache_free_bytes=0)}, "machine", Level.WARNING),
     ({"machine": replace(MACHINE, cores=0)}, "machine", Level.WARNING),
+    ({"machine": replace(MACHINE, gpus=Gpus(problem="CUDA error 803"))}, "machine", Level.WARNING),
     ({"machine": replace(MACHINE, memory_free_bytes=0)}, "machine", Level.WARNING),
     ({"overview": overview(group(0, misses={"evicted": 60, "new": 40}))}, "cache", Level.WARNING),
     ({"overview": overview(group(0, preemptions=90))}, "memory", Level.WARNING),
@@ -170,10 +173,34 @@ def test_what_is_wrong_is_said(changed: dict[str, Any], about: str, level: Level
     assert levels(replace(HEALTHY, **changed))[about] is level
 
 
-@pytest.mark.parametrize(("state", "remedy"), [("down", "undrain 0"), ("starting", "logs")])
+def test_a_process_that_dies_again_and_again_is_not_to_be_undrained() -> None:
+    row = {**STATUS["processes"][0], "pid": None, "state": "starts in 30 s"}
+    [finding] = [one for one in examine(replace(HEALTHY, status={"processes": [row]})) if one.about == "processes"]
+    assert finding.text == "worker-0 does not run (starts in 30 s)"
+    assert "undrain" not in finding.remedy
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 8])
+def test_gpus_are_counted(count: int, show_gpus: Callable[[int], None]) -> None:
+    show_gpus(count)
+    found = replace(MACHINE, gpus=machine().gpus)
+    [finding] = [one for one in examine(replace(HEALTHY, machine=found)) if one.about == "machine"]
+    assert finding.level is Level.OK
+    assert ("GPUs" in finding.text, str(count) in finding.text) == (count > 0, count > 0)
+
+
+@pytest.mark.parametrize(
+    ("state", "remedy"),
+    [
+        ("down", "undrain 0"),
+        ("starting", "logs"),
+        ("lost", "given up (worker-0 exited with code 2: no such GPU); mend that, then `trunkline undrain 0`"),
+    ],
+)
 def test_of_a_group_that_was_drained_it_is_said_how_to_start_it(state: str, remedy: str) -> None:
     health = {"controllers": [{"index": 0, "ready": False}, {"index": 1, "ready": True}]}
-    status = {**STATUS, "groups": [{"group": 1, "state": "ready"}, {"group": 0, "state": state}]}
+    why = "worker-0 exited with code 2: no such GPU" if state == "lost" else ""
+    status = {**STATUS, "groups": [{"group": 1, "state": "ready"}, {"group": 0, "state": state, "why": why}]}
     [finding] = [one for one in examine(replace(HEALTHY, health=health, status=status)) if one.about == "group 0"]
     assert remedy in finding.remedy
 

@@ -101,6 +101,9 @@ def _remedy(facts: Facts, group: object) -> str:
     for row in (facts.status or {}).get("groups", []):
         if row["group"] == group and row["state"] == "down":
             return f"it was drained; `trunkline undrain {group}` starts it"
+        if row["group"] == group and row["state"] == "lost":
+            why = f" ({row['why']})" if row.get("why") else ""
+            return f"it was given up{why}; mend that, then `trunkline undrain {group}` starts it"
     return "see the logs of its controller and workers"
 
 
@@ -113,9 +116,10 @@ def processes(facts: Facts) -> Findings:
     lost = [row for row in rows if not row.get("pid")]
     for row in lost:
         text = f"{row['name']} does not run ({row['state']})"
-        yield Finding(
-            Level.WARNING, "processes", text, "`trunkline undrain GROUP` starts a group that was stopped"
-        )
+        remedy = "`trunkline undrain GROUP` starts a group that was stopped"
+        if str(row["state"]).startswith("starts in"):
+            remedy = "it is started again for ever, at most 30 s after each end; its log says why it ended"
+        yield Finding(Level.WARNING, "processes", text, remedy)
     for row in restarted:
         text = f"{row['name']} was started again {row['restarts']} times"
         yield Finding(Level.WARNING, "processes", text, "its log says why it ended; memory is the usual reason")
@@ -249,6 +253,10 @@ def machine(facts: Facts) -> Findings:
     if found.cache_free_bytes is not None and found.cache_free_bytes < FREE_DISK_MIN:
         text = f"the disk of the cache folder has {format_bytes(found.cache_free_bytes)} free"
         problems.append((text, "make room, or a smaller --disk-tier"))
+    if found.gpus.problem:
+        problems.append(
+            (f"no GPU can be used: {found.gpus.problem}", "look at nvidia-smi, and at torch's version")
+        )
     workers = sum(row.get("role") == "worker" for row in facts.status.get("processes", []))
     if workers > found.cores:
         text = f"{workers} workers share {found.cores} cores"
@@ -256,7 +264,8 @@ def machine(facts: Facts) -> Findings:
     for text, remedy in problems:
         yield Finding(Level.WARNING, "machine", text, remedy)
     if not problems:
-        yield Finding(Level.OK, "machine", "files, memory, disk and cores are enough")
+        gpus = f"; {found.gpus.count} GPUs can be used" if found.gpus.count else ""
+        yield Finding(Level.OK, "machine", f"files, memory, disk and cores are enough{gpus}")
 
 
 CHECKS: Final[tuple[Callable[[Facts], Findings], ...]] = (

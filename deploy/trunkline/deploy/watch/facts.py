@@ -8,18 +8,20 @@ import shutil
 import stat
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
 import psutil
 
+from trunkline.deploy import gpus
 from trunkline.deploy.cache import cache_folder
 from trunkline.deploy.commands import Command
 from trunkline.deploy.control_client import ask
 from trunkline.deploy.cores import available_cores
 from trunkline.deploy.errors import DeployError
+from trunkline.deploy.gpus import Gpus
 from trunkline.deploy.registry import control_path, running_clusters
 from trunkline.deploy.watch.source import Source
 from trunkline.router.auth import is_loopback
@@ -54,6 +56,7 @@ class Machine:
     swap_used_bytes: int
     shared_memory_free_bytes: int | None
     cache_free_bytes: int | None
+    gpus: Gpus = field(default_factory=Gpus)
 
 
 @dataclass(frozen=True)
@@ -126,6 +129,7 @@ def machine() -> Machine:
         swap_used_bytes=psutil.swap_memory().used,
         shared_memory_free_bytes=_free(Path("/dev/shm")),
         cache_free_bytes=None if cache is None else _free(cache),
+        gpus=gpus.look(),
     )
 
 
