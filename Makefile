@@ -19,7 +19,7 @@ TESTS ?=
 CSRC = $(shell find kernels/trunkline/kernels/csrc -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh')
 NATIVE := CMakeLists.txt $(wildcard $(addprefix kernels/trunkline/kernels/csrc/,common/* cpu/*.h cpu/*.cc cpu/levels/*))
 
-.PHONY: help setup serve chat test check check-native check-cuda format docs demo-model pins clean
+.PHONY: help setup serve chat test check check-native check-cuda wheel gpu-kit format docs demo-model pins clean
 
 help: ## List the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -54,8 +54,17 @@ check-native: $(STAMP) ## Compile the CPU kernels with warnings as errors and sa
 		TRUNKLINE_NATIVE_LIBRARY=build/sanitized/_native.so $(BIN)/python -m pytest -q --capture=sys \
 		-n 2 -m "sanitized and not soak" tests/kernels
 
-check-cuda: $(STAMP) ## Compile the CUDA kernels for sm_80 and sm_90a with warnings as errors (needs nvcc)
+check-cuda: $(STAMP) ## Compile the CUDA kernels for all devices with warnings as errors (needs nvcc)
 	$(BIN)/python -m trunkline.kernels.cuda_build --check
+
+wheel: $(STAMP) ## Build the wheel into dist/, with compiled CUDA kernels where nvcc is
+	@$(BIN)/python -m trunkline.kernels.cuda_build --if-possible
+	@SOURCE_DATE_EPOCH=$(or $(shell git log -1 --format=%ct 2>/dev/null),1) $(BIN)/python -m pip wheel \
+		--disable-pip-version-check --quiet --no-deps --no-build-isolation --wheel-dir dist .
+	@ls -l dist/trunkline-*.whl
+
+gpu-kit: wheel ## Build build/gpu-kit: all that a visit to a machine with CUDA, torch and no network needs
+	$(BIN)/python benchmarks/gpu_kit.py $(ARGS)
 
 # Tests that only compute run two at a time. The others start processes and listen to the clock.
 CLOCKED := $(addprefix tests/,$(patsubst %,worker/test_%.py,service parallel host_pool hostile_grammars grammar \

@@ -1,42 +1,31 @@
-"""Others' decode attention for the GPU benchmark: torch, and FlashInfer where it can be imported.
+"""Others' decode attention beside ours on the same buffers, in turn (part `flashinfer`): FlashInfer and torch.
 
-    python benchmarks/gpu_baselines.py NAME CELLS
-
-Runs one of them in a process of its own, so that whatever it does to the device or to the process ends with it.
-CELLS are indices into `gpu_cases.TABLE_3`, with commas. A line of JSON per cell: what was measured, or why not.
+FlashInfer compiles its kernels with nvcc at their first use, which takes longer than what is measured with them:
+part `compile` does that earlier, beside parts that time nothing.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-import json
 import subprocess
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from gpu_cases import (
-    CHUNK,
-    TABLE_3,
-    Buffers,
-    Cell,
-    cache_bytes,
-    captured,
-    make_buffers,
-    replay_error,
-    time_events,
-)
+from gpu_attention import case_of, decode_calls, make_sets
+from gpu_cases import CHUNK, TABLE_3, Buffers, Cell, make_buffers, replay_error
 from gpu_checks import LIMITS
+from gpu_device import Call, Gpu, Output, Visit
 from torch import Tensor
 
-Calls = list[Callable[[], object]]
+Calls = list[Call]
 
 _WORKSPACE_BYTES: Final = 256 << 20
+_DEVICE = torch.device("cuda")
 
 
 def has_flashinfer() -> bool:
@@ -52,7 +41,7 @@ def torch_sdpa(cell: Cell, sets: list[Buffers]) -> Calls:
     """Every row's KV dense in memory, which no server has; it reads shared tokens once per row."""
     calls: Calls = []
     for buffers in sets:
-        tables = torch.from_numpy(cell.tables().astype(np.int64)).cuda()
+        tables = torch.from_numpy(cell.tables().astype(np.int64)).to(buffers.q.device)
         kv = buffers.pool.data[tables, 0]  # [batch, blocks, 2, kv_heads, chunk, d]
         dense = kv.permute(2, 0, 3, 1, 4, 5).flatten(3, 4)[..., : cell.n_s + cell.tail, :].contiguous()
         q = buffers.q[:, :, None]
@@ -65,12 +54,12 @@ def _pages(cell: Cell) -> tuple[Tensor, Tensor, Tensor]:
     tables = cell.tables()
     indptr = np.arange(cell.batch + 1, dtype=np.int32) * np.int32(tables.shape[1])
     last = np.full(cell.batch, cell.last_page_tokens, dtype=np.int32)
-    a, b, c = (torch.from_numpy(x).cuda() for x in (indptr, tables.reshape(-1).copy(), last))
+    a, b, c = (torch.from_numpy(x).to(_DEVICE) for x in (indptr, tables.reshape(-1).copy(), last))
     return a, b, c
 
 
 def _workspace() -> Tensor:
-    return torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
+    return torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=_DEVICE)
 
 
 def flashinfer_decode(cell: Cell, sets: list[Buffers]) -> Calls:
@@ -86,8 +75,8 @@ def flashinfer_batch_attention(cell: Cell, sets: list[Buffers]) -> Calls:
     library: Any = importlib.import_module("flashinfer")
     wrapper = library.BatchAttention(kv_layout="HND")
     indptr, indices, _ = _pages(cell)
-    lengths = torch.full((cell.batch,), cell.n_s + cell.tail, dtype=torch.int32, device="cuda")
-    queries = torch.arange(cell.batch + 1, dtype=torch.int32, device="cuda")
+    lengths = torch.full((cell.batch,), cell.n_s + cell.tail, dtype=torch.int32, device=_DEVICE)
+    queries = torch.arange(cell.batch + 1, dtype=torch.int32, device=_DEVICE)
     shape = (cell.heads, cell.kv_heads, cell.head_dim, cell.head_dim, CHUNK)
     types = {"q_data_type": torch.float16, "kv_data_type": torch.float16}
     wrapper.plan(queries, indptr, indices, lengths, *shape, causal=False, **types)
@@ -103,7 +92,7 @@ def flashinfer_cascade(cell: Cell, sets: list[Buffers]) -> Calls:
     tables, shared = cell.tables(), cell.n_s // CHUNK
 
     def device(x: Any) -> Tensor:
-        return torch.tensor(np.ascontiguousarray(x), dtype=torch.int32, device="cuda")
+        return torch.tensor(np.ascontiguousarray(x), dtype=torch.int32, device=_DEVICE)
 
     own = tables[:, shared:]
     wrapper.plan(
@@ -142,26 +131,70 @@ FOREIGN_ERRORS: Final = (
 """Other projects' code, which also runs compilers: whatever it raises is its entry in the table."""
 
 
-def measure(name: str, cell: Cell) -> dict[str, float]:
-    """Microseconds per call, and the relative error of what the timed graph wrote."""
-    sets = [make_buffers(cell, seed) for seed in range(cell.rotated_sets(cache_bytes()))]
-    graph = captured(BASELINES[name](cell, sets))
-    error = replay_error(graph, cell, sets)
-    if not error <= LIMITS[torch.float16]:
-        raise ValueError(f"off by {error:.2e}")
-    return {"time_us": time_events(graph.replay) / len(sets), "error": error}
+ORDER: Final = tuple(
+    cell
+    for kv_heads in (8, 32)
+    for n_p in (4096, 2048, 1024)
+    for cell in TABLE_3
+    if (cell.kv_heads, cell.n_p) == (kv_heads, n_p)
+)
+"""What users meet most comes first."""
+COMPILED: Final = (Cell(256, 128, 32, 8, batch=4), Cell(256, 128, 32, 32, batch=4))
+"""Cells whose kernels are those of all others."""
 
 
-def main() -> None:
-    name, cells = sys.argv[1], [int(index) for index in sys.argv[2].split(",")]
-    for index in cells:
+def compare_all(gpu: Gpu, out: Output, visit: Visit, cells: Sequence[Cell] = ORDER) -> None:
+    """The part `flashinfer`."""
+    names = [name for name in BASELINES if has_flashinfer() or not name.startswith("flashinfer")]
+    if not has_flashinfer():
+        out.note("flashinfer is not installed: torch alone was measured beside ours")
+    broken: set[str] = set()
+    for cell in cells[: 4 if visit.quick else None]:
+        if visit.has_used(0.9):
+            out.note(f"no time was left for {cell} and what follows it")
+            break
+        compare(gpu, out, cell, [name for name in names if name not in broken], broken)
+
+
+def compare(gpu: Gpu, out: Output, cell: Cell, names: list[str], broken: set[str]) -> None:
+    """
+    Args:
+        broken: gets the names of those that failed, so that they are not tried again.
+    """
+    sets = make_sets(gpu, out, cell)
+    if not sets:
+        return
+    kernels = gpu.kernels()
+    graphs = {"ours": gpu.graph(decode_calls(kernels, cell, sets), [kernels])}
+    for name in names:
+        if name == "flashinfer_cascade" and not cell.n_s:
+            continue
         try:
-            result: dict[str, object] = {**measure(name, TABLE_3[index])}
-        except FOREIGN_ERRORS as error:
-            result = {"failure": f"{type(error).__name__}: {error}"[:500]}
-        print(json.dumps({"cell": index, **result}), flush=True)
-        torch.cuda.empty_cache()
+            graph = gpu.graph(BASELINES[name](cell, sets))
+            error = replay_error(gpu, graph, cell, sets)
+        except FOREIGN_ERRORS as failure:
+            out.note(f"{name} at {cell}: {type(failure).__name__}: {str(failure)[-400:]}")
+            broken.add(name)
+            continue
+        if error <= LIMITS[torch.float16]:
+            graphs[name] = graph
+        else:
+            out.note(f"{name} at {cell} is off by {error:.2e} and was not measured")
+    for name, spent in gpu.interleaved_us({name: graph.replay for name, graph in graphs.items()}).items():
+        out.add(case_of(cell), name, spent / len(sets), "us", 15)
 
 
-if __name__ == "__main__":
-    main()
+def compile_flashinfer(gpu: Gpu, out: Output, visit: Visit) -> None:
+    """The part `compile`: each kernel once."""
+    del visit
+    if not has_flashinfer():
+        out.note("flashinfer is not installed")
+        return
+    for name in (name for name in BASELINES if name.startswith("flashinfer")):
+        for cell in COMPILED:
+            try:
+                for call in BASELINES[name](cell, [make_buffers(gpu, cell, 0)]):
+                    call()
+                gpu.synchronize()
+            except FOREIGN_ERRORS as failure:
+                out.note(f"{name} was not compiled: {type(failure).__name__}: {str(failure)[-400:]}")

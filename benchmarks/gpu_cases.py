@@ -1,15 +1,14 @@
-"""Parts of the GPU benchmark: the cells of ChunkAttention's Table 3, random batches, and how things are timed."""
+"""Parts of the GPU benchmark: the cells of ChunkAttention's Table 3, their buffers, and what is exact."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import median
 from typing import Final
 
 import numpy as np
 import torch
 from gpu_checks import relative_error
+from gpu_device import Gpu, Replay
 from torch import Tensor
 
 from trunkline.kernels.ops import AttentionSpec, KvPool
@@ -21,10 +20,6 @@ ROTATED_SETS_MIN: Final = 4
 """Buffers used in turn, so that small cells do not measure the cache."""
 CACHE_TIMES: Final = 3
 """How often what a rotation reads must fill the L2 cache."""
-SAMPLE_US: Final = 1000.0
-"""Least length of a timed sample: events tell about 0.5 µs apart."""
-ENQUEUE_CYCLES: Final = 2_000_000
-"""For which the device is kept busy (about 1 ms) while the host enqueues a sample: launches are not measured."""
 
 
 @dataclass(frozen=True)
@@ -136,12 +131,12 @@ class Buffers:
     out: Tensor
 
 
-def make_buffers(cell: Cell, seed: int) -> Buffers:
-    generator = torch.Generator(device="cuda").manual_seed(seed)
+def make_buffers(gpu: Gpu, cell: Cell, seed: int) -> Buffers:
+    generator = torch.Generator(device=gpu.device).manual_seed(seed)
     shape = (cell.blocks, 1, 2, cell.kv_heads, CHUNK, cell.head_dim)
-    data = torch.empty(shape, dtype=torch.float16, device="cuda")
+    data = torch.empty(shape, dtype=torch.float16, device=gpu.device)
     data.normal_(generator=generator)
-    q = torch.empty(cell.batch, cell.heads, cell.head_dim, dtype=torch.float16, device="cuda")
+    q = torch.empty(cell.batch, cell.heads, cell.head_dim, dtype=torch.float16, device=gpu.device)
     q.normal_(generator=generator)
     return Buffers(KvPool.wrap(data), q, torch.full_like(q, float("nan")))
 
@@ -151,7 +146,7 @@ def exact_rows(cell: Cell, buffers: Buffers, rows: list[int]) -> Tensor:
     group, results = cell.heads // cell.kv_heads, []
     length = cell.n_s + cell.tail
     for row in rows:
-        blocks = torch.from_numpy(cell.tables()[row].astype(np.int64)).cuda()
+        blocks = torch.from_numpy(cell.tables()[row].astype(np.int64)).to(buffers.q.device)
         kv = buffers.pool.data[blocks, 0].double().permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :length]
         k, v = kv.repeat_interleave(group, dim=1)
         scores = torch.einsum("hd,htd->ht", buffers.q[row].double(), k) * cell.head_dim**-0.5
@@ -159,65 +154,13 @@ def exact_rows(cell: Cell, buffers: Buffers, rows: list[int]) -> Tensor:
     return torch.stack(results)
 
 
-def cache_bytes() -> int:
-    return int(torch.cuda.get_device_properties(0).L2_cache_size)
-
-
-def captured(calls: list[Callable[[], object]]) -> torch.cuda.CUDAGraph:
-    """All calls in one graph: launches then cost what they do in a server."""
-    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for call in calls:
-            call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    return graph
-
-
-def replay_error(graph: torch.cuda.CUDAGraph, cell: Cell, sets: list[Buffers]) -> float:
+def replay_error(gpu: Gpu, graph: Replay, cell: Cell, sets: list[Buffers]) -> float:
     """Relative error of what a replay writes, of some rows of some sets; infinite if anything is not written."""
     for buffers in sets:
         buffers.out.fill_(float("nan"))
     graph.replay()
-    torch.cuda.synchronize()
+    gpu.synchronize()
     if not all(bool(buffers.out.isfinite().all()) for buffers in sets):
         return float("inf")
     rows = [0, cell.batch // 2, cell.batch - 1]
     return max(relative_error(each.out[rows], exact_rows(cell, each, rows)) for each in (sets[0], sets[-1]))
-
-
-def time_events(call: Callable[[], object], runs: int = 21) -> float:
-    """Median microseconds of a call, each sample over as many calls as take a millisecond."""
-    call()
-    batches = max(1, -(-int(SAMPLE_US) // max(1, int(_sample(call, 3)))))
-    return median(_sample(call, batches) for _ in range(runs))
-
-
-def _sample(call: Callable[[], object], batches: int) -> float:
-    """Microseconds of a call, over `batches` in a row."""
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    torch.cuda._sleep(ENQUEUE_CYCLES)  # type: ignore[no-untyped-call]
-    start.record()
-    for _ in range(batches):
-        call()
-    stop.record()
-    stop.synchronize()
-    return float(start.elapsed_time(stop)) * 1e3 / batches
-
-
-def copy_bandwidth() -> float:
-    """Bytes per second of a device-to-device copy, read and written bytes counted."""
-    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * len(source) / (time_events(lambda: target.copy_(source)) * 1e-6)
-
-
-def matmul_rate() -> float:
-    """bfloat16 operations per second of a large product of random matrices."""
-    size = 8192
-    a, b = (torch.randn(size, size, device="cuda").bfloat16() for _ in range(2))
-    return 2 * size**3 / (time_events(lambda: torch.mm(a, b), runs=9) * 1e-6)

@@ -43,6 +43,27 @@ def commit() -> str:
     return done.stdout.strip() or "unknown"
 
 
+def wide_tables(results: list[dict[str, Any]]) -> list[str]:
+    """Lines of Markdown: a row per case, a column per metric; cases that are told apart by other keys get another
+    table."""
+    tables: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    lines: list[str] = []
+    for result in results:
+        tables.setdefault(tuple(result["case"]), []).append(result)
+    for keys, found in tables.items():
+        metrics = dict.fromkeys((result["metric"], result["unit"]) for result in found)
+        rows: dict[tuple[Any, ...], dict[str, Any]] = {}
+        for result in found:
+            row = rows.setdefault(tuple(result["case"].values()), {"runs": result["runs"]})
+            row[result["metric"]] = f"{result['value']:.4g}"
+        titles = [f"{name} ({unit})" if unit else name for name, unit in metrics]
+        lines += ["", f"| {' | '.join([*keys, *titles])} | runs |", "|" + "---|" * (len(keys) + len(metrics) + 1)]
+        for case, row in rows.items():
+            cells = [*map(str, case), *(row.get(name, "") for name, _ in metrics), str(row["runs"])]
+            lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
 class Report:
     """Collects results; prints a Markdown table and writes the JSON form of all benchmarks."""
 
@@ -65,21 +86,7 @@ class Report:
             print(f"{result['unit']} | {result['runs']} |")
 
     def _print_wide(self) -> None:
-        """A row per case, a column per metric; cases that are told apart by other keys get another table."""
-        tables: dict[tuple[str, ...], list[dict[str, Any]]] = {}
-        for result in self.results:
-            tables.setdefault(tuple(result["case"]), []).append(result)
-        for keys, results in tables.items():
-            metrics = dict.fromkeys((result["metric"], result["unit"]) for result in results)
-            rows: dict[tuple[Any, ...], dict[str, Any]] = {}
-            for result in results:
-                row = rows.setdefault(tuple(result["case"].values()), {"runs": result["runs"]})
-                row[result["metric"]] = f"{result['value']:.4g}"
-            print(f"\n| {' | '.join([*keys, *(f'{name} ({unit})' for name, unit in metrics)])} | runs |")
-            print("|" + "---|" * (len(keys) + len(metrics) + 1))
-            for case, row in rows.items():
-                cells = [*map(str, case), *(row.get(name, "") for name, _ in metrics), str(row["runs"])]
-                print(f"| {' | '.join(cells)} |")
+        print("\n".join(wide_tables(self.results)))
 
     def finish(self, path: Path | None, *, wide: bool = False) -> None:
         """Print the tables and, if there is a path, write the JSON form."""

@@ -8,8 +8,8 @@ there.
 
 Invariant: a library's name holds a digest of everything that decides its contents (the bytes of all sources and
 headers, the flags, the devices, and nvcc's version), so a stale one is never loaded. Two builds of one name are
-the same bytes, but for names that nvcc makes of the sources' folder. A library appears under its name complete or not at all: compiled in a temporary folder and
-renamed, under a lock that lets one process build while others wait.
+the same bytes, but for names that nvcc makes of the sources' folder. A library appears under its name complete or
+not at all: compiled in a temporary folder and renamed, under a lock that lets one process build while others wait.
 
 Imports nothing but the standard library, so that a build can run this file by its path.
 """
@@ -169,7 +169,7 @@ def check_compiler(compiler: Compiler) -> None:
     with tempfile.TemporaryDirectory() as folder:
         empty = Path(folder, "empty.cu")
         empty.touch()
-        command = [compiler.path, *FLAGS, "-E", empty, "-o", Path(folder, "out")]
+        command = [str(compiler.path), *FLAGS, "-E", str(empty), "-o", str(Path(folder, "out"))]
         tried = subprocess.run(command, capture_output=True, text=True, check=False)
     said = (tried.stderr + tried.stdout).strip()
     # A C++ compiler that is too old for C++20 is only warned of.

@@ -1,0 +1,362 @@
+"""The parts of the GPU benchmark, executed with the emulated kernels at small sizes: what a visit would run."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import gpu_attention
+import gpu_baselines
+import gpu_checks
+import gpu_start
+import gpu_tokens
+import pytest
+import torch
+from gpu_attention import Cells, by_phase, measure_decode
+from gpu_baselines import compare_all, compile_flashinfer
+from gpu_cases import TABLE_3, Cell
+from gpu_device import Gpu, Output, Visit, measure_ceilings, times_by_kernel
+from gpu_model import ModelShape, measure_model
+from gpu_part import RUNS
+from gpu_prefill import Prompt, measure_prefill
+from gpu_tiers import Copies, measure_copies
+from gpu_tokens import Engine, Trial, equal_tokens
+from gpu_visit import PARTS, Findings
+from kernels.cuda_emulated import CXX
+from kernels.emulated_gpu import EmulatedGpu
+
+pytestmark = pytest.mark.skipif(CXX is None, reason="no C++ compiler for the emulation")
+
+SMALL = Cell(128, 64, 4, 2, batch=3, head_dim=64)
+LONG = Visit(1e9)
+
+
+def found_by(part: Callable[..., object], *arguments: Any, visit: Visit = LONG) -> Findings:
+    stream = io.StringIO()
+    part(EmulatedGpu(), Output(stream), visit, *arguments)
+    found = Findings("part", "done", 0, "")
+    found.read(stream.getvalue())
+    return found
+
+
+def metrics(found: Findings) -> set[str]:
+    return {result["metric"] for result in found.results}
+
+
+def test_every_part_has_something_to_run() -> None:
+    assert list(RUNS) == [part.name for part in PARTS]
+
+
+def test_start_calls_every_op_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_checks, "random_trial", small_trial)
+    found = found_by(gpu_start.start)
+    called = {result["case"]["op"] for result in found.results}
+    assert called == {
+        *("decode_attention", "decode_attention_invariant", "prefill_attention", "replays_of_other_plans"),
+        *("write_kv", "pool_moves", "rms_norm", "add_rms_norm", "linear"),
+        *("gated_silu", "gated_gelu", "gated_gelu_tanh"),
+    }
+    assert found.facts["torch"].partition("+")[0] == torch.__version__.partition("+")[0]
+    assert "nvcc" in found.facts
+
+
+RANDOM_TRIAL = gpu_checks.random_trial
+
+
+def small_trial(seed: int, head_dim: int) -> gpu_checks.Trial:
+    return RANDOM_TRIAL(seed, head_dim, chunk=16, rows=5)
+
+
+def test_start_ends_at_the_first_wrong_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_start, "one_round", lambda *_: iter([("a", 0.0), ("b", 1.0), ("c", 0.0)]))
+    stream = io.StringIO()
+    with pytest.raises(ValueError, match=r"b is off by 1\.00e\+00"):
+        gpu_start.start(EmulatedGpu(), Output(stream), LONG)
+    assert '"op": "c"' not in stream.getvalue()
+
+
+def test_all_that_parts_import_is_imported_at_the_start() -> None:
+    for module in gpu_start.MODULES:
+        importlib.import_module(module)
+
+
+def test_checks_name_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_checks, "random_trial", small_trial)
+    found = found_by(gpu_checks.check_all, (64,), 1)
+    assert {result["case"]["dtype"] for result in found.results} == {"float32", "bfloat16", "float16"}
+    assert found.problems == []
+    monkeypatch.setattr(gpu_checks, "one_round", lambda *_: iter([("an op", float("inf"))]))
+    assert "an op in float16 is off by inf" in " ".join(found_by(gpu_checks.check_all, (64,), 1).problems)
+
+
+def test_checks_end_when_their_time_is_used() -> None:
+    assert found_by(gpu_checks.check_all, visit=Visit(0.0)).results == []
+
+
+def test_replays_of_other_plans_are_noticed_if_stale(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each replay computes what its plan says; one that keeps the captured plan is far off."""
+    trials = [small_trial(seed, 64) for seed in (0, 20, 40)]
+    trials = [replace(trial, spec=trials[0].spec) for trial in trials]
+    limit = gpu_checks.LIMITS[torch.bfloat16]
+    errors = [error for _, error in gpu_checks.check_replays(EmulatedGpu(), trials, torch.bfloat16)]
+    assert len(errors) == 4
+    assert max(errors) <= limit
+    gpu = EmulatedGpu()
+    kernels = gpu.kernels()
+    monkeypatch.setattr(gpu, "kernels", lambda: kernels)
+    graph = gpu.graph
+
+    def graph_and_freeze(*arguments: Any) -> Any:
+        made = graph(*arguments)
+        monkeypatch.setattr(kernels, "prepare_replay", lambda *_: None)
+        return made
+
+    monkeypatch.setattr(gpu, "graph", graph_and_freeze)
+    assert max(error for _, error in gpu_checks.check_replays(gpu, trials, torch.bfloat16)) > 10 * limit
+
+
+def test_ceilings() -> None:
+    found = found_by(measure_ceilings, 1 << 12, 16)
+    assert [result["unit"] for result in found.results] == ["TB/s", "TB/s", "TFLOP/s"]
+
+
+def test_decode_measures_tables_batches_and_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_attention, "PIECES", (1, 2))
+    monkeypatch.setattr(gpu_attention, "PIECE_TOKENS", (64,))
+    found = found_by(measure_decode, Cells((SMALL,), (1, 2), SMALL, (SMALL,)))
+    assert found.problems == []
+    assert {"ours", "each row alone", "planning, first call", "floor here"} <= metrics(found)
+    assert {result["case"]["batch"] for result in found.results} == {1, 2, 3}
+    variants = {result["case"].get("variant") for result in found.results}
+    assert {"1 pieces of 64 tokens or more", "2 stages", "attention alone", "merge alone"} <= variants
+    assert found_by(measure_decode, Cells((SMALL,)), visit=Visit(0.0)).results == []
+
+
+def test_the_table_shows_what_is_to_be_reached() -> None:
+    stream = io.StringIO()
+    gpu = EmulatedGpu()
+    cell = TABLE_3[3]
+    gpu.free_bytes = 0
+    gpu_attention.measure_cell(gpu, Output(stream), cell, 1e12)
+    assert "GB of memory" in stream.getvalue(), "too large for this device: a note, no crash"
+
+
+def test_a_wrong_cut_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_attention, "replay_error", lambda *_: float("inf"))
+    monkeypatch.setattr(gpu_attention, "PIECES", (1,))
+    monkeypatch.setattr(gpu_attention, "PIECE_TOKENS", (64,))
+    found = found_by(measure_decode, Cells((SMALL,), (), SMALL, (SMALL,)))
+    words = " ".join(found.problems)
+    assert "(ours)" in words
+    assert "1 pieces of 64" in words
+
+
+def test_kernels_are_told_apart_by_name() -> None:
+    events = [SimpleNamespace(key=k, self_device_time_total=v) for k, v in (("a", 20), ("b", 40), ("none", 0))]
+    assert times_by_kernel(events, 10) == {"b": 4.0, "a": 2.0}
+    times = {"void trunkline::attention_matrix_kernel<128>": 5.0, "merge_kernel<Fp16>": 2.0, "add": 1.0}
+    assert by_phase(times) == {"attention alone": 5.0, "merge alone": 2.0, "other kernels": 1.0}
+
+
+def test_peers_run_on_the_same_buffers() -> None:
+    found = found_by(compare_all, (SMALL,))
+    assert metrics(found) >= {"ours", "torch_sdpa"}
+    assert found.problems == []
+
+
+def test_a_peer_that_fails_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+
+    def broken(*_: object) -> Any:
+        tried.append(1)
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(gpu_baselines, "BASELINES", {"broken": broken})
+    found = found_by(compare_all, (SMALL, SMALL))
+    assert len(tried) == 1
+    assert "no such kernel" in " ".join(found.notes)
+    assert metrics(found) == {"ours"}
+
+
+def test_a_peer_that_is_wrong_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(cell: Cell, sets: list[Any]) -> list[Any]:
+        return [lambda each=each: each.out.fill_(1.0) for each in sets]
+
+    monkeypatch.setattr(gpu_baselines, "BASELINES", {"wrong": wrong})
+    found = found_by(compare_all, (SMALL,))
+    assert "wrong" not in metrics(found)
+    assert "is off by" in " ".join(found.notes)
+
+
+def test_flashinfer_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_baselines, "has_flashinfer", lambda: False)
+    assert found_by(compile_flashinfer).notes == ["flashinfer is not installed"]
+
+
+def test_flashinfer_is_given_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Page tables, lengths and layouts, checked against a stand-in that computes from them."""
+    calls: list[str] = []
+
+    class Wrapper:
+        def __init__(self, *_: object, **options: object) -> None:
+            calls.append("made")
+
+        def plan(self, *arguments: Any, **_: object) -> None:
+            self.arguments = arguments
+
+        def run(self, q: torch.Tensor, pool: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+            calls.append("run")
+            assert (pool.shape[1], *pool.shape[3:]) == (2, 64, 128), "[pages, K and V, KV heads, page, head size]"
+            return torch.zeros_like(q) if out is None else out.zero_()
+
+    names = ("BatchDecodeWithPagedKVCacheWrapper", "BatchAttention", "MultiLevelCascadeAttentionWrapper")
+    monkeypatch.setattr(gpu_baselines, "has_flashinfer", lambda: True)
+    fake = SimpleNamespace(**dict.fromkeys(names, Wrapper))
+    monkeypatch.setattr(importlib, "import_module", lambda _: fake)
+    monkeypatch.setattr(gpu_baselines, "_DEVICE", torch.device("cpu"))
+    found = found_by(compile_flashinfer)
+    assert found.notes == []
+    assert calls.count("run") == 3 * len(gpu_baselines.COMPILED)
+
+
+def test_prefill_beside_others() -> None:
+    found = found_by(measure_prefill, (Prompt(24, 0, 4, 2, 64), Prompt(8, 70, 4, 2, 64)))
+    assert found.problems == []
+    assert {"ours", "ours, rate"} <= metrics(found)
+    assert any("cuDNN" in note for note in found.notes), "not on a CPU: said, and the others go on"
+    assert len({result["case"]["context"] for result in found.results}) == 2
+
+
+TINY = ModelShape(
+    hidden=64,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    mlp=96,
+    vocabulary=512,
+    context=128,
+    shared=64,
+    prompt=70,
+    batches=(1, 2, 3),
+)
+
+
+def test_a_random_model_in_the_runner() -> None:
+    found = found_by(measure_model, TINY)
+    assert found.problems == []
+    assert {"step", "busy on the device", "products alone, as a graph", "to the first token"} <= metrics(found)
+    steps = [result["case"] for result in found.results if result["metric"] == "step"]
+    assert [(case["rows"], case["shared"]) for case in steps] == [(1, 0), (2, 64), (2, 0), (3, 64), (3, 0)]
+    assert "whole-step graphs are not there yet" in " ".join(found.notes)
+    assert {"more than greedy", "time in a step"} <= metrics(found)
+
+
+def test_the_model_is_what_it_says() -> None:
+    """About 8 billion parameters, and a pool that an 80 GB device holds beside them."""
+    shape = ModelShape()
+    layer = shape.hidden * (2 * shape.hidden + 2 * shape.kv_heads * 128 + 3 * shape.mlp)
+    parameters = shape.layers * layer + 2 * shape.vocabulary * shape.hidden
+    assert 7.9e9 < parameters < 8.2e9
+    pool = shape.pool_blocks * 64 * shape.layers * 2 * shape.kv_heads * 128 * 2
+    assert 2 * parameters + pool < 64e9
+
+
+def test_copies_alone_and_beside_decoding() -> None:
+    stream = io.StringIO()
+    measure_copies(EmulatedGpu(), Output(stream), Copies(3, 2, 2, 64, SMALL))
+    found = Findings("tiers", "done", 0, "")
+    found.read(stream.getvalue())
+    assert found.problems == []
+    cases = [(result["case"]["copy"], result["case"]["beside"]) for result in found.results]
+    assert {(copy, beside) for copy in ("save", "load") for beside in ("nothing", "decode attention")} == set(
+        cases
+    )
+
+
+def test_tokens_are_compared_up_to_the_first_difference() -> None:
+    assert equal_tokens([[1, 2, 3], [4, 5]], [[1, 9, 3], [4, 5]]) == 3
+
+
+def test_an_engine_that_differs_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_tokens, "generate", lambda *_: {"tokens": [[1, 2]], "kernels": "reference"})
+    trial = Trial("TP = 1", Engine("cuda", "cuda"), [[1, 2]])
+    stream = io.StringIO()
+    gpu_tokens.compare(Output(stream), LONG, trial)
+    assert "kernels reference" in stream.getvalue()
+    stream = io.StringIO()
+    gpu_tokens.compare(Output(stream), LONG, trial._replace(engine=Engine("cuda", "reference"), expected=[[1, 3]]))
+    assert "1 of 2 tokens are equal" in stream.getvalue()
+
+
+@pytest.mark.soak
+def test_the_engine_gives_the_kits_tokens(tmp_path: Path) -> None:
+    """One rank and two, here on the CPU: as on a GPU, from the kit's file."""
+    tokens = gpu_tokens.generate(Engine("cpu", "cpu"), 120)["tokens"]
+    (tmp_path / gpu_tokens.EXPECTED).parent.mkdir()
+    (tmp_path / gpu_tokens.EXPECTED).write_text(json.dumps({"tokens": tokens}))
+    for check in (gpu_tokens.check_engine, gpu_tokens.check_two_ranks):
+        found = found_by(check, visit=Visit(600, tmp_path))
+        assert found.problems == []
+        assert all(result["value"] >= 0.7 for result in found.results)
+
+
+SANITIZER = """#!/bin/sh
+case "$2" in memcheck) exit {memcheck};; *) echo "a race in $8" ; exit {racecheck};; esac
+"""
+
+
+@pytest.mark.parametrize(("racecheck", "kind"), [(0, "notes"), (9, "problems")])
+def test_what_a_sanitizer_finds_is_a_problem(
+    racecheck: int, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text(SANITIZER.format(memcheck=0, racecheck=racecheck))
+    tool.chmod(0o755)
+    monkeypatch.setattr(gpu_start, "find_sanitizer", lambda: str(tool))
+    found = found_by(gpu_start.sanitize, visit=Visit(60))
+    assert "memcheck: nothing found" in found.notes[0]
+    assert "racecheck" in getattr(found, kind)[-1]
+
+
+def test_a_sanitizer_gets_its_share_of_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text("#!/bin/sh\nexec sleep 100\n")
+    tool.chmod(0o755)
+    monkeypatch.setattr(gpu_start, "find_sanitizer", lambda: str(tool))
+    found = found_by(gpu_start.sanitize, visit=Visit(1.0))
+    assert [note for note in found.notes if "was stopped" in note] == found.notes
+    assert len(found.notes) == 2
+    monkeypatch.setattr(gpu_start, "find_sanitizer", lambda: None)
+    assert "not installed" in found_by(gpu_start.sanitize).notes[0]
+
+
+def test_the_small_round_finds_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the sanitizer is given."""
+    monkeypatch.setattr(gpu_checks, "one_round", lambda *_: iter([("an op", 0.0)]))
+    assert gpu_checks.small_round(EmulatedGpu()) == []
+    monkeypatch.setattr(gpu_checks, "one_round", lambda *_: iter([("an op", 1.0)]))
+    assert "an op in torch.float32 is off" in gpu_checks.small_round(EmulatedGpu())[0]
+
+
+def test_without_a_device_a_part_says_so() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    script = Path(gpu_start.__file__).with_name("gpu_part.py")
+    done = subprocess.run([sys.executable, script, "ceilings", "10"], capture_output=True, text=True, check=False)
+    assert done.returncode == 3
+    assert "finds no CUDA device here" in json.loads(done.stdout)["problem"]
+
+
+def test_the_real_device_is_not_used_here() -> None:
+    """The seam is complete: nothing that parts call on the device is left to torch.cuda."""
+    names = {name for name in vars(Gpu) if not name.startswith("_")}
+    inherited = {"copy_bandwidth", "read_bandwidth", "matmul_rate"}
+    assert names - set(vars(EmulatedGpu)) == inherited

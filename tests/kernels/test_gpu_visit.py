@@ -1,0 +1,200 @@
+"""The order of a visit to a GPU machine, its time limits and what it writes, with stand-ins for the parts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import gpu
+import gpu_visit
+import pytest
+from gpu_visit import NO_DEVICE, PARTS, Part, VisitRun, chosen_parts
+
+FIGURE = '{"case": {"n": 1}, "metric": "time", "value": 2.5, "unit": "us", "runs": 3}'
+SCRIPTS = {
+    "good": f"print('{FIGURE}'); print('not JSON')",
+    "hangs": f"import time; print('{FIGURE}', flush=True); time.sleep(100)",
+    "crashes": f"import os, signal; print('{FIGURE}', flush=True); os.kill(os.getpid(), signal.SIGSEGV)",
+    "raises": "raise ValueError('the kernel was lost')",
+    "wrong": """print('{"problem": "2 + 2 is 5"}')""",
+    "facts": """print('{"fact": "gpu", "value": "a card"}'); print('{"note": "no fan"}')""",
+    "cut": "print('{\"case\": {\"n', end='')",
+}
+
+
+@pytest.fixture(autouse=True)
+def no_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_visit, "GRACE_S", 0.0)
+
+
+def make_run(folder: Path, told: list[str] | None = None) -> VisitRun:
+    def command(part: Part) -> list[str]:
+        return [sys.executable, "-c", SCRIPTS.get(part.name.split("-")[0], "pass")]
+
+    return VisitRun(folder, command, "abc", (told if told is not None else []).append)
+
+
+def part(name: str, seconds: float = 60, *, is_needed: bool = False, beside: str = "") -> Part:
+    return Part(name, seconds, f"About {name}", is_needed, beside)
+
+
+def document(folder: Path) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads((folder / "results.json").read_text())
+    return loaded
+
+
+def test_the_parts_are_those_of_a_visit_and_fit_in_ten_minutes() -> None:
+    alone = [(part.name, part.seconds) for part in PARTS if not part.beside]
+    assert alone == [
+        ("start", 20),
+        ("ops", 90),
+        ("sanitizer", 60),
+        ("ceilings", 10),
+        ("decode", 130),
+        ("flashinfer", 60),
+        ("prefill", 30),
+        ("model", 150),
+        ("tiers", 30),
+    ]
+    assert sum(seconds for _, seconds in alone) < 600
+    assert [part.name for part in PARTS if part.is_needed] == ["start"]
+    names = [part.name for part in PARTS]
+    for background in (part for part in PARTS if part.beside):
+        assert names.index(background.name) < names.index(background.beside) < names.index("ceilings")
+
+
+def test_a_part_that_hangs_is_ended_and_the_next_begins(tmp_path: Path) -> None:
+    """What it had found is kept."""
+    run = make_run(tmp_path)
+    assert not run.run([part("hangs", 1.5), part("good")])
+    assert [(found.part, found.status) for found in run.found.values()] == [
+        ("hangs", "out of time"),
+        ("good", "done"),
+    ]
+    assert len(run.found["hangs"].results) == 1
+    assert "was ended after 2 s" in run.found["hangs"].problems[0]
+
+
+def test_what_a_part_started_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pid = tmp_path / "pid"
+    script = (
+        "import subprocess, sys, time; "
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(100)']); "
+        f"open({str(pid)!r}, 'w').write(str(child.pid)); time.sleep(100)"
+    )
+    monkeypatch.setitem(SCRIPTS, "starts", script)
+    make_run(tmp_path).run([part("starts", 3)])
+    stat = Path(f"/proc/{pid.read_text()}/stat")
+    deadline = time.monotonic() + 20
+    # Its entry may stay for a while, as that of a process that has ended.
+    while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_parts_that_fail_are_recorded_and_the_next_begins(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    assert not run.run([part("crashes"), part("raises"), part("wrong"), part("cut"), part("good")])
+    found = run.found
+    assert [found[name].status for name in ("crashes", "raises", "wrong", "cut", "good")] == [
+        "failed",
+        "failed",
+        "done",
+        "done",
+        "done",
+    ]
+    assert "ended with code -11" in found["crashes"].problems[0]
+    assert len(found["crashes"].results) == 1
+    assert "ValueError: the kernel was lost" in found["raises"].problems[0]
+    assert found["wrong"].problems == ["2 + 2 is 5"]
+    assert document(tmp_path)["problems"][-1] == "wrong: 2 + 2 is 5"
+    assert found["cut"].results == []
+
+
+@pytest.mark.parametrize("name", ["raises", "wrong", "hangs"])
+def test_nothing_follows_a_needed_part_that_fails(name: str, tmp_path: Path) -> None:
+    told: list[str] = []
+    run = make_run(tmp_path, told)
+    assert not run.run([part(name, 1.5 if name == "hangs" else 60, is_needed=True), part("good")])
+    assert list(run.found) == [name]
+    assert f"Nothing after `{name}` was started" in told[-1]
+
+
+def test_results_are_written_after_each_part(tmp_path: Path) -> None:
+    seen: list[list[object]] = []
+
+    class Watching(list[str]):
+        def append(self, text: str) -> None:
+            seen.append([found["part"] for found in document(tmp_path)["parts"]])
+
+    assert make_run(tmp_path, Watching()).run([part("facts"), part("good-1"), part("good-2")])
+    assert seen == [["facts"], ["facts", "good-1"], ["facts", "good-1", "good-2"]]
+    text = (tmp_path / "results.md").read_text()
+    for words in (
+        "| gpu | a card |",
+        "- no fan",
+        "Part `good-1`, done after",
+        "| n | time (us) | runs |",
+        "| 1 | 2.5 | 3 |",
+    ):
+        assert words in text
+    assert document(tmp_path)["results"][0] == {"part": "good-1", **json.loads(FIGURE)}
+    assert document(tmp_path)["machine"] == {"gpu": "a card"}
+
+
+def test_a_second_visit_repeats_what_it_is_asked_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_run(tmp_path).run([part("good"), part("raises")])
+    monkeypatch.setitem(SCRIPTS, "raises", f"print('{FIGURE.replace('2.5', '7.5')}')")
+    run = make_run(tmp_path)
+    assert run.run([part("raises")])
+    values = [(result["part"], result["value"]) for result in document(tmp_path)["results"]]
+    assert values == [("good", 2.5), ("raises", 7.5)]
+    assert document(tmp_path)["problems"] == []
+
+
+def test_a_part_in_the_background_ends_before_times_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    marks = tmp_path / "marks"
+    write = f"open({str(marks)!r}, 'a').write"
+    monkeypatch.setitem(SCRIPTS, "back", f"import time\nfor _ in range(2000): {write}('b'); time.sleep(0.01)")
+    monkeypatch.setitem(SCRIPTS, "check", f"import time; time.sleep(1.5); {write}('c')")
+    monkeypatch.setitem(SCRIPTS, "measure", f"import time; {write}('m'); time.sleep(0.3); {write}('n')")
+    run = make_run(tmp_path)
+    assert run.run([part("back", beside="check"), part("check"), part("measure")])
+    written = marks.read_text()
+    assert "b" in written[: written.index("c")], "both at once"
+    assert written[written.index("m") :] == "mn", "nothing beside what is timed"
+    assert run.found["back"].status == "out of time"
+    assert run.found["back"].problems == [], "it is given up, not wrong"
+
+
+def test_parts_are_chosen_by_name() -> None:
+    assert chosen_parts("") == list(PARTS)
+    assert [part.name for part in chosen_parts("model,ops")] == ["ops", "model"], "in their order"
+    with pytest.raises(ValueError, match=r"no part 'moddel'; there are: start, compile, ops"):
+        chosen_parts("moddel")
+
+
+def run_command(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, gpu.__file__, *arguments], capture_output=True, text=True, check=False, timeout=120
+    )
+
+
+def test_a_wrong_part_is_refused_at_once() -> None:
+    done = run_command("--only", "speed")
+    assert done.returncode == 2
+    assert "there is no part 'speed'; there are: start" in done.stderr
+
+
+@pytest.mark.skipif(bool(os.environ.get("CUDA_VISIBLE_DEVICES")), reason="there may be a GPU")
+def test_without_a_gpu_nothing_is_measured(tmp_path: Path) -> None:
+    done = run_command("--out", tmp_path / "out", "--only", "start,ceilings")
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "finds no CUDA device here" in done.stdout
+    found = document(tmp_path / "out")["parts"]
+    assert [(part["part"], part["exit_code"]) for part in found] == [("start", NO_DEVICE)]
