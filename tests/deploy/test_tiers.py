@@ -15,9 +15,8 @@ from pathlib import Path
 import pytest
 
 from trunkline.deploy.errors import UserError
-from trunkline.deploy.tier_options import REMOTE_SCHEMES, DiskOption, check_remote_url, parse_disk_tier, redacted
+from trunkline.deploy.tier_options import DiskOption, check_remote_url, parse_disk_tier, redacted
 from trunkline.deploy.tiers import DiskPlan, disk_folders, plan_disk
-from trunkline.worker.remote_tier import SCHEMES
 
 MINE, OTHER, THIRD = "a" * 32, "b" * 32, "c" * 32
 MIB = 1 << 20
@@ -62,14 +61,36 @@ def test_what_is_no_disk_option(text: str, message: str) -> None:
 
 @pytest.mark.parametrize(
     "url",
-    ["redis://localhost", "redis://h:6379/0", "rediss://u:p@h:1/15?x=y", "redis://[::1]:6379/", "redis://:p@h"],
+    [
+        "redis://localhost",
+        "redis://h:6379/0",
+        "rediss://u:p@h:1/15?x=y",
+        "redis://[::1]:6379/",
+        "redis://:p@h",
+        "unix:///run/redis.sock",
+        "unix:///r?db=3",
+        "unix://u:p@/r.sock",
+    ],
 )
 def test_remote_urls(url: str) -> None:
     check_remote_url(url)
 
 
-def test_workers_know_what_is_allowed() -> None:
-    assert set(REMOTE_SCHEMES) <= set(SCHEMES)
+def test_the_launcher_needs_no_store_to_check_its_url() -> None:
+    code = (
+        "import sys; from trunkline.deploy.tier_options import check_remote_url; "
+        "check_remote_url('unix:///run/redis.sock'); assert not {'redis', 'torch', 'numpy'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_an_unknown_store_is_told_which_there_are() -> None:
+    with pytest.raises(UserError) as caught:
+        check_remote_url("memcached://h")
+    assert str(caught.value) == (
+        "--remote-tier is 'memcached://h'; allowed are redis://HOST:PORT/DB, rediss://HOST:PORT/DB, "
+        "valkey://HOST:PORT/DB, valkeys://HOST:PORT/DB, unix:///PATH?db=DB"
+    )
 
 
 @pytest.mark.parametrize(
@@ -83,6 +104,10 @@ def test_workers_know_what_is_allowed() -> None:
         "redis://:secret@h:port",
         "redis://:secret@h:99999",
         "redis://:secret@h/zero",
+        "unix://:secret@h/r.sock",
+        "unix://:secret@/",
+        "unix:///r.sock?db=secret",
+        "unix:///r.sock?password=secret&db=",
         "redis://[::1",
         "u:secret@h",
         "redis://:se/cret@h/x",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import socket
 import subprocess
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -29,11 +30,15 @@ class RedisServer:
             probe.bind(("127.0.0.1", 0))
             self.port: int = probe.getsockname()[1]
         self.url = f"redis://127.0.0.1:{self.port}/0"
+        self._socket = Path(tempfile.mkdtemp(prefix="tl-redis-")) / "redis.sock"  # pytest's paths may be too long
+        self.socket_url = f"unix://{self._socket}?db=0"
 
     def start(self) -> None:
         """Returns when it answers."""
         options = ["--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
+        options += ["--unixsocket", str(self._socket)]
         command = [self._binary, *options, "--dir", str(self._folder)]
+        self._socket.parent.mkdir(exist_ok=True)
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         deadline = time.monotonic() + DEADLINE_S
         while True:
@@ -62,3 +67,4 @@ class RedisServer:
             self._process.kill()
             self._process.wait()
             self._process = None
+            shutil.rmtree(self._socket.parent, ignore_errors=True)

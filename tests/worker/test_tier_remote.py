@@ -11,8 +11,12 @@ import pytest
 from structlog.testing import capture_logs
 from worker.redis_server import RedisServer
 
+from trunkline.deploy.errors import UserError
+from trunkline.deploy.settings import ServeSettings
+from trunkline.deploy.tier_options import check_remote_url
 from trunkline.kvstore.layout import SlotId
 from trunkline.kvstore.names import NAME_BYTES, ChunkName
+from trunkline.kvstore.remote_stores import REMOTE_STORES, RemoteStore
 from trunkline.kvstore.tier import SharedTier, SlotKey
 from trunkline.worker.chunk_record import RecordKeeper
 from trunkline.worker.errors import ConfigError
@@ -161,8 +165,48 @@ def test_passwords_are_not_told(server: RedisServer) -> None:
 
 @pytest.mark.parametrize(
     ("url", "message"),
-    [("ftp://host", "scheme 'ftp'; allowed: redis"), ("host:6379", "scheme 'host'"), ("redis://host:x", "host")],
+    [
+        ("ftp://host", r"scheme 'ftp'\): allowed are redis"),
+        ("host:6379", "scheme 'host'"),
+        ("redis://host:x", "host"),
+    ],
 )
 def test_urls_that_name_nothing(url: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         open_tier(url)
+
+
+def test_over_a_socket_of_this_host(server: RedisServer) -> None:
+    tier, other = open_tier(server.socket_url), open_tier(server.url)
+    tier.write(key(1), memoryview(content(1)))
+    assert found(other, 1)
+    assert found(tier, 1)
+    server.kill()
+    with pytest.raises(OSError, match=r"remote tier at /.*redis\.sock"):
+        tier.read(key(1), memoryview(bytearray(SLOT)))
+    tier.close()
+    other.close()
+
+
+class DictTier:
+    """A store of another kind."""
+
+    def __init__(self, url: str, slot_bytes: int, keeper: RecordKeeper, ttl_s: float) -> None:
+        self.given = url, slot_bytes, keeper, ttl_s
+
+
+def test_a_further_kind_of_store_is_a_further_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one table: the launcher and the workers know it then."""
+    url = "dict://here"
+    for check in (check_remote_url, open_tier):
+        with pytest.raises((UserError, ConfigError), match=r"allowed are redis://.*, unix:///PATH\?db=DB$"):
+            check(url)
+    store = RemoteStore("dict://PLACE", f"{__name__}:DictTier", lambda parts: "" if parts.hostname else "no place")
+    monkeypatch.setitem(REMOTE_STORES, "dict", store)
+    ServeSettings(remote_tier=url).validate()
+    tier = open_tier(url)
+    assert isinstance(tier, DictTier)
+    assert tier.given == (url, SLOT, KEEPER, 60.0)
+    for check in (check_remote_url, open_tier):
+        with pytest.raises((UserError, ConfigError), match="no place"):
+            check("dict://")

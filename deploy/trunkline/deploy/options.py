@@ -137,7 +137,8 @@ SERVE_OPTIONS: Final = (
     ),
     CliOption(
         "remote_tier",
-        "Redis or Valkey server for KV that several clusters share (rediss: with TLS).",
+        "Redis or Valkey server for KV that several clusters share (rediss: with TLS; unix:///PATH?db=DB: a "
+        "socket of this host).",
         MEMORY,
         metavar="redis://HOST:PORT/DB",
         variable="TRUNKLINE_REMOTE_TIER",

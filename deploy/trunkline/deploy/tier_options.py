@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
-from urllib.parse import urlsplit
 
 from trunkline.deploy.errors import UserError
 from trunkline.deploy.sizes import parse_bytes
-
-REMOTE_SCHEMES: Final = ("redis", "rediss", "valkey", "valkeys")
-"""Of stores that workers know (`trunkline.worker.remote_tier`); the longer ones: over TLS."""
+from trunkline.kvstore.remote_stores import RemoteUrlError, find_store
 
 
 @dataclass(frozen=True)
@@ -48,26 +44,15 @@ def parse_disk_tier(text: str) -> DiskOption:
 
 
 def check_remote_url(url: str) -> None:
-    """Refuse what is no address of a Redis or Valkey server.
+    """Refuse what is no URL of a store that can be a remote tier.
 
     Raises:
         UserError: with what is allowed, and without the password.
     """
-    shown = redacted(url)
     try:
-        parts = urlsplit(url)
-        host, _ = parts.hostname, parts.port
-    except ValueError as error:  # its message may quote the address
-        raise UserError(f"--remote-tier is {shown!r}, which is no URL with a host and a port") from error
-    if parts.scheme not in REMOTE_SCHEMES:
-        allowed = ", ".join(f"{scheme}://HOST:PORT/DB" for scheme in REMOTE_SCHEMES)
-        raise UserError(f"--remote-tier is {shown!r}; allowed are {allowed}")
-    database = parts.path.removeprefix("/")
-    if not host or (database and not (database.isascii() and database.isdecimal())):
-        raise UserError(
-            f"--remote-tier is {shown!r}; write {parts.scheme}://HOST:PORT/DB, DB being a number, such as "
-            f"{parts.scheme}://localhost:6379/0"
-        )
+        find_store(url)
+    except RemoteUrlError as error:
+        raise UserError(f"--remote-tier is {redacted(url)!r}; {error}") from None
 
 
 def redacted(url: str) -> str:

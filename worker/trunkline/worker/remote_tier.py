@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any, Final
 from urllib.parse import urlsplit
 
@@ -22,6 +23,7 @@ import structlog
 
 from trunkline.kvstore.layout import SlotId
 from trunkline.kvstore.names import ChunkName
+from trunkline.kvstore.remote_stores import RemoteUrlError, find_store
 from trunkline.kvstore.tier import SharedTier, SlotKey, TierKind
 from trunkline.worker.chunk_record import RECORD_BYTES, RecordKeeper
 from trunkline.worker.errors import ConfigError
@@ -57,14 +59,15 @@ class RedisTier:
         parts = urlsplit(url)
         self._place = parts.hostname or parts.path
         """For messages: the URL may hold a password."""
+        keepalive = {} if parts.scheme == "unix" else {"socket_keepalive": True}
         try:
             self._client: Any = redis.Redis.from_url(
                 url.replace("valkey", "redis", 1) if parts.scheme.startswith("valkey") else url,
                 socket_connect_timeout=_CONNECT_S,
                 socket_timeout=_ANSWER_S,
-                socket_keepalive=True,
                 retry=None,
                 protocol=2,
+                **keepalive,
             )
         except (ValueError, redis.RedisError) as error:
             raise ConfigError(f"remote tier at {self._place}: {error}") from error
@@ -153,19 +156,15 @@ class RedisTier:
             self._retry_s = self._next_attempt = 0.0
 
 
-SCHEMES: Final[dict[str, Callable[[str, int, RecordKeeper, float], SharedTier]]] = dict.fromkeys(
-    ("redis", "rediss", "unix", "valkey", "valkeys"), RedisTier
-)
-"""By the URL's scheme; a further kind of store is a further entry."""
-
-
 def open_remote_tier(url: str, slot_bytes: int, keeper: RecordKeeper, ttl_s: float) -> SharedTier:
-    """The tier that a URL names. It need not be reachable yet.
+    """The tier that a URL names (`trunkline.kvstore.remote_stores`). It need not be reachable yet.
 
     Raises:
         ConfigError: an unknown scheme, or a URL that cannot be read.
     """
-    scheme = urlsplit(url).scheme
-    if scheme not in SCHEMES:
-        raise ConfigError(f"no remote tier for URLs of scheme {scheme!r}; allowed: {', '.join(SCHEMES)}")
-    return SCHEMES[scheme](url, slot_bytes, keeper, ttl_s)
+    try:
+        module, _, name = find_store(url).tier.partition(":")
+    except RemoteUrlError as error:
+        raise ConfigError(f"remote_url (scheme {urlsplit(url).scheme!r}): {error}") from None
+    tier: SharedTier = getattr(import_module(module), name)(url, slot_bytes, keeper, ttl_s)
+    return tier
