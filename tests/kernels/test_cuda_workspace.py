@@ -86,19 +86,16 @@ def long_plan(tokens: int, modules: int, module_tokens: int, chunk_size: int) ->
     base = np.concatenate(
         [np.tile(np.arange(blocks_each), modules) * chunk_size, 100_000 + np.arange(own) * chunk_size]
     )
-    first = np.zeros(len(count))
-    arrays = (np.arange(len(count)), first, count, base, shift)
-    block, first, count, base, shift = (array.astype(np.int32) for array in arrays)
     return PrefillPlan(
         chunk_size=chunk_size,
         query_indptr=np.array([0, tokens], dtype=np.int32),
         query_position=100_000 + np.arange(tokens, dtype=np.int32),
         item_indptr=np.array([0, len(count)], dtype=np.int32),
-        block=block,
-        first=first,
-        count=count,
-        base=base,
-        shift=shift,
+        block=np.arange(len(count), dtype=np.int32),
+        first=np.zeros(len(count), dtype=np.int32),
+        count=count.astype(np.int32),
+        base=base.astype(np.int32),
+        shift=shift.astype(np.int32),
     )
 
 
