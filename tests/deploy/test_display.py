@@ -16,8 +16,8 @@ from trunkline.deploy.display import (
     curl_lines,
     describe_health,
     format_record,
-    parse_log_line,
 )
+from trunkline.deploy.last_words import parse_log_line
 from trunkline.deploy.lifecycle import Phase
 
 

@@ -29,7 +29,7 @@ from trunkline.deploy.errors import UserError
 from trunkline.deploy.health_server import serving
 from trunkline.deploy.lifecycle import Lifecycle, Phase
 from trunkline.deploy.member_configs import Config, configs_of
-from trunkline.deploy.members import EXIT_LEFT, Action, Limits, Member, Role, Send, Start
+from trunkline.deploy.members import EXIT_IMPOSSIBLE, EXIT_LEFT, Action, Limits, Member, Role, Send, Start
 from trunkline.deploy.node_cli import group, router, workers
 from trunkline.deploy.node_health import NodeHealth
 from trunkline.deploy.node_probe import Verdict
@@ -41,6 +41,7 @@ from trunkline.deploy.tiers import DiskFolders
 from trunkline.router.config import RouterConfig
 from trunkline.router.messages import Outputs, State
 from trunkline.worker.config import WorkerConfig
+from trunkline.worker.service import EXIT_CONFIG as WORKERS_EXIT_CONFIG
 from trunkline.worker.service import EXIT_LEFT as WORKERS_EXIT_LEFT
 
 SETTINGS = ServeSettings(tp=2, dtype="float32", device="cpu", port=0)
@@ -155,7 +156,7 @@ def started(actions: list[Action]) -> list[str]:
 
 
 def test_ranks_are_started_again_for_ever_unless_they_can_never_work() -> None:
-    assert EXIT_LEFT == WORKERS_EXIT_LEFT
+    assert (EXIT_LEFT, EXIT_IMPOSSIBLE) == (WORKERS_EXIT_LEFT, WORKERS_EXIT_CONFIG)
     life, now = life_of(Member("worker-1", Role.WORKER, 0)), 0.0
     for _ in range(20):
         again = started(life.exited("worker-1", EXIT_LEFT, now))

@@ -199,7 +199,12 @@ def test_the_images_default_command_fits_the_machine(
     lines = (ROOT / "deploy/docker/Dockerfile.cuda").read_text().splitlines()
     [command] = [json.loads(line.removeprefix("CMD ")) for line in lines if line.startswith("CMD ")]
     made: list[ClusterPlan] = []
-    monkeypatch.setattr(serve, "_supervise", lambda plan, *_: made.append(plan) or 0)
+
+    def supervise(plan: ClusterPlan, *_: object) -> int:
+        made.append(plan)
+        return 0
+
+    monkeypatch.setattr(serve, "_supervise", supervise)
     monkeypatch.setenv("TRUNKLINE_API_KEY", "a-key-of-some-length")
     show_gpus(visible)
     done = CliRunner().invoke(app, [*command, "--port", "0"])

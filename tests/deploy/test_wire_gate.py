@@ -403,4 +403,4 @@ def test_on_one_host_nothing_is_said_of_keys(tmp_path: Path, connect: Callable[.
         listener.accept()[0].close()
         verdict = client.verdict()
     assert "key" not in verdict
-    assert "starting or stopping" in verdict
+    assert "has ended, or is just starting" in verdict

@@ -81,7 +81,7 @@ class TerminalReporter:
 
     def say(self, text: str, level: str) -> None:
         """Print a sentence."""
-        self._console.print(Text(text, style=_STYLES.get(level, "")))
+        self._console.print(Text(text, style=_STYLES.get(level, "")), soft_wrap=True)
 
     def last_lines(self, name: str, lines: Sequence[str]) -> None:
         """Print the end of what a child that could not start wrote; later, it was shown when it came."""

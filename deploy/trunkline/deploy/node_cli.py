@@ -45,7 +45,10 @@ NODE_OPTIONS: Final = (
         metavar="HOST:PORT,…",
     ),
     CliOption(
-        "ranks", "Those that run here. Default of a group: all; others join by `workers`.", NODE, metavar="A-B"
+        "ranks",
+        "Those that run here. Default of a group: all; others join by `workers`. With it, --tp is 2 by default.",
+        NODE,
+        metavar="A-B",
     ),
     CliOption(
         "wire_keys",

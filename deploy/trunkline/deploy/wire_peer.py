@@ -113,7 +113,7 @@ def refusal_of(event: MonitorEvent, path: str) -> str:
         path: of the file of keys that were used; "": none.
     """
     if not is_network(event["endpoint"].decode(errors="replace")):  # keys are for the network only
-        return "the process at this address ended the connection before it was made: it is starting or stopping"
+        return "the process there has ended, or is just starting"
     own = f"the wire keys in {path}" if path else "no wire keys"
     kind, value = event["event"], event["value"]
     if kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH:

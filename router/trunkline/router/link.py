@@ -486,7 +486,7 @@ class _Socket:
                 self._link.refused(
                     "what is there is no controller: it closes the connection, or talks nonsense"
                     if is_network(self._link.endpoint)
-                    else "the controller ended the connection before it answered: it is starting or stopping"
+                    else "the controller has ended, or is just starting"
                 )
             elif kind == zmq.EVENT_DISCONNECTED:
                 self._link.lost("the controller closed the connection")

@@ -181,5 +181,6 @@ def _fraction(cluster: Cluster, group: GroupPlan) -> float | None:
     options = {plain(name): value for name, value in {**cluster.options, **group.record.options}.items()}
     value = options.get(_FRACTION)
     # What cannot be a share is refused with the other options, or by the group itself.
-    is_share = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1
-    return float(value) if is_share else None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+        return None
+    return float(value)
