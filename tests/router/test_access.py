@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -253,7 +254,14 @@ def test_others_do_not_reach_a_server_without_keys(place: Path, tokenizer: Token
 
 
 def test_pages_of_others_are_kept_out(http: httpx.Client) -> None:
-    for host, status in (("evil.example", 403), ("localhost:1", 200), ("[::1]", 200), ("10.0.0.1:80", 200)):
+    hosts = [("evil.example", 403), ("localhost:1", 200), ("[::1]", 200), ("10.0.0.1:80", 200)]
+    for host, status in (
+        *hosts,
+        ("[::1].evil.example", 403),
+        ("", 403),
+        ("x@localhost", 403),
+        ("localhost:x", 403),
+    ):
         assert http.get("/v1/models", headers={"Host": host}).status_code == status, host
     mine = str(http.base_url).rstrip("/")
     for origin, status in (("https://evil.example", 403), ("null", 403), ("http://[", 403), (mine, 200)):
@@ -265,6 +273,32 @@ def test_pages_of_others_are_kept_out(http: httpx.Client) -> None:
         assert answer.status_code == status, kind
     preflight = {"Origin": "https://evil.example", "Access-Control-Request-Method": "POST"}
     assert http.options("/v1/chat/completions", headers=preflight).status_code == 405
+
+
+@pytest.mark.parametrize(
+    ("target", "header", "status"),
+    [
+        ("http://localhost/v1/models", "localhost", 200),
+        ("http://127.0.0.1:1/v1/models", "evil.example", 200),
+        ("http://evil.example/v1/models", "localhost", 403),
+        ("http://localhost@evil.example/v1/models", "localhost", 403),
+        ("http://user@localhost/v1/models", "localhost", 403),
+        ("http://[::1].evil.example/v1/models", "localhost", 403),
+        ("http://evil.example?/v1/models", "localhost", 403),
+        ("http://evil.example/v1/models", None, 403),
+        ("/v1/models", "", 403),
+        ("/v1/models?x=http://localhost/", "evil.example", 403),
+    ],
+)
+def test_the_host_of_a_whole_url_counts(http: httpx.Client, target: str, header: str | None, status: int) -> None:
+    """As RFC 9112 wants it, whatever `Host` says besides."""
+    url = http.base_url
+    with socket.create_connection((url.host, url.port), timeout=10) as connection:
+        host = "" if header is None else f"Host: {header}\r\n"
+        connection.sendall(f"GET {target} HTTP/1.1\r\n{host}Connection: close\r\n\r\n".encode())
+        answer = connection.makefile("rb").read()
+    assert answer.split(b" ")[1] in {str(status).encode(), b"400"}, answer
+    assert (answer.split(b" ")[1] == b"200") == (status == 200), answer
 
 
 def test_pages_that_are_allowed(place: Path, tokenizer: Tokenizer) -> None:

@@ -241,6 +241,45 @@ def test_models(client: openai.OpenAI, http: httpx.Client) -> None:
     assert missing.json()["error"]["code"] == "model_not_found"
 
 
+NUL = "a\x00b\x00"
+IN_EVERY_FIELD: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/completions", {"prompt": NUL}),
+    ("/v1/completions", {"prompt": [NUL, "\x00"]}),
+    ("/v1/completions", {"prompt": "x", "stop": [NUL], "bad_words": [NUL]}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": NUL}]}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "text", "text": NUL}]}]}),
+    (
+        "/v1/chat/completions",
+        {
+            "messages": [{"role": "user", "content": "x"}],
+            "tools": [{"type": "function", "function": {"name": "f", "description": NUL}}],
+        },
+    ),
+    ("/v1/responses", {"input": NUL, "instructions": NUL}),
+    ("/v1/responses", {"input": [{"role": "user", "content": [{"type": "input_text", "text": NUL}]}]}),
+    ("/v1/messages", {"system": NUL, "messages": [{"role": "user", "content": NUL}], "max_tokens": 4}),
+    ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": NUL}]}),
+    ("/tokenize", {"prompt": NUL}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), IN_EVERY_FIELD)
+def test_texts_may_have_nul_characters(http: httpx.Client, path: str, body: dict[str, Any]) -> None:
+    """Benchmarks send random bytes; a tokenizer knows this one as any other."""
+    answer = http.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+
+
+def test_a_nul_reaches_the_engine_and_comes_back(
+    http: httpx.Client, fake: FakeController, tokenizer: Tokenizer
+) -> None:
+    made = http.post("/v1/completions", json={"prompt": NUL, "echo": True, "max_tokens": 1}).json()
+    assert made["choices"][0]["text"].startswith(NUL)
+    assert tokenizer.decode(prompt_of(fake.behaviour.submits[-1])).endswith(NUL)
+    ids = tokenizer.encode(NUL, add_special_tokens=False)
+    assert http.post("/detokenize", json={"tokens": ids}).json()["prompt"] == NUL
+
+
 def test_tokenize_and_back(http: httpx.Client, tokenizer: Tokenizer) -> None:
     text = "def wörld(): 😀"
     answer = http.post("/tokenize", json={"prompt": text, "return_token_strs": True}).json()

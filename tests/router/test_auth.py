@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ipaddress
+import string
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import pytest
 from fastapi import FastAPI
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from router.harness import RunningRouter
 from starlette.datastructures import Headers
 
-from trunkline.router.access import host_name, is_local_name
+from trunkline.router.access import host_name, is_allowed_host, is_local_name
 from trunkline.router.app import create_app
 from trunkline.router.auth import Access, Key, Role, access_needed, draw_key, hash_key, is_loopback, may_enter
 from trunkline.router.errors import ApiError
@@ -221,5 +225,85 @@ def test_addresses_and_names() -> None:
     for host in ("0.0.0.0", "::", "10.0.0.1", "localhost.evil.example", "notlocalhost", "", "127.evil.example"):
         assert not is_loopback(host), host
     assert host_name("Localhost.:80") == "localhost"
-    assert host_name("[::1]:80") == "::1"
+    assert host_name("[::1]:80") == host_name("[0:0::1]") == "::1"
     assert [is_local_name(name) for name in ("10.1.2.3", "fe80::1", "evil.example")] == [True, True, False]
+
+
+ALLOWED: Final = frozenset({"my-laptop.example"})
+NAMES: Final = (
+    *("localhost", "LocalHost", "app.localhost", "127.0.0.1", "127.9.9.9", "10.0.0.1", "[::1]", "[fe80::1]"),
+    *("my-laptop.example", "My-Laptop.example", "localhost.", "[::ffff:127.0.0.1]"),
+)
+"""As good as they are, and with a port."""
+HOSTILE_HOSTS: Final = (
+    *(
+        "",
+        " ",
+        ".",
+        ":",
+        ":80",
+        "[]",
+        "[::1",
+        "::1",
+        "[::1].evil.example",
+        "[::1]evil.example",
+        "[::1]:80.evil.example",
+    ),
+    *("localhost:", "localhost:port", "localhost:-1", "localhost:65536", "localhost:080000", "localhost:80:80"),
+    *("localhost:80/", "localhost/", "localhost/evil.example", "localhost?", "localhost#", "http://localhost"),
+    *("user@localhost", "localhost@evil.example", "localhost:80@evil.example", "localhost\\evil.example"),
+    *("localhost.evil.example", "evil.example", "evil-localhost", "localhost..", "localhost ", " localhost"),
+    *("127.0.0.1.evil.example", "127.1", "0x7f.0.0.1", "2130706433", "127.0.0.1.", "127.0.0.01", "[127.0.0.1]"),
+    *("[::1%25eth0]", "[::1%lo]", "[v1.a]", "my-laptop.example.evil.example", "evil.example,localhost"),
+    *("localhost, evil.example", "localhost\x00", "localhost\x00.evil.example", "localhost\t", "loc\u0430lhost"),
+    *("\uff4cocalhost", "local%68ost", "\u0661\u0662\u0667.0.0.1", "localhost:\u0668\u0660"),
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_good_hosts(name: str) -> None:
+    for host in (name, f"{name}:80", f"{name}:65535", f"{name}:0"):
+        assert is_allowed_host(host, ALLOWED), host
+
+
+@pytest.mark.parametrize("host", HOSTILE_HOSTS)
+def test_hostile_hosts(host: str) -> None:
+    assert not is_allowed_host(host, ALLOWED)
+
+
+def is_good_host(host: str) -> bool:
+    """What `is_allowed_host` says, by another way: whether it is one of the good ones, put together."""
+    name, colon, port = host.rpartition(":") if not host.endswith("]") else (host, "", "")
+    if not colon and not name:
+        name, port = host, ""
+    if colon and not (port.isascii() and port.isdigit() and len(port) <= 5 and int(port) < 65536):
+        return False
+    if name.startswith("[") and name.endswith("]"):
+        try:
+            return isinstance(ipaddress.ip_address(name[1:-1]), ipaddress.IPv6Address) and "%" not in name
+        except ValueError:
+            return False
+    try:
+        ipaddress.IPv4Address(name)
+    except ValueError:
+        labels = name.lower().removesuffix(".").split(".")
+        known = ".".join(labels) in ALLOWED or labels[-1] == "localhost"
+        return known and all(label and set(label) <= set(LABEL_CHARACTERS) for label in labels)
+    return True
+
+
+LABEL_CHARACTERS: Final = string.ascii_lowercase + string.digits + "-"
+PARTS: Final = st.sampled_from(
+    [*NAMES, *HOSTILE_HOSTS, "evil.example", ".", ":", "80", "@", "[", "]", "/", " ", "%", "\x00", "::", "1"]
+)
+HOSTS: Final = (
+    st.lists(PARTS, max_size=4).map("".join)
+    | st.text(max_size=12)
+    | st.builds(lambda name, more: name + more, st.sampled_from(NAMES), st.text(max_size=4))
+)
+
+
+@settings(max_examples=1000, deadline=None)
+@given(HOSTS)
+def test_a_host_is_taken_if_and_only_if_it_is_this_machine(host: str) -> None:
+    assert is_allowed_host(host, ALLOWED) == is_good_host(host)

@@ -32,7 +32,7 @@ BOTH = _names(
         "min_p": [-0.1, 1.1],
         "seed": [2**63, -(2**63) - 1, 1.5, "1", 10**40],
         "max_tokens": [0, -1, 1.5, "5", True, 2**31, 10**100],
-        "stop": ["", [""], ["a"] * 17, 5, [5], {"a": 1}, "x" * 2000, "\x00"],
+        "stop": ["", [""], ["a"] * 17, 5, [5], {"a": 1}, "x" * 2000],
         "stop_token_ids": [[-1], [VOCAB_SIZE], ["a"], 5, [1.5], [10**30], list(range(300))],
         "ignore_eos": ["yes", 1],
         "presence_penalty": [-2.1, 2.1, "1"],
@@ -51,7 +51,7 @@ BOTH = _names(
         "length_penalty": [2, -11, 11, "1", 1e999],
         "early_stopping": [True, "never", "always", 1],
         "min_tokens": [-1, 1.5, "5", True, 2**31, 2**31 - 1],
-        "bad_words": [5, "x", [""], ["  "], [5], ["a"] * 129, ["a" * 257], ["\x00"]],
+        "bad_words": [5, "x", [""], ["  "], [5], ["a"] * 129, ["a" * 257]],
         "allowed_token_ids": [[], 5, [-1], [VOCAB_SIZE], ["a"], [True], [1.5], [10**30]],
         "prompt_logprobs": [-1, 21, 1.5, "1", True],
         "truncate_prompt_tokens": [0, -1, 1.5, "5", True, 10**20],
@@ -101,7 +101,7 @@ CHAT_ONLY = _names(
 PLAIN_ONLY = _names(
     {
         "prompt": [None, "", [], [[]], [""], ["a", ""], [[1], []], ["a", [1]], [[1], [VOCAB_SIZE]], ["a"] * 1025,
-                   [VOCAB_SIZE], [-1], [1.5], ["a", 1], 5, {}, [True], [10**30], "a\x00b", DEEP],
+                   [VOCAB_SIZE], [-1], [1.5], ["a", 1], 5, {}, [True], [10**30], DEEP],
         "echo": ["yes", 1],
         "logprobs": [True, 21, -1, "5"],
         "suffix": ["x"],
@@ -148,7 +148,6 @@ def test_bad_values_name_their_parameter(
         ([{"role": "assistant", "content": "", "tool_calls": [{}]}], "messages[0].tool_calls[0].id"),
         ([{"role": "assistant", "content": None}], "messages[0].content"),
         ([{"role": "pirate", "content": "x"}], "messages"),
-        ([{"role": "user", "content": "a\x00"}], "messages[0].content"),
     ],
 )
 def test_bad_messages(http: httpx.Client, messages: list[Any], param: str) -> None:

@@ -8,6 +8,7 @@ that is not this machine's (DNS rebinding), an `Origin` that is another page's, 
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Callable
 from typing import Final
 from urllib.parse import parse_qs
@@ -25,6 +26,10 @@ from trunkline.router.metering import Tenants
 
 _SAFE: Final = ("GET", "HEAD", "OPTIONS")
 _TENANT: Final = b"tenant="
+PORT_MAX: Final = 65535
+_HOST_HEADER: Final = re.compile(
+    r"(?:\[(?P<address>[0-9A-Fa-f:.]{2,45})\]|(?P<name>[A-Za-z0-9._-]{1,253}))(?::(?P<port>[0-9]{1,5}))?", re.ASCII
+)
 UI_HEADERS: Final = {
     "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; object-src 'none'; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'",
@@ -109,12 +114,11 @@ class AccessMiddleware:
             ApiError: 403 or 415.
         """
         host = headers.get("host", "")
-        name = host_name(host)
-        if name and not is_local_name(name) and name not in self._hosts:
+        if not is_allowed_host(host, self._hosts):
             raise ApiError(
                 403,
                 f"the server has no keys, and answers to its addresses, to localhost and to names given with "
-                f"--allowed-host, not to {name[:100]!r}",
+                f"--allowed-host (each with a port or without), not to the Host {host[:100]!r}",
                 kind="permission_error",
                 code="host_not_allowed",
             )
@@ -141,15 +145,33 @@ class AccessMiddleware:
 def is_own(origin: str, host: str) -> bool:
     """Whether a page of this `Origin` came from the server that a request's `Host` names."""
     scheme, slashes, rest = origin.lower().partition("://")
-    return scheme in ("http", "https") and bool(slashes and rest) and rest == host.strip().lower()
+    return scheme in ("http", "https") and bool(slashes and rest) and rest == host.lower()
+
+
+def is_allowed_host(host: str, names: frozenset[str]) -> bool:
+    """Whether a `Host` header names this machine: by an address, as localhost, or by one of `names` (in lower
+    case)."""
+    name = host_name(host)
+    return bool(name) and (is_local_name(name) or name in names)
 
 
 def host_name(host: str) -> str:
-    """The name or address in a `Host` header, without its port."""
-    text = host.strip().lower()
-    if text.startswith("["):
-        return text[1:].partition("]")[0]
-    return text.partition(":")[0].rstrip(".")
+    """The name (in lower case) or address that a `Host` header has, without its port; "": it is not of the form
+    `host[:port]` (RFC 9110 §7.2) to the letter.
+
+    What only begins or ends like a good one must not pass: who reads `[::1].evil.example` otherwise than the
+    browser that sent it lets its page in.
+    """
+    found = _HOST_HEADER.fullmatch(host)
+    if found is None or int(found["port"] or 0) > PORT_MAX:
+        return ""
+    if found["address"] is None:
+        name = found["name"].lower()
+        return "" if re.search(r"[0-9]\.$", name) else name.removesuffix(".")  # an address has no dot behind it
+    try:
+        return str(ipaddress.IPv6Address(found["address"]))
+    except ValueError:
+        return ""
 
 
 def is_local_name(name: str) -> bool:

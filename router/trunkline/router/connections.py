@@ -10,6 +10,7 @@ its headers are complete, so `connections` of them are what strangers can have t
 from __future__ import annotations
 
 import asyncio
+import re
 import resource
 from http import HTTPStatus
 from typing import Any, Final
@@ -21,6 +22,7 @@ from uvicorn.server import ServerState
 _FILES_FOR_OTHERS: Final = 256
 """Descriptors that are left for everything but clients' connections."""
 _BODY_MARGIN: Final = 1.1
+_AUTHORITY_END: Final = re.compile(rb"[/?#]")
 
 
 class ConnectionLimits(msgspec.Struct, frozen=True):
@@ -93,10 +95,22 @@ class BoundedProtocol(HttpToolsProtocol):
         self._limit_headers(len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers))
         if self._is_refused:
             return
+        self._take_authority()
         self._wait(self.server_state.limits.body_s * _BODY_MARGIN)
         super().on_headers_complete()
         if self.server_state.hands_over and self.cycle is not None:
             self.cycle.keep_alive = False
+
+    def _take_authority(self) -> None:
+        """Of a request to a whole URL (`GET http://host/path`), that URL's host counts, not the header's (RFC 9112
+        §3.2.2); what looks at the header later finds it there."""
+        _, is_whole, rest = self.url.partition(b"://")
+        if self.url.startswith(b"/") or not is_whole:
+            return
+        given = b"host", _AUTHORITY_END.split(rest, maxsplit=1)[0]
+        self.headers[:] = [given if name == b"host" else (name, value) for name, value in self.headers]
+        if given not in self.headers:
+            self.headers.append(given)
 
     def on_body(self, body: bytes) -> None:
         """A part of its body."""

@@ -62,7 +62,7 @@ def _append(messages: list[Message], message: Message) -> None:
 
 def _turn(role: str, content: Any, path: str) -> list[Message]:
     if isinstance(content, str):
-        return [{"role": role, "content": _clean(content, path)}]
+        return [{"role": role, "content": content}]
     messages: list[Message] = []
     for index, block in enumerate(_blocks(content, path)):
         place = f"{path}[{index}]"
@@ -105,7 +105,7 @@ def _result(block: dict[str, Any], path: str) -> Message:
 def _text_of(content: Any, path: str) -> str:
     """A string, or text blocks joined by line ends."""
     if isinstance(content, str):
-        return _clean(content, path)
+        return content
     texts = []
     for index, block in enumerate(_blocks(content, path)):
         if block["type"] != "text":
@@ -131,13 +131,7 @@ def _string(block: dict[str, Any], name: str, path: str) -> str:
     value = block.get(name)
     if not isinstance(value, str):
         raise bad_value(f"{path}.{name}", f"`{path}.{name}` must be a string")
-    return _clean(value, f"{path}.{name}")
-
-
-def _clean(text: str, path: str) -> str:
-    if "\x00" in text:
-        raise bad_value(path, f"`{path}` must not contain NUL characters")
-    return text
+    return value
 
 
 def to_functions(tools: Any) -> list[FunctionTool]:

@@ -50,7 +50,7 @@ from trunkline.router.api.parameters import (
 def _content(value: Any) -> str:
     """A message's text: a string, or text parts joined by line ends."""
     if isinstance(value, str):
-        return clean_text(value)
+        return value
     if not isinstance(value, list):
         raise PydanticCustomError("content", "must be a string or a list of text parts")
     texts = []
@@ -62,7 +62,7 @@ def _content(value: Any) -> str:
             raise PydanticCustomError("content", f"parts of type {kind[:40]!r} are not supported, only 'text'")
         if not isinstance(part.get("text"), str):
             raise PydanticCustomError("content", "a text part needs a string `text`")
-        texts.append(clean_text(part["text"]))
+        texts.append(part["text"])
     return "\n".join(texts)
 
 
@@ -79,7 +79,6 @@ _CONTENT: Final[dict[str, Any]] = {
         },
     ]
 }
-_Text = Annotated[str, BeforeValidator(lambda value: clean_text(value) if isinstance(value, str) else value)]
 
 
 class _Request(BaseModel):
@@ -181,8 +180,8 @@ class FunctionCall(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
-    name: Annotated[_Text, Field(min_length=1)]
-    arguments: _Text
+    name: Annotated[str, Field(min_length=1)]
+    arguments: str
     """JSON, as the model wrote it."""
 
 
@@ -191,7 +190,7 @@ class ToolCall(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
-    id: _Text
+    id: str
     type: Literal["function"] = "function"
     function: FunctionCall
 
@@ -206,7 +205,7 @@ class Message(BaseModel):
     """A text; null is taken beside `tool_calls` only."""
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
-    tool_call_id: _Text | None = None
+    tool_call_id: str | None = None
     """Of a message with role "tool": the call that it answers."""
 
     @model_validator(mode="before")
@@ -333,7 +332,7 @@ def _check_one_of(request: ChatRequest | CompletionRequest) -> None:
 class TokenizeRequest(_Request):
     """`POST /tokenize`: either `prompt` or `messages`."""
 
-    prompt: _Text | None = None
+    prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
     tools: Tools | None = None
     add_special_tokens: bool | None = None

@@ -24,9 +24,9 @@ def to_messages(given: str | list[Any], instructions: str | None) -> list[Messag
     """
     messages: list[Message] = []
     if instructions is not None:
-        messages.append({"role": "system", "content": _clean(instructions, "instructions")})
+        messages.append({"role": "system", "content": instructions})
     if isinstance(given, str):
-        messages.append({"role": "user", "content": _clean(given, "input")})
+        messages.append({"role": "user", "content": given})
         return messages
     for index, item in enumerate(given):
         _add(messages, item, f"input[{index}]")
@@ -78,7 +78,7 @@ def _add_message(messages: list[Message], item: dict[str, Any], path: str) -> No
 
 def _content(value: Any, path: str) -> str:
     if isinstance(value, str):
-        return _clean(value, path)
+        return value
     if not isinstance(value, list):
         code = "missing_required_parameter" if value is None else None
         raise bad_value(path, f"`{path}` must be a string or a list of text parts", code=code)
@@ -100,10 +100,4 @@ def _text(fields: dict[str, Any], name: str, path: str) -> str:
         raise bad_value(f"{path}.{name}", f"`{path}.{name}` is required", code="missing_required_parameter")
     if not isinstance(value, str):
         raise bad_value(f"{path}.{name}", f"`{path}.{name}` must be a string")
-    return _clean(value, f"{path}.{name}")
-
-
-def _clean(text: str, path: str) -> str:
-    if "\x00" in text:
-        raise bad_value(path, f"`{path}` must not contain NUL characters")
-    return text
+    return value

@@ -45,17 +45,6 @@ METADATA_VALUE_CHARACTERS_MAX: Final = 512
 """OpenAI's."""
 
 
-def clean_text(value: str) -> str:
-    """Text without NUL characters, which no tokenizer knows.
-
-    Raises:
-        PydanticCustomError: it has one.
-    """
-    if "\x00" in value:
-        raise PydanticCustomError("nul", "must not contain NUL characters")
-    return value
-
-
 def _texts(value: Any, what: str, *, count_max: int, characters_max: int) -> list[str]:
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         raise PydanticCustomError(what, "must be a list of strings")
@@ -66,7 +55,6 @@ def _texts(value: Any, what: str, *, count_max: int, characters_max: int) -> lis
             raise PydanticCustomError(what, "must not contain an empty string")
         if len(item) > characters_max:
             raise PydanticCustomError(what, f"strings may have {characters_max} characters at most")
-        clean_text(item)
     return value
 
 
@@ -109,7 +97,7 @@ def _one_prompt(value: Any) -> str | list[int]:
     if isinstance(value, str):
         if not value:
             raise PydanticCustomError("empty", "must not be empty")
-        return clean_text(value)
+        return value
     if not isinstance(value, list) or not all(type(item) is int for item in value):
         raise PydanticCustomError("prompt", "must be a string or a list of token ids")
     if not value:

@@ -151,8 +151,6 @@ class _Reader:
             self.refuse(f"makes the document too large; allowed are {SOURCE_BYTES_MAX} characters of text", place)
         if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
             self.refuse("is not Unicode text: it has half of a surrogate pair", place)
-        if "\0" in text:
-            self.refuse("has a NUL character (U+0000); remove it", place)
         return text
 
     def object(self, value: object, place: str, allowed: set[str]) -> dict[str, Any]:

@@ -64,8 +64,8 @@ def read_function(fields: Any, path: str, *, schema_field: str = "parameters") -
         code = "missing_required_parameter" if name is None else None
         raise bad_value(f"{path}.name", f"`{path}.name` must be 1 to 64 of A-Z a-z 0-9 _ -", code=code)
     description = fields.get("description")
-    if description is not None and (not isinstance(description, str) or "\x00" in description):
-        raise bad_value(f"{path}.description", f"`{path}.description` must be a string without NUL characters")
+    if description is not None and not isinstance(description, str):
+        raise bad_value(f"{path}.description", f"`{path}.description` must be a string")
     strict = fields.get("strict")
     if strict is not None and not isinstance(strict, bool):
         raise bad_value(f"{path}.strict", f"`{path}.strict` must be true or false")
