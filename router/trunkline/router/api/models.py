@@ -43,7 +43,6 @@ from trunkline.router.api.parameters import (
     Trailing,
     Truncation,
     Whitespace,
-    clean_text,
 )
 
 
