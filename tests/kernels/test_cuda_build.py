@@ -15,6 +15,8 @@ import pytest
 from trunkline.kernels import cuda_build
 from trunkline.kernels.cuda_build import CudaBuildError
 
+ROOT = Path(__file__).resolve().parents[2]
+CMAKE = Path(sys.executable).with_name("cmake")
 HOPPER = (9, 0)
 FAKE_NVCC = """#!/bin/sh
 if [ "$1" = --version ]; then echo "{version}"; exit 0; fi
@@ -250,6 +252,37 @@ def test_a_build_finds_what_it_should_install(toolchain: Toolchain) -> None:
     assert run_module(toolchain, "--find").stdout == made.stdout
     (toolchain.sources / "two.cu").write_text("int three;")
     assert run_module(toolchain, "--find").stdout == "\n"
+
+
+@pytest.mark.skipif(not CMAKE.exists(), reason="no cmake")
+def test_the_package_gets_what_was_compiled(toolchain: Toolchain) -> None:
+    """Of the sources as they are; without a library it says that none is inside, and an editable install has no
+    use for a copy."""
+    tree = toolchain.folder / "tree"
+    kernels = tree / "kernels" / "trunkline" / "kernels"
+    shutil.copytree(cuda_build.PACKAGE / "csrc", kernels / "csrc")
+    shutil.copy(cuda_build.__file__, kernels)
+    shutil.copy(ROOT / "CMakeLists.txt", tree)
+
+    def configure(name: str, *options: str) -> tuple[str, str]:
+        command: list[str | Path] = [CMAKE, "-S", tree, "-B", tree / name, f"-DPython_EXECUTABLE={sys.executable}"]
+        done = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout, (tree / name / "cmake_install.cmake").read_text()
+
+    said, installed = configure("without")
+    assert "no CUDA kernels inside" in said
+    assert "trunkline_cuda" not in installed
+    made = subprocess.run([sys.executable, kernels / "cuda_build.py"], capture_output=True, text=True, check=True)
+    library = made.stdout.strip()
+    said, installed = configure("with")
+    assert f"CUDA kernels: {library}" in said
+    assert f'trunkline/kernels/prebuilt" TYPE FILE FILES "{library}"' in installed
+    _, installed = configure("editable", "-DSKBUILD_STATE=editable")
+    assert "trunkline_cuda" not in installed
+    (kernels / "csrc" / "cuda" / "elementwise.cu").write_text("int other;")
+    said, _ = configure("stale")
+    assert "no CUDA kernels inside" in said
 
 
 def test_a_wheel_without_kernels_says_so(toolchain: Toolchain, monkeypatch: pytest.MonkeyPatch) -> None:
