@@ -257,7 +257,7 @@ class FakeController:
                 self._send(socket, router, lambda seq: answer_with(tree, seq=seq, ticket=message.ticket))
         elif isinstance(message, RecordCall):
             behaviour.calls.append(message)
-            self._send(socket, router, lambda seq: behaviour.records.handle(message, seq, time.time()))
+            self._send(socket, router, lambda seq: behaviour.records.handle(message, seq, time.time())[0])
         elif isinstance(message, Prefetch):
             behaviour.prefetches.append(message)
             known = len(message.tokens) // 4

@@ -37,7 +37,7 @@ def name_of(key: str, path: str = PATH, /, **fields: Any) -> RequestName:
 
 
 def record(fake: FakeController, op: str, name: RequestName, **fields: Any) -> RecordReply:
-    return fake.behaviour.records.handle(RecordCall(1, op, "idem", name.record, **fields), 1, time.time())
+    return fake.behaviour.records.handle(RecordCall(1, op, "idem", name.record, **fields), 1, time.time())[0]
 
 
 def seeds(fake: FakeController) -> list[int]:

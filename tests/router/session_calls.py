@@ -35,5 +35,5 @@ def error_of(answer: httpx.Response) -> tuple[int, str | None, str]:
 
 
 def record_of(fake: FakeController, session: str) -> Record:
-    reply = fake.behaviour.records.handle(RecordCall(1, "get", "session", session), 1, time.time())
+    reply = fake.behaviour.records.handle(RecordCall(1, "get", "session", session), 1, time.time())[0]
     return reply.records[0]

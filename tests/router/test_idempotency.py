@@ -132,13 +132,13 @@ def test_copies_of_answers_do_not_take_the_room_of_sessions() -> None:
 
     def make(kind: str, number: int, size: int) -> str:
         call = RecordCall(1, "create", kind, f"{kind}-{number}", value=bytes(size))
-        return store.handle(call, 1, 0.0).status
+        return store.handle(call, 1, 0.0)[0].status
 
     assert make("idem", 0, 4000 // share) == "ok"
     assert make("idem", 1, 1) == "failed"
     assert make("session", 0, 4000 - 4000 // share) == "ok"
     for kind in ("idem", "session"):
-        assert store.handle(RecordCall(1, "delete", kind, f"{kind}-0"), 1, 0.0).status == "ok"
+        assert store.handle(RecordCall(1, "delete", kind, f"{kind}-0"), 1, 0.0)[0].status == "ok"
     made = [make("idem", number, 1) for number in range(40)]
     assert made.count("ok") == 40 // share
     assert made[-1] == "failed"

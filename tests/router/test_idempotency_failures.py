@@ -247,7 +247,7 @@ def test_a_turn_counts_once(http: httpx.Client, fake: FakeController, chat: bool
         # It also still holds the session.
         token = Draws(name.bytes, 0).draw("lease", 8).hex()
         held = RecordCall(1, "acquire", "session", session, lease=token, lease_s=30.0)
-        assert fake.behaviour.records.handle(held, 1, time.time()).status == "ok"
+        assert fake.behaviour.records.handle(held, 1, time.time())[0].status == "ok"
         again, _ = turn("second", "two")
         assert again.status_code == 200, again.text
         assert REPLAYED not in again.headers

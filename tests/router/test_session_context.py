@@ -106,7 +106,7 @@ def test_another_tokenizer(http: httpx.Client, fake: FakeController) -> None:
     stored = unpack_session(record.value)
     stored.vocabulary = "another"
     call = RecordCall(1, "put", "session", session, pack_session(stored), record.version)
-    assert fake.behaviour.records.handle(call, 1, record.used).status == "ok"
+    assert fake.behaviour.records.handle(call, 1, record.used)[0].status == "ok"
     answer = chat(http, session).json()
     assert answer["usage"]["prompt_tokens_details"]["session_tokens"] == 0
     assert not drops_of(fake.behaviour.submits[1]), "its tokens are others"
