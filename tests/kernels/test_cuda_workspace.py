@@ -126,3 +126,13 @@ def test_without_anything_to_merge_nothing_is_split() -> None:
     work = PrefillWork(plan, PrefillCut(rows_per_tile=16, units_wanted=66, piece_tokens_min=256, partials_max=100))
     assert len(work.parts) == 1
     assert not work.parts[0].needs_merge
+
+
+@pytest.mark.skipif(CXX is None, reason="no C++ compiler for the emulation")
+def test_sums_are_float32() -> None:
+    """Also those of cuBLAS, which by default may round them on the way."""
+    matmul = torch.backends.cuda.matmul
+    matmul.allow_bf16_reduced_precision_reduction = matmul.allow_fp16_reduced_precision_reduction = True
+    CountingKernels(1 << 20)
+    assert not matmul.allow_bf16_reduced_precision_reduction
+    assert not matmul.allow_fp16_reduced_precision_reduction

@@ -7,9 +7,12 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from kernels.cuda_emulated import CXX, make_emulated
 from worker.checkpoints import make_checkpoint
 from worker.driver import generate, run_config
 
+from trunkline.kernels.cuda import CudaKernels
+from trunkline.kernels.cuda_library import AttentionCall
 from trunkline.kvstore.layout import unpack_int32
 from trunkline.worker import runner as runner_module
 from trunkline.worker.batch import BatchBuilder
@@ -181,6 +184,30 @@ def test_the_largest_steps_run_before_the_pool_is_made(
     outputs = [stream.output for stream in generate(runner)]
     plain = Runner.load(run_config(folder), lambda *_: None)
     assert outputs == [stream.output for stream in generate(plain)]
+
+
+@pytest.mark.skipif(CXX is None, reason="no C++ compiler for the emulation")
+def test_nothing_of_the_cuda_kernels_is_left_for_the_first_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decoding whose partial results are merged, prefill behind a context: here with the emulated device code."""
+    kernels = make_emulated()
+    merged: list[int] = []
+    take = CudaKernels._take_workspace
+
+    def watched(self: CudaKernels, call: AttentionCall, partials: int, device: torch.device) -> None:
+        take(self, call, partials, device)
+        merged.append(call.causal)
+
+    monkeypatch.setattr(CudaKernels, "_take_workspace", watched)
+    monkeypatch.setattr(runner_module, "_kernels", lambda *_: kernels)
+    calls: dict[str, int] = {}
+    monkeypatch.setattr(kernels.counters, "reset", lambda: calls.update(kernels.counters.calls))
+    folder = make_checkpoint(tmp_path / "model", max_position_embeddings=2048)
+    config = run_config(folder, token_budget=24, max_rows=6, chunk_size=64, pool_blocks=4, dtype="bfloat16")
+    Runner.load(config, lambda *_: None, FakeMemory())
+    assert set(merged) == {0, 1}, "both of decoding and of prefill"
+    assert {"decode_attention", "prefill_attention", "write_kv", "copy_blocks"} <= set(calls)
 
 
 def test_the_pool_takes_what_was_measured(folder: Path) -> None:

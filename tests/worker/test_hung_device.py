@@ -1,7 +1,7 @@
 """Ranks that wait for a device in vain: with a real controller, each leaves soon after a peer is lost.
 
-NCCL notices a dead peer late or never: the kernels of its collectives go on waiting. So a rank does not rely on it:
-the controller sees the end of the peer's connection and says so, and the rank's watchdog ends its process.
+NCCL notices a dead peer late or never: the kernels of its collectives go on waiting. So a rank does not rely on
+it: the controller sees the end of the peer's connection and says so, and the rank's watchdog ends its process.
 """
 
 from __future__ import annotations
