@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -128,6 +129,23 @@ def test_a_configuration_that_can_never_work_ends_all_with_its_own_sentence(serv
     assert run(recorder, worker=options, router=["--ready-after", "0" if serves_first else "60"]) == 2
     assert recorder.said[0].startswith(f"worker exited with code 2: {sentence}")
     assert (Phase.SERVING in recorder.phases) == serves_first
+
+
+@pytest.mark.parametrize("left_first", [False, True])
+def test_the_rank_with_the_reason_is_named_and_not_the_one_that_left(left_first: bool) -> None:
+    recorder = Recorder()
+    port = free_port()
+    leaves = ["--say", "rank 0 is gone", "--exit-after", "0.2" if left_first else "0.5", "--code", "3"]
+    fails = ["--say", "NCCL: Duplicate GPU", "--exit-after", "0.5" if left_first else "0.2", "--code", "2"]
+    children = [
+        child("worker-1", Role.WORKER, *leaves),
+        child("worker-0", Role.WORKER, *fails),
+        child("controller", Role.CONTROLLER),
+        child("router", Role.ROUTER, "--port", str(port), "--ready-after", "60"),
+    ]
+    limits = dataclasses.replace(LIMITS, orphan_s=20.0)
+    assert Supervisor(children, recorder, host="127.0.0.1", port=port, limits=limits).run() == 2
+    assert recorder.said[0] == "worker-0 exited with code 2: NCCL: Duplicate GPU."
 
 
 @pytest.mark.parametrize("lost", ["worker", "controller"])

@@ -235,6 +235,7 @@ def test_a_group_that_says_no_tp_has_its_part_of_the_gpus(
         chooses = "tp:" not in groups and unit.environment.get("CUDA_VISIBLE_DEVICES") is not None
         if "tp:" not in groups:
             assert (option(unit, "tp") is None, option(unit, "ranks") is None) == (chooses, chooses)
+            assert unit.ranks == (() if chooses else (0,))
 
 
 def test_gpus_that_a_host_hides_are_not_given_out(rules: Rules) -> None:

@@ -56,6 +56,7 @@ class Unit:
     health_port: int
     """On the loopback address."""
     ranks: tuple[int, ...] = ()
+    """Empty: it is a router, or a group that chooses how many it has."""
     files: tuple[str, ...] = ()
     """That must be in the host's folder before it starts."""
 
@@ -181,7 +182,8 @@ def _group_units(parts: _Parts, group: GroupPlan, port: int) -> list[Unit]:
         health = parts.ports.health(label, name)
         where = "--listen" if leads else "--leader"
         argv = [kind, cluster.model]
-        if not (group.chooses and (group.name, label) in parts.shares.devices):
+        chooses = group.chooses and (group.name, label) in parts.shares.devices
+        if not chooses:
             argv += [f"--tp={record.tp or 1}", f"--ranks={ranks[0]}-{ranks[-1]}"]
         argv.append(f"{where}={parts.listens[group.name]}")
         words, variables = parts.words.of(kind, record.options, group.path)
@@ -205,7 +207,7 @@ def _group_units(parts: _Parts, group: GroupPlan, port: int) -> list[Unit]:
                 },
                 ports=tuple(range(port, port + GROUP_PORTS)) if leads else (),
                 health_port=health,
-                ranks=tuple(ranks),
+                ranks=() if chooses else tuple(ranks),
                 files=files,
             )
         )
