@@ -289,6 +289,18 @@ def test_routers_share_every_limit_equally() -> None:
     book.admit("a", 140.0)
 
 
+def test_hosts_share_no_limit() -> None:
+    """Each `trunkline serve` divides a limit by its own `--routers`: on two hosts a tenant has twice of it. Where
+    all router processes are counted in `routers`, it has it once."""
+    rules = TenantRules(TenantLimits(requests=4))
+    for routers, granted in ((1, 8), (2, 4)):
+        hosts = [TenantBook(rules, routers=routers) for _ in range(2)]
+        held = [book.admit("a", 0.0) for book in hosts for _ in range(granted // 2)]
+        assert len(held) == granted
+        for book in hosts:
+            assert refusal(book, "a", 0.0).details == {"limit": "requests"}
+
+
 def test_new_rules_hold_at_once() -> None:
     book = TenantBook(TenantRules())
     held = [book.admit("a", 0.0) for _ in range(5)]
