@@ -20,7 +20,7 @@ from gpu_baselines import compare_all, compile_flashinfer
 from gpu_checks import check_all
 from gpu_device import Gpu, Output, Visit, measure_ceilings
 from gpu_model import measure_model
-from gpu_prefill import measure_prefill
+from gpu_prefill import Prompt, flashinfer_prefill, measure_prefill, measure_prompt
 from gpu_start import sanitize, start
 from gpu_tiers import measure_tiers
 from gpu_tokens import check_engine
@@ -35,9 +35,15 @@ def check_ops(gpu: Gpu, out: Output, visit: Visit) -> None:
     check_engine(gpu, out, visit)
 
 
+def compile_all(gpu: Gpu, out: Output, visit: Visit) -> None:
+    """FlashInfer's kernels for decode and then for prefill."""
+    compile_flashinfer(gpu, out, visit)
+    measure_prompt(gpu, out, Prompt(64, 0), {"FlashInfer": flashinfer_prefill})
+
+
 RUNS: Final[dict[str, Run]] = {
     "start": start,
-    "compile": compile_flashinfer,
+    "compile": compile_all,
     "ops": check_ops,
     "sanitizer": sanitize,
     "ceilings": measure_ceilings,
