@@ -39,8 +39,8 @@ BROUGHT: Final = (
 )
 """What else the worker, the engine and the kernels import."""
 FLASHINFER: Final = ("flashinfer-python==0.6.12", "nvidia-ml-py", "einops", "tabulate")
-"""With what it imports. nvcc and ninja compile it there. Newer releases hold compiled kernels and are as large as a
-whole kit may be."""
+"""With what it imports. nvcc and ninja compile it there. Newer releases hold compiled kernels and are as large as
+a whole kit may be."""
 PLATFORMS: Final = tuple(
     f"manylinux{name}_x86_64" for name in ("_2_28", "_2_27", "_2_26", "_2_24", "_2_17", "2014", "_2_12", "1")
 )

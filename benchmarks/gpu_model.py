@@ -205,6 +205,9 @@ def measure_model(gpu: Gpu, out: Output, visit: Visit, shape: ModelShape = EIGHT
             chunk_size=CHUNK,
             pool_blocks=shape.pool_blocks,
             dtype=shape.dtype,
+            max_context=2 * max(shape.prompt, shape.context),
+            token_budget=shape.prompt,
+            max_rows=max(shape.batches),
             **gpu.worker,
         )
         runner = Runner.load(config, lambda *_: None)
