@@ -189,8 +189,8 @@ class Router:
         for finished in outputs.finished:
             self.finished[finished.request] = (finished.reason, finished.detail)
 
-    def wait_state(self, status: str) -> State:
-        deadline = time.monotonic() + 10
+    def wait_state(self, status: str, seconds: float = 10.0) -> State:
+        deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             self.send(Ping(0))
             self.receive()

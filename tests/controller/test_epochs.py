@@ -277,23 +277,34 @@ def test_a_rank_that_failed_is_named_before_one_that_is_gone() -> None:
         assert not epochs.is_ending
 
 
-def test_a_rank_that_leaves_because_of_another_one_is_named_if_nothing_better_is_said() -> None:
+def leaving(rank: int, incarnation: bytes) -> WorkerFailed:
+    return WorkerFailed(rank, "another rank is gone", incarnation, is_consequence=True)
+
+
+def test_a_rank_that_leaves_because_of_another_one_is_named_last() -> None:
     epochs, first, second = lost_pair()
-    epochs.failed(WorkerFailed(0, "rank 1 has died", first, is_consequence=True), 7.0)
+    epochs.failed(leaving(0, first), 7.0)
     epochs.check_loss(7.1)
     with pytest.raises(GroupLostError, match="worker rank 1 failed: out of memory"):
         epochs.failed(WorkerFailed(1, "out of memory", second), 7.1)
-    # A closed connection says less than any report, and the first of several is named.
+    # The rank that closed its connection without a word is the lost one, not the rank that has noticed it.
+    for order in ("gone first", "report first"):
+        epochs, first, second = lost_pair()
+        if order == "gone first":
+            epochs.unsubscribed(rank_topic(1, second), 7.0)
+        epochs.failed(leaving(0, first), 7.0)
+        epochs.unsubscribed(rank_topic(0, first), 7.05)
+        if order == "report first":
+            epochs.unsubscribed(rank_topic(1, second), 7.1)
+        with pytest.raises(GroupLostError, match="worker rank 1 is gone"):
+            epochs.check_loss(7.0 + REASON_WITHIN_S)
+    # The network between two ranks is cut: both say so, and that is all there is to say.
     epochs, first, second = lost_pair()
-    epochs.unsubscribed(rank_topic(1, second), 7.0)
-    epochs.failed(WorkerFailed(0, "rank 1 has died", first, is_consequence=True), 7.1)
-    with pytest.raises(GroupLostError, match="worker rank 0 failed: rank 1 has died"):
-        epochs.check_loss(7.0 + REASON_WITHIN_S)
-    epochs, first, second = lost_pair()
-    epochs.unsubscribed(rank_topic(0, first), 7.0)
+    epochs.failed(leaving(1, second), 7.0)
+    epochs.failed(leaving(0, first), 7.1)
     epochs.unsubscribed(rank_topic(1, second), 7.1)
     epochs.check_loss(7.0 + REASON_WITHIN_S - 0.01)
-    with pytest.raises(GroupLostError, match="worker rank 0 is gone"):
+    with pytest.raises(GroupLostError, match="worker rank 1 failed: another rank is gone"):
         epochs.check_loss(7.0 + REASON_WITHIN_S)
 
 

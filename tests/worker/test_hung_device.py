@@ -37,7 +37,7 @@ class Group:
 
     def begin_step(self) -> None:
         """Until both ranks are in it."""
-        self.router.wait_state("ready")
+        self.router.wait_state("ready", seconds=90)  # the ranks import torch
         self.router.submit(1, [1, 2, 3], 5)
         deadline = time.monotonic() + 30
         while not all((self.folder / f"waits-{rank}").exists() for rank in range(2)):

@@ -48,6 +48,8 @@ class _Process:
     """In which it is, or was, a member; 0: in none."""
     entered: bool = False
     """Whether plans of its epoch reach it."""
+    leaves: bool = False
+    """Whether it has said that it leaves because of another rank."""
     kill_at: float = inf
 
 
@@ -56,8 +58,8 @@ class _Loss:
     """The epoch is lost; what is to be named as the reason is not decided yet."""
 
     reason: str
-    is_report: bool
-    """A rank said so; a connection that closed says less."""
+    names_cause: bool
+    """It names the rank that was lost; a report of a rank that leaves because of another one says less."""
     decided_at: float
 
 
@@ -129,7 +131,8 @@ class Epochs:
             return
         del self._topics[member_topic(process.incarnation)]
         if self._members.get(process.rank) is process:
-            self._note_loss(f"worker rank {process.rank} is gone (its connection closed)", now, is_report=False)
+            reason = f"worker rank {process.rank} is gone (its connection closed)"
+            self._note_loss(reason, now, names_cause=not process.leaves)
 
     def hello(self, hello: WorkerHello) -> bool:
         """A process says that it belongs to no epoch; whether it has to be told again that it does."""
@@ -163,7 +166,8 @@ class Epochs:
         if self._members.get(process.rank) is process:
             if not report.is_consequence:
                 raise GroupLostError(reason)
-            self._note_loss(reason, now, is_report=True)
+            process.leaves = True
+            self._note_loss(reason, now, names_cause=False)
             return
         if not process.epoch:
             process.hello = None
@@ -173,11 +177,11 @@ class Epochs:
         """The member with this incarnation, also if its connection has closed."""
         return next((member for member in self._members.values() if member.incarnation == incarnation), None)
 
-    def _note_loss(self, reason: str, now: float, *, is_report: bool) -> None:
+    def _note_loss(self, reason: str, now: float, *, names_cause: bool) -> None:
         if self._loss is None:
-            self._loss = _Loss(reason, is_report, now + REASON_WITHIN_S)
-        elif is_report and not self._loss.is_report:
-            self._loss.reason, self._loss.is_report = reason, True
+            self._loss = _Loss(reason, names_cause, now + REASON_WITHIN_S)
+        elif names_cause and not self._loss.names_cause:
+            self._loss.reason, self._loss.names_cause = reason, True
 
     # What follows from it
 
