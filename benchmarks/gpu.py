@@ -21,7 +21,7 @@ import zipfile
 from pathlib import Path, PurePosixPath
 from typing import Final
 
-from gpu_visit import NO_DEVICE, PARTS, Part, VisitRun, chosen_parts
+from gpu_visit import NO_DEVICE, PARTS, VISIT_S, Part, VisitRun, chosen_parts
 from report import commit
 
 FOLDER: Final = Path(__file__).parent
@@ -59,6 +59,7 @@ def main() -> None:
     parser.add_argument("--kit", type=Path, help="folder that make gpu-kit has made")
     parser.add_argument("--only", default="", help=f"parts, with commas: {', '.join(part.name for part in PARTS)}")
     parser.add_argument("--quick", action="store_true", help="fewer cells and trees")
+    parser.add_argument("--seconds", type=float, default=VISIT_S, help="for all parts; default: %(default)s")
     parser.add_argument("--out", type=Path, default=Path("gpu-results"), help="folder of the results")
     arguments = parser.parse_args()
     try:
@@ -75,7 +76,7 @@ def main() -> None:
             )
             measured = (kit / COMMIT_FILE).read_text().strip()
         run = VisitRun(arguments.out, lambda part: part_command(part, kit, quick=arguments.quick), measured)
-        good = run.run(parts)
+        good = run.run(parts, arguments.seconds)
     print(f"\nResults are in {arguments.out}.")
     if any(run.found[part.name].exit_code == NO_DEVICE for part in parts if part.name in run.found):
         sys.exit(2)

@@ -234,9 +234,11 @@ def measure_steps(gpu: Gpu, out: Output, visit: Visit, what: tuple[Batch, Runner
                 return
             case = {"rows": rows, "context": shape.context, "shared": shared}
             batch.replace(rows, shared)
-            out.add(case, "step", batch.step_ms(), "ms", STEPS)
-            times = gpu.kernel_times(batch.execute, calls=5)
-            out.add(case, "busy on the device", sum(times.values()) / 1e3, "ms", 5)
+            step, times = batch.step_ms(), gpu.kernel_times(batch.execute, calls=5)
+            busy = sum(times.values()) / 1e3
+            out.add(case, "step", step, "ms", STEPS)
+            out.add(case, "busy on the device", busy, "ms", 5)
+            out.add(case, "idle, for the host's work", step - busy, "ms", 5)
             if (rows, shared) == (shape.batches[-2], shape.shared):
                 for name, spent in list(times.items())[:TOP_KERNELS]:
                     out.add({"rows": rows, "kernel": name[:80]}, "time in a step", spent, "us", 5)

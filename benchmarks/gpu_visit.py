@@ -14,7 +14,7 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -26,6 +26,10 @@ NO_DEVICE: Final = 3
 """Exit code of a part that found no device."""
 GRACE_S: Final = 3.0
 """Beyond its limit, for a part that stops itself in time."""
+VISIT_S: Final = 592.0
+"""For all parts: a machine that is lent for ten minutes must not be taken away in the middle of one."""
+WORTH_STARTING_S: Final = 5.0
+"""Time left below which a part is not begun."""
 SAID_CHARACTERS: Final = 3000
 """Kept of what a part that failed has written."""
 
@@ -145,16 +149,22 @@ class VisitRun:
             for part in json.loads(before.read_text())["parts"]:
                 self.found[part["part"]] = Findings(**part)
 
-    def run(self, parts: Sequence[Part]) -> bool:
-        """In their order.
+    def run(self, parts: Sequence[Part], seconds: float = VISIT_S) -> bool:
+        """In their order, as far as they can begin within so many seconds; the last may have less than its own.
 
         Returns:
             Whether all is well.
         """
         background: dict[str, Running] = {}
         names = [part.name for part in parts]
+        deadline = time.monotonic() + seconds
         try:
-            for part in parts:
+            for wanted in parts:
+                left = deadline - time.monotonic()
+                if left < WORTH_STARTING_S:
+                    self._tell(f"\nNo time was left for `{wanted.name}`.")
+                    continue
+                part = replace(wanted, seconds=min(wanted.seconds, left - GRACE_S))
                 running = self._start(part)
                 if part.beside and part.beside in names:
                     background[part.beside] = running

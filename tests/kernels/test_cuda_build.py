@@ -254,7 +254,7 @@ def test_a_build_finds_what_it_should_install(toolchain: Toolchain) -> None:
     assert run_module(toolchain, "--find").stdout == "\n"
 
 
-@pytest.mark.skipif(not CMAKE.exists(), reason="no cmake")
+@pytest.mark.skipif(not CMAKE.exists() or shutil.which("c++") is None, reason="no cmake or no C++ compiler")
 def test_the_package_gets_what_was_compiled(toolchain: Toolchain) -> None:
     """Of the sources as they are; without a library it says that none is inside, and an editable install has no
     use for a copy."""

@@ -125,6 +125,17 @@ def test_nothing_follows_a_needed_part_that_fails(name: str, tmp_path: Path) -> 
     assert f"Nothing after `{name}` was started" in told[-1]
 
 
+def test_the_whole_visit_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last part that begins gets what is left; what comes after it is said."""
+    monkeypatch.setattr(gpu_visit, "WORTH_STARTING_S", 2.0)
+    told: list[str] = []
+    run = make_run(tmp_path, told)
+    assert not run.run([part("good-1"), part("hangs", 60), part("good-2")], seconds=4.0)
+    assert [found.part for found in run.found.values()] == ["good-1", "hangs"]
+    assert run.found["hangs"].seconds < 4.5
+    assert told[-1] == "\nNo time was left for `good-2`."
+
+
 def test_results_are_written_after_each_part(tmp_path: Path) -> None:
     seen: list[list[object]] = []
 
