@@ -245,6 +245,29 @@ def test_what_is_on_disk_is_found_again(tmp_path: Path) -> None:
     simulation.persistence.close()
 
 
+def test_with_recompute_what_is_left_on_disk_is_loaded_all_the_same(tmp_path: Path) -> None:
+    """Lost workers are no preemption: what a request had computed itself is loaded, not computed again."""
+    config = replace(TIERED, remote=False, ranks=2, preemption="recompute")
+    simulation = simulate(config)
+    simulation.persistence = Persistence(str(tmp_path / "index"), b"a model", 0.0, simulation.now)
+    request = simulation.submit(PROMPT * 2, 12, seed=3)
+    for _ in range(6):
+        simulation.step()
+    while simulation.move_chunks():
+        pass
+    assert 0 < len(simulation.streams[request].output) < 12
+    computed = simulation.workers.computed_tokens
+    simulation.lose_workers()
+    simulation.replace_workers()
+    for health in tree_of(simulation).tiers.health.values():
+        health.read_us = 1.0
+    assert tree_of(simulation).node_count >= 10
+    simulation.run()
+    verify(simulation.streams[request], config.longest_sequence)
+    assert simulation.workers.computed_tokens - computed <= 4 + 12, "40 tokens are on disk"
+    simulation.persistence.close()
+
+
 def test_a_cache_that_was_to_be_dropped_meanwhile_is(tmp_path: Path) -> None:
     simulation = simulate(replace(TIERED, remote=False))
     simulation.persistence = Persistence(str(tmp_path / "index"), b"a model", 0.0, simulation.now)
