@@ -98,5 +98,5 @@ pins: $(STAMP) ## Write what is installed now to constraints.txt
 	@mv constraints.new constraints.txt
 
 clean: ## Remove the environment and everything that can be made again
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build dist kernels/trunkline/kernels/prebuilt .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
