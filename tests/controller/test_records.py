@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import sqlite3
+import subprocess
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -252,6 +254,34 @@ def test_a_large_record_that_has_no_room_takes_no_small_one_with_it(tmp_path: Pa
         time.sleep(0.2)
         changes = [begin(store, "create", id=f"s{n}", value=bytes(1 << 20 if n == 1 else 10))[1] for n in range(3)]
     assert ["full" in known(change) for change in changes] == [False, True, False]
+    database.close()
+
+
+def test_what_is_on_a_full_disk_is_found_at_the_start(tmp_path: Path) -> None:
+    """A start writes, too: that it cannot must not keep it from reading."""
+    path = tmp_path / "records.sqlite"
+    database = opened(path)
+    ask(RecordStore(database), "create", value=b"first")
+    database.close()
+    code = (
+        "import resource, sys, time; from pathlib import Path\n"
+        "from trunkline.controller.database import Database\n"
+        "from trunkline.controller.messages import RecordCall\n"
+        "from trunkline.controller.records import RECORDS, RecordStore\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 1 << 30))\n"
+        "database = Database(Path(sys.argv[1]), b'', RECORDS); store = RecordStore(database)\n"
+        "assert database.problem and not database.replaced, (database.problem, database.replaced)\n"
+        "reply, _ = store.handle(RecordCall(0, 'get', 'session', 'a'), 0, 1.0)\n"
+        "print('got', reply.records[0].value)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 30, 1 << 30))\n"
+        "assert database.flush(), database.problem; database.close(); print('boot', database.boot)"
+    )
+    command = [sys.executable, "-c", code, str(path)]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "got b'first'\n" in said
+    boot = said.rpartition("boot ")[2]
+    database = opened(path)
+    assert database.boot == int(boot) + 1
     database.close()
 
 

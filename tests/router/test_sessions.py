@@ -218,11 +218,37 @@ def test_a_lease_of_a_router_that_died_runs_out(http: httpx.Client, fake: FakeCo
     session = create(http)["id"]
     now = time.time()
     call = RecordCall(1, "acquire", "session", session, lease="another router's", lease_s=30)
-    assert fake.behaviour.records.handle(call, 1, now).status == "ok"
+    assert fake.behaviour.records.handle(call, 1, now)[0].status == "ok"
     assert error_of(chat(http, session))[1] == "session_busy"
     call = RecordCall(1, "acquire", "session", session, lease="another router's", lease_s=0.001)
-    assert fake.behaviour.records.handle(call, 1, now).status == "ok"
+    assert fake.behaviour.records.handle(call, 1, now)[0].status == "ok"
     assert chat(http, session).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_a_stream_that_cannot_be_stored_has_its_text_then_says_so(
+    http: httpx.Client, fake: FakeController, path: str
+) -> None:
+    asked = {"messages": [{"role": "user", "content": "And then?"}]} if "chat" in path else {"prompt": "And then"}
+
+    def events(session: str) -> list[dict[str, Any]]:
+        answer = http.post(path, json={"session_id": session, "stream": True, "max_tokens": 12, **asked})
+        assert answer.status_code == 200
+        lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
+        return [json.loads(line) for line in lines if line != "[DONE]"]
+
+    def text(said: list[dict[str, Any]]) -> str:
+        choices = [event["choices"][0] for event in said if "choices" in event]
+        return "".join(choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in choices)
+
+    expected = events(create(http)["id"])
+    session = create(http)["id"]
+    fake.behaviour.records.limits = Limits(value_bytes=10)
+    said = events(session)
+    assert text(said) == text(expected) != ""
+    assert all(event["choices"][0]["finish_reason"] is None for event in said[:-1])
+    assert said[-1]["error"]["code"] == "session_not_stored"
+    assert get(http, session)["turns"] == 0
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -176,7 +176,7 @@ def mutate(rng: random.Random, value: Any) -> Any:
             del copy[key]
         case 1 if isinstance(copy, dict):
             copy[str(rng.choice(STRANGE))] = copy.pop(key)
-        case 1:
+        case 1 if isinstance(copy, list):
             copy.insert(key, rng.choice(STRANGE))
         case _:
             copy[key] = mutate(rng, value[key])
@@ -205,7 +205,7 @@ def scramble(rng: random.Random, data: bytes) -> bytes:
     return bytes(result)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_no_mutation_of_a_checkpoint_is_another_error(tmp_path: Path, seed: int) -> None:
     """Headers and indexes, altered as values and as bytes: read, or refused by the one error that may be."""
     rng = random.Random(seed)

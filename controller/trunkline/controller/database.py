@@ -129,6 +129,7 @@ class Database:
         self.boot: int = self._connection.execute("SELECT value FROM meta WHERE key = 'boot'").fetchone()[0]
         """Grows with each opening, also where the file was lost in between."""
         if self.problem:  # what is there can be read, at least
+            log.warning("a file cannot be written", holds=form.title, path=str(path), error=self.problem)
             self.boot += 1
             self.write("boot", "UPDATE meta SET value = ? WHERE key = 'boot'", (self.boot,))
         self._writer = threading.Thread(target=self._write_behind, name="database", daemon=True)

@@ -79,9 +79,8 @@ class RecordReplies:
             records.settle(held.change)
             return held.reply
         records.undo(held.change)
-        return msgspec.structs.replace(
-            held.reply, status="failed", records=[], detail=f"{problem}; what was there before is still there"
-        )
+        detail = f"{problem}; nothing was changed"
+        return msgspec.structs.replace(held.reply, status="failed", records=[], detail=detail)
 
     def _send(self, index: int, reply: RecordReply) -> None:
         client = self._clients.find(index)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path, PurePosixPath
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeGuard
 
 from trunkline.worker.errors import CheckpointError
 
@@ -148,7 +148,7 @@ def _entry(file: Path, name: str, given: Any) -> tuple[TensorEntry, int]:
     return TensorEntry(file, tuple(shape), dtype), end
 
 
-def _are_sizes(values: Any) -> bool:
+def _are_sizes(values: Any) -> TypeGuard[list[int]]:
     return isinstance(values, list) and all(type(value) is int and 0 <= value < _SIZE_MAX for value in values)
 
 
