@@ -22,6 +22,7 @@ from trunkline.deploy.settings import POLICIES, ServeSettings
 from trunkline.deploy.sizes import format_bytes, parse_bytes
 from trunkline.deploy.tier_options import DiskOption
 from trunkline.deploy.tiers import disk_folders
+from trunkline.router.config import RouterConfig
 from trunkline.router.routing.policies import POLICIES as POLICY_RULES
 
 
@@ -295,3 +296,34 @@ def test_socket_paths_fit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     deep.mkdir()
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(deep))
     assert base_folder() == Path("/tmp")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("a\x1b[31mred", "a\nb", "a\tb", "\x7f", "\x9b31m", "a\u202eb", "a\u2028b", "\x00", "a\u200bb"),
+        *(" a", "a ", " ", "x" * 257, "\ud800"),
+    ],
+)
+def test_names_that_would_reach_terminals_are_printable(name: str, tmp_path: Path) -> None:
+    """Control characters could say anything there, or hide what was said."""
+    with pytest.raises(UserError, match="--served-model-name") as caught:
+        ServeSettings(served_model_name=name).validate()
+    assert str(caught.value).isprintable(), "nor does the error itself have them"
+    assert len(str(caught.value)) < 300
+    with pytest.raises(ValueError, match="model name"):
+        RouterConfig(
+            model_path=str(models.DEMO_FOLDER), controllers=["ipc://x"], served_model_name=name
+        ).validate()
+    folder = tmp_path / name.strip()[:200] if name.isascii() and "\0" not in name and name.strip() else None
+    if folder is not None and not folder.name.isprintable():
+        folder.mkdir()
+        with pytest.raises(UserError, match="please give --served-model-name") as caught:
+            models.default_name(str(folder))
+        assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize("name", ["mine", "org/model:tag", "Qwen2.5 7B (int8)", "模型-é😀", "x" * 256])
+def test_printable_names_are_taken(name: str) -> None:
+    ServeSettings(served_model_name=name).validate()
+    RouterConfig(model_path=str(models.DEMO_FOLDER), controllers=["ipc://x"], served_model_name=name).validate()

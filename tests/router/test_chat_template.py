@@ -10,6 +10,7 @@ import pytest
 from router.harness import DEMO_MODEL, VOCAB_SIZE
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from trunkline.router import template_limits
 from trunkline.router.chat_template import ChatRenderer, ChatTemplate, ChatTemplateError
 from trunkline.router.model_files import SamplingDefaults, read_model_files
 from trunkline.router.tokenizer import Tokenizer
@@ -265,7 +266,7 @@ def test_a_result_without_a_call() -> None:
         ("{{ messages[7]['content'] + 'x' }}", "failed"),
         ("{{ ''.__class__.__mro__ }}", "failed"),
         ("{{ messages.append(1) }}", "failed"),
-        ("{% for i in range(10**9) %}x{% endfor %}", "failed"),
+        ("{% for i in range(10**9) %}x{% endfor %}", "more than 1000000 steps"),
         ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "recursed"),
     ],
 )
@@ -361,3 +362,77 @@ def test_broken_model_folders(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text("[]")
     with pytest.raises(ValueError, match="object"):
         Tokenizer(tmp_path)
+
+
+def doubled(value: str, expression: str) -> str:
+    turn = f"{{% set ns.x = {expression} %}}"
+    return f"{{% set ns = namespace(x={value}) %}}{{% for i in range(60) %}}{turn}{{% endfor %}}"
+
+
+RUNAWAY = {
+    "nested loops": "{% for a in range(999) %}{% for b in range(999) %}{% for c in range(999) %}{% endfor %}"
+    "{% endfor %}{% endfor %}",
+    "loops over a list": "{% set r = range(999) | list %}"
+    "{% for a in r %}{% for b in r %}{% for c in r %}x{% endfor %}{% endfor %}{% endfor %}",
+    "a filtered loop": "{% set r = range(999) | list %}{% for a in r %}{% for b in r if b < 0 %}{% endfor %}"
+    "{% for b in r if b < 0 %}{% endfor %}{% endfor %}",
+    "a recursive loop": "{% for a in [[], []] recursive %}{{ loop([[], []]) if loop.depth < 40 }}{% endfor %}",
+    "macros": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(40) }}",
+    "call blocks": "{% macro f(n) %}{{ caller() if n == 0 }}{% if n %}{% call f(n - 1) %}{% endcall %}"
+    "{% call f(n - 1) %}{% endcall %}{% endif %}{% endmacro %}{% call f(40) %}{% endcall %}",
+    "blocks": "{% block b %}{% for i in range(99) %}{{ self.b() }}{% endfor %}{% endblock %}",
+    "range": "{{ range(10**12) | list }}",
+    "ranges in a loop": "{% for i in range(999) %}{{ range(99999) | list | length }}{% endfor %}",
+    "a repeated text": "{{ 'x' * 10**10 }}",
+    "a repeated list": "{{ 10**10 * [1] }}",
+    "a text that doubles": doubled("'x'", "ns.x + ns.x"),
+    "a text that is joined": doubled("'x'", "ns.x ~ ns.x"),
+    "a text that is kept": "{% set ns = namespace(x='x') %}{% for i in range(60) %}"
+    "{% set x %}{{ ns.x }}{{ ns.x }}{% endset %}{% set ns.x = x %}{% endfor %}",
+    "a list that doubles": doubled("[1]", "ns.x + ns.x"),
+    "a text that is replaced": doubled("'xx'", "ns.x.replace('x', ns.x)"),
+    "a filter that replaces": doubled("'xx'", "ns.x | replace('x', ns.x)"),
+    "a power": "{{ 10 ** (10 ** 10) }}",
+    "a number that doubles": doubled("99", "ns.x * ns.x"),
+    "padding": "{{ 'x'.ljust(10**10) }}",
+    "centring": "{{ 'x' | center(10**10) }}",
+    "an indent": "{{ 'x\n' | indent(10**10) }}",
+    "a format": "{{ '%9999999999d' % 1 }}",
+    "a filter that formats": "{{ '%*d' | format(10**9, 1) }}",
+    "a method that formats": "{{ '{:>{}}'.format(1, 10**10) }}",
+    "random text": "{{ lipsum(10**9) }}",
+}
+
+
+@pytest.mark.parametrize("source", RUNAWAY.values(), ids=RUNAWAY)
+def test_templates_that_run_away_are_ended(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After so many steps, not after some time; the error names what is at fault."""
+    monkeypatch.setattr(template_limits, "STEPS_MAX", 100_000)
+    with pytest.raises(ChatTemplateError, match="chat template"):
+        ChatTemplate(source, SPECIAL).render(CONVERSATION)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_long_conversations_take_few_steps(name: str) -> None:
+    """The limit is far away from what requests need, and each rendering is counted for itself."""
+    template = ChatTemplate(TEMPLATES[name], SPECIAL)
+    turns = [CONVERSATION[0], *([*CONVERSATION[1:3]] * 8000), CONVERSATION[-1]]
+    for _ in range(3):
+        with template_limits.counted():
+            assert template.render(turns)
+        assert len(turns) == 16_002
+
+
+def test_what_templates_may_do() -> None:
+    """Nothing of what is counted changes a result."""
+    source = (
+        "{{ 'a' ~ 1 ~ none ~ ('b' ~ 2) }}|{{ 'ab' * 3 }}|{{ 3 * [1] }}|{{ '%s-%03d' % ('x', 7) }}|{{ 2 ** 10 }}|"
+        "{{ 'x'.ljust(3) }}|{{ 'x' | center(5) }}|{{ 'a\nb' | indent(2) }}|{{ [1, 2] + [3] }}|{{ 7 % 4 }}|"
+        "{% for i in range(5) if i is even %}{{ i }}{{ ',' if not loop.last }}{% else %}none{% endfor %}|"
+        "{% for i in [] %}{% else %}none{% endfor %}|{% macro m(a) %}<{{ a }}>{% endmacro %}{{ m(1) ~ m(2) }}|"
+        "{{ '{}/{:>4}'.format(1, 2) }}|{{ 'aXa' | replace('a', 'bb') }}|{{ ['a', 'b'] | join('-') }}"
+    )
+    expected = (
+        "a1Noneb2|ababab|[1, 1, 1]|x-007|1024|x  |  x  |a\n  b|[1, 2, 3]|3|0,2,4|none|<1><2>|1/   2|bbXbb|a-b"
+    )
+    assert ChatTemplate(source, SPECIAL).render(CONVERSATION) == expected

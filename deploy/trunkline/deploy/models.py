@@ -12,6 +12,7 @@ from typing import Any, Final
 from trunkline.deploy.digests import digest_files
 from trunkline.deploy.errors import UserError
 from trunkline.kvstore.fingerprint import model_fingerprint
+from trunkline.router.config import problem_of_model_name
 
 DEMO: Final = "demo"
 """The name of the model that is shipped with the package."""
@@ -46,11 +47,18 @@ def resolve(model: str, *, needs_weights: bool = True) -> Path:
 
 
 def default_name(model: str) -> str:
-    """The name under which clients know `model` unless the user chose one."""
+    """The name under which clients know `model` unless the user chose one.
+
+    Raises:
+        UserError: it has none that could be shown.
+    """
     if model == DEMO:
         return "trunkline-demo"
     path = Path(model).expanduser()
-    return path.resolve().name if path.is_dir() else model
+    name = path.resolve().name if path.is_dir() else model
+    if problem := problem_of_model_name(name):
+        raise UserError(f"the model's folder cannot be its name: {problem}; please give --served-model-name")
+    return name
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from trunkline.deploy.process import LOG_FORMATS
 from trunkline.deploy.tenant_options import check_exposure, check_tenants
 from trunkline.deploy.tier_options import DiskOption, check_remote_url
 from trunkline.deploy.tracing import problem_of_endpoint
-from trunkline.router.config import HOST, ORIGIN
+from trunkline.router.config import HOST, ORIGIN, problem_of_model_name
 from trunkline.router.tenants import HEADER_NAME, IDEMPOTENCY_TTL_S_MAX, NO_LIMITS, TenantLimits
 
 DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
@@ -135,6 +135,8 @@ class ServeSettings:
         if not 0 <= self.resume_seconds <= _RESUME_S_MAX:
             most = f"{_RESUME_S_MAX:.0f}"
             raise UserError(f"--resume-seconds is {self.resume_seconds:g}; allowed are 0 (do not wait) to {most}")
+        if self.served_model_name and (problem := problem_of_model_name(self.served_model_name)):
+            raise UserError(f"--served-model-name: {problem}")
         _one_of("--dtype", self.dtype, DTYPES)
         _one_of("--device", self.device, DEVICES)
         _one_of("--kernels", self.kernels, KERNELS)

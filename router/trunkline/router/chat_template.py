@@ -1,6 +1,7 @@
 """Chat templates: the Jinja programs in checkpoints that turn messages into the text a model was trained on.
 
-They come with the model and are run in Jinja's immutable sandbox. The environment offers what templates
+They come with the model and are run in Jinja's immutable sandbox, with their steps counted (`template_limits`).
+The environment offers what templates
 written for `transformers` rely on: trimmed blocks, `raise_exception`, `strftime_now`, a `tojson` that
 escapes nothing, `break`/`continue` and the `generation` block (which only marks a region for training).
 
@@ -18,8 +19,8 @@ import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from trunkline.router.template_limits import CountingEnvironment, TemplateLimitError, counted, with_counting
 from trunkline.router.tools.styles import ToolStyle
 from trunkline.router.tools.turns import TurnError, for_plain_template, for_tool_template, has_calls
 
@@ -58,7 +59,7 @@ def _tojson(
 
 
 def _environment() -> jinja2.Environment:
-    environment = ImmutableSandboxedEnvironment(
+    environment = CountingEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationBlock]
     )
     environment.filters["tojson"] = _tojson
@@ -84,7 +85,7 @@ class ChatTemplate:
             syntax = environment.parse(source)
             self.uses_tools = any(name.name == "tools" for name in syntax.find_all(nodes.Name))
             """Whether it says anything about tools."""
-            self._template = environment.from_string(syntax)
+            self._template = environment.from_string(with_counting(syntax))
         except jinja2.TemplateError as error:
             raise ChatTemplateError(f"the model's chat template is broken: {error}") from error
         self._special_tokens = dict(special_tokens)
@@ -117,9 +118,12 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            return self._template.render(variables)
+            with counted():
+                return self._template.render(variables)
         except ChatTemplateError:
             raise
+        except TemplateLimitError as error:
+            raise ChatTemplateError(f"the model's chat template does too much: {error}") from error
         except RecursionError as error:
             raise ChatTemplateError("the chat template recursed too deeply") from error
         except Exception as error:

@@ -15,8 +15,20 @@ from trunkline.router.tools.styles import STYLE_NAMES
 TOOL_CALL_PARSERS = ("auto", *STYLE_NAMES)
 DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 ORIGIN: Final = re.compile(r"https?://[^\s/]+")
+MODEL_NAME_CHARACTERS_MAX: Final = 256
 HOST: Final = re.compile(r"[A-Za-z0-9._-]{1,253}")
 LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+def problem_of_model_name(name: str) -> str:
+    """Why no model can be served under this name; "": it can. It goes into answers, logs and onto terminals."""
+    if not 1 <= len(name) <= MODEL_NAME_CHARACTERS_MAX:
+        return f"{name[:40]!r} has {len(name)} characters; allowed are 1 to {MODEL_NAME_CHARACTERS_MAX}"
+    bad = next((character for character in name if not character.isprintable()), "")
+    if bad or name != name.strip():
+        what = f"has the character {bad!a}" if bad else "begins or ends with a blank"
+        return f"{name[:80]!a} {what}; allowed are printable characters, without blanks at the ends"
+    return ""
 
 
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -147,6 +159,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 len(self.events) in (0, len(self.controllers)),
                 f"events: {len(self.events)} endpoints for {len(self.controllers)} controllers; one each, or none",
             ),
+            (not problem_of_model_name(self.model_name), f"model name: {problem_of_model_name(self.model_name)}"),
             (self.listen_fd >= 0, f"listen_fd: {self.listen_fd} is negative; 0 means none"),
             (bool(self.host), "host: must not be empty; 0.0.0.0 listens on all addresses"),
             (0 <= self.port <= 65535, f"port: {self.port} is not between 0 and 65535"),

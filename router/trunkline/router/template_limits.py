@@ -1,0 +1,230 @@
+"""How much a chat template may do: the sandbox in which it runs, with every loop and macro counted.
+
+Templates come with checkpoints, are run for each request, and nothing can end a thread that runs one. So a
+template counts for itself: each turn of a loop, each call of a macro and each number that `range` makes costs
+steps, and what joins, repeats or pads texts must not make longer ones than a prompt could ever be. The counting is
+part of the template as it is compiled. It is there for templates that run away, by mistake or by what a request
+has in it; whoever writes a model's files can still keep a processor busy (with lists of lists of lists that are
+compared, for example).
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Final
+
+from jinja2 import nodes
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+STEPS_MAX: Final = 1_000_000
+"""Of one rendering: some seconds. Templates take a few steps per message."""
+TEXT_MAX: Final = 64 << 20
+"""Characters of one text: several times what the largest request has."""
+LIST_MAX: Final = 1 << 20
+"""Entries of one list."""
+_CALL_STEPS: Final = 20
+"""Of a macro, or of anything else that may call itself: Jinja builds a context for each call."""
+_TEXT_PER_STEP: Final = 4096
+"""Characters whose handling costs about as much as a step."""
+_FREE: Final = 64
+"""Numbers up to this one cost nothing as arguments (indents and the like)."""
+_NUMBER_BITS_MAX: Final = 4096
+_WIDE_FORMAT: Final = re.compile(r"[0-9]{4,}|\*|\{[^{}]*\{")
+"""Of a format: a width of thousands, or one that an argument gives."""
+
+
+class TemplateLimitError(Exception):
+    """A template does more than a rendering may. The message is for people."""
+
+
+class _Spent:
+    def __init__(self) -> None:
+        self.steps = 0
+
+
+_spent: ContextVar[_Spent | None] = ContextVar("template steps", default=None)
+
+
+@contextmanager
+def counted() -> Iterator[None]:
+    """A rendering: what is done within is counted from the beginning."""
+    token = _spent.set(_Spent())
+    try:
+        yield
+    finally:
+        _spent.reset(token)
+
+
+class CountingEnvironment(ImmutableSandboxedEnvironment):
+    """Jinja's immutable sandbox, whose templates count their steps."""
+
+    intercepted_binops = frozenset(["+", "*", "**", "%"])
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.globals["range"] = self.numbers
+        del self.globals["lipsum"]  # random text: of no use to a prompt, and as long as one likes
+        self.filters = {name: _bounded(self, function) for name, function in self.filters.items()}
+        self.concat = _join  # type: ignore[method-assign]
+
+    def spend(self, steps: int = 1) -> bool:
+        """Count steps; True, so that it can stand in a condition.
+
+        Raises:
+            TemplateLimitError: these are too many.
+        """
+        spent = _spent.get()
+        if spent is not None:
+            spent.steps += steps
+            if spent.steps > STEPS_MAX:
+                raise TemplateLimitError(
+                    f"it takes more than {STEPS_MAX} steps (turns of loops, calls of macros) for these messages"
+                )
+        return True
+
+    def numbers(self, *limits: int) -> range:
+        """`range`."""
+        made = range(*limits)
+        self.spend(len(made))
+        return made
+
+    def joined(self, *parts: object) -> str:
+        """`a ~ b`."""
+        return _join(map(str, parts))
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """`left + right` and the like, where the result has a size that is allowed."""
+        if operator == "%" and isinstance(left, str):
+            _check_format(left)
+        elif operator == "**" or (operator == "*" and isinstance(left, int) and isinstance(right, int)):
+            _check_number(operator, left, right)
+        elif operator == "*":
+            many, times = (left, right) if isinstance(right, int) else (right, left)
+            if isinstance(times, int):
+                self.spend(_check_length(_size(many) * max(times, 0), many) // _FREE)
+        elif operator == "+":
+            self.spend(_check_length(_size(left) + _size(right), left) // _FREE)
+        return super().call_binop(context, operator, left, right)
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        """`text.format`, if the text asks for no wide padding."""
+        wrapped = super().wrap_str_format(value)
+        if wrapped is not None:
+            _check_format(value.__self__)
+        return wrapped
+
+    def call(self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        """A function or method, whose arguments and result are bounded, too."""
+        if isinstance(getattr(__obj, "__self__", None), str):
+            self._check_arguments(__obj.__self__, getattr(__obj, "__name__", ""), args, kwargs)
+        return super().call(__context, __obj, *args, **kwargs)
+
+    def _check_arguments(self, text: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, int) and value > _FREE:
+                self.spend(value)  # a width, a count
+        if name == "format":
+            _check_format(text)
+        if name == "replace" and len(args) > 1 and isinstance(args[0], str) and isinstance(args[1], str):
+            _check_length(len(text) + text.count(args[0]) * len(args[1]))
+        self.spend(len(text) // _TEXT_PER_STEP)
+
+
+def with_counting(syntax: nodes.Template) -> nodes.Template:
+    """The template with its steps counted, in place."""
+    repeated: list[nodes.For | nodes.Macro | nodes.CallBlock | nodes.Block] = [
+        *syntax.find_all(nodes.For),
+        *syntax.find_all(nodes.Macro),
+        *syntax.find_all(nodes.CallBlock),
+        *syntax.find_all(nodes.Block),
+    ]
+    for loop in repeated:
+        steps = 1 if isinstance(loop, nodes.For) and not loop.recursive else _CALL_STEPS
+        loop.body.insert(0, nodes.ExprStmt(_spend(loop, steps), lineno=loop.lineno))
+        if isinstance(loop, nodes.For) and loop.test is not None:
+            loop.test = nodes.And(_spend(loop), loop.test, lineno=loop.lineno)
+    _replace_joins(syntax)
+    return syntax
+
+
+def _spend(near: nodes.Node, steps: int = 1) -> nodes.Call:
+    return _call("spend", [nodes.Const(steps, lineno=near.lineno)], near)
+
+
+def _call(method: str, arguments: list[nodes.Expr], near: nodes.Node) -> nodes.Call:
+    attribute = nodes.EnvironmentAttribute(method, lineno=near.lineno)
+    made = nodes.Call(attribute, arguments, [], None, None, lineno=near.lineno)
+    return made.set_environment(near.environment) if near.environment is not None else made  # type: ignore[return-value]
+
+
+def _replace_joins(node: nodes.Node) -> None:
+    """`a ~ b` is compiled to a call, which looks at the length."""
+    for name in node.fields:
+        value = getattr(node, name)
+        if isinstance(value, nodes.Concat):
+            value = _call("joined", value.nodes, value)
+            setattr(node, name, value)
+        if isinstance(value, nodes.Node):
+            _replace_joins(value)
+        elif isinstance(value, list):
+            for i, item in enumerate(value):
+                if isinstance(item, nodes.Concat):
+                    value[i] = item = _call("joined", item.nodes, item)
+                if isinstance(item, nodes.Node):
+                    _replace_joins(item)
+
+
+def _bounded(environment: CountingEnvironment, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter whose arguments and texts are bounded."""
+
+    @functools.wraps(function)
+    def bounded(*args: Any, **kwargs: Any) -> Any:
+        texts = [value for value in args if isinstance(value, str)]
+        environment._check_arguments(texts[0] if texts else "", _name(function), tuple(args), kwargs)
+        if len(texts) > 2 and _name(function) == "replace":
+            _check_length(len(texts[0]) + texts[0].count(texts[1]) * len(texts[2]))
+        return function(*args, **kwargs)
+
+    return bounded
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__name__", "").removeprefix("do_").removeprefix("sync_do_")
+
+
+def _join(parts: Iterable[str]) -> str:
+    kept, length = [], 0
+    for part in parts:
+        length += len(part)
+        if length > TEXT_MAX:
+            _check_length(length)
+        kept.append(part)
+    return "".join(kept)
+
+
+def _size(value: Any) -> int:
+    return len(value) if isinstance(value, str | bytes | list | tuple) else 0
+
+
+def _check_length(length: int, of: object = "") -> int:
+    what, most = ("text", TEXT_MAX) if isinstance(of, str) else ("list", LIST_MAX)
+    if length > most:
+        raise TemplateLimitError(f"it makes a {what} of length {length}; at most {most} is allowed")
+    return length
+
+
+def _check_number(operator: str, left: Any, right: Any) -> None:
+    if isinstance(left, int) and isinstance(right, int):
+        bits = left.bit_length() * max(right, 0) if operator == "**" else left.bit_length() + right.bit_length()
+        if bits > _NUMBER_BITS_MAX:
+            raise TemplateLimitError(f"it makes a number of more than {_NUMBER_BITS_MAX} bits")
+
+
+def _check_format(text: str) -> None:
+    if _WIDE_FORMAT.search(text):
+        raise TemplateLimitError(f"it pads to a width that is too large, or not known, with {text[:40]!r}")
