@@ -189,7 +189,10 @@ class VisitRun:
         return Running(part, process, time.monotonic(), lines, said)
 
     def _keep(self, running: Running, *, at_once: bool = False) -> Findings:
-        limit = 0.0 if at_once else running.part.seconds + (0.0 if running.part.beside else GRACE_S)
+        part = running.part
+        # The first part reads torch from a disk that is cold, and without it there is no visit.
+        grace = part.seconds if part.is_needed else 0.0 if part.beside else GRACE_S
+        limit = 0.0 if at_once else part.seconds + grace
         found = running.end(limit, self._commit)
         self.found[running.part.name] = found
         self.write()
