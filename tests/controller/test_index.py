@@ -172,6 +172,8 @@ def _damaged(path: Path, how: str) -> None:
             data = data[: len(data) // 2]
         case "header":
             data[20:60] = b"\xff" * 40
+        case "first page":
+            data[:4096] = bytes(4096)
     path.write_bytes(data)
 
 
@@ -190,7 +192,14 @@ def page_of(path: Path, table: str) -> int:
 
 @pytest.mark.parametrize(
     ("how", "least"),
-    [("text", 0), ("header", 0), ("truncated", 100), ("chunks", 400), ("sqlite_autoindex_chunks_1", 500)],
+    [
+        ("text", 0),
+        ("header", 500),
+        ("first page", 500),
+        ("truncated", 100),
+        ("chunks", 400),
+        ("sqlite_autoindex_chunks_1", 500),
+    ],
 )
 def test_of_a_damaged_file_what_can_be_read_is_kept(path: Path, how: str, least: int) -> None:
     index = TierIndex.open(path, FINGERPRINT)
@@ -198,7 +207,7 @@ def test_of_a_damaged_file_what_can_be_read_is_kept(path: Path, how: str, least:
     for slot in range(500):
         index.stored(chunk(slot, slot))
     index.close()
-    if how in ("text", "header", "truncated"):
+    if how in ("text", "header", "first page", "truncated"):
         _damaged(path, how)
     else:
         start = (page_of(path, how) - 1) * 4096
@@ -210,7 +219,7 @@ def test_of_a_damaged_file_what_can_be_read_is_kept(path: Path, how: str, least:
         index = TierIndex.open(path, FINGERPRINT)
         found = index.load(slots=500, now=0.0)
     assert least <= len(found.chunks) <= 500
-    assert (len(found.chunks) < 500) == (how != "sqlite_autoindex_chunks_1")
+    assert (len(found.chunks) < 500) == (how in ("text", "truncated", "chunks"))
     assert all(row == chunk(row.slot, row.slot, last_use=0.0) for row in found.chunks)
     assert [entry["log_level"] for entry in logs if "damaged" in entry["event"]] == ["warning"]
     assert logs[0]["kept"]["chunks"] == len(found.chunks)

@@ -307,7 +307,7 @@ class Database:
         with closing(sqlite3.connect(salvaged, isolation_level=None)) as connection:
             connection.execute("BEGIN IMMEDIATE")
             _create(connection, fingerprint, self.form)
-            found = save_rows(self.path, connection, self.form.tables)
+            found = save_rows(self.path, connection, self.form.tables, _first_page(self.form))
             connection.execute("COMMIT")
         aside = _moved_aside(self.path, "damaged")
         os.replace(salvaged, self.path)
@@ -380,6 +380,14 @@ def _create(connection: sqlite3.Connection, fingerprint: bytes, form: Form) -> N
     # Minutes since 1970: above all numbers of a database that was here before and got lost.
     boot = int(time.time() // 60)
     connection.executemany("INSERT INTO meta VALUES (?, ?)", [("fingerprint", fingerprint), ("boot", boot)])
+
+
+def _first_page(form: Form) -> bytes:
+    """Of a new file."""
+    with closing(sqlite3.connect(":memory:", isolation_level=None)) as connection:
+        _create(connection, b"", form)
+        size = _pragma(connection, "page_size")
+        return connection.serialize()[:size]
 
 
 def _check(connection: sqlite3.Connection, fingerprint: bytes, form: Form) -> None:

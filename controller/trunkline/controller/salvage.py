@@ -7,6 +7,7 @@ own rows (a damaged inner page those of all pages below it), not the table.
 
 from __future__ import annotations
 
+import shutil
 import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
@@ -16,6 +17,8 @@ from typing import Any, Final, NamedTuple
 Row = tuple[Any, ...]
 
 _ROWID_MAX: Final = (1 << 63) - 1
+_PAGES_AT: Final = 28
+"""Where in its first page a file has the number of its pages."""
 
 
 class Table(NamedTuple):
@@ -55,15 +58,35 @@ def readable_rows(connection: sqlite3.Connection, table: Table) -> Iterator[Row]
             after = _beyond_damage(connection, table, after)
 
 
-def save_rows(damaged: Path, into: sqlite3.Connection, tables: tuple[Table, ...]) -> dict[str, Salvaged]:
+def save_rows(
+    damaged: Path, into: sqlite3.Connection, tables: tuple[Table, ...], first_page: bytes
+) -> dict[str, Salvaged]:
     """Copy the sound rows of a damaged file's tables; how many there were, by table.
 
     Args:
         into: a database with the same tables, empty, in a transaction.
+        first_page: of a new file. It says where the tables are, so that they are found where that page is lost.
 
     Raises:
         sqlite3.Error: `into` cannot be written.
+        OSError: there is no room for a copy.
     """
+    found = _save_rows(damaged, into, tables)
+    if any(rows.kept for rows in found.values()):
+        return found
+    copy = damaged.with_name(f"{damaged.name}.copy")
+    try:
+        shutil.copy(damaged, copy)  # with its mode
+        with copy.open("r+b") as file:
+            pages = file.seek(0, 2) // len(first_page)
+            file.seek(0)
+            file.write(first_page[:_PAGES_AT] + pages.to_bytes(4, "big") + first_page[_PAGES_AT + 4 :])
+        return _save_rows(copy, into, tables)
+    finally:
+        copy.unlink(missing_ok=True)
+
+
+def _save_rows(damaged: Path, into: sqlite3.Connection, tables: tuple[Table, ...]) -> dict[str, Salvaged]:
     found: dict[str, Salvaged] = {}
     with closing(sqlite3.connect(damaged, isolation_level=None)) as connection:
         with suppress(sqlite3.Error):

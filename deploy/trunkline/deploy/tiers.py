@@ -49,7 +49,7 @@ _LOCK: Final = "lock"
 _FINGERPRINT: Final = re.compile(r"[0-9a-f]{32}")
 _GROUP: Final = re.compile(r"group-\d{1,4}")
 _OURS: Final = re.compile(
-    r"lock|index\.sqlite(\.(old|damaged)(-\d+)?|\.salvaged)?(-wal|-shm|-journal)?|rank-\d{1,4}\.slab"
+    r"lock|index\.sqlite(\.(old|damaged)(-\d+)?|\.salvaged|\.copy)?(-wal|-shm|-journal)?|rank-\d{1,4}\.slab"
 )
 """The only files that are ever deleted."""
 _INDEX: Final = re.compile(r"(index\.sqlite(\.(old|damaged)(-\d+)?)?)(-wal|-shm|-journal)?")
