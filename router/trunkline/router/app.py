@@ -112,17 +112,28 @@ def create_app(service: RouterService) -> FastAPI:
         origins=tuple(config.cors_origins),
     )
     if config.cors_origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=config.cors_origins,
-            allow_methods=["GET", "POST", "PATCH", "DELETE"],
-            allow_headers=["*"],
-            expose_headers=["X-Request-Id", "Retry-After"],
-            max_age=600,
-        )
-    app.add_middleware(RequestMiddleware, metrics=metrics, paths=_PATHS | ui.PATHS, model=config.model_name)
+        _answer_pages_of(app, config.cors_origins)
+    app.add_middleware(
+        RequestMiddleware,
+        metrics=metrics,
+        paths=_PATHS | ui.PATHS,
+        model=config.model_name,
+        on_over=service.large_requests.release,
+    )
     app.openapi = lambda: _schema(app)  # type: ignore[method-assign]
     return app
+
+
+def _answer_pages_of(app: FastAPI, origins: list[str]) -> None:
+    """Let pages of other servers use this one from a browser."""
+    app.add_middleware(
+        CORSMiddleware,
+        allow_origins=origins,
+        allow_methods=["GET", "POST", "PATCH", "DELETE"],
+        allow_headers=["*"],
+        expose_headers=["X-Request-Id", "Retry-After"],
+        max_age=600,
+    )
 
 
 async def _on_api_error(request: Request, error: Exception) -> Response:

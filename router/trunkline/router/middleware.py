@@ -6,6 +6,7 @@ import re
 import secrets
 import time
 import traceback
+from collections.abc import Callable
 from typing import Final
 
 import structlog
@@ -31,18 +32,27 @@ _log = structlog.get_logger("trunkline.router.http")
 class RequestMiddleware:
     """Plain ASGI (Starlette's `BaseHTTPMiddleware` buffers streams and hides disconnects)."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, paths: frozenset[str], model: str = "") -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        metrics: Metrics,
+        paths: frozenset[str],
+        model: str = "",
+        on_over: Callable[[Scope], None] = lambda scope: None,
+    ) -> None:
         """
         Args:
             metrics: counts requests, and knows whether they are traced.
             paths: labels for metrics; everything else counts as "other", or scanners would make series.
             model: the name that spans say.
+            on_over: told of each request whose answer was sent, or whose client has left.
         """
         self._app = app
         self._metrics = metrics
         self._paths = paths
         self._tracer = metrics.tracer
         self._model = model
+        self._on_over = on_over
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI entry point."""
@@ -78,6 +88,8 @@ class RequestMiddleware:
                 if not status:
                     response = ApiError(500, "internal error", kind="internal_error", code="internal_error")
                     await JsonResponse(error_body(scope["path"], response), 500)(scope, receive, send_with_id)
+            finally:
+                self._on_over(scope)
             self._over(scope, path, status, record, began)
 
     def _record(self, request_id: str, path: str, headers: Headers) -> RequestRecord:

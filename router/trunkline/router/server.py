@@ -30,6 +30,7 @@ from trunkline.router.api.connection import BODY_SEND
 from trunkline.router.app import create_app
 from trunkline.router.config import RouterConfig
 from trunkline.router.connections import BoundedProtocol, ConnectionLimits, ConnectionState, connections_max
+from trunkline.router.large_requests import bound_heap
 from trunkline.router.service import RouterService
 from trunkline.router.tokenizer import Tokenizer
 
@@ -129,8 +130,9 @@ def inherited(descriptor: int) -> socket.socket:
 
 async def serve(config: RouterConfig, listener: socket.socket) -> int:
     """Serve until a signal; the process's exit code."""
+    bound_heap()
     service = RouterService(config, Tokenizer(config.model_path, config.tool_call_parser))
-    _spare_the_collector()
+    spare_the_collector()
     server = make_server(service, _MEET_SECONDS_MAX if config.listen_fd else 0.0)
     drained = asyncio.get_running_loop().create_future()
     _Signals(config, service, server, drained).handle()
@@ -183,7 +185,7 @@ def make_server(service: RouterService, meet_seconds_max: float = 0.0) -> _Serve
     )
 
 
-def _spare_the_collector() -> None:
+def spare_the_collector() -> None:
     """What is there after the start stays: the garbage collector need not look at it again and again. And streams
     make many small objects that die at once, of which it need not hear so often."""
     gc.collect()

@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import structlog
 import zmq
@@ -27,6 +27,7 @@ from trunkline.router.errors import draining, overloaded, unavailable
 from trunkline.router.events import EventFeeds
 from trunkline.router.generation import Generation
 from trunkline.router.health import Health, HealthProbe, describe
+from trunkline.router.large_requests import LargeRequests
 from trunkline.router.link import ControllerLink
 from trunkline.router.messages import FinishReason
 from trunkline.router.metering import Meter, Tenants, current_meter
@@ -40,6 +41,8 @@ from trunkline.router.schemas import SchemaStore
 from trunkline.router.sessions import SessionStore, is_stored
 from trunkline.router.streams import Stream
 from trunkline.router.tokenizer import Tokenizer
+
+_CREATED: Final = int(time.time())
 
 
 class LiveRequest(NamedTuple):
@@ -68,8 +71,7 @@ class RouterService:
         )
         self.schemas = SchemaStore(homes, tokenizer, lambda code: self.metrics.modules.errors.labels(code).inc())
         self.tenants = Tenants(config)
-        self.created = int(time.time())
-        """Start of this process, Unix time in seconds."""
+        self.large_requests = LargeRequests(config.max_body_bytes)
         self.draining = False
         """Whether new requests are refused because the process is about to leave."""
         self.dispatcher = Dispatcher(
@@ -87,6 +89,11 @@ class RouterService:
         self._zmq: zmq.Context[zmq.Socket[bytes]] | None = None
         self._health: HealthProbe | None = None
         self._feeds: EventFeeds | None = None
+
+    @property
+    def created(self) -> int:
+        """Start of this process, Unix time in seconds."""
+        return _CREATED
 
     @cached_property
     def version(self) -> str:
@@ -131,6 +138,7 @@ class RouterService:
         for link in self.links:
             link.close()
         self.tokenizer.close()
+        self.large_requests.close()
         if self._zmq is not None:
             self._zmq.term()
 

@@ -20,12 +20,17 @@ import tokenizers
 
 from trunkline.router.chat_template import ChatRenderer, ChatTemplateError
 from trunkline.router.detokenizer import Vocabulary
+from trunkline.router.errors import ApiError
 from trunkline.router.model_files import ModelFiles, read_model_files
 from trunkline.router.request_trace import current_trace
 from trunkline.router.tools.styles import ToolStyle, detect_style
 
 OFF_LOOP_CHARACTERS: Final = 64 << 10
 """Texts longer than this are tokenised in a thread: they would stop all streams for over 10 ms."""
+TEXT_BYTES_MAX: Final = 6 << 20
+"""Of one text, in UTF-8. It may become as many tokens, and each takes a hundred bytes while it is encoded."""
+TOKENS_MAX: Final = 2 << 20
+"""Of one text. Python's lock is held while their list is made: 30 ms for so many."""
 _LINE_END: Final = "\n"
 
 
@@ -97,11 +102,12 @@ class Tokenizer:
         return len(text) // (4 * self._longest_token_characters)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids; `add_special_tokens` adds what the tokenizer's post-processor says (often BOS)."""
-        # The batch call releases the GIL and computes no offsets.
-        [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        ids: list[int] = encoding.ids
-        return ids
+        """Token ids; `add_special_tokens` adds what the tokenizer's post-processor says (often BOS).
+
+        Raises:
+            ApiError: 400, it is too long, or becomes too many tokens.
+        """
+        return _encode(self._tokenizer, text, add_special_tokens=add_special_tokens)
 
     @functools.cached_property
     def _plain(self) -> tokenizers.Tokenizer:
@@ -112,10 +118,12 @@ class Tokenizer:
         return plain
 
     def encode_plain(self, text: str) -> list[int]:
-        """Token ids of a text in which special tokens are what is written there, like everything else."""
-        [encoding] = self._plain.encode_batch_fast([text], add_special_tokens=False)
-        ids: list[int] = encoding.ids
-        return ids
+        """Token ids of a text in which special tokens are what is written there, like everything else.
+
+        Raises:
+            ApiError: as `encode`.
+        """
+        return _encode(self._plain, text, add_special_tokens=False)
 
     @functools.cached_property
     def leading_ids(self) -> tuple[int, ...]:
@@ -186,3 +194,25 @@ class Tokenizer:
     def token_string(self, token: int) -> str:
         """The tokenizer's own writing of a token ("Ġthe", "▁the"); empty if there is none."""
         return self._tokenizer.id_to_token(token) or ""
+
+
+def _encode(tokenizer: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
+    if 4 * len(text) > TEXT_BYTES_MAX and (size := len(text.encode())) > TEXT_BYTES_MAX:
+        raise ApiError(
+            400,
+            f"a text has {size} bytes in UTF-8; at most {TEXT_BYTES_MAX} are tokenised at once. Please "
+            "shorten it, or send it in parts.",
+            code="string_above_max_length",
+        )
+    # The batch call releases the GIL and computes no offsets.
+    [encoding] = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    if (count := len(encoding)) > TOKENS_MAX:
+        del encoding  # freed here, not where the error is answered
+        raise ApiError(
+            400,
+            f"a text comes to {count} tokens; at most {TOKENS_MAX} are possible. Please "
+            "shorten it, or send it in parts.",
+            code="string_above_max_length",
+        )
+    ids: list[int] = encoding.ids
+    return ids

@@ -28,7 +28,7 @@ from trunkline.router.api.blocks import (
     renamed,
     session_label,
 )
-from trunkline.router.api.body import read_request
+from trunkline.router.api.body import beside_loop, read_request
 from trunkline.router.api.common import check_length, check_model, service_of, start
 from trunkline.router.api.connection import EventStream, while_connected
 from trunkline.router.api.error_forms import anthropic_error
@@ -141,21 +141,18 @@ async def messages(request: Request) -> Response:
     arrived_at = asyncio.get_running_loop().time()
     service.check_admission()
     body = await read_request(request, MessagesRequest, service.config.max_body_bytes, check_fields)
+    fields = {
+        "max_completion_tokens": body.max_tokens,
+        "stop": body.stop_sequences,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "top_k": body.top_k,
+        "response_format": body.response_format(),
+        "whitespace": body.whitespace,
+        "session_id": session_label(request),
+    }
     with renamed(_NAMES):
-        chat, plan = _translated(
-            service,
-            body,
-            {
-                "max_completion_tokens": body.max_tokens,
-                "stop": body.stop_sequences,
-                "temperature": body.temperature,
-                "top_p": body.top_p,
-                "top_k": body.top_k,
-                "response_format": body.response_format(),
-                "whitespace": body.whitespace,
-                "session_id": session_label(request),
-            },
-        )
+        chat, plan = await beside_loop(request, lambda: _translated(service, body, fields))
         job = await job_of(service, chat, plan)
         generation = await while_connected(request, start(service, job, arrived_at))
     writer = _Writer(body.model or service.config.model_name, generation, plan)
@@ -172,7 +169,7 @@ async def count_tokens(request: Request) -> Response:
     """Tokens of the prompt that a conversation comes to."""
     service = service_of(request)
     body = await read_request(request, CountTokensRequest, service.config.max_body_bytes, check_fields)
-    chat, plan = _translated(service, body, {})
+    chat, plan = await beside_loop(request, lambda: _translated(service, body, {}))
     check_length(sum(map(_characters, chat.messages)), "messages")
     return JsonResponse({"input_tokens": len(await prompt_of(service, chat, plan, None))})
 

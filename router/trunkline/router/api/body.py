@@ -8,12 +8,12 @@ from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
 from pydantic import BaseModel, ValidationError
-from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
+from trunkline.router.api.json_slices import PIECE_BYTES, TooManyPartsError, parse_slices
 from trunkline.router.errors import ApiError, bad_value
+from trunkline.router.large_requests import LargeRequests
 
-_OFF_LOOP_BYTES: Final = 256 << 10
 _PYTHON_ONLY: Final = re.compile(r" or instance of \w+| after validation")
 """In pydantic's messages; clients know nothing of this program's classes."""
 
@@ -23,19 +23,22 @@ _SESSION_CHARACTERS_MAX: Final = 128
 """As in the body."""
 
 _Model = TypeVar("_Model", bound=BaseModel)
+_Result = TypeVar("_Result")
 
 
 async def read_body(request: Request, bytes_max: int) -> bytes:
-    """The whole body.
+    """The whole body, counted from its first bytes on (`LargeRequests`).
 
     Raises:
-        ApiError: 413 too large (known from the header, or met while reading), 408 too slow.
+        ApiError: 413 too large (known from the header, or met while reading), 408 too slow, 503 there are too many
+            large ones.
     """
     too_large = ApiError(413, f"the request body is larger than {bytes_max} bytes", code="body_too_large")
     length = request.headers.get("content-length", "")
     if length.isdigit() and int(length[:18]) > bytes_max:
         raise too_large
     seconds_max: float = request.app.state.service.config.body_seconds
+    large = _large_requests(request)
     chunks: list[bytes] = []
     size = 0
     try:
@@ -44,12 +47,19 @@ async def read_body(request: Request, bytes_max: int) -> bytes:
                 size += len(chunk)
                 if size > bytes_max:
                     raise too_large
+                large.hold(request.scope, size)
                 chunks.append(chunk)
     except TimeoutError:
         raise ApiError(408, f"the body did not arrive within {seconds_max:g} s") from None
     except ClientDisconnect:
         raise ApiError(400, "the client left before its body was complete") from None
     return b"".join(chunks)
+
+
+def _large_requests(request: Request) -> LargeRequests:
+    large = request.app.state.service.large_requests
+    assert isinstance(large, LargeRequests)
+    return large
 
 
 def session_header(request: Request) -> str | None:
@@ -72,10 +82,13 @@ def parse_json_object(body: bytes) -> dict[str, Any]:
     """The body as a JSON object. NaN, lone surrogates, absurd numbers and nesting are JSON errors.
 
     Raises:
-        ApiError: 400 saying what and where.
+        ApiError: 400 saying what and where, 413 too many parts.
     """
     try:
-        fields = from_json(body, allow_inf_nan=False)
+        fields = parse_slices(body)
+    except TooManyPartsError as error:
+        message = f"the request body has {error}; one of more than {PIECE_BYTES} bytes must not"
+        raise ApiError(413, message, code="body_too_large") from None
     except ValueError as error:
         raise ApiError(400, f"the request body is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(fields, dict):
@@ -135,7 +148,13 @@ async def read_request(
             check(fields)
         return validate(model, fields)
 
-    return await asyncio.to_thread(parse) if len(body) > _OFF_LOOP_BYTES else parse()
+    return await beside_loop(request, parse)
+
+
+async def beside_loop(request: Request, work: Callable[[], _Result]) -> _Result:
+    """What `work` returns, which has to do with the whole body: done in a thread if that is large."""
+    large = _large_requests(request)
+    return await large.run(work) if large.holds(request.scope) else work()
 
 
 def _to_api_error(error: ValidationError) -> ApiError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 
 from fastapi import APIRouter
 from msgspec import UNSET
@@ -13,9 +13,11 @@ from starlette.responses import Response
 from trunkline.router.api.body import read_request
 from trunkline.router.api.caching import cache_use, truncation_result
 from trunkline.router.api.common import (
+    LOGPROBS_OFF_LOOP,
     Collected,
     check_model,
     collect_choices,
+    logprobs_of,
     make_head,
     optional,
     prompt_scores_of,
@@ -44,6 +46,7 @@ from trunkline.router.api.responses import (
     TextEvents,
     ToolCallPart,
     Usage,
+    encoded,
     event,
 )
 from trunkline.router.api.turn import Together, Turn, open_turn
@@ -110,16 +113,23 @@ class _Answer:
     async def whole(self) -> Response:
         """The answer at once."""
         answers = await collect_choices(self._generation)
-        choices = [self._choice(index, answer) for index, answer in enumerate(answers)]
         if self._turn is not None:
-            await self._turn.store_chat(choices[0].message, answers[0].tokens)
+            [choice] = [self._choice(index, answer) for index, answer in enumerate(answers)]
+            await self._turn.store_chat(choice.message, answers[0].tokens)
+            return self._write([choice])
+        choices = (self._choice(index, answer) for index, answer in enumerate(answers))
+        if logprobs_of(answers, self._count) > LOGPROBS_OFF_LOOP:
+            return await self._service.large_requests.run(lambda: self._write(choices))
+        return self._write(choices)
+
+    def _write(self, choices: Iterable[ChatChoice]) -> Response:
         prompt = self._generation.job.prompt
         return JsonResponse(
             ChatCompletion(
                 id=self._head.id,
                 created=self._head.created,
                 model=self._head.model,
-                choices=choices,
+                choices=[encoded(choice) for choice in choices],
                 usage=usage_of(self._generation),
                 system_fingerprint=self._service.fingerprint,
                 prompt_logprobs=optional(self._prompt_logprobs()),
@@ -179,8 +189,6 @@ class _Answer:
             if self._turn is not None:
                 said += pieces
                 tokens += delta.tokens
-                if not going:  # before the end is told: the next request may follow at once
-                    await self._turn.store_chat(_message(said), tokens)
             parts = b""
             if choices and delta.index in unopened:
                 # The role goes out with the first text, not before: clients time their first chunk.
@@ -188,8 +196,14 @@ class _Answer:
                 parts = self._chunk(role, first=len(unopened) == samples)
                 unopened.remove(delta.index)
             for choice in choices:
-                last = not going and choice is choices[-1] and not self._body.include_usage
-                parts += self._chunk(choice, last=last)
+                is_end = not going and choice is choices[-1]
+                if is_end and self._turn is not None:
+                    if parts:  # all text, before it is known whether the turn is kept
+                        yield parts
+                    # Before the end is told: the next request may follow at once.
+                    await self._turn.store_chat(_message(said), tokens)
+                    parts = b""
+                parts += self._chunk(choice, last=is_end and not self._body.include_usage)
             if parts:
                 yield parts
         if self._body.include_usage:

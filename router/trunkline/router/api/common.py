@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
+from collections.abc import Iterable
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -31,7 +31,13 @@ from trunkline.router.truncation import clip_spans, span_tokens
 _Value = TypeVar("_Value")
 
 TOKENIZE_CHARACTERS_MAX: Final = 4 << 20
-"""A text may become as many tokens as it has bytes, and each takes a hundred bytes while it is encoded."""
+"""Of a text that is tokenised whatever its length; `TEXT_BYTES_MAX` bounds every text."""
+RENDER_CHARACTERS_MAX: Final = 8 << 20
+"""Of a conversation: a template joins them in single calls, during which no other thread runs."""
+LOGPROBS_OFF_LOOP: Final = 20_000
+"""An answer with more is written in a thread."""
+LOGPROBS_OF_PROMPTS_MAX: Final = 1 << 18
+"""Of one request. Each takes some hundred bytes until the answer is written."""
 
 
 class Head(msgspec.Struct, frozen=True):
@@ -177,14 +183,20 @@ async def render_messages(
         ApiError: 400, the template refuses the messages.
     """
     tokenizer = service.tokenizer
-    turns = [message.for_template() for message in messages]
 
     def render() -> str:
+        turns = [message.for_template() for message in messages]
         return tokenizer.render_chat(turns, add_generation_prompt=add_generation_prompt, extra=extra, tools=tools)
 
     try:
-        size = sum(len(turn["content"]) for turn in turns) + 64 * len(turns)
-        return await asyncio.to_thread(render) if size > OFF_LOOP_CHARACTERS else render()
+        size = sum(len(message.content) for message in messages) + 64 * len(messages)
+        if size > RENDER_CHARACTERS_MAX:
+            raise bad_value(
+                "messages",
+                f"`messages` have {size} characters; {RENDER_CHARACTERS_MAX} are allowed. Please shorten them.",
+                code="string_above_max_length",
+            )
+        return await service.large_requests.run(render) if size > OFF_LOOP_CHARACTERS else render()
     except ChatTemplateError as error:
         raise bad_value("messages", str(error)[:1000]) from None
 
@@ -213,6 +225,11 @@ async def collect(service: RouterService, job: Job, arrived_at: float) -> tuple[
     generation = await start(service, job, arrived_at)
     [answer] = await collect_choices(generation)
     return generation, answer
+
+
+def logprobs_of(answers: Iterable[Collected], count: int) -> int:
+    """How many log-probabilities answers have, with `count` alternatives for each token; -1: none at all."""
+    return (count + 1) * sum(len(answer.tokens) for answer in answers)
 
 
 async def collect_choices(generation: Generation) -> list[Collected]:
@@ -270,6 +287,21 @@ def prompt_scores_of(generation: Generation) -> PromptScores | None:
         raise unavailable(f"the engine did not score the prompt: {error}", code="engine_failed") from None
 
 
+def check_scores(job: Job, tokens: int) -> None:
+    """Refuse what says too much of its prompts, which have so many `tokens` together.
+
+    Raises:
+        ApiError: 400.
+    """
+    count = job.sampling.prompt_logprobs + 1
+    if count * tokens > LOGPROBS_OF_PROMPTS_MAX:
+        raise bad_value(
+            "prompt_logprobs",
+            f"`prompt_logprobs` (or `logprobs` with `echo`) asks for {count * tokens} log-probabilities of prompt "
+            f"tokens; {LOGPROBS_OF_PROMPTS_MAX} are possible at once. Please ask for fewer, or for fewer prompts.",
+        )
+
+
 def optional(value: _Value | None) -> _Value | UnsetType:
     """A field that is left out where there is nothing to say."""
     return UNSET if value is None else value
@@ -297,6 +329,7 @@ def job_for(
         ),
         tools=tools,
     )
+    check_scores(job, len(prompt.tokens))
     meter = current_meter()
     return replace(
         job,

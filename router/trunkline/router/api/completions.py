@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Final, NamedTuple
 
+import msgspec
 from fastapi import APIRouter
 from msgspec import UNSET
 from starlette.requests import Request
@@ -14,11 +16,14 @@ from starlette.responses import Response
 from trunkline.router.api.body import read_request
 from trunkline.router.api.caching import cache_use, truncation_result
 from trunkline.router.api.common import (
+    LOGPROBS_OFF_LOOP,
     Collected,
     Head,
     check_model,
+    check_scores,
     encode_text,
     job_for,
+    logprobs_of,
     make_head,
     optional,
     prompt_scores_of,
@@ -26,6 +31,7 @@ from trunkline.router.api.common import (
     usage_of,
 )
 from trunkline.router.api.connection import EventStream, while_connected
+from trunkline.router.api.fairness import Turns
 from trunkline.router.api.logprobs import (
     both_logprobs,
     completion_logprobs,
@@ -45,6 +51,7 @@ from trunkline.router.api.responses import (
     PromptLogprobList,
     TextEvents,
     Usage,
+    encoded,
     event,
 )
 from trunkline.router.api.turn import Together, Turn, open_turn
@@ -52,7 +59,7 @@ from trunkline.router.api.unsupported import check_supported
 from trunkline.router.decoding import check_choices, decoding_of
 from trunkline.router.detokenizer import make_detokenizer
 from trunkline.router.draws import draw_seed
-from trunkline.router.errors import bad_value
+from trunkline.router.errors import ApiError, bad_value
 from trunkline.router.generation import Generation
 from trunkline.router.sampling import Job, Prompt, another_job, check_repeated
 from trunkline.router.service import RouterService
@@ -60,8 +67,10 @@ from trunkline.router.sessions import is_stored
 from trunkline.router.text import Delta, FinishName
 
 routes = APIRouter()
-_OFF_LOOP_SCORES: Final = 20_000
-"""An answer with more log-probabilities of prompts than this is written in a thread."""
+_ECHO_OFF_LOOP_TOKENS: Final = 20_000
+"""An answer that repeats a longer prompt is written in a thread, …"""
+_ANSWERS_OFF_LOOP: Final = 32
+"""… and one to more prompts."""
 
 
 @routes.post("/v1/completions")
@@ -83,8 +92,10 @@ async def completions(request: Request) -> Response:
     work = Together(turn)
     streaming = False
     try:
-        batch = PromptBatch(service, await _jobs(service, body, turn), arrived_at)
+        batch = PromptBatch()
         work = Together(batch, turn)
+        jobs = await _jobs(service, body, turn)
+        await while_connected(request, batch.submit(service, jobs, arrived_at))
         answer = _Answer(service, body, batch, make_head("cmpl", service, body.model), turn)
         if not body.stream:
             return await while_connected(request, answer.whole())
@@ -118,15 +129,17 @@ async def _jobs(service: RouterService, body: CompletionRequest, turn: Turn | No
         return [await completion_job(service, body, body.prompts[0], turn)]
     limits = service.limits
     jobs: list[Job] = []
+    turns = Turns()
     for index, given in enumerate(body.prompts):
         param = f"prompt[{index}]"
         prompt = Prompt(await _encode(service, body, given, param), param)
         if jobs:
             jobs.append(another_job(jobs[0], body, prompt, limits, draw_seed))
-            await asyncio.sleep(0)  # many short prompts are a long one: others get their turn
+            await turns.others()  # many short prompts are a long one
         else:
             jobs.append(job_for(service, body, prompt))
             check_repeated(jobs[0], len(body.prompts))
+    check_scores(jobs[0], sum(len(job.prompt) for job in jobs))
     return jobs
 
 
@@ -181,17 +194,23 @@ class _Answer:
         answers = await self._batch.collect()
         if self._turn is not None:
             await self._turn.store_text(answers[0][0].text, answers[0][0].tokens)
-        jobs = [generation.job for generation in self._batch.generations]
-        scores = sum(len(job.prompt) * (job.sampling.prompt_logprobs + 1) for job in jobs)
-        if scores > _OFF_LOOP_SCORES:
-            return await asyncio.to_thread(self._write, answers)
+        large = any(logprobs_of(collected, self._count) > LOGPROBS_OFF_LOOP for collected in answers)
+        if large or any(map(self._is_large, range(len(answers)))) or len(answers) > _ANSWERS_OFF_LOOP:
+            return await self._service.large_requests.run(lambda: self._write(answers))
         return self._write(answers)
 
+    def _is_large(self, prompt: int) -> bool:
+        """Whether what is said of a prompt takes long to write."""
+        job = self._batch.generations[prompt].job
+        scores = len(job.prompt) * (job.sampling.prompt_logprobs + 1)
+        return scores > LOGPROBS_OFF_LOOP or bool(self._body.echo and len(job.prompt) > _ECHO_OFF_LOOP_TOKENS)
+
     def _write(self, answers: list[list[Collected]]) -> Response:
-        choices: list[CompletionChoice] = []
+        choices: list[msgspec.Raw] = []
         for prompt, collected in enumerate(answers):
             echo = self._echo(prompt)
-            choices += [self._choice(len(choices) + i, prompt, echo, one) for i, one in enumerate(collected)]
+            for one in collected:
+                choices.append(encoded(self._choice(len(choices), prompt, echo, one)))
         return JsonResponse(
             Completion(
                 id=self._head.id,
@@ -229,7 +248,9 @@ class _Answer:
                 if index in opened:
                     yield texts.event(index, delta.text)
                     continue
-            if prompt not in echoes:
+            if prompt not in echoes and self._is_large(prompt):
+                echoes[prompt] = await self._service.large_requests.run(partial(self._echo, prompt))
+            elif prompt not in echoes:
                 echoes[prompt] = self._echo(prompt)
             echo = echoes[prompt]
             going -= delta.finish is not None
@@ -237,7 +258,12 @@ class _Answer:
                 text += delta.text
                 tokens += delta.tokens
                 if not going:  # before the end is told: the next request may follow at once
-                    await self._turn.store_text(text, tokens)
+                    try:
+                        await self._turn.store_text(text, tokens)
+                    except ApiError:
+                        if delta.text:  # all text, though the turn is not kept
+                            yield self._chunk(CompletionChoice(index=0, text=delta.text))
+                        raise
             index = prompt * self._batch.generations[prompt].job.decoding.choices + delta.index
             parts = b""
             if index not in opened:
@@ -266,7 +292,7 @@ class _Answer:
                 id=self._head.id,
                 created=self._head.created,
                 model=self._head.model,
-                choices=list(choices),
+                choices=choices,
                 system_fingerprint=self._service.fingerprint,
                 usage=usage if self._body.include_usage else UNSET,
                 cache=cache_use(*self._batch.generations) if last else UNSET,

@@ -80,6 +80,36 @@ _CONTENT: Final[dict[str, Any]] = {
 }
 
 
+MESSAGES_MAX: Final = 16_384
+"""Of a conversation. Each is checked, translated and rendered, which takes 10 to 20 microseconds."""
+TOOL_CALLS_MAX: Final = MESSAGES_MAX
+"""Of a message."""
+DETOKENIZE_IDS_MAX: Final = 1 << 20
+_SLICE_IDS: Final = 1 << 16
+
+
+def _token_ids(value: Any) -> list[int]:
+    """A long list of token ids; checked here because pydantic's own check would hold Python's lock to its end."""
+    if not isinstance(value, list):
+        raise PydanticCustomError("tokens", "must be a list of token ids")
+    if len(value) > DETOKENIZE_IDS_MAX:
+        raise PydanticCustomError("tokens", f"must have at most {DETOKENIZE_IDS_MAX} token ids, not {len(value)}")
+    for start in range(0, len(value), _SLICE_IDS):
+        part = value[start : start + _SLICE_IDS]
+        if set(map(type, part)) != {int}:
+            index = start + next(i for i, item in enumerate(part) if type(item) is not int)
+            raise PydanticCustomError("tokens", "must be an integer, a token id", {"param": f"tokens[{index}]"})
+    return value
+
+
+_DETOKENIZE_IDS: Final[dict[str, Any]] = {
+    "type": "array",
+    "items": {"type": "integer", "minimum": 0},
+    "maxItems": DETOKENIZE_IDS_MAX,
+}
+DetokenizeIds = Annotated[Any, BeforeValidator(_token_ids), WithJsonSchema(_DETOKENIZE_IDS)]
+
+
 class _Request(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
 
@@ -203,7 +233,7 @@ class Message(BaseModel):
     content: Annotated[Any, BeforeValidator(_content), WithJsonSchema(_CONTENT)]
     """A text; null is taken beside `tool_calls` only."""
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=TOOL_CALLS_MAX, fail_fast=True)] | None = None
     tool_call_id: str | None = None
     """Of a message with role "tool": the call that it answers."""
 
@@ -242,10 +272,13 @@ class Message(BaseModel):
         return fields
 
 
+Messages = Annotated[list[Message], Field(max_length=MESSAGES_MAX, fail_fast=True)]
+
+
 class ChatRequest(GenerationRequest):
     """`POST /v1/chat/completions`."""
 
-    messages: list[Message] = []
+    messages: Messages = []
     """May be left out beside modules, behind which they stand."""
     prompt: ModulesPrompt | None = None
     tools: Tools | None = None
@@ -332,7 +365,7 @@ class TokenizeRequest(_Request):
     """`POST /tokenize`: either `prompt` or `messages`."""
 
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Annotated[Messages, Field(min_length=1)] | None = None
     tools: Tools | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = True
@@ -349,4 +382,4 @@ class TokenizeRequest(_Request):
 class DetokenizeRequest(_Request):
     """`POST /detokenize`."""
 
-    tokens: list[int]
+    tokens: DetokenizeIds

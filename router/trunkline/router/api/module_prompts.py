@@ -120,7 +120,7 @@ async def placed_prompt(
     param = "session_id" if turn is not None else "prompt" if body.pml is None else "pml"
     messages = None
     if isinstance(body, ChatRequest):
-        whole = body.messages if turn is None else turn.messages(body.messages)
+        whole = body.messages if turn is None else await turn.messages(body.messages)
         messages = as_roles(service.tokenizer, whole, plan)
     placed = await place(
         service,

@@ -27,10 +27,11 @@ from trunkline.router.api.blocks import (
     session_label,
     with_names,
 )
-from trunkline.router.api.body import read_request
+from trunkline.router.api.body import beside_loop, read_request
 from trunkline.router.api.caching import cache_use, truncation_result
 from trunkline.router.api.common import check_model, service_of, start
 from trunkline.router.api.connection import EventStream, while_connected
+from trunkline.router.api.models import ChatRequest
 from trunkline.router.api.openai_items import to_messages
 from trunkline.router.api.openai_response_types import (
     Object,
@@ -69,11 +70,11 @@ async def responses(request: Request) -> Response:
     functions = read_flat_tools(body.tools)
     choice = read_choice(body.tool_choice, functions)
     plan = plan_tools(functions, choice, service.tokenizer.tool_style, parallel=body.parallel_tool_calls)
-    messages = to_messages(body.input, body.instructions)
-    with renamed(_NAMES):
-        chat = as_chat(
+
+    def translate() -> ChatRequest:
+        return as_chat(
             {
-                "messages": messages,
+                "messages": to_messages(body.input, body.instructions),
                 "max_completion_tokens": body.max_output_tokens,
                 "temperature": body.temperature,
                 "top_p": body.top_p,
@@ -87,6 +88,9 @@ async def responses(request: Request) -> Response:
                 "session_id": session_label(request),
             }
         )
+
+    with renamed(_NAMES):
+        chat = await beside_loop(request, translate)
         job = await job_of(service, chat, plan)
         generation = await while_connected(request, start(service, job, arrived_at))
     writer = _Writer(body, body.model or service.config.model_name, generation, plan)

@@ -354,7 +354,7 @@ LengthPenalty = Annotated[float, Field(ge=-LENGTH_PENALTY_MAX, le=LENGTH_PENALTY
 EarlyStopping = Annotated[bool | Literal["never"], BeforeValidator(_early_stopping)]
 _TokenId = Annotated[StrictInt, Field(ge=0, le=_INT32_MAX)]
 TokenIds = Annotated[list[_TokenId], Field(max_length=STOP_IDS_MAX)]
-AllowedIds = Annotated[list[_TokenId], Field(min_length=1, max_length=ALLOWED_IDS_MAX)]
+AllowedIds = Annotated[list[_TokenId], Field(min_length=1, max_length=ALLOWED_IDS_MAX, fail_fast=True)]
 Stops = Annotated[Any, BeforeValidator(_stops), WithJsonSchema(_STOPS)]
 BadWords = Annotated[Any, BeforeValidator(_bad_words), WithJsonSchema(_BAD_WORDS)]
 LogitBias = Annotated[Any, BeforeValidator(_logit_bias), WithJsonSchema(_LOGIT_BIAS)]

@@ -54,7 +54,7 @@ async def chat_job(service: RouterService, body: ChatRequest, plan: ToolPlan, tu
         ApiError: 400 naming the parameter.
     """
     policy = policy_of(body, turn)
-    messages = body.messages if turn is None else turn.messages(body.messages)
+    messages = body.messages if turn is None else await turn.messages(body.messages)
     rendering = Rendering(
         body.add_generation_prompt, body.add_special_tokens, body.chat_template_kwargs, plan.template_tools
     )

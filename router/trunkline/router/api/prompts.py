@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Sequence
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from typing import Any, Final, TypeVar
 
 from trunkline.router.api.common import Collected, collect_choices
+from trunkline.router.api.fairness import Turns
 from trunkline.router.errors import ApiError
 from trunkline.router.generation import Generation
 from trunkline.router.sampling import Job
@@ -14,34 +15,58 @@ from trunkline.router.service import RouterService
 from trunkline.router.text import Delta
 
 _T = TypeVar("_T")
+_TASKS_PER_TURN: Final = 64
 
 
-async def _gather(work: Sequence[Coroutine[Any, Any, _T]]) -> list[_T]:
+async def _gather(work: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
     """All results; if one fails the others are cancelled."""
-    tasks = [asyncio.ensure_future(each) for each in work]
+    tasks: list[asyncio.Future[_T]] = []
     try:
+        await _begin_all(tasks, work)
         return await asyncio.gather(*tasks)
     finally:
-        for task in tasks:
+        await _end_all(tasks)
+
+
+async def _begin_all(tasks: list[asyncio.Future[_T]], work: Iterable[Coroutine[Any, Any, _T]]) -> None:
+    """Put a task for each piece of work into `tasks`: a few at a time, as all that are new run in one turn."""
+    for each in work:
+        tasks.append(asyncio.ensure_future(each))
+        if len(tasks) % _TASKS_PER_TURN == 0:
+            await asyncio.sleep(0)
+
+
+async def _end_all(tasks: Sequence[asyncio.Future[Any]]) -> None:
+    """Cancel what still runs, and wait for its end."""
+    for start in range(0, len(tasks), _TASKS_PER_TURN):
+        some = tasks[start : start + _TASKS_PER_TURN]
+        for task in some:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*some, return_exceptions=True)
 
 
 class PromptBatch:
     """All generations of one request, in the order of its prompts. Call `close` in the end, whatever happened."""
 
-    def __init__(self, service: RouterService, jobs: Sequence[Job], arrived_at: float) -> None:
-        """Submit all jobs or none. `arrived_at`: the request's loop time in seconds.
+    def __init__(self) -> None:
+        self.generations: list[Generation] = []
+
+    async def submit(self, service: RouterService, jobs: Sequence[Job], arrived_at: float) -> None:
+        """Submit all jobs or none. Others get their turn in between: a thousand take a fifth of a second.
+
+        Args:
+            arrived_at: the request's loop time in seconds.
 
         Raises:
             ApiError: 503 or 429, they cannot be taken on now.
         """
         service.check_admission(len(jobs))
-        self.generations: list[Generation] = []
+        turns = Turns()
         try:
             for job in jobs:
                 self.generations.append(service.generate(job, arrived_at))
-        except ApiError:
+                await turns.others()
+        except BaseException:  # cancellation included: the client left
             self.close()
             raise
 
@@ -56,8 +81,9 @@ class PromptBatch:
         Raises:
             ApiError: one was refused; all are given up.
         """
-        tasks = [asyncio.ensure_future(self._begin(index)) for index in range(len(self.generations))]
+        tasks: list[asyncio.Future[None]] = []
         try:
+            await _begin_all(tasks, map(self._begin, range(len(self.generations))))
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
@@ -65,9 +91,7 @@ class PromptBatch:
             self.close()
             raise
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await _end_all(tasks)
 
     async def collect(self) -> list[list[Collected]]:
         """The choices of each prompt, whole.
@@ -76,7 +100,7 @@ class PromptBatch:
             ApiError: one failed; all are given up.
         """
         try:
-            return await _gather([self._collect(index) for index in range(len(self.generations))])
+            return await _gather(map(self._collect, range(len(self.generations))))
         finally:
             self.close()
 
@@ -92,9 +116,10 @@ class PromptBatch:
             return
         # A small queue: tokens that nobody reads yet wait in their streams, where they become one delta.
         queue: asyncio.Queue[tuple[int, Delta] | Exception | None] = asyncio.Queue(len(self.generations))
-        tasks = [asyncio.ensure_future(self._pump(index, queue)) for index in range(len(self.generations))]
-        running = len(tasks)
+        tasks: list[asyncio.Future[None]] = []
+        running = len(self.generations)
         try:
+            await _begin_all(tasks, (self._pump(index, queue) for index in range(running)))
             while running:
                 item = await queue.get()
                 if isinstance(item, Exception):
@@ -105,9 +130,7 @@ class PromptBatch:
                     yield item
         finally:
             self.close()
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await _end_all(tasks)
 
     async def _begin(self, index: int) -> None:
         try:

@@ -161,7 +161,8 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     object: Literal["chat.completion"] = "chat.completion"
     created: int
     model: str
-    choices: list[ChatChoice]
+    choices: list[msgspec.Raw]
+    """Each a `ChatChoice`, encoded already."""
     usage: Usage
     system_fingerprint: str
     prompt_logprobs: PromptLogprobList | UnsetType = UNSET
@@ -229,7 +230,8 @@ class Completion(msgspec.Struct, kw_only=True):
     object: Literal["text_completion"] = "text_completion"
     created: int
     model: str
-    choices: list[CompletionChoice]
+    choices: Sequence[CompletionChoice | msgspec.Raw]
+    """Raw: encoded already."""
     system_fingerprint: str
     usage: Usage | UnsetType | None = UNSET
     cache: CacheUse | UnsetType = UNSET
@@ -243,6 +245,12 @@ class JsonResponse(Response):
 
     def __init__(self, content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(_encode(content), status_code=status, headers=headers)
+
+
+def encoded(content: Any) -> msgspec.Raw:
+    """A part of an answer as JSON. An answer of many large parts is encoded part by part: while a single call
+    encodes, no other thread of the process runs."""
+    return msgspec.Raw(_encode(content))
 
 
 def event(content: Any) -> bytes:

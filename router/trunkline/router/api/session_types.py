@@ -11,7 +11,7 @@ from pydantic.json_schema import WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from trunkline.kvstore.cuts import DROPS_MAX
-from trunkline.router.api.models import Message
+from trunkline.router.api.models import Messages
 from trunkline.router.api.parameters import Metadata, ModulesPrompt, SessionId, SessionTtl, Trailing, Truncation
 from trunkline.router.errors import bad_value
 from trunkline.router.history import Session, SessionModules
@@ -75,7 +75,7 @@ class SessionRequest(SessionUpdate):
     model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
 
     model: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Annotated[Messages, Field(min_length=1)] | None = None
     """What the conversation begins with."""
     pml: str | None = None
     """A prompt of modules that stands in front of every turn …"""

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from starlette.requests import Request
 
 from trunkline.kvstore.layout import pack_int32
-from trunkline.router.api.body import parse_json_object, read_body, read_request, validate
+from trunkline.router.api.body import beside_loop, parse_json_object, read_body, read_request, validate
 from trunkline.router.api.common import check_length, check_model, render_messages, service_of
 from trunkline.router.api.models import Message
 from trunkline.router.api.module_prompts import as_roles, place
@@ -169,7 +169,11 @@ async def fork_session(request: Request, session_id: str) -> JsonResponse:
     """A copy that goes on by itself. Both have the same tokens, so they share all KV up to here."""
     service = service_of(request)
     content = await read_body(request, service.config.max_body_bytes)
-    body = validate(ForkRequest, parse_json_object(content) if content.strip() else {})
+
+    def parse() -> ForkRequest:
+        return validate(ForkRequest, parse_json_object(content) if content.strip() else {})
+
+    body = await beside_loop(request, parse)
     source = await service.sessions.get(_checked(session_id))
     fork = replace(source.session, parent=session_id)
     body.apply(fork)
@@ -197,7 +201,7 @@ async def prefetch_session(request: Request, session_id: str) -> JsonResponse:
 async def _prefetch_modules(
     service: RouterService, session_id: str, session: Session, given: SessionModules
 ) -> SessionPrefetch:
-    messages = as_roles(service.tokenizer, stored_messages(session))
+    messages = as_roles(service.tokenizer, await stored_messages(service, session))
     placed = await place(service, given, "session_id", messages, add_generation_prompt=True)
     own = placed.prompt.own.tolist()[: placed.prompt.messages_from] + session.ids()
     found = await service.sessions.prefetch(
@@ -221,7 +225,7 @@ async def _drops(service: RouterService, session: Session, tokens: list[int]) ->
     head = 0
     overflows = len(tokens) - span_tokens(discards) + room > context
     if policy is not None and policy.keep_instructions and session.messages and overflows:
-        messages = stored_messages(session)
+        messages = await stored_messages(service, session)
         head = await instruction_tokens(service, Rendering(), messages, session.text, tokens)
     try:
         return plan_cut(len(tokens), context, room, policy, head=head, discards=discards).drops
@@ -269,7 +273,7 @@ async def _message_span(service: RouterService, session: Session, index: int) ->
     Raises:
         ApiError: 400, there is no such message, or its tokens cannot be told from others.
     """
-    messages = stored_messages(session)
+    messages = await stored_messages(service, session)
     if index >= len(messages):
         raise bad_value(
             "messages", f"`messages`: there is no message {index}; the session has {len(messages)} of them"

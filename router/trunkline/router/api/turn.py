@@ -24,6 +24,8 @@ from trunkline.router.sessions import Lease, is_stored
 from trunkline.router.truncation import Span, clip_spans
 
 _FORMS: Final = {"chat": "conversations (/v1/chat/completions)", "text": "texts (/v1/completions)"}
+_MESSAGES_OFF_LOOP: Final = 500
+"""More are read in a thread: each takes some 10 microseconds."""
 _MESSAGE_BYTES: Final = 256
 """Of a message in a record, besides its text."""
 
@@ -50,6 +52,7 @@ class Turn:
         """
         self.session = lease.session
         """As it was before; changed by `store_chat` and `store_text` only."""
+        self._service = service
         self._tokenizer = service.tokenizer
         self._lease = lease
         self._form: Form = form
@@ -73,10 +76,10 @@ class Turn:
         """Tokens of the prompt that the session's client does not want to be seen any more."""
         return clip_spans(self.session.discards, min(self.reused_tokens, len(self._known.tokens) - 1))
 
-    def messages(self, new: list[Message]) -> list[Message]:
+    async def messages(self, new: list[Message]) -> list[Message]:
         """The whole conversation: the history and what the request adds."""
         self._new = new
-        return stored_messages(self.session) + new
+        return await stored_messages(self._service, self.session) + new
 
     async def tokens_of(self, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of a conversation's text: the history's own as far as it begins with the history."""
@@ -201,9 +204,13 @@ async def open_turn(service: RouterService, body: ChatRequest | CompletionReques
         raise
 
 
-def stored_messages(session: Session) -> list[Message]:
+async def stored_messages(service: RouterService, session: Session) -> list[Message]:
     """The messages of a session."""
-    return [Message.model_validate(message) for message in session.messages]
+
+    def read() -> list[Message]:
+        return [Message.model_validate(message) for message in session.messages]
+
+    return await service.large_requests.run(read) if len(session.messages) > _MESSAGES_OFF_LOOP else read()
 
 
 def _as_stored(answer: ChatMessage) -> dict[str, Any]:

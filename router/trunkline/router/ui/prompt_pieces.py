@@ -100,7 +100,7 @@ async def _chat(service: RouterService, body: ChatRequest, turn: Turn | None) ->
         placed, _, _ = await placed_prompt(service, body, plan, turn)
         return await _of_modules(service, placed, await modules_job(service, body, plan, turn))
     job = await chat_job(service, body, plan, turn)
-    messages = body.messages if turn is None else turn.messages(body.messages)
+    messages = body.messages if turn is None else await turn.messages(body.messages)
     rendering = Rendering(
         body.add_generation_prompt, body.add_special_tokens, body.chat_template_kwargs, plan.template_tools
     )
