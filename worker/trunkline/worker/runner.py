@@ -367,6 +367,7 @@ def _rehearse(
     limits = StepLimits(config.token_budget, config.max_rows, longest, config.chunk_size)
     try:
         runner = make(msgspec.structs.replace(config, host_memory_bytes=0), POOL_BLOCKS)
+        runner.pool.data.zero_()  # what is read is of no interest, but should be numbers
         for plan in rehearsal(limits, config.epoch):
             runner.execute(plan)
     except torch.OutOfMemoryError as error:
