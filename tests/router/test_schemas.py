@@ -340,6 +340,38 @@ def test_bombs_disturb_nobody(
     assert not fake.behaviour.modules.calls
 
 
+def many_scaffolds(count: int) -> str:
+    """200 modules and `count` scaffolds over 199 of them: each computes its members once more."""
+    modules = "".join(f"<module name='m{i}'>x</module>" for i in range(200))
+    scaffolds = "".join(
+        f"<scaffold name='s{j}' modules='{' '.join(f'm{i}' for i in range(200) if i != j)}'/>"
+        for j in range(count)
+    )
+    return f"<schema name='many'>{modules}{scaffolds}</schema>"
+
+
+def test_what_no_client_would_wait_for_is_not_begun(http: httpx.Client, fake: FakeController) -> None:
+    """By what the call computes, not by what it says: each scaffold is a short text and long work."""
+    answer = http.post("/v1/schemas", json={"pml": many_scaffolds(200)})
+    assert error_of(answer) == (400, "E_SCHEMA_TOO_LONG", "pml")
+    error = answer.json()["error"]
+    texts = error["got"] // 64
+    assert texts > 200 + 199 * 200 / 2, "those behind the module that is left out, for each"
+    assert error["limit"] == 1 << 20
+    for told in (f"{texts} texts", "200 scaffolds", str(error["got"]), str(error["limit"]), '"warm": false'):
+        assert told in error["message"]
+    assert not fake.behaviour.modules.calls
+    assert http.get("/v1/schemas/many").status_code == 404
+    assert post(http, many_scaffolds(3))["status"] == "ready"
+    post(http, many_scaffolds(200), warm=False)
+    calls = [call.op for call in fake.behaviour.modules.calls]
+    answer = http.patch("/v1/schemas/many", json={"pin": True})
+    assert error_of(answer) == (400, "E_SCHEMA_TOO_LONG", "schema")
+    assert [call.op for call in fake.behaviour.modules.calls] == calls
+    assert http.get("/v1/schemas/many").json()["pin"] is False
+    assert http.patch("/v1/schemas/many", json={"ttl": 60}).status_code == 200
+
+
 def test_errors_tell_the_place(http: httpx.Client) -> None:
     error = http.post("/v1/schemas", json={"pml": '<schema name="x">\n  <module/>\n</schema>'}).json()["error"]
     assert (error["code"], error["line"], error["column"]) == ("E_NAME", 2, 3)

@@ -82,6 +82,8 @@ async def create_schema(request: Request) -> JsonResponse:
     )
     with service.schemas.errors_of("pml" if body.json_ is None else "json"):
         ready = await while_connected(request, service.schemas.compile(definition, service.limits.max_context))
+        if body.warm is not False:
+            pml.check_encoding(ready.schema)
     schema = await service.schemas.put(ready.schema.name, cache_salt(body.cache_salt), definition, ready)
     if body.warm is False:
         return await _told(service, schema, await service.schemas.look(schema), status=201)
@@ -130,8 +132,11 @@ async def update_schema(request: Request, schema_id: str) -> JsonResponse:
             definition.pin = body.pin
 
     salt = cache_salt(body.cache_salt) if body.cache_salt else _salt_asked(request)
+    context = service.limits.max_context
     with service.schemas.errors_of("schema"):
-        schema = await service.schemas.change(schema_id, salt, service.limits.max_context, change)
+        if body.pin:
+            pml.check_encoding((await service.schemas.get(schema_id, salt, context)).compiled)
+        schema = await service.schemas.change(schema_id, salt, context, change)
     if body.pin is False:
         service.schemas.unpin(schema.key)
     # Pinned texts are kept for the schema's time: a new one is told as well.

@@ -17,7 +17,7 @@ from trunkline.router.pml.json_form import prompt_from_json, prompt_to_json, sch
 from trunkline.router.pml.layout import compile_schema
 from trunkline.router.pml.tokens import PmlTokenizer
 from trunkline.router.pml.tree import PromptDocument, SchemaDocument
-from trunkline.router.pml.wire import hint_layout, texts_message, to_layout
+from trunkline.router.pml.wire import check_encoding, hint_layout, texts_message, to_layout
 from trunkline.router.pml.xml_form import parse_prompt, parse_schema, prompt_to_xml, schema_to_xml
 
 __all__ = [
@@ -36,6 +36,7 @@ __all__ = [
     "PromptPiece",
     "RoleTemplateError",
     "SchemaDocument",
+    "check_encoding",
     "compile_prompt",
     "compile_schema",
     "hint_layout",

@@ -3,17 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Final
 
 import numpy as np
 
 from trunkline.controller.messages import ModuleText, PromptLayout
 from trunkline.kvstore.layout import pack_int32
 from trunkline.router.pml.compiled import CompiledPrompt, CompiledSchema, Span
+from trunkline.router.pml.errors import ErrorCode, PmlError
+
+ENCODE_TOKENS_MAX: Final = 1 << 20
+"""Computed in one call."""
+TEXT_TOKENS_MIN: Final = 64
+"""What a short text counts as: it costs a step's row and a block like one of this length."""
 
 
 def texts_message(schema: CompiledSchema) -> list[ModuleText]:
     """All texts of a schema, scaffolds' versions included, in the order of `schema.texts`."""
     return [ModuleText(pack_int32(text.tokens), text.position, text.parent) for text in schema.texts]
+
+
+def check_encoding(schema: CompiledSchema) -> None:
+    """Refuse to have all of a schema computed in one call, if that is so much that no client would wait for it.
+
+    Raises:
+        PmlError: E_SCHEMA_TOO_LONG, with the numbers (`got`, `limit`).
+    """
+    work = sum(max(len(text.tokens), TEXT_TOKENS_MIN) for text in schema.texts)
+    if work > ENCODE_TOKENS_MAX:
+        count, scaffolds = len(schema.texts), len(schema.scaffolds)
+        message = (
+            f"its {count} texts (of modules, and once more of {scaffolds} scaffolds) are work for {work} tokens, "
+            f"each counted as {TEXT_TOKENS_MIN} at least; {ENCODE_TOKENS_MAX} are allowed in one call. Use fewer "
+            'or smaller scaffolds, or several schemas; or send `"warm": false`: requests compute what they need'
+        )
+        raise PmlError(ErrorCode.SCHEMA_TOO_LONG, message, extra={"got": work, "limit": ENCODE_TOKENS_MAX})
 
 
 def to_layout(prompt: CompiledPrompt, ttl: float = 0.0) -> PromptLayout:
