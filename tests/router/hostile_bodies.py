@@ -59,7 +59,7 @@ HOSTILE: Final[dict[str, Hostile]] = {
     "ids": Hostile("/detokenize", _many(b'{"tokens":[', b"5", b"]}", 9 * _MIB)),
     "a million ids": Hostile("/detokenize", _many(b'{"tokens":[', b"2005", b"]}", 5 * _MIB), (200,)),
     "an id that is none": Hostile("/detokenize", _many(b'{"tokens":[', b"5", b',"a"]}', 2 * _MIB)),
-    "prose": Hostile("/tokenize", _json(prompt="os.path.join(a, b) " * 200_000, return_token_strs=True), (200,)),
+    "prose": Hostile("/tokenize", _json(prompt="os.path.join(a, b) " * 140_000, return_token_strs=True), (200,)),
     "emoji": Hostile("/tokenize", _text(b'{"prompt":"', _EMOJI.encode(), b'"}')),
     "emoji that fit": Hostile("/tokenize", _text(b'{"prompt":"', _EMOJI.encode(), b'"}', 6 * _MIB)),
     "messages to tokenize": Hostile("/tokenize", _json(messages=[_SAID] * 16_000), (200,)),
@@ -78,7 +78,7 @@ HOSTILE: Final[dict[str, Hostile]] = {
     "escapes that fit": Hostile(_CHAT, _text(_USER, b"\\u00e9", b'"}]}', 12 * _MIB)),
     "mixed widths": Hostile(_CHAT, _text(_USER, b"aaaaaaaaaaaa" + _EMOJI.encode(), b'"}]}', 12 * _MIB)),
     "text to cut": Hostile(
-        _PLAIN, _json(prompt="x " * (2 * _MIB - 8), truncate_prompt_tokens=100, max_tokens=1), (200,)
+        _PLAIN, _json(prompt="x " * (_MIB - 8), truncate_prompt_tokens=100, max_tokens=1), (200,)
     ),
     "nesting": Hostile(_CHAT, lambda: b'{"a":' + b"[" * 8_000_000 + b"]" * 8_000_000 + b"}"),
     "nesting in the loop": Hostile(_CHAT, lambda: b'{"a":' + b"[" * 30_000 + b"]" * 30_000 + b"}"),

@@ -29,8 +29,8 @@ OFF_LOOP_CHARACTERS: Final = 64 << 10
 """Texts longer than this are tokenised in a thread: they would stop all streams for over 10 ms."""
 TEXT_BYTES_MAX: Final = 6 << 20
 """Of one text, in UTF-8. It may become as many tokens, and each takes a hundred bytes while it is encoded."""
-TOKENS_MAX: Final = 2 << 20
-"""Of one text. Python's lock is held while their list is made: 30 ms for so many."""
+TOKENS_MAX: Final = 1 << 20
+"""Of one text. Python's lock is held while their list is made: 20 to 40 ms for so many."""
 _LINE_END: Final = "\n"
 
 
