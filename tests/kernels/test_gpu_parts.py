@@ -89,9 +89,11 @@ def test_all_that_parts_import_is_imported_at_the_start() -> None:
 
 
 def test_checks_name_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_checks, "random_trial", small_trial)
+    """One round itself is executed by the part `start`."""
+    monkeypatch.setattr(gpu_checks, "one_round", lambda *_: iter([("an op", 1e-6), ("an op", 1e-5)]))
     found = found_by(gpu_checks.check_all, (64,), 1)
     assert {result["case"]["dtype"] for result in found.results} == {"float32", "bfloat16", "float16"}
+    assert {result["value"] for result in found.results if result["metric"] == "relative_error_max"} == {1e-5}
     assert found.problems == []
     monkeypatch.setattr(gpu_checks, "one_round", lambda *_: iter([("an op", float("inf"))]))
     assert "an op in float16 is off by inf" in " ".join(found_by(gpu_checks.check_all, (64,), 1).problems)
