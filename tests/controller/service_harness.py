@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -35,6 +35,14 @@ BLOCKS, CHUNK = 32, 4
 NO_LIMIT = 1 << 30
 
 
+class Failure(NamedTuple):
+    """Of rank 1."""
+
+    reason: str
+    comes_last: bool
+    """It is reported when the connection of rank 0 has been closed, not before."""
+
+
 class Ranks(threading.Thread):
     """Both ranks of a group in one thread; rank 0 answers with what the simulated workers compute."""
 
@@ -51,10 +59,8 @@ class Ranks(threading.Thread):
         self.steps_seen = [0] * config.tp
         self.shut_down = threading.Event()
         self.leave = threading.Event()
-        self.fail_with = ""
-        """With this reason rank 1 fails, …"""
-        self.fails_last = False
-        """… after the connection of rank 0 has been closed, not before."""
+        self.failure: Failure | None = None
+        """What rank 1 fails with."""
         self.blocks = blocks
         self.incarnations = [os.urandom(16) for _ in range(config.tp)]
         self.epoch = 0
@@ -94,10 +100,10 @@ class Ranks(threading.Thread):
         for plan in self.plans:
             poller.register(plan, zmq.POLLIN)
         while not self.leave.is_set():
-            if self.fail_with:
-                if self.fails_last:
+            if self.failure is not None:
+                if self.failure.comes_last:
                     self.plans[0].close(linger=0)
-                self.send(WorkerFailed(1, self.fail_with, self.incarnations[1]))
+                self.send(WorkerFailed(1, self.failure.reason, self.incarnations[1]))
                 break
             for ready, _ in poller.poll(20):
                 self.receive(self.plans.index(ready))

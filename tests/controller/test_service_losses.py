@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
-from controller.service_harness import Router, group_config, run_controller, start_ranks
+from controller.service_harness import Failure, Router, group_config, run_controller, start_ranks
 from msgspec.structs import replace
 from simulation.oracle import expected_output
 
@@ -81,14 +81,13 @@ def test_failed_rank_says_why(
 ) -> None:
     """And all ranks are told to leave."""
     ranks = start_ranks(config, answer=False)
-    ranks.fails_last = fails_last
     watchdog = router.context.socket(zmq.SUB)
     watchdog.subscribe(LEAVE_TOPIC)
     watchdog.connect(config.plan_endpoint)
     router.wait_state("ready")
     router.submit(1, [1, 2, 3], 9)
     router.wait_running(1)
-    ranks.fail_with = "out of memory"
+    ranks.failure = Failure("out of memory", comes_last=fails_last)
     assert "worker rank 1 failed: out of memory" in router.wait_state("starting").detail
     while True:
         assert watchdog.poll(5000)
