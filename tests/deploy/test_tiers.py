@@ -267,6 +267,32 @@ def test_no_record_is_ever_deleted(base: Path) -> None:
     assert str(groups[1]) + ";" not in said
 
 
+def test_what_fitted_once_still_fits_when_records_have_grown(base: Path, room: dict[str, int]) -> None:
+    room["free"] = room["total"] = 64 * MIB
+    with disk_folders(plan(base, size=62 * MIB)) as disk:
+        before = disk.rank_bytes
+    disk.records[0].write_bytes(os.urandom(20 * MIB))
+    room["free"] -= 20 * MIB
+    with disk_folders(plan(base, size=62 * MIB)) as disk:
+        assert 19 * MIB < 2 * (before - disk.rank_bytes) < 21 * MIB
+    disk.records[0].write_bytes(os.urandom(40 * MIB))
+    room["free"] -= 20 * MIB
+    with pytest.raises(UserError, match="of which this server gets 31 MiB, but there is room for"):
+        disk_folders(plan(base, size=62 * MIB)).__enter__()
+
+
+def test_the_least_size_that_is_taken_is_had(base: Path) -> None:
+    """Whatever others left, and however many records there are."""
+    with pytest.raises(UserError, match="need 65 KiB at least"):
+        plan(base, size=64 << 10)
+    (other,) = leave(base, OTHER, 24 << 10, when=1000.0)
+    with disk_folders(plan(base, size=MIB)) as disk:
+        disk.records[0].write_bytes(bytes(MIB))
+    with disk_folders(plan(base, size=65 << 10)) as disk:
+        assert disk.rank_bytes >= 4096 + 2 * (4096 + 4096)  # the slab's header, two chunks with their records
+    assert not other.exists()
+
+
 def test_folders_of_former_groups_count_too(base: Path) -> None:
     groups = leave(base, MINE, 20 * MIB, when=1000.0, groups=3)
     with disk_folders(plan(base, size=64 * MIB)) as disk:

@@ -16,9 +16,11 @@ however it ends. In its own cache folder it takes the first ones that are free, 
 each other; where somebody named the folder, that another server uses it is an error.
 
 What KV other configurations left in PATH counts towards SIZE: they keep up to half of it, the last used first, and
-the rest is deleted. So what unused folders and this server have together never exceeds SIZE. Records do not count,
-and stay: KV can be computed again, they cannot. Earlier versions had them in `index.sqlite`; where that is so, it
-stays, too, until its configuration is served again and the controller moves them (`controller/persistence.py`).
+the rest is deleted. So what unused folders and this server have together never exceeds SIZE. Records count, too,
+up to half of SIZE, but stay, however many they are: KV can be computed again, they cannot.
+
+Earlier versions had records in `index.sqlite`. Where that is so, it stays, too, until its configuration is served
+again and the controller moves them (`controller/persistence.py`).
 """
 
 from __future__ import annotations
@@ -207,20 +209,26 @@ class _Division:
     superfluous: list[_Unused]
 
 
-def _divide(size: int, free: int, left_alone: int, ours: int, unused: list[_Unused]) -> _Division:
+def _divide(
+    size: int, free: int, left_alone: int, ours: int, unused: list[_Unused], records: int, least: int
+) -> _Division:
     """
     Args:
         size: of `--disk-tier`; 0: it was not given.
         free: bytes on the disk.
         left_alone: bytes that stay free.
-        ours: bytes in the folders of this server.
+        ours: bytes of KV in the folders of this server.
+        records: bytes of all records: the more they are, the less KV there may be, so that a size that fitted once
+            still does. They take half of it at most.
+        least: bytes of KV without which this server has no use for a disk tier.
     """
-    present = ours + sum(folder.used for folder in unused)
+    present = ours + records + sum(folder.used for folder in unused)
     # What is there already counts as free: else the default would shrink with every start.
     size = size or min(DEFAULT_BYTES_MAX, int((free + present) * DEFAULT_SHARE))
+    size = max(size - records, size // 2, min(size, least))
     kept, superfluous = 0, []
     for folder in sorted(unused, reverse=True):  # the last used first
-        if kept + folder.used <= size // 2:
+        if kept + folder.used <= min(size // 2, size - least):
             kept += folder.used
         else:
             superfluous.append(folder)
@@ -239,7 +247,8 @@ def _bound(plan: DiskPlan, found: DiskFolders) -> None:
     disk = shutil.disk_usage(plan.base)
     left_alone = min(FREE_BYTES_MIN, disk.total // _FREE_SHARE)
     size = plan.option.size_bytes if plan.option is not None else 0
-    division = _divide(size, disk.free, left_alone, ours, unused)
+    records = sum(_used_bytes(folder) for folder in (plan.base / _RECORDS).iterdir() if folder.is_dir())
+    division = _divide(size, disk.free, left_alone, ours, unused, records, _least_bytes(plan))
     if size and division.available < division.wanted:
         raise UserError(
             f"--disk-tier asks for {format_bytes(size)} in {plan.base}, of which this server gets "
