@@ -396,8 +396,11 @@ def test_a_rank_that_is_refused_ends(setup: Setup) -> None:
     assert isinstance(hello, WorkerHello)
     assert {name: hello.terms[name] for name in ("tp", "dtype")} == {"tp": "1", "dtype": "float32"}
     refused = Refused(hello.incarnation, "rank 0 has another dtype")
-    controller.plans.send_multipart([rank_topic(0, hello.incarnation), msgspec.msgpack.encode(refused)])
-    assert process.wait(timeout=10) == 1
+    topic = rank_topic(0, hello.incarnation)
+    while controller.plans.poll(30_000) and controller.plans.recv() != b"\x01" + topic:
+        pass  # what is sent before the subscription has come is lost
+    controller.plans.send_multipart([topic, msgspec.msgpack.encode(refused)])
+    assert process.wait(timeout=30) == 1
 
 
 def test_an_ended_epoch_is_left_from_within_a_collective(setup: Setup) -> None:
@@ -428,6 +431,20 @@ def test_what_can_never_work_has_an_exit_code_of_its_own(setup: Setup) -> None:
         assert failed.reason == "device is 'cuda', but torch finds no CUDA device"
         assert not failed.is_consequence
         assert process.wait(timeout=10) == EXIT_CONFIG
+
+
+def test_a_model_that_can_never_be_served_has_that_code_too(setup: Setup, tmp_path: Path) -> None:
+    """But one whose files are away may be back at the next start."""
+    setup.model = tmp_path / "away"
+    controller = setup.controller()
+    process = setup.start()
+    assert "is not a model folder" in controller.wait_for(WorkerFailed)[0].reason
+    assert process.wait(timeout=10) == 1
+    setup.model.mkdir()
+    (setup.model / "config.json").write_text('{"architectures": ["NoSuchModel"], "model_type": "none"}')
+    process = setup.start()
+    assert "NoSuchModel" in controller.wait_for(WorkerFailed)[0].reason
+    assert process.wait(timeout=10) == EXIT_CONFIG
 
 
 def test_a_rank_that_gives_up_keeps_its_exit_code(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -465,7 +482,7 @@ def test_bad_model_and_bad_config_are_reported(setup: Setup) -> None:
     (setup.model / "model.safetensors").unlink()
     process = setup.start()
     assert "safetensors" in controller.wait_for(WorkerFailed)[0].reason
-    assert process.wait(timeout=10) == 1
+    assert process.wait(timeout=10) == EXIT_CONFIG
     path = setup.folder / "bad.json"
     path.write_text(json.dumps({"model": "x", "plan_endpoint": "", "report_endpoint": "", "tp": 0}))
     done = subprocess.run(

@@ -41,3 +41,12 @@ class PeerLostError(WorkerError):
 
 class RefusedError(WorkerError):
     """The controller does not take this rank into its group: it is configured for another one."""
+
+
+def can_never_work(error: Exception) -> bool:
+    """Return whether a rank that fails with this error would fail again however often it is started: what its
+    configuration or its model says is wrong. Files that the system could not read may be there the next time.
+    """
+    return isinstance(error, ConfigError) or (
+        isinstance(error, ModelError) and not isinstance(error.__cause__, OSError)
+    )

@@ -44,7 +44,7 @@ from trunkline.deploy.tracing import start as start_tracing
 from trunkline.deploy.wire_keys import Role
 from trunkline.deploy.wire_peer import HANDSHAKE_FAILED, WirePeer
 from trunkline.worker.config import WorkerConfig
-from trunkline.worker.errors import ConfigError, PeerLostError, PlanError, RefusedError, WorkerError
+from trunkline.worker.errors import PeerLostError, PlanError, RefusedError, WorkerError, can_never_work
 from trunkline.worker.messages import (
     LEAVE_TOPIC,
     CompileGrammar,
@@ -350,17 +350,17 @@ def serve(config: WorkerConfig, load: Callable[[WorkerConfig, Callable[[str, flo
     except RefusedError as error:  # the controller knows
         log.error(str(error))
         return 1
-    except ConfigError as error:
-        watchdog.give_up(EXIT_CONFIG)
-        log.error("this configuration cannot work", error=str(error))
-        link.offer(WorkerFailed(config.rank, str(error), link.incarnation))
-        return EXIT_CONFIG
     except Exception as error:  # whatever it is, the controller must hear of it
-        watchdog.give_up(1)
-        log.error("rank failed", error=str(error), exc_info=True)
+        is_final = can_never_work(error)
+        code = EXIT_CONFIG if is_final else 1
+        watchdog.give_up(code)
+        if is_final:
+            log.error("this configuration cannot work", error=str(error))
+        else:
+            log.error("rank failed", error=str(error), exc_info=True)
         reason = str(error) if isinstance(error, WorkerError) else f"{type(error).__name__}: {error}"
         link.offer(WorkerFailed(config.rank, reason, link.incarnation))
-        return 1
+        return code
     finally:
         watchdog.stop()
         link.close()
