@@ -111,7 +111,10 @@ def read_all(port: int, streams: int, tokens: int) -> list[list[float]]:
     body = json.dumps(
         {"prompt": [5, 6, 7], "max_tokens": tokens, "stream": True, "ignore_eos": True, "temperature": 0}
     ).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    )
     selector = selectors.DefaultSelector()
     arrivals: list[list[tuple[float, bytes]]] = []
     for _ in range(streams):
@@ -127,6 +130,10 @@ def read_all(port: int, streams: int, tokens: int) -> list[list[float]]:
             if not data:
                 selector.unregister(reader)
                 reader.close()
+    for arrived in arrivals:
+        answer = b"".join(data for _, data in arrived)
+        if not answer.startswith(b"HTTP/1.1 200 "):
+            raise RuntimeError(f"the router refused a request: {answer[:300]!r}")
     return [times_of(arrived)[:tokens] for arrived in arrivals]
 
 
