@@ -188,7 +188,7 @@ def test_a_demanded_call_comes_with_a_grammar(client: openai.OpenAI, fake: FakeC
         assert (grammar.kind, grammar.param) == ("structural_tag", "tools")
         assert '"star"' not in grammar.text
         assert made.parallel_tool_calls is False, "one call, unless more are asked for"
-    made = client.responses.create(  # type: ignore[call-overload]
+    made = client.responses.create(
         model="demo", input="?", tools=[WEATHER], tool_choice="required", parallel_tool_calls=True
     )
     grammar = fake.behaviour.submits[-1].grammar

@@ -14,6 +14,7 @@ from router.schema_calls import PLAN, TRIP, complete, look, post
 from router.session_calls import error_of
 
 from trunkline.controller.messages import RecordCall
+from trunkline.controller.records import Change
 from trunkline.router import pml
 from trunkline.router.config import RouterConfig
 from trunkline.router.messages import RecordReply
@@ -161,7 +162,7 @@ def test_deleted_while_it_is_posted_again(http: httpx.Client, fake: FakeControll
     post(http)
     handle = fake.behaviour.records.handle
 
-    def delete_first(call: RecordCall, seq: int, now: float) -> RecordReply:
+    def delete_first(call: RecordCall, seq: int, now: float) -> tuple[RecordReply, Change | None]:
         if call.op == "get":
             fake.behaviour.records.handle = handle  # type: ignore[method-assign]
             handle(RecordCall(0, "delete", call.kind, call.id), 0, now)
