@@ -436,3 +436,10 @@ def test_what_templates_may_do() -> None:
         "a1Noneb2|ababab|[1, 1, 1]|x-007|1024|x  |  x  |a\n  b|[1, 2, 3]|3|0,2,4|none|<1><2>|1/   2|bbXbb|a-b"
     )
     assert ChatTemplate(source, SPECIAL).render(CONVERSATION) == expected
+
+
+@pytest.mark.parametrize("name", ["string", "int", "abs", "round", "trim", "default(0)"])
+def test_a_large_number_that_goes_through_a_filter_costs_nothing(name: str) -> None:
+    """Templates write the arguments of calls with filters; an account's number is no width."""
+    source = f"{{% for m in messages %}}{{{{ m.account | {name} }}}}{{% endfor %}}"
+    assert ChatTemplate(source, SPECIAL).render([{"role": "user", "account": 123456789012}]) == "123456789012"

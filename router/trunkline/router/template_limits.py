@@ -182,12 +182,13 @@ def _replace_joins(node: nodes.Node) -> None:
 def _bounded(environment: CountingEnvironment, function: Callable[..., Any]) -> Callable[..., Any]:
     """A filter whose arguments and texts are bounded."""
 
+    piped = int(hasattr(function, "jinja_pass_arg"))  # behind what Jinja itself hands over
+
     @functools.wraps(function)
     def bounded(*args: Any, **kwargs: Any) -> Any:
-        texts = [value for value in args if isinstance(value, str)]
-        environment._check_arguments(texts[0] if texts else "", _name(function), tuple(args), kwargs)
-        if len(texts) > 2 and _name(function) == "replace":
-            _check_length(len(texts[0]) + texts[0].count(texts[1]) * len(texts[2]))
+        # The value itself is not a width or a count, however large a number it is.
+        text = args[piped] if len(args) > piped and isinstance(args[piped], str) else ""
+        environment._check_arguments(text, _name(function), args[piped + 1 :], kwargs)
         return function(*args, **kwargs)
 
     return bounded
