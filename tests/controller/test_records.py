@@ -306,6 +306,26 @@ def test_a_disk_that_says_nothing_is_told_to_take_it_back(tmp_path: Path) -> Non
     database.close()
 
 
+def test_a_disk_that_answers_just_when_it_is_given_up_is_told_to_take_it_back(tmp_path: Path) -> None:
+    """The writer may say "written" between the decision that this took too long, and what follows from it."""
+    path = tmp_path / "records.sqlite"
+    database = opened(path)
+    store = RecordStore(database)
+    ask(store, "create", value=b"first")
+    for fields in ({"op": "create", "id": "b"}, {"op": "put", "version": 1, "value": b"second"}):
+        _, change = begin(store, **fields)
+        assert change is not None
+        assert database.flush()
+        assert change.outcome.is_known
+        store.undo(change)
+    database.close()
+    database = opened(path)
+    store = RecordStore(database)
+    assert [(r.id, r.version) for r in ask(store, "list", id="").records] == [("a", 1)]
+    assert ask(store, "get").records[0].value == b"first"
+    database.close()
+
+
 @dataclass
 class Known:
     """The model's idea of a record."""

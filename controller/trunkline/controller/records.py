@@ -218,7 +218,8 @@ class RecordStore:
             self._add(before)
         if change.lease is not None:
             self._leases[key] = change.lease
-        if self._database is not None and not change.outcome.is_known:
+        has_failed = change.outcome.is_known and change.outcome.problem
+        if self._database is not None and not has_failed:  # it is in the file, maybe since a moment ago, or may be
             if before is not None:
                 self._database.write(("record", *key), STORE_STATEMENT, before.columns)
             else:
