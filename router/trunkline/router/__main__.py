@@ -16,8 +16,7 @@ from trunkline.router.server import inherited, listen, serve
 
 
 def main() -> int:
-    """Run a router. The exit code is 0 after a clean drain, 2 for a configuration that cannot work, 1 after any other
-    failure."""
+    """Run a router and return the exit code: 0 after a clean drain, 2 for an impossible configuration, else 1."""
     parser = argparse.ArgumentParser(prog="python -m trunkline.router", description=__doc__)
     parser.add_argument("--config", required=True, help="JSON file with the fields of RouterConfig")
     arguments = parser.parse_args()
