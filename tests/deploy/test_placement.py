@@ -109,7 +109,12 @@ def test_groups_share_gpus_when_they_are_told_to(show_gpus: ShowGpus) -> None:
         (0, {"device": "cuda"}, "--device is cuda, but this machine shows no NVIDIA GPU; use --device cpu"),
         (0, {"gpu_memory_fraction": 0.5}, "--gpu-memory-fraction is 0.5, but workers compute on CPUs .*no NVIDIA"),
         (8, {"gpu_memory_fraction": 0.5, "device": "cpu"}, "workers compute on CPUs; leave it out"),
-        (1, {"tp": 2}, r"--tp asks for 2 workers .* shows 1 \(NVIDIA H200\)\. Use --tp 1, .*CUDA_VISIBLE_DEVICES"),
+        (
+            1,
+            {"tp": 2},
+            r"--tp asks for 2 workers .* shows 1 \(NVIDIA H200\)\. Ask for 1 at most, .*CUDA_VISIBLE_DEVICES",
+        ),
+        (3, {"tp": 4}, r"shows 3 \(NVIDIA H200\)\. Ask for 3 at most"),  # 3 itself need not split the model
         (2, {"tp": 4, "gpu_memory_fraction": 0.1}, "--tp asks for 4 workers .* each needs a GPU of its own"),
         (1, {"groups": 2}, "--groups 2 with 1 worker each needs 2 GPUs; .* shows 1 .*--gpu-memory-fraction 0.5"),
         (2, {"groups": 2, "tp": 2}, "needs 4 GPUs; this machine shows 2 .* Use --groups 1, let groups share"),
@@ -165,7 +170,7 @@ def test_a_part_counts_its_own_gpus_from_zero(show_gpus: ShowGpus) -> None:
     assert placed(plan) == {"worker-2": 0, "worker-3": 1}
     show_gpus(1)
     assert group_plan(Kind.GROUP, plain, ServeSettings(port=0)).settings.tp == 1
-    with pytest.raises(UserError, match=r"--ranks asks for 2 workers of a group .* shows 1"):
+    with pytest.raises(UserError, match=r"--ranks asks for 2 workers of a group .* shows 1 .* Ask for 1 at most"):
         group_plan(Kind.WORKERS, elsewhere, ServeSettings(port=0, tp=4))
     show_gpus(0)
     assert group_plan(Kind.GROUP, plain, ServeSettings(port=0)).settings.tp == 2

@@ -336,9 +336,8 @@ def test_a_disk_that_is_nearly_full(base: Path, room: dict[str, int]) -> None:
     with pytest.raises(UserError) as caught:
         disk_folders(plan(base, size=16 * MIB)).__enter__()
     assert str(caught.value) == (
-        f"--disk-tier asks for 16 MiB in {base}, of which this server gets 16 MiB, but there is room for 10.0 "
-        "MiB: 1014 MiB are free, its own KV has 4 KiB of the rest, and 1 GiB are left alone; give a smaller SIZE "
-        "or another PATH, or make room"
+        f"--disk-tier asks for 16 MiB in {base}, but there is room for 10.0 MiB: 1014 MiB are free, its own "
+        "KV has 4 KiB of the rest, and 1 GiB are left alone; give a smaller SIZE or another PATH, or make room"
     )
     assert (other / "rank-0.slab").exists()  # nothing is deleted for what is refused
     with disk_folders(plan(base, size=9 * MIB)) as disk:

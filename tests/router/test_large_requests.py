@@ -16,6 +16,7 @@ from router.harness import JSON, MESSAGES, RunningRouter, make_answer, wait_unti
 from router.hostile_bodies import HOSTILE
 from router.process_calls import router_process
 
+from trunkline.router.api.json_slices import PIECE_BYTES, VALUES_MAX
 from trunkline.router.api.models import MESSAGES_MAX
 from trunkline.router.errors import ApiError
 from trunkline.router.large_requests import BODIES_AT_ONCE, SMALL_BYTES, LargeRequests
@@ -96,6 +97,15 @@ def test_limits_are_named(http: httpx.Client, path: str, fields: dict[str, Any],
     response = http.post(path, json=fields)
     assert response.status_code == 400
     assert str(limit) in response.json()["error"]["message"]
+
+
+def test_limits_of_large_bodies_are_named(http: httpx.Client) -> None:
+    response = http.post("/detokenize", json={"tokens": [5] * (VALUES_MAX + 9)})
+    assert response.status_code == 413
+    assert response.json()["error"]["message"] == (
+        f"the request body has more than {VALUES_MAX} values, the most that a body of more than {PIECE_BYTES} "
+        "bytes may have; please send less at once"
+    )
 
 
 def test_memory_is_given_back(place: Path, tokenizer: Tokenizer) -> None:

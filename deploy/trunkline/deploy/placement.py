@@ -121,7 +121,7 @@ def place(settings: ServeSettings, visible: tuple[gpus.Gpu, ...]) -> Placement:
         option = "--ranks" if ranks < settings.ranks else "--tp"
         raise UserError(
             f"{option} asks for {ranks} workers of a group on this machine, and each needs a GPU of its own; "
-            f"{shown}. Use --tp {count}, other values of CUDA_VISIBLE_DEVICES, or --device cpu"
+            f"{shown}. Ask for {count} at most, show more by CUDA_VISIBLE_DEVICES, or use --device cpu"
         )
     side_by_side = count // ranks
     together = -(-groups // side_by_side)

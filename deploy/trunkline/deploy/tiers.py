@@ -250,11 +250,12 @@ def _bound(plan: DiskPlan, found: DiskFolders) -> None:
     records = sum(_used_bytes(folder) for folder in (plan.base / _RECORDS).iterdir() if folder.is_dir())
     division = _divide(size, disk.free, left_alone, ours, unused, records, _least_bytes(plan))
     if size and division.available < division.wanted:
+        share = f", of which this server gets {format_bytes(division.wanted)}" if division.wanted < size else ""
         raise UserError(
-            f"--disk-tier asks for {format_bytes(size)} in {plan.base}, of which this server gets "
-            f"{format_bytes(division.wanted)}, but there is room for {format_bytes(max(0, division.available))}: "
-            f"{format_bytes(disk.free)} are free, its own KV has {format_bytes(ours)} of the rest, and "
-            f"{format_bytes(left_alone)} are left alone; give a smaller SIZE or another PATH, or make room"
+            f"--disk-tier asks for {format_bytes(size)} in {plan.base}{share}, but there is room for "
+            f"{format_bytes(max(0, division.available))}: {format_bytes(disk.free)} are free, its own KV has "
+            f"{format_bytes(ours)} of the rest, and {format_bytes(left_alone)} are left alone; give a "
+            "smaller SIZE or another PATH, or make room"
         )
     total = min(division.wanted, division.available)
     if total < _least_bytes(plan):

@@ -210,7 +210,7 @@ def _encode(tokenizer: tokenizers.Tokenizer, text: str, *, add_special_tokens: b
         del encoding  # freed here, not where the error is answered
         raise ApiError(
             400,
-            f"a text comes to {count} tokens; at most {TOKENS_MAX} are possible. Please "
+            f"a text has {count} tokens; at most {TOKENS_MAX} are tokenised at once. Please "
             "shorten it, or send it in parts.",
             code="string_above_max_length",
         )

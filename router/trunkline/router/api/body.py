@@ -87,7 +87,10 @@ def parse_json_object(body: bytes) -> dict[str, Any]:
     try:
         fields = parse_slices(body)
     except TooManyPartsError as error:
-        message = f"the request body has {error}; one of more than {PIECE_BYTES} bytes must not"
+        message = (
+            f"the request body has {error}, the most that a body of more than {PIECE_BYTES} bytes may have; "
+            "please send less at once"
+        )
         raise ApiError(413, message, code="body_too_large") from None
     except ValueError as error:
         raise ApiError(400, f"the request body is not valid JSON: {error}", code="invalid_json") from None
