@@ -33,7 +33,7 @@ $(STAMP): pyproject.toml constraints.txt $(NATIVE)
 	@$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[dev]'
 	@touch $(STAMP)
 
-serve: $(STAMP) ## Serve the demo model: 1 router, 1 controller, 2 tensor-parallel workers
+serve: $(STAMP) ## Serve the demo model: a router, a controller and its tensor-parallel workers
 	@exec $(BIN)/trunkline serve $(ARGS)
 
 chat: $(STAMP) ## Talk to the served model

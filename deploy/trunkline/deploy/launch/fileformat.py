@@ -115,8 +115,8 @@ class Group(Record, frozen=True):
     tp: Annotated[
         Positive | None,
         Meta(
-            description="Tensor-parallel workers (ranks). Default: on a host with GPUs an equal part of them for "
-            "each such group, as far as the model can be split; else 1."
+            description="Tensor-parallel workers (ranks). Default: on a host with GPUs one per GPU of "
+            "the group's equal part, as far as the model can be split; else 1."
         ),
     ] = None
     hosts: Annotated[
