@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 from router.fake_controller import FakeController, prompt_of, seen_tokens
-from router.harness import ANSWER, MESSAGES
+from router.harness import ANSWER, MESSAGES, wait_until
 from router.schema_calls import PLAN, PLAN_OBJECT, TRIP, complete, post, runs_of, texts_of
 from router.session_calls import error_of
 
@@ -221,6 +221,7 @@ def test_answers_end_with_the_context(http: httpx.Client, fake: FakeController) 
 
 def test_likely_modules_are_fetched_ahead(http: httpx.Client, fake: FakeController, tokenizer: Tokenizer) -> None:
     assert complete(http).status_code == 200
+    wait_until(lambda: bool(fake.behaviour.prefetches))  # which may be read after the answer has come
     [hint] = fake.behaviour.prefetches
     assert hint.layout is not None
     assert hint.tokens == b""
