@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from cluster.chaos import View, flush, frozen
 from cluster.crowd import Crowd, Script, compare, scripts
@@ -75,18 +76,22 @@ class Faulty:
         expected = playing.finish()
         return cls(cluster, View(cluster), played, expected)
 
-    def disturb(self, fault: Callable[[], object]) -> None:
-        """Have the same asked again, with a fault in the middle of it, and compare."""
+    def disturb(self, fault: Callable[[], object], *, stores: bool = True) -> None:
+        """Have the same asked again, with a fault in the middle of it, and compare.
+
+        Args:
+            stores: sessions, too, which a cluster refuses that cannot store them.
+        """
         flush(self.cluster)
-        playing = Playing(self.cluster, self.played)
+        played = [script for script in self.played if stores or not script.is_session]
+        playing = Playing(self.cluster, played)
         playing.wait_begun()
         fault()
-        got = playing.finish()
-        self.check(got)
+        self.check(played, playing.finish())
 
-    def check(self, got: Crowd) -> None:
+    def check(self, played: Sequence[Script], got: Crowd) -> None:
         """All ended right, and nothing is left of it."""
-        wrong = asyncio.run(compare(self.cluster.url, self.played, self.expected, got))
+        wrong = asyncio.run(compare(self.cluster.url, played, self.expected, got))
         assert not wrong, "\n".join(wrong)
         wait_for(self.view.is_healthy, 60)
         self.view.wait_for_no_leaks()
@@ -151,7 +156,9 @@ def test_a_slow_disk(faulty: Faulty, shim: Shim) -> None:
 def test_a_full_disk_is_reported_and_used_again_when_there_is_room(faulty: Faulty, shim: Shim) -> None:
     hits, failures = shim.hits, faulty.cluster.metric("tier_failures_total", tier="disk")
     with shim.fault(write_errno=errno.ENOSPC):
-        faulty.disturb(lambda: None)
+        faulty.disturb(lambda: None, stores=False)
+        refused = httpx.post(f"{faulty.cluster.url}/v1/sessions", json={"text": "Keep this."}, timeout=60.0)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "session_not_stored")
         assert shim.hits > hits
         wait_for(lambda: faulty.cluster.metric("tier_failures_total", tier="disk") > failures, 20)
         wait_for(lambda: faulty.cluster.metric("tier_up", tier="disk") < 2, 20)
