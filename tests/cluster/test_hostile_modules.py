@@ -113,7 +113,12 @@ def test_schemas_that_hurt_are_refused(cluster: Cluster) -> None:
     with undisturbed(cluster):
         for what, (source, code) in SCHEMAS.items():
             assert (what, *refusal(cluster, "/v1/schemas", {"pml": source})) == (what, 400, code)
-        items: list[Any] = [{"module": "a\0"}, {"module": ""}, {"module": "a", "items": [{"param": "p", "len": 10**12}]}, []]
+        items: list[Any] = [
+            {"module": "a\0"},
+            {"module": ""},
+            {"module": "a", "items": [{"param": "p", "len": 10**12}]},
+            [],
+        ]
         for item in items:
             assert refusal(cluster, "/v1/schemas", {"json": {"schema": "bad", "items": [item]}})[0] == 400
         assert refusal(cluster, "/v1/schemas", b'{"pml": "\xff\xfe"}') == (400, "invalid_json")
