@@ -279,6 +279,9 @@ def test_what_fitted_once_still_fits_when_records_have_grown(base: Path, room: d
     room["free"] -= 20 * MIB
     with pytest.raises(UserError, match="of which this server gets 31 MiB, but there is room for"):
         disk_folders(plan(base, size=62 * MIB)).__enter__()
+    disk.records[0].write_bytes(bytes(MIB // 8))  # not worth a word
+    with pytest.raises(UserError, match=f"asks for 62 MiB in {base}, but there is room for"):
+        disk_folders(plan(base, size=62 * MIB)).__enter__()
 
 
 def test_the_least_size_that_is_taken_is_had(base: Path) -> None:

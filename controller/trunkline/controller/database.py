@@ -1,4 +1,4 @@
-"""A file of the controller's: an SQLite database, read at the start, then written behind the loop's back.
+"""A file of the controller's: an SQLite database, read at the start, then written by a thread of its own.
 
     loop ──write(key, statement)───► pending {key: statement} ──every 50 ms──► one transaction (writer thread)
          ──commit(key, statement)──► the same, at once; its `Outcome` says what became of it
@@ -9,7 +9,7 @@ records; statements are applied in the order in which each key was written last.
 what was to be committed: that was made, or it was not, and the caller is told.
 
 There are two such files: the index of the disk tier (`index.py`), which only says what may be found, because every
-slot says itself what it holds, and the records (`records.py`), which nobody could make again. So a damaged file is
+slot says itself what it holds, and the records (`records.py`), which cannot be made again. So a damaged file is
 read as far as possible (`salvage.py`), and nothing that was there before is deleted: it is moved aside.
 """
 
@@ -35,7 +35,7 @@ _RETRY_S: Final = 1.0
 _FRESHENING_MAX: Final = 1 << 16
 """With so many statements pending, those that only freshen a row are left out."""
 _WAIT_S_MAX: Final = 5.0
-"""Nobody waits longer for a disk that does not answer, or for another process."""
+"""The longest wait for a disk that does not answer, or for another process."""
 
 APPLICATION_ID: Final = 0x54726B6C
 """"Trkl" in the file's header: no other program's database is taken for ours."""
@@ -43,7 +43,7 @@ _META: Final = "CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID"
 _DAMAGE: Final = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)
 """Error codes that another, empty file would not give; the last: a table is not as it should be."""
 _UNREADABLE: Final = (sqlite3.SQLITE_IOERR_READ, sqlite3.SQLITE_IOERR_SHORT_READ, sqlite3.SQLITE_IOERR_CORRUPTFS)
-"""Further ones. Other I/O errors are of writing: what is there can be read."""
+"""Error codes of reading. Other I/O errors are of writing: the file's contents can still be read."""
 
 log = structlog.get_logger()
 
@@ -78,7 +78,7 @@ class _Pending(NamedTuple):
     statement: str
     parameters: Parameters
     outcome: Outcome | None
-    """None: nobody waits for it."""
+    """None: no caller waits for it."""
 
 
 class DatabaseUnavailableError(RuntimeError):
@@ -124,11 +124,11 @@ class Database:
         self._rounds_wanted = 0
         """… and for which somebody waits."""
         self.on_round: Callable[[], None] = lambda: None
-        """Called by the writer thread after a round that somebody waits for."""
+        """Called by the writer thread after a round that a caller waits for."""
         self._closing = False
         self.boot: int = self._connection.execute("SELECT value FROM meta WHERE key = 'boot'").fetchone()[0]
         """Grows with each opening, also where the file was lost in between."""
-        if self.problem:  # what is there can be read, at least
+        if self.problem:  # the file can still be read
             log.warning("a file cannot be written", holds=form.title, path=str(path), error=self.problem)
             self.boot += 1
             self.write("boot", "UPDATE meta SET value = ? WHERE key = 'boot'", (self.boot,))
@@ -257,8 +257,8 @@ class Database:
         return ""
 
     def _commit_each(self, batch: dict[Hashable, _Pending], problem: str) -> dict[Hashable, str]:
-        """What became of each statement of a batch that somebody waits for, by key. After a batch that failed
-        (`problem`) each is tried alone: a large one that has no room must not take small ones with it."""
+        """Return why each statement that a caller waits for is not in the file ("": it is), by key. After a batch
+        that failed (`problem`) each is tried alone: a large one without room must not take small ones with it."""
         waited = [key for key, entry in batch.items() if entry.outcome is not None]
         if not problem or len(batch) == 1:
             return dict.fromkeys(waited, problem)

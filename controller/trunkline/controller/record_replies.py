@@ -22,7 +22,7 @@ from trunkline.controller.records import Change
 from trunkline.router.messages import RecordReply
 
 HELD_S_MAX: Final = 5.0
-"""A disk that stalls keeps nobody waiting for longer: half of the time that routers wait for an answer."""
+"""No call waits longer for a disk that stalls: half of the time that routers wait for an answer."""
 
 
 @dataclass(slots=True)

@@ -38,7 +38,7 @@ class Salvaged(NamedTuple):
 
     kept: int
     lost: int | None
-    """None: nobody can tell how many there were."""
+    """None: it cannot be told how many there were."""
 
 
 def readable_rows(connection: sqlite3.Connection, table: Table) -> Iterator[Row]:

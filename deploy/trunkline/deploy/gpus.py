@@ -27,7 +27,7 @@ class Gpu:
 
     name: str
     memory_bytes: int
-    """In total, whoever uses it."""
+    """In total, used or free."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Final
 
 DELAYS_S: Final = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 LASTING_S: Final = 60.0
-"""For whoever cannot ask a process whether it works: one that has lived so long has worked."""
+"""Where a process cannot be asked whether it works: one that has lived so long has worked."""
 
 
 class Record:

@@ -223,7 +223,7 @@ def _divide(
         least: bytes of KV without which this server has no use for a disk tier.
     """
     present = ours + records + sum(folder.used for folder in unused)
-    # What is there already counts as free: else the default would shrink with every start.
+    # The KV that is on disk already counts as free: else the default would shrink with every start.
     size = size or min(DEFAULT_BYTES_MAX, int((free + present) * DEFAULT_SHARE))
     size = max(size - records, size // 2, min(size, least))
     kept, superfluous = 0, []
@@ -250,7 +250,11 @@ def _bound(plan: DiskPlan, found: DiskFolders) -> None:
     records = sum(_used_bytes(folder) for folder in (plan.base / _RECORDS).iterdir() if folder.is_dir())
     division = _divide(size, disk.free, left_alone, ours, unused, records, _least_bytes(plan))
     if size and division.available < division.wanted:
-        share = f", of which this server gets {format_bytes(division.wanted)}" if division.wanted < size else ""
+        share = (
+            f", of which this server gets {format_bytes(division.wanted)}"
+            if size - division.wanted >= size // 100
+            else ""
+        )
         raise UserError(
             f"--disk-tier asks for {format_bytes(size)} in {plan.base}{share}, but there is room for "
             f"{format_bytes(max(0, division.available))}: {format_bytes(disk.free)} are free, its own KV has "

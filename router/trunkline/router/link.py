@@ -484,7 +484,7 @@ class _Socket:
                 self._link.refused(reason)
             elif kind == zmq.EVENT_DISCONNECTED and self.heard_at is None:
                 self._link.refused(
-                    "what is there is no controller: it closes the connection, or talks nonsense"
+                    "the process there is no controller: it closes the connection, or speaks another protocol"
                     if is_network(self._link.endpoint)
                     else "the controller has ended, or is just starting"
                 )

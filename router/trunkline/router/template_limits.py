@@ -4,7 +4,7 @@ Templates come with checkpoints, are run for each request, and nothing can end a
 template counts for itself: each turn of a loop, each call of a macro and each number that `range` makes costs
 steps, and what joins, repeats or pads texts must not make longer ones than a prompt could ever be. The counting is
 part of the template as it is compiled. It is there for templates that run away, by mistake or by what a request
-has in it; whoever writes a model's files can still keep a processor busy (with lists of lists of lists that are
+has in it; the author of a model's files can still keep a processor busy (with lists of lists of lists that are
 compared, for example).
 """
 

@@ -27,7 +27,7 @@ class MemoryMeter(Protocol):
     """What is asked of a device. Numbers are bytes."""
 
     def total_and_free(self) -> tuple[int, int]:
-        """Of the whole device, whoever uses it."""
+        """Of the whole device, all its processes together."""
 
     def held(self) -> int:
         """Taken from the device by torch in this process, after all that it does not need was given back."""
@@ -68,7 +68,7 @@ class MemoryUse:
 
     total: int
     free: int
-    """Of the device now, whoever uses the rest."""
+    """Of the device now, used by no process."""
     weights: int
     step: int
     """What the largest step takes beside the weights, at its peak: activations, logits, partial results."""

@@ -1,7 +1,7 @@
 """Grammars that were compiled or refused lately: the next request with the same one has its answer at once. Pure.
 
-Refusals are kept, too, since they are what costs most: whoever sends the same hostile grammar again and again gets
-the same sentence without a trial. They are kept for a while only, because how long a compilation takes also
+Refusals are kept, too, since they cost most: a client that sends the same hostile grammar again and again gets the
+same sentence without a trial. They are kept for a while only, because how long a compilation takes also
 depends on what else the machine does.
 """
 

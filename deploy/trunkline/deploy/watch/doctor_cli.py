@@ -65,4 +65,4 @@ def _print(findings: list[Finding]) -> None:
         table.add_row(Text(mark, style=style), finding.about, text)
     console.print(table)
     count = {level: sum(finding.level is level for finding in findings) for level in Level}
-    console.print(f"\n{count[Level.FAILURE]} failures, {count[Level.WARNING]} warnings")
+    console.print(f"\nfailures: {count[Level.FAILURE]}, warnings: {count[Level.WARNING]}")
