@@ -272,12 +272,15 @@ def test_a_models_folder_is_relative_to_the_file(rules: Rules) -> None:
             "hosts: {a: {ssh: x, address: 1.2.3.4}, b: {ssh: y, address: 1.2.3.4}}",
             "has the address 1.2.3.4, as a has",
         ),
-        ("hosts: {a: {gpus: 2}}\ngroups: [{tp: 2}, {tp: 1}]", "finds no GPU for each of its ranks on host a"),
+        (
+            "hosts: {a: {gpus: 2}}\ngroups: [{tp: 2}, {tp: 1}]",
+            "on host a, 1 in all; the host has 2, of which 2 are given to other groups",
+        ),
         (
             "hosts: {a: {gpus: 1}}\ngroups: [{count: 2, options: {gpu-memory-fraction: 0.6}}]",
-            "it has 1, and 1 are given to other groups; groups share GPUs if each says",
+            "the host has 1, of which 1 are given to other groups. Give fewer ranks (`tp`), or let groups share",
         ),
-        ("hosts: {a: {gpus: 1}}\ngroups: [{count: 2}]", "group-1 finds no GPU for each of its ranks on host a"),
+        ("hosts: {a: {gpus: 1}}\ngroups: [{count: 2}]", "group-1 needs a GPU for each of its ranks on host a"),
         ("hosts: {a: {memory: 1GiB}}\ntiers: {kv_memory: 512MiB, host: 1GiB}", "its groups are given 1.5 GiB"),
         ("tiers: {kv_memory: lots}", "tiers.kv_memory: kv_memory is 'lots'"),
         (

@@ -166,9 +166,9 @@ def _take(
         taken = sum(used > 0 for used in load.values())
         raise document.error(
             (*group.path, "hosts"),
-            f"{group.name} finds no GPU for each of its ranks on host {label}: it has {len(load)}, and {taken} "
-            "are given to other groups; groups share GPUs if each says `options: {gpu-memory-fraction: F}`, with "
-            "sums up to 1",
+            f"{group.name} needs a GPU for each of its ranks on host {label}, {ranks} in all; the host has "
+            f"{len(load)}, of which {taken} are given to other groups. Give fewer ranks (`tp`), or let groups "
+            "share GPUs: each with `options: {gpu-memory-fraction: F}`, their sum at most 1",
         )
     chosen = sorted(fitting[:ranks], key=order.index)
     for name in chosen:
