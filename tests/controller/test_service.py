@@ -25,6 +25,7 @@ from trunkline.controller.messages import (
     WorkerHello,
     WorkerReady,
 )
+from trunkline.controller.service import EXIT_CONFIG
 from trunkline.kvstore.layout import pack_int32
 from trunkline.worker.messages import (
     Sampling,
@@ -216,7 +217,7 @@ def test_too_few_blocks_are_reported(
     while router.state is None or router.state.status != "failed":
         router.receive()
     assert "at least 2 blocks" in router.state.detail
-    assert controller.wait(timeout=10) == 1
+    assert controller.wait(timeout=10) == EXIT_CONFIG
     ranks.leave.set()
     ranks.join()
 

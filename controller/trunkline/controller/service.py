@@ -13,6 +13,7 @@ import math
 import signal
 import time
 from enum import StrEnum
+from typing import Final
 
 import msgspec
 import structlog
@@ -71,6 +72,8 @@ from trunkline.router.messages import (
     State,
 )
 
+EXIT_CONFIG: Final = 2
+"""Exit code of a controller whose configuration can never work: to start it again would be of no use."""
 POLL_MS_MAX = 1000
 _STOPPING = "the controller is stopping"
 SETTLE_SECONDS_MAX = 2.0
@@ -122,7 +125,8 @@ class ControllerService:
         self._wake_ups = WakeUps()
 
     def run(self) -> int:
-        """Serve until drained (0), or until there is no way to serve (1). Lost workers are waited for."""
+        """Serve until drained (0), or until it shows that the configuration can never work (`EXIT_CONFIG`). Lost
+        workers are waited for."""
         # Ctrl-C in a terminal reaches all processes; the supervisor alone decides what it means.
         self._wake_ups.install(ignore_interrupts=bool(self.config.parent_pid))
         self.persistence.wake(self._wake_ups.wake)
@@ -141,7 +145,7 @@ class ControllerService:
             return 0
         except ConfigError as error:  # too few blocks to work with
             self._fail(str(error))
-            return 1
+            return EXIT_CONFIG
         finally:
             self.gate.close()
             self.group.close()
