@@ -7,7 +7,9 @@ import sqlite3
 import subprocess
 import sys
 import time
+from contextlib import closing
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import structlog
 from trunkline.controller.database import Database
 from trunkline.controller.messages import RecordCall
 from trunkline.controller.records import RECORDS, Change, Limits, RecordStore
+from trunkline.controller.salvage import Table, readable_rows
 from trunkline.router.messages import RecordReply
 
 
@@ -141,6 +144,43 @@ def test_expired_records_make_room() -> None:
     ask(store, "create", ttl=5.0)
     assert ask(store, "create", id="b", now=4.0).status == "failed"
     assert ask(store, "create", id="b", now=5.0).status == "ok"
+
+
+def test_damaged_row_numbers_do_not_lead_back(tmp_path: Path) -> None:
+    """The last rows of a page say number 0, and the page behind it cannot be read: no row is read twice."""
+    path = tmp_path / "numbers.sqlite"
+    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        connection.execute("CREATE TABLE t (x)")
+        connection.executemany("INSERT INTO t VALUES (?)", [(bytes(100),)] * 400)
+    data = bytearray(path.read_bytes())
+    leaves = [page for page in range(0, len(data), 4096) if page and data[page] == 13]
+    first, second = leaves[:2]
+    cells = int.from_bytes(data[first + 3 : first + 5], "big")
+    for cell in (cells - 2, cells - 1):
+        at = first + int.from_bytes(data[first + 8 + 2 * cell :][:2], "big")
+        assert data[at] < 128  # one byte of length, then the row's number
+        assert data[at + 1] == cell + 1
+        data[at + 1] = 0
+    data[second : second + 4096] = bytes(4096)
+    path.write_bytes(data)
+    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        rows = list(islice(readable_rows(connection, Table("t", "x", lambda _: True)), 1000))
+    assert 300 < len(rows) < 400
+
+
+def test_records_are_found_where_the_schema_is_no_text(tmp_path: Path) -> None:
+    """SQLite's message quotes what is damaged, which Python may not be able to read."""
+    path = tmp_path / "records.sqlite"
+    database = opened(path)
+    ask(RecordStore(database), "create", value=b"kept")
+    database.close()
+    data = path.read_bytes()
+    assert data.count(b"CREATE TABLE records") == 1
+    path.write_bytes(data.replace(b"CREATE TABLE records", b"CREATE TAB\xff\xfe records"))
+    database = opened(path)
+    assert "damaged" in database.replaced
+    assert ask(RecordStore(database), "get").records[0].value == b"kept"
+    database.close()
 
 
 def test_a_damaged_record_is_dropped_alone(tmp_path: Path) -> None:

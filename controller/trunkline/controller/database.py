@@ -26,7 +26,7 @@ from typing import Any, Final, NamedTuple
 
 import structlog
 
-from trunkline.controller.salvage import Table, readable_rows, save_rows
+from trunkline.controller.salvage import UNREADABLE, Table, readable_rows, save_rows
 
 COMMIT_S: Final = 0.05
 """Statements of so long a time are committed together: one commit costs as much as a thousand rows."""
@@ -345,7 +345,7 @@ class Database:
             else:
                 _check(connection, fingerprint, self.form)
             self.problem = _begin_boot(connection, is_new=is_new)
-        except sqlite3.Error as error:
+        except UNREADABLE as error:
             connection.close()
             raise _mapped(error, self.path) from error
         except _UnusableError:
@@ -432,7 +432,7 @@ def _pragma(connection: sqlite3.Connection, name: str) -> int:
     return int(connection.execute(f"PRAGMA {name}").fetchone()[0])
 
 
-def _mapped(error: sqlite3.Error, path: Path) -> Exception:
+def _mapped(error: Exception, path: Path) -> Exception:
     """What an error at the opening means."""
     primary = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
     if primary in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
@@ -442,6 +442,6 @@ def _mapped(error: sqlite3.Error, path: Path) -> Exception:
     return DatabaseUnavailableError(f"{path} cannot be used: {error}")
 
 
-def _is_damage(error: sqlite3.Error) -> bool:
+def _is_damage(error: Exception) -> bool:
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)
     return code & 0xFF in _DAMAGE or code in _UNREADABLE

@@ -21,7 +21,7 @@ from trunkline.controller.forest import SALT_ROOT
 from trunkline.controller.index import INDEX, DiskChunk, TierIndex
 from trunkline.controller.node import Node
 from trunkline.controller.records import RECORDS, RecordStore
-from trunkline.controller.salvage import readable_rows
+from trunkline.controller.salvage import UNREADABLE, readable_rows
 from trunkline.controller.tree import ChunkTree
 from trunkline.kvstore.directory import IndexEvent
 from trunkline.kvstore.layout import NO_BLOCK, SlotId
@@ -163,8 +163,9 @@ def move_records(index: Path, records: Database) -> int:
             for statement in ("BEGIN IMMEDIATE", "DROP TABLE records", f"PRAGMA user_version = {INDEX.version}"):
                 old.execute(statement)
             old.execute("COMMIT")
-    except sqlite3.Error as error:
-        if getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+    except UNREADABLE as error:
+        code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
+        if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
             return 0  # opened as an index, it is moved aside, and nothing of it is deleted
         raise DatabaseUnavailableError(
             f"the records in {index} cannot be moved to {records.path}: {error}"

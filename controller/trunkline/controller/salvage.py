@@ -16,6 +16,8 @@ from typing import Any, Final, NamedTuple
 
 Row = tuple[Any, ...]
 
+UNREADABLE: Final = (sqlite3.Error, UnicodeDecodeError)
+"""How a query of a damaged file fails. The second: SQLite's message quotes bytes that are no text."""
 _ROWID_MAX: Final = (1 << 63) - 1
 _PAGES_AT: Final = 28
 """Where in its first page a file has the number of its pages."""
@@ -51,10 +53,11 @@ def readable_rows(connection: sqlite3.Connection, table: Table) -> Iterator[Row]
         query = f"SELECT rowid, {table.columns} FROM {table.name} NOT INDEXED WHERE rowid > ? ORDER BY rowid"
         try:
             for number, *row in connection.execute(query, (after,)):
-                after = number
-                yield tuple(row)
+                if number > after:  # damaged numbers must not lead back: the same rows would come again for ever
+                    after = number
+                    yield tuple(row)
             return
-        except sqlite3.Error:
+        except UNREADABLE:
             after = _beyond_damage(connection, table, after)
 
 
@@ -89,7 +92,7 @@ def save_rows(
 def _save_rows(damaged: Path, into: sqlite3.Connection, tables: tuple[Table, ...]) -> dict[str, Salvaged]:
     found: dict[str, Salvaged] = {}
     with closing(sqlite3.connect(damaged, isolation_level=None)) as connection:
-        with suppress(sqlite3.Error):
+        with suppress(*UNREADABLE):
             connection.execute("PRAGMA locking_mode = EXCLUSIVE")
             connection.execute("PRAGMA writable_schema = ON")  # else a file that was cut short is not read at all
         for table in tables:
@@ -114,7 +117,7 @@ def _from_both_ends(connection: sqlite3.Connection, table: Table) -> Iterator[Ro
                     seen.add(key)
                     yield tuple(row)
             return
-        except sqlite3.Error:
+        except UNREADABLE:
             continue
 
 
@@ -136,17 +139,17 @@ def _beyond_damage(connection: sqlite3.Connection, table: Table, after: int) -> 
 
 
 def _reads_behind(connection: sqlite3.Connection, table: Table, number: int) -> bool:
-    query = f"SELECT {table.columns} FROM {table.name} NOT INDEXED WHERE rowid > ? ORDER BY rowid LIMIT 1"
+    query = f"SELECT rowid, {table.columns} FROM {table.name} NOT INDEXED WHERE rowid > ? ORDER BY rowid LIMIT 1"
     try:
-        connection.execute(query, (number,)).fetchone()
-    except sqlite3.Error:
+        row = connection.execute(query, (number,)).fetchone()
+    except UNREADABLE:
         return False
-    return True
+    return row is None or row[0] > number
 
 
 def _count(connection: sqlite3.Connection, table: str) -> int | None:
     """By way of the smallest index, which may be whole where the table is not, or of the table."""
     for way in ("", " NOT INDEXED"):
-        with suppress(sqlite3.Error):
+        with suppress(*UNREADABLE):
             return int(connection.execute(f"SELECT count(*) FROM {table}{way}").fetchone()[0])
     return None
