@@ -267,6 +267,19 @@ def test_no_record_is_ever_deleted(base: Path) -> None:
     assert str(groups[1]) + ";" not in said
 
 
+def test_an_index_whose_schema_is_no_text_is_kept(base: Path) -> None:
+    """SQLite's message quotes what is damaged, which Python may not be able to read."""
+    (folder,) = leave(base, OTHER, 20 * MIB, when=1000.0)
+    index = folder / "index.sqlite"
+    index.unlink(missing_ok=True)
+    with contextlib.closing(sqlite3.connect(index)) as old:
+        old.execute("CREATE TABLE records (kind, id)")
+    index.write_bytes(index.read_bytes().replace(b"CREATE TABLE records", b"CREATE TAB\xff\xfe records"))
+    with disk_folders(plan(base, size=8 * MIB)):
+        assert not (folder / "rank-0.slab").exists()
+    assert index.exists()
+
+
 def test_what_fitted_once_still_fits_when_records_have_grown(base: Path, room: dict[str, int]) -> None:
     room["free"] = room["total"] = 64 * MIB
     with disk_folders(plan(base, size=62 * MIB)) as disk:

@@ -349,7 +349,7 @@ def _has_records(folder: Path, name: str) -> bool:
             connection.execute("PRAGMA locking_mode = EXCLUSIVE")
             tables = connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'records'").fetchone()
             return bool(tables and connection.execute("SELECT 1 FROM records LIMIT 1").fetchone())
-    except sqlite3.Error:
+    except (sqlite3.Error, UnicodeDecodeError):  # the second: a message that quotes bytes which are no text
         return True
 
 
