@@ -75,6 +75,7 @@ def test_top_follows_the_cluster_on_a_terminal_and_leaves_at_ctrl_c(served: Clus
         assert process.wait(30) == 0, b"".join(seen)
     finally:
         process.kill()
+        process.wait()
         reader.join(10)
         os.close(leader)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from typing import Annotated
 
@@ -48,13 +49,14 @@ def _top(url: str | None, api_key_file: str, interval: float, once: bool) -> Non
         raise UserError(f"--interval is {interval:g}; allowed are 0.2 to 3600 seconds")
     source = Source(url, api_key_file)
     console = Console(highlight=False)
+    interrupt = _Interrupt()
     try:
         look = source.look()
         if once or not console.is_terminal:
             console.print(screen(look))
             return
         with Live(screen(look), console=console, screen=True, auto_refresh=False) as live:
-            while True:
+            while not interrupt.came:
                 time.sleep(interval)
                 look, shown = _next(source, look)
                 live.update(shown, refresh=True)
@@ -62,6 +64,20 @@ def _top(url: str | None, api_key_file: str, interval: float, once: bool) -> Non
         return
     finally:
         source.close()
+
+
+class _Interrupt:
+    """Ctrl-C: raises `KeyboardInterrupt`, and remembers that it came. Python drops an exception that a signal
+    raises while an object is being finalised, and the command would stay.
+    """
+
+    def __init__(self) -> None:
+        self.came = False
+        signal.signal(signal.SIGINT, self._note)
+
+    def _note(self, _signal: int, _frame: object) -> None:
+        self.came = True
+        raise KeyboardInterrupt
 
 
 def _next(source: Source, last: Look) -> tuple[Look, RenderableType]:
