@@ -91,4 +91,5 @@ def test_a_rank_leaves_when_its_peer_is_frozen(group: Group) -> None:
     group.ranks[1].send_signal(signal.SIGSTOP)
     assert group.ranks[0].wait(timeout=3.0 + LEAVES_WITHIN_S) == EXIT_LEFT
     group.ranks[1].send_signal(signal.SIGCONT)
-    assert group.ranks[1].wait(timeout=LEAVES_WITHIN_S) == EXIT_LEFT
+    # Its controller kills a rank that stays too long, which it does where this process gets no turn for so long.
+    assert group.ranks[1].wait(timeout=LEAVES_WITHIN_S) in (EXIT_LEFT, -signal.SIGKILL)
