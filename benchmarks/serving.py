@@ -157,7 +157,9 @@ class Server:
 
     def __enter__(self) -> Server:
         begin = time.perf_counter()
-        environment = {**os.environ, "TRUNKLINE_LOG": "console"}
+        # With a disk tier of its own: what an earlier run has left there would be found.
+        self.cache = tempfile.TemporaryDirectory()
+        environment = {**os.environ, "TRUNKLINE_LOG": "console", "XDG_CACHE_HOME": self.cache.name}
         # What it prints is of interest only if it fails, and then it is the end of it.
         self.log = tempfile.TemporaryFile()
         self.process = subprocess.Popen(self.command, stdout=self.log, stderr=subprocess.STDOUT, env=environment)
@@ -181,6 +183,7 @@ class Server:
     def __exit__(self, *_: object) -> None:
         self.process.send_signal(signal.SIGTERM)
         self.process.wait(60)
+        self.cache.cleanup()
 
 
 def model_name(url: str) -> str:
