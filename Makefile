@@ -70,9 +70,10 @@ gpu-kit: wheel ## Build build/gpu-kit: all that a visit to a machine with CUDA, 
 CLOCKED := $(addprefix tests/,$(patsubst %,worker/test_%.py,service parallel host_pool hostile_grammars grammar \
 	tier_copies tier_disk tier_queue tier_remote tier_service) \
 	$(patsubst %,deploy/test_%.py,supervisor restarts control packaging wire_gate nodes tracing) \
+	$(patsubst %,router/test_%.py,loop_turns large_requests) \
 	deploy/launch/test_agent.py deploy/launch/test_ssh.py kubernetes/test_pods_run.py)
-PURE := $(addprefix tests/,kernels controller simulation kvstore router prompts test_tidy.py) \
-	$(filter-out $(CLOCKED),$(wildcard $(patsubst %,tests/%/test_*.py,worker deploy deploy/launch kubernetes)))
+PURE := $(addprefix tests/,kernels controller simulation kvstore prompts test_tidy.py router/pml router/routing router/ui) \
+	$(filter-out $(CLOCKED),$(wildcard $(patsubst %,tests/%/test_*.py,worker router deploy deploy/launch kubernetes)))
 test: check check-native ## Style, types, sanitizers and the whole test suite
 ifeq ($(strip $(TESTS)),)
 	$(BIN)/python -m pytest -q -n 2 $(PURE)
