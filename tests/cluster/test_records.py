@@ -150,8 +150,5 @@ def test_a_disk_tier_that_does_not_fit_is_refused_before_anything_starts(tmp_pat
     )
     assert ended.returncode == 2
     said = " ".join(ended.stderr.split())
-    assert (
-        f"--disk-tier asks for 900 TiB in {tmp_path}/kv, of which this server gets 900 TiB, but there is room"
-        in said
-    )
+    assert f"--disk-tier asks for 900 TiB in {tmp_path}/kv, but there is room for" in said
     assert "are free" in said
