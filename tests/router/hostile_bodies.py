@@ -71,9 +71,9 @@ HOSTILE: Final[dict[str, Hostile]] = {
     "bad messages": Hostile(_CHAT, _json(messages=[{"role": 5}] * 16_384)),
     "messages in the loop": Hostile(_CHAT, _json(messages=[_SAID] * 1_900)),
     "text parts": Hostile(
-        _CHAT, _json(messages=[{"role": "user", "content": [{"type": "text", "text": "x"}] * 20_000}])
+        _CHAT, _json(messages=[{"role": "user", "content": [{"type": "text", "text": "x"}] * 17_000}])
     ),
-    "tool calls": Hostile(_CHAT, _json(messages=[{"role": "assistant", "tool_calls": [_CALL] * 9_000}])),
+    "tool calls": Hostile(_CHAT, _json(messages=[{"role": "assistant", "tool_calls": [_CALL] * 7_500}])),
     "escapes": Hostile(_CHAT, _text(_USER, b"\\u00e9", b'"}]}')),
     "escapes that fit": Hostile(_CHAT, _text(_USER, b"\\u00e9", b'"}]}', 12 * _MIB)),
     "mixed widths": Hostile(_CHAT, _text(_USER, b"aaaaaaaaaaaa" + _EMOJI.encode(), b'"}]}', 12 * _MIB)),
@@ -110,7 +110,7 @@ HOSTILE: Final[dict[str, Hostile]] = {
     "anthropic": Hostile("/v1/messages", _json(max_tokens=5, messages=[_SAID] * 16_384)),
     "anthropic blocks": Hostile(
         "/v1/messages",
-        _json(max_tokens=5, messages=[{"role": "user", "content": [{"type": "text", "text": "y"}] * 20_000}]),
+        _json(max_tokens=5, messages=[{"role": "user", "content": [{"type": "text", "text": "y"}] * 17_000}]),
     ),
     "anthropic count": Hostile("/v1/messages/count_tokens", _json(messages=[_SAID] * 16_384), (200,)),
     "responses": Hostile("/v1/responses", _json(input=[_SAID] * 16_000)),

@@ -23,8 +23,8 @@ from pydantic_core import from_json
 
 PIECE_BYTES: Final = 256 << 10
 """What is parsed with one call. A shorter document is one piece, and is not scanned."""
-PARTS_MAX: Final = 1 << 17
-"""Objects, arrays and strings (keys included) of a document of more than one piece: some 20,000 messages."""
+PARTS_MAX: Final = 84 << 10
+"""Objects, arrays and strings (keys included) of a document of more than one piece: some 16,384 messages."""
 VALUES_MAX: Final = 5 << 18
 """Likewise members of objects and arrays, of whatever type: a million token ids, and a quarter of that besides."""
 STRING_BYTES_MAX: Final = 12 << 20
