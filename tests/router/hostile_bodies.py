@@ -102,7 +102,7 @@ HOSTILE: Final[dict[str, Hostile]] = {
             messages=MESSAGES,
             response_format={
                 "type": "json_schema",
-                "json_schema": {"name": "x", "schema": {"enum": [f"v{i}" for i in range(90_000)]}},
+                "json_schema": {"name": "x", "schema": {"enum": [f"v{i}" for i in range(80_000)]}},
             },
         ),
     ),
@@ -132,7 +132,7 @@ HOSTILE: Final[dict[str, Hostile]] = {
     "pml": Hostile(_PLAIN, _json(pml="<prompt schema='x'>" + "<a/>" * (2 * _MIB) + "</prompt>")),
     "modules": Hostile(
         _PLAIN,
-        _json(prompt={"schema": "x", "modules": [{"path": f"a{i}", "args": {"k": "v"}} for i in range(15_000)]}),
+        _json(prompt={"schema": "x", "modules": [{"path": f"a{i}", "args": {"k": "v"}} for i in range(12_000)]}),
         (400, 404),
     ),
     "pml schema": Hostile(
