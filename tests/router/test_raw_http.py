@@ -235,7 +235,9 @@ def test_deep_and_odd_json(http: httpx.Client, fake: FakeController) -> None:
         for opened, closed in (("[", "]"), ('{"a":', "}")):
             text = '{"prompt": "x", "logit_bias": ' + opened * depth + "1" + closed * depth + "}"
             answer = http.post("/v1/completions", content=text)
-            assert answer.status_code == 400, depth
+            # 100,000 names are more parts than the router looks through (large_requests.py).
+            too_many_parts = depth == 100_000 and opened != "["
+            assert answer.status_code == (413 if too_many_parts else 400), depth
             assert answer.json()["error"]["message"]
     for text in ('{"prompt": "x", "prompt": 5}', '{"prompt": 1e999}', '{"prompt": "\\ud800"}', "[" * 9, "\x00"):
         assert http.post("/v1/completions", content=text).status_code == 400
