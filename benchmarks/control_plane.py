@@ -19,10 +19,10 @@ import numpy as np
 from report import Report, parse_arguments
 
 from trunkline.controller.config import EngineConfig
-from trunkline.controller.engine import Engine
+from trunkline.controller.engine.engine import Engine
 from trunkline.controller.messages import StepResult
-from trunkline.controller.sequence import Request
-from trunkline.controller.sharing import tree_order
+from trunkline.controller.sequences.sequence import Request
+from trunkline.controller.sequences.sharing import tree_order
 from trunkline.kvstore.layout import Int32Array, pack_int32, unpack_int32
 from trunkline.router.messages import Outputs
 from trunkline.worker.messages import Sampling, StepPlan

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from trunkline.controller.config import EngineConfig
-from trunkline.controller.engine import Engine
+from trunkline.controller.engine.engine import Engine
+from trunkline.controller.engine.outcomes import EngineOutputs
 from trunkline.controller.messages import BeamSearch, StepResult
-from trunkline.controller.outcomes import EngineOutputs
-from trunkline.controller.sequence import Request
+from trunkline.controller.sequences.sequence import Request
 from trunkline.kvstore.layout import unpack_int32
 from trunkline.worker.config import WorkerConfig
 from trunkline.worker.messages import Sampling

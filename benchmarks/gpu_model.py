@@ -23,9 +23,9 @@ from gpu_device import Gpu, Output, Visit
 from safetensors.torch import save_file
 
 from trunkline.kvstore.layout import blocks_for, pack_int32
-from trunkline.worker.checkpoint import MlpWeights
 from trunkline.worker.config import WorkerConfig
 from trunkline.worker.messages import Join, Sampling, StepPlan
+from trunkline.worker.model.checkpoint import MlpWeights
 from trunkline.worker.runner import Runner
 
 CHUNK: Final = 64

@@ -37,9 +37,9 @@ PACKAGES: Final = (
 MODULES: Final = (
     "trunkline.kernels.cuda",
     "trunkline.worker.runner",
-    "trunkline.worker.automaton",
-    "trunkline.worker.tier_service",
-    "trunkline.controller.engine",
+    "trunkline.worker.grammar.automaton",
+    "trunkline.worker.tiers.tier_service",
+    "trunkline.controller.engine.engine",
     "engine_loop",
     "gpu_attention",
     "gpu_baselines",

@@ -24,8 +24,8 @@ from report import Report, parse_arguments
 from small_model import small_model
 
 from trunkline.kvstore.layout import blocks_for
-from trunkline.worker.families import read_model_config
-from trunkline.worker.model_config import ModelConfig
+from trunkline.worker.model.families import read_model_config
+from trunkline.worker.model.model_config import ModelConfig
 
 DEMO_MODEL: Final = Path(__file__).resolve().parents[1] / "deploy/trunkline/deploy/demo_model"
 CHUNK: Final = 64

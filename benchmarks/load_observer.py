@@ -20,9 +20,9 @@ import zmq
 import zmq.asyncio
 
 from trunkline.controller.messages import Ping
-from trunkline.deploy.rundir import base_folder
+from trunkline.deploy.supervisor.rundir import base_folder
 from trunkline.router.messages import RouterMessage, State
-from trunkline.worker.families import read_model_config
+from trunkline.worker.model.families import read_model_config
 
 SAMPLE_SECONDS: Final = 0.05
 ANSWER_SECONDS_MAX: Final = 10.0

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
 
-from trunkline.worker.families import read_model_config
+from trunkline.worker.model.families import read_model_config
 
 _LAYER: Final = "model.layers.{layer}.{name}.weight"
 

@@ -42,7 +42,7 @@ from small_model import VOCABULARY, small_model
 from trunkline.controller.config import EngineConfig
 from trunkline.kvstore.layout import blocks_for
 from trunkline.kvstore.tier import TierKind
-from trunkline.worker.families import read_model_config
+from trunkline.worker.model.families import read_model_config
 
 PARTS: Final = ("goals", "growth")
 CHUNK: Final = 64

@@ -149,7 +149,7 @@ class Server:
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.url = f"http://127.0.0.1:{(port := free_port())}"
-        command = [sys.executable, "-m", "trunkline.deploy.cli", "serve"]
+        command = [sys.executable, "-m", "trunkline.deploy.cli.app", "serve"]
         command += [arguments.model] if arguments.model else []
         command += ["--tp", str(arguments.tp), "--dtype", arguments.dtype, "--port", str(port)]
         self.command = command + arguments.serve_args.split()

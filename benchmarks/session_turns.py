@@ -40,9 +40,9 @@ from small_model import VOCABULARY, small_model
 from tiered_loop import HeldLoading, TieredLoop, forget_all, redis_server
 
 from trunkline.controller.config import EngineConfig
-from trunkline.controller.loading import Loading
+from trunkline.controller.tiers.preload import Loading
 from trunkline.kvstore.tier import TierKind
-from trunkline.worker.layer_gate import COMPUTE, LOAD, LayerSpan
+from trunkline.worker.tiers.layer_gate import COMPUTE, LOAD, LayerSpan
 
 PARTS: Final = ("turns", "preload", "saving")
 CHUNK: Final = 64

@@ -27,9 +27,9 @@ from report import Report, argument_parser
 from small_model import small_model
 
 from trunkline.controller.config import EngineConfig
-from trunkline.controller.engine import Engine
+from trunkline.controller.engine.engine import Engine
 from trunkline.controller.messages import StepResult
-from trunkline.controller.sequence import Request
+from trunkline.controller.sequences.sequence import Request
 from trunkline.worker.config import WorkerConfig
 from trunkline.worker.messages import Sampling, StepPlan
 from trunkline.worker.runner import Runner

@@ -29,12 +29,12 @@ import torch
 from report import Report, argument_parser
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from trunkline.deploy.models import DEMO_FOLDER
+from trunkline.deploy.config.models import DEMO_FOLDER
 from trunkline.kvstore.layout import pack_int32
-from trunkline.worker.grammar import GrammarStore
+from trunkline.worker.batch.sequences import Sequence
+from trunkline.worker.grammar.compiler import GrammarStore
 from trunkline.worker.messages import Join, Sampling
-from trunkline.worker.sampler import Sampler
-from trunkline.worker.sequences import Sequence
+from trunkline.worker.sampling.sampler import Sampler
 
 STOP: Final = 1
 PERSON: Final = {

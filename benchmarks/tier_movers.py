@@ -44,10 +44,10 @@ from trunkline.kvstore.layout import Int32Array, pack_int32
 from trunkline.kvstore.names import NAME_BYTES
 from trunkline.kvstore.tier import TierKind
 from trunkline.worker.config import WorkerConfig
-from trunkline.worker.copier import Copier
-from trunkline.worker.host_pool import HostPool
 from trunkline.worker.messages import StepPlan, TierMove, TierMoves
-from trunkline.worker.tier_service import TierService
+from trunkline.worker.tiers.copier import Copier
+from trunkline.worker.tiers.host_pool import HostPool
+from trunkline.worker.tiers.tier_service import TierService
 
 LAYERS: Final = 12
 KV_HEADS: Final = 4

@@ -21,13 +21,13 @@ import redis
 from engine_loop import EngineLoop
 
 from trunkline.controller.config import EngineConfig
-from trunkline.controller.engine import Engine
-from trunkline.controller.loading import Loading
+from trunkline.controller.engine.engine import Engine
 from trunkline.controller.messages import MoveOutcome, MovesDone, Probed, StepResult
+from trunkline.controller.tiers.preload import Loading
 from trunkline.kvstore.tier import TierKind
 from trunkline.worker.config import WorkerConfig
 from trunkline.worker.messages import Probe, TierMoves
-from trunkline.worker.tier_service import TierService
+from trunkline.worker.tiers.tier_service import TierService
 
 WAIT_SECONDS_MAX: Final = 0.25
 

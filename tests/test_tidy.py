@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 import pytest
 
 ROOT: Final = Path(__file__).resolve().parents[1]
-PACKAGES: Final = ("controller", "worker", "router", "kvstore", "kernels", "deploy")
+PACKAGES: Final = ("runtime", "controller", "worker", "router", "kvstore", "kernels", "deploy")
 SOURCE_FOLDERS: Final = (*PACKAGES, "tests", "benchmarks", "examples")
 
 FILE_LINES_MAX: Final = 500
@@ -28,25 +28,29 @@ ATTRIBUTES_MAX: Final = 15
 
 KNOWN: Final[dict[tuple[str, str], int]] = {
     # A record with slots: everything about a sequence in one place is what keeps the scheduler readable.
-    ("controller/trunkline/controller/sequence.py", "attributes of Sequence"): 16,
+    ("controller/trunkline/controller/sequences/sequence.py", "attributes of Sequence"): 16,
 }
 
 LATE_IMPORTS: Final = {
     # A quarter of a second for a client that only a rank with a remote tier uses.
-    "worker/trunkline/worker/tier_service.py": {"trunkline.worker.remote_tier"},
+    "worker/trunkline/worker/tiers/tier_service.py": {"trunkline.worker.tiers.remote_tier"},
     # OpenTelemetry takes half a second and 7 MB, and may not be installed: for processes that are traced only.
-    "deploy/trunkline/deploy/tracing.py": {"trunkline.deploy.tracing_export"},
+    "runtime/trunkline/runtime/tracing.py": {"trunkline.runtime.tracing_export"},
     # A Ctrl-C meanwhile must not show a traceback.
     "deploy/trunkline/deploy/main.py": {"trunkline.deploy.cli"},
     # Too slow to import for a command that may not need it.
-    "deploy/trunkline/deploy/models.py": {"huggingface_hub", "huggingface_hub.errors"},
-    "deploy/trunkline/deploy/pml_sources.py": {"trunkline.router.pml_tokenizer", "trunkline.router.tokenizer"},
+    "deploy/trunkline/deploy/config/models.py": {"huggingface_hub", "huggingface_hub.errors"},
+    "deploy/trunkline/deploy/cli/pml_sources.py": {
+        "trunkline.router.text.pml_tokenizer",
+        "trunkline.router.text.tokenizer",
+    },
     # xgrammar imports transformers: over a second and 40 MB, for the first grammar only, beside the steps.
-    "worker/trunkline/worker/grammar.py": {"trunkline.worker.automaton"},
+    "worker/trunkline/worker/grammar/compiler.py": {"trunkline.worker.grammar.automaton"},
 }
 """Imports inside functions, by file."""
 
 ALLOWED_IMPORTS: Final = {
+    "runtime": {"runtime"},
     "kvstore": {"kvstore"},
     "kernels": {"kernels", "kvstore"},
     "controller": {"controller", "kvstore"},
@@ -55,9 +59,7 @@ ALLOWED_IMPORTS: Final = {
     "deploy": {*PACKAGES, "prompts"},
 }
 """Who may import whom (docs/architecture.md), besides the leaves."""
-LEAVES: Final = re.compile(
-    r"trunkline\.(\w+\.messages|deploy\.(process|notify|host|rare_log|tracing(_export)?|wire_(keys|gate|peer)))"
-)
+LEAVES: Final = re.compile(r"trunkline\.(\w+\.messages|runtime\.\w+)")
 """Import only each other; anyone may import them."""
 
 FORBIDDEN_TEXT: Final = re.compile(rf"/(?:home|Users|root|mnt)/\w|{re.escape(ROOT.as_posix())}/", re.ASCII)

@@ -9,7 +9,7 @@ from typing import Any, Final
 import typer
 from generate.tables import code, table
 
-from trunkline.deploy.cli import app
+from trunkline.deploy.cli.app import app
 
 _MARKUP: Final = re.compile(r"\[/?[a-z]*\]")
 

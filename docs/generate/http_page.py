@@ -6,11 +6,11 @@ from typing import Any, Final
 
 from generate.tables import code, table
 
-from trunkline.deploy import models
+from trunkline.deploy.config import models
 from trunkline.router.app import create_app
 from trunkline.router.config import RouterConfig
 from trunkline.router.service import RouterService
-from trunkline.router.tokenizer import Tokenizer
+from trunkline.router.text.tokenizer import Tokenizer
 
 _INTRODUCTION: Final = """# HTTP endpoints
 

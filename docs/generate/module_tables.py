@@ -1,20 +1,19 @@
-"""The tables of `docs/architecture.md` with every module in a line: the first paragraph of its docstring.
+"""`docs/modules.md`: every module in a line, by package and room, from the first paragraphs of the docstrings.
 
-python docs/generate/module_tables.py           # writes them anew
+python docs/generate/module_tables.py           # writes it anew
 """
 
 from __future__ import annotations
 
 import ast
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 ROOT: Final = Path(__file__).parents[2]
-PAGE: Final = ROOT / "docs" / "architecture.md"
-_SECTIONS: Final = {
+PAGE: Final = ROOT / "docs" / "modules.md"
+_PACKAGES: Final = {
     "Router": "router/trunkline/router",
     "Prompts": "router/trunkline/prompts",
     "Controller": "controller/trunkline/controller",
@@ -22,45 +21,50 @@ _SECTIONS: Final = {
     "Kernels": "kernels/trunkline/kernels",
     "KV store": "kvstore/trunkline/kvstore",
     "Deploy": "deploy/trunkline/deploy",
+    "Runtime": "runtime/trunkline/runtime",
 }
-_TABLE: Final = re.compile(r"\| module \| what lives there \|\n\|---\|---\|\n(?:\|.*\n)*")
+_HEAD: Final = """# Modules
+
+Every module in a line, room by room. How they work together: [architecture](architecture.md). This page is
+written by `python docs/generate/module_tables.py` from the docstrings.
+"""
 
 
-def rendered(text: str) -> str:
-    """The page with tables that say what the modules say now."""
-    for title, folder in _SECTIONS.items():
-        start = text.index(f"\n### {title}\n")
-        found = _TABLE.search(text, start)
-        if found is None:
-            raise ValueError(f"{PAGE.name}: no table behind the heading {title!r}")
-        text = text[: found.start()] + table(ROOT / folder) + text[found.end() :]
-    return text
+def rendered() -> str:
+    """The page as the modules' docstrings say it now."""
+    parts = [_HEAD]
+    for title, folder in _PACKAGES.items():
+        parts.append(f"\n## {title}\n")
+        package = ROOT / folder
+        for room in [package, *sorted(path.parent for path in package.rglob("*/__init__.py"))]:
+            if room != package:
+                parts.append(f"\n### {title}: `{room.relative_to(package).as_posix()}/`\n")
+            if said := summary(room / "__init__.py"):
+                parts.append(f"\n{said}\n")
+            parts.append("\n" + table(room, package))
+    return "".join(parts)
 
 
-def table(folder: Path) -> str:
-    """Of all modules below a folder."""
+def table(room: Path, package: Path) -> str:
+    """Return the table of the modules that lie in `room` itself."""
     lines = ["| module | what lives there |", "|---|---|"]
-    for path in sorted(folder.rglob("*.py")):
-        if said := summary(path):
-            name = path.relative_to(folder.parent).as_posix()
-            lines.append(f"| `{name}` | {said} |")
+    for path in sorted(room.glob("*.py")):
+        if path.name != "__init__.py":
+            lines.append(f"| `{path.relative_to(package.parent).as_posix()}` | {summary(path)} |")
     return "\n".join(lines) + "\n"
 
 
 def summary(path: Path) -> str:
-    """The first paragraph of a module's docstring in one line; "" for packages that are only a folder."""
+    """Return the first paragraph of a module's docstring in one line."""
     text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-    said = " ".join(text.split("\n\n")[0].split()).replace("|", "\\|")
-    package = path.parent.name if path.name == "__init__.py" and path.parent.parent.name == "trunkline" else ""
-    return said if package in ("", "prompts") else ""
+    return " ".join(text.split("\n\n")[0].split()).replace("|", "\\|")
 
 
 def main(arguments: Sequence[str]) -> int:
     """Exit code 1, with `--check`: the page is out of date."""
-    before = PAGE.read_text(encoding="utf-8")
-    after = rendered(before)
+    after = rendered()
     if "--check" in arguments:
-        return int(after != before)
+        return int(not PAGE.exists() or PAGE.read_text(encoding="utf-8") != after)
     PAGE.write_text(after, encoding="utf-8")
     return 0
 

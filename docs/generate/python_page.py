@@ -23,13 +23,13 @@ _SECTIONS: Final = (
         "The controller's engine",
         "Pure: no sockets, clocks or threads ([architecture](../architecture.md)).",
         (
-            "trunkline.controller.engine",
-            "trunkline.controller.scheduler",
-            "trunkline.controller.forest",
-            "trunkline.controller.tree",
-            "trunkline.controller.residence",
-            "trunkline.controller.block_pool",
-            "trunkline.controller.sharing",
+            "trunkline.controller.engine.engine",
+            "trunkline.controller.scheduling.scheduler",
+            "trunkline.controller.cache.radix_tree",
+            "trunkline.controller.cache.radix_cache",
+            "trunkline.controller.allocation.kv_manager",
+            "trunkline.controller.cache.block_pool",
+            "trunkline.controller.sequences.sharing",
         ),
     ),
     (
@@ -55,7 +55,7 @@ _SECTIONS: Final = (
     (
         "Supervision",
         "Who is started, stopped and started again.",
-        ("trunkline.deploy.lifecycle", "trunkline.deploy.units"),
+        ("trunkline.deploy.supervisor.lifecycle", "trunkline.deploy.supervisor.units"),
     ),
 )
 

@@ -15,9 +15,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from trunkline.deploy import cli, serve
-from trunkline.deploy.supervisor import ChildSpec
-from trunkline.deploy.tiers import DiskFolders
+from trunkline.deploy.cli import app as cli
+from trunkline.deploy.config.disk_folders import DiskFolders
+from trunkline.deploy.supervisor import serve
+from trunkline.deploy.supervisor.supervisor import ChildSpec
 
 CHANGES: Final[dict[str, dict[str, Any]]] = json.loads(Path(sys.argv[1]).read_text())
 unaltered = serve.children

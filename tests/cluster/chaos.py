@@ -14,9 +14,9 @@ from typing import Any
 from cluster.crowd import Crowd
 from cluster.harness import Cluster, wait_for
 
-from trunkline.deploy.commands import Command
-from trunkline.deploy.control_client import ControlError, ask
-from trunkline.deploy.registry import control_path
+from trunkline.deploy.supervisor.control_client import ControlError, ask
+from trunkline.deploy.supervisor.control_commands import Command
+from trunkline.deploy.supervisor.registry import control_path
 
 HEALTHY_SECONDS_MAX = 90.0
 NOTICED_SECONDS_MAX = 20.0

@@ -25,7 +25,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 START_SECONDS_MAX = 90.0
 STOP_SECONDS_MAX = 30.0
-_LAUNCHER = ("-P", "-m", "trunkline.deploy.cli")
+_LAUNCHER = ("-P", "-m", "trunkline.deploy.cli.app")
 _SPAWNED = re.compile(r"^(\S+) started \(process (\d+)\)$", re.MULTILINE)
 _READY = re.compile(r"^Ready after .* s: (http://\S+)$", re.MULTILINE)
 

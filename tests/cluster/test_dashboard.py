@@ -12,7 +12,7 @@ import httpx
 import pytest
 from cluster.harness import Cluster, wait_for
 
-from trunkline.router.auth import hash_key
+from trunkline.router.tenancy.auth import hash_key
 
 OPTIONS = ("--groups", "2", "--tp", "1", "--threads", "1", "--kv-memory", "32MiB", "--host-tier", "16MiB")
 DEVICE, HOST, DISK = 1, 2, 4

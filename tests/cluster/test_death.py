@@ -15,7 +15,7 @@ import openai
 import pytest
 from cluster.harness import Cluster, wait_for
 
-from trunkline.deploy.rundir import remove_stale
+from trunkline.deploy.supervisor.rundir import remove_stale
 
 NOTICED_SECONDS_MAX = 2.0
 ENDED_SECONDS_MAX = 20.0

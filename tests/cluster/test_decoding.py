@@ -14,7 +14,7 @@ import httpx
 import pytest
 from cluster.harness import Cluster, wait_for
 
-from trunkline.controller.samples import sample_seed
+from trunkline.controller.sequences.samples import sample_seed
 
 PROMPT = "def read_lines(path):\n    with open(path) as file:\n"
 PLAIN = {"prompt": PROMPT, "max_tokens": 40, "temperature": 0.9, "seed": 7, "ignore_eos": True}

@@ -22,7 +22,7 @@ from cluster.crowd import Crowd, Script, compare, scripts
 from cluster.faults import Network, Shim, launcher
 from cluster.harness import Cluster, wait_for
 
-from trunkline.deploy.wire_keys import PARTS, generate, write
+from trunkline.runtime.wire_keys import PARTS, generate, write
 
 CONCURRENCY = 10
 BEGUN_MIN = 5

@@ -20,7 +20,7 @@ import pytest
 from cluster.faults import Network
 from cluster.harness import Cluster, wait_for
 
-from trunkline.deploy import wire_keys
+from trunkline.runtime import wire_keys
 
 PROMPT = "def read_lines(path):\n"
 TOKENS = 160
@@ -34,7 +34,7 @@ BODY = {
     "stream": True,
     "ignore_eos": True,
 }
-_COMMAND = (sys.executable, "-P", "-m", "trunkline.deploy.cli")
+_COMMAND = (sys.executable, "-P", "-m", "trunkline.deploy.cli.app")
 _ASK = """
 import json, sys, urllib.request
 url, body = sys.argv[1], sys.stdin.buffer.read()

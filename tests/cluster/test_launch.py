@@ -55,7 +55,7 @@ class Launched:
         self.file.write_text(yaml.safe_dump(file))
 
     def command(self, *words: str) -> list[str]:
-        return [sys.executable, "-P", "-m", "trunkline.deploy.cli", "launch", *words]
+        return [sys.executable, "-P", "-m", "trunkline.deploy.cli.app", "launch", *words]
 
     def run(self, *words: str, code: int = 0) -> str:
         """Both outputs of a command that ends with this code."""

@@ -44,7 +44,7 @@ def code_of(answer: httpx.Response) -> str:
 
 def controller_of(cluster: Cluster) -> int:
     """The process that runs now."""
-    command = [sys.executable, "-P", "-m", "trunkline.deploy.cli", "status", "--json"]
+    command = [sys.executable, "-P", "-m", "trunkline.deploy.cli.app", "status", "--json"]
     found = subprocess.run(
         [*command, "--port", cluster.url.rpartition(":")[2]],
         env={**os.environ, **cluster.folders},
@@ -139,7 +139,7 @@ def test_sessions_outlive_other_configurations_in_a_small_disk_tier(tmp_path: Pa
 
 
 def test_a_disk_tier_that_does_not_fit_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    command = [sys.executable, "-P", "-m", "trunkline.deploy.cli", "serve", "demo", "--port", "0"]
+    command = [sys.executable, "-P", "-m", "trunkline.deploy.cli.app", "serve", "demo", "--port", "0"]
     ended = subprocess.run(
         [*command, "--disk-tier", f"{tmp_path}/kv:900TiB"],
         capture_output=True,

@@ -150,7 +150,7 @@ def test_nonsense_is_a_client_error_and_harms_nobody(cluster: Cluster, body: byt
 
 def test_the_chat_client_talks_to_it(cluster: Cluster) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "trunkline.deploy.cli", "chat", "--url", cluster.url, "--max-tokens", "12"],
+        [sys.executable, "-m", "trunkline.deploy.cli.app", "chat", "--url", cluster.url, "--max-tokens", "12"],
         input=f"{QUESTION}\n/system Be brief.\nAnd os.path.split?\n/nonsense\n/quit\nnever sent\n",
         capture_output=True,
         text=True,

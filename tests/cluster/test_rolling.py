@@ -85,7 +85,7 @@ class Served:
     def command(self, *words: str) -> str:
         """What `trunkline …` prints."""
         done = subprocess.run(
-            [sys.executable, "-P", "-m", "trunkline.deploy.cli", *words],
+            [sys.executable, "-P", "-m", "trunkline.deploy.cli.app", *words],
             env={**os.environ, **self.cluster.folders, "NO_COLOR": "1", "COLUMNS": "200"},
             capture_output=True,
             text=True,

@@ -13,8 +13,8 @@ import httpx
 import pytest
 from cluster.harness import Cluster, wait_for
 
-from trunkline.deploy.credentials import client_headers
-from trunkline.router.auth import hash_key
+from trunkline.deploy.config.credentials import client_headers
+from trunkline.router.tenancy.auth import hash_key
 
 KEY = "tl-key-of-alice-in-these-tests"
 PROMPT = "zebra crossing in the prompt"
@@ -63,7 +63,7 @@ def test_keys_of_a_whole_cluster(careless: Cluster) -> None:
     headers = {"Authorization": f"Bearer {KEY}"}
     assert httpx.post(f"{careless.url}/flush_cache", headers=headers).status_code == 403
     told = subprocess.run(
-        [sys.executable, "-m", "trunkline.deploy.cli", "ui", "--port", careless.url.rsplit(":", 1)[1]],
+        [sys.executable, "-m", "trunkline.deploy.cli.app", "ui", "--port", careless.url.rsplit(":", 1)[1]],
         env={**os.environ, **careless.folders},
         capture_output=True,
         text=True,
@@ -79,7 +79,7 @@ def test_its_log_has_no_secrets(careless: Cluster) -> None:
 
 
 def test_what_cannot_be_served_safely_is_refused() -> None:
-    command = [sys.executable, "-m", "trunkline.deploy.cli", "serve", "--port", "0", "--host", "0.0.0.0"]
+    command = [sys.executable, "-m", "trunkline.deploy.cli.app", "serve", "--port", "0", "--host", "0.0.0.0"]
     environment = {name: value for name, value in os.environ.items() if name != "TRUNKLINE_API_KEY"}
     told = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     assert told.returncode == 2

@@ -24,7 +24,7 @@ def served() -> Iterator[Cluster]:
 
 
 def command(cluster: Cluster, *words: str) -> list[str]:
-    return [sys.executable, "-P", "-m", "trunkline.deploy.cli", *words, "--url", cluster.url]
+    return [sys.executable, "-P", "-m", "trunkline.deploy.cli.app", *words, "--url", cluster.url]
 
 
 def environment(cluster: Cluster) -> dict[str, str]:
@@ -103,7 +103,9 @@ def test_without_the_key_it_is_said_what_is_missing(served: Cluster) -> None:
 
 def test_the_doctor_says_what_is_wrong(served: Cluster) -> None:
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "trunkline.deploy.cli", "drain", "0"], env=environment(served), check=False
+        [sys.executable, "-P", "-m", "trunkline.deploy.cli.app", "drain", "0"],
+        env=environment(served),
+        check=False,
     )
     assert done.returncode == 0
     wait_for(lambda: "group 0" in run(served, "doctor", "--no-probe")[1], 20)

@@ -14,8 +14,8 @@ from cluster.harness import Cluster, wait_for
 from controller.hostile_peers import requests
 from simulation.hostile import altered
 
-from trunkline.deploy.wire_keys import PARTS, Role, generate, write
-from trunkline.deploy.wire_peer import WirePeer
+from trunkline.runtime.wire_keys import PARTS, Role, generate, write
+from trunkline.runtime.wire_peer import WirePeer
 
 SMALL = ("--dtype", "float32", "--threads", "1", "--kv-memory", "16MiB", "--disk-tier", "0", "--tp", "2")
 ASKED = {"model": "trunkline-demo", "prompt": "def join(", "max_tokens": 24, "temperature": 0}

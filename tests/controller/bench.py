@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from trunkline.controller.block_pool import BlockPool
-from trunkline.controller.draft import PlanDraft
-from trunkline.controller.integrity import check_residence
+from trunkline.controller.allocation.kv_manager import Admission, Residence
+from trunkline.controller.cache.block_pool import BlockPool
+from trunkline.controller.cache.radix_cache import ChunkTree
+from trunkline.controller.engine.integrity import check_residence
 from trunkline.controller.messages import BeamSearch
-from trunkline.controller.residence import Admission, Residence
-from trunkline.controller.sequence import Request, Sequence, SequenceGroup, TokenBuffer
-from trunkline.controller.tree import ChunkTree
+from trunkline.controller.sequences.plan_builder import PlanDraft
+from trunkline.controller.sequences.sequence import Request, Sequence, SequenceGroup, TokenBuffer
 from trunkline.kvstore.directory import DirectoryConfig
 from trunkline.worker.messages import Sampling
 

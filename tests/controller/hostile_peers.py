@@ -14,7 +14,7 @@ from simulation.layout import Layout
 from simulation.worker import SimulatedWorkers
 
 from trunkline.controller.config import ControllerConfig
-from trunkline.controller.integrity import check_integrity
+from trunkline.controller.engine.integrity import check_integrity
 from trunkline.controller.messages import (
     Abort,
     BeamSearch,
@@ -33,7 +33,7 @@ from trunkline.controller.messages import (
     WorkerHello,
     WorkerReady,
 )
-from trunkline.controller.service import ControllerService
+from trunkline.controller.service.service import ControllerService
 from trunkline.kvstore.layout import pack_int32
 from trunkline.router.messages import Outputs, RouterMessage
 from trunkline.worker.messages import (

@@ -10,8 +10,8 @@ from simulation.module_prompts import Ranges, layout, text
 
 from trunkline.controller.config import EngineConfig
 from trunkline.controller.messages import ModuleText
-from trunkline.controller.module_calls import CallDone
-from trunkline.controller.module_jobs import ModuleJobs
+from trunkline.controller.scheduling.module_calls import CallDone
+from trunkline.controller.scheduling.module_jobs import ModuleJobs
 from trunkline.kvstore.layout import unpack_int32
 
 CHUNK = 4

@@ -6,7 +6,7 @@ from simulation.driver import Simulation
 from simulation.oracle import expected_output
 
 from trunkline.controller.config import EngineConfig
-from trunkline.controller.samples import sample_seed
+from trunkline.controller.sequences.samples import sample_seed
 
 PROMPT = list(range(10))
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from trunkline.controller.costs import PRIOR_US, StepCosts
+from trunkline.controller.tiers.costs import PRIOR_US, StepCosts
 
 
 def noisy(rng: random.Random) -> float:

@@ -10,9 +10,9 @@ import msgspec
 import pytest
 from simulation.driver import Options, Simulation, Stream, verify
 
+from trunkline.controller.cache.radix_cache import ChunkTree
+from trunkline.controller.cache.radix_tree import CUT_ROOT
 from trunkline.controller.config import EngineConfig
-from trunkline.controller.forest import CUT_ROOT
-from trunkline.controller.tree import ChunkTree
 
 CHUNK = 4
 CONFIG = EngineConfig(num_blocks=60, chunk_size=CHUNK, max_context=64, token_budget=40, max_rows=8)

@@ -13,13 +13,13 @@ from controller.service_harness import Router, group_config, run_controller
 from msgspec.structs import replace
 from simulation.traffic import Mix, Traffic
 
+from trunkline.controller.cache.node import PENDING, Node
+from trunkline.controller.cache.radix_tree import CUT_ROOT, PROMPT_ROOT, TEXT_ROOT
 from trunkline.controller.config import EngineConfig
-from trunkline.controller.describing import ASKED_MAX, Descriptions, TreeWalk, tier_bits
-from trunkline.controller.engine import Engine
-from trunkline.controller.forest import CUT_ROOT, PROMPT_ROOT, TEXT_ROOT
+from trunkline.controller.engine.engine import Engine
 from trunkline.controller.messages import DescribeTree, Ping
-from trunkline.controller.node import PENDING, Node
-from trunkline.controller.state_report import state_of
+from trunkline.controller.service.status import state_of
+from trunkline.controller.service.tree_view import ASKED_MAX, Descriptions, TreeWalk, tier_bits
 from trunkline.kvstore.names import NAME_BYTES
 from trunkline.router.messages import NodeFlag, RouterMessage, TreeDescription
 

@@ -11,12 +11,12 @@ import pytest
 from simulation.driver import Simulation, Stream, verify
 from simulation.oracle import expected_output
 
-from trunkline.controller.answers import ProtocolError
+from trunkline.controller.allocation.kv_manager import Admission
 from trunkline.controller.config import EngineConfig
-from trunkline.controller.engine import Engine
+from trunkline.controller.engine.engine import Engine
+from trunkline.controller.engine.step_results import ProtocolError
 from trunkline.controller.messages import StepResult, TopLogprobs
-from trunkline.controller.residence import Admission
-from trunkline.controller.sequence import Request, Sequence
+from trunkline.controller.sequences.sequence import Request, Sequence
 from trunkline.kvstore.layout import pack_int32
 from trunkline.worker.messages import Sampling
 
@@ -138,7 +138,7 @@ def test_preempted_prompt_does_not_count_its_own_work_as_cached() -> None:
 
 def test_matching_is_spread_over_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many long prompts that wait for one prefix do not hold up a plan, and all of them come to run."""
-    monkeypatch.setattr("trunkline.controller.scheduler.MATCHED_TOKENS_MAX", 50)
+    monkeypatch.setattr("trunkline.controller.scheduling.scheduler.MATCHED_TOKENS_MAX", 50)
     simulation = Simulation(SMALL)
     looked_up: list[int] = []
     admit = simulation.engine.scheduler.residence.admit

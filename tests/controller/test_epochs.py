@@ -8,7 +8,8 @@ from math import inf
 
 import pytest
 
-from trunkline.controller.epochs import (
+from trunkline.controller.messages import WorkerFailed, WorkerHello, WorkerReady
+from trunkline.controller.service.membership import (
     LEAVE_WITHIN_S,
     OLD_WAIT_S,
     REASON_WITHIN_S,
@@ -16,7 +17,6 @@ from trunkline.controller.epochs import (
     GroupLostError,
     StepClock,
 )
-from trunkline.controller.messages import WorkerFailed, WorkerHello, WorkerReady
 from trunkline.worker.messages import member_topic, rank_topic
 
 HERE = "this kernel"

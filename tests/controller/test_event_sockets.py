@@ -17,8 +17,8 @@ from trunkline.controller.config import ConfigError, ControllerConfig
 from trunkline.controller.messages import FlushCache
 from trunkline.kvstore.layout import pack_int32
 from trunkline.kvstore.names import chain, root_name
-from trunkline.router.events import EventFeeds
-from trunkline.router.link import ControllerLink
+from trunkline.router.streams.kv_feed import EventFeeds
+from trunkline.router.streams.link import ControllerLink
 
 
 class Index:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from trunkline.controller.fences import Fences
+from trunkline.controller.cache.fences import Fences
 from trunkline.kvstore.layout import BlockId, SlotId
 
 

@@ -7,8 +7,10 @@ import itertools
 import numpy as np
 import pytest
 
-from trunkline.controller.costs import StepCosts
-from trunkline.controller.fetching import (
+from trunkline.controller.cache.node import Node
+from trunkline.controller.sequences.sequence import Request, SequenceGroup
+from trunkline.controller.tiers.costs import StepCosts
+from trunkline.controller.tiers.fetching import (
     PATIENCE_FACTOR,
     PATIENCE_LEAST_S,
     PATIENCE_SHARE,
@@ -16,8 +18,6 @@ from trunkline.controller.fetching import (
     Fetching,
     tier_of,
 )
-from trunkline.controller.node import Node
-from trunkline.controller.sequence import Request, SequenceGroup
 from trunkline.kvstore.directory import READ_US, Directory, DirectoryConfig, MoveStatus
 from trunkline.kvstore.layout import NO_BLOCK, BlockId, SlotId
 from trunkline.kvstore.names import chunk_name, root_name

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 import structlog
 
-from trunkline.controller.database import Database, DatabaseUnavailableError
-from trunkline.controller.index import INDEX, DiskChunk, TierIndex
+from trunkline.controller.storage.database import Database, DatabaseUnavailableError
+from trunkline.controller.storage.tier_index import INDEX, DiskChunk, TierIndex
 
 FINGERPRINT = bytes(range(16))
 ROOT = b"r" * 16
@@ -304,7 +304,7 @@ def test_a_flipped_bit_in_a_row_costs_that_row_only(path: Path, column: str) -> 
 
 def test_an_index_in_use_is_not_shared(path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from trunkline.controller.index import TierIndex; "
+        "import sys; from pathlib import Path; from trunkline.controller.storage.tier_index import TierIndex; "
         f"index = TierIndex.open(Path({str(path)!r}), bytes(range(16))); print('open', flush=True); "
         "sys.stdin.read()"
     )
@@ -353,7 +353,7 @@ import sys
 import threading
 from itertools import pairwise
 from pathlib import Path
-from trunkline.controller.index import DiskChunk, TierIndex
+from trunkline.controller.storage.tier_index import DiskChunk, TierIndex
 index = TierIndex.open(Path(sys.argv[1]), bytes(range(16)))
 name = lambda n: n.to_bytes(16, "big")
 index.root(b"r" * 16, b"")

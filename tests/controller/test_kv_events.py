@@ -12,13 +12,13 @@ from simulation.module_prompts import Schemas
 from simulation.told import Mirror, truth
 from simulation.traffic import Mix, Traffic
 
-from trunkline.controller.block_pool import BlockPool
+from trunkline.controller.cache.block_pool import BlockPool
+from trunkline.controller.cache.kv_events import SNAPSHOT_SECONDS, SNAPSHOTS_MAX, Announced, KvEventLog
+from trunkline.controller.cache.radix_cache import ChunkTree
 from trunkline.controller.config import EngineConfig
-from trunkline.controller.integrity import IntegrityError, check_integrity
-from trunkline.controller.kv_events import SNAPSHOT_SECONDS, SNAPSHOTS_MAX, Announced, KvEventLog
+from trunkline.controller.engine.integrity import IntegrityError, check_integrity
 from trunkline.controller.messages import EventsCall
-from trunkline.controller.state_report import load_of, state_of
-from trunkline.controller.tree import ChunkTree
+from trunkline.controller.service.status import load_of, state_of
 from trunkline.kvstore.layout import NO_BLOCK, pack_int32
 from trunkline.kvstore.names import ChunkName, chain, root_name
 from trunkline.router.messages import EventsReply

@@ -13,9 +13,9 @@ from simulation.driver import Simulation
 from simulation.module_prompts import layout
 
 from trunkline.controller.config import EngineConfig
-from trunkline.controller.layout_checks import problem_of_call, problem_of_layout
 from trunkline.controller.messages import BeamSearch, ModulesCall, ModuleText, Prefetch, PromptLayout, Submit
-from trunkline.controller.submissions import problem_of, problem_of_prefetch
+from trunkline.controller.service.layout_checks import problem_of_call, problem_of_layout
+from trunkline.controller.service.validation import problem_of, problem_of_prefetch
 from trunkline.kvstore.layout import pack_int32
 from trunkline.worker.messages import Sampling
 

@@ -8,7 +8,7 @@ import pytest
 from simulation.driver import Simulation, verify
 
 from trunkline.controller.config import EngineConfig
-from trunkline.controller.loading import Loading
+from trunkline.controller.tiers.preload import Loading
 
 MOVE_US = 1000.0
 

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from simulation.driver import Options, Simulation, verify
 
 from trunkline.controller.config import EngineConfig
-from trunkline.controller.costs import StepCosts
+from trunkline.controller.tiers.costs import StepCosts
 from trunkline.kvstore.tier import TierKind
 
 PLAIN = EngineConfig(num_blocks=40, chunk_size=4, max_context=96, token_budget=40, max_rows=8)

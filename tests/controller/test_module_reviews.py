@@ -11,12 +11,12 @@ from simulation.driver import Simulation
 from simulation.module_prompts import layout
 
 from trunkline.controller.config import EngineConfig
-from trunkline.controller.engine import Engine
-from trunkline.controller.integrity import check_integrity
+from trunkline.controller.engine.engine import Engine
+from trunkline.controller.engine.integrity import check_integrity
 from trunkline.controller.messages import ModulesCall, ModuleText, Probed
-from trunkline.controller.module_calls import JOBS_AT_ONCE, TEXTS_PER_STEP
-from trunkline.controller.module_jobs import JOBS_MAX, TEXTS_AT_ONCE
-from trunkline.controller.sequence import Request
+from trunkline.controller.scheduling.module_calls import JOBS_AT_ONCE, TEXTS_PER_STEP
+from trunkline.controller.scheduling.module_jobs import JOBS_MAX, TEXTS_AT_ONCE
+from trunkline.controller.sequences.sequence import Request
 from trunkline.worker.messages import Probe, Sampling
 
 WIDE = replace(ROOMY, num_blocks=2000, max_context=4096)

@@ -10,7 +10,7 @@ from controller.tier_bench import miss_of, settle, simulate, sink, tiers_of, tre
 from msgspec.structs import replace
 from simulation.driver import Simulation, Stream
 
-from trunkline.controller.sequence import Request
+from trunkline.controller.sequences.sequence import Request
 from trunkline.kvstore.layout import unpack_int32
 from trunkline.kvstore.tier import TierKind
 from trunkline.worker.messages import Sampling, StepPlan

@@ -7,8 +7,8 @@ from statistics import fmean, median
 
 import pytest
 
-from trunkline.controller.costs import StepCosts
-from trunkline.controller.pacing import prefill_budget
+from trunkline.controller.tiers.costs import StepCosts
+from trunkline.controller.tiers.pacing import prefill_budget
 
 LEAST = 64
 MOST = 1024

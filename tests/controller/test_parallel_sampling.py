@@ -8,7 +8,7 @@ from simulation.driver import Simulation, verify
 from simulation.oracle import expected_output
 
 from trunkline.controller.config import EngineConfig
-from trunkline.controller.samples import sample_seed
+from trunkline.controller.sequences.samples import sample_seed
 from trunkline.kvstore.layout import blocks_for, unpack_int32
 from trunkline.worker.messages import StepPlan
 

@@ -26,10 +26,10 @@ from simulation.traffic import Mix, Traffic
 from xxhash import xxh3_64_digest
 
 from trunkline.controller.config import EngineConfig
-from trunkline.controller.engine import Engine
-from trunkline.controller.integrity import check_integrity
+from trunkline.controller.engine.engine import Engine
+from trunkline.controller.engine.integrity import check_integrity
 from trunkline.controller.messages import RecordCall
-from trunkline.controller.persistence import Persistence
+from trunkline.controller.storage.persistence import Persistence
 from trunkline.kvstore.tier import TierKind
 
 CONFIG = replace(TIERED, remote=False, ranks=2)
@@ -42,7 +42,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """A minute or more lies between two new databases: their boots are numbered by it."""
     minutes = itertools.count(1)
     clock = SimpleNamespace(time=lambda: EPOCH + 60_000.0 * next(minutes), monotonic=time.monotonic)
-    monkeypatch.setattr("trunkline.controller.database.time", clock)
+    monkeypatch.setattr("trunkline.controller.storage.database.time", clock)
 
 
 class Machine:

@@ -11,7 +11,7 @@ from simulation.oracle import expected_output
 
 from trunkline.controller.config import EngineConfig
 from trunkline.controller.messages import BeamSearch
-from trunkline.controller.samples import sample_seed
+from trunkline.controller.sequences.samples import sample_seed
 from trunkline.kvstore.layout import unpack_int32
 from trunkline.worker.messages import StepPlan
 

@@ -8,7 +8,7 @@ from simulation.oracle import expected_output
 
 from trunkline.controller.config import EngineConfig
 from trunkline.controller.messages import BeamSearch
-from trunkline.controller.samples import sample_seed
+from trunkline.controller.sequences.samples import sample_seed
 
 
 @pytest.mark.parametrize(("length", "n"), [(110, 1), (10, 7)], ids=["blocks", "rows"])

@@ -11,9 +11,9 @@ import msgspec
 from controller.service_harness import Router, group_config, run_controller
 
 from trunkline.controller.config import ControllerConfig
-from trunkline.controller.database import Database
 from trunkline.controller.messages import RecordCall
-from trunkline.controller.records import RECORDS
+from trunkline.controller.storage.database import Database
+from trunkline.controller.storage.records import RECORDS
 from trunkline.router.messages import RecordReply, RouterMessage
 
 

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import structlog
 
-from trunkline.controller.database import Database
 from trunkline.controller.messages import RecordCall
-from trunkline.controller.records import RECORDS, Change, Limits, RecordStore
-from trunkline.controller.salvage import Table, readable_rows
+from trunkline.controller.storage.database import Database
+from trunkline.controller.storage.records import RECORDS, Change, Limits, RecordStore
+from trunkline.controller.storage.salvage import Table, readable_rows
 from trunkline.router.messages import RecordReply
 
 
@@ -305,9 +305,9 @@ def test_what_is_on_a_full_disk_is_found_at_the_start(tmp_path: Path) -> None:
     database.close()
     code = (
         "import resource, sys, time; from pathlib import Path\n"
-        "from trunkline.controller.database import Database\n"
+        "from trunkline.controller.storage.database import Database\n"
         "from trunkline.controller.messages import RecordCall\n"
-        "from trunkline.controller.records import RECORDS, RecordStore\n"
+        "from trunkline.controller.storage.records import RECORDS, RecordStore\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 1 << 30))\n"
         "database = Database(Path(sys.argv[1]), b'', RECORDS); store = RecordStore(database)\n"
         "assert database.problem and not database.replaced, (database.problem, database.replaced)\n"

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from controller.bench import CHUNK, Bench, make_residence, make_sequence
 
-from trunkline.controller.draft import PlanDraft
-from trunkline.controller.integrity import check_residence
+from trunkline.controller.allocation.kv_manager import Admission, Residence
+from trunkline.controller.engine.integrity import check_residence
 from trunkline.controller.messages import BeamSearch
-from trunkline.controller.residence import Admission, Residence
-from trunkline.controller.sequence import Request, Sequence, SequenceGroup, TokenBuffer
+from trunkline.controller.sequences.plan_builder import PlanDraft
+from trunkline.controller.sequences.sequence import Request, Sequence, SequenceGroup, TokenBuffer
 from trunkline.worker.messages import Sampling
 
 

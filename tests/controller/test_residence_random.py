@@ -15,10 +15,10 @@ from controller.bench import CHUNK, make_residence, make_sequence
 from simulation.model import EMPTY, extend_hash
 from simulation.pool import Entry, SimulatedPool
 
-from trunkline.controller.draft import PlanDraft
-from trunkline.controller.integrity import check_residence
-from trunkline.controller.residence import Admission
-from trunkline.controller.sequence import Sequence, TokenBuffer
+from trunkline.controller.allocation.kv_manager import Admission
+from trunkline.controller.engine.integrity import check_residence
+from trunkline.controller.sequences.plan_builder import PlanDraft
+from trunkline.controller.sequences.sequence import Sequence, TokenBuffer
 from trunkline.kvstore.layout import BlockId
 
 

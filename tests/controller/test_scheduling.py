@@ -11,7 +11,7 @@ from simulation.driver import Simulation, verify
 
 from trunkline.controller.config import EngineConfig
 from trunkline.controller.messages import BeamSearch, Grammar, GrammarReady
-from trunkline.controller.sequence import Request
+from trunkline.controller.sequences.sequence import Request
 from trunkline.worker.messages import CompileGrammar, ForgetGrammar, Sampling
 
 SMALL = EngineConfig(num_blocks=64, chunk_size=4, max_context=96, token_budget=24, max_rows=8)

@@ -25,7 +25,7 @@ from trunkline.controller.messages import (
     WorkerHello,
     WorkerReady,
 )
-from trunkline.controller.service import EXIT_CONFIG
+from trunkline.controller.service.service import EXIT_CONFIG
 from trunkline.kvstore.layout import pack_int32
 from trunkline.worker.messages import (
     Sampling,

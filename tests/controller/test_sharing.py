@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from trunkline.controller.sharing import shared_runs, text_runs, tree_order
+from trunkline.controller.sequences.sharing import shared_runs, text_runs, tree_order
 from trunkline.kvstore.layout import NO_BLOCK, Int32Array
 
 

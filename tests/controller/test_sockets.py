@@ -15,21 +15,21 @@ import msgspec
 import pytest
 import zmq
 
-from trunkline.controller.clients import MESSAGES_PER_TURN_MAX, Clients
 from trunkline.controller.config import ControllerConfig
-from trunkline.controller.epochs import GroupLostError
-from trunkline.controller.group import WorkerGroup
 from trunkline.controller.messages import Ping, WorkerHello, WorkerReady
-from trunkline.deploy import wire_keys
-from trunkline.deploy.wire_gate import Gate
+from trunkline.controller.service.membership import GroupLostError
+from trunkline.controller.service.routers import MESSAGES_PER_TURN_MAX, Clients
+from trunkline.controller.service.workers import WorkerGroup
+from trunkline.runtime import wire_keys
+from trunkline.runtime.wire_gate import Gate
 
 Context = zmq.Context[zmq.Socket[bytes]]
 
 SUBSCRIBER = """
 import msgspec, sys, time, zmq
 from trunkline.worker import messages
-from trunkline.deploy.wire_keys import Role
-from trunkline.deploy.wire_peer import WirePeer
+from trunkline.runtime.wire_keys import Role
+from trunkline.runtime.wire_peer import WirePeer
 socket = zmq.Context().socket(zmq.SUB)
 WirePeer(sys.argv[3], Role.WORKER).connect(socket, sys.argv[1])
 incarnation = bytes.fromhex(sys.argv[2])

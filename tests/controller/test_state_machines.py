@@ -21,13 +21,13 @@ from hypothesis.stateful import (
 from simulation.driver import Options, Simulation, verify
 from simulation.traffic import fits
 
-from trunkline.controller.block_pool import BlockPool
+from trunkline.controller.cache.block_pool import BlockPool
+from trunkline.controller.cache.node import TOKEN_BYTES, Node
+from trunkline.controller.cache.radix_cache import ChunkTree
+from trunkline.controller.cache.radix_tree import SALT_ROOT
 from trunkline.controller.config import EngineConfig
-from trunkline.controller.forest import SALT_ROOT
-from trunkline.controller.integrity import check_integrity
+from trunkline.controller.engine.integrity import check_integrity
 from trunkline.controller.messages import BeamSearch, Grammar
-from trunkline.controller.node import TOKEN_BYTES, Node
-from trunkline.controller.tree import ChunkTree
 from trunkline.kvstore.layout import pack_int32
 
 CHUNK = 3

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from trunkline.controller.messages import Prefetch, Submit
-from trunkline.controller.submissions import (
+from trunkline.controller.service.validation import (
     is_request_number,
     problem_of,
     problem_of_prefetch,

@@ -14,7 +14,7 @@ from simulation.traffic import Mix, Traffic
 
 from trunkline.controller.config import EngineConfig
 from trunkline.controller.messages import MoveOutcome, MovesDone, Probed
-from trunkline.controller.sequence import Request
+from trunkline.controller.sequences.sequence import Request
 from trunkline.kvstore.tier import TierKind
 from trunkline.kvstore.tier_moves import MoveStatus
 from trunkline.worker.messages import Sampling, TierMoves

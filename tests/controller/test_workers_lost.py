@@ -18,10 +18,10 @@ from simulation.driver import Options, Simulation, verify
 from simulation.traffic import Mix, Traffic
 
 from trunkline.controller.config import EngineConfig
-from trunkline.controller.integrity import check_integrity
+from trunkline.controller.engine.integrity import check_integrity
 from trunkline.controller.messages import BeamSearch, Grammar
-from trunkline.controller.persistence import Persistence
-from trunkline.controller.state_report import state_of
+from trunkline.controller.service.status import state_of
+from trunkline.controller.storage.persistence import Persistence
 from trunkline.kvstore.tier import TierKind
 from trunkline.router.messages import FinishReason
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from simulation.driver import Options, Simulation, Stream, verify
 
+from trunkline.controller.cache.radix_cache import ChunkTree
 from trunkline.controller.config import EngineConfig
-from trunkline.controller.tree import ChunkTree
 from trunkline.kvstore.layout import NO_SLOT
 from trunkline.kvstore.tier import TierKind
 

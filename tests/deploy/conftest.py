@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trunkline.deploy import gpus
+from trunkline.deploy.config import gpus
 
 ShowGpus = Callable[[int], None]
 

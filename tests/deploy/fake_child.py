@@ -53,7 +53,7 @@ def main() -> int:
     options = parse()
     stop = threading.Event()
     if options.parent:
-        from trunkline.deploy.process import enter_role  # noqa: PLC0415
+        from trunkline.runtime.process import enter_role  # noqa: PLC0415
 
         enter_role(options.role, parent_pid=options.parent)
     signal.signal(signal.SIGTERM, signal.SIG_IGN if options.ignore_term else lambda *_: stop.set())
@@ -61,7 +61,7 @@ def main() -> int:
         serve_health(options.port, options.listen_fd, time.monotonic() + options.ready_after)
         signal.signal(signal.SIGUSR1, lambda *_: stop.set())
     if options.status:
-        from trunkline.deploy.notify import report_status  # noqa: PLC0415
+        from trunkline.runtime.notify import report_status  # noqa: PLC0415
 
         report_status(options.status, "ready")
     if options.say:

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from trunkline.deploy.chat import ChatError, ChatOptions, Session
+from trunkline.deploy.cli.chat import ChatError, ChatOptions, Session
 
 CHUNKS: list[dict[str, Any]] = [
     {"choices": [{"delta": {"role": "assistant", "content": ""}}]},

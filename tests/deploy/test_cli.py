@@ -13,7 +13,7 @@ import pytest
 
 def trunkline(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "trunkline.deploy.cli", *arguments],
+        [sys.executable, "-m", "trunkline.deploy.cli.app", *arguments],
         input=stdin,
         capture_output=True,
         text=True,
@@ -82,7 +82,7 @@ def test_commands_say_that_no_cluster_runs_there(arguments: list[str]) -> None:
 def test_the_command_line_imports_nothing_heavy() -> None:
     """Whoever asks for help should not wait for a machine-learning stack."""
     code = (
-        "import sys, trunkline.deploy.cli; "
+        "import sys, trunkline.deploy.cli.app; "
         "print([m for m in ('torch', 'transformers', 'fastapi', 'uvicorn', 'huggingface_hub', 'tokenizers') "
         "if m in sys.modules])"
     )
@@ -96,7 +96,7 @@ import os, signal, sys
 
 class Interrupt:
     def find_spec(self, name, *rest):
-        if name == "trunkline.deploy.cli":
+        if name == "trunkline.deploy.cli.app":
             os.kill(os.getpid(), signal.SIGINT)
 
 sys.meta_path.insert(0, Interrupt())

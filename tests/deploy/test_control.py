@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from trunkline.deploy.commands import (
+from trunkline.deploy.supervisor.control_client import ControlError, ask
+from trunkline.deploy.supervisor.control_commands import (
     LINE_BYTES_MAX,
     Command,
     CommandError,
@@ -20,9 +21,8 @@ from trunkline.deploy.commands import (
     encode_reply,
     parse_command,
 )
-from trunkline.deploy.control_client import ControlError, ask
-from trunkline.deploy.control_server import CLIENTS_MAX, ControlServer
-from trunkline.deploy.registry import control_path
+from trunkline.deploy.supervisor.control_server import CLIENTS_MAX, ControlServer
+from trunkline.deploy.supervisor.registry import control_path
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from trunkline.deploy import cores
-from trunkline.deploy.cores import available_cores, whole_cores_of_quota
-from trunkline.deploy.settings import ServeSettings
+from trunkline.deploy.config import cores
+from trunkline.deploy.config.cores import available_cores, whole_cores_of_quota
+from trunkline.deploy.config.settings import ServeSettings
 
 MEMBERSHIP_1 = "12:memory:/job\n3:cpu,cpuacct:/job/step\n1:cpuset:/job\n0::/\n"
 

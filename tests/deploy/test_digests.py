@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from trunkline.deploy import cache, digests, models
-from trunkline.deploy.digests import digest_files
+from trunkline.deploy.config import cache_folder as cache
+from trunkline.deploy.config import digests, models
+from trunkline.deploy.config.digests import digest_files
 from trunkline.deploy.errors import UserError
 
 

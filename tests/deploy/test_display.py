@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from trunkline.deploy.display import (
+from trunkline.deploy.supervisor.display import (
     TerminalReporter,
     chat_command,
     curl_lines,
     describe_health,
     format_record,
 )
-from trunkline.deploy.last_words import parse_log_line
-from trunkline.deploy.lifecycle import Phase
+from trunkline.deploy.supervisor.last_words import parse_log_line
+from trunkline.deploy.supervisor.lifecycle import Phase
 
 
 def reporter(log_level: str = "warning") -> tuple[TerminalReporter, io.StringIO]:

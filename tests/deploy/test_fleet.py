@@ -10,13 +10,13 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from trunkline.deploy.cluster_cli import print_status
-from trunkline.deploy.commands import Command, CommandError
-from trunkline.deploy.fleet import Fleet
-from trunkline.deploy.lifecycle import Lifecycle, Phase
-from trunkline.deploy.members import Action, Limits, Member, Role, Say, Send, Start, Tell
-from trunkline.deploy.registry import Running
-from trunkline.deploy.restarts import Record
+from trunkline.deploy.cli.cluster_cli import print_status
+from trunkline.deploy.supervisor.control_commands import Command, CommandError
+from trunkline.deploy.supervisor.fleet import Fleet
+from trunkline.deploy.supervisor.lifecycle import Lifecycle, Phase
+from trunkline.deploy.supervisor.members import Action, Limits, Member, Role, Say, Send, Start, Tell
+from trunkline.deploy.supervisor.registry import Running
+from trunkline.deploy.supervisor.restarts import Record
 
 LIMITS = Limits(start_s=100, replace_s=20, pause_s=2, drain_s=30, margin_s=5, settle_s=5, leave_s=3)
 TERM, KILL, HAND_OVER = signal.SIGTERM, signal.SIGKILL, signal.SIGUSR1

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from trunkline.deploy.cli import app
-from trunkline.deploy.credentials import (
+from trunkline.deploy.cli.app import app
+from trunkline.deploy.cli.key_file import add_key, keys_of, revoke_key
+from trunkline.deploy.config.credentials import (
     VARIABLE,
     admin_key,
     admin_key_digest,
@@ -24,13 +25,12 @@ from trunkline.deploy.credentials import (
     server_key,
     server_key_digest,
 )
+from trunkline.deploy.config.settings import ServeSettings
+from trunkline.deploy.config.tenant_options import keys_needed, parse_names
 from trunkline.deploy.errors import UserError
-from trunkline.deploy.key_file import add_key, keys_of, revoke_key
-from trunkline.deploy.settings import ServeSettings
-from trunkline.deploy.tenant_options import keys_needed, parse_names
-from trunkline.router.auth import Role, hash_key
-from trunkline.router.tenant_file import read_rules
-from trunkline.router.tenants import TenantLimits
+from trunkline.router.tenancy.auth import Role, hash_key
+from trunkline.router.tenancy.tenant_file import read_rules
+from trunkline.router.tenancy.tenants import TenantLimits
 
 NOW = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
 

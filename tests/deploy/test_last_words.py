@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from trunkline.deploy.last_words import last_words
+from trunkline.deploy.supervisor.last_words import last_words
 
 
 def record(level: str, event: str, **fields: str) -> str:

@@ -7,9 +7,9 @@ import signal
 
 import pytest
 
-from trunkline.deploy.commands import Command, CommandError
-from trunkline.deploy.lifecycle import Lifecycle, Phase
-from trunkline.deploy.members import Action, Limits, Member, Role, Say, Send, Start, Tell, describe_exit
+from trunkline.deploy.supervisor.control_commands import Command, CommandError
+from trunkline.deploy.supervisor.lifecycle import Lifecycle, Phase
+from trunkline.deploy.supervisor.members import Action, Limits, Member, Role, Say, Send, Start, Tell, describe_exit
 
 LIMITS = Limits(drain_s=30, margin_s=5, settle_s=5, grace_s=3, orphan_s=1, quick_s=2, reap_s=5)
 TERM, KILL = signal.SIGTERM, signal.SIGKILL

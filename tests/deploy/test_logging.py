@@ -8,12 +8,12 @@ import subprocess
 import sys
 from typing import Any
 
-from trunkline.deploy.json_reporter import JsonReporter
-from trunkline.deploy.lifecycle import Phase
+from trunkline.deploy.supervisor.json_reporter import JsonReporter
+from trunkline.deploy.supervisor.lifecycle import Phase
 
 _PROGRAM = """
 import sys, threading, structlog
-from trunkline.deploy.process import configure_logging
+from trunkline.runtime.process import configure_logging
 configure_logging("worker", "info", sys.argv[1], group=1, rank=0)
 log = structlog.get_logger()
 with structlog.contextvars.bound_contextvars(request_id="r1"):

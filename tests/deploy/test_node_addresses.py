@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from trunkline.deploy.config.node_addresses import Address, parse_address, parse_addresses, parse_ranks
 from trunkline.deploy.errors import UserError
-from trunkline.deploy.node_addresses import Address, parse_address, parse_addresses, parse_ranks
 
 
 @pytest.mark.parametrize(

@@ -21,23 +21,32 @@ import zmq
 
 from trunkline.controller.config import ControllerConfig
 from trunkline.controller.messages import Ping, RouterRequest, Submit, WorkerHello
-from trunkline.controller.terms import disagreement
-from trunkline.deploy import health_server, node, node_probe
-from trunkline.deploy.commands import Command, Reply
-from trunkline.deploy.control_server import ControlServer
+from trunkline.controller.service.terms import disagreement
+from trunkline.deploy.cli.node_cli import group, router, workers
+from trunkline.deploy.cli.options import SERVE_OPTIONS
+from trunkline.deploy.config.disk_folders import DiskFolders
+from trunkline.deploy.config.member_configs import Config, configs_of
+from trunkline.deploy.config.node_settings import Kind, NodeSettings
+from trunkline.deploy.config.settings import ServeSettings
 from trunkline.deploy.errors import UserError
-from trunkline.deploy.health_server import serving
-from trunkline.deploy.lifecycle import Lifecycle, Phase
-from trunkline.deploy.member_configs import Config, configs_of
-from trunkline.deploy.members import EXIT_IMPOSSIBLE, EXIT_LEFT, Action, Limits, Member, Role, Send, Start
-from trunkline.deploy.node_cli import group, router, workers
-from trunkline.deploy.node_health import NodeHealth
-from trunkline.deploy.node_probe import Verdict
-from trunkline.deploy.node_settings import Kind, NodeSettings
-from trunkline.deploy.options import SERVE_OPTIONS
-from trunkline.deploy.serve import plan_cluster
-from trunkline.deploy.settings import ServeSettings
-from trunkline.deploy.tiers import DiskFolders
+from trunkline.deploy.node import health_server, node, node_probe
+from trunkline.deploy.node.health_server import serving
+from trunkline.deploy.node.node_health import NodeHealth
+from trunkline.deploy.node.node_probe import Verdict
+from trunkline.deploy.supervisor.control_commands import Command, Reply
+from trunkline.deploy.supervisor.control_server import ControlServer
+from trunkline.deploy.supervisor.lifecycle import Lifecycle, Phase
+from trunkline.deploy.supervisor.members import (
+    EXIT_IMPOSSIBLE,
+    EXIT_LEFT,
+    Action,
+    Limits,
+    Member,
+    Role,
+    Send,
+    Start,
+)
+from trunkline.deploy.supervisor.serve import plan_cluster
 from trunkline.router.config import RouterConfig
 from trunkline.router.messages import Outputs, State
 from trunkline.worker.config import WorkerConfig

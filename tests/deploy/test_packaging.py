@@ -18,7 +18,7 @@ import pytest
 from cluster.harness import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("controller", "worker", "router", "kvstore", "kernels", "deploy")
+PACKAGES = ("runtime", "controller", "worker", "router", "kvstore", "kernels", "deploy")
 DEMO = "deploy/trunkline/deploy/demo_model"
 DEMO_BYTES_MAX = 16 << 20
 pytestmark = pytest.mark.timeout(900)  # a wheel is compiled

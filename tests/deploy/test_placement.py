@@ -14,18 +14,20 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from trunkline.deploy import gpus, models, node, serve
-from trunkline.deploy.cli import app
+from trunkline.deploy.cli.app import app
+from trunkline.deploy.config import gpus, models
+from trunkline.deploy.config.disk_folders import DiskFolders
+from trunkline.deploy.config.member_configs import configs_of
+from trunkline.deploy.config.node_settings import Kind, NodeSettings
+from trunkline.deploy.config.placement import default_tp, place, settle
+from trunkline.deploy.config.plans import ClusterPlan
+from trunkline.deploy.config.settings import ServeSettings
 from trunkline.deploy.errors import UserError
-from trunkline.deploy.member_configs import configs_of
-from trunkline.deploy.node_settings import Kind, NodeSettings
-from trunkline.deploy.placement import default_tp, place, settle
-from trunkline.deploy.plans import ClusterPlan
-from trunkline.deploy.serve import plan_cluster
-from trunkline.deploy.settings import ServeSettings
-from trunkline.deploy.tiers import DiskFolders
+from trunkline.deploy.node import node
+from trunkline.deploy.supervisor import serve
+from trunkline.deploy.supervisor.serve import plan_cluster
 from trunkline.worker.config import WorkerConfig
-from trunkline.worker.families import read_model_config
+from trunkline.worker.model.families import read_model_config
 
 ShowGpus = Callable[[int], None]
 ROOT = Path(__file__).parents[2]

@@ -9,10 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from trunkline.deploy.notify import report_status
-from trunkline.deploy.registry import ClusterNotFoundError, Running, announced, find_cluster, running_clusters
-from trunkline.deploy.rundir import run_folder
-from trunkline.deploy.statuses import SOCKET_NAME, Report, StatusSocket, parse_report
+from trunkline.deploy.supervisor.registry import (
+    ClusterNotFoundError,
+    Running,
+    announced,
+    find_cluster,
+    running_clusters,
+)
+from trunkline.deploy.supervisor.rundir import run_folder
+from trunkline.deploy.supervisor.statuses import SOCKET_NAME, Report, StatusSocket, parse_report
+from trunkline.runtime.notify import report_status
 
 
 def running(port: int) -> Running:
@@ -23,7 +29,7 @@ def running(port: int) -> Running:
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run folders of whoever runs the tests are out of sight."""
     (tmp_path / "tmp").mkdir()
-    monkeypatch.setattr("trunkline.deploy.registry.base_folder", lambda: tmp_path / "tmp")
+    monkeypatch.setattr("trunkline.deploy.supervisor.registry.base_folder", lambda: tmp_path / "tmp")
 
 
 def test_a_cluster_is_found_by_its_port_wherever_its_folder_is(tmp_path: Path) -> None:
@@ -44,7 +50,7 @@ def test_a_cluster_is_found_by_its_port_wherever_its_folder_is(tmp_path: Path) -
 def test_without_a_cache_folder_the_usual_place_is_searched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trunkline.deploy.registry.cache_folder", lambda: None)
+    monkeypatch.setattr("trunkline.deploy.supervisor.registry.cache_folder", lambda: None)
     with run_folder(tmp_path / "tmp") as folder, announced(folder, running(8000)):
         assert find_cluster(8000)[0] == folder
 

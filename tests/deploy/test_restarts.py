@@ -14,14 +14,14 @@ import psutil
 import pytest
 from deploy.test_supervisor import CHILD, LIMITS, Recorder, _wait_for
 
-from trunkline.deploy.commands import Command, Reply
-from trunkline.deploy.control_client import ask
-from trunkline.deploy.lifecycle import Phase
-from trunkline.deploy.listening import open_listener
-from trunkline.deploy.members import Member, Role
-from trunkline.deploy.registry import control_path
-from trunkline.deploy.statuses import SOCKET_NAME
-from trunkline.deploy.supervisor import ChildSpec, Supervisor, Surroundings
+from trunkline.deploy.config.listening import open_listener
+from trunkline.deploy.supervisor.control_client import ask
+from trunkline.deploy.supervisor.control_commands import Command, Reply
+from trunkline.deploy.supervisor.lifecycle import Phase
+from trunkline.deploy.supervisor.members import Member, Role
+from trunkline.deploy.supervisor.registry import control_path
+from trunkline.deploy.supervisor.statuses import SOCKET_NAME
+from trunkline.deploy.supervisor.supervisor import ChildSpec, Supervisor, Surroundings
 
 
 class Run:
@@ -159,7 +159,7 @@ def test_a_program_that_is_gone_for_a_while_is_tried_again_until_it_is_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More often than any limit would have allowed; here it is the only group."""
-    monkeypatch.setattr("trunkline.deploy.restarts.DELAYS_S", (0.0, 0.1))
+    monkeypatch.setattr("trunkline.deploy.supervisor.restarts.DELAYS_S", (0.0, 0.1))
     program = tmp_path / "worker"
     hidden = tmp_path / "hidden"
     program.write_text(f'#!/bin/sh\nexec {sys.executable} {CHILD} "$@"\n')

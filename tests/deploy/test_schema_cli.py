@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import pytest
 from typer.testing import CliRunner, Result
 
-from trunkline.deploy.cli import app
+from trunkline.deploy.cli.app import app
 
 SCHEMA = """<schema name="trip">
   You plan trips.

@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 
-from trunkline.deploy import models
+from trunkline.deploy.config import models
+from trunkline.deploy.config.disk_folders import disk_folders
+from trunkline.deploy.config.listening import free_port, open_listener
+from trunkline.deploy.config.settings import POLICIES, ServeSettings
+from trunkline.deploy.config.sizes import format_bytes, parse_bytes
+from trunkline.deploy.config.tier_options import DiskOption
 from trunkline.deploy.errors import UserError
-from trunkline.deploy.listening import free_port, open_listener
-from trunkline.deploy.rundir import base_folder, remove_stale, run_folder
-from trunkline.deploy.serve import children, plan_cluster
-from trunkline.deploy.settings import POLICIES, ServeSettings
-from trunkline.deploy.sizes import format_bytes, parse_bytes
-from trunkline.deploy.tier_options import DiskOption
-from trunkline.deploy.tiers import disk_folders
+from trunkline.deploy.supervisor.rundir import base_folder, remove_stale, run_folder
+from trunkline.deploy.supervisor.serve import children, plan_cluster
 from trunkline.router.config import RouterConfig
 from trunkline.router.routing.policies import POLICIES as POLICY_RULES
 
@@ -128,7 +128,7 @@ def test_an_unreachable_hub_is_one_clear_error(tmp_path: Path) -> None:
     """In a process of its own: the hub client reads its environment when it is imported."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, "-m", "trunkline.deploy.cli", "serve", "nobody/nothing"],
+        [sys.executable, "-m", "trunkline.deploy.cli.app", "serve", "nobody/nothing"],
         env=environment,
         capture_output=True,
         text=True,

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from trunkline.deploy.cli import app
+from trunkline.deploy.cli.app import app
+from trunkline.deploy.config.sizing import Demand, size
 from trunkline.deploy.errors import UserError
-from trunkline.deploy.sizing import Demand, size
-from trunkline.worker.families import read_model_config
+from trunkline.worker.model.families import read_model_config
 
 LLAMA_8B = {
     "model_type": "llama",

@@ -18,9 +18,9 @@ from typing import Any
 import psutil
 import pytest
 
-from trunkline.deploy.lifecycle import Phase
-from trunkline.deploy.members import Limits, Member, Role
-from trunkline.deploy.supervisor import ChildSpec, Supervisor
+from trunkline.deploy.supervisor.lifecycle import Phase
+from trunkline.deploy.supervisor.members import Limits, Member, Role
+from trunkline.deploy.supervisor.supervisor import ChildSpec, Supervisor
 
 CHILD = str(Path(__file__).with_name("fake_child.py"))
 LIMITS = Limits(drain_s=1.0, margin_s=0.5, settle_s=1.0, grace_s=0.4, orphan_s=0.2, quick_s=1.0, reap_s=2.0)

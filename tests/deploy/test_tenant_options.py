@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from trunkline.deploy.config.disk_folders import disk_folders
+from trunkline.deploy.config.settings import ServeSettings
+from trunkline.deploy.config.tenant_options import parse_tenant_limits
 from trunkline.deploy.errors import UserError
-from trunkline.deploy.serve import children, plan_cluster
-from trunkline.deploy.settings import ServeSettings
-from trunkline.deploy.tenant_options import parse_tenant_limits
-from trunkline.deploy.tiers import disk_folders
+from trunkline.deploy.supervisor.serve import children, plan_cluster
 from trunkline.router.config import load_config
-from trunkline.router.tenants import TenantLimits
+from trunkline.router.tenancy.tenants import TenantLimits
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from trunkline.deploy.config.disk_folders import DiskPlan, disk_folders, plan_disk
+from trunkline.deploy.config.tier_options import DiskOption, check_remote_url, parse_disk_tier, redacted
 from trunkline.deploy.errors import UserError
-from trunkline.deploy.tier_options import DiskOption, check_remote_url, parse_disk_tier, redacted
-from trunkline.deploy.tiers import DiskPlan, disk_folders, plan_disk
 
 MINE, OTHER, THIRD = "a" * 32, "b" * 32, "c" * 32
 MIB = 1 << 20
@@ -78,7 +78,7 @@ def test_remote_urls(url: str) -> None:
 
 def test_the_launcher_needs_no_store_to_check_its_url() -> None:
     code = (
-        "import sys; from trunkline.deploy.tier_options import check_remote_url; "
+        "import sys; from trunkline.deploy.config.tier_options import check_remote_url; "
         "check_remote_url('unix:///run/redis.sock'); assert not {'redis', 'torch', 'numpy'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -201,8 +201,8 @@ def test_in_the_cache_folder_servers_step_aside(cache_home: Path) -> None:
 def living(base: Path) -> Iterator[Path]:
     """A folder that another process uses."""
     code = (
-        "import sys; from pathlib import Path; from trunkline.deploy.tiers import *; "
-        "from trunkline.deploy.tier_options import DiskOption\n"
+        "import sys; from pathlib import Path; from trunkline.deploy.config.disk_folders import *; "
+        "from trunkline.deploy.config.tier_options import DiskOption\n"
         f"with disk_folders(plan_disk(DiskOption(1 << 30, Path({str(base)!r})), {OTHER!r}, 1, 2, 4096)) as disk:\n"
         "    print(disk.groups[0], flush=True); sys.stdin.read()"
     )

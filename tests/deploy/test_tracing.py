@@ -12,8 +12,8 @@ from cluster.otlp import Collector
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trunkline.deploy import tracing, tracing_export
-from trunkline.deploy.tracing import (
+from trunkline.runtime import tracing, tracing_export
+from trunkline.runtime.tracing import (
     OFF,
     Kind,
     Span,
@@ -31,7 +31,7 @@ from trunkline.deploy.tracing import (
     unpack_context,
     unpack_steps,
 )
-from trunkline.deploy.tracing_export import SpanExport
+from trunkline.runtime.tracing_export import SpanExport
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 

@@ -12,10 +12,10 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from trunkline.deploy.cli import app
-from trunkline.deploy.gpus import Gpus
-from trunkline.deploy.node_settings import Kind
-from trunkline.deploy.registry import Running
+from trunkline.deploy.cli.app import app
+from trunkline.deploy.config.gpus import Gpus
+from trunkline.deploy.config.node_settings import Kind
+from trunkline.deploy.supervisor.registry import Running
 from trunkline.deploy.watch import screen as screens
 from trunkline.deploy.watch import source as sources
 from trunkline.deploy.watch.checks import Level, examine

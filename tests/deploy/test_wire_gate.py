@@ -14,10 +14,10 @@ import pytest
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from trunkline.deploy import wire_gate
-from trunkline.deploy.wire_gate import MESSAGE_BYTES_MAX, SUBSCRIPTION_BYTES_MAX, Gate, connections_max
-from trunkline.deploy.wire_keys import Role, WireKeysError, generate, load, write
-from trunkline.deploy.wire_peer import HANDSHAKE_FAILED, WirePeer
+from trunkline.runtime import wire_gate
+from trunkline.runtime.wire_gate import MESSAGE_BYTES_MAX, SUBSCRIPTION_BYTES_MAX, Gate, connections_max
+from trunkline.runtime.wire_keys import Role, WireKeysError, generate, load, write
+from trunkline.runtime.wire_peer import HANDSHAKE_FAILED, WirePeer
 
 Context = zmq.Context[zmq.Socket[bytes]]
 HANDSHAKE_MS = 400

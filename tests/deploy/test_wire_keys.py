@@ -14,9 +14,9 @@ import zmq
 from typer.testing import CliRunner
 
 from trunkline.controller.config import ConfigError, ControllerConfig
-from trunkline.deploy import wire_cli
-from trunkline.deploy.rare_log import RareLog
-from trunkline.deploy.wire_keys import (
+from trunkline.deploy.cli import wire_cli
+from trunkline.runtime.rare_log import RareLog
+from trunkline.runtime.wire_keys import (
     GENERATIONS_MAX,
     PARTS,
     Role,

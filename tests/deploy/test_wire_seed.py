@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from trunkline.deploy import wire_keys, wire_seed
-from trunkline.deploy.wire_keys import PARTS, Role, WireKeysError
+from trunkline.runtime import wire_keys, wire_seed
+from trunkline.runtime.wire_keys import PARTS, Role, WireKeysError
 
 OLD = "a" * 16 + "7Qx" * 10
 NEW = "b" * 16 + "9Zk" * 10

@@ -69,7 +69,7 @@ def test_the_python_reference_has_the_docstrings(site: Path) -> None:
     for name in (
         "trunkline.prompts.Client",
         "trunkline.controller.messages.Submit",
-        "trunkline.controller.engine.Engine",
+        "trunkline.controller.engine.engine.Engine",
     ):
         assert f'id="{name}"' in text
 

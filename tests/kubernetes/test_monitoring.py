@@ -15,7 +15,7 @@ import yaml
 from kubernetes.crd_shapes import RULE_GROUPS
 from kubernetes.rendering import CHART, ROOT, Object, only, render
 
-from trunkline.router.metrics import Metrics
+from trunkline.router.telemetry.metrics import Metrics
 
 ALERTS: Final = ROOT / "deploy" / "prometheus" / "alerts.yaml"
 DASHBOARD: Final = ROOT / "deploy" / "grafana" / "trunkline.json"

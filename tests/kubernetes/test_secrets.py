@@ -11,10 +11,10 @@ import pytest
 from kubernetes.cluster_api import FakeCluster, fake_cluster
 from kubernetes.rendering import Object, of_kind, only, render
 
-from trunkline.deploy.wire_seed import keys_of
-from trunkline.router.auth import Role
-from trunkline.router.tenant_file import parse_rules
-from trunkline.router.tenants import NO_LIMITS
+from trunkline.router.tenancy.auth import Role
+from trunkline.router.tenancy.tenant_file import parse_rules
+from trunkline.router.tenancy.tenants import NO_LIMITS
+from trunkline.runtime.wire_seed import keys_of
 
 VALKEY: Object = {"remoteTier": {"mode": "valkey"}}
 

@@ -18,9 +18,9 @@ from router.fake_controller import Behaviour, FakeController
 from router.harness import DEMO_MODEL, RunningRouter, make_answer, running, wait_until
 from typer.testing import CliRunner
 
-from trunkline.deploy.cli import app
+from trunkline.deploy.cli.app import app
 from trunkline.prompts import Client, PmlRequestError
-from trunkline.router.tokenizer import Tokenizer
+from trunkline.router.text.tokenizer import Tokenizer
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "pml"
 

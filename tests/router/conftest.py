@@ -14,7 +14,7 @@ import structlog
 from router.fake_controller import Behaviour, FakeController
 from router.harness import DEMO_MODEL, JSON, RunningRouter, make_answer, running, wait_until
 
-from trunkline.router.tokenizer import Tokenizer
+from trunkline.router.text.tokenizer import Tokenizer
 
 _numbers = itertools.count()
 

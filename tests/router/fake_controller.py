@@ -30,7 +30,7 @@ from trunkline.controller.messages import (
     Submit,
     TopLogprobs,
 )
-from trunkline.controller.records import RecordStore
+from trunkline.controller.storage.records import RecordStore
 from trunkline.kvstore.layout import pack_int32, unpack_int32
 from trunkline.router.messages import (
     BeamsFound,

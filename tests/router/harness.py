@@ -16,11 +16,11 @@ import uvloop
 from router.fake_controller import FakeController, prompt_of
 
 from trunkline.controller.messages import Submit
-from trunkline.router.auth import hash_key
 from trunkline.router.config import RouterConfig
 from trunkline.router.server import listen, make_server
 from trunkline.router.service import RouterService
-from trunkline.router.tokenizer import Tokenizer
+from trunkline.router.tenancy.auth import hash_key
+from trunkline.router.text.tokenizer import Tokenizer
 
 DEMO_MODEL = Path(__file__).resolve().parents[2] / "deploy/trunkline/deploy/demo_model"
 EOS = 1

@@ -14,10 +14,10 @@ from router.fake_controller import FakeController
 from router.harness import JSON, MESSAGES, RunningRouter, running, wait_until
 
 from trunkline.controller.messages import RecordCall
-from trunkline.router.idempotency import RequestName, name_request
+from trunkline.router.http.idempotency import RequestName, name_request
 from trunkline.router.messages import RecordReply
-from trunkline.router.tenants import ANONYMOUS
-from trunkline.router.tokenizer import Tokenizer
+from trunkline.router.tenancy.tenants import ANONYMOUS
+from trunkline.router.text.tokenizer import Tokenizer
 
 PATH = "/v1/chat/completions"
 REPLAYED = "idempotent-replayed"

@@ -20,11 +20,11 @@ from router.process_calls import router_process
 from router.schema_calls import PLAN_OBJECT, TRIP
 from router.session_calls import chat, create, error_of, get
 
-from trunkline.router.auth import hash_key
 from trunkline.router.config import RouterConfig
-from trunkline.router.identity import tenant_salt
-from trunkline.router.metering import Tenants
-from trunkline.router.tokenizer import Tokenizer
+from trunkline.router.tenancy.auth import hash_key
+from trunkline.router.tenancy.identity import tenant_salt
+from trunkline.router.tenancy.metering import Tenants
+from trunkline.router.text.tokenizer import Tokenizer
 
 CHAT: dict[str, Any] = {"messages": MESSAGES}
 TENANTS: dict[str, Any] = {

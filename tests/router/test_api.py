@@ -12,7 +12,7 @@ import pytest
 from router.fake_controller import FakeController, prompt_of
 from router.harness import ADMIN, ANSWER, MESSAGES, RunningRouter, wait_until
 
-from trunkline.router.tokenizer import Tokenizer
+from trunkline.router.text.tokenizer import Tokenizer
 from trunkline.worker.messages import Sampling
 
 

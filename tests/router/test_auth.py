@@ -14,11 +14,21 @@ from hypothesis import strategies as st
 from router.harness import RunningRouter
 from starlette.datastructures import Headers
 
-from trunkline.router.access import host_name, is_allowed_host, is_local_name
 from trunkline.router.app import create_app
-from trunkline.router.auth import Access, Key, Role, access_needed, draw_key, hash_key, is_loopback, may_enter
 from trunkline.router.errors import ApiError
-from trunkline.router.identity import (
+from trunkline.router.http.access import host_name, is_allowed_host, is_local_name
+from trunkline.router.stores.schemas import kind_of
+from trunkline.router.tenancy.auth import (
+    Access,
+    Key,
+    Role,
+    access_needed,
+    draw_key,
+    hash_key,
+    is_loopback,
+    may_enter,
+)
+from trunkline.router.tenancy.identity import (
     Authenticator,
     Identity,
     cache_salt,
@@ -28,8 +38,7 @@ from trunkline.router.identity import (
     salt_of,
     tenant_salt,
 )
-from trunkline.router.schemas import kind_of
-from trunkline.router.tenants import ANONYMOUS, TenantRules
+from trunkline.router.tenancy.tenants import ANONYMOUS, TenantRules
 
 OPEN = {"/", "/health", "/version", "/openapi.json", "/ui", "/ui/", "/ui/static/{name:path}"}
 ADMINS = {"/flush_cache", "/reset_prefix_cache"}

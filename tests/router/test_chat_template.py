@@ -10,10 +10,10 @@ import pytest
 from router.harness import DEMO_MODEL, VOCAB_SIZE
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from trunkline.router import template_limits
-from trunkline.router.chat_template import ChatRenderer, ChatTemplate, ChatTemplateError
-from trunkline.router.model_files import SamplingDefaults, read_model_files
-from trunkline.router.tokenizer import Tokenizer
+from trunkline.router.text import template_limits
+from trunkline.router.text.chat_template import ChatRenderer, ChatTemplate, ChatTemplateError
+from trunkline.router.text.model_files import SamplingDefaults, read_model_files
+from trunkline.router.text.tokenizer import Tokenizer
 from trunkline.router.tools.styles import ToolStyle
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}

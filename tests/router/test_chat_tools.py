@@ -12,7 +12,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from router.fake_controller import FakeController, prompt_of
 from router.harness import EOS, MESSAGES
 
-from trunkline.router.tokenizer import Tokenizer
+from trunkline.router.text.tokenizer import Tokenizer
 
 TOOLS: Any = [
     {

@@ -20,13 +20,13 @@ from router.fake_controller import FakeController, prompt_of
 from router.harness import EOS, MESSAGES, RunningRouter, running, wait_until
 
 from trunkline.controller.messages import BeamSearch, Submit
-from trunkline.router.choices import Choices
-from trunkline.router.decoding import Decoding
+from trunkline.router.jobs.decoding import Decoding
+from trunkline.router.jobs.job import Job
 from trunkline.router.messages import Finished, FinishReason
-from trunkline.router.sampling import Job
-from trunkline.router.streams import Stream
-from trunkline.router.text import TextAssembler
-from trunkline.router.tokenizer import Tokenizer
+from trunkline.router.streams.choices import Choices
+from trunkline.router.streams.streams import Stream
+from trunkline.router.streams.text import TextAssembler
+from trunkline.router.text.tokenizer import Tokenizer
 from trunkline.worker.messages import Sampling
 
 CHAT: dict[str, Any] = {"messages": MESSAGES}

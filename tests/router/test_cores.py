@@ -12,11 +12,11 @@ from router.harness import EOS, VOCAB_SIZE
 from trunkline.controller.messages import TopLogprobs
 from trunkline.router.api.responses import TextEvents, event
 from trunkline.router.errors import finish_error
+from trunkline.router.jobs.job import Job
 from trunkline.router.messages import FinishReason, Started
-from trunkline.router.sampling import Job
-from trunkline.router.streams import Stream
-from trunkline.router.text import TextAssembler
-from trunkline.router.tokenizer import Tokenizer
+from trunkline.router.streams.streams import Stream
+from trunkline.router.streams.text import TextAssembler
+from trunkline.router.text.tokenizer import Tokenizer
 from trunkline.worker.messages import Sampling
 
 quick = settings(max_examples=100, deadline=None)  # machines are shared

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from router.harness import VOCAB_SIZE
 from tokenizers import decoders, models
 
-from trunkline.router.detokenizer import REPLACEMENT, Vocabulary, classify_decoder, make_detokenizer
-from trunkline.router.tokenizer import Tokenizer
+from trunkline.router.text.detokenizer import REPLACEMENT, Vocabulary, classify_decoder, make_detokenizer
+from trunkline.router.text.tokenizer import Tokenizer
 
 quick = settings(max_examples=100, deadline=None)  # machines are shared
 

@@ -18,9 +18,9 @@ from router.fake_controller import FakeController, prompt_of
 from router.harness import ANSWER, EOS, MESSAGES, RunningRouter, make_answer, running, wait_until
 
 from trunkline.controller.messages import Submit
-from trunkline.controller.samples import sample_seed
+from trunkline.controller.sequences.samples import sample_seed
 from trunkline.router.messages import Finished, FinishReason
-from trunkline.router.tokenizer import Tokenizer
+from trunkline.router.text.tokenizer import Tokenizer
 
 CHAT: dict[str, Any] = {"messages": MESSAGES, "stream": True}
 

@@ -15,15 +15,16 @@ import zmq
 from simulation.driver import Simulation
 from simulation.told import Mirror, truth
 
-from trunkline.controller.block_pool import BlockPool
+from trunkline.controller.cache.block_pool import BlockPool
+from trunkline.controller.cache.kv_events import KvEventLog
+from trunkline.controller.cache.radix_cache import ChunkTree
 from trunkline.controller.config import EngineConfig
-from trunkline.controller.event_publisher import EventPublisher
-from trunkline.controller.kv_events import KvEventLog
 from trunkline.controller.messages import EventsCall
-from trunkline.controller.tree import ChunkTree
-from trunkline.deploy.wire_gate import Gate
+from trunkline.controller.service.event_publisher import EventPublisher
 from trunkline.router.errors import unavailable
-from trunkline.router.events import (
+from trunkline.router.messages import EventsReply, KvEvents
+from trunkline.router.routing.index import ChunkIndex
+from trunkline.router.streams.kv_feed import (
     RETRY_SECONDS,
     RETRY_SECONDS_MAX,
     STALE_SECONDS,
@@ -32,8 +33,7 @@ from trunkline.router.events import (
     EventFeeds,
     FeedState,
 )
-from trunkline.router.messages import EventsReply, KvEvents
-from trunkline.router.routing.index import ChunkIndex
+from trunkline.runtime.wire_gate import Gate
 
 CHUNK = 4
 STREAM = b"a stream"

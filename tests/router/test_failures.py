@@ -16,7 +16,7 @@ from router.fake_controller import FakeController
 from router.harness import ADMIN, ANSWER, MESSAGES, RunningRouter, make_answer, running, wait_until
 
 from trunkline.router.messages import FinishReason
-from trunkline.router.tokenizer import Tokenizer
+from trunkline.router.text.tokenizer import Tokenizer
 
 CHAT: dict[str, Any] = {"messages": MESSAGES}
 LONG: dict[str, Any] = {"prompt": [50, 51], "max_tokens": 1500, "ignore_eos": True}

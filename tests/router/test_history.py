@@ -15,7 +15,8 @@ from router.harness import EOS, VOCAB_SIZE
 from tokenizers import decoders, models, normalizers
 
 from trunkline.kvstore.layout import pack_int32
-from trunkline.router.history import (
+from trunkline.router.routing.rendezvous import rendezvous
+from trunkline.router.stores.history import (
     Known,
     Mark,
     Session,
@@ -26,9 +27,8 @@ from trunkline.router.history import (
     token_at,
     unpack_session,
 )
-from trunkline.router.routing.rendezvous import rendezvous
-from trunkline.router.tokenizer import Tokenizer
-from trunkline.router.truncation import RetentionPolicy, Span
+from trunkline.router.text.tokenizer import Tokenizer
+from trunkline.router.text.truncation import RetentionPolicy, Span
 
 quick = settings(max_examples=150, deadline=None)
 ids = st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=30)

@@ -20,8 +20,6 @@ from simulation.hostile import altered
 
 from trunkline.controller.messages import PromptLogprobs, TopLogprobs
 from trunkline.kvstore.layout import pack_int32
-from trunkline.router.events import FeedState
-from trunkline.router.link import ControllerLink
 from trunkline.router.messages import (
     BeamsFound,
     EventsReply,
@@ -41,7 +39,9 @@ from trunkline.router.messages import (
     TreeDescription,
 )
 from trunkline.router.routing.index import ChunkIndex
-from trunkline.router.tokenizer import Tokenizer
+from trunkline.router.streams.kv_feed import FeedState
+from trunkline.router.streams.link import ControllerLink
+from trunkline.router.text.tokenizer import Tokenizer
 
 PROMPT = {"model": "demo", "prompt": "import", "max_tokens": 4}
 FRAMES = 2000

@@ -32,10 +32,10 @@ from router.session_calls import create, error_of, get
 
 from trunkline.controller.messages import RecordCall
 from trunkline.router.config import RouterConfig
-from trunkline.router.draws import Draws
-from trunkline.router.idempotency import IdempotencyStore, RequestName, Result
+from trunkline.router.http.idempotency import IdempotencyStore, RequestName, Result
+from trunkline.router.request_random import Draws
 from trunkline.router.routing.rendezvous import rendezvous
-from trunkline.router.tokenizer import Tokenizer
+from trunkline.router.text.tokenizer import Tokenizer
 
 # -- routers that die
 

@@ -19,8 +19,8 @@ from router.process_calls import router_process
 from trunkline.router.api.json_slices import PIECE_BYTES, VALUES_MAX
 from trunkline.router.api.models import MESSAGES_MAX
 from trunkline.router.errors import ApiError
-from trunkline.router.large_requests import BODIES_AT_ONCE, SMALL_BYTES, LargeRequests
-from trunkline.router.tokenizer import TEXT_BYTES_MAX, TOKENS_MAX, Tokenizer
+from trunkline.router.http.large_requests import BODIES_AT_ONCE, SMALL_BYTES, LargeRequests
+from trunkline.router.text.tokenizer import TEXT_BYTES_MAX, TOKENS_MAX, Tokenizer
 
 LEFT_BYTES_MAX: Final = 128 << 20
 """What hostile requests may leave behind in a router."""

@@ -16,7 +16,7 @@ from router.harness import JSON, RunningRouter, running, wait_until
 from router.hostile_bodies import HOSTILE
 from router.loop_meter import LoopMeter, metered
 
-from trunkline.router.tokenizer import Tokenizer
+from trunkline.router.text.tokenizer import Tokenizer
 
 TURN_S_MAX: Final = 0.05
 ATTEMPTS: Final = 8

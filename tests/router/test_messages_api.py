@@ -15,7 +15,7 @@ from router.harness import ANSWER, EOS, RunningRouter, wait_until
 
 from trunkline.controller.messages import Submit
 from trunkline.router.messages import FinishReason
-from trunkline.router.tokenizer import Tokenizer
+from trunkline.router.text.tokenizer import Tokenizer
 
 Say = Callable[[str], None]
 HI: Any = [{"role": "user", "content": "Hi"}]

@@ -16,9 +16,9 @@ from router.session_calls import error_of
 from trunkline.kvstore.layout import unpack_int32
 from trunkline.router import pml
 from trunkline.router.messages import Record, Started
-from trunkline.router.pml_tokenizer import ModelText
-from trunkline.router.schemas import Compiled, Definition, Schema
-from trunkline.router.tokenizer import Tokenizer
+from trunkline.router.stores.schemas import Compiled, Definition, Schema
+from trunkline.router.text.pml_tokenizer import ModelText
+from trunkline.router.text.tokenizer import Tokenizer
 
 CHAT = """<schema name="talk">
 <system>You help with <module name="files">a long file, with many lines in it</module>.</system>

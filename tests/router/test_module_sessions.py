@@ -9,7 +9,7 @@ from router.harness import ANSWER, EOS, MESSAGES
 from router.schema_calls import TRIP, complete, post, runs_of
 from router.session_calls import chat, create, error_of, get
 
-from trunkline.router.tokenizer import Tokenizer
+from trunkline.router.text.tokenizer import Tokenizer
 
 IMPORTS = '<prompt schema="trip"><city days="two days"/>Be brief.</prompt>'
 

@@ -10,8 +10,8 @@ import pytest
 from router.harness import DEMO_MODEL
 
 from trunkline.router.pml import RoleTemplateError
-from trunkline.router.pml_tokenizer import ModelText
-from trunkline.router.tokenizer import Tokenizer
+from trunkline.router.text.pml_tokenizer import ModelText
+from trunkline.router.text.tokenizer import Tokenizer
 
 
 def model(folder: Path, **changes: object) -> Tokenizer:

@@ -21,7 +21,7 @@ from router.harness import ANSWER, DEMO_MODEL, MESSAGES, make_answer, wait_until
 from router.process_calls import router_process
 
 from trunkline.router.config import RouterConfig, load_config
-from trunkline.router.tokenizer import Tokenizer
+from trunkline.router.text.tokenizer import Tokenizer
 
 CHAT: dict[str, Any] = {"messages": MESSAGES}
 
@@ -110,7 +110,7 @@ import sys
 from trunkline.router import __main__, server
 from trunkline.router.config import RouterConfig
 from trunkline.router.service import RouterService
-from trunkline.router.tokenizer import Tokenizer
+from trunkline.router.text.tokenizer import Tokenizer
 config = RouterConfig(model_path={str(DEMO_MODEL)!r}, controllers=["ipc:///tmp/none"])
 server.make_server(RouterService(config, Tokenizer(config.model_path)))
 assert not {{"torch", "transformers"}} & set(sys.modules), "heavy imports"

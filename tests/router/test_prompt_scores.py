@@ -17,7 +17,7 @@ from router.harness import ANSWER, EOS, MESSAGES
 from trunkline.controller.messages import PromptLogprobs, Submit
 from trunkline.kvstore.layout import pack_int32
 from trunkline.router.api.logprobs import join_prompt_logprobs
-from trunkline.router.tokenizer import Tokenizer
+from trunkline.router.text.tokenizer import Tokenizer
 from trunkline.worker.messages import Sampling
 
 CHAT: dict[str, Any] = {"messages": MESSAGES}

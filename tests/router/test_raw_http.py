@@ -16,8 +16,8 @@ import pytest
 from router.fake_controller import FakeController
 from router.harness import RunningRouter, running, wait_until
 
-from trunkline.router.connections import connections_max
-from trunkline.router.tokenizer import Tokenizer
+from trunkline.router.http.connections import connections_max
+from trunkline.router.text.tokenizer import Tokenizer
 
 BODY = json.dumps({"prompt": "x", "max_tokens": 2}).encode()
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"

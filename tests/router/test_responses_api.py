@@ -13,7 +13,7 @@ import pytest
 from router.fake_controller import FakeController, prompt_of
 from router.harness import ANSWER, EOS, RunningRouter, wait_until
 
-from trunkline.router.tokenizer import Tokenizer
+from trunkline.router.text.tokenizer import Tokenizer
 
 Say = Callable[[str], None]
 WEATHER: Any = {

@@ -14,11 +14,11 @@ from router.schema_calls import PLAN, TRIP, complete, look, post
 from router.session_calls import error_of
 
 from trunkline.controller.messages import RecordCall
-from trunkline.controller.records import Change
+from trunkline.controller.storage.records import Change
 from trunkline.router import pml
 from trunkline.router.config import RouterConfig
 from trunkline.router.messages import RecordReply
-from trunkline.router.tokenizer import Tokenizer
+from trunkline.router.text.tokenizer import Tokenizer
 
 
 def encodes(fake: FakeController) -> list[Any]:

@@ -8,8 +8,8 @@ from router.harness import ANSWER
 from router.session_calls import chat, create, error_of, get, record_of
 
 from trunkline.controller.messages import RecordCall
-from trunkline.router.history import pack_session, unpack_session
-from trunkline.router.tokenizer import Tokenizer
+from trunkline.router.stores.history import pack_session, unpack_session
+from trunkline.router.text.tokenizer import Tokenizer
 
 
 def test_prefetch(http: httpx.Client, fake: FakeController) -> None:

@@ -18,10 +18,10 @@ from router.harness import ANSWER, EOS, MESSAGES, RunningRouter, running, wait_u
 from router.session_calls import chat, create, error_of, get, record_of
 
 from trunkline.controller.messages import RecordCall
-from trunkline.controller.records import Limits
+from trunkline.controller.storage.records import Limits
 from trunkline.router.messages import FinishReason, Started
 from trunkline.router.routing.rendezvous import rendezvous
-from trunkline.router.tokenizer import Tokenizer
+from trunkline.router.text.tokenizer import Tokenizer
 
 FIRST = "<|bos|><|user|>What does os.path.join do?<|end|><|assistant|>"
 
@@ -204,7 +204,7 @@ def test_busy(http: httpx.Client, fake: FakeController) -> None:
 def test_a_lease_is_renewed_while_an_answer_is_made(
     http: httpx.Client, fake: FakeController, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trunkline.router.sessions._LEASE_SECONDS", 0.6)
+    monkeypatch.setattr("trunkline.router.stores.sessions._LEASE_SECONDS", 0.6)
     session = create(http)["id"]
     with in_use(http, fake, session):
         wait_until(lambda: sum(call.op == "acquire" for call in fake.behaviour.calls) > 4)

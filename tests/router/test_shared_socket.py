@@ -20,9 +20,9 @@ import pytest
 from router.fake_controller import FakeController
 from router.harness import ANSWER, DEMO_MODEL, MESSAGES, make_answer, wait_until
 
-from trunkline.deploy.listening import open_listener
-from trunkline.deploy.statuses import SOCKET_NAME, StatusSocket
-from trunkline.router.tokenizer import Tokenizer
+from trunkline.deploy.config.listening import open_listener
+from trunkline.deploy.supervisor.statuses import SOCKET_NAME, StatusSocket
+from trunkline.router.text.tokenizer import Tokenizer
 
 CHAT: dict[str, Any] = {"messages": MESSAGES}
 

@@ -13,7 +13,7 @@ from router.harness import EOS, MESSAGES, RunningRouter
 
 from trunkline.controller.messages import Grammar
 from trunkline.kvstore.layout import unpack_int32
-from trunkline.router.tokenizer import Tokenizer
+from trunkline.router.text.tokenizer import Tokenizer
 
 CHAT: dict[str, Any] = {"messages": MESSAGES}
 PLAIN: dict[str, Any] = {"prompt": "x"}

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from trunkline.router.auth import Key, hash_key
 from trunkline.router.errors import ApiError
-from trunkline.router.tenant_file import TenantFile, parse_rules, read_rules
-from trunkline.router.tenants import (
+from trunkline.router.tenancy.auth import Key, hash_key
+from trunkline.router.tenancy.tenant_file import TenantFile, parse_rules, read_rules
+from trunkline.router.tenancy.tenants import (
     HEADER_NAME,
     Admission,
     Bucket,

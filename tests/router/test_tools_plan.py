@@ -25,7 +25,7 @@ from trunkline.router.tools.parsers import parse
 from trunkline.router.tools.pieces import CallArguments, CallStart, Piece
 from trunkline.router.tools.plan import ToolPlan, prepare_tools
 from trunkline.router.tools.styles import MARKERS, StyleName, ToolStyle, detect_style
-from trunkline.worker.automaton import Vocabulary
+from trunkline.worker.grammar.automaton import Vocabulary
 
 Accepts = Callable[[ToolPlan, str], bool]
 SCHEMA = {

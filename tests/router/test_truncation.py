@@ -21,8 +21,8 @@ from router.harness import DEMO_MODEL
 from trunkline.router.api.models import Message
 from trunkline.router.api.prompting import Rendering, instruction_tokens
 from trunkline.router.messages import Started
-from trunkline.router.tokenizer import Tokenizer
-from trunkline.router.truncation import (
+from trunkline.router.text.tokenizer import Tokenizer
+from trunkline.router.text.truncation import (
     Cut,
     CutError,
     RetentionPolicy,

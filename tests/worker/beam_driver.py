@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from worker.driver import Driver
 
-from trunkline.controller.beam_search import BeamHistory
 from trunkline.controller.messages import BeamSearch, BeamStep, StepResult
+from trunkline.controller.sequences.beam_search import BeamHistory
 from trunkline.kvstore.beams import choose_beams
 from trunkline.kvstore.layout import blocks_for, pack_int32, unpack_int32
 from trunkline.router.messages import Hypothesis

@@ -20,7 +20,7 @@ from torch import Tensor
 from worker.driver import run_config
 
 from trunkline.worker.errors import PeerLostError
-from trunkline.worker.parallel import TensorParallel
+from trunkline.worker.parallel.collectives import TensorParallel
 
 CALLS = 60
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -9,9 +9,9 @@ import numpy as np
 
 from trunkline.controller.messages import GrammarReady
 from trunkline.kvstore.layout import pack_int32
-from trunkline.worker.grammar import GrammarStore
+from trunkline.worker.batch.sequences import Sequence
+from trunkline.worker.grammar.compiler import GrammarStore
 from trunkline.worker.messages import Join, Sampling
-from trunkline.worker.sequences import Sequence
 
 V: Final = 4096
 """Ids of the demo model."""

@@ -24,12 +24,12 @@ from worker.driver import VOCAB_SIZE, Driver, dense_logprobs
 from worker.module_driver import ModulePrompt, Modules, Part, Text
 
 from trunkline.controller.config import EngineConfig
-from trunkline.controller.integrity import check_integrity
+from trunkline.controller.engine.integrity import check_integrity
+from trunkline.controller.engine.outcomes import EngineOutputs
 from trunkline.controller.messages import ModulesCall, ModuleText, PromptLayout, StepResult
-from trunkline.controller.module_calls import CallDone
-from trunkline.controller.outcomes import EngineOutputs
-from trunkline.controller.persistence import Persistence
-from trunkline.controller.sequence import Request
+from trunkline.controller.scheduling.module_calls import CallDone
+from trunkline.controller.sequences.sequence import Request
+from trunkline.controller.storage.persistence import Persistence
 from trunkline.kvstore.layout import pack_int32, unpack_int32
 from trunkline.router import pml
 from trunkline.router.messages import Started

@@ -12,7 +12,7 @@ import msgspec
 from worker.beam_driver import Case, Search
 from worker.driver import Driver, run_config
 
-from trunkline.controller.samples import sample_seed
+from trunkline.controller.sequences.samples import sample_seed
 from trunkline.router.messages import Hypothesis
 from trunkline.worker.messages import Sampling
 from trunkline.worker.runner import Runner

@@ -20,13 +20,13 @@ from trunkline.controller.messages import TopLogprobs
 from trunkline.kernels.native import library
 from trunkline.kernels.ops import PackedLinear
 from trunkline.kernels.reference import ReferenceKernels
-from trunkline.worker.checkpoint import ExpertWeights, MlpWeights, Weights, load_weights
 from trunkline.worker.errors import ParallelismError
-from trunkline.worker.families import check_model, check_parallelism
 from trunkline.worker.messages import Sampling
+from trunkline.worker.model.checkpoint import ExpertWeights, MlpWeights, Weights, load_weights
+from trunkline.worker.model.families import check_model, check_parallelism
+from trunkline.worker.model.sharding import Shard
+from trunkline.worker.model.tensor_index import read_tensor_index
 from trunkline.worker.runner import Runner
-from trunkline.worker.sharding import Shard
-from trunkline.worker.tensor_index import read_tensor_index
 
 REPLICATED = ("norm", "ln_", "gate.weight", "project_")
 """Parts of the names of tensors that every rank needs whole."""

@@ -21,11 +21,11 @@ from worker.test_parallel import run_ranks
 from trunkline.controller.messages import BeamSearch
 from trunkline.kvstore.layout import pack_int32
 from trunkline.router.messages import Hypothesis
-from trunkline.worker.beams import BeamGroup, Scores
+from trunkline.worker.batch.sequences import Sequence
 from trunkline.worker.errors import PlanError
 from trunkline.worker.messages import BeamSeat, Fork, Join, Sampling, StepPlan
 from trunkline.worker.runner import Runner
-from trunkline.worker.sequences import Sequence
+from trunkline.worker.sampling.beams import BeamGroup, Scores
 
 
 @pytest.fixture(scope="module")

@@ -37,10 +37,10 @@ from worker.test_parallel import run_ranks
 from trunkline.kernels.native import library
 from trunkline.kvstore.layout import pack_int32
 from trunkline.worker.errors import UnsupportedModelError
-from trunkline.worker.families import read_model_config
-from trunkline.worker.layers import Ropes
 from trunkline.worker.messages import Fork, Join
-from trunkline.worker.sharding import Shard
+from trunkline.worker.model.families import read_model_config
+from trunkline.worker.model.layers import Ropes
+from trunkline.worker.model.sharding import Shard
 
 TOLERANCE = 1e-4
 LEARNED = ("GPT2", "OPT")

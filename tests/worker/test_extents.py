@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from trunkline.kvstore.layout import OPEN_COUNT, PLAIN_LAYOUT, Extent, pack_int32
+from trunkline.worker.batch.extents import PLAIN, ContextLayout
+from trunkline.worker.batch.sequences import Sequence, segments_of
 from trunkline.worker.errors import PlanError
-from trunkline.worker.extents import PLAIN, ContextLayout
 from trunkline.worker.messages import Fork, Join, Sampling
-from trunkline.worker.sequences import Sequence, segments_of
 
 Cell = tuple[int, int, int, int]
 """Table entry, offset in its block, position of rotation, shift relative to the open extent."""

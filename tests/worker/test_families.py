@@ -23,8 +23,8 @@ from trunkline.worker.errors import (
     ParallelismError,
     UnsupportedModelError,
 )
-from trunkline.worker.families import check_model, read_model_config
-from trunkline.worker.rope import inverse_frequencies
+from trunkline.worker.model.families import check_model, read_model_config
+from trunkline.worker.model.rope import inverse_frequencies
 
 
 def edit(folder: Path, **changes: Any) -> None:
@@ -144,7 +144,7 @@ def test_older_rope_form(folder: Path) -> None:
 
 def test_preflight_needs_no_torch(folder: Path) -> None:
     code = (
-        "import sys, pathlib; from trunkline.worker.families import check_model;"
+        "import sys, pathlib; from trunkline.worker.model.families import check_model;"
         f"check_model(pathlib.Path({str(folder)!r}), 1, 'float32'); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

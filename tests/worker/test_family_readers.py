@@ -15,10 +15,10 @@ from worker.checkpoints import make_variant
 from worker.driver import generate, run_config
 from worker.test_equality import largest_difference
 
-from trunkline.worker.alibi import bloom_slopes, mpt_slopes
 from trunkline.worker.errors import CheckpointError, ModelError, ParallelismError, UnsupportedModelError
-from trunkline.worker.families import check_model, check_parallelism, read_model_config
-from trunkline.worker.model_config import LayerAttention, ModelConfig, RopeConfig
+from trunkline.worker.model.alibi import bloom_slopes, mpt_slopes
+from trunkline.worker.model.families import check_model, check_parallelism, read_model_config
+from trunkline.worker.model.model_config import LayerAttention, ModelConfig, RopeConfig
 from trunkline.worker.runner import Runner
 
 # As they are on the hub, but for what nobody reads.

@@ -11,7 +11,7 @@ import torch
 from worker.checkpoints import make_checkpoint, transformers_logits
 from worker.driver import VOCAB_SIZE, Driver, Stream, dense_logprobs, run_config
 
-from trunkline.controller.samples import sample_seed
+from trunkline.controller.sequences.samples import sample_seed
 from trunkline.kvstore.layout import pack_int32, unpack_int32
 from trunkline.worker.errors import PlanError
 from trunkline.worker.messages import Fork, Join, Sampling, StepPlan

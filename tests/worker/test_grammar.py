@@ -19,12 +19,12 @@ from torch import Tensor
 from worker.grammar_driver import STOP, Grammars, V, allowed
 
 from trunkline.controller.messages import GrammarReady
-from trunkline.deploy.models import DEMO_FOLDER
+from trunkline.deploy.config.models import DEMO_FOLDER
 from trunkline.kvstore.layout import pack_int32
+from trunkline.worker.batch.sequences import Sequence
 from trunkline.worker.errors import PlanError
-from trunkline.worker.grammar import GrammarStore
-from trunkline.worker.sampler import Sampler
-from trunkline.worker.sequences import Sequence
+from trunkline.worker.grammar.compiler import GrammarStore
+from trunkline.worker.sampling.sampler import Sampler
 
 CPU: Final = torch.device("cpu")
 

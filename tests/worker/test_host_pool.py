@@ -19,11 +19,11 @@ from trunkline.kvstore.layout import Int32Array, SlotId, pack_int32, unpack_int3
 from trunkline.kvstore.names import ChunkName
 from trunkline.kvstore.tier import SlotKey, Tier
 from trunkline.worker.config import load_config
-from trunkline.worker.copier import Copier
 from trunkline.worker.errors import ConfigError, PlanError
-from trunkline.worker.host_pool import HostPool
 from trunkline.worker.messages import Join, Sampling, StepPlan
 from trunkline.worker.runner import Runner
+from trunkline.worker.tiers.copier import Copier
+from trunkline.worker.tiers.host_pool import HostPool
 
 SHAPES = {"small": (40, 2, 2, 2, 4, 8), "large": (12, 4, 2, 4, 64, 64)}
 """Of device pools: blocks of 1 KiB, and of 512 KiB, whose loads come layer by layer."""

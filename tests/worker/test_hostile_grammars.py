@@ -14,11 +14,11 @@ import pytest
 from worker.grammar_driver import Grammars, V, allowed
 
 from trunkline.controller.messages import GrammarReady
-from trunkline.deploy.models import DEMO_FOLDER
-from trunkline.worker.grammar import GrammarStore
-from trunkline.worker.grammar_cache import Wanted
-from trunkline.worker.grammar_checks import prepare
-from trunkline.worker.grammar_queue import Line
+from trunkline.deploy.config.models import DEMO_FOLDER
+from trunkline.worker.grammar.cache import Wanted
+from trunkline.worker.grammar.checks import prepare
+from trunkline.worker.grammar.compiler import GrammarStore
+from trunkline.worker.grammar.queue import Line
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +134,7 @@ def trial_processes() -> list[psutil.Process]:
     found = []
     for process in psutil.Process().children():
         with suppress(psutil.NoSuchProcess):  # a zombie is one, too: of an earlier test, until it is reaped
-            if "trunkline.worker.grammar_trial" in process.cmdline():
+            if "trunkline.worker.grammar.trial" in process.cmdline():
                 found.append(process)
     return found
 

@@ -31,7 +31,7 @@ from worker.redis_server import RedisServer
 from worker.test_modules import make_model
 
 from trunkline.controller.config import EngineConfig
-from trunkline.controller.costs import StepCosts
+from trunkline.controller.tiers.costs import StepCosts
 from trunkline.kvstore.tier import TierKind
 from trunkline.router import pml
 from trunkline.worker.messages import Sampling

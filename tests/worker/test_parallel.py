@@ -20,11 +20,11 @@ from trunkline.kernels.native import ISA_VARIABLE, LIBRARY_VARIABLE, library
 from trunkline.kernels.reference import ReferenceKernels
 from trunkline.kernels.shared_group import CollectiveMismatchError, PeerGoneError
 from trunkline.worker.backend_errors import of_collective
-from trunkline.worker.checkpoint import Shard, load_weights
 from trunkline.worker.errors import ConfigError, PeerLostError, WorkerError
-from trunkline.worker.families import check_model
 from trunkline.worker.messages import Sampling
-from trunkline.worker.parallel import TensorParallel
+from trunkline.worker.model.checkpoint import Shard, load_weights
+from trunkline.worker.model.families import check_model
+from trunkline.worker.parallel.collectives import TensorParallel
 
 TESTS = Path(__file__).parents[1]
 CASES = {2: ("mha", "gqa", "mqa-tied", "biases", "llama3-rope"), 4: ("mha", "gqa", "mqa-tied")}

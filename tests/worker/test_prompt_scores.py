@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from trunkline.kvstore.layout import unpack_int32
-from trunkline.worker import prompt_scores
-from trunkline.worker.prompt_scores import score_prompt
-from trunkline.worker.sampler import LOGPROB_MIN
+from trunkline.worker.sampling import prompt_scores
+from trunkline.worker.sampling.prompt_scores import score_prompt
+from trunkline.worker.sampling.sampler import LOGPROB_MIN
 
 V = 211
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from trunkline.kvstore.layout import pack_int32, unpack_int32
+from trunkline.worker.batch.sequences import Sequence
 from trunkline.worker.messages import Join, Sampling
-from trunkline.worker.noise import gumbel, token_keys
-from trunkline.worker.sampler import LOGPROB_MIN, Sampler, first_argmax, is_plain_greedy
-from trunkline.worker.sequences import Sequence
+from trunkline.worker.sampling.noise import gumbel, token_keys
+from trunkline.worker.sampling.sampler import LOGPROB_MIN, Sampler, first_argmax, is_plain_greedy
 
 V = 50
 

@@ -19,9 +19,9 @@ from worker.checkpoints import make_checkpoint
 from worker.driver import VOCAB_SIZE
 from worker.test_with_engine import RealWorkers, make_simulation
 
-from trunkline.controller import rows as rows_module
 from trunkline.controller.messages import StepResult
-from trunkline.controller.sharing import shared_runs
+from trunkline.controller.sequences import decode_rows as rows_module
+from trunkline.controller.sequences.sharing import shared_runs
 from trunkline.kvstore.layout import Int32Array, unpack_int32
 from trunkline.worker.messages import StepPlan
 

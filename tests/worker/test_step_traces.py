@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from trunkline.deploy.tracing import OFF, Span, SpanContext, StepTrace, Tracer, pack_steps
 from trunkline.kvstore.layout import pack_int32
+from trunkline.runtime.tracing import OFF, Span, SpanContext, StepTrace, Tracer, pack_steps
 from trunkline.worker.messages import StepPlan
 from trunkline.worker.step_traces import StepTraces
 

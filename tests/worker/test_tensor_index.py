@@ -10,7 +10,7 @@ from typing import Any, Final
 import pytest
 
 from trunkline.worker.errors import CheckpointError
-from trunkline.worker.tensor_index import INDEX_FILE, SINGLE_FILE, read_tensor_index
+from trunkline.worker.model.tensor_index import INDEX_FILE, SINGLE_FILE, read_tensor_index
 
 HEADER: Final[dict[str, Any]] = {
     "__metadata__": {"format": "pt"},

@@ -18,12 +18,12 @@ from worker.tier_driver import LAYERS, Background, HeldKernels, Traveller, moves
 from trunkline.kernels.load import load_kernels
 from trunkline.kernels.ops import Kernels, KvPool
 from trunkline.kvstore.layout import Int32Array, pack_int32
-from trunkline.worker.copier import Copier, CopyOptions
 from trunkline.worker.errors import ConfigError, CopyError
-from trunkline.worker.host_pool import HostPool
-from trunkline.worker.layer_gate import COMPUTE, LATE_SAVE, LOAD, SAVE, LayerSpan
 from trunkline.worker.messages import StepPlan
 from trunkline.worker.runner import Runner
+from trunkline.worker.tiers.copier import Copier, CopyOptions
+from trunkline.worker.tiers.host_pool import HostPool
+from trunkline.worker.tiers.layer_gate import COMPUTE, LATE_SAVE, LOAD, SAVE, LayerSpan
 
 FAST_LINK = 1e12
 """Copies then go one layer at a time, and no slower."""

@@ -18,8 +18,8 @@ from structlog.testing import capture_logs
 from trunkline.kvstore.layout import SlotId
 from trunkline.kvstore.names import NAME_BYTES, ChunkName
 from trunkline.kvstore.tier import SlotKey, Tier
-from trunkline.worker.chunk_record import RecordKeeper
-from trunkline.worker.disk_tier import PAGE_BYTES, DiskTier
+from trunkline.worker.tiers.chunk_record import RecordKeeper
+from trunkline.worker.tiers.disk_tier import PAGE_BYTES, DiskTier
 
 KEEPER = RecordKeeper(b"model A, float32", rank=0, tp=1)
 SIZES = {"pages": 3 * PAGE_BYTES, "odd": 5000}
@@ -232,7 +232,7 @@ def test_fewer_and_more_slots_keep_what_fits(slab: Open, tmp_path: Path) -> None
 
 
 def test_one_process_at_a_time(slab: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trunkline.worker.disk_tier._LOCK_WITHIN_S", 0.1)
+    monkeypatch.setattr("trunkline.worker.tiers.disk_tier._LOCK_WITHIN_S", 0.1)
     tier = slab()
     fill(tier, range(1))
     with pytest.raises(OSError, match="in use by another process"):
@@ -305,7 +305,7 @@ WRITER = """
 import sys
 from worker.test_tier_disk import CRASH_SLOT, KEEPER, content, key
 from pathlib import Path
-from trunkline.worker.disk_tier import DiskTier
+from trunkline.worker.tiers.disk_tier import DiskTier
 
 tier = DiskTier(Path(sys.argv[1]), 1 << 28, CRASH_SLOT, KEEPER)
 for generation in range(1, 1000):

@@ -11,16 +11,16 @@ import pytest
 from structlog.testing import capture_logs
 from worker.redis_server import RedisServer
 
+from trunkline.deploy.config.settings import ServeSettings
+from trunkline.deploy.config.tier_options import check_remote_url
 from trunkline.deploy.errors import UserError
-from trunkline.deploy.settings import ServeSettings
-from trunkline.deploy.tier_options import check_remote_url
 from trunkline.kvstore.layout import SlotId
 from trunkline.kvstore.names import NAME_BYTES, ChunkName
 from trunkline.kvstore.remote_stores import REMOTE_STORES, RemoteStore
 from trunkline.kvstore.tier import SharedTier, SlotKey
-from trunkline.worker.chunk_record import RecordKeeper
 from trunkline.worker.errors import ConfigError
-from trunkline.worker.remote_tier import open_remote_tier
+from trunkline.worker.tiers.chunk_record import RecordKeeper
+from trunkline.worker.tiers.remote_tier import open_remote_tier
 
 SLOT = 300_000
 KEEPER = RecordKeeper(b"model A", rank=0, tp=1)

@@ -19,7 +19,7 @@ from trunkline.kvstore.tier import TierKind
 from trunkline.worker.config import WorkerConfig
 from trunkline.worker.errors import ConfigError, PlanError
 from trunkline.worker.messages import Probe, TierMove, TierMoves
-from trunkline.worker.tier_service import TierService
+from trunkline.worker.tiers.tier_service import TierService
 
 OUT = moves((3, 0, 1), (4, 1, 1), (9, 2, 1))
 FINGERPRINT = "00ff17"
@@ -188,7 +188,7 @@ def test_failures_are_answered(bench: Callable[..., Bench], monkeypatch: pytest.
     def explode(*_: object) -> None:
         raise ValueError("surprise")
 
-    monkeypatch.setattr("trunkline.worker.disk_tier.DiskTier.write", explode)
+    monkeypatch.setattr("trunkline.worker.tiers.disk_tier.DiskTier.write", explode)
     (failed,) = one.outcomes(one.move((TierKind.DISK, True, 0, 0)))
     assert (failed.status, failed.detail) == (2, "ValueError: surprise")
     monkeypatch.undo()

@@ -10,11 +10,11 @@ import msgspec
 import zmq
 
 from trunkline.controller.config import ConfigError, ControllerConfig
-from trunkline.controller.database import DatabaseUnavailableError
-from trunkline.controller.service import ControllerService
-from trunkline.deploy.process import enter_role
-from trunkline.deploy.tracing import TracingError
-from trunkline.deploy.wire_keys import WireKeysError
+from trunkline.controller.service.service import ControllerService
+from trunkline.controller.storage.database import DatabaseUnavailableError
+from trunkline.runtime.process import enter_role
+from trunkline.runtime.tracing import TracingError
+from trunkline.runtime.wire_keys import WireKeysError
 
 
 def main() -> int:

@@ -7,10 +7,10 @@ from typing import Final
 
 import msgspec
 
-from trunkline.deploy.wire_keys import Role, problem_of
 from trunkline.kvstore.directory_config import DirectoryConfig
 from trunkline.kvstore.eviction import Policy
 from trunkline.kvstore.layout import blocks_for
+from trunkline.runtime.wire_keys import Role, problem_of
 
 PREEMPTIONS: Final = ("auto", "swap", "recompute")
 TIER_POLICIES: Final = ("look-ahead", "lru", "fifo")
@@ -213,7 +213,7 @@ class ControllerConfig(msgspec.Struct, frozen=True, kw_only=True):
     resume_seconds_max: float = 300.0
     """Requests wait so long for other workers when theirs are lost."""
     status_path: str = ""
-    """Socket of the supervisor for what this process says of itself (`trunkline.deploy.notify`); "": none."""
+    """Socket of the supervisor for what this process says of itself (`trunkline.runtime.notify`); "": none."""
     debug_checks: bool = False
     """Check the engine's invariants after every step (slow: for tests and bug hunts)."""
     router_silence_seconds_max: float = 10.0
@@ -229,7 +229,8 @@ class ControllerConfig(msgspec.Struct, frozen=True, kw_only=True):
     log_format: str = "auto"
     """"json", "text", or "auto": text on a terminal."""
     otlp_endpoint: str = ""
-    """Collector that spans are sent to; "": as OpenTelemetry's environment variables say (`deploy/tracing.py`)."""
+    """Collector that spans are sent to; "": as OpenTelemetry's environment variables say
+    (`runtime/tracing.py`)."""
 
     @property
     def terms(self) -> dict[str, str]:

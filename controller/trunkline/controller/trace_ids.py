@@ -12,7 +12,7 @@ from __future__ import annotations
 import secrets
 from typing import NamedTuple
 
-from trunkline.deploy.tracing import SPAN_BYTES, SpanContext, unpack_context
+from trunkline.runtime.tracing import SPAN_BYTES, SpanContext, unpack_context
 
 
 class TraceIds(NamedTuple):

@@ -12,7 +12,7 @@ import signal
 def main() -> None:
     """Run the `trunkline` command."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from trunkline.deploy import cli  # noqa: PLC0415
+    from trunkline.deploy.cli import app  # noqa: PLC0415
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    cli.main()
+    app.main()

@@ -1,4 +1,5 @@
-"""Names of the KV of prompts that are made of modules (Prompt Cache §3.3; `trunkline.controller.modules`).
+"""Names of the KV of prompts that are made of modules (Prompt Cache §3.3;
+`trunkline.controller.allocation.modules`).
 
 A text's *place* names what it sees and how it begins: by that its tree is found. Its *content* names all of it.
 Own tokens behind texts hang from a root that is named by the texts that are seen, and by where they stand.

@@ -7,8 +7,8 @@ any tier of any process is the same KV (design.md section 2).
 Controllers tell routers which chunks they have (`trunkline.router.messages.KvEvents`) by these names, with one
 exception: a text of a module serves at any place, so where it was computed, which its chunks' names say, does not
 matter to who looks for it. Its chunks are *told* under the chain that begins with the text's place
-(`trunkline.controller.modules.CachedText`): `chain(place, tokens, chunk_size)`, whose last name may be that of a
-partial chunk.
+(`trunkline.controller.allocation.modules.CachedText`): `chain(place, tokens, chunk_size)`, whose last name may be
+that of a partial chunk.
 """
 
 from __future__ import annotations

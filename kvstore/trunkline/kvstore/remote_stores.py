@@ -68,7 +68,7 @@ def _is_number(text: str) -> bool:
     return text.isascii() and text.isdecimal()
 
 
-_REDIS: Final = "trunkline.worker.remote_tier:RedisTier"
+_REDIS: Final = "trunkline.worker.tiers.remote_tier:RedisTier"
 REMOTE_STORES: Final[dict[str, RemoteStore]] = {
     **{
         scheme: RemoteStore(f"{scheme}://HOST:PORT/DB", _REDIS, _network_problem)

@@ -6,7 +6,7 @@ The host, disk and remote tiers implement `Tier`; the device pool is not a tier,
 in place.
 
 A fourth tier is another class with these few methods. One that several controllers share implements
-`SharedTier`, and is chosen by the scheme of its URL (`trunkline.worker.remote_tier`).
+`SharedTier`, and is chosen by the scheme of its URL (`trunkline.worker.tiers.remote_tier`).
 """
 
 from __future__ import annotations

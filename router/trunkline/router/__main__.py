@@ -10,9 +10,9 @@ from typing import Any
 
 import uvloop
 
-from trunkline.deploy.process import enter_role
 from trunkline.router.config import load_config
 from trunkline.router.server import inherited, listen, serve
+from trunkline.runtime.process import enter_role
 
 
 def main() -> int:

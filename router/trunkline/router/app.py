@@ -16,9 +16,6 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 
-from trunkline.deploy.tracing import start as start_tracing
-from trunkline.router.access import AccessMiddleware
-from trunkline.router.admission import AdmissionMiddleware
 from trunkline.router.api import admin, anthropic, chat, completions, openai_responses, schemas, sessions, tokens
 from trunkline.router.api.anthropic import CountTokensRequest, MessagesRequest
 from trunkline.router.api.error_forms import SCHEMAS, error_body, schema_of
@@ -28,14 +25,17 @@ from trunkline.router.api.responses import JsonResponse
 from trunkline.router.api.schema_types import SchemaRequest, SchemaUpdate
 from trunkline.router.api.session_types import DiscardRequest, ForkRequest, SessionRequest, SessionUpdate
 from trunkline.router.errors import ApiError
-from trunkline.router.idempotency import IdempotencyStore
-from trunkline.router.metrics_page import MetricsPage
-from trunkline.router.middleware import RequestMiddleware
-from trunkline.router.records import RecordHomes
-from trunkline.router.replay import ReplayMiddleware
+from trunkline.router.http.access import AccessMiddleware
+from trunkline.router.http.admission import AdmissionMiddleware
+from trunkline.router.http.idempotency import IdempotencyStore
+from trunkline.router.http.middleware import RequestMiddleware
+from trunkline.router.http.replay import ReplayMiddleware
 from trunkline.router.service import RouterService
+from trunkline.router.stores.record_homes import RecordHomes
+from trunkline.router.telemetry.metrics_page import MetricsPage
 from trunkline.router.ui import routes as ui
 from trunkline.router.ui.dashboard import Dashboard
+from trunkline.runtime.tracing import start as start_tracing
 
 _BODIES: dict[str, type[BaseModel]] = {
     "/v1/chat/completions": ChatRequest,

@@ -8,9 +8,9 @@ from typing import Final
 
 import msgspec
 
-from trunkline.deploy.wire_keys import Role, problem_of
-from trunkline.router.tenants import HEADER_NAME, IDEMPOTENCY_TTL_S_MAX, NO_LIMITS, TenantLimits
+from trunkline.router.tenancy.tenants import HEADER_NAME, IDEMPOTENCY_TTL_S_MAX, NO_LIMITS, TenantLimits
 from trunkline.router.tools.styles import STYLE_NAMES
+from trunkline.runtime.wire_keys import Role, problem_of
 
 TOOL_CALL_PARSERS = ("auto", *STYLE_NAMES)
 DIGEST: Final = re.compile(r"[0-9a-f]{64}")
@@ -53,7 +53,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Descriptor of an inherited listening socket, from which others may accept, too; `host` and `port` then
     only say where it listens. 0: none; the process binds its own."""
     status_path: str = ""
-    """Socket of the supervisor for what this process says of itself (`trunkline.deploy.notify`); "": none."""
+    """Socket of the supervisor for what this process says of itself (`trunkline.runtime.notify`); "": none."""
     served_model_name: str = ""
     """Name clients use; empty: the name of the folder `model_path`."""
     served_model_aliases: list[str] = []
@@ -131,7 +131,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     log_format: str = "auto"
     """"json", "text", or "auto": text on a terminal."""
     otlp_endpoint: str = ""
-    """Collector that spans are sent to; "": as OpenTelemetry's environment variables say (`deploy/tracing.py`)."""
+    """Collector that spans are sent to; "": as OpenTelemetry's environment variables say
+    (`runtime/tracing.py`)."""
     trace_sample: float | None = None
     """Part of requests that is traced, if the caller has not decided; None: as the variables say, or all."""
 

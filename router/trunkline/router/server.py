@@ -25,14 +25,14 @@ from typing import Any, Final
 import structlog
 import uvicorn
 
-from trunkline.deploy.notify import report_status
 from trunkline.router.api.connection import BODY_SEND
 from trunkline.router.app import create_app
 from trunkline.router.config import RouterConfig
-from trunkline.router.connections import BoundedProtocol, ConnectionLimits, ConnectionState, connections_max
-from trunkline.router.large_requests import bound_heap
+from trunkline.router.http.connections import BoundedProtocol, ConnectionLimits, ConnectionState, connections_max
+from trunkline.router.http.large_requests import bound_heap
 from trunkline.router.service import RouterService
-from trunkline.router.tokenizer import Tokenizer
+from trunkline.router.text.tokenizer import Tokenizer
+from trunkline.runtime.notify import report_status
 
 _ALLOCATIONS_PER_COLLECTION: Final = 20_000
 _BACKLOG: Final = 2048

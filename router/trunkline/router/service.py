@@ -18,29 +18,29 @@ import structlog
 import zmq
 
 from trunkline.controller.messages import Prefetch
-from trunkline.deploy.wire_keys import Role
-from trunkline.deploy.wire_peer import WirePeer
-from trunkline.router.choices import Choices
 from trunkline.router.config import RouterConfig
-from trunkline.router.dispatch import Dispatcher
 from trunkline.router.errors import draining, overloaded, unavailable
-from trunkline.router.events import EventFeeds
-from trunkline.router.generation import Generation
-from trunkline.router.health import Health, HealthProbe, describe
-from trunkline.router.large_requests import LargeRequests
-from trunkline.router.link import ControllerLink
+from trunkline.router.http.large_requests import LargeRequests
+from trunkline.router.jobs.job import Job, Limits, Modules
 from trunkline.router.messages import FinishReason
-from trunkline.router.metering import Meter, Tenants, current_meter
-from trunkline.router.metrics import Live, Metrics
-from trunkline.router.records import RecordHomes
-from trunkline.router.request_record import RequestRecord, current_record
 from trunkline.router.routing.core import RouteRequest, RoutingCore
 from trunkline.router.routing.request import Origin
-from trunkline.router.sampling import Job, Limits, Modules
-from trunkline.router.schemas import SchemaStore
-from trunkline.router.sessions import SessionStore, is_stored
-from trunkline.router.streams import Stream
-from trunkline.router.tokenizer import Tokenizer
+from trunkline.router.stores.record_homes import RecordHomes
+from trunkline.router.stores.schemas import SchemaStore
+from trunkline.router.stores.sessions import SessionStore, is_stored
+from trunkline.router.streams.choices import Choices
+from trunkline.router.streams.dispatch import Dispatcher
+from trunkline.router.streams.generation import Generation
+from trunkline.router.streams.health import Health, HealthProbe, describe
+from trunkline.router.streams.kv_feed import EventFeeds
+from trunkline.router.streams.link import ControllerLink
+from trunkline.router.streams.streams import Stream
+from trunkline.router.telemetry.metrics import Live, Metrics
+from trunkline.router.telemetry.request_record import RequestRecord, current_record
+from trunkline.router.tenancy.metering import Meter, Tenants, current_meter
+from trunkline.router.text.tokenizer import Tokenizer
+from trunkline.runtime.wire_keys import Role
+from trunkline.runtime.wire_peer import WirePeer
 
 _CREATED: Final = int(time.time())
 

@@ -22,8 +22,8 @@ from trunkline.router.pml import (
     schema_from_json,
 )
 from trunkline.router.pml.roles import RoleForms, without_common
-from trunkline.router.pml_tokenizer import ModelText
-from trunkline.router.tokenizer import Tokenizer
+from trunkline.router.text.pml_tokenizer import ModelText
+from trunkline.router.text.tokenizer import Tokenizer
 
 LONG = 1 << 20
 TEMPLATES = {"plain": PLAIN, "chatml": CHATML, "instruct": INSTRUCT}

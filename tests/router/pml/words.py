@@ -6,8 +6,8 @@ import re
 from typing import Final
 from zlib import crc32
 
-from trunkline.router.chat_template import ChatTemplate, ChatTemplateError
 from trunkline.router.pml import RoleTemplateError
+from trunkline.router.text.chat_template import ChatTemplate, ChatTemplateError
 
 FIRST_WORD: Final = 1000
 """Smaller ids are special tokens, in the order of `SPECIAL`."""

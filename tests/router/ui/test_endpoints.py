@@ -15,7 +15,7 @@ from router.fake_controller import FakeController
 from router.harness import ADMIN, DEMO_MODEL, JSON, MESSAGES, RunningRouter, running, wait_until
 
 from trunkline.router.messages import TierState, TreeDescription
-from trunkline.router.tokenizer import Tokenizer
+from trunkline.router.text.tokenizer import Tokenizer
 from trunkline.router.ui.assets import PAGE, Assets
 from trunkline.router.ui.stored import FRESH_SECONDS
 

@@ -9,7 +9,7 @@ import sys
 import threading
 from pathlib import Path
 
-from trunkline.deploy.process import enter_role
+from trunkline.runtime.process import enter_role
 from trunkline.worker.config import load_config
 from trunkline.worker.errors import ConfigError
 from trunkline.worker.runner import Runner

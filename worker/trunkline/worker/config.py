@@ -7,7 +7,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from trunkline.deploy.wire_keys import Role, problem_of
+from trunkline.runtime.wire_keys import Role, problem_of
 from trunkline.worker.errors import ConfigError
 
 DTYPES: Final = ("float32", "bfloat16", "float16")
@@ -88,7 +88,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Hexadecimal, of configuration and weights as they are computed with; the controller refuses a rank with
     another one than its own. "": not compared."""
     status_path: str = ""
-    """Socket of the supervisor for what this process says of itself (`trunkline.deploy.notify`); "": none."""
+    """Socket of the supervisor for what this process says of itself (`trunkline.runtime.notify`); "": none."""
     force_collectives: bool = False
     """Run collectives even if `tp` is 1, to test them on one GPU."""
     threads: int = 1
@@ -104,7 +104,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     log_format: str = "auto"
     """"json", "text", or "auto": text on a terminal."""
     otlp_endpoint: str = ""
-    """Collector that spans are sent to; "": as OpenTelemetry's environment variables say (`deploy/tracing.py`)."""
+    """Collector that spans are sent to; "": as OpenTelemetry's environment variables say
+    (`runtime/tracing.py`)."""
     parent_pid: int = 0
     """Process to die with; 0: none."""
 

@@ -37,12 +37,12 @@ from trunkline.controller.messages import (
     WorkerReady,
     WorkerReport,
 )
-from trunkline.deploy.host import node_id
-from trunkline.deploy.notify import report_status
-from trunkline.deploy.rare_log import RareLog
-from trunkline.deploy.tracing import start as start_tracing
-from trunkline.deploy.wire_keys import Role
-from trunkline.deploy.wire_peer import HANDSHAKE_FAILED, WirePeer
+from trunkline.runtime.host import node_id
+from trunkline.runtime.notify import report_status
+from trunkline.runtime.rare_log import RareLog
+from trunkline.runtime.tracing import start as start_tracing
+from trunkline.runtime.wire_keys import Role
+from trunkline.runtime.wire_peer import HANDSHAKE_FAILED, WirePeer
 from trunkline.worker.config import WorkerConfig
 from trunkline.worker.errors import PeerLostError, PlanError, RefusedError, WorkerError, can_never_work
 from trunkline.worker.messages import (
@@ -63,7 +63,7 @@ from trunkline.worker.messages import (
 )
 from trunkline.worker.runner import Runner
 from trunkline.worker.step_traces import StepTraces
-from trunkline.worker.tier_service import TierService
+from trunkline.worker.tiers.tier_service import TierService
 
 EXIT_CONFIG: Final = 2
 """Exit code of a rank whose configuration can never work: to start it again would be of no use."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trunkline.deploy.tracing import Span, SpanContext, StepTrace, Tracer, Value, unpack_steps
 from trunkline.kvstore.layout import unpack_int32
+from trunkline.runtime.tracing import Span, SpanContext, StepTrace, Tracer, Value, unpack_steps
 from trunkline.worker.messages import StepPlan
 
 

@@ -28,10 +28,9 @@ from typing import BinaryIO, Final
 
 import msgspec
 
-from trunkline.deploy import gpus
-from trunkline.deploy.cores import available_cores
+from trunkline.deploy.config import gpus
+from trunkline.deploy.config.cores import available_cores
 from trunkline.deploy.errors import UserError
-from trunkline.deploy.host import node_id
 from trunkline.deploy.launch import protocol
 from trunkline.deploy.launch.folders import (
     LOG,
@@ -64,6 +63,7 @@ from trunkline.deploy.launch.protocol import (
 )
 from trunkline.deploy.launch.rotation import Follower, last_lines
 from trunkline.deploy.launch.shares import VISIBLE
+from trunkline.runtime.host import node_id
 
 _UNITS: Final = "units"
 _NAME: Final = re.compile(r"[a-z0-9][a-z0-9.-]{0,100}")

@@ -16,9 +16,9 @@ from typing import Annotated, Any, Final, TypeVar
 import msgspec
 from msgspec import Meta
 
+from trunkline.deploy.config.sizes import parse_bytes
 from trunkline.deploy.errors import UserError
 from trunkline.deploy.launch.document import Document, Path
-from trunkline.deploy.sizes import parse_bytes
 
 VERSION: Final = 1
 NAME: Final = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?")

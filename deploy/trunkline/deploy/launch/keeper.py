@@ -24,15 +24,15 @@ from typing import Final
 
 import setproctitle
 
-from trunkline.deploy.host import node_id
 from trunkline.deploy.launch.folders import STATE, KeeperState, Process, UnitFolder, process_of, this_process
 from trunkline.deploy.launch.protocol import UnitRecord
 from trunkline.deploy.launch.rotation import LogFile
-from trunkline.deploy.members import EXIT_IMPOSSIBLE
-from trunkline.deploy.process import die_with_parent
-from trunkline.deploy.restarts import LASTING_S, Record
+from trunkline.deploy.supervisor.members import EXIT_IMPOSSIBLE
+from trunkline.deploy.supervisor.restarts import LASTING_S, Record
+from trunkline.runtime.host import node_id
+from trunkline.runtime.process import die_with_parent
 
-PROGRAM: Final = (sys.executable, "-P", "-m", "trunkline.deploy.cli")
+PROGRAM: Final = (sys.executable, "-P", "-m", "trunkline.deploy.cli.app")
 BUSY: Final = 3
 """Exit code: the unit runs already."""
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)

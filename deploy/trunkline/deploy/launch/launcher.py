@@ -18,7 +18,7 @@ from trunkline.deploy.launch.decisions import ENDED, Decision, Place, decide
 from trunkline.deploy.launch.hosts import Hosts
 from trunkline.deploy.launch.plan import Plan, Unit
 from trunkline.deploy.launch.protocol import Begin, CheckPorts, LogLine, Logs, TakenPorts, UnitRecord, UnitState
-from trunkline.deploy.members import EXIT_IMPOSSIBLE
+from trunkline.deploy.supervisor.members import EXIT_IMPOSSIBLE
 
 POLL_S: Final = 0.5
 _KILL_S: Final = 20.0

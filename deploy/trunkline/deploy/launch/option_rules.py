@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from typer.models import OptionInfo
 
-from trunkline.deploy import node_cli
+from trunkline.deploy.cli import node_cli
 from trunkline.deploy.launch.fileformat import Scalar
 
 _COMMANDS: Final = {"group": node_cli.group, "workers": node_cli.workers, "router": node_cli.router}

@@ -21,7 +21,7 @@ from typing import Final
 
 from msgspec import structs
 
-from trunkline.deploy.credentials import VARIABLE as SINGLE_KEY
+from trunkline.deploy.config.credentials import VARIABLE as SINGLE_KEY
 from trunkline.deploy.launch.addresses import LOOPBACK, address_of, is_any, is_loopback, joined
 from trunkline.deploy.launch.document import Document, Path
 from trunkline.deploy.launch.fileformat import Cluster, Environment, Host, Router, Security

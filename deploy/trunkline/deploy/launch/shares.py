@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from trunkline.deploy.config.sizes import format_bytes, parse_bytes
 from trunkline.deploy.errors import UserError
 from trunkline.deploy.launch.document import Document
 from trunkline.deploy.launch.fileformat import Cluster, Host, Tiers
 from trunkline.deploy.launch.groups import GroupPlan
 from trunkline.deploy.launch.option_rules import plain
-from trunkline.deploy.sizes import format_bytes, parse_bytes
 
 VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 _FRACTION: Final = "gpu-memory-fraction"

@@ -15,16 +15,16 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from trunkline.deploy import gpus
-from trunkline.deploy.cache import cache_folder
-from trunkline.deploy.commands import Command
-from trunkline.deploy.control_client import ask
-from trunkline.deploy.cores import available_cores
+from trunkline.deploy.config import gpus
+from trunkline.deploy.config.cache_folder import cache_folder
+from trunkline.deploy.config.cores import available_cores
+from trunkline.deploy.config.gpus import Gpus
 from trunkline.deploy.errors import DeployError
-from trunkline.deploy.gpus import Gpus
-from trunkline.deploy.registry import control_path, running_clusters
+from trunkline.deploy.supervisor.control_client import ask
+from trunkline.deploy.supervisor.control_commands import Command
+from trunkline.deploy.supervisor.registry import control_path, running_clusters
 from trunkline.deploy.watch.source import Source
-from trunkline.router.auth import is_loopback
+from trunkline.router.tenancy.auth import is_loopback
 
 PROBE_TOKENS: Final = 4
 _PROBE_WORDS: Final = 96

@@ -10,11 +10,11 @@ from typing import Any, Final
 
 import httpx
 
-from trunkline.deploy.chat import DEFAULT_URL
-from trunkline.deploy.credentials import client_headers
+from trunkline.deploy.cli.chat import DEFAULT_URL
+from trunkline.deploy.config.credentials import client_headers
+from trunkline.deploy.config.node_settings import Kind
 from trunkline.deploy.errors import DeployError
-from trunkline.deploy.node_settings import Kind
-from trunkline.deploy.registry import running_clusters
+from trunkline.deploy.supervisor.registry import running_clusters
 
 _TIMEOUT_S: Final = 10.0
 HISTORY_S: Final = 120

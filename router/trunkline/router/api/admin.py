@@ -13,8 +13,8 @@ from starlette.responses import Response
 from trunkline.router.api.common import check_model, service_of
 from trunkline.router.api.connection import while_connected
 from trunkline.router.api.responses import JsonResponse
-from trunkline.router.metrics_page import MetricsPage
 from trunkline.router.service import RouterService
+from trunkline.router.telemetry.metrics_page import MetricsPage
 
 routes = APIRouter()
 

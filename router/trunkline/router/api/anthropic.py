@@ -35,10 +35,10 @@ from trunkline.router.api.error_forms import anthropic_error
 from trunkline.router.api.models import ChatRequest, Message
 from trunkline.router.api.parameters import Count, Stops, Whitespace
 from trunkline.router.api.responses import JsonResponse
-from trunkline.router.draws import draw_hex
 from trunkline.router.errors import unsupported
-from trunkline.router.generation import Generation
+from trunkline.router.request_random import draw_hex
 from trunkline.router.service import RouterService
+from trunkline.router.streams.generation import Generation
 from trunkline.router.tools.plan import ToolPlan, plan_tools
 
 routes = APIRouter()

@@ -20,11 +20,11 @@ from trunkline.router.api.common import encode_messages
 from trunkline.router.api.models import ChatRequest
 from trunkline.router.api.prompting import chat_job
 from trunkline.router.errors import ApiError, bad_value
-from trunkline.router.generation import Generation
-from trunkline.router.sampling import Job, Limits
+from trunkline.router.jobs.job import Job, Limits
 from trunkline.router.service import RouterService
-from trunkline.router.sessions import is_stored
-from trunkline.router.text import FinishName
+from trunkline.router.stores.sessions import is_stored
+from trunkline.router.streams.generation import Generation
+from trunkline.router.streams.text import FinishName
 from trunkline.router.tools.pieces import CallStart, Piece, Text
 from trunkline.router.tools.plan import ToolPlan
 

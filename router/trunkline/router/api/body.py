@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from trunkline.router.api.json_slices import PIECE_BYTES, TooManyPartsError, parse_slices
 from trunkline.router.errors import ApiError, bad_value
-from trunkline.router.large_requests import LargeRequests
+from trunkline.router.http.large_requests import LargeRequests
 
 _PYTHON_ONLY: Final = re.compile(r" or instance of \w+| after validation")
 """In pydantic's messages; clients know nothing of this program's classes."""

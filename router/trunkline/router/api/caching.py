@@ -8,7 +8,7 @@ from msgspec import UNSET, UnsetType
 
 from trunkline.kvstore.tier import TierKind
 from trunkline.router.api.responses import CacheUse, TruncationResult
-from trunkline.router.generation import Generation
+from trunkline.router.streams.generation import Generation
 
 _KEPT: dict[str, Literal["cached", "recomputed"]] = {"kept": "cached", "recomputed": "recomputed"}
 

@@ -52,9 +52,9 @@ from trunkline.router.api.responses import (
 from trunkline.router.api.turn import Together, Turn, open_turn
 from trunkline.router.api.unsupported import check_supported
 from trunkline.router.errors import bad_value
-from trunkline.router.generation import Generation
 from trunkline.router.service import RouterService
-from trunkline.router.text import Delta, FinishName
+from trunkline.router.streams.generation import Generation
+from trunkline.router.streams.text import Delta, FinishName
 from trunkline.router.tools.pieces import CallArguments, CallStart, Piece, Text, ToolParser
 from trunkline.router.tools.plan import ToolPlan, prepare_tools
 

@@ -14,19 +14,19 @@ from starlette.requests import Request
 from trunkline.router.api.logprobs import PromptScores, join_prompt_logprobs
 from trunkline.router.api.models import ChatRequest, CompletionRequest, Message
 from trunkline.router.api.responses import CachedTokens, Usage, make_usage
-from trunkline.router.chat_template import ChatTemplateError
-from trunkline.router.draws import created_at, draw_hex, draw_seed
 from trunkline.router.errors import ApiError, bad_value, unavailable
-from trunkline.router.generation import Generation
-from trunkline.router.identity import cache_salt
-from trunkline.router.metering import current_meter
-from trunkline.router.sampling import Job, Limits, Prompt, bad_word_ids, make_job
+from trunkline.router.jobs.job import Job, Limits, Prompt, bad_word_ids, make_job
+from trunkline.router.jobs.structured import owned
+from trunkline.router.request_random import created_at, draw_hex, draw_seed
 from trunkline.router.service import RouterService
-from trunkline.router.structured import owned
-from trunkline.router.text import FinishName, TokenLogprob
-from trunkline.router.tokenizer import OFF_LOOP_CHARACTERS, Tokenizer
+from trunkline.router.streams.generation import Generation
+from trunkline.router.streams.text import FinishName, TokenLogprob
+from trunkline.router.tenancy.identity import cache_salt
+from trunkline.router.tenancy.metering import current_meter
+from trunkline.router.text.chat_template import ChatTemplateError
+from trunkline.router.text.tokenizer import OFF_LOOP_CHARACTERS, Tokenizer
+from trunkline.router.text.truncation import clip_spans, span_tokens
 from trunkline.router.tools.plan import ToolPlan
-from trunkline.router.truncation import clip_spans, span_tokens
 
 _Value = TypeVar("_Value")
 

@@ -56,15 +56,15 @@ from trunkline.router.api.responses import (
 )
 from trunkline.router.api.turn import Together, Turn, open_turn
 from trunkline.router.api.unsupported import check_supported
-from trunkline.router.decoding import check_choices, decoding_of
-from trunkline.router.detokenizer import make_detokenizer
-from trunkline.router.draws import draw_seed
 from trunkline.router.errors import ApiError, bad_value
-from trunkline.router.generation import Generation
-from trunkline.router.sampling import Job, Prompt, another_job, check_repeated
+from trunkline.router.jobs.decoding import check_choices, decoding_of
+from trunkline.router.jobs.job import Job, Prompt, another_job, check_repeated
+from trunkline.router.request_random import draw_seed
 from trunkline.router.service import RouterService
-from trunkline.router.sessions import is_stored
-from trunkline.router.text import Delta, FinishName
+from trunkline.router.stores.sessions import is_stored
+from trunkline.router.streams.generation import Generation
+from trunkline.router.streams.text import Delta, FinishName
+from trunkline.router.text.detokenizer import make_detokenizer
 
 routes = APIRouter()
 _ECHO_OFF_LOOP_TOKENS: Final = 20_000

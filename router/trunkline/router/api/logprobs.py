@@ -17,8 +17,8 @@ from trunkline.router.api.responses import (
     TokenLogprobContent,
     TopLogprob,
 )
-from trunkline.router.detokenizer import Vocabulary
-from trunkline.router.text import TokenLogprob
+from trunkline.router.streams.text import TokenLogprob
+from trunkline.router.text.detokenizer import Vocabulary
 
 _LOWEST = -9999.0
 """Stands for minus infinity, which JSON cannot say (OpenAI's own convention)."""

@@ -2,7 +2,7 @@
 
 Fields that are not declared are ignored, as other OpenAI-compatible servers do; those that are known to change
 the answer and are not supported are listed in `unsupported.py` and refused. Contradictions between sampling
-parameters are `sampling.py`'s and `decoding.py`'s business: they depend on the model's defaults.
+parameters are `job.py`'s and `decoding.py`'s business: they depend on the model's defaults.
 """
 
 from __future__ import annotations

@@ -23,13 +23,13 @@ from trunkline.router.api.common import job_for
 from trunkline.router.api.models import ChatRequest, CompletionRequest, Message
 from trunkline.router.api.turn import Turn
 from trunkline.router.errors import bad_value
-from trunkline.router.history import Part, SessionModules
-from trunkline.router.identity import cache_salt
-from trunkline.router.pml_tokenizer import ModelText
-from trunkline.router.sampling import Job, Modules, Prompt
-from trunkline.router.schemas import Schema
+from trunkline.router.jobs.job import Job, Modules, Prompt
 from trunkline.router.service import RouterService
-from trunkline.router.tokenizer import OFF_LOOP_CHARACTERS, Tokenizer
+from trunkline.router.stores.history import Part, SessionModules
+from trunkline.router.stores.schemas import Schema
+from trunkline.router.tenancy.identity import cache_salt
+from trunkline.router.text.pml_tokenizer import ModelText
+from trunkline.router.text.tokenizer import OFF_LOOP_CHARACTERS, Tokenizer
 from trunkline.router.tools.plan import ToolPlan
 from trunkline.router.tools.turns import TurnError, for_plain_template, for_tool_template, has_calls
 

@@ -43,9 +43,9 @@ from trunkline.router.api.openai_response_types import (
     usage_object,
 )
 from trunkline.router.api.responses import JsonResponse
-from trunkline.router.draws import created_at, draw_hex
 from trunkline.router.errors import ApiError
-from trunkline.router.generation import Generation
+from trunkline.router.request_random import created_at, draw_hex
+from trunkline.router.streams.generation import Generation
 from trunkline.router.tools.definitions import read_choice, read_flat_tools
 from trunkline.router.tools.plan import ToolPlan, plan_tools
 

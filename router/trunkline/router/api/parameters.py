@@ -13,7 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictInt, m
 from pydantic.json_schema import WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from trunkline.router.truncation import RetentionPolicy
+from trunkline.router.text.truncation import RetentionPolicy
 
 STOPS_MAX: Final = 16
 STOP_CHARACTERS_MAX: Final = 1024

@@ -16,11 +16,11 @@ from trunkline.router.api.common import check_length, encode_text, job_for, rend
 from trunkline.router.api.models import ChatRequest, CompletionRequest, Message
 from trunkline.router.api.turn import Turn
 from trunkline.router.errors import ApiError, bad_value
-from trunkline.router.history import common_length
-from trunkline.router.sampling import COMPLETION_TOKENS_DEFAULT, Job, Prompt, wanted_tokens
+from trunkline.router.jobs.job import COMPLETION_TOKENS_DEFAULT, Job, Prompt, wanted_tokens
 from trunkline.router.service import RouterService
+from trunkline.router.stores.history import common_length
+from trunkline.router.text.truncation import Cut, CutError, RetentionPolicy, Span, plan_cut, room_for, span_tokens
 from trunkline.router.tools.plan import ToolPlan
-from trunkline.router.truncation import Cut, CutError, RetentionPolicy, Span, plan_cut, room_for, span_tokens
 
 _INSTRUCTION_ROLES: Final = ("system", "developer")
 

@@ -9,10 +9,10 @@ from typing import Any, Final, TypeVar
 from trunkline.router.api.common import Collected, collect_choices
 from trunkline.router.api.fairness import Turns
 from trunkline.router.errors import ApiError
-from trunkline.router.generation import Generation
-from trunkline.router.sampling import Job
+from trunkline.router.jobs.job import Job
 from trunkline.router.service import RouterService
-from trunkline.router.text import Delta
+from trunkline.router.streams.generation import Generation
+from trunkline.router.streams.text import Delta
 
 _T = TypeVar("_T")
 _TASKS_PER_TURN: Final = 64

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 
-from trunkline.router.text import FinishName
+from trunkline.router.streams.text import FinishName
 
 ChatFinishName = FinishName | Literal["tool_calls"]
 

@@ -38,10 +38,10 @@ from trunkline.router.api.schema_types import (
     SchemaUpdate,
     SchemaUsage,
 )
-from trunkline.router.identity import cache_salt
 from trunkline.router.messages import ModulesReply, Record
-from trunkline.router.schemas import Definition, Schema
 from trunkline.router.service import RouterService
+from trunkline.router.stores.schemas import Definition, Schema
+from trunkline.router.tenancy.identity import cache_salt
 
 routes = APIRouter()
 

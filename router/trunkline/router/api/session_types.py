@@ -14,8 +14,8 @@ from trunkline.kvstore.cuts import DROPS_MAX
 from trunkline.router.api.models import Messages
 from trunkline.router.api.parameters import Metadata, ModulesPrompt, SessionId, SessionTtl, Trailing, Truncation
 from trunkline.router.errors import bad_value
-from trunkline.router.history import Session, SessionModules
-from trunkline.router.truncation import Span
+from trunkline.router.stores.history import Session, SessionModules
+from trunkline.router.text.truncation import Span
 
 DISCARDS_MAX: Final = DROPS_MAX - 1
 """Ranges that a session may have discarded: a cut may add one to them, and the engine takes no more."""

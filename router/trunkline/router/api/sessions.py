@@ -40,13 +40,13 @@ from trunkline.router.api.session_types import (
 from trunkline.router.api.turn import stored_messages
 from trunkline.router.api.unsupported import check_session
 from trunkline.router.errors import bad_value, not_found
-from trunkline.router.history import Mark, Session, SessionModules, common_length, token_at
-from trunkline.router.identity import cache_salt, current_identity
 from trunkline.router.messages import Record
-from trunkline.router.records import VALUE_BYTES_MAX
 from trunkline.router.service import RouterService
-from trunkline.router.sessions import Stored, is_stored, ttl_of
-from trunkline.router.truncation import (
+from trunkline.router.stores.history import Mark, Session, SessionModules, common_length, token_at
+from trunkline.router.stores.record_homes import VALUE_BYTES_MAX
+from trunkline.router.stores.sessions import Stored, is_stored, ttl_of
+from trunkline.router.tenancy.identity import cache_salt, current_identity
+from trunkline.router.text.truncation import (
     CutError,
     RetentionPolicy,
     Span,

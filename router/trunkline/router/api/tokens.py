@@ -20,9 +20,9 @@ from trunkline.router.api.fairness import Turns
 from trunkline.router.api.models import DetokenizeRequest, TokenizeRequest
 from trunkline.router.api.responses import JsonResponse
 from trunkline.router.api.unsupported import check_tokenize
-from trunkline.router.detokenizer import make_detokenizer
-from trunkline.router.sampling import check_ids
-from trunkline.router.tokenizer import Tokenizer
+from trunkline.router.jobs.job import check_ids
+from trunkline.router.text.detokenizer import make_detokenizer
+from trunkline.router.text.tokenizer import Tokenizer
 from trunkline.router.tools.plan import prepare_tools
 
 routes = APIRouter()

@@ -14,7 +14,7 @@ from typing import Any, Final
 import msgspec
 
 from trunkline.controller.messages import Grammar
-from trunkline.router.draws import draw_bytes, draw_hex
+from trunkline.router.request_random import draw_bytes, draw_hex
 from trunkline.router.tools.definitions import Choice, FunctionTool, read_chat_tools, read_choice
 from trunkline.router.tools.grammar import make_grammar
 from trunkline.router.tools.parsers import make_parser

@@ -13,9 +13,9 @@ from typing import Any, Final
 
 from trunkline.controller.messages import DescribeTree
 from trunkline.router.errors import ApiError, not_found, unavailable
-from trunkline.router.link import ControllerLink
 from trunkline.router.messages import TreeDescription
 from trunkline.router.service import RouterService
+from trunkline.router.streams.link import ControllerLink
 from trunkline.router.ui.chunk_tree import HEAD_TOKENS, Texts, TreeView, head_of
 from trunkline.router.ui.history import History
 from trunkline.router.ui.live import wall_clock

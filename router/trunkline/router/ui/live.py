@@ -6,9 +6,9 @@ import asyncio
 import time
 from typing import Any, Final
 
-from trunkline.router.generation import Generation
 from trunkline.router.routing.decision_log import Logged
 from trunkline.router.service import LiveRequest, RouterService
+from trunkline.router.streams.generation import Generation
 
 REQUESTS_MAX: Final = 2000
 """Of the oldest ones; a router may have more in work."""

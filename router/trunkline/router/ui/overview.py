@@ -8,9 +8,9 @@ from typing import Any
 
 import msgspec
 
-from trunkline.router.link import ControllerLink
 from trunkline.router.messages import State
 from trunkline.router.service import RouterService
+from trunkline.router.streams.link import ControllerLink
 
 
 def overview(service: RouterService) -> dict[str, Any]:

@@ -19,14 +19,14 @@ from trunkline.router.api.module_prompts import Placed, has_modules, modules_job
 from trunkline.router.api.prompting import Rendering, chat_job, completion_job
 from trunkline.router.api.turn import Turn
 from trunkline.router.api.unsupported import check_supported
-from trunkline.router.detokenizer import Vocabulary, make_detokenizer
 from trunkline.router.errors import ApiError, bad_value
+from trunkline.router.jobs.job import Job
 from trunkline.router.pml.compiled import PieceKind
-from trunkline.router.sampling import Job
 from trunkline.router.service import RouterService
-from trunkline.router.sessions import Lease, Stored, is_stored
+from trunkline.router.stores.sessions import Lease, Stored, is_stored
+from trunkline.router.text.detokenizer import Vocabulary, make_detokenizer
+from trunkline.router.text.truncation import Span
 from trunkline.router.tools.plan import prepare_tools
-from trunkline.router.truncation import Span
 
 _T = TypeVar("_T")
 _OFF_LOOP_TOKENS: Final = 5_000

@@ -16,12 +16,12 @@ from typing import Any, Final, NamedTuple
 
 from trunkline.kvstore.names import root_name
 from trunkline.router.errors import ApiError
-from trunkline.router.history import Session
-from trunkline.router.identity import Identity, current_identity, identified
 from trunkline.router.messages import Record
 from trunkline.router.routing.names import whole_chunks
 from trunkline.router.service import RouterService
-from trunkline.router.sessions import is_stored
+from trunkline.router.stores.history import Session
+from trunkline.router.stores.sessions import is_stored
+from trunkline.router.tenancy.identity import Identity, current_identity, identified
 from trunkline.router.ui.live import wall_clock
 
 LIMIT_MAX: Final = 1000

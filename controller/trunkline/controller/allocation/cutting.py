@@ -1,0 +1,154 @@
+"""Finding the KV that a sequence keeps behind a cut (CachedAttention §3.4, design.md "Names after a cut").
+
+What is left of a history after a cut hangs from a root of its own, named by the history and by what of it is
+dropped. The first request that is cut so *grafts* it there: the first kept chunk moves, with all that is below
+it, from the tree in which it was computed to that root. Nothing is computed, copied or turned; what was cut off
+stays behind, and as nothing hangs from it any more it is the first to go.
+
+      before  root─[0]─[1]─[2]─[3]─[4]               a session
+      after   root─[0]─[1]        cut─[2]─[3]─[4]─…  chunks 0 (kept head) and 2… are in its table, chunk 1 is idle
+
+Where that is not possible, because somebody else holds these chunks now or because they have gone, the prompt is
+computed again, as a plain one of what is left (`SequenceGroup.compact`): token truncation, as engines without
+decoupled positions do it.
+"""
+
+from __future__ import annotations
+
+from trunkline.controller.cache.node import Node
+from trunkline.controller.cache.radix_cache import ChunkTree
+from trunkline.controller.cache.radix_tree import Match
+from trunkline.controller.config import EngineConfig
+from trunkline.controller.sequences.sequence import GroupCut, Place, Sequence, SequenceGroup, Stem, TokenBuffer
+from trunkline.kvstore.cuts import Cut, Segment, cut_name
+from trunkline.kvstore.layout import blocks_for
+from trunkline.kvstore.names import ChunkName
+
+
+def cut_group(group: SequenceGroup, tree: ChunkTree, config: EngineConfig) -> None:
+    """Give a new group of one sequence the table and the limit that follow from what it drops.
+
+    Where KV cannot be kept behind a cut, it is a plain prompt of what is left from the start.
+    """
+    history = group.members[0].tokens.view()
+    cut = Cut(group.request.drops, config.chunk_size)
+    table = cut.table_tokens(history)
+    group.members[0].tokens = TokenBuffer(table)
+    group.prompt_len += len(table) - len(history)
+    group.limit += cut.holes
+    packed = history.astype("<i4", copy=False).tobytes()
+    group.cut = GroupCut(cut, packed, cut.chain(tree.root_name(group.request.salt), history))
+    blocks, shared = blocks_for(group.limit, config.chunk_size), group.prompt_len // config.chunk_size
+    needed = shared + group.request.width * (blocks - shared)
+    fits = blocks <= config.max_table_blocks and needed <= config.num_blocks
+    # What is seen before the last cut may be in a tail, which only one of several samples that come back finds.
+    in_tail = group.request.width > 1 and cut.closed_end > cut.table_start * config.chunk_size
+    if not (config.positions_shift and config.prefix_cache and fits) or in_tail:
+        group.compact()
+
+
+def settle(tree: ChunkTree, sequence: Sequence, step: int) -> None:
+    """Decide before an admission whether a group with a cut goes on with the KV it kept, or as a plain prompt of
+    which the tree may have more (because it was computed so before)."""
+    group = sequence.group
+    if group.cut is None:
+        return
+    place = behind_cut(tree, sequence, sequence.tokens.count, step)
+    if place is not None and place.match.pending is not None:
+        return
+    kept = _tokens(tree, place.match) - group.holes if place is not None else 0
+    plain = group.cut.cut.seen(sequence.tokens.view()).astype("<i4", copy=False).tobytes()
+    root = tree.find_root(sequence.salt)
+    again = _tokens(tree, tree.match(root, plain, step)) if root is not None else 0
+    if kept <= again:
+        if place is not None:
+            tree.prune_root(place.stem.root)
+        group.compact()
+
+
+def _tokens(tree: ChunkTree, match: Match) -> int:
+    return len(match.path) * tree.chunk_size + match.partial_tokens
+
+
+def behind_cut(tree: ChunkTree, sequence: Sequence, stop: int, step: int) -> Place | None:
+    """Where the first `stop` tokens of a sequence are.
+
+    None: something before the last segment is missing.
+    """
+    group_cut = sequence.group.cut
+    if group_cut is None:
+        root = tree.root(sequence.salt)
+        return Place(Stem(root), tree.match(root, sequence.tokens.to_bytes(0, stop), step))
+    cut, size = group_cut.cut, tree.chunk_bytes
+    path: list[Node] = []
+    pins: list[Node] = []
+    for segment in cut.segments[:-1]:
+        count = segment.stop - segment.start
+        if not count:
+            continue
+        root = _segment_root(tree, sequence, group_cut, segment, step)
+        tokens = group_cut.history[segment.start * size : segment.stop * size]
+        match = tree.match(root, tokens, step)
+        if match.pending is not None:
+            return Place(Stem(root), Match([], match.pending, None, 0))
+        if len(match.path) < count:
+            tree.prune_root(root)
+            return None
+        path += match.path
+        pins.append(match.path[-1])
+    last = cut.segments[-1]
+    root = _segment_root(tree, sequence, group_cut, last, step)
+    match = tree.match(root, sequence.tokens.to_bytes(cut.table_start * tree.chunk_size, stop), step)
+    match.path = path + match.path
+    if match.pending is None and _tokens(tree, match) < cut.closed_end:
+        tree.prune_root(root)
+        return None
+    return Place(Stem(root, len(path), tuple(pins), root.name), match)
+
+
+def _segment_root(tree: ChunkTree, sequence: Sequence, cut: GroupCut, segment: Segment, step: int) -> Node:
+    if not segment.drops:
+        return tree.root(sequence.salt)
+    after = cut.chain[segment.start - 1] if segment.start else tree.root_name(sequence.salt)
+    drops = cut.cut.drops[: segment.drops]
+    root = tree.find_cut(cut_name(after, drops))
+    if root is None:
+        root = tree.cut_root(after, drops)
+        source = _source(tree, sequence, cut, segment, step)
+        if source is not None:
+            tree.graft(source, root)
+    return root
+
+
+def _source(tree: ChunkTree, sequence: Sequence, cut: GroupCut, segment: Segment, step: int) -> Node | None:
+    """The chunk of the history that is to move: behind the latest earlier cut that has it, or in the plain tree.
+
+    What was computed while less could be seen than now is none.
+    """
+    chunk, drops = segment.start, cut.cut.drops[: segment.drops]
+    for start in range(chunk, -1, -1):
+        after: ChunkName = cut.chain[start - 1] if start else tree.root_name(sequence.salt)
+        roots = [root for root in tree.cuts_after(after) if _within(tree.drops_of(root), drops)]
+        if not start and (plain := tree.find_root(sequence.salt)) is not None:
+            roots.append(plain)
+        for root in roots:
+            node = _walk(tree, root, cut.history, start, chunk, step)
+            if node is not None and not (node.active or node.claims):
+                return node
+    return None
+
+
+def _within(before: list[tuple[int, int]], drops: tuple[tuple[int, int], ...]) -> bool:
+    """Whether all that was dropped before is dropped now."""
+    return all(any(a <= start and stop <= b for a, b in drops) for start, stop in before)
+
+
+def _walk(tree: ChunkTree, root: Node, history: bytes, start: int, chunk: int, step: int) -> Node | None:
+    """The node of `chunk` that is reached from `root`, which stands before chunk `start`."""
+    node, size = root, tree.chunk_bytes
+    for index in range(start, chunk + 1):
+        child = node.children.get(history[index * size : (index + 1) * size])
+        if child is None or child.ready_step >= step:
+            return None
+        node = child
+    return node

@@ -1,0 +1,279 @@
+"""What routers are told of a controller's chunks: changes, numbered; everything, to who has missed some. Pure.
+
+    tree.changed ──follow──► batch 7, 8, 9 … ──► PUB socket            may be lost on the way
+                               │      └─► ring of the last ones ──┐
+                               ▼                                  ├──► EventsReply, to who asks
+                             announced: name → tiers ──snapshot───┘
+
+Nobody who moves a chunk decides what is told: it only notes that the chunk *may* be elsewhere now
+(`trunkline.kvstore.items.ChangeLog`). Once per turn the tiers of those chunks are compared with what was told last
+(`Node.told`), and the differences are the next batch. So nothing is told twice, and nothing is told that was over
+before the turn ended.
+
+Told are full chunks, under their names, and all chunks of texts (`trunkline.kvstore.names`). A chunk that is being
+computed counts as on the device: a second request with it would wait for it. Two chunks may have one name, one of
+them behind a cut: then the name is in all the tiers in which one of them is.
+
+Invariant (`problem_of_log`): a chunk that is not noted as changed is where routers were told that it is.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from itertools import islice
+from typing import Final, NamedTuple
+
+from trunkline.controller.cache.node import TOKEN_BYTES, Node
+from trunkline.controller.cache.radix_cache import ChunkTree
+from trunkline.controller.messages import EventsCall
+from trunkline.kvstore.layout import NO_BLOCK
+from trunkline.kvstore.names import NAME_BYTES, ChunkName
+from trunkline.kvstore.tier import TierKind
+from trunkline.router.messages import EventsReply
+
+PAGE_CHUNKS: Final = 16_384
+"""Chunks in one message at most: taking them in must not keep a router's streams waiting."""
+RING_BYTES: Final = 4 << 20
+"""Of batches that are kept for those who miss some. A snapshot is not much larger, so more would not pay."""
+BATCH_BYTES: Final = 200
+"""That a batch takes besides its names and tiers, about."""
+SNAPSHOT_SECONDS: Final = 30.0
+"""For so long a snapshot is kept for somebody who does not ask for its next page, …"""
+SNAPSHOTS_MAX: Final = 4
+"""… and so many: routers that start together share one."""
+_DEVICE: Final = 1 << TierKind.DEVICE
+_HOST: Final = 1 << TierKind.HOST
+_DISK: Final = 1 << TierKind.DISK
+
+
+def tiers_of(node: Node, chunk_bytes: int) -> int:
+    """In which tiers a chunk is, as routers are told; 0 if they are not told of it.
+
+    Args:
+        chunk_bytes: of a full chunk's tokens.
+    """
+    if node.parent is None or (len(node.key) != chunk_bytes and node.text_name is None):
+        return 0
+    on_device = _DEVICE if node.block != NO_BLOCK else 0
+    return on_device | (_HOST if node.host_ready else 0) | (_DISK if node.disk_ready else 0)
+
+
+def told_name(node: Node) -> ChunkName:
+    """The name under which routers are told of a chunk."""
+    return node.text_name or node.name
+
+
+class Batch(NamedTuple):
+    """Fields as in `KvEvents`."""
+
+    seq: int
+    names: bytes
+    tiers: bytes
+
+
+class Announced:
+    """What routers have been told: in which tiers each name is."""
+
+    def __init__(self) -> None:
+        self.tiers: dict[ChunkName, int] = {}
+        self._shared: dict[ChunkName, list[int]] = {}
+        """Of the names of more than one chunk: how often each value of the chunks' tiers (0 to 7) was told."""
+
+    def move(self, name: ChunkName, before: int, after: int) -> None:
+        """One chunk of this name was in the tiers `before`, as was told, and is in `after` now."""
+        shared = self._shared.get(name)
+        if shared is None:
+            others = self.tiers.get(name, 0) if not before else 0
+            if not (others and after):
+                self._put(name, after or others)
+                return
+            shared = self._shared[name] = [0] * 8
+            shared[others] = 1
+        if before:
+            shared[before] -= 1
+        if after:
+            shared[after] += 1
+        union = 0
+        for value, times in enumerate(shared):
+            union |= value if times else 0
+        if sum(shared) == 1:
+            del self._shared[name]
+        self._put(name, union)
+
+    def _put(self, name: ChunkName, tiers: int) -> None:
+        if tiers:
+            self.tiers[name] = tiers
+        else:
+            self.tiers.pop(name, None)
+
+    def clear(self) -> None:
+        """Nothing is anywhere."""
+        self.tiers.clear()
+        self._shared.clear()
+
+
+@dataclass(slots=True)
+class _Snapshot:
+    names: bytes
+    tiers: bytes
+    asked: float
+
+
+class KvEventLog:
+    """Follows one tree after the other, and answers those who have missed something."""
+
+    def __init__(self, stream: bytes, *, ring_bytes: int = RING_BYTES, page_chunks: int = PAGE_CHUNKS) -> None:
+        """
+        Args:
+            stream: 8 random bytes; they tell this log from those of earlier processes.
+            ring_bytes: of batches that are kept.
+            page_chunks: in one batch or reply at most.
+        """
+        self.stream = stream
+        self.seq = 0
+        """Number of the last batch."""
+        self.announced = Announced()
+        self._tree: ChunkTree | None = None
+        self._ring: deque[Batch] = deque()
+        """The last batches, without a gap."""
+        self._ring_bytes = 0
+        self._ring_bytes_max = ring_bytes
+        self._page_chunks = page_chunks
+        self._snapshots: dict[int, _Snapshot] = {}
+        """By the last batch that is in them."""
+
+    # Telling
+
+    def follow(self, tree: ChunkTree, *, look_again: bool = False) -> list[Batch]:
+        """What has changed since the last call, in order, in as many batches as it takes; often none.
+
+        Args:
+            tree: another one than before: what is not in it is nowhere.
+            look_again: look at all chunks, whether they were noted as changed or not.
+        """
+        before: dict[ChunkName, int] = {}
+        if tree is not self._tree:
+            before.update(self.announced.tiers)
+            self._begin(tree)
+        elif look_again:
+            _note_all(tree)
+        size, known = tree.chunk_size * TOKEN_BYTES, self.announced.tiers
+        for node in tree.changed.take():
+            now = tiers_of(node, size)
+            if now != node.told:
+                name = node.text_name or node.name
+                before.setdefault(name, known.get(name, 0))
+                self.announced.move(name, node.told, now)
+                node.told = now
+        names = [name for name, tiers in before.items() if known.get(name, 0) != tiers]
+        return [self._emit(names[at : at + self._page_chunks]) for at in range(0, len(names), self._page_chunks)]
+
+    def _begin(self, tree: ChunkTree) -> None:
+        self._tree = tree
+        self.announced.clear()
+        tree.changed.start()
+        for node in tree.nodes():
+            node.told = 0
+        _note_all(tree)
+
+    def _emit(self, names: list[ChunkName]) -> Batch:
+        self.seq += 1
+        known = self.announced.tiers
+        batch = Batch(self.seq, b"".join(names), bytes([known.get(name, 0) for name in names]))
+        self._ring.append(batch)
+        self._ring_bytes += _size(batch)
+        while self._ring_bytes > self._ring_bytes_max:
+            self._ring_bytes -= _size(self._ring.popleft())
+        return batch
+
+    # Answering
+
+    def answer(self, call: EventsCall, seq: int, now: float) -> EventsReply:
+        """
+        Args:
+            seq: of the reply.
+            now: in seconds.
+        """
+        self.forget_old(now)
+        if call.page <= 0 and call.stream == self.stream and self._has_after(call.after):
+            return self._replay(call, seq)
+        upto, page = call.upto, call.page
+        # Nothing has changed since one that is forgotten: another one taken now has the same pages.
+        is_known = call.stream == self.stream and (upto in self._snapshots or upto == self.seq)
+        snapshot = self._snapshot(upto, now) if page > 0 and is_known else None
+        if snapshot is None or page * self._page_chunks >= len(snapshot.tiers):
+            upto, page = self.seq, 0
+            snapshot = self._snapshot(upto, now)
+        first, stop = page * self._page_chunks, (page + 1) * self._page_chunks
+        return EventsReply(
+            seq=seq,
+            ticket=call.ticket,
+            stream=self.stream,
+            upto=upto,
+            snapshot=True,
+            names=snapshot.names[first * NAME_BYTES : stop * NAME_BYTES],
+            tiers=snapshot.tiers[first:stop],
+            more=stop < len(snapshot.tiers),
+        )
+
+    def _has_after(self, after: int) -> bool:
+        first = self._ring[0].seq if self._ring else self.seq + 1
+        return first - 1 <= after <= self.seq
+
+    def _replay(self, call: EventsCall, seq: int) -> EventsReply:
+        found: dict[bytes, int] = {}
+        upto = call.after
+        known = call.after + 1 - self._ring[0].seq if self._ring else 0
+        for seq_of, names, tiers in islice(self._ring, known, None):
+            if found and len(found) + len(tiers) > self._page_chunks:
+                break
+            upto = seq_of
+            for at, value in enumerate(tiers):
+                found[names[at * NAME_BYTES : (at + 1) * NAME_BYTES]] = value
+        return EventsReply(
+            seq=seq,
+            ticket=call.ticket,
+            stream=self.stream,
+            upto=upto,
+            snapshot=False,
+            names=b"".join(found),
+            tiers=bytes(found.values()),
+            more=upto < self.seq,
+        )
+
+    def _snapshot(self, upto: int, now: float) -> _Snapshot:
+        """The one up to this batch: a kept one, or the present state."""
+        snapshot = self._snapshots.get(upto)
+        if snapshot is None:
+            known = self.announced.tiers
+            snapshot = self._snapshots[upto] = _Snapshot(b"".join(known), bytes(known.values()), now)
+            while len(self._snapshots) > SNAPSHOTS_MAX:
+                del self._snapshots[min(self._snapshots, key=lambda key: self._snapshots[key].asked)]
+        snapshot.asked = now
+        return snapshot
+
+    def forget_old(self, now: float) -> None:
+        """Let go of snapshots that nobody asks for any more."""
+        for upto in [u for u, kept in self._snapshots.items() if now - kept.asked > SNAPSHOT_SECONDS]:
+            del self._snapshots[upto]
+
+
+def _note_all(tree: ChunkTree) -> None:
+    for node in tree.nodes():
+        tree.changed.note(node)
+
+
+def _size(batch: Batch) -> int:
+    return len(batch.names) + len(batch.tiers) + BATCH_BYTES
+
+
+def problem_of_log(tree: ChunkTree) -> str:
+    """What is wrong with what was told of a tree's chunks; "" if nothing is, or nobody follows it."""
+    if not tree.changed.is_on:
+        return ""
+    for node in tree.nodes():
+        present = tiers_of(node, tree.chunk_bytes)
+        if present != node.told and node not in tree.changed:
+            return f"a chunk is in the tiers {present:#b}, was told to be in {node.told:#b}, and nobody noted that"
+    return ""

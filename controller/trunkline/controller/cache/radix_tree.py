@@ -1,0 +1,366 @@
+"""The forest of chunks: every cached chunk of a group, found by its tokens (ChunkAttention §3.1, design.md §4).
+
+      root (per salt)
+       ├── [64 tokens]──[64]──[64]──[17]      a finished session; its tail is a partial leaf
+       │        └───────[64]──[64]            shares one chunk with it
+       └── [64]──[64 pending]                 being computed; whoever needs it waits
+
+      root (per cut)
+       └── [64]──[64]──[41]                   what a session keeps behind the part that was cut off
+
+A node is a chunk: its key is the bytes of its token ids, so a path is matched by one dictionary lookup per
+chunk, and the sorted list of a node's keys finds, by bisection, the child that agrees longest with a prompt
+that no child matches whole. Full chunks hold `chunk_size` tokens; shorter ones are leaves.
+
+      root (per text)
+       └── [64]──[17]                         a text of a module, shared by prompts wherever it stands in them
+
+      root (per prompt with modules)
+       └── [64]──[23]                         own tokens of those that see the same texts at the same places
+
+The root of a cut stands for the history before it and for what of that can still be seen: its name is a digest
+of both, so that KV computed behind a cut is never found by a request that sees more or less (design.md section
+4). The history itself is not kept: who sends it all again finds the root by that digest.
+
+Here are structure, matching and holding; `trunkline.controller.cache.radix_cache` adds where chunks are and how
+they leave.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from trunkline.controller.cache.node import TOKEN_BYTES, Node
+from trunkline.kvstore.cuts import cut_name
+from trunkline.kvstore.layout import NO_BLOCK, BlockId
+from trunkline.kvstore.names import NAME_BYTES, ChunkName, chunk_name, root_name
+
+SALT_ROOT: Final = b"s"
+"""First byte of a root's key: the salt follows."""
+CUT_ROOT: Final = b"c"
+"""The root's name follows, then the name of the chunk of the history after which it stands, then what is
+dropped."""
+TEXT_ROOT: Final = b"m"
+"""The name under which it is looked for follows, then the position at which its first token was computed."""
+PROMPT_ROOT: Final = b"p"
+"""The root's name follows."""
+_PLACE_BYTES: Final = 1 + NAME_BYTES
+"""Of the keys of all roots but a salt's: by so much of them they are found."""
+_POSITION_BYTES: Final = 8
+
+
+@dataclass(slots=True)
+class Match:
+    """What the tree knows of a prompt."""
+
+    path: list[Node]
+    """Whole chunks from the root, ready to read once they are on the device; some may be in lower tiers only."""
+    pending: Node | None
+    """The next whole chunk, if somebody is computing it now."""
+    partial: Node | None
+    """Otherwise the ready child of the path's end, on the device or in host memory, whose head agrees longest with
+    what follows."""
+    partial_tokens: int
+    """Tokens of `partial` that agree; 0 without one."""
+
+
+def _after(cut_key: bytes) -> ChunkName:
+    return ChunkName(cut_key[_PLACE_BYTES : _PLACE_BYTES + NAME_BYTES])
+
+
+def _place(key: bytes) -> bytes:
+    """By what of its key a root is found."""
+    return key if key.startswith(SALT_ROOT) else key[:_PLACE_BYTES]
+
+
+def common_tokens(left: bytes, right: bytes) -> int:
+    """Length of the common prefix of two token strings, in tokens."""
+    limit = min(len(left), len(right))
+    low, high = 0, limit // TOKEN_BYTES
+    while low < high:  # bisection over memcmp beats a loop over tokens
+        middle = (low + high + 1) // 2
+        if left[: middle * TOKEN_BYTES] == right[: middle * TOKEN_BYTES]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+class ChunkForest:
+    """Trees of chunks. Pure: time and step numbers are arguments."""
+
+    def __init__(self, chunk_size: int, fingerprint: bytes, dtype: str) -> None:
+        self.chunk_size = chunk_size
+        self.chunk_bytes = chunk_size * TOKEN_BYTES
+        self._identity = (fingerprint, dtype)
+        self._roots: dict[bytes, Node] = {}
+        """By key; but for those of salts, by the part of it that says what it is the root of (`_place`)."""
+        self._cuts: dict[ChunkName, dict[bytes, None]] = {}
+        """Keys of the roots of cuts by the chunk after which they stand, in order of creation."""
+        self.node_count = 0
+        self.active_count = 0
+
+    # Roots
+
+    def root(self, salt: bytes) -> Node:
+        """The root of a salt's tree; it stays while it is held or has chunks."""
+        return self._root(SALT_ROOT + salt, self.root_name(salt))
+
+    def root_name(self, salt: bytes) -> ChunkName:
+        """The name of a salt's root, whether it exists or not."""
+        return root_name(*self._identity, self.chunk_size, salt)
+
+    def find_root(self, salt: bytes) -> Node | None:
+        """The root of a salt's tree, if there is one."""
+        return self._roots.get(SALT_ROOT + salt)
+
+    def cut_root(self, after: ChunkName, drops: tuple[tuple[int, int], ...]) -> Node:
+        """The root of what is kept behind a cut.
+
+        Args:
+            after: the history's last chunk before it, by its plain name.
+            drops: the ranges of the history that are not seen there.
+        """
+        name = cut_name(after, drops)
+        return self._root(CUT_ROOT + name + after + np.array(drops, "<i8").tobytes(), name)
+
+    def drops_of(self, root: Node) -> list[tuple[int, int]]:
+        """What is not seen behind the cut that this is the root of; nothing, for a salt's."""
+        if not root.key.startswith(CUT_ROOT):
+            return []
+        return [
+            (a, b) for a, b in np.frombuffer(root.key[_PLACE_BYTES + NAME_BYTES :], "<i8").reshape(-1, 2).tolist()
+        ]
+
+    def find_cut(self, name: ChunkName) -> Node | None:
+        """The root of a cut, if there is one."""
+        return self._roots.get(CUT_ROOT + name)
+
+    def cuts_after(self, after: ChunkName) -> list[Node]:
+        """Roots of cuts that stand after the same history, the latest first."""
+        return [self._roots[key] for key in reversed(self._cuts.get(after, {}))]
+
+    def text_root(self, place: ChunkName, position: int) -> Node:
+        """The root of a text of a module.
+
+        Args:
+            place: names what it sees and how it begins.
+            position: where its first token will be computed, if there is no such root yet (`base_position`).
+        """
+        root = self.find_text_root(place)
+        if root is not None:
+            return root
+        root = self._root(
+            TEXT_ROOT + place + position.to_bytes(_POSITION_BYTES, "little"), self.text_name(place, position)
+        )
+        root.text_name = place
+        return root
+
+    def find_text_root(self, place: ChunkName) -> Node | None:
+        """The root of a text, if there is one."""
+        return self._roots.get(TEXT_ROOT + place)
+
+    @staticmethod
+    def base_position(root: Node) -> int:
+        """At which position the first token of a text was computed, or is to be."""
+        return int.from_bytes(root.key[_PLACE_BYTES:], "little")
+
+    @staticmethod
+    def text_name(place: ChunkName, position: int) -> ChunkName:
+        """The name of a text's root: keys of its chunks are rotated, so it says from where on."""
+        return chunk_name(place, position.to_bytes(_POSITION_BYTES, "little"))
+
+    @staticmethod
+    def first_chunk_name(place: ChunkName, position: int, key: bytes) -> ChunkName:
+        """The name of the first chunk of a text that was computed at a position."""
+        root = ChunkForest.text_name(place, position)
+        return chunk_name(root, root + key)
+
+    def prompt_root(self, name: ChunkName) -> Node:
+        """The root of the own tokens of prompts with the same modules at the same places."""
+        return self._root(PROMPT_ROOT + name, name)
+
+    def restore_root(self, key: bytes) -> Node | None:
+        """The root with a key that was stored in another run; None if the key says nothing here."""
+        if key.startswith(SALT_ROOT):
+            return self.root(key[len(SALT_ROOT) :])
+        if key.startswith(PROMPT_ROOT) and len(key) == _PLACE_BYTES:
+            return self.prompt_root(ChunkName(key[1:]))
+        if key.startswith(TEXT_ROOT) and len(key) == _PLACE_BYTES + _POSITION_BYTES:
+            return self.text_root(ChunkName(key[1:_PLACE_BYTES]), int.from_bytes(key[_PLACE_BYTES:], "little"))
+        start = _PLACE_BYTES + NAME_BYTES
+        if key.startswith(CUT_ROOT) and len(key) > start and not (len(key) - start) % 16:
+            return self._root(key, ChunkName(key[1:_PLACE_BYTES]))
+        return None
+
+    def _root(self, key: bytes, name: ChunkName) -> Node:
+        place = _place(key)
+        root = self._roots.get(place)
+        if root is None:
+            root = self._roots[place] = Node(None, key, name, NO_BLOCK)
+            if key.startswith(CUT_ROOT):
+                self._cuts.setdefault(_after(key), {})[place] = None
+        return root
+
+    def prune_root(self, node: Node) -> None:
+        """Forget an empty tree nobody holds: salts come from clients and must not pile up."""
+        if node.parent is not None or node.children or node.holders:
+            return
+        place = _place(node.key)
+        if self._roots.pop(place, None) is not None and node.key.startswith(CUT_ROOT):
+            after = _after(node.key)
+            del self._cuts[after][place]
+            if not self._cuts[after]:
+                del self._cuts[after]
+
+    def roots(self) -> Iterator[Node]:
+        return iter(self._roots.values())
+
+    def nodes(self) -> Iterator[Node]:
+        """All chunks, parents first."""
+        stack = list(self._roots.values())
+        while stack:
+            node = stack.pop()
+            if node.parent is not None:
+                yield node
+            stack.extend(node.children.values())
+
+    # Matching
+
+    def match(self, root: Node, tokens: bytes, step: int) -> Match:
+        """The longest known prefix of `tokens` (int32 bytes) below `root`, for use in step `step`.
+
+        Token-granular: whole chunks by lookup, then the head of the best child. O(chunks) lookups.
+        """
+        path: list[Node] = []
+        node, size, offset = root, self.chunk_bytes, 0
+        end = len(tokens) - len(tokens) % size
+        while offset < end:
+            child = node.children.get(tokens[offset : offset + size])
+            if child is None:
+                break
+            if child.ready_step >= step:
+                return Match(path, child, None, 0)
+            path.append(child)
+            node = child
+            offset += size
+        partial, agreed = self.best_partial(node, tokens[offset : offset + size], step)
+        return Match(path, None, partial, agreed)
+
+    def best_partial(self, node: Node, rest: bytes, step: int) -> tuple[Node | None, int]:
+        """In a sorted list the longest common prefix with `rest` is at one of its two neighbours.
+
+        Pending neighbours are passed over: waiting for less than a chunk costs more than computing it; likewise
+        those on disk or further away. Of two that agree as long, one on the device is taken.
+        """
+        if not rest or not node.sorted_keys:
+            return None, 0
+        best, best_rank = None, (0, True)
+        for child in self._neighbours(node, rest):
+            rank = common_tokens(child.key, rest), child.on_device
+            if child.ready_step < step and child.is_loadable and rank > best_rank:
+                best, best_rank = child, rank
+        return best, best_rank[0]
+
+    def likest(self, node: Node, rest: bytes, step: int) -> tuple[Node | None, int]:
+        """As `best_partial`, but of all children, wherever they are."""
+        best, best_agreed = None, 0
+        for child in self._neighbours(node, rest):
+            agreed = common_tokens(child.key, rest)
+            if child.ready_step < step and agreed > best_agreed:
+                best, best_agreed = child, agreed
+        return best, best_agreed
+
+    def _neighbours(self, node: Node, rest: bytes) -> Iterator[Node]:
+        keys = node.sorted_keys
+        at = bisect_left(keys, rest)
+        return (node.children[keys[i]] for i in (at - 1, at) if 0 <= i < len(keys))
+
+    def covered_by_sibling(self, parent: Node, key: bytes) -> Node | None:
+        """A child of `parent` whose key begins with `key`, if there is one."""
+        at = bisect_left(parent.sorted_keys, key)
+        if at < len(parent.sorted_keys) and parent.sorted_keys[at].startswith(key):
+            return parent.children[parent.sorted_keys[at]]
+        return None
+
+    # Structure
+
+    def attach(self, parent: Node, key: bytes, block: BlockId, ready_step: int, marker: bytes = b"") -> Node:
+        """A new chunk below `parent`, which has no such child.
+
+        Args:
+            marker: name of the cut behind which it is computed; empty: everything is in sight.
+        """
+        node = Node(parent, key, chunk_name(parent.name, marker + key), block)
+        node.ready_step = ready_step
+        node.exact = not marker
+        if parent.text_name is not None:
+            node.text_name = chunk_name(parent.text_name, key)
+        self._link(parent, node)
+        self.node_count += 1
+        return node
+
+    def _link(self, parent: Node, node: Node) -> None:
+        node.parent = parent
+        parent.children[node.key] = node
+        insort(parent.sorted_keys, node.key)
+        parent.device_children += node.on_device
+
+    def _unlink(self, node: Node) -> Node:
+        """Returns the parent that it had."""
+        parent = node.parent
+        assert parent is not None
+        del parent.children[node.key]
+        del parent.sorted_keys[bisect_left(parent.sorted_keys, node.key)]
+        parent.device_children -= node.on_device
+        node.parent = None
+        return parent
+
+    # Holding
+
+    def hold(self, node: Node) -> None:
+        """Keep `node` and, since it stays, everything above it (a root's empty tree, too).
+
+        What is held may be in lower tiers only while a plan is made; between plans it is on the device.
+        """
+        node.holders += 1
+        self._activate(node)
+
+    def release(self, node: Node, now: float) -> None:
+        """Undo one `hold`."""
+        node.holders -= 1
+        assert node.holders >= 0
+        node.last_use = max(node.last_use, now)
+        self._deactivate(node)
+        self.prune_root(node)
+
+    def _activate(self, node: Node) -> None:
+        current: Node | None = node
+        while current is not None and current.parent is not None:
+            current.active += 1
+            if current.active > 1:
+                return
+            self._now_active(current)
+            current = current.parent
+
+    def _deactivate(self, node: Node) -> None:
+        current: Node | None = node
+        while current is not None and current.parent is not None:
+            current.active -= 1
+            if current.active > 0:
+                return
+            self._now_idle(current)
+            current = current.parent
+
+    def _now_active(self, node: Node) -> None:
+        """Nobody held it or anything below it; now somebody does."""
+        self.active_count += 1
+
+    def _now_idle(self, node: Node) -> None:
+        """Nobody holds it, or anything below it, any more."""
+        self.active_count -= 1

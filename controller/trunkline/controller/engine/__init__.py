@@ -1,0 +1,1 @@
+"""The controller without I/O: requests and step results in, step plans and outputs out. Pure."""

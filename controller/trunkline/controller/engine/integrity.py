@@ -1,0 +1,223 @@
+"""The engine's invariants, checked whole: after every step in tests, and in debug mode in production.
+
+1. A block is held as often as there are holders of it: the chunk of the tree that has it, each sequence that has
+   it in its table or among its tails; and it is free exactly if there is none.
+2. A chunk's `holders` equal the sequences whose path ends there, and whoever else holds it; `active` follows
+   from them. What eviction could
+   free is counted right: inactive chunks on the device, whose blocks nobody else holds.
+3. A pending chunk is on the device, those below it that are there are pending, too, and a running sequence ends
+   there or below.
+4. A child list is sorted and complete; full chunks have `chunk_size` tokens, shorter ones no children. Names are
+   chain hashes; behind a cut they say which.
+5. Above a chunk on the device all are on the device. A chunk that is not has a copy in a lower tier, is ready, and
+   not in use.
+6. The directory's own invariants (`Directory.check`). Claims are those of waiting sequences, they cover paths from
+   the root on, and there are no more than host slots.
+7. Routers were told where each chunk is, if they are told at all, but for those that are noted as changed.
+8. What of the queue is to be computed is counted right.
+9. A row's block table equals its sequence's path and private blocks (a beam's: has as many), and covers what it
+   knows. Of a group, all sequences have a row, or none.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from trunkline.controller.allocation.kv_manager import Residence
+from trunkline.controller.cache.block_pool import BlockPool
+from trunkline.controller.cache.kv_events import problem_of_log
+from trunkline.controller.cache.node import PENDING, Node
+from trunkline.controller.cache.radix_cache import ChunkTree
+from trunkline.controller.cache.radix_tree import SALT_ROOT
+from trunkline.controller.scheduling.scheduler import Scheduler
+from trunkline.controller.sequences.sequence import Phase, Sequence
+from trunkline.kvstore.layout import BlockId
+from trunkline.kvstore.names import chunk_name
+
+
+class IntegrityError(AssertionError):
+    """An invariant does not hold: a bug in the engine."""
+
+
+def _check(condition: object, message: str) -> None:
+    if not condition:
+        raise IntegrityError(message)
+
+
+def running_sequences(scheduler: Scheduler) -> list[Sequence]:
+    """Everyone who owns blocks."""
+    return scheduler.running()
+
+
+def waiting_sequences(scheduler: Scheduler) -> list[Sequence]:
+    """Everyone who may have a claim."""
+    return [member for group in scheduler.queue for member in group.members if member.phase is Phase.WAITING]
+
+
+def check_integrity(scheduler: Scheduler) -> None:
+    """Check all invariants between two steps.
+
+    Raises:
+        IntegrityError: with the first one that is broken.
+    """
+    running = running_sequences(scheduler)
+    check_residence(scheduler.residence, running, waiting_sequences(scheduler), scheduler.encoding.held)
+    _check_queue(scheduler)
+    _check_rows(scheduler)
+
+
+def check_residence(
+    residence: Residence, running: list[Sequence], waiting: list[Sequence], held: Iterable[Node] = ()
+) -> None:
+    """Check what concerns blocks, chunks and slots (1 to 7).
+
+    Args:
+        held: chunks that are held by others than running sequences.
+
+    Raises:
+        IntegrityError: with the first one that is broken.
+    """
+    _check_blocks(residence.pool, residence.tree, running)
+    _check_tree(residence.tree, running, held)
+    _check_device(residence.pool, residence.tree)
+    residence.tree.tiers.check()
+    _check_claims(residence.tree, running, waiting)
+    problem = problem_of_log(residence.tree)
+    _check(not problem, problem)
+
+
+def _check_blocks(pool: BlockPool, tree: ChunkTree, running: list[Sequence]) -> None:
+    owners = Counter(node.block for node in tree.nodes() if node.on_device)
+    twice = [block for block, count in owners.items() if count > 1]
+    _check(not twice, f"blocks of more than one chunk: {twice}")
+    for sequence in running:
+        owners.update(sequence.private)
+        owners.update(sequence.tails)
+    for index in range(pool.num_blocks):
+        block = BlockId(index)
+        _check(
+            pool.holders(block) == owners[block], f"{pool.holders(block)} hold block {block}, not {owners[block]}"
+        )
+    free = pool.free_blocks()
+    _check(len(free) == pool.free_count, "a block is free twice")
+    _check(len(free) + len(+owners) == pool.num_blocks, "a held block is free, or a block is lost")
+    _check(not free & owners.keys(), f"blocks are free and held: {free & owners.keys()}")
+
+
+def _check_tree(tree: ChunkTree, running: list[Sequence], held: Iterable[Node]) -> None:
+    holders = Counter(id(node) for sequence in running for node in (*sequence.stem.pins, sequence.anchor))
+    holders.update(id(node) for node in held)
+    nodes = active = 0
+    for root in tree.roots():
+        _check(root.holders == holders[id(root)], f"a root has {root.holders} holders")
+        _check(root.children or root.holders, "an empty tree that nobody holds was kept")
+    for node in tree.nodes():
+        nodes += 1
+        active += node.active > 0
+        _check_node(tree, node, holders[id(node)])
+    _check(nodes == tree.node_count, f"the tree counts {tree.node_count} chunks and has {nodes}")
+    _check(active == tree.active_count, f"the tree counts {tree.active_count} active chunks and has {active}")
+    for sequence in running:
+        _check_path(sequence)
+
+
+def _check_path(sequence: Sequence) -> None:
+    """Connected in each of its trees."""
+    stem, ends = sequence.stem, list(sequence.stem.pins)
+    parent: Node | None = None
+    for index, node in enumerate(sequence.path):
+        if index == stem.base:
+            parent = stem.root
+        if parent is None:
+            _check(node.parent is not None and node.parent.parent is None, "a path does not begin at a root")
+        else:
+            _check(node.parent is parent, f"the path of request {sequence.request} is not connected")
+        parent = node
+        if index < stem.base and node is ends[0]:
+            ends.pop(0)
+            parent = None
+    _check(not ends, f"request {sequence.request} holds chunks that are not in its path")
+
+
+def _check_node(tree: ChunkTree, node: Node, holders: int) -> None:
+    assert node.parent is not None
+    _check(node.holders == holders, f"a chunk has {node.holders} holders, counted are {holders}")
+    below = sum(child.active > 0 for child in node.children.values())
+    _check(node.active == holders + below, f"a chunk's active count is {node.active}, not {holders + below}")
+    _check(node.sorted_keys == sorted(node.children), "a chunk's sorted keys differ from its children")
+    plain = node.name == chunk_name(node.parent.name, node.key)
+    _check(plain == node.exact or node.parent.parent is None, "a chunk's name does not say what it saw")
+    root = node.parent
+    while root.parent is not None:
+        root = root.parent
+    _check(node.exact or not root.key.startswith(SALT_ROOT), "what did not see all before it is in a plain tree")
+    full = node.token_count == tree.chunk_size
+    _check(full or (0 < node.token_count < tree.chunk_size and not node.children), "a partial chunk is inner")
+    if node.ready_step == PENDING:
+        _check(node.active, "a pending chunk has no producer")
+        waiting = all(child.ready_step == PENDING for child in node.children.values() if child.on_device)
+        _check(waiting and node.on_device, "a ready chunk is below a pending one")
+
+
+def _check_device(pool: BlockPool, tree: ChunkTree) -> None:
+    evictable = 0
+    for node in [*tree.roots(), *tree.nodes()]:
+        below = sum(child.on_device for child in node.children.values())
+        _check(
+            node.device_children == below,
+            f"a chunk counts {node.device_children} on the device below, not {below}",
+        )
+        if node.parent is None:
+            continue
+        if not node.on_device:
+            _check(not below, "a chunk on the device is below one that is not")
+            _check(node.is_stored or node.children, "a chunk is nowhere")
+            _check(node.ready_step != PENDING and not node.active, "a chunk that is not on the device is in use")
+        elif not node.active:
+            evictable += 1
+            _check(pool.holders(node.block) == 1, "an idle chunk's block is held by somebody else, too")
+    _check(evictable == tree.evictable, f"the tree counts {tree.evictable} evictable blocks and has {evictable}")
+
+
+def _check_claims(tree: ChunkTree, running: list[Sequence], waiting: list[Sequence]) -> None:
+    _check(not any(sequence.claim for sequence in running), "a running sequence has a claim")
+    claims = Counter(id(node) for sequence in waiting for node in sequence.claim or ())
+    claimed = 0
+    for node in tree.nodes():
+        claimed += node.claims > 0
+        _check(
+            node.claims == claims[id(node)], f"a chunk has {node.claims} claims, counted are {claims[id(node)]}"
+        )
+        assert node.parent is not None
+        over = node.parent.parent is None or node.parent.claims >= node.claims
+        _check(over, "a claimed chunk is below one that is not")
+    counted = tree.tiers.claimed_count
+    _check(claimed == counted, f"the directory counts {counted} claimed chunks and there are {claimed}")
+    _check(claimed <= tree.tiers.config.host_slots, "more chunks are claimed than the host pool holds")
+
+
+def _check_queue(scheduler: Scheduler) -> None:
+    counted = sum(scheduler.queue.tokens_of(group) for group in scheduler.queue)
+    _check(scheduler.queue.tokens == counted, f"the queue counts {scheduler.queue.tokens} tokens, not {counted}")
+
+
+def _check_rows(scheduler: Scheduler) -> None:
+    rows = scheduler.rows
+    for slot, sequence in enumerate(rows.sequences):
+        if sequence is None:
+            _check(rows.stays[slot] == 0, f"free slot {slot} has a stay")
+            continue
+        table = sequence.block_table()
+        count = int(rows.block_counts[slot])
+        _check(sequence.slot == slot, f"slot {slot} and its sequence disagree")
+        if sequence.seat is None:
+            _check(rows.tables[slot, :count].tolist() == table, f"the table of slot {slot} is not its sequence's")
+        else:  # where beams are, the workers know first: the rows have a hint
+            _check(count == len(table), f"slot {slot} has {count} blocks and its beam {len(table)}")
+        needed = int(max(rows.planned[slot], rows.known[slot] - 1))
+        _check(count * rows.chunk_size >= needed, f"slot {slot} has too few blocks")
+        _check(rows.known[slot] <= rows.planned[slot] + 1, f"slot {slot} knows tokens nobody computed")
+        members = sequence.group.members
+        decoding = sum(member.slot >= 0 for member in members)
+        _check(decoding == len(members), f"{decoding} of {len(members)} of request {sequence.request} decode")

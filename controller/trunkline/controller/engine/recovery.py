@@ -1,0 +1,127 @@
+"""Requests that outlive the workers which computed them (design.md §3 "Worker lost"). Pure.
+
+What a request has said so far is all that counts: its tokens are drawn from (seed, index), so whoever computes
+them again gets the same ones. All else (blocks, chunks, places in a batch, steps that nobody will answer) is
+forgotten with the old scheduler, and each request begins again in a new one, as if it had been preempted:
+
+    keep(group) ──► Survivor (no references into the old tree) ──► revive(survivor, new group)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from trunkline.controller.scheduling.forks import restore_output
+from trunkline.controller.scheduling.scheduler import Scheduler
+from trunkline.controller.sequences.beam_search import BeamHistory
+from trunkline.controller.sequences.decode_rows import DecodeRows
+from trunkline.controller.sequences.samples import sample_seed
+from trunkline.controller.sequences.sequence import (
+    ALL_ENTRIES,
+    Found,
+    Request,
+    Sequence,
+    SequenceGroup,
+    TokenBuffer,
+)
+from trunkline.kvstore.layout import Int32Array
+from trunkline.worker.messages import Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Survivor:
+    """What is kept of a request that has not ended."""
+
+    request: Request
+    arrival: int
+    preempted: bool
+    """It goes before those that have never run."""
+    started: bool
+    found: Found | None
+    """As it was reported, if it has started."""
+    scored: bool
+    """The log-probabilities of its whole prompt have been reported, or were not asked for."""
+    forked: bool
+    outputs: list[tuple[int, Int32Array]]
+    """(sample or beam, its output so far) of each sequence that has not ended; one without output of a group that
+    has not forked."""
+    search: BeamHistory | None
+
+
+def keep(group: SequenceGroup, rows: DecodeRows, *, scores_lost: bool) -> Survivor:
+    """What is left of a group when its workers are gone.
+
+    Args:
+        scores_lost: log-probabilities of its prompt were to come with a step that will not be answered.
+    """
+    outputs = []
+    for member in group.members:
+        if member.slot >= 0 and group.search is None:
+            rows.flush(member.slot)
+        if group.search is not None and group.forked:
+            restore_output(member)
+        outputs.append((member.sample, member.tokens.view(group.prompt_len).copy()))
+    if group.found is not None:
+        group.found.entries = ALL_ENTRIES  # copies in lower tiers are all that is left: they are loaded
+    whole = len(outputs) == group.request.width
+    forked, search = group.forked, group.search
+    if group.request.width > 1 and whole and not len(outputs[0][1]):
+        # Nothing tells the sequences apart yet: they fork again.
+        forked, search, outputs = False, None, outputs[:1]
+    return Survivor(
+        request=group.request,
+        arrival=group.arrival,
+        preempted=group.preempted or group.runs,
+        started=group.started,
+        found=group.found if group.started else None,
+        scored=group.prompt_scored and not scores_lost,
+        forked=forked,
+        outputs=outputs,
+        search=search,
+    )
+
+
+def revive(survivor: Survivor, group: SequenceGroup, sampling: Sampling) -> bool:
+    """Give a new group of one sequence what the request has been given before; False: it is longer than what its
+    workers hold now.
+
+    Args:
+        group: made of the survivor's request.
+        sampling: of the group.
+    """
+    group.preempted, group.started, group.found = survivor.preempted, survivor.started, survivor.found
+    group.prompt_scored, group.forked, group.search = survivor.scored, survivor.forked, survivor.search
+    outputs = survivor.outputs
+    if group.search is not None and group.search.output_limit != group.limit - group.prompt_len:
+        # A search is decided by the length that it may reach: to go on would mix two searches.
+        group.search, group.forked, outputs = None, False, [(0, outputs[0][1][:0])]
+    prompt = group.members[0].tokens.view(0, group.prompt_len)
+    group.members.clear()
+    for index, (sample, output) in enumerate(outputs):
+        own = msgspec.structs.replace(sampling, seed=sample_seed(sampling.seed, sample))
+        if survivor.scored or index:
+            own = msgspec.structs.replace(own, prompt_logprobs=-1)
+        group.members.append(Sequence(group, sample, TokenBuffer(np.concatenate([prompt, output])), own))
+    return all(member.tokens.count < group.limit for member in group.members)
+
+
+def carry_totals(old: Scheduler, new: Scheduler) -> None:
+    """Totals since the start go on where the old scheduler's ended."""
+    new.counters = old.counters
+    new.forks.count = old.forks.count
+    jobs, old_jobs = new.encoding.jobs, old.encoding.jobs
+    jobs.started_texts, jobs.encoded_texts = old_jobs.started_texts, old_jobs.encoded_texts
+    jobs.encoded_tokens = old_jobs.encoded_tokens
+    tree, old_tree = new.residence.tree, old.residence.tree
+    tree.evicted_blocks = old_tree.evicted_blocks
+    tree.saved_blocks, tree.loaded_blocks = old_tree.saved_blocks, old_tree.loaded_blocks
+    tiers, old_tiers = tree.tiers, old_tree.tiers
+    tiers.saves, tiers.loads = old_tiers.saves, old_tiers.loads
+    tiers.hit_tokens.update(old_tiers.hit_tokens)
+    tiers.copies.evictions.update(old_tiers.copies.evictions)
+    for tier, health in tiers.health.items():
+        if (before := old_tiers.health.get(tier)) is not None:
+            health.reads, health.writes, health.failures = before.reads, before.writes, before.failures

@@ -1,0 +1,125 @@
+"""What the workers' answer to a step means: tokens for requests, ends, how searches go on. Pure."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+
+from trunkline.controller.engine.requests import LiveRequests
+from trunkline.controller.messages import BeamStep, PromptLogprobs, StepResult, TopLogprobs
+from trunkline.controller.scheduling.scheduler import Scheduler
+from trunkline.controller.sequences.decode_rows import BEAM, RowSet
+from trunkline.controller.sequences.plan_builder import InflightStep
+from trunkline.kvstore.layout import Int32Array, unpack_int32
+from trunkline.router.messages import BeamsFound, Finished, FinishReason, PromptScored
+
+PLAIN_STEPS_PER_OBSERVATION: Final = 8
+"""Of the steps that only decode, one in so many teaches what steps cost: they are alike, and learning costs."""
+
+
+class ProtocolError(RuntimeError):
+    """The workers answered something that no correct worker answers; the group cannot be trusted."""
+
+
+class Answers:
+    """Takes them in."""
+
+    def __init__(self, live: LiveRequests) -> None:
+        self._live = live
+
+    def take(self, scheduler: Scheduler, step: InflightStep, result: StepResult, now: float) -> None:
+        """The answer to the oldest step.
+
+        Raises:
+            ProtocolError: what it brings does not fit the step. What was taken in before that is sound.
+        """
+        rows = step.rows
+        self._live.counters.plan_copies += result.plan_copies
+        self._live.counters.kv_bytes_read += result.kv_bytes_read
+        costs = scheduler.costs
+        if step.prefill_tokens or result.waited_us or step.step % PLAIN_STEPS_PER_OBSERVATION == 0:
+            elapsed_us = result.elapsed_us - result.waited_us
+            costs.observe(rows=step.decode_rows, prefill_tokens=step.prefill_tokens, elapsed_us=elapsed_us)
+        if result.moved_blocks:
+            costs.observe_moves(result.moved_blocks, result.moved_us)
+        if len(result.tokens) != 4 * len(rows):
+            raise ProtocolError(
+                f"step {result.step} samples {len(rows)} int32 tokens; {len(result.tokens)} bytes came back"
+            )
+        if result.logprobs and not all(0 <= index < len(rows) for index in result.logprobs):
+            raise ProtocolError(f"step {result.step} has log-probabilities beyond its {len(rows)} tokens")
+        self._score(step, result.prompt_logprobs or {})
+        if len(rows):
+            self._accept(scheduler, rows, unpack_int32(result.tokens), result.logprobs, now)
+        if result.beams:
+            self._advance_searches(scheduler, result.beams, now)
+
+    def _score(self, step: InflightStep, scores: dict[int, PromptLogprobs]) -> None:
+        for stay, logprobs in scores.items():
+            request = step.scored.get(stay)
+            if request is None:
+                raise ProtocolError(
+                    f"step {step.step} scores a prompt of sequence {stay}, which asked for nothing"
+                )
+            if request in self._live.groups and (news := self._live.scores.news(request, logprobs)) is not None:
+                self._live.said.prompt_logprobs.append(PromptScored(request, news))
+
+    def _accept(
+        self,
+        scheduler: Scheduler,
+        rows: RowSet,
+        tokens: Int32Array,
+        logprobs: dict[int, TopLogprobs] | None,
+        now: float,
+    ) -> None:
+        state = scheduler.rows
+        valid, slots, stopped = state.accept(rows, tokens)
+        counts = valid
+        if (rows.samples == BEAM).any():
+            counts = valid & (rows.samples != BEAM)
+            own = rows.samples[valid] != BEAM
+            slots, stopped = slots[own], stopped[own]
+        requests, samples = rows.requests, rows.samples
+        if len(slots) != len(rows):
+            if logprobs:
+                position = np.cumsum(counts) - 1
+                logprobs = {int(position[i]): value for i, value in logprobs.items() if counts[i]}
+            requests, samples, tokens = requests[counts], samples[counts], tokens[counts]
+        if not len(slots):
+            return
+        self._live.suspects.got_tokens(requests)
+        self._live.said.requests.append(requests)
+        self._live.said.samples.append(samples)
+        self._live.said.tokens.append(tokens)
+        self._live.said.logprobs.append(logprobs)
+        self._live.counters.output_tokens += len(slots)
+        known = state.known[slots]
+        ended = stopped | (known >= state.limit[slots])
+        for index in np.flatnonzero(((known - 1) % scheduler.config.chunk_size == 0) & ~ended).tolist():
+            scheduler.seal(int(slots[index]), int(known[index]) - 1, now)
+        for index in np.flatnonzero(ended).tolist():
+            sequence = state.sequences[slots[index]]
+            assert sequence is not None
+            self._live.end_sequence(
+                scheduler, sequence, FinishReason.STOP if stopped[index] else FinishReason.LENGTH, now
+            )
+
+    def _advance_searches(self, scheduler: Scheduler, steps: dict[int, BeamStep], now: float) -> None:
+        for search_id, step in steps.items():
+            group = scheduler.forks.searches.get(search_id)
+            if group is None or group.search is None:
+                continue  # it has left meanwhile
+            try:
+                parents = group.search.advance(step)
+            except ValueError as error:
+                raise ProtocolError(f"search {search_id}: {error}") from error
+            self._live.counters.output_tokens += group.search.width
+            self._live.suspects.ended(group.id)
+            if parents:
+                scheduler.move_beams(group, parents, now)
+            if not group.search.done:
+                continue
+            hypotheses = group.search.hypotheses()
+            self._live.said.beams.append(BeamsFound(group.id, hypotheses))
+            self._live.end(scheduler, group, Finished(group.id, hypotheses[0].reason), now)

@@ -1,0 +1,86 @@
+"""What was found of a prompt, where, and why the rest was not: the question that users of a cache ask most."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from trunkline.controller.allocation.kv_manager import Residence
+from trunkline.controller.cache.radix_tree import SALT_ROOT
+from trunkline.controller.sequences.plan_builder import PlanDraft
+from trunkline.controller.sequences.sequence import Found, Sequence
+from trunkline.controller.tiers.fetching import Fetching
+from trunkline.kvstore.names import chunk_name
+from trunkline.kvstore.tier import TierKind
+from trunkline.router.messages import MissReason
+
+
+def explain(residence: Residence, fetching: Fetching, sequence: Sequence, draft: PlanDraft) -> Found:
+    """A sequence has been admitted for the first time, in the plan being made: the report for its client."""
+    group, size = sequence.group, residence.chunk_size
+    seen = sequence.prompt_len - group.holes
+    if sequence.recompute_from_start or not residence.prefix_cache:
+        return Found(miss=MissReason.OFF if seen > 1 else "", at=draft.now)
+    modules = group.modules
+    exact = group.cut is None and modules is None
+    found = Found(tokens=max(0, min(sequence.resident - group.holes, seen - 1)), exact=exact, at=draft.now)
+    # Chunks that were on the device, or came from a tier below it; those to be computed are in the path, too.
+    path = sequence.path[: sequence.resident // size]
+    loaded = {block for block, _, _ in draft.loads}
+    counts = [size] * len(path)
+    if modules is not None:
+        found.module_tokens = modules.seen_tokens
+        found.tokens -= modules.encoded_tokens
+        in_texts = np.bincount(modules.seen_indices // size, minlength=modules.entries)
+        counts[: modules.entries] = in_texts.tolist()
+    for node, tokens in zip(path, counts, strict=True):
+        nearest = TierKind.HOST if node.block in loaded else TierKind.DEVICE
+        found.tier_tokens[fetching.origin(group, node, nearest)] += tokens
+    last = fetching.origin(group, path[-1], TierKind.DEVICE) if path else TierKind.DEVICE
+    _balance(found, last)
+    if found.tokens < seen - 1:
+        found.miss_token = found.tokens
+        computed = modules.miss if modules is not None else ""
+        found.miss = computed or _reason(residence, fetching, sequence)
+    return found
+
+
+def _balance(found: Found, last: TierKind) -> None:
+    """The part of a chunk counts where the chunk before it was; what is not counted after all (holes, the last
+    token) is taken from the nearest tiers."""
+    difference = found.tokens - sum(found.tier_tokens)
+    if difference > 0:
+        found.tier_tokens[last] += difference
+        return
+    for tier, tokens in enumerate(found.tier_tokens):
+        change = max(difference, -tokens)
+        found.tier_tokens[tier] += change
+        difference -= change
+        if not difference:
+            return
+
+
+def _reason(residence: Residence, fetching: Fetching, sequence: Sequence) -> MissReason:
+    """Why the first token that was not found was not."""
+    tree, size = residence.tree, residence.chunk_size
+    index = sequence.resident // size
+    is_known = index < len(sequence.path) and sequence.path[index].is_stored
+    if fetching.gave_up(sequence.group) or is_known:
+        return MissReason.SLOW
+    above = sequence.path[index - 1] if index > sequence.stem.base else sequence.stem.root
+    key = sequence.tokens.to_bytes(index * size, min((index + 1) * size, sequence.tokens.count))
+    if tree.likest(above, key, 1 << 62)[1] > sequence.resident - index * size:
+        return MissReason.SLOW  # a part of a chunk that is far away is not waited for
+    departed = tree.departed(chunk_name(above.name, sequence.stem.marker + key))
+    if departed is not None:
+        return departed
+    # A tail that this prompt goes on from says nothing of other prompts.
+    others = [c for c in above.children.values() if c not in sequence.path and not key.startswith(c.key)]
+    if sequence.resident or any(_agrees(child.key, key) for child in others):
+        return MissReason.DIVERGED if others else MissReason.NEW
+    if sequence.salt and not others and (above.parent is not None or above.key.startswith(SALT_ROOT)):
+        return MissReason.SALT
+    return MissReason.NEW
+
+
+def _agrees(left: bytes, right: bytes) -> bool:
+    return left[:4] == right[:4]

@@ -1,0 +1,148 @@
+"""Groups of several sequences: how samples and beams come out of one prompt, and how beams move.
+
+`fork` (here), `append` (`Scheduler._append_block`) and `free` (`Residence.leave`) are all that parallel sampling,
+beam search and prefix sharing need of memory (PagedAttention §4.4, §5.2):
+
+      prompt   [c0][c1][tail]          fork: c0, c1 shared; each child owns a tail, copied before it is written
+                 └──┴──[tail'] …       beams: after each step new tables out of old ones, blocks counted
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from trunkline.controller.allocation.kv_manager import Residence
+from trunkline.controller.sequences.beam_search import BeamHistory
+from trunkline.controller.sequences.decode_rows import DecodeRows
+from trunkline.controller.sequences.plan_builder import PlanDraft
+from trunkline.controller.sequences.samples import sample_seed
+from trunkline.controller.sequences.sequence import Phase, Sequence, SequenceGroup, TokenBuffer
+from trunkline.kvstore.beams import assign_tails
+from trunkline.kvstore.layout import BlockId, blocks_for, pack_int32
+from trunkline.worker.messages import BeamSeat, Fork
+
+
+class Forks:
+    """Makes sequences out of prompts, and knows which searches run."""
+
+    def __init__(self) -> None:
+        self.searches: dict[int, SequenceGroup] = {}
+        """By the id of the search's stay."""
+        self.count = 0
+        """Sequences made, since the start."""
+        self._next_search = 1
+        self._children: list[Sequence] = []
+        """Whose tails the next plan copies."""
+
+    def take_seats(self, group: SequenceGroup) -> None:
+        """A search enters the batch: its present members get their places, under a new id."""
+        if group.search is None:
+            request = group.request
+            assert request.beam is not None
+            group.search = BeamHistory(request.beam, request.n, request.stop_ids, group.limit - group.prompt_len)
+        search_id, self._next_search = self._next_search, self._next_search + 1
+        self.searches[search_id] = group
+        for sequence in group.members:
+            sequence.seat = self._seat(group.search, search_id, sequence.sample)
+
+    def _seat(self, search: BeamHistory, search_id: int, index: int) -> BeamSeat:
+        return BeamSeat(
+            search_id, index, search.width, float(search.scores[index]), search.candidates, search.stop_ids
+        )
+
+    def end_stay(self, sequence: Sequence) -> None:
+        """The sequence has left the batch."""
+        sequence.stay = 0
+        if sequence.seat is not None:
+            self.searches.pop(sequence.seat.group, None)
+            sequence.seat = None
+
+    def fork(self, parent: Sequence, draft: PlanDraft, residence: Residence, rows: DecodeRows) -> None:
+        """The prompt of a group will have been computed after this step: its other sequences come out of it."""
+        group, chunk_size = parent.group, residence.chunk_size
+        partial = parent.tokens.count % chunk_size > 0
+        for index in range(1, group.request.width):
+            seed = sample_seed(parent.sampling.seed, index)
+            sampling = msgspec.structs.replace(parent.sampling, seed=seed, prompt_logprobs=-1)
+            child = Sequence(group, index, TokenBuffer(parent.tokens.view()), sampling)
+            if parent.seat is not None and group.search is not None:
+                child.seat = self._seat(group.search, parent.seat.group, index)
+            residence.fork(parent, child, parent.tails.pop() if partial else None)
+            child.phase = Phase.DECODE
+            child.stay = residence.next_stay
+            residence.next_stay += 1
+            if partial and child.seat is None:
+                # Held until the copy is planned: the parent may end with its first token.
+                residence.pool.share(parent.private[-1])
+                child.tails = [parent.private[-1]]
+                self._children.append(child)
+            rows.add(child)
+            table = pack_int32(child.block_table())
+            draft.forks.append(Fork(parent.stay, child.stay, table, seed, child.seat))
+            draft.forked.append(child)
+            group.members.append(child)
+            self.count += 1
+        group.forked = True
+        if group.search is not None:
+            rows.read_alike(parent, group.members[1:], parent.tokens.count // chunk_size)
+
+    def copy_tails(self, draft: PlanDraft) -> list[BlockId]:
+        """Plan the copies that the forks of the last plan need, in one go (PagedAttention §4.3: fused block copy).
+
+        A child that ends with its first token never writes, so it needs no copy.
+
+        Returns:
+            the sources, to be released when the plan is complete: no block of a plan is both source and reused.
+        """
+        sources = []
+        for child in self._children:
+            if child.tails and child.group.limit > child.prompt_len + 1:  # no tails: it has left meanwhile
+                source = child.tails.pop()
+                count = child.prompt_len % draft.chunk_size
+                draft.copies.append((source, child.private[-1], 0, count))
+                sources.append(source)
+        self._children = []
+        return sources
+
+
+def restore_output(sequence: Sequence) -> int:
+    """Give a beam that leaves the rows its tokens, which only the search knew; returns how many are output."""
+    search = sequence.group.search
+    assert search is not None
+    sequence.tokens.truncate(sequence.prompt_len)
+    sequence.tokens.extend(search.output(sequence.sample))
+    return search.length
+
+
+def move_beams(members: list[Sequence], parents: list[int], stored: int, residence: Residence, now: float) -> None:
+    """Give beams the tables that they have after a step, by the workers' own rules (`trunkline.kvstore.beams`).
+
+    Args:
+        members: in the order of the beams.
+        parents: for each new beam, the old one that it continues.
+        stored: tokens of each beam whose KV is stored at the end of the step.
+
+    Blocks beyond `stored` have been appended for later steps and stay with their member.
+    """
+    tails = assign_tails(parents)
+    entries = blocks_for(stored, residence.chunk_size)
+    partial = stored % residence.chunk_size > 0
+    old = [(sequence.path, sequence.private, sequence.anchor) for sequence in members]
+    moved = [i for i, parent in enumerate(parents) if parent != i or tails[i] != i]
+    for i in moved:
+        path, private, anchor = old[parents[i]]
+        table = private[: entries - len(path)]
+        if partial:
+            tail_path, tail_private, _ = old[tails[i]]
+            table[-1] = tail_private[entries - len(tail_path) - 1]
+        own_path, own_private, _ = old[i]
+        members[i].path = list(path)
+        members[i].private = table + own_private[entries - len(own_path) :]
+        residence.tree.hold(anchor)
+        for block in members[i].private:
+            residence.pool.share(block)
+    for i in moved:
+        _, private, anchor = old[i]
+        for block in private:
+            residence.pool.release(block)
+        residence.tree.release(anchor, now)

@@ -1,0 +1,266 @@
+"""What routers ask about the texts of a schema: encode them, keep them, say where they are. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from trunkline.controller.allocation.kv_manager import Residence
+from trunkline.controller.allocation.modules import find_text, name_texts
+from trunkline.controller.cache.node import Node
+from trunkline.controller.messages import ModuleText
+from trunkline.controller.scheduling.module_jobs import ModuleJobs, Wish
+from trunkline.controller.sequences.module_prompt import CachedText
+from trunkline.kvstore.layout import blocks_for, pack_int32
+from trunkline.kvstore.module_names import Moves
+
+JOBS_AT_ONCE: Final = 32
+"""Texts of all calls that are encoded at the same time (one of each call at least): enough to fill steps, few
+enough that requests which come meanwhile soon have their turn."""
+TEXTS_PER_STEP: Final = 256
+"""Texts of all calls that are named, or looked for, at once, some 20 µs each: the 20,000 of a large schema would
+stop every stream for a second."""
+PINNED_DEVICE_SHARE: Final = 0.5
+"""Of the device blocks, those that pins may take where there is no tier below."""
+
+
+@dataclass(eq=False, slots=True)
+class TextsCall:
+    """One call to encode texts, or to look for them. Compared by identity: it is what its jobs wait under."""
+
+    id: int
+    """Of nobody's call: negative. It gets no answer."""
+    sources: Sequence[ModuleText]
+    salt: bytes
+    moves: Moves
+    encodes: bool
+    holder: str = ""
+    ttl: float = 0.0
+    texts: list[CachedText] = field(default_factory=list)
+    """Those that have been named; if it encodes, they are there, or are being encoded, or have been once."""
+    tiers: list[int] = field(default_factory=list)
+    """Of those that have been looked for after that, as in `CallDone`."""
+    chunks: dict[Node, None] = field(default_factory=dict)
+    """Theirs, to be pinned: texts that begin alike share some."""
+    computed_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CallDone:
+    """The answer to a call; fields as in `trunkline.router.messages.ModulesReply`."""
+
+    call: int
+    status: str
+    detail: str = ""
+    tiers: bytes = b""
+    blocks: bytes = b""
+    computed_tokens: int = 0
+
+
+class ModuleCalls:
+    """Calls that are not done, and what is pinned."""
+
+    def __init__(self, residence: Residence, jobs: ModuleJobs) -> None:
+        self._residence = residence
+        self._tree = residence.tree
+        self._jobs = jobs
+        self._left = 0
+        """Texts that may still be named or looked for before the next plan."""
+        self._calls: dict[int, TextsCall] = {}
+        self._pinned: dict[str, list[Node]] = {}
+        """By holder: chunks, each as often as the holder pinned it."""
+        self._pinned_by: dict[str, TextsCall] = {}
+        """By holder: what was asked for."""
+        self.done: list[CallDone] = []
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    @property
+    def held(self) -> list[Node]:
+        """Chunks that are held on the device because they are pinned and there is no tier below."""
+        return [node for nodes in self._pinned.values() for node in nodes] if self._on_device else []
+
+    @property
+    def pinned_count(self) -> int:
+        """Chunks that are pinned, each counted once."""
+        return len({id(node) for nodes in self._pinned.values() for node in nodes})
+
+    @property
+    def _on_device(self) -> bool:
+        return not self._tree.tiers.config.host_slots
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether there was more to name, or to look for, than could be done before the last plan."""
+        return bool(self._calls) and not self._left
+
+    def begin(self, call: TextsCall, step: int, now: float) -> None:
+        """`done` gets the answer: where the texts are, after everything has been encoded once if it is to be."""
+        if call.id in self._calls:
+            self.done.append(CallDone(call.id, "failed", "a call with this ticket has not been answered yet"))
+            return
+        if call.holder:
+            self._pin_no_more(call.holder)
+        self._calls[call.id] = call
+        if not call.encodes:
+            self._left = TEXTS_PER_STEP
+            self._name(call, step, now, None)
+            self._look(call, step, now)
+
+    def _pin_no_more(self, holder: str) -> None:
+        """What was to be pinned again for a holder is not: it was unpinned, or another call replaces it."""
+        for call in [call for call in self._calls.values() if call.id < 0 and call.holder == holder]:
+            call.holder = ""
+            if not call.texts:  # else its jobs end by themselves
+                del self._calls[call.id]
+
+    def postpone(self, call: TextsCall) -> None:
+        """As `begin`, with the next step."""
+        self._calls[call.id] = call
+
+    def begin_again(self) -> list[TextsCall]:
+        """What is to be asked of other workers if these, with all that is pinned, are gone: to pin that again, and
+        all calls that are not done. They know nothing of the old tree."""
+        replaced = {call.holder for call in self._calls.values()}
+        wanted = [call for holder, call in self._pinned_by.items() if holder not in replaced]
+        wanted = [_unbegun(call, -number) for number, call in enumerate(wanted, start=1)]
+        for call in self._calls.values():
+            wanted.append(_unbegun(call, call.id if call.id >= 0 else -len(wanted) - 1))
+        return wanted
+
+    def cancel(self, call_id: int) -> TextsCall | None:
+        """Forget a call; its jobs are to be left (`ModuleJobs.left`). An unknown one is fine."""
+        call = self._calls.pop(call_id, None)
+        if call is not None:
+            self._answer(CallDone(call_id, "cancelled"))
+        return call
+
+    def _answer(self, done: CallDone) -> None:
+        if done.call >= 0:
+            self.done.append(done)
+
+    def ids(self) -> list[int]:
+        """Calls that are not done."""
+        return list(self._calls)
+
+    def advance(self, step: int, arrival: int, now: float) -> bool:
+        """Start what may be started now; whether that is anything.
+
+        Args:
+            arrival: of the next request: it and those after it go behind what is started now, others before it.
+        """
+        started = self._jobs.started_texts
+        self._left = TEXTS_PER_STEP
+        for call in list(self._calls.values()):
+            wish = Wish(call, call.salt, 0, False, arrival, call.ttl) if call.encodes else None
+            self._name(call, step, now, wish)
+            if len(call.texts) == len(call.sources) and not self._jobs.waits_of(call):
+                self._look(call, step, now)
+        return self._jobs.started_texts > started
+
+    def _name(self, call: TextsCall, step: int, now: float, wish: Wish | None) -> None:
+        """Go on with a call's texts: name them and, with a wish, have those encoded that are not there."""
+        at_once = max(1, JOBS_AT_ONCE // len(self._calls))
+        while self._left and len(call.texts) < len(call.sources) and self._jobs.waits_of(call) < at_once:
+            self._left -= 1
+            index = len(call.texts)
+            name_texts(self._tree, call.salt, call.sources[index : index + 1], call.moves, call.texts)
+            if wish is None:
+                continue
+            text = call.texts[index]
+            found = find_text(self._tree, text, text.token_count, step)
+            if found.nodes:
+                self._tree.keep(found.nodes, now, self._ttl(call))
+            else:
+                call.computed_tokens += text.token_count
+                self._jobs.encode(call.texts, index, wish)
+
+    def _look(self, call: TextsCall, step: int, now: float) -> None:
+        """See where a call's texts are now; with the last one it is done."""
+        while self._left and len(call.tiers) < len(call.texts):
+            self._left -= 1
+            text = call.texts[len(call.tiers)]
+            nodes = find_text(self._tree, text, text.token_count, step).nodes
+            places = [self._tree.tiers.tier_of(node) for node in nodes]
+            call.tiers.append(max((int(place) for place in places if place is not None), default=-1))
+            if call.encodes:
+                self._tree.keep(nodes, now, self._ttl(call))  # others may have had it encoded for less time
+            if call.holder:
+                call.chunks.update(dict.fromkeys(nodes))
+        if len(call.tiers) == len(call.sources):
+            del self._calls[call.id]
+            self._finish(call, now)
+
+    def _ttl(self, call: TextsCall) -> float:
+        return call.ttl or self._residence.ttl
+
+    def _finish(self, call: TextsCall, now: float) -> None:
+        status, detail = "ok", ""
+        if call.holder:
+            nodes = [node for node in call.chunks if not node.is_forgotten and (node.on_device or node.is_stored)]
+            self._release(call.holder, now)
+            if -1 in call.tiers:
+                status, detail = "quota", "there is no room for all of its texts at once, so none is pinned"
+            elif self._pin(call.holder, nodes):
+                self._pinned_by[call.holder] = _unbegun(call, call.id)
+            else:
+                status = "quota"
+                detail = f"{len(nodes)} chunks would be pinned; this group pins {self._room()} more at most"
+        counts = [blocks_for(text.token_count, self._tree.chunk_size) for text in call.texts]
+        self._answer(
+            CallDone(call.id, status, detail, pack_int32(call.tiers), pack_int32(counts), call.computed_tokens)
+        )
+
+    def _room(self) -> int:
+        if self._on_device:
+            share = int(PINNED_DEVICE_SHARE * self._residence.pool.num_blocks)
+            return share - len({id(node) for node in self.held})
+        return self._tree.tiers.config.pins_max - self._tree.tiers.pinned_count
+
+    def _new(self, nodes: list[Node]) -> int:
+        """Chunks of these that nobody has pinned on the device."""
+        held = {id(node) for node in self.held}
+        return sum(id(node) not in held for node in nodes)
+
+    def _pin(self, holder: str, nodes: list[Node]) -> bool:
+        if not nodes:
+            return True
+        if self._on_device:
+            if self._new(nodes) > self._room() or not all(node.on_device for node in nodes):
+                return False
+            for node in nodes:
+                self._tree.hold(node)
+        elif not self._tree.tiers.pin(nodes):
+            return False
+        self._pinned[holder] = nodes
+        return True
+
+    def unpin(self, holder: str, now: float) -> None:
+        """Undo what was pinned for a holder, or is to be when a call is done. An unknown one is fine."""
+        self._pin_no_more(holder)
+        for call in self._calls.values():
+            if call.holder == holder:
+                call.holder = ""
+        self._release(holder, now)
+
+    def _release(self, holder: str, now: float) -> None:
+        nodes = self._pinned.pop(holder, [])
+        self._pinned_by.pop(holder, None)
+        if not self._on_device:
+            self._tree.tiers.unpin([node for node in nodes if not node.is_forgotten])
+            return
+        for node in nodes:
+            self._tree.release(node, now)
+
+    def make_way(self, now: float) -> bool:
+        """Nothing runs, and what waits lacks blocks: undo a pin that takes some; whether there was one."""
+        if not (self._on_device and self._pinned):
+            return False
+        self._release(next(iter(self._pinned)), now)
+        return True
+
+
+def _unbegun(call: TextsCall, call_id: int) -> TextsCall:
+    return replace(call, id=call_id, texts=[], tiers=[], chunks={}, computed_tokens=0)

@@ -1,0 +1,323 @@
+"""Texts of modules that somebody waits for and no tier has: each is encoded once, however many wait. Pure.
+
+A job is a group that samples nothing (`SequenceGroup.encodes`): it is queued before who waits for it, admitted,
+computed in chunks beside all others, preempted and brought back like any group. What it has computed when it
+ends is found in the forest by everybody.
+
+The first request in the queue *holds* those of its texts that are there while others of them are encoded: else
+what was encoded first could be evicted before the last is done. Only one does so, and only as long as it is the
+first; and it lets go if somebody else's job before it needs the blocks: so nobody waits for blocks in a circle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+import numpy as np
+
+from trunkline.controller.allocation.modules import encoding_of, find_text, lay_out
+from trunkline.controller.cache.node import Node
+from trunkline.controller.cache.radix_cache import ChunkTree
+from trunkline.controller.scheduling.queue import RequestQueue
+from trunkline.controller.sequences.module_prompt import CachedText, ModulePrompt
+from trunkline.controller.sequences.sequence import Request, SequenceGroup
+from trunkline.controller.tiers.fetching import Fetching
+from trunkline.kvstore.names import ChunkName
+from trunkline.router.messages import MissReason
+from trunkline.worker.messages import Sampling
+
+FIRST_JOB_ID: Final = -(1 << 40)
+"""Ids of jobs go down from here: they are no request's, nor an announcement's."""
+_NO_LIMIT: Final = 1 << 40
+TEXTS_AT_ONCE: Final = 64
+"""Texts that somebody waits for at the same time. A job has a table of all that its text sees: a thousand texts in
+a chain, all at once, would take seconds and gigabytes."""
+JOBS_MAX: Final = 256
+"""Jobs, from which on only the first request in the queue has more texts encoded (and jobs those above their
+own)."""
+
+
+@dataclass(slots=True)
+class _Job:
+    group: SequenceGroup
+    waiters: dict[Hashable, None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """For whom texts are encoded: requests (their group), or calls."""
+
+    waiter: Hashable
+    salt: bytes
+    priority: int
+    preempted: bool
+    arrival: int
+    ttl: float
+
+    @property
+    def key(self) -> tuple[int, bool, int]:
+        """Where in the queue its jobs stand: right before it."""
+        return self.priority, not self.preempted, self.arrival
+
+
+class ModuleJobs:
+    """The texts that are being encoded, by content."""
+
+    def __init__(self, tree: ChunkTree, queue: RequestQueue, fetching: Fetching) -> None:
+        self._tree = tree
+        self._queue = queue
+        self._fetching = fetching
+        self._jobs: dict[ChunkName, _Job] = {}
+        self._waits: dict[Hashable, dict[ChunkName, None]] = {}
+        self._next_id = FIRST_JOB_ID
+        self._holder: SequenceGroup | None = None
+        self._held: list[Node] = []
+        self._new: list[SequenceGroup] = []
+        self.started_texts = 0
+        """Jobs since the start, …"""
+        self.encoded_texts = 0
+        """… those that have come to their end, …"""
+        self.encoded_tokens = 0
+        """… and the tokens of these."""
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    @property
+    def held(self) -> list[Node]:
+        """Chunks that are held for the first request in the queue."""
+        return self._held
+
+    def groups(self) -> Iterator[SequenceGroup]:
+        """The jobs."""
+        return (job.group for job in self._jobs.values())
+
+    def take_new(self) -> list[SequenceGroup]:
+        """Jobs that have begun since the last call."""
+        new, self._new = self._new, []
+        return new
+
+    # Waiting
+
+    def is_ready(self, group: SequenceGroup, step: int, *, is_first: bool = False) -> bool:
+        """Whether all texts that a group sees are somewhere. Those that are not are being encoded from now on, as
+        many at once as is allowed.
+
+        Args:
+            is_first: no request is before it in the queue.
+        """
+        prompt = group.modules
+        if prompt is None:
+            return True
+        if self._waits.get(group):
+            return False
+        if len(self._jobs) >= JOBS_MAX and not (is_first or group.encodes):
+            return False  # not even looked for: many may wait
+        found = {
+            part.text: find_text(self._tree, prompt.texts[part.text], part.tokens(prompt), step).nodes
+            for part in prompt.parts
+        }
+        lacking = [text for text, nodes in found.items() if not nodes]
+        self._encode_for(group, prompt, lacking[:TEXTS_AT_ONCE], far=False)
+        far = {text: sum(not node.is_loadable for node in nodes) for text, nodes in found.items()}
+        crowd = sum(far.values()) > self._tree.tiers.config.host_slots // 2
+        if crowd:
+            # Host memory does not hold all at once that comes from below: each text goes to the device by itself.
+            wish = _wish_of(group, prompt)
+            for text in list(filter(far.__getitem__, far))[:TEXTS_AT_ONCE]:
+                self.encode(prompt.texts, text, wish)
+        return not (lacking or crowd)
+
+    def too_far(self, group: SequenceGroup, step: int) -> None:
+        """Texts of a group are in tiers from which they would come too late, or never: they are computed again."""
+        prompt = group.modules
+        assert prompt is not None
+        far = []
+        for part in prompt.parts:
+            found = find_text(self._tree, prompt.texts[part.text], part.tokens(prompt), step)
+            if not all(node.is_loadable for node in found.nodes):
+                far.append(part.text)
+        self._encode_for(group, prompt, far[:TEXTS_AT_ONCE], far=True)
+
+    def _encode_for(self, group: SequenceGroup, prompt: ModulePrompt, texts: list[int], *, far: bool) -> None:
+        wish = _wish_of(group, prompt)
+        for index in texts:
+            text = prompt.texts[index]
+            if text.content not in self._jobs and not group.encodes and group.found is None:
+                prompt.encoded.add(index)
+                prompt.miss = MissReason.SLOW if far else self._why(text)
+            self.encode(prompt.texts, index, wish, far=far)
+
+    def _why(self, text: CachedText) -> MissReason:
+        """Why a text is not there, as far as its first chunk tells."""
+        name = self._tree.first_chunk_name(text.place, text.position, text.tokens[: self._tree.chunk_bytes])
+        return self._tree.departed(name) or MissReason.NEW
+
+    def encode(self, texts: list[CachedText], index: int, wish: Wish, *, far: bool = False) -> None:
+        """Have a text encoded for somebody who waits for it, unless it is being encoded already.
+
+        Args:
+            far: it is not to be waited for if it is in a far tier.
+        """
+        text = texts[index]
+        job = self._jobs.get(text.content)
+        if job is None:
+            job = self._jobs[text.content] = _Job(self._group(texts, index, wish))
+            self._queue.add(job.group)
+            self.started_texts += 1
+            self._new.append(job.group)
+        elif wish.key < job.group.key[:3]:
+            self._hurry(job.group, wish)
+        if far:
+            self._fetching.give_up(job.group)
+        job.waiters[wish.waiter] = None
+        self._waits.setdefault(wish.waiter, {})[text.content] = None
+
+    def _hurry(self, group: SequenceGroup, wish: Wish) -> None:
+        """Somebody more urgent waits for a job, too; if it runs, that counts when somebody must be preempted."""
+        queued = group.queued
+        if queued:
+            self._queue.remove(group)
+        group.request = replace(group.request, priority=wish.priority)
+        group.preempted |= wish.preempted
+        group.arrival = wish.arrival
+        if queued:
+            self._queue.add(group)
+
+    def _group(self, texts: list[CachedText], index: int, wish: Wish) -> SequenceGroup:
+        sampling = Sampling(temperature=0.0)
+        request = Request(
+            id=self._next_id,
+            tokens=np.frombuffer(texts[index].tokens, "<i4"),
+            max_tokens=1,
+            sampling=sampling,
+            salt=wish.salt,
+            priority=wish.priority,
+            ttl=wish.ttl,
+        )
+        self._next_id -= 1
+        group = SequenceGroup(request, wish.arrival, _NO_LIMIT, sampling)
+        group.preempted = wish.preempted
+        prompt = encoding_of(texts, index, self._tree.chunk_size)
+        prompt.ttl = wish.ttl
+        lay_out(group, prompt, _NO_LIMIT)
+        return group
+
+    def waits_of(self, waiter: Hashable) -> int:
+        """Texts that are being encoded for somebody."""
+        return len(self._waits.get(waiter, ()))
+
+    # Ending
+
+    def found(self, step: int) -> list[SequenceGroup]:
+        """Jobs that have not begun and whose text has turned up in a tier; they are to be ended."""
+        queued = [group for group in self.groups() if group.queued]
+        return [g for g in queued if find_text(self._tree, text := _target(g), text.token_count, step).nodes]
+
+    def done(self, group: SequenceGroup, step: int, *, computed: bool = True) -> None:
+        """A job has ended: whoever waits for it finds its text.
+
+        Args:
+            computed: the text was; else it was found in some tier.
+        """
+        text = _target(group)
+        job = self._jobs.pop(text.content)
+        for waiter in job.waiters:
+            self._unwait(waiter, text.content)
+            if not computed and isinstance(waiter, SequenceGroup) and waiter.modules is not None:
+                waiter.modules.not_encoded(text)
+        self.encoded_texts += computed
+        self.encoded_tokens += text.token_count * computed
+        if self._holder in job.waiters:
+            self._hold(text, text.token_count, step)
+
+    def left(self, waiter: Hashable) -> list[SequenceGroup]:
+        """Somebody does not wait any more; returns the jobs that nobody waits for now, those that only such jobs
+        waited for among them. They are to be ended."""
+        if waiter is self._holder:
+            self.let_go()
+        orphans: list[SequenceGroup] = []
+        leaving = [waiter]
+        for one in leaving:  # grows while it is read: no recursion, a chain of texts may be long
+            for content in self._waits.pop(one, {}):
+                job = self._jobs[content]
+                del job.waiters[one]
+                if not job.waiters:
+                    del self._jobs[content]
+                    orphans.append(job.group)
+                    leaving.append(job.group)
+        return orphans
+
+    def _unwait(self, waiter: Hashable, content: ChunkName) -> None:
+        waits = self._waits[waiter]
+        del waits[content]
+        if not waits:
+            del self._waits[waiter]
+
+    # Holding
+
+    def hold_for(self, first: SequenceGroup | None, step: int) -> None:
+        """`first` is the first request in the queue (None: there is none): if it waits for texts, keep what
+        there is of them."""
+        if first is self._holder:
+            return
+        self.let_go()
+        if first is None or first.modules is None or not self._waits.get(first):
+            return
+        self._holder = first
+        for part in first.modules.parts:
+            self._hold(first.modules.texts[part.text], part.tokens(first.modules), step)
+
+    def _hold(self, text: CachedText, stop: int, step: int) -> None:
+        nodes = find_text(self._tree, text, stop, step).nodes
+        if nodes and all(node.on_device for node in nodes):
+            self._tree.hold(nodes[-1])
+            self._held.append(nodes[-1])
+
+    def let_go(self) -> None:
+        """Hold nothing any more."""
+        for node in self._held:
+            self._tree.release(node, node.last_use)
+        self._held, self._holder = [], None
+
+    def make_way(self, blocked: SequenceGroup, *, going: bool) -> bool:
+        """A group lacks blocks: let go of what is held for somebody behind it in the queue, who would wait for
+        its end in turn; whether that was anything.
+
+        Who comes later waits: else those who wait for texts could evict each other's for ever.
+
+        Args:
+            going: whether anything may change by itself.
+        """
+        if self._holder is None or not self._held or (going and blocked.key >= self._holder.key):
+            return False
+        if blocked.encodes and self._serves(blocked, self._holder):
+            return False
+        self.let_go()
+        return True
+
+    def _serves(self, group: SequenceGroup, waiter: SequenceGroup) -> bool:
+        """Whether somebody waits for a job, or for one that waits for it."""
+        order, known = [group], {group}
+        for one in order:  # grows while it is read
+            for other in self._jobs[_target(one).content].waiters:
+                if other is waiter:
+                    return True
+                if isinstance(other, SequenceGroup) and other.encodes and other not in known:
+                    known.add(other)
+                    order.append(other)
+        return False
+
+
+def _wish_of(group: SequenceGroup, prompt: ModulePrompt) -> Wish:
+    request = group.request
+    return Wish(group, request.salt, request.priority, group.preempted, group.arrival, prompt.ttl)
+
+
+def _target(group: SequenceGroup) -> CachedText:
+    """The text that a job computes."""
+    prompt = group.modules
+    assert prompt is not None
+    return prompt.texts[prompt.target]

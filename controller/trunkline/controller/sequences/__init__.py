@@ -1,0 +1,1 @@
+"""What is computed: sequences, their samples and beams, and the rows and plans made of them. Pure."""

@@ -1,0 +1,172 @@
+"""The decoding rows of a group as arrays, so that a step costs the same Python for 32 rows as for 256.
+
+A sequence gets a *slot* here with its last prefill step and keeps it until it ends or is preempted. A
+`RowSet` is the frozen list of slots that one step decodes; steps share it while nothing joins or leaves.
+Results come back one or two steps after planning; by then a slot may belong to somebody else, so a result
+counts only if the slot still has the stay it had when the step was planned.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trunkline.controller.sequences.sequence import Sequence
+from trunkline.controller.sequences.sharing import shared_runs, text_runs, tree_order
+from trunkline.kvstore.layout import NO_BLOCK, BlockId, Int32Array
+
+Int64Array = NDArray[np.int64]
+BoolArray = NDArray[np.bool_]
+
+BEAM: Final = -1
+"""`RowSet.samples` of a beam."""
+STOP_IDS_INLINE: Final = 8
+"""Stop tokens per row that are compared as arrays; rows with more are looked up one by one."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowSet:
+    """Slots that a step decodes, in tree order, with what was true of them then. All arrays are `[rows]`."""
+
+    slots: NDArray[np.intp]
+    stays: Int64Array
+    requests: Int64Array
+    samples: Int64Array
+    """Which of its request's samples a row is; `BEAM` for a beam, whose tokens are not yet any's output."""
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+
+_NONE: Final = np.empty(0, np.int64)
+NO_ROWS: Final = RowSet(np.empty(0, np.intp), _NONE, _NONE, _NONE)
+
+
+class DecodeRows:
+    """Slots of `capacity` sequences. Lengths count tokens.
+
+    For a slot: `known` tokens have arrived here, KV of `planned` tokens exists or is planned; the next
+    step computes position `planned`. `known` lags behind by the steps in flight.
+    """
+
+    def __init__(self, capacity: int, chunk_size: int, max_blocks: int) -> None:
+        self.chunk_size = chunk_size
+        self.sequences: list[Sequence | None] = [None] * capacity
+        self.stays: Int64Array = np.zeros(capacity, np.int64)
+        self.requests: Int64Array = np.zeros(capacity, np.int64)
+        self.samples: Int64Array = np.zeros(capacity, np.int64)
+        self.known: Int64Array = np.zeros(capacity, np.int64)
+        self.planned: Int64Array = np.zeros(capacity, np.int64)
+        self.limit: Int64Array = np.zeros(capacity, np.int64)
+        self.tables: Int32Array = np.full((capacity, max_blocks), NO_BLOCK, np.int32)
+        self.block_counts: Int32Array = np.zeros(capacity, np.int32)
+        self.text_blocks: Int32Array = np.zeros(capacity, np.int32)
+        """Entries of texts of modules in each table: others may have the same ones elsewhere in theirs."""
+        self._stop_ids: Int32Array = np.full((capacity, STOP_IDS_INLINE), -1, np.int32)
+        self._many_stops: dict[int, frozenset[int]] = {}
+        self._recent: Int32Array = np.zeros((capacity, 2 * chunk_size), np.int32)
+        """Ring of the latest tokens by position; flushed to the sequence when a chunk fills."""
+        self._free = list(range(capacity - 1, -1, -1))
+
+    @property
+    def free_count(self) -> int:
+        return len(self._free)
+
+    def add(self, sequence: Sequence) -> int:
+        """Give a sequence whose last prefill chunk is being planned a slot; or one that has come back with all but
+        its last token computed (`Sequence.prefill_stop`)."""
+        slot = self._free.pop()
+        sequence.slot = slot
+        self.sequences[slot] = sequence
+        self.stays[slot] = sequence.stay
+        self.requests[slot] = sequence.request
+        self.samples[slot] = sequence.sample if sequence.seat is None else BEAM
+        self.known[slot] = sequence.tokens.count
+        self.planned[slot] = sequence.prefill_stop
+        self.limit[slot] = sequence.group.limit
+        table = sequence.block_table()
+        self.tables[slot, : len(table)] = table
+        self.block_counts[slot] = len(table)
+        self.text_blocks[slot] = sequence.stem.base if sequence.group.modules is not None else 0
+        # A search decides itself what a stop token means.
+        stop_ids = sequence.group.request.stop_ids if sequence.seat is None else ()
+        if len(stop_ids) <= STOP_IDS_INLINE:
+            self._stop_ids[slot, : len(stop_ids)] = stop_ids
+        else:
+            self._many_stops[slot] = frozenset(stop_ids)
+        return slot
+
+    def read_alike(self, leader: Sequence, others: list[Sequence], blocks: int) -> None:
+        """Plan the first `blocks` table entries of some beams as one run, whichever of them are the same: only the
+        workers know that in time. From here on these entries are a hint, not the beams' tables."""
+        for sequence in others:
+            self.tables[sequence.slot, :blocks] = self.tables[leader.slot, :blocks]
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take the slot back after the sequence's known tokens were flushed to it."""
+        slot = sequence.slot
+        self.flush(slot)
+        self.sequences[slot] = None
+        self.stays[slot] = 0
+        self.tables[slot, : self.block_counts[slot]] = NO_BLOCK
+        self.block_counts[slot] = self.text_blocks[slot] = 0
+        self._stop_ids[slot] = -1
+        self._many_stops.pop(slot, None)
+        sequence.slot = -1
+        self._free.append(slot)
+
+    def set_block(self, slot: int, index: int, block: BlockId) -> None:
+        """Set or append a block-table entry."""
+        self.tables[slot, index] = block
+        self.block_counts[slot] = max(int(self.block_counts[slot]), index + 1)
+
+    def flush(self, slot: int) -> None:
+        """Move tokens that have arrived from the ring to the sequence."""
+        sequence = self.sequences[slot]
+        assert sequence is not None
+        first, stop = sequence.tokens.count, int(self.known[slot])
+        if first < stop:
+            columns = np.arange(first, stop) % self._recent.shape[1]
+            sequence.tokens.extend(self._recent[slot, columns])
+
+    def active_slots(self) -> NDArray[np.intp]:
+        """Slots that have at least one more token to compute, as of the steps planned so far."""
+        return np.flatnonzero((self.stays > 0) & (self.planned + 1 < self.limit))
+
+    def arrange(self, slots: NDArray[np.intp]) -> tuple[RowSet, Int32Array]:
+        """The row set of these slots in tree order, and its shared runs (`sharing.shared_runs`)."""
+        if not len(slots):
+            return NO_ROWS, np.empty((0, 4), np.int32)
+        width = int(self.block_counts[slots].max())
+        tables = self.tables[slots, :width]
+        order = tree_order(tables)
+        ordered = slots[order]
+        runs = shared_runs(tables[order], self.block_counts[ordered])
+        texts = text_runs(self.text_blocks[ordered])
+        return self.row_set(ordered), np.concatenate([runs, texts]) if len(texts) else runs
+
+    def row_set(self, slots: NDArray[np.intp]) -> RowSet:
+        """The rows in these slots, in this order, as they are now."""
+        return RowSet(slots, self.stays[slots], self.requests[slots], self.samples[slots])
+
+    def accept(self, rows: RowSet, tokens: Int32Array) -> tuple[BoolArray, NDArray[np.intp], BoolArray]:
+        """Take in the tokens sampled for a row set.
+
+        Returns:
+            valid `[rows]`: the row still has its stay, so that its token counts;
+            slots `[valid rows]`; stopped `[valid rows]`: the token is one of the row's stop tokens.
+        """
+        valid = self.stays[rows.slots] == rows.stays
+        slots = rows.slots
+        if not valid.all():
+            slots, tokens = slots[valid], tokens[valid]
+        self._recent[slots, self.known[slots] % self._recent.shape[1]] = tokens
+        self.known[slots] += 1
+        stopped = (self._stop_ids[slots] == tokens[:, None]).any(axis=1)
+        for slot in self._many_stops:
+            for index in np.flatnonzero(slots == slot):
+                stopped[index] = int(tokens[index]) in self._many_stops[slot]
+        return valid, slots, stopped

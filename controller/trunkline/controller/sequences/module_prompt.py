@@ -1,0 +1,142 @@
+"""Which texts a sequence with modules sees, and how its table is made of them
+(`trunkline.controller.allocation.modules`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trunkline.controller.cache.node import TOKEN_BYTES
+from trunkline.kvstore.layout import Int32Array, blocks_for
+from trunkline.kvstore.names import ChunkName
+
+Ranges = tuple[tuple[int, int], ...]
+
+
+class CachedText(NamedTuple):
+    """One text, with the names under which its KV is found."""
+
+    tokens: bytes
+    position: int
+    parent: int
+    """Index of the text before it on its path; -1: none."""
+    seen: Ranges
+    """Of its tokens, those that the request sees."""
+    place: ChunkName
+    """Names its tree: what it sees, and its first chunk."""
+    content: ChunkName
+    """Names the whole of it, and what it sees."""
+
+    @property
+    def token_count(self) -> int:
+        """Tokens."""
+        return len(self.tokens) // TOKEN_BYTES
+
+
+class Part(NamedTuple):
+    """A text in the table."""
+
+    text: int
+    """Its index."""
+    chunks: int
+    """How many of its chunks, from the first one on."""
+    ranges: Ranges
+    """Of its tokens, those that are seen."""
+
+    def tokens(self, prompt: ModulePrompt) -> int:
+        """How many of its first tokens those chunks hold."""
+        return min(prompt.texts[self.text].token_count, self.chunks * prompt.chunk_size)
+
+
+class ModulePrompt:
+    """Immutable, but for `ttl`, `encoded` and `miss`."""
+
+    __slots__ = (
+        "chunk_size",
+        "encoded",
+        "entries",
+        "holes",
+        "miss",
+        "name",
+        "parts",
+        "runs",
+        "seen_indices",
+        "seen_tokens",
+        "target",
+        "texts",
+        "ttl",
+    )
+
+    def __init__(
+        self,
+        texts: list[CachedText],
+        shown: Sequence[int],
+        ranges: Sequence[Ranges],
+        runs: Ranges,
+        name: ChunkName,
+        chunk_size: int,
+        target: int = -1,
+    ) -> None:
+        """
+        Args:
+            shown: indices of the texts that are seen, in the order of the table.
+            ranges: of each of them, the tokens that are seen; not empty.
+            runs: (position, count) of the sequence's own tokens.
+            name: of the tree of these.
+            target: the text that the own tokens are (`SequenceGroup.encodes`); -1: none.
+        """
+        self.texts = texts
+        self.runs = runs
+        self.name = name
+        self.target = target
+        self.chunk_size = chunk_size
+        self.parts = [
+            Part(text, blocks_for(seen[-1][1], chunk_size), seen) for text, seen in zip(shown, ranges, strict=True)
+        ]
+        self.entries = sum(part.chunks for part in self.parts)
+        """Table entries before the own tokens."""
+        self.seen_indices = self._seen()
+        """Of the table's tokens before the own ones, those that are seen."""
+        self.seen_tokens = len(self.seen_indices)
+        self.holes = self.entries * chunk_size - self.seen_tokens
+        self.ttl = 0.0
+        """Seconds for which the texts are kept after the request; 0: as the group is set."""
+        self.encoded: set[int] = set()
+        """Texts that were computed, perhaps more than once, because this request asked for them: no hits of the
+        cache."""
+        self.miss = ""
+        """Why they were not there; "" if all were."""
+
+    @property
+    def encoded_tokens(self) -> int:
+        """Seen tokens of the texts that this request asked for."""
+        return sum(stop - start for text in self.encoded for start, stop in self.texts[text].seen)
+
+    def _seen(self) -> NDArray[np.int64]:
+        begins = np.cumsum([0, *(part.chunks * self.chunk_size for part in self.parts)])
+        ranges = [
+            np.arange(begin + start, begin + stop)
+            for begin, part in zip(begins.tolist(), self.parts, strict=False)
+            for start, stop in part.ranges
+        ]
+        return np.concatenate(ranges) if ranges else np.empty(0, np.int64)
+
+    def table_tokens(self, own: Int32Array) -> Int32Array:
+        """The tokens of the table: texts, zeros where a chunk is not full, own ones."""
+        table = np.zeros(self.entries * self.chunk_size + len(own), np.int32)
+        at = 0
+        for part in self.parts:
+            tokens = np.frombuffer(self.texts[part.text].tokens, "<i4")[: part.chunks * self.chunk_size]
+            table[at : at + len(tokens)] = tokens
+            at += part.chunks * self.chunk_size
+        table[at:] = own
+        return table
+
+    def not_encoded(self, text: CachedText) -> None:
+        """It was found after all."""
+        self.encoded = {index for index in self.encoded if self.texts[index].content != text.content}
+        if not self.encoded:
+            self.miss = ""

@@ -1,0 +1,120 @@
+"""A step plan while it is being made, and the record kept of it until its result arrives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from trunkline.controller.cache.node import Node
+from trunkline.controller.sequences.decode_rows import NO_ROWS, RowSet
+from trunkline.controller.sequences.sequence import Sequence, SequenceGroup
+from trunkline.kvstore.layout import Int32Array, pack_int32
+from trunkline.runtime.tracing import StepTrace, pack_steps
+from trunkline.worker.messages import Fork, Join, StepPlan
+
+
+@dataclass(slots=True)
+class PlanDraft:
+    """What step `step` will tell the workers. See `StepPlan` for the meaning and order of the fields."""
+
+    step: int
+    chunk_size: int
+    now: float = 0.0
+    """When it is made, in seconds."""
+    leaves: list[int] = field(default_factory=list)
+    joins: list[Join] = field(default_factory=list)
+    saves: list[tuple[int, int, int]] = field(default_factory=list)
+    late_saves: list[tuple[int, int, int]] = field(default_factory=list)
+    loads: list[tuple[int, int, int]] = field(default_factory=list)
+    save_fence: int = 0
+    load_fence: int = 0
+    copies: list[tuple[int, int, int, int]] = field(default_factory=list)
+    blocks: list[tuple[int, int, int]] = field(default_factory=list)
+    prefill: list[tuple[int, int, int, int, int]] = field(default_factory=list)
+    rows: RowSet = NO_ROWS
+    new_runs: Int32Array | None = None
+    """Set if `rows` differs from the previous step's."""
+    sampling: list[Sequence] = field(default_factory=list)
+    """Sequences whose last prefill chunk this is, in the order of `prefill`."""
+    forks: list[Fork] = field(default_factory=list)
+    forked: list[Sequence] = field(default_factory=list)
+    """The children, in the order of `forks`."""
+    scored: dict[int, int] = field(default_factory=dict)
+    """Stay → request of the prompts whose tokens are scored in this step."""
+    traced: list[tuple[SequenceGroup, int, int]] = field(default_factory=list)
+    """(group, stay, tokens) of traced prompts that this step computes parts of."""
+    copy_sources: list[Node] = field(default_factory=list)
+    """Held until the plan is complete, so that no block of this plan is both a copy's source and reused."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the workers would do nothing."""
+        told = self.joins or self.saves or self.loads or self.copies or self.blocks
+        return not (self.prefill or len(self.rows) or told)
+
+    def message(self, epoch: int) -> StepPlan:
+        changed = self.new_runs is not None
+        return StepPlan(
+            step=self.step,
+            epoch=epoch,
+            leaves=pack_int32(self.leaves) if self.leaves else b"",
+            joins=self.joins,
+            saves=pack_int32([x for save in self.saves for x in save]) if self.saves else b"",
+            loads=pack_int32([x for load in self.loads for x in load]) if self.loads else b"",
+            copies=pack_int32([x for copy in self.copies for x in copy]) if self.copies else b"",
+            blocks=pack_int32([x for block in self.blocks for x in block]) if self.blocks else b"",
+            prefill=pack_int32([x for item in self.prefill for x in item]) if self.prefill else b"",
+            rows=self.rows.stays.astype("<i4").tobytes() if changed else None,
+            runs=pack_int32(self.new_runs) if self.new_runs is not None else None,
+            forks=self.forks,
+            late_saves=pack_int32([x for save in self.late_saves for x in save]) if self.late_saves else b"",
+            save_fence=self.save_fence,
+            load_fence=self.load_fence,
+            traces=pack_steps(self._step_traces()) if self.traced else None,
+        )
+
+    def compute(self, sequence: Sequence, tokens: int, *, samples: bool, scored: bool) -> None:
+        """The next tokens of a prompt are computed."""
+        group, start = sequence.group, sequence.computed
+        write_from, holes = max(start, sequence.resident), group.holes
+        self.prefill.append((sequence.stay, start - holes, tokens, write_from - holes, int(samples)))
+        if scored:
+            self.scored[sequence.stay] = group.id
+        if group.request.trace is not None:
+            self.traced.append((group, sequence.stay, tokens))
+
+    def _step_traces(self) -> Iterator[StepTrace]:
+        for group, stay, tokens in self.traced:
+            if (ids := group.request.trace) is not None:
+                yield StepTrace(ids.context(ids.prefill), ids.decode, stay, tokens)
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Prompt tokens that the step computes."""
+        return sum(count for _, _, count, _, _ in self.prefill)
+
+
+@dataclass(slots=True)
+class News:
+    """What the workers have not been told yet."""
+
+    rows_changed: bool = False
+    left: list[int] = field(default_factory=list)
+    """Stays that are over."""
+    merged: list[tuple[int, int, int]] = field(default_factory=list)
+    """(stay, index, block) of table entries that were replaced."""
+
+
+@dataclass(frozen=True, slots=True)
+class InflightStep:
+    """What the engine must remember to understand a step's result."""
+
+    step: int
+    rows: RowSet
+    """Decode rows, the sequences whose prefill ended, forks: the order of `StepResult.tokens`."""
+    decode_rows: int
+    prefill_tokens: int
+    scored: dict[int, int]
+    """See `PlanDraft`."""
+    traced_first: tuple[int, ...] = ()
+    """Traced requests whose first token it brings."""

@@ -1,0 +1,88 @@
+"""Answers to record calls: a change is answered when it is in the file, so that no router has been told of one
+that a killed controller does not know any more. A change that the disk does not take is taken back.
+
+    call ──► RecordStore ──► changed? ──no──► reply
+                               └─yes─► held ──committed──────────────► settle, reply
+                                         └────failed, or HELD_S_MAX──► undo, reply "failed"
+
+Calls about a record that has such a change wait for its end, in their order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final
+
+import msgspec
+
+from trunkline.controller.messages import RecordCall
+from trunkline.controller.service.routers import Clients
+from trunkline.controller.storage.persistence import Persistence
+from trunkline.controller.storage.records import Change
+from trunkline.router.messages import RecordReply
+
+HELD_S_MAX: Final = 5.0
+"""No call waits longer for a disk that stalls: half of the time that routers wait for an answer."""
+
+
+@dataclass(slots=True)
+class _Held:
+    """An answer that waits for a commit."""
+
+    client: int
+    reply: RecordReply
+    change: Change
+    until: float
+    waiting: list[tuple[int, RecordCall]] = field(default_factory=list)
+    """Later calls about the same record, with their routers."""
+
+
+class RecordReplies:
+    """Carries out record calls and answers them in time."""
+
+    def __init__(self, clients: Clients, persistence: Persistence) -> None:
+        self._clients = clients
+        self._persistence = persistence
+        self._held: dict[tuple[str, str], _Held] = {}
+        """By the record's kind and id, the oldest first."""
+
+    def handle(self, client: int, call: RecordCall, now: float) -> None:
+        """Carry out a call of the router with this index."""
+        key = call.kind, call.id
+        if call.op != "list" and key in self._held:
+            self._held[key].waiting.append((client, call))
+            return
+        reply, change = self._persistence.records.handle(call, 0, self._persistence.wall(now))
+        if change is None:
+            self._send(client, reply)
+        else:
+            self._held[key] = _Held(client, reply, change, now + HELD_S_MAX)
+
+    def turn(self, now: float) -> None:
+        """Send the answers whose time has come."""
+        over = [key for key, held in self._held.items() if held.change.outcome.is_known or now >= held.until]
+        for key in over:
+            held = self._held.pop(key)
+            self._send(held.client, self._decided(held))
+            for client, call in held.waiting:
+                self.handle(client, call, now)
+
+    @property
+    def next_deadline(self) -> float:
+        """When `turn` should be called at the latest."""
+        return next((held.until for held in self._held.values()), float("inf"))
+
+    def _decided(self, held: _Held) -> RecordReply:
+        records, outcome = self._persistence.records, held.change.outcome
+        problem = outcome.problem if outcome.is_known else f"the disk has not answered for {HELD_S_MAX:g} s"
+        if not problem:
+            records.settle(held.change)
+            return held.reply
+        records.undo(held.change)
+        detail = f"{problem}; nothing was changed"
+        return msgspec.structs.replace(held.reply, status="failed", records=[], detail=detail)
+
+    def _send(self, index: int, reply: RecordReply) -> None:
+        client = self._clients.find(index)
+        if client is not None:  # else nobody waits any more
+            self._clients.send(client, msgspec.structs.replace(reply, seq=client.next_seq()))

@@ -1,0 +1,453 @@
+"""The controller process: one thread, one poll loop around the pure engine.
+
+    reports (PULL) ──► step_done ─► next_step ──► plans (XPUB)
+    routers (ROUTER) ► submit, abort             └► outputs (ROUTER)
+
+When a result arrives, the next plan goes out before the outputs do: the workers never wait for routers.
+Idle, the loop sleeps in `poll`; it wakes once a second to look for silent routers.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from enum import StrEnum
+from typing import Final
+
+import msgspec
+import structlog
+import zmq
+
+from trunkline.controller.config import ConfigError, ControllerConfig
+from trunkline.controller.engine.engine import Engine
+from trunkline.controller.engine.integrity import check_integrity
+from trunkline.controller.engine.step_results import ProtocolError
+from trunkline.controller.messages import (
+    Abort,
+    DescribeTree,
+    EventsCall,
+    FlushCache,
+    GrammarReady,
+    ModulesCall,
+    MovesDone,
+    Ping,
+    Prefetch,
+    Probed,
+    RecordCall,
+    RouterRequest,
+    StepResult,
+    Submit,
+)
+from trunkline.controller.scheduling.module_calls import CallDone
+from trunkline.controller.service.event_publisher import EventPublisher
+from trunkline.controller.service.layout_checks import problem_of_call
+from trunkline.controller.service.membership import GroupLostError
+from trunkline.controller.service.record_replies import RecordReplies
+from trunkline.controller.service.request_log import Teller
+from trunkline.controller.service.routers import CLIENT_SHIFT, NUMBER_MASK, Client, Clients
+from trunkline.controller.service.status import state_of
+from trunkline.controller.service.validation import (
+    is_request_number,
+    problem_of,
+    problem_of_prefetch,
+    request_of,
+    request_of_prefetch,
+)
+from trunkline.controller.service.wakeup import WakeUps
+from trunkline.controller.service.worker_loss import Outage
+from trunkline.controller.service.workers import WorkerGroup
+from trunkline.controller.storage.persistence import Persistence
+from trunkline.router.messages import (
+    PROTOCOL,
+    Finished,
+    FinishReason,
+    Flushed,
+    ModulesReply,
+    Outputs,
+    Prefetched,
+    State,
+)
+from trunkline.runtime.notify import report_status
+from trunkline.runtime.tracing import start as start_tracing
+from trunkline.runtime.wire_gate import Gate
+
+EXIT_CONFIG: Final = 2
+"""Exit code of a controller whose configuration can never work: to start it again would be of no use."""
+POLL_MS_MAX = 1000
+_STOPPING = "the controller is stopping"
+SETTLE_SECONDS_MAX = 2.0
+"""A controller that stops waits so long for chunks to be written to disk."""
+
+log = structlog.get_logger()
+
+
+class Status(StrEnum):
+    """What `State.status` says."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+    FAILED = "failed"
+
+
+class ControllerService:
+    """Owns the sockets and the engine; `run` returns the exit code."""
+
+    def __init__(self, config: ControllerConfig) -> None:
+        """
+        Raises:
+            DatabaseUnavailableError: there is an index, but it cannot be used.
+            WireKeysError: the file of wire keys cannot be used.
+        """
+        self.config = config
+        self.gate = Gate(zmq.Context(), config.wire_keys)
+        self.group = WorkerGroup(self.gate, config)
+        self.clients = Clients(self.gate, config.router_endpoint, config.local_endpoint)
+        self.events = EventPublisher(self.gate, config.events_endpoint)
+        self.persistence = Persistence(
+            config.index_path,
+            bytes.fromhex(config.tier_fingerprint),
+            time.time(),
+            time.monotonic(),
+            config.records_path,
+        )
+        self.record_replies = RecordReplies(self.clients, self.persistence)
+        self.engine: Engine | None = None
+        self.status = Status.STARTING
+        self.detail = ""
+        self._drain_deadline = float("inf")
+        self._settle_deadline = float("inf")
+        self._teller = Teller(
+            start_tracing(config.otlp_endpoint, "controller", f"controller-{config.group}"), config.group
+        )
+        self._outage = Outage(config.step_timeout_s, config.resume_seconds_max)
+        self._wake_ups = WakeUps()
+
+    def run(self) -> int:
+        """Serve until drained (0), or until it shows that the configuration can never work (`EXIT_CONFIG`). Lost
+        workers are waited for."""
+        # Ctrl-C in a terminal reaches all processes; the supervisor alone decides what it means.
+        self._wake_ups.install(ignore_interrupts=bool(self.config.parent_pid))
+        self.persistence.wake(self._wake_ups.wake)
+        report_status(self.config.status_path, self.status, epoch=self.group.epoch)
+        poller = zmq.Poller()
+        for readable in (self.group.plans, self.group.reports, self.clients.socket):
+            poller.register(readable, zmq.POLLIN)
+        poller.register(self._wake_ups.fileno(), zmq.POLLIN)
+        self.gate.open()
+        try:
+            while not self._is_drained():
+                poller.poll(self._poll_ms())
+                self._turn()
+            self.group.shut_down()
+            log.info("stopped")
+            return 0
+        except ConfigError as error:  # too few blocks to work with
+            self._fail(str(error))
+            return EXIT_CONFIG
+        finally:
+            self.gate.close()
+            self.group.close()
+            self.clients.close()
+            self.events.close()
+            self.gate.context.term()
+            self.persistence.close()
+            self._teller.close()
+            self._wake_ups.close()
+
+    def _stop_requested(self) -> None:
+        """Drain; the second time, do not wait any longer."""
+        if self.status in (Status.STARTING, Status.READY):
+            now = time.monotonic()
+            self._drain_deadline = now + self.config.drain_seconds
+            if self.engine is not None:
+                for call in self.engine.modules_calls():  # nobody's answer depends on them
+                    self._cancel(call, now)
+                # Others may begin with them at once.
+                self.engine.end_waiting(FinishReason.DRAINING, _STOPPING, now)
+            self._set_status(Status.DRAINING, _STOPPING)
+        else:
+            self._drain_deadline = 0.0
+
+    def _is_drained(self) -> bool:
+        if self.status is not Status.DRAINING:
+            return False
+        if self.engine is None or self.engine.is_settled:
+            return True
+        if self.engine.is_away:
+            self._drain_deadline = 0.0  # who will not be computed here any more may go on elsewhere
+        if self.engine.is_idle and not self.engine.is_away:
+            # Nobody waits for an answer any more: only what is not on disk yet, and that not for long.
+            self._settle_deadline = min(self._settle_deadline, time.monotonic() + SETTLE_SECONDS_MAX)
+            if time.monotonic() >= self._settle_deadline:
+                return True
+        if time.monotonic() < self._drain_deadline:
+            return False
+        self.engine.fail_all("the controller was stopped before the request ended", FinishReason.DRAINING)
+        self._publish()
+        return True
+
+    def _poll_ms(self) -> int:
+        now = time.monotonic()
+        if self.events.descriptions.is_busy:
+            return 0
+        until = min(self._drain_deadline, self._settle_deadline, self.events.next_deadline)
+        until = min(until, now + self.group.patience_s, self.record_replies.next_deadline)
+        if self.engine is not None:
+            until = min(until, self.engine.next_deadline(now))
+        return int(max(0, min(POLL_MS_MAX, math.ceil((until - now) * 1000) if until < math.inf else POLL_MS_MAX)))
+
+    def _turn(self) -> None:
+        """Handle everything that has arrived, then plan, then publish."""
+        for number in self._wake_ups.read():
+            if number in (signal.SIGTERM, signal.SIGINT):
+                self._stop_requested()
+        now = time.monotonic()
+        try:
+            self._take_reports(now)
+        except (GroupLostError, ProtocolError) as error:
+            self._lose(str(error), now)
+        self.group.reform(now)
+        self._try_start(now)
+        for client, message in self.clients.receive(now):
+            self._handle(client, message, now)
+        for client in self.clients.silent(now, self.config.router_silence_seconds_max):
+            self._forget(client, now)
+        self._forget_pins(now)
+        try:
+            self._plan(now)
+        except GroupLostError as error:
+            self._lose(str(error), now)
+        self._publish()
+        if self.engine is not None:
+            self._teller.look(self.engine, time.monotonic())
+        self.record_replies.turn(now)
+        self.events.turn(self.engine, now)
+        self.events.descriptions.turn(self.engine, now, self.clients.answer)
+
+    def _forget_pins(self, now: float) -> None:
+        """What was pinned for a record goes with it."""
+        self.persistence.records.expire(self.persistence.wall(now))
+        for kind, id_ in self.persistence.records.take_gone():
+            if self.engine is not None:
+                self.engine.unpin(f"{kind}/{id_}", now)
+
+    def _take_reports(self, now: float) -> None:
+        """Everything that workers have said and done.
+
+        Raises:
+            GroupLostError: a rank is gone, or hangs.
+            ProtocolError: a rank talks nonsense.
+        """
+        self.group.membership_events(now)
+        for result in self.group.receive(now):
+            if self.engine is None:
+                continue
+            match result:
+                case StepResult():
+                    self.engine.step_done(result, now)
+                case GrammarReady():
+                    self.engine.grammar_ready(result, now)
+                case MovesDone() | Probed():
+                    self.engine.tier_report(result, now)
+        self.group.check_loss(now)
+        if self.engine is not None:
+            if self.config.debug_checks:
+                check_integrity(self.engine.scheduler)
+            if problem := self._outage.hangs(self.engine, now):
+                raise GroupLostError(problem)
+
+    def _lose(self, reason: str, now: float) -> None:
+        """The workers are worth nothing any more: others are waited for, and requests with them."""
+        if not self.group.is_formed:
+            self.clients.rare.warning("nonsense from no worker of this group", now, reason=reason)
+            return
+        log.error("the workers are lost; others are waited for", reason=reason, epoch=self.group.epoch)
+        self.group.lose(now)
+        self._outage.began(reason, now)
+        if self.engine is not None:
+            self.persistence.follow(self.engine.scheduler.residence.tree)
+            self.engine.workers_lost(self.group.epoch, now)
+        if self.status is Status.READY:
+            self._set_status(Status.STARTING, reason)
+
+    def _set_status(self, status: Status, detail: str) -> None:
+        self.status, self.detail = status, detail
+        report_status(self.config.status_path, status, detail, epoch=self.group.epoch)
+        self._broadcast_state()
+
+    def _try_start(self, now: float) -> None:
+        has_waiting = self.engine is not None and self.engine.is_away and not self.engine.is_idle
+        if has_waiting and self.engine is not None and self._outage.is_too_long(now):
+            self.engine.fail_all(f"{self._outage.reason}; no others have come in time")
+        if self.status is not Status.STARTING:
+            return
+        self.detail = "; ".join(filter(None, [self._outage.reason, self.group.describe()]))
+        if not self.group.is_complete:
+            return
+        for problem in self.group.tier_problems:
+            log.warning("a tier is not used", problem=problem)
+        group = self.group
+        limits = self.config.engine(
+            group.num_blocks, group.host_slots, group.swap_us_per_block, group.disk_slots, group.has_remote
+        )
+        if self.engine is None:
+            self.engine = Engine(limits, group.epoch, self.persistence.first_generation)
+            self.persistence.restore(self.engine.scheduler.residence.tree, now)
+        else:
+            self.engine.workers_back(limits, lambda tree: self.persistence.restore(tree, now), now)
+        self._outage.ended()
+        log.info("ready", epoch=group.epoch, blocks=group.num_blocks, max_context=limits.longest_sequence)
+        self._set_status(Status.READY, "")
+
+    def _plan(self, now: float) -> None:
+        if self.engine is None:
+            return
+        for message in self.engine.grammar_messages():
+            self.group.send(message)
+        while (plan := self.engine.next_step(now)) is not None:
+            self.group.send(plan)
+        orders = self.engine.tier_messages(now)
+        # First: a slot that is about to be overwritten must not be said to hold what it held.
+        self.persistence.follow(self.engine.scheduler.residence.tree)
+        for order in orders:
+            self.group.send(order)
+
+    def _publish(self) -> None:
+        if self.engine is None or (outputs := self.engine.outputs()) is None:
+            return
+        self.clients.publish(outputs)
+        for done in outputs.modules:
+            client = self.clients.find(done.call >> CLIENT_SHIFT)
+            if client is not None:
+                self.clients.send(client, self._modules_reply(client, done))
+
+    def _modules_reply(self, client: Client, done: CallDone) -> ModulesReply:
+        return ModulesReply(
+            client.next_seq(),
+            done.call & NUMBER_MASK,
+            done.status,
+            done.detail,
+            done.tiers,
+            done.blocks,
+            done.computed_tokens,
+            sum(rank.block_bytes for rank in self.group.ready.values()),
+        )
+
+    def _handle(self, client: Client, message: RouterRequest, now: float) -> None:
+        match message:
+            case Submit():
+                self._submit(client, message, now)
+            case Abort():
+                if self.engine is not None and is_request_number(message.request):
+                    self.engine.abort(client.index << CLIENT_SHIFT | message.request, now, message.sample)
+            case Ping():
+                self.clients.send(client, self._state(client))
+            case FlushCache():
+                freed = self.engine.flush_cache() if self.engine is not None else 0
+                self.clients.send(client, Flushed(client.next_seq(), message.ticket, freed))
+            case RecordCall():
+                self.record_replies.handle(client.index, message, now)
+            case Prefetch():
+                self._prefetch(client, message, now)
+            case ModulesCall():
+                self._modules_call(client, message, now)
+            case EventsCall():
+                self.clients.send(client, self.events.answer(message, client.next_seq(), now))
+            case DescribeTree():
+                self.events.descriptions.ask(client.index, message)
+
+    def _submit(self, client: Client, message: Submit, now: float) -> None:
+        refusal = self._refusal(message)
+        if refusal is not None:
+            self._teller.refused(message.request_id, refusal.reason, refusal.detail)
+            self.clients.send(client, Outputs(client.next_seq(), finished=[refusal]))
+            return
+        assert self.engine is not None
+        trace = self._teller.ids(message.trace)
+        request = request_of(message, client.index << CLIENT_SHIFT | message.request, trace)
+        self.engine.submit(request, now)
+
+    def _prefetch(self, client: Client, message: Prefetch, now: float) -> None:
+        known = coming = 0
+        if self.engine is not None and not problem_of_prefetch(message, self.config.vocab_size):
+            known, coming = self.engine.prefetch(request_of_prefetch(message), now)
+        self.clients.send(client, Prefetched(client.next_seq(), message.ticket, known, coming))
+
+    def _modules_call(self, client: Client, call: ModulesCall, now: float) -> None:
+        problem = problem_of_call(call, self.config.vocab_size)
+        if not is_request_number(call.ticket):
+            return
+        is_less = call.op in ("cancel", "unpin")  # welcome while it stops, too
+        if self.engine is None or not (is_less or self.status in (Status.READY, Status.STARTING)):
+            problem = problem or f"the group is {self.status}: {self.detail}"
+        if problem:
+            self.clients.send(client, ModulesReply(client.next_seq(), call.ticket, "failed", problem))
+            return
+        assert self.engine is not None
+        kind, slash, id_ = call.holder.partition("/")
+        if call.op == "encode" and slash and not self.persistence.records.has(kind, id_):
+            call = msgspec.structs.replace(call, holder="")  # what it was to be pinned for is gone already
+        self.engine.modules_call(client.index << CLIENT_SHIFT | call.ticket, call, now)
+
+    def _refusal(self, message: Submit) -> Finished | None:
+        if self.status is Status.DRAINING:
+            return Finished(message.request, FinishReason.DRAINING, self.detail)
+        if self.status is Status.FAILED:
+            return Finished(message.request, FinishReason.ENGINE_FAILED, self.detail)
+        if self.engine is None or self._outage.is_too_long(time.monotonic()):
+            return Finished(message.request, FinishReason.ENGINE_FAILED, f"the group is starting: {self.detail}")
+        if problem := problem_of(message, self.config.vocab_size):
+            return Finished(message.request, FinishReason.INVALID, problem)
+        return None
+
+    def _forget(self, client: Client, now: float) -> None:
+        """A router died: nobody reads its streams any more."""
+        if self.engine is None:
+            return
+        mine = [i for i in self.engine.request_ids() if i >> CLIENT_SHIFT == client.index]
+        for request in mine:
+            self.engine.abort(request, now)
+        for call in self.engine.modules_calls():
+            if call >> CLIENT_SHIFT == client.index:
+                self._cancel(call, now)
+        if mine:
+            log.warning("a router is gone; its requests were aborted", requests=len(mine))
+
+    def _cancel(self, call: int, now: float) -> None:
+        assert self.engine is not None
+        self.engine.modules_call(call, ModulesCall(call & NUMBER_MASK, "cancel"), now)
+
+    def _state(self, client: Client) -> State:
+        counts = state_of(self.engine) if self.engine is not None else dict.fromkeys(_STATE_COUNTS, 0)
+        size = sum(rank.block_bytes for rank in self.group.ready.values())
+        return State(
+            seq=client.next_seq(),
+            status=self.status,
+            detail=self.detail,
+            block_bytes=size,
+            protocol=PROTOCOL,
+            **counts,
+        )
+
+    def _broadcast_state(self) -> None:
+        for client in self.clients.all():
+            self.clients.send(client, self._state(client))
+
+    def _fail(self, reason: str) -> None:
+        """Tell every router, whose clients get an error; the exit code tells the supervisor."""
+        log.error("this group cannot work", reason=reason)
+        self._set_status(Status.FAILED, reason)
+        if self.engine is not None:
+            self.engine.fail_all(reason)
+            self._publish()
+        for client, message in self.clients.receive(time.monotonic()):
+            self._handle(client, message, time.monotonic())  # what had arrived unread gets its answer, too
+
+
+_STATE_COUNTS = tuple(
+    field.name
+    for field in msgspec.structs.fields(State)
+    if field.required and field.type is int and field.name != "seq"
+)

@@ -1,0 +1,298 @@
+"""The chunk tree as people see it: walked beside the steps, a little in each turn of the service.
+
+    DescribeTree ──► asked ──turn──► TreeWalk.advance(UNITS_PER_TURN) … ──► TreeDescription, to all who asked
+
+Chunks that follow each other without a branch, are in the same tiers and are used by the same sequences make one
+node, so that a description is about as long as the tree has branches. What is used now comes first, then what was
+used last, until there are as many nodes as were asked for; so a node is never there without those above it.
+
+The tree changes while it is walked: each node is as it was when the walk came by, and what has gone meanwhile is
+passed over. Without changes the description is exact (tests/controller/test_describing.py).
+"""
+
+from __future__ import annotations
+
+import heapq
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Final, NamedTuple
+
+from trunkline.controller.cache.node import PENDING, TOKEN_BYTES, Node
+from trunkline.controller.cache.radix_cache import ChunkTree
+from trunkline.controller.cache.radix_tree import CUT_ROOT, PROMPT_ROOT, SALT_ROOT, TEXT_ROOT
+from trunkline.controller.engine.engine import Engine
+from trunkline.controller.messages import DescribeTree
+from trunkline.controller.sequences.sequence import Sequence
+from trunkline.kvstore.tier import TierKind
+from trunkline.router.messages import NodeFlag, TreeDescription
+
+NODES_MAX: Final = 10_000
+"""In one description, whatever is asked for."""
+HEAD_TOKENS_MAX: Final = 64
+"""Of each node's first tokens."""
+UNITS_PER_TURN: Final = 100
+"""A unit is a few microseconds of work: a plan waits less than half a millisecond for a turn's share."""
+ASKED_MAX: Final = 64
+"""Who asks meanwhile gets the next description. More than so many at once are routers that forgot what they asked
+for: the oldest ones get no answer."""
+_FLAGS: Final = {
+    SALT_ROOT: 0,
+    CUT_ROOT: int(NodeFlag.CUT),
+    TEXT_ROOT: int(NodeFlag.MODULE),
+    PROMPT_ROOT: int(NodeFlag.OWN),
+}
+_SALTED: Final = int(NodeFlag.SALTED)
+_COMPUTING: Final = int(NodeFlag.COMPUTING)
+
+
+def tier_bits(node: Node) -> int:
+    """All tiers that have a chunk, as a sum of `1 << TierKind`."""
+    return (
+        (node.on_device and 1 << TierKind.DEVICE)
+        | (node.host_ready and 1 << TierKind.HOST)
+        | (node.disk_ready and 1 << TierKind.DISK)
+        | (node.remote and 1 << TierKind.REMOTE)
+    )
+
+
+class _Seen(NamedTuple):
+    """By what chunks differ that are not shown as one node."""
+
+    tiers: int
+    users: int
+    is_computed: bool
+
+
+class TreeWalk:
+    """One description in the making. Pure: does a bounded share of the work each time it is asked to."""
+
+    def __init__(
+        self, tree: ChunkTree, running: Iterable[Sequence], *, nodes_max: int, head_tokens: int, now: float
+    ) -> None:
+        """
+        Args:
+            running: sequences that hold chunks.
+            nodes_max: in the description.
+            head_tokens: of each node's tokens, the first ones, for its text.
+            now: time of `Node.last_use`, in seconds.
+        """
+        self.tree = tree
+        self._running = running
+        self._nodes_max = max(1, min(nodes_max, NODES_MAX))
+        self._head_bytes = max(0, min(head_tokens, HEAD_TOKENS_MAX)) * TOKEN_BYTES
+        self._now = now
+        self._users: dict[Node, int] = {}
+        self._frontier: list[tuple[bool, float, int, Node, int, Node]] = []
+        """Heap of what to show next: not used now, time of last use (negative), a serial number, the chunk, the
+        index of the node above it (-1: none), and the chunk below which it was found."""
+        self._serial = 0
+        self._columns = _Columns()
+        self._work = self._walk()
+
+    def advance(self, units: int) -> bool:
+        """Do so much more of the work; whether that was the end of it."""
+        return any(next(self._work, _END) is _END for _ in range(units))
+
+    def description(self, ticket: int, seq: int) -> TreeDescription:
+        """What was found, once `advance` has said that this was all."""
+        columns = self._columns
+        return TreeDescription(
+            seq=seq,
+            ticket=ticket,
+            chunk_size=self.tree.chunk_size,
+            total_chunks=self.tree.node_count,
+            names=b"".join(columns.names),
+            parents=columns.parents.tobytes(),
+            tokens=columns.tokens.tobytes(),
+            chunks=columns.chunks.tobytes(),
+            tiers=bytes(columns.tiers),
+            flags=bytes(columns.flags),
+            users=columns.users.tobytes(),
+            ages=columns.ages.tobytes(),
+            hidden=columns.hidden.tobytes(),
+            heads=b"".join(columns.heads),
+            head_tokens=bytes(columns.head_tokens),
+        )
+
+    def _walk(self) -> Iterator[None]:
+        yield from self._count_users()
+        for root in list(self.tree.roots()):
+            yield
+            yield from self._find(list(root.children.values()), -1, root)
+        shown = self._columns
+        while self._frontier and len(shown.parents) < self._nodes_max:
+            yield
+            *_, node, above, parent = heapq.heappop(self._frontier)
+            if node.parent is not parent:  # it has gone, or hangs from elsewhere now
+                if above >= 0:
+                    shown.hidden[above] -= 1
+                continue
+            yield from self._show(node, above)
+
+    def _count_users(self) -> Iterator[None]:
+        """How many running sequences hold each chunk: those that hold it itself, or one below it."""
+        users = self._users
+        deepest: list[tuple[int, int, Node]] = []
+
+        def add(node: Node, count: int) -> None:
+            if node not in users:
+                users[node] = 0
+                heapq.heappush(deepest, (-node.depth, len(users), node))
+            users[node] += count
+
+        for sequence in self._running:
+            for node in {*sequence.stem.pins, sequence.anchor}:
+                if node.parent is not None:
+                    add(node, 1)
+        while deepest:
+            yield
+            node = heapq.heappop(deepest)[2]  # all below it have been counted: a chunk is deeper than its parent
+            if node.parent is not None and node.parent.parent is not None:
+                add(node.parent, users[node])
+
+    def _find(self, nodes: list[Node], above: int, parent: Node) -> Iterator[None]:
+        for node in nodes:
+            yield
+            self._serial += 1
+            entry = (node not in self._users, -node.last_use, self._serial, node, above, parent)
+            heapq.heappush(self._frontier, entry)
+            if above >= 0:
+                self._columns.hidden[above] += 1
+
+    def _show(self, first: Node, above: int) -> Iterator[None]:
+        """Add a node that begins with a chunk, and note what is below it."""
+        seen, last = self._seen(first), first
+        tokens, chunks = first.token_count, 1
+        head = [first.key[: self._head_bytes]]
+        missing = self._head_bytes - len(head[0])
+        while len(last.children) == 1:
+            yield
+            child = next(iter(last.children.values()), None)
+            if child is None or self._seen(child) != seen:
+                break
+            last = child
+            tokens += child.token_count
+            chunks += 1
+            if missing:
+                head.append(child.key[:missing])
+                missing -= len(head[-1])
+        shown = self._columns
+        flags = self._flags(first, above) | (0 if seen.is_computed else _COMPUTING)
+        index = shown.add(first.name, above, tokens, chunks, seen.tiers, flags, b"".join(head))
+        shown.users[index] = seen.users
+        shown.ages[index] = max(0.0, self._now - max(first.last_use, last.last_use))
+        if above >= 0:
+            shown.hidden[above] -= 1
+        yield from self._find(list(last.children.values()), index, last)
+
+    def _seen(self, node: Node) -> _Seen:
+        return _Seen(tier_bits(node), self._users.get(node, 0), node.ready_step != PENDING)
+
+    def _flags(self, node: Node, above: int) -> int:
+        """What the tree is in which a chunk is: it has that from the node above it."""
+        if above >= 0:
+            return self._columns.flags[above] & ~_COMPUTING
+        root = node.parent
+        key = b"" if root is None else root.key
+        return _FLAGS.get(key[:1], 0) or (_SALTED if len(key) > 1 else 0)
+
+
+_END: Final = object()
+
+
+class _Columns:
+    """The fields of a `TreeDescription` as they grow."""
+
+    __slots__ = (
+        "ages",
+        "chunks",
+        "flags",
+        "head_tokens",
+        "heads",
+        "hidden",
+        "names",
+        "parents",
+        "tiers",
+        "tokens",
+        "users",
+    )
+
+    def __init__(self) -> None:
+        self.names: list[bytes] = []
+        self.parents, self.tokens, self.chunks = array("i"), array("i"), array("i")
+        self.users, self.hidden, self.ages = array("i"), array("i"), array("f")
+        self.tiers, self.flags, self.head_tokens = bytearray(), bytearray(), bytearray()
+        self.heads: list[bytes] = []
+
+    def add(self, name: bytes, above: int, tokens: int, chunks: int, tiers: int, flags: int, head: bytes) -> int:
+        """A node without users, age and children; its index."""
+        self.names.append(name)
+        self.parents.append(above)
+        self.tokens.append(tokens)
+        self.chunks.append(chunks)
+        self.tiers.append(tiers)
+        self.flags.append(flags)
+        self.users.append(0)
+        self.hidden.append(0)
+        self.ages.append(0.0)
+        self.heads.append(head)
+        self.head_tokens.append(len(head) // TOKEN_BYTES)
+        return len(self.parents) - 1
+
+
+Answer = Callable[[int], TreeDescription]
+"""Makes an answer, given its sequence number."""
+
+
+class Descriptions:
+    """Who wants to see the tree, and the walk for them. `turn` is called once in each turn of the service."""
+
+    def __init__(self) -> None:
+        self._asked: deque[tuple[int, DescribeTree]] = deque(maxlen=ASKED_MAX)
+        self._served: list[tuple[int, DescribeTree]] = []
+        self._walk: TreeWalk | None = None
+
+    def ask(self, client: int, call: DescribeTree) -> None:
+        """The router with this index wants a description."""
+        self._asked.append((client, call))
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether there is more to do at once."""
+        return bool(self._asked or self._served)
+
+    def turn(self, engine: Engine | None, now: float, send: Callable[[int, Answer], None]) -> None:
+        """Do a share of the work; answer those for whom it is done.
+
+        Args:
+            send: sends what is made of the next number to the router with an index.
+        """
+        if not self.is_busy:
+            return
+        tree = None if engine is None else engine.scheduler.residence.tree
+        if self._walk is None or self._walk.tree is not tree:  # new workers: the old tree is worth nothing
+            self._served += self._asked
+            self._asked.clear()
+            self._walk = None if engine is None else self._begin(engine, now)
+        walk = self._walk
+        if walk is None or walk.advance(UNITS_PER_TURN):
+            served, self._served, self._walk = self._served, [], None
+            for client, call in served:
+                send(client, _answer(walk, call.ticket))
+
+    def _begin(self, engine: Engine, now: float) -> TreeWalk:
+        scheduler = engine.scheduler
+        return TreeWalk(
+            scheduler.residence.tree,
+            scheduler.running(),
+            nodes_max=max(call.nodes_max for _, call in self._served),
+            head_tokens=max(call.head_tokens for _, call in self._served),
+            now=now,
+        )
+
+
+def _answer(walk: TreeWalk | None, ticket: int) -> Answer:
+    if walk is None:  # there are no workers yet
+        return lambda seq: TreeDescription(seq=seq, ticket=ticket)
+    return lambda seq: walk.description(ticket, seq)

@@ -1,0 +1,2 @@
+"""What a controller keeps in SQLite: the index of the disk tier and the records (sessions, schemas, kept
+answers)."""

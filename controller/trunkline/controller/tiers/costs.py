@@ -1,0 +1,115 @@
+"""What a step and a move cost, learned from the steps that were answered. Pure.
+
+    step time ≈ base + rows · row + prompt tokens · token          (µs, without saves and loads)
+    move time ≈ blocks · move
+
+With it the scheduler chooses between swapping and recomputation (PagedAttention §4.5, §7.3) and how much prefill
+fits beside running streams (`trunkline.controller.tiers.pacing`).
+
+The three step costs are a random walk followed by a Kalman filter: what a step says nothing about keeps its
+estimate, however long ago it was seen, and becomes open to correction again. Machines are noisy and stall, so a
+surprise beyond three standard deviations counts as three: a single stall hardly matters, a lasting change is
+followed within some dozen steps. Plain floats: for three numbers they are faster than arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import sqrt
+from typing import Final
+
+PRIOR_US: Final = (2000.0, 50.0, 50.0)
+"""Base, row, prompt token, before anything is measured: the order of magnitude of models from a laptop's to a
+GPU's. The first steps replace them."""
+PRIOR_DEVIATION: Final = 10.0
+"""Standard deviation of the priors, and the limit of that of later estimates, in priors."""
+DRIFT: Final = 0.02
+"""By how much all costs change together from step to step (the machine is busy), as a fraction, …"""
+OWN_DRIFT: Final = 0.005
+"""… and by how much each does by itself (contexts grow)."""
+NOISE: Final = 0.15
+"""Standard deviation of a step's time, as a fraction of it, …"""
+NOISE_LEAST_US: Final = 20.0
+"""… but not less than that."""
+SURPRISE_MAX: Final = 3.0
+"""Standard deviations that count of a surprise."""
+
+MOVES_REMEMBERED: Final = 64.0
+"""Blocks over which the time of a move is averaged; the prior counts as an eighth of it."""
+
+
+class StepCosts:
+    """Running estimates in µs; deterministic in what was observed."""
+
+    def __init__(self, swap_us_per_block: float) -> None:
+        """
+        Args:
+            swap_us_per_block: one save and one load of a block, as the workers measured them at their start; 0:
+                not measured, taken as free until they are seen.
+        """
+        self._costs = list(PRIOR_US)
+        deviations = [PRIOR_DEVIATION * prior for prior in PRIOR_US]
+        self._spread = [[a * a if i == j else 0.0 for j in range(3)] for i, a in enumerate(deviations)]
+        """Covariance of the estimates."""
+        self._moved_blocks = MOVES_REMEMBERED / 8
+        self._moved_us = self._moved_blocks * swap_us_per_block / 2
+
+    @property
+    def token_us(self) -> float:
+        """Of one more prompt token in a step."""
+        return self._costs[2]
+
+    @property
+    def move_us(self) -> float:
+        """Of one block, in one direction."""
+        return self._moved_us / self._moved_blocks
+
+    def step_us(self, rows: int, prefill_tokens: int) -> float:
+        """Predicted time of a step."""
+        base, row, token = self._costs
+        return base + rows * row + prefill_tokens * token
+
+    def observe(self, *, rows: int, prefill_tokens: int, elapsed_us: float) -> None:
+        """A step was answered, which computed for `elapsed_us` (waiting not counted)."""
+        self._learn_step((1.0, float(rows), float(prefill_tokens)), max(0.0, elapsed_us))
+
+    def _learn_step(self, work: tuple[float, float, float], compute_us: float) -> None:
+        expected = _dot(self._costs, work)
+        noise = max(NOISE * expected, NOISE_LEAST_US)
+        gain = [_dot(line, work) for line in self._spread]
+        variance = _dot(gain, work) + noise * noise
+        limit = SURPRISE_MAX * sqrt(variance)
+        surprise = min(max(compute_us - expected, -limit), limit) / variance
+        costs = self._costs = [max(0.0, cost + g * surprise) for cost, g in zip(self._costs, gain, strict=True)]
+        # The costs drift: every estimate becomes a little less certain, up to a limit.
+        size = [max(cost, 0.1 * prior) for cost, prior in zip(costs, PRIOR_US, strict=True)]
+        both, own = DRIFT * DRIFT, DRIFT * DRIFT + OWN_DRIFT * OWN_DRIFT
+        spread = [
+            [
+                self._spread[i][j] - gain[i] * gain[j] / variance + (own if i == j else both) * size[i] * size[j]
+                for j in range(3)
+            ]
+            for i in range(3)
+        ]
+        shrink = [min(1.0, PRIOR_DEVIATION * prior / sqrt(spread[i][i])) for i, prior in enumerate(PRIOR_US)]
+        self._spread = [[spread[i][j] * shrink[i] * shrink[j] for j in range(3)] for i in range(3)]
+
+    def observe_moves(self, blocks: int, moved_us: float) -> None:
+        """So many blocks were saved or loaded, in so much time."""
+        keep = max(0.0, 1.0 - blocks / MOVES_REMEMBERED)
+        if self._moved_us > 0.0:
+            moved_us = min(moved_us, 4.0 * blocks * self.move_us)  # a stall, not the way it is
+        self._moved_blocks = self._moved_blocks * keep + blocks
+        self._moved_us = self._moved_us * keep + moved_us
+
+    def load_pays(self, tokens: int) -> bool:
+        """Whether loading a block is faster than computing its `tokens` again."""
+        return self.move_us < tokens * self.token_us
+
+    def prefers_swap(self, tokens: int, blocks: int) -> bool:
+        """Whether saving and loading `blocks` is faster than computing their `tokens` again in later prefills."""
+        return 2 * blocks * self.move_us < tokens * self.token_us
+
+
+def _dot(left: Sequence[float], right: tuple[float, float, float]) -> float:
+    return left[0] * right[0] + left[1] * right[1] + left[2] * right[2]

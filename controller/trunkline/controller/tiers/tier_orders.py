@@ -1,0 +1,122 @@
+"""What goes to and fro between the controller and its ranks' lower tiers: moves, probes, and their answers. Pure.
+
+Every rank holds its own shard of a chunk, so a move is over when all ranks have answered, and worth what the worst
+answer says: a chunk is published only if every rank has verified it (design.md §7).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from trunkline.controller.cache.radix_cache import ChunkTree
+from trunkline.controller.messages import MovesDone, Probed
+from trunkline.kvstore.names import ChunkName
+from trunkline.kvstore.tier_moves import MoveStatus
+from trunkline.router.messages import MissReason
+from trunkline.worker.messages import Probe, TierMove, TierMoves
+
+
+@dataclass(slots=True)
+class _Answers:
+    """Of a move or a probe, from the ranks so far."""
+
+    ranks: set[int] = field(default_factory=set)
+    worst: int = 0
+    elapsed_us: int = 0
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeAnswer:
+    """What the remote tier has of a path on all ranks."""
+
+    id: int
+    present: int
+    """How many of the first chunks; -1: it cannot be reached."""
+    detail: str
+
+
+class TierTraffic:
+    """Orders that are on their way."""
+
+    def __init__(self, tree: ChunkTree, ranks: int) -> None:
+        self._tree = tree
+        self._ranks = ranks
+        self._moves: dict[int, _Answers] = {}
+        self._probes: dict[int, _Answers] = {}
+        self._asked: list[Probe] = []
+        self._next_probe = 1
+        self.lost_chunks = 0
+        """Reads that did not find whole what was to be there."""
+
+    @property
+    def in_flight(self) -> int:
+        """Moves that have not been answered by all ranks."""
+        return len(self._moves)
+
+    def messages(self, step: int, now: float) -> list[TierMoves | Probe]:
+        """What the ranks are to be told.
+
+        Args:
+            step: the last plan that was made.
+        """
+        messages: list[TierMoves | Probe] = list(self._asked)
+        self._asked.clear()
+        moves = self._tree.tiers.moves(now)
+        if moves:
+            for move in moves:
+                self._moves[move.id] = _Answers()
+            orders = [
+                TierMove(
+                    move.id,
+                    int(move.tier),
+                    move.is_write,
+                    move.host_slot,
+                    move.host_generation,
+                    move.slot,
+                    move.generation,
+                    move.item.name,
+                )
+                for move in moves
+            ]
+            messages.append(TierMoves(step, orders))
+        return messages
+
+    def moved(self, report: MovesDone, now: float) -> None:
+        """A rank has carried out moves."""
+        for outcome in report.outcomes:
+            answers = self._moves.get(outcome.id)
+            if answers is None or report.rank in answers.ranks:
+                continue
+            answers.ranks.add(report.rank)
+            answers.worst = max(answers.worst, outcome.status)
+            answers.elapsed_us = max(answers.elapsed_us, outcome.elapsed_us)
+            answers.detail = answers.detail or outcome.detail
+            if len(answers.ranks) == self._ranks:
+                del self._moves[outcome.id]
+                status = MoveStatus(min(answers.worst, int(MoveStatus.FAILED)))
+                node = self._tree.tiers.done(outcome.id, status, now, answers.elapsed_us, answers.detail)
+                if status is MoveStatus.MISS:
+                    self.lost_chunks += 1
+                    if node is not None:
+                        self._tree.remember(node, MissReason.LOST)
+
+    def probe(self, names: list[ChunkName]) -> int:
+        """Ask which chunks of a path the remote tier has; returns the probe's id."""
+        probe, self._next_probe = self._next_probe, self._next_probe + 1
+        self._probes[probe] = _Answers(worst=len(names))
+        self._asked.append(Probe(probe, b"".join(names)))
+        return probe
+
+    def probed(self, report: Probed) -> ProbeAnswer | None:
+        """A rank has answered a probe; the answer of all, with the last one."""
+        answers = self._probes.get(report.probe)
+        if answers is None or report.rank in answers.ranks:
+            return None
+        answers.ranks.add(report.rank)
+        answers.worst = min(answers.worst, report.present)
+        answers.detail = answers.detail or report.detail
+        if len(answers.ranks) < self._ranks:
+            return None
+        del self._probes[report.probe]
+        return ProbeAnswer(report.probe, answers.worst, answers.detail)

@@ -1,0 +1,187 @@
+"""`trunkline status`, `drain`, `undrain`, `restart`: what can be asked of a cluster that runs on this machine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from trunkline.deploy.errors import DeployError
+from trunkline.deploy.reporting import run
+from trunkline.deploy.supervisor.control_client import ControlError, ask
+from trunkline.deploy.supervisor.control_commands import Command, Reply
+from trunkline.deploy.supervisor.registry import Running, control_path, find_cluster
+
+_Port = Annotated[
+    int | None, typer.Option(help="Port of the cluster. Default: that of the only one that runs here.")
+]
+_Wait = Annotated[bool, typer.Option("--wait/--no-wait", help="Wait until it is done.")]
+_STYLES = {
+    "ready": "green",
+    "running": "green",
+    "draining": "yellow",
+    "starting": "yellow",
+    "given up": "bold red",
+    "lost": "bold red",
+}
+
+
+class RefusedError(DeployError):
+    """The cluster does not do what was asked for, or could not."""
+
+
+def add_to(app: typer.Typer, panel: str) -> None:
+    """Make these commands known."""
+    for command in (status, drain, undrain, restart):
+        app.command(rich_help_panel=panel)(command)
+
+
+def status(
+    port: _Port = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Show the processes of a running cluster.
+
+    [bold]Examples[/]
+
+    trunkline status
+
+    trunkline status --json | jq '.groups'
+    """
+    running, answer = run(lambda: _status(port))
+    if as_json:
+        typer.echo(json.dumps({**msgspec.to_builtins(running), **answer}, indent=2))
+        return
+    print_status(running, answer)
+
+
+def drain(
+    group: Annotated[str, typer.Argument(help="Number of a group, or the name of its controller.")],
+    port: _Port = None,
+    wait: _Wait = True,
+) -> None:
+    """Stop a group without losing a request: its streams finish, or go on elsewhere.
+
+    It stays down until `trunkline undrain`. The other groups take its requests; if there is none, they wait.
+
+    [bold]Examples[/]
+
+    trunkline drain 0
+
+    trunkline drain controller-1 --no-wait
+    """
+    run(lambda: _order("drain", [group], port, wait))
+
+
+def undrain(
+    group: Annotated[str, typer.Argument(help="Number of a group, or the name of its controller.")],
+    port: _Port = None,
+    wait: _Wait = True,
+) -> None:
+    """Start a group that was drained or given up.
+
+    [bold]Example[/]
+
+    trunkline undrain 0
+    """
+    run(lambda: _order("undrain", [group], port, wait))
+
+
+def restart(
+    units: Annotated[
+        list[str] | None,
+        typer.Argument(help="Groups by number, routers by name or all as 'routers'. Default: everything."),
+    ] = None,
+    port: _Port = None,
+    wait: _Wait = True,
+) -> None:
+    """Restart a cluster unit by unit, without losing a request.
+
+    A group stops, starts and is ready again before the next one stops; then each router hands over to a new one.
+    The first unit that does not come back ends it: the others stay as they are. Drained groups stay down.
+
+    [bold]Examples[/]
+
+    trunkline restart
+
+    trunkline restart 0 1
+
+    trunkline restart routers
+    """
+    run(lambda: _order("restart", units or [], port, wait))
+
+
+def print_status(running: Running, answer: Mapping[str, Any]) -> None:
+    """What runs, and why something was given up."""
+    console = Console(highlight=False)
+    console.print(f"{running.title}\n{running.url} · {answer['phase']}", markup=False, soft_wrap=True)
+    console.print(status_table(answer))
+    for why in [row["why"] for row in (*answer["groups"], *answer["processes"]) if row.get("why")]:
+        console.print(Text(f"Given up: {why}.", style="bold red"), soft_wrap=True)
+
+
+def status_table(answer: Mapping[str, Any]) -> Table:
+    """Groups and processes in rows."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for title in ("process", "pid", "state", "restarts", "up"):
+        table.add_column(title, justify="right" if title in ("pid", "restarts", "up") else "left")
+    states = {group["group"]: str(group["state"]) for group in answer["groups"]}
+    last = None
+    for row in answer["processes"]:
+        if row["group"] != last and row["group"] in states:
+            state = states[row["group"]]
+            table.add_row(
+                Text(f"group {row['group']}", style="bold"), "", Text(state, style=_STYLES.get(state, ""))
+            )
+        last = row["group"]
+        state = str(row["state"])
+        table.add_row(
+            Text(str(row["name"])),
+            str(row["pid"] or ""),
+            Text(state, style=_STYLES.get(state, "")),
+            str(row["restarts"]),
+            _age(row["up_s"]) if row["pid"] and row["up_s"] is not None else "",
+        )
+    return table
+
+
+def _age(seconds: float) -> str:
+    """As short as it is useful."""
+    for unit, size in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def _status(port: int | None) -> tuple[Running, dict[str, Any]]:
+    folder, running = find_cluster(port)
+    for reply in ask(control_path(folder), Command("status")):
+        if reply.status is not None:
+            return running, reply.status
+        raise RefusedError(reply.text)
+    raise ControlError("the supervisor did not answer")
+
+
+def _order(command: str, units: list[str], port: int | None, wait: bool) -> None:
+    folder, _ = find_cluster(port)
+    console = Console(highlight=False)
+    try:
+        for reply in ask(control_path(folder), Command(command, units)):
+            _show(console, reply)
+            if not wait:
+                return
+    except KeyboardInterrupt:
+        console.print(f"\nNobody waits any more, but the {command} goes on; see `trunkline status`.")
+        raise typer.Exit(130) from None
+
+
+def _show(console: Console, reply: Reply) -> None:
+    if not reply.ok:
+        raise RefusedError(reply.text)
+    console.print(reply.text, markup=False, soft_wrap=True)

@@ -1,0 +1,251 @@
+"""`trunkline schema`: prompt schemas, on a running server or in files."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from trunkline.deploy.cli.chat import DEFAULT_URL
+from trunkline.deploy.cli.pml_sources import Source, counting, read_source
+from trunkline.deploy.cli.schema_view import show_compiled, show_list, show_prompt, show_schema
+from trunkline.deploy.config.credentials import client_key
+from trunkline.deploy.errors import DeployError, UserError
+from trunkline.deploy.reporting import run
+from trunkline.prompts import Client, PmlRequestError, TrunklineError
+from trunkline.router import pml
+
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    help="Prompt schemas: check files, see how a prompt is laid out, manage what a server keeps.",
+)
+
+Url = Annotated[str, typer.Option("--url", help="Where the server is.")]
+Salt = Annotated[str | None, typer.Option("--cache-salt", help="Schemas of this salt only.")]
+Model = Annotated[
+    str | None,
+    typer.Option(
+        "--model", metavar="MODEL", help="Count tokens of this model: as in `serve`. Default: count words."
+    ),
+]
+Scope = Annotated[
+    str,
+    typer.Option("--scope", help="What a module sees while it is computed: ancestors (and itself), or self."),
+]
+
+
+@app.command()
+def add(
+    file: Annotated[str, typer.Argument(help="A schema: XML, or JSON if it ends in .json.", metavar="FILE")],
+    url: Url = DEFAULT_URL,
+    model: Annotated[str | None, typer.Option(help="A served name. Default: the first.")] = None,
+    ttl: Annotated[
+        int | None, typer.Option(help="Seconds without use after which the server forgets it; 0: never.")
+    ] = None,
+    pin: Annotated[bool, typer.Option("--pin", help="Keep its KV in some tier as long as it is kept.")] = False,
+    warm: Annotated[
+        bool, typer.Option("--warm/--no-warm", help="Compute its KV now, not with the first prompts.")
+    ] = True,
+    scope: Scope = "ancestors",
+    cache_salt: Salt = None,
+) -> None:
+    """Have a server keep a schema; in place of the one with its name."""
+
+    def store() -> None:
+        encode_scope = _scope(scope)
+        source = read_source(file)
+        source.schema()  # what is wrong in the file is said with its line, without a server
+        sent = source.value() if source.is_json else source.text
+        with (
+            Client(url, model=model, api_key=client_key(url) or None) as client,
+            _mapped_errors(source),
+        ):
+            schema = client.schemas.create(
+                sent,
+                ttl=ttl,
+                pin=pin,
+                warm=warm,
+                encode_scope=encode_scope,
+                cache_salt=cache_salt,
+            )
+        show_schema(_out(), schema)
+
+    run(store)
+
+
+@app.command("list")
+def list_schemas(url: Url = DEFAULT_URL, cache_salt: Salt = None) -> None:
+    """List the schemas that a server keeps."""
+
+    def show() -> None:
+        with _mapped_errors(), Client(url, api_key=client_key(url) or None) as client:
+            entries = list(client.schemas.list(cache_salt=cache_salt))
+        show_list(_out(), entries)
+
+    run(show)
+
+
+@app.command()
+def show(
+    name: Annotated[str, typer.Argument(help="Of the schema.", metavar="NAME")],
+    url: Url = DEFAULT_URL,
+    cache_salt: Salt = None,
+) -> None:
+    """Show a server's schema: modules, positions, and where their KV is."""
+
+    def look() -> None:
+        with _mapped_errors(), Client(url, api_key=client_key(url) or None) as client:
+            schema = client.schemas.get(name, cache_salt=cache_salt)
+        show_schema(_out(), schema)
+
+    run(look)
+
+
+@app.command("rm")
+def remove(
+    names: Annotated[list[str], typer.Argument(help="Of the schemas.", metavar="NAME...")],
+    url: Url = DEFAULT_URL,
+    cache_salt: Salt = None,
+) -> None:
+    """Have a server forget schemas. Requests that run are not disturbed."""
+
+    def forget() -> None:
+        with _mapped_errors(), Client(url, api_key=client_key(url) or None) as client:
+            for name in names:
+                client.schemas.delete(name, cache_salt=cache_salt)
+
+    run(forget)
+
+
+@app.command()
+def lint(
+    files: Annotated[
+        list[str], typer.Argument(help="Schemas: XML, or JSON if it ends in .json.", metavar="FILE...")
+    ],
+    model: Model = None,
+    scope: Scope = "ancestors",
+) -> None:
+    """Check files, without a server. Exit code: 1 if one is wrong, 0 if there are but warnings.
+
+    [bold]Examples[/]
+
+    trunkline schema lint trip.pml --model demo
+    """
+
+    def check() -> int:
+        seen, unit = _scope(scope), counting(model)
+        sources = [read_source(file) for file in files]
+        wrong = 0
+        for source in sources:
+            try:
+                document = source.schema()
+                with source.errors():
+                    compiled = pml.compile_schema(document, unit.tokenizer, scope=seen, context=unit.context)
+            except DeployError as error:
+                wrong += 1
+                _err().print(Text(str(error)), soft_wrap=True)
+                continue
+            _out().print(
+                f"{source.path}: schema {compiled.name}, {compiled.extent} {unit.unit}",
+                markup=False,
+                highlight=False,
+            )
+            if model is not None:
+                show_compiled(_out(), compiled, unit.unit)
+            for warning in pml.lint(document, unit.tokenizer if model is not None else None):
+                place, text = _split_place(warning)
+                _err().print(
+                    Text.assemble(f"{source.path}:{place} ", ("warning: ", "yellow"), text), soft_wrap=True
+                )
+        return 1 if wrong else 0
+
+    raise typer.Exit(run(check))
+
+
+@app.command()
+def render(
+    schema_file: Annotated[str, typer.Argument(help="The schema.", metavar="SCHEMA")],
+    prompt_file: Annotated[str, typer.Argument(help="A prompt of it.", metavar="PROMPT")],
+    model: Model = None,
+    scope: Scope = "ancestors",
+    trailing: Annotated[
+        str, typer.Option(help="Where trailing text stands: fixed (behind the schema), compact.")
+    ] = "fixed",
+) -> None:
+    """Show how a prompt is laid out: every part with its position, and what of it is cached. Needs no server.
+
+    [bold]Examples[/]
+
+    trunkline schema render trip.pml lisbon.pml --model demo
+    """
+
+    def draw() -> None:
+        seen, place = _scope(scope), _trailing(trailing)
+        unit = counting(model)
+        schema_source, prompt_source = read_source(schema_file), read_source(prompt_file)
+        schema_document, prompt_document = schema_source.schema(), prompt_source.prompt()
+        with schema_source.errors():
+            schema = pml.compile_schema(schema_document, unit.tokenizer, scope=seen, context=unit.context)
+        with prompt_source.errors():
+            prompt = pml.compile_prompt(
+                schema,
+                prompt_document,
+                unit.tokenizer,
+                context=unit.context,
+                trailing=place,
+                add_generation_prompt=False,
+            )
+        show_prompt(_out(), schema, prompt, unit.unit)
+
+    run(draw)
+
+
+def _split_place(warning: str) -> tuple[str, str]:
+    """A warning's place, if it begins with one ("4:5:"), and its text."""
+    found = re.match(r"(\d+:\d+:) (.*)", warning, re.DOTALL)
+    return (found[1], found[2]) if found else ("", warning)
+
+
+def _out() -> Console:
+    return Console(highlight=False)
+
+
+def _err() -> Console:
+    return Console(stderr=True, highlight=False)
+
+
+def _scope(given: str) -> Literal["ancestors", "self"]:
+    match given:
+        case "ancestors":
+            return "ancestors"
+        case "self":
+            return "self"
+    raise UserError(f"--scope is {given!r}; allowed are ancestors, self")
+
+
+def _trailing(given: str) -> Literal["fixed", "compact"]:
+    match given:
+        case "fixed":
+            return "fixed"
+        case "compact":
+            return "compact"
+    raise UserError(f"--trailing is {given!r}; allowed are fixed, compact")
+
+
+@contextlib.contextmanager
+def _mapped_errors(source: Source | None = None) -> Iterator[None]:
+    """Errors of the client as errors for people; those of PML, of `source`, with its line."""
+    try:
+        yield
+    except PmlRequestError as error:
+        if source is None or error.line is None:
+            raise DeployError(str(error)) from error
+        raise source.error(str(error.code), error.message, error.line, error.column, error.path) from error
+    except TrunklineError as error:
+        raise DeployError(str(error)) from error

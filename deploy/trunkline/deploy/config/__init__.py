@@ -1,0 +1,2 @@
+"""What a cluster was asked for, checked: settings, models, placement, tiers, and the configuration of each
+process."""

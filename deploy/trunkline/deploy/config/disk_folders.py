@@ -1,0 +1,402 @@
+"""Folders of the disk tier: whose they are, that they stay bounded, and who may use them.
+
+    PATH/                                0700
+      <fingerprint, 32 hex digits>/      one per model, precision, chunk size, …: what is never mixed
+        TRUNKLINE-KV                     the mark by which we know that we may delete this folder
+        group-0/
+          lock                           held by flock while a server uses the folder; says which
+          index.sqlite                   of the controller (`trunkline.controller.storage.tier_index`)
+          rank-0.slab, rank-1.slab, …    of the workers
+        group-1/ …
+      records/                           sessions and schemas: nothing here is ever deleted
+        <fingerprint>/group-0.sqlite     of the controller (`trunkline.controller.storage.records`)
+
+A server takes as many group folders of its fingerprint as it has groups and holds their locks until it ends,
+however it ends. In its own cache folder it takes the first ones that are free, so that two servers do not disturb
+each other; where somebody named the folder, that another server uses it is an error.
+
+What KV other configurations left in PATH counts towards SIZE: they keep up to half of it, the last used first, and
+the rest is deleted. So what unused folders and this server have together never exceeds SIZE. Records count, too,
+up to half of SIZE, but stay, however many they are: KV can be computed again, they cannot.
+
+Earlier versions had records in `index.sqlite`. Where that is so, it stays, too, until its configuration is served
+again and the controller moves them (`controller/storage/persistence.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import shutil
+import sqlite3
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from trunkline.deploy.config.cache_folder import cache_folder
+from trunkline.deploy.config.sizes import format_bytes
+from trunkline.deploy.config.tier_options import DiskOption
+from trunkline.deploy.errors import UserError
+
+INDEX_NAME: Final = "index.sqlite"
+_MARK: Final = "TRUNKLINE-KV"
+_MARK_TEXT: Final = "Cached KV of one model in one configuration. It may be deleted while no server uses it.\n"
+_RECORDS: Final = "records"
+_RECORDS_NOTE: Final = "Stored sessions and schemas. They exist nowhere else: what is deleted here is lost.\n"
+_LOCK: Final = "lock"
+_FINGERPRINT: Final = re.compile(r"[0-9a-f]{32}")
+_GROUP: Final = re.compile(r"group-\d{1,4}")
+_OURS: Final = re.compile(
+    r"lock|index\.sqlite(\.(old|damaged)(-\d+)?|\.salvaged|\.copy)?(-wal|-shm|-journal)?|rank-\d{1,4}\.slab"
+)
+"""The only files that are ever deleted."""
+_INDEX: Final = re.compile(r"(index\.sqlite(\.(old|damaged)(-\d+)?)?)(-wal|-shm|-journal)?")
+"""A file that may hold records of an earlier version, or that belongs to it; the first group is its name."""
+
+DEFAULT_BYTES_MAX: Final = 10 << 30
+DEFAULT_SHARE: Final = 0.1
+"""Of the free space: enough for hundreds of conversations, little enough that nobody misses it."""
+FREE_BYTES_MIN: Final = 1 << 30
+"""Left to everybody else on that disk …"""
+_FREE_SHARE: Final = 64
+"""… or one part in so many of it, if that is less."""
+_INDEX_SHARE: Final = 64
+"""One part in so many is left to the index: half a kilobyte for a chunk, whose KV is a hundred times that."""
+_GROUPS_MAX: Final = 64
+"""Group folders that are looked at, when some are taken, beyond the number that is needed."""
+
+
+@dataclass(frozen=True)
+class DiskPlan:
+    """What is wanted, before any folder is touched."""
+
+    base: Path
+    fingerprint: str
+    """Of the tier, hexadecimal."""
+    groups: int
+    tp: int
+    chunk_bytes: int
+    """On one rank."""
+    option: DiskOption | None
+    """None: nobody asked for a disk tier, so it is there if it can be."""
+
+    @property
+    def is_named(self) -> bool:
+        """Somebody named the folder."""
+        return self.option is not None and self.option.path is not None
+
+    def group_folder(self, number: int) -> Path:
+        return self.base / self.fingerprint / f"group-{number}"
+
+    def records_file(self, group_folder: Path) -> Path:
+        """Of the group whose KV is in this folder."""
+        return self.base / _RECORDS / self.fingerprint / f"{group_folder.name}.sqlite"
+
+
+@dataclass
+class DiskFolders:
+    """What is there, locked for us."""
+
+    groups: list[Path] = field(default_factory=list)
+    """By group; empty: there is no disk tier."""
+    records: list[Path] = field(default_factory=list)
+    """Files of the records, by group; empty: they are kept in memory only. There may be room for them and none for
+    KV."""
+    rank_bytes: int = 0
+    """That each worker's slab may take."""
+    warnings: list[str] = field(default_factory=list)
+    """What a person should know."""
+
+
+def plan_disk(
+    option: DiskOption | None, fingerprint: str, groups: int, tp: int, chunk_bytes: int
+) -> DiskPlan | None:
+    """Which disk tier there should be; None: none.
+
+    Raises:
+        UserError: there is no cache folder, though a size was given; or the size holds no two chunks.
+    """
+    if option is not None and not option.size_bytes:
+        return None
+    cache = cache_folder()
+    base = option.path if option is not None and option.path is not None else cache and cache / "kv"
+    if base is None:
+        if option is None:
+            return None
+        raise UserError("--disk-tier names no folder, and there is no home folder; write PATH:SIZE")
+    plan = DiskPlan(base, fingerprint, groups, tp, chunk_bytes, option)
+    if option is not None and option.size_bytes < (least := _least_bytes(plan)):
+        workers = f"{groups * tp} worker{'s' if groups * tp > 1 else ''}"
+        raise UserError(
+            f"--disk-tier is {format_bytes(option.size_bytes)}; {workers} with two chunks of "
+            f"{format_bytes(chunk_bytes)} each need {-(-least // 1024)} KiB at least"
+        )
+    return plan
+
+
+@contextlib.contextmanager
+def disk_folders(plan: DiskPlan | None) -> Iterator[DiskFolders]:
+    """Make, bound and lock the folders; they are unlocked at the end, and stay.
+
+    Raises:
+        UserError: it was asked for and cannot be had.
+    """
+    with contextlib.ExitStack() as locks:
+        yield _taken(plan, locks) if plan is not None else DiskFolders()
+
+
+def _taken(plan: DiskPlan, locks: contextlib.ExitStack) -> DiskFolders:
+    found = DiskFolders()
+    try:
+        _make_private(plan.base)
+        _make_private(plan.base / plan.fingerprint)
+        (plan.base / plan.fingerprint / _MARK).write_text(_MARK_TEXT)
+        found.groups = _take_groups(plan, locks)
+        found.records = [plan.records_file(folder) for folder in found.groups]
+        _make_private(plan.base / _RECORDS)
+        _make_private(plan.base / _RECORDS / plan.fingerprint)
+        (plan.base / _RECORDS / "README").write_text(_RECORDS_NOTE)
+        _bound(plan, found)
+    except OSError as error:
+        reason = f"{plan.base} cannot be used for KV: {error.strerror or error}"
+        if plan.option is not None:
+            raise UserError(f"--disk-tier: {reason}; name another folder, or give 0 for none") from error
+        found.warnings.append(f"No disk tier: {reason}. Sessions and schemas are kept in memory only.")
+        found.groups, found.records = [], []
+    return found
+
+
+def _take_groups(plan: DiskPlan, locks: contextlib.ExitStack) -> list[Path]:
+    """Group folders that nobody else uses, locked, with the most used one first."""
+    taken: list[Path] = []
+    for number in range(plan.groups + _GROUPS_MAX):
+        folder = plan.group_folder(number)
+        lock = _try_lock(folder)
+        if lock is not None:
+            locks.callback(os.close, lock)
+            taken.append(folder)
+            if len(taken) == plan.groups:
+                return taken
+        elif plan.is_named:
+            raise UserError(
+                f"--disk-tier: {folder} is in use by {_holder(folder)}; give each server a folder of its own, or "
+                "stop the other one"
+            )
+    raise OSError(None, f"all of its first {plan.groups + _GROUPS_MAX} folders are in use")
+
+
+class _Unused(NamedTuple):
+    """A group folder that no server uses."""
+
+    last_use: float
+    folder: Path
+    used: int
+    """Bytes."""
+
+
+@dataclass(frozen=True)
+class _Division:
+    """Who gets how much of the disk."""
+
+    wanted: int
+    """For this server's workers together."""
+    available: int
+    """What there is for them, once the superfluous is deleted."""
+    superfluous: list[_Unused]
+
+
+def _divide(
+    size: int, free: int, left_alone: int, ours: int, unused: list[_Unused], records: int, least: int
+) -> _Division:
+    """
+    Args:
+        size: of `--disk-tier`; 0: it was not given.
+        free: bytes on the disk.
+        left_alone: bytes that stay free.
+        ours: bytes of KV in the folders of this server.
+        records: bytes of all records: the more they are, the less KV there may be, so that a size that fitted once
+            still does. They take half of it at most.
+        least: bytes of KV without which this server has no use for a disk tier.
+    """
+    present = ours + records + sum(folder.used for folder in unused)
+    # The KV that is on disk already counts as free: else the default would shrink with every start.
+    size = size or min(DEFAULT_BYTES_MAX, int((free + present) * DEFAULT_SHARE))
+    size = max(size - records, size // 2, min(size, least))
+    kept, superfluous = 0, []
+    for folder in sorted(unused, reverse=True):  # the last used first
+        if kept + folder.used <= min(size // 2, size - least):
+            kept += folder.used
+        else:
+            superfluous.append(folder)
+    available = free + ours + sum(folder.used for folder in superfluous) - left_alone
+    return _Division(size - kept, available, superfluous)
+
+
+def _bound(plan: DiskPlan, found: DiskFolders) -> None:
+    """Settle how much the workers may use, and delete what there is no room for.
+
+    Raises:
+        UserError: a size was asked for, and there is not that much.
+    """
+    ours = sum(_used_bytes(folder) for folder in found.groups)
+    unused = _unused_groups(plan, found.groups)
+    disk = shutil.disk_usage(plan.base)
+    left_alone = min(FREE_BYTES_MIN, disk.total // _FREE_SHARE)
+    size = plan.option.size_bytes if plan.option is not None else 0
+    records = sum(_used_bytes(folder) for folder in (plan.base / _RECORDS).iterdir() if folder.is_dir())
+    division = _divide(size, disk.free, left_alone, ours, unused, records, _least_bytes(plan))
+    if size and division.available < division.wanted:
+        share = (
+            f", of which this server gets {format_bytes(division.wanted)}"
+            if size - division.wanted >= size // 100
+            else ""
+        )
+        raise UserError(
+            f"--disk-tier asks for {format_bytes(size)} in {plan.base}{share}, but there is room for "
+            f"{format_bytes(max(0, division.available))}: {format_bytes(disk.free)} are free, its own KV has "
+            f"{format_bytes(ours)} of the rest, and {format_bytes(left_alone)} are left alone; give a "
+            "smaller SIZE or another PATH, or make room"
+        )
+    total = min(division.wanted, division.available)
+    if total < _least_bytes(plan):
+        found.groups = []
+        found.warnings.append(
+            f"No disk tier: of {format_bytes(disk.free)} that are free in {plan.base}, {format_bytes(left_alone)} "
+            f"are left alone. Sessions and schemas are still kept there, as long as there is room."
+        )
+        return
+    for folder in division.superfluous:
+        found.warnings.extend(_deleted(folder))
+        total -= _used_bytes(folder.folder) if folder.folder.exists() else 0
+    found.rank_bytes = _rank_bytes(plan, max(0, total))
+
+
+def _deleted(unused: _Unused) -> list[str]:
+    """Delete the KV in a folder; what a person should know of that."""
+    if not _remove_group(unused.folder):
+        return []  # in use by now
+    said = [
+        f"To make room, {format_bytes(unused.used)} of another configuration's KV were deleted: {unused.folder}."
+    ]
+    if unused.folder.exists() and any(_INDEX.fullmatch(name) for name in os.listdir(unused.folder)):
+        said.append(
+            f"Sessions and schemas of an earlier version are still in {unused.folder}; they are moved to "
+            f"{_RECORDS}/ when that configuration is served again."
+        )
+    return said
+
+
+def _rank_bytes(plan: DiskPlan, total: int) -> int:
+    return (total - total // _INDEX_SHARE) // (plan.groups * plan.tp)
+
+
+def _least_bytes(plan: DiskPlan) -> int:
+    """Two chunks with their headers, the file's own header, the index's part."""
+    page = 4096
+    slab = 2 * (plan.chunk_bytes + 2 * page) + 2 * page
+    return slab * plan.groups * plan.tp * (_INDEX_SHARE + 1) // _INDEX_SHARE
+
+
+def _unused_groups(plan: DiskPlan, taken: list[Path]) -> list[_Unused]:
+    """Group folders below the base which no server uses."""
+    unused = []
+    for parent in plan.base.iterdir():
+        if not _FINGERPRINT.fullmatch(parent.name) or parent.is_symlink() or not (parent / _MARK).is_file():
+            continue
+        with contextlib.suppress(FileNotFoundError):  # another server deletes, too
+            for folder in sorted(parent.iterdir()):
+                if folder in taken or folder.is_symlink() or not _GROUP.fullmatch(folder.name):
+                    continue
+                lock = _try_lock(folder, claims=False)
+                if lock is not None:
+                    unused.append(_Unused(_last_use(folder), folder, _used_bytes(folder)))
+                    os.close(lock)
+    return unused
+
+
+def _remove_group(folder: Path) -> bool:
+    """Delete our files in a group folder, but for an index with records, and the folders that are then empty;
+    False: it is in use by now."""
+    lock = _try_lock(folder, claims=False)
+    if lock is None:
+        return False
+    try:
+        names = [name for name in os.listdir(folder) if _OURS.fullmatch(name) and not _has_records(folder, name)]
+        for name in sorted(names, key=lambda name: name == _LOCK):  # the lock last
+            (folder / name).unlink(missing_ok=True)  # to look into a database may have removed its log
+        with contextlib.suppress(OSError):  # somebody put something else there
+            folder.rmdir()
+            if os.listdir(folder.parent) == [_MARK]:
+                (folder.parent / _MARK).unlink()
+                folder.parent.rmdir()
+    finally:
+        os.close(lock)
+    return True
+
+
+def _has_records(folder: Path, name: str) -> bool:
+    """Whether a file is an index, or belongs to one, that holds records, as those of earlier versions did. If that
+    cannot be told, it may."""
+    index = _INDEX.fullmatch(name)
+    if index is None or not (folder / index[1]).is_file():
+        return False
+    try:
+        with contextlib.closing(sqlite3.connect(folder / index[1])) as connection:
+            connection.execute("PRAGMA locking_mode = EXCLUSIVE")
+            tables = connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'records'").fetchone()
+            return bool(tables and connection.execute("SELECT 1 FROM records LIMIT 1").fetchone())
+    except (sqlite3.Error, UnicodeDecodeError):  # the second: a message that quotes bytes which are no text
+        return True
+
+
+def _try_lock(folder: Path, *, claims: bool = True) -> int | None:
+    """An open, locked file, to be closed by the caller; None: another process has it.
+
+    Args:
+        folder: of the group.
+        claims: write into it who uses the folder.
+    """
+    while True:
+        if claims:
+            _make_private(folder)
+        lock = os.open(folder / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            return None
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(lock), os.stat(folder / _LOCK)):
+                break
+        os.close(lock)  # it was deleted between the two calls: what we locked is not there any more
+    if claims:
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, json.dumps({"process": os.getpid()}).encode(), 0)
+    return lock
+
+
+def _holder(folder: Path) -> str:
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return f"process {int(json.loads((folder / _LOCK).read_bytes())['process'])}"
+    return "another process"
+
+
+def _make_private(folder: Path) -> None:
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
+def _last_use(folder: Path) -> float:
+    return max((entry.stat(follow_symlinks=False).st_mtime for entry in os.scandir(folder)), default=0.0)
+
+
+def _used_bytes(folder: Path) -> int:
+    """What its files take on the disk: slabs have holes."""
+    used = 0
+    for entry in os.scandir(folder):
+        with contextlib.suppress(FileNotFoundError):
+            used += entry.stat(follow_symlinks=False).st_blocks * 512
+    return used

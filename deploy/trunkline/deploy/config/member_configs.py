@@ -1,0 +1,198 @@
+"""The configuration of each process of a cluster, or of the part of one that runs here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from trunkline.controller.config import ControllerConfig
+from trunkline.deploy.config.credentials import admin_key_digest, server_key_digest
+from trunkline.deploy.config.disk_folders import INDEX_NAME, DiskFolders
+from trunkline.deploy.config.plans import ClusterPlan, Meeting, local_endpoint
+from trunkline.deploy.config.tenant_options import keys_needed
+from trunkline.deploy.supervisor.members import Member, Role
+from trunkline.deploy.supervisor.statuses import SOCKET_NAME as STATUS_SOCKET
+from trunkline.router.config import RouterConfig
+from trunkline.worker.config import WorkerConfig
+
+Config = RouterConfig | ControllerConfig | WorkerConfig
+
+
+def configs_of(plan: ClusterPlan, folder: Path, disk: DiskFolders) -> dict[Member, Config]:
+    """Of everything that is to run here.
+
+    Args:
+        folder: of this run.
+        disk: where the disk tier is.
+    """
+    settings, node = plan.settings, plan.node
+    configs: dict[Member, Config] = {}
+    if node is None or node.ranks:
+        for group in range(settings.groups):
+            meeting = plan.meeting(folder, group)
+            if node is None or node.listen is not None:
+                member, controller = _controller_config(plan, group, meeting, folder, disk)
+                configs[member] = controller
+            configs.update(_worker_configs(plan, group, meeting, folder, disk))
+    if node is None or node.controllers:
+        router = _router_config(plan, folder)
+        for number in range(settings.routers):
+            name = f"router-{number}" if settings.routers > 1 else "router"
+            configs[Member(name, Role.ROUTER, -1)] = msgspec.structs.replace(router, number=number)
+    return configs
+
+
+def _router_config(plan: ClusterPlan, folder: Path) -> RouterConfig:
+    settings, node = plan.settings, plan.node
+    if node is None:
+        meetings = [plan.meeting(folder, group) for group in range(settings.groups)]
+        controllers = [meeting.router for meeting in meetings]
+        events = [meeting.events for meeting in meetings]
+    else:
+        controllers = [address.endpoint(0) for address in node.controllers]
+        events = [address.endpoint(1) for address in node.controllers]
+    return RouterConfig(
+        model_path=str(plan.folder),
+        controllers=controllers,
+        events=events,
+        policy=settings.policy,
+        routers=settings.routers,
+        metrics_path=str(folder / "metrics"),
+        tenants=str(Path(settings.tenants).absolute()) if settings.tenants else "",
+        tenants_kept=str(folder / "tenants") if settings.tenants else "",
+        tenant_limits=settings.tenant_limits,
+        tenant_header=settings.tenant_header,
+        api_key_digest=server_key_digest(settings.api_key_file),
+        admin_key_digest=admin_key_digest(folder),
+        needs_keys=keys_needed(settings.tenants, settings.api_key_file),
+        allow_anonymous=settings.allow_anonymous,
+        allowed_hosts=list(settings.allowed_hosts),
+        cors_origins=list(settings.cors_origins),
+        idempotency_ttl_seconds=settings.idempotency_ttl,
+        host=settings.host,
+        port=plan.port,
+        listen_fd=plan.listen_fd,
+        status_path=str(folder / STATUS_SOCKET),
+        resume_seconds=settings.resume_seconds,
+        served_model_name=plan.model_name,
+        max_context=plan.max_context,
+        tool_call_parser=settings.tool_call_parser,
+        drain_seconds=settings.drain_seconds,
+        parent_pid=os.getpid(),
+        log_level=settings.log_level,
+        log_format="json",
+        otlp_endpoint=settings.otlp_endpoint,
+        trace_sample=settings.trace_sample,
+        wire_keys=node.wire_keys if node else "",
+        plain_tcp=node.plain_tcp if node else False,
+    )
+
+
+def _suffix(plan: ClusterPlan, group: int) -> str:
+    return f"-{group}" if plan.settings.groups > 1 else ""
+
+
+def _controller_config(
+    plan: ClusterPlan, group: int, meeting: Meeting, folder: Path, disk: DiskFolders
+) -> tuple[Member, ControllerConfig]:
+    settings, node = plan.settings, plan.node
+    kept = disk.groups[group] if disk.groups else None
+    has_tiers = bool(kept or settings.remote_tier)
+    return (
+        Member(f"controller{_suffix(plan, group)}", Role.CONTROLLER, group),
+        ControllerConfig(
+            group=group,
+            tp=settings.ranks,
+            plan_endpoint=meeting.plan,
+            report_endpoint=meeting.report,
+            router_endpoint=meeting.router,
+            events_endpoint=meeting.events,
+            local_endpoint=local_endpoint(folder) if node else "",
+            status_path=str(folder / STATUS_SOCKET),
+            model_fingerprint=plan.fingerprint,
+            dtype=plan.dtype,
+            chunk_size=settings.chunk_size,
+            max_context=plan.max_context,
+            token_budget=settings.token_budget,
+            max_rows=settings.max_batch,
+            max_waiting=settings.max_waiting,
+            prefix_cache=settings.prefix_cache,
+            preemption=settings.preemption,
+            target_itl_ms=settings.target_itl_ms,
+            index_path=str(kept / INDEX_NAME) if kept else "",
+            records_path=str(disk.records[group]) if disk.records else "",
+            tier_fingerprint=plan.tier_fingerprint if has_tiers else "",
+            remote_tier=bool(settings.remote_tier),
+            tier_policy=settings.tier_policy,
+            session_ttl_s=settings.session_ttl,
+            positions_shift=plan.positions_shift,
+            vocab_size=plan.vocab_size,
+            drain_seconds=settings.drain_seconds,
+            parent_pid=os.getpid(),
+            log_level=settings.log_level,
+            log_format="json",
+            otlp_endpoint=settings.otlp_endpoint,
+            wire_keys=node.wire_keys if node else "",
+            plain_tcp=node.plain_tcp if node else False,
+        ),
+    )
+
+
+def _worker_configs(
+    plan: ClusterPlan, group: int, meeting: Meeting, folder: Path, disk: DiskFolders
+) -> Iterator[tuple[Member, WorkerConfig]]:
+    settings, node = plan.settings, plan.node
+    kept = disk.groups[group] if disk.groups else None
+    has_tiers = bool(kept or settings.remote_tier)
+    is_spread = node is not None and node.is_spread(settings.ranks)
+    suffix = _suffix(plan, group)
+    for here, rank in enumerate(node.ranks if node else range(settings.ranks)):
+        yield (
+            Member(f"worker{suffix}{'.' if suffix else '-'}{rank}", Role.WORKER, group),
+            WorkerConfig(
+                model=str(plan.folder),
+                rank=rank,
+                tp=settings.ranks,
+                group=f"group-{group}",
+                device=plan.device,
+                gpu=plan.placement.gpu(group, here),
+                gpu_memory_fraction=plan.placement.fraction,
+                dtype=plan.dtype,
+                kernels=settings.kernels,
+                quantisation="int8" if settings.quantization == "int8" else "",
+                chunk_size=settings.chunk_size,
+                kv_memory_bytes=settings.kv_memory_per_worker(plan.device),
+                host_memory_bytes=settings.host_tier_per_worker(plan.device),
+                disk_path=str(kept / f"rank-{rank}.slab") if kept else "",
+                disk_bytes=disk.rank_bytes if kept else 0,
+                remote_url=settings.remote_tier,
+                remote_ttl_s=settings.session_ttl,
+                tier_fingerprint=plan.tier_fingerprint if has_tiers else "",
+                max_context=plan.max_context,
+                plan_endpoint=meeting.plan_at,
+                report_endpoint=meeting.report_at,
+                rendezvous=meeting.rendezvous,
+                is_spread=is_spread,
+                collectives="gloo" if is_spread and plan.device == "cpu" else "auto",
+                model_fingerprint=plan.fingerprint,
+                status_path=str(folder / STATUS_SOCKET) if node and node.leader else "",
+                threads=settings.threads_per_worker(),
+                parent_pid=os.getpid(),
+                log_level=settings.log_level,
+                log_format="json",
+                otlp_endpoint=settings.otlp_endpoint,
+                wire_keys=node.wire_keys if node else "",
+                plain_tcp=node.plain_tcp if node else False,
+            ),
+        )
+
+
+def expected_folders(plan: ClusterPlan) -> DiskFolders:
+    """As they will be if nobody else uses them, for checks before anything is made."""
+    if plan.disk is None:
+        return DiskFolders()
+    groups = [plan.disk.group_folder(group) for group in range(plan.settings.groups)]
+    return DiskFolders(groups, [plan.disk.records_file(folder) for folder in groups], 1)

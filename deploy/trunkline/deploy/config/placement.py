@@ -1,0 +1,181 @@
+"""Where workers compute: on CPUs, or which worker on which GPU. Pure, but for `gpus.look`.
+
+Each group has GPUs of its own, and each rank of a group one of them:
+
+    --groups 2 --tp 2     GPU    0          1          2          3
+                                 group 0    group 0    group 1    group 1
+                                 rank 0     rank 1     rank 0     rank 1
+
+Groups share GPUs only when asked for by `--gpu-memory-fraction`: then group g has the same GPUs as group g - s,
+where s is the number of groups that fit side by side. Ranks of one group never share a GPU: NCCL refuses that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import isclose
+from pathlib import Path
+from typing import Final
+
+from trunkline.deploy.config import gpus
+from trunkline.deploy.config.settings import GPU_MEMORY_FRACTION, ServeSettings
+from trunkline.deploy.config.sizes import format_bytes
+from trunkline.deploy.errors import UserError
+from trunkline.worker.errors import ParallelismError, WorkerError
+from trunkline.worker.model.families import read_model_config
+from trunkline.worker.model.sharding import check_parallelism
+
+TP_ON_CPUS: Final = 2
+"""Workers of a group where nothing says how many: the fewest that show the whole design."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The GPUs of this machine, and who has them. Without any, workers compute on CPUs."""
+
+    visible: tuple[gpus.Gpu, ...] = ()
+    groups: tuple[tuple[int, ...], ...] = ()
+    """By group, then in the order of its ranks on this machine: indices of GPUs; empty: CPUs."""
+    fraction: float = GPU_MEMORY_FRACTION
+    """Of a GPU's memory, what one worker may use."""
+    warning: str = ""
+    """Why CPUs compute although there is a driver for GPUs; "": no reason to warn."""
+
+    @property
+    def device(self) -> str:
+        """As torch calls it."""
+        return "cuda" if self.groups else "cpu"
+
+    def gpu(self, group: int, here: int) -> int | None:
+        """Return the GPU of a worker, None on CPUs.
+
+        Args:
+            here: of its group's workers on this machine, which one.
+        """
+        return self.groups[group][here] if self.groups else None
+
+    def describe(self) -> str:
+        """Say in one line which group has which GPUs; "" on CPUs."""
+        if not self.groups:
+            return ""
+        names = sorted({f"{gpu.name}, {format_bytes(gpu.memory_bytes)}" for gpu in self.visible})
+        if len(self.groups) == 1:
+            places = _listed(self.groups[0])
+        else:
+            places = " · ".join(f"group {number}: {_listed(own)}" for number, own in enumerate(self.groups))
+        return (
+            f"{places} of {len(self.visible)} visible ({'; '.join(names)}) · "
+            f"each worker may use {self.fraction * 100:g} % of its GPU's memory"
+        )
+
+
+def settle(settings: ServeSettings, folder: Path) -> tuple[ServeSettings, Placement]:
+    """Decide where workers compute, and how many a group has if that is left open.
+
+    Args:
+        folder: the checkpoint.
+
+    Returns:
+        the settings with a number for `tp`, and who has which GPU.
+
+    Raises:
+        UserError: there are no GPUs, or too few.
+    """
+    found = gpus.Gpus() if settings.device == "cpu" else gpus.look()
+    if settings.device == "cuda" and not found.devices:
+        why = found.problem or "this machine shows no NVIDIA GPU"
+        raise UserError(f"--device is cuda, but {why}; use --device cpu, or look at nvidia-smi")
+    if not found.devices:
+        if settings.gpu_memory_fraction is not None:
+            why = found.problem or "this machine shows no NVIDIA GPU"
+            given = f"{settings.gpu_memory_fraction:g}"
+            why = "" if settings.device == "cpu" else f" ({why})"
+            raise UserError(f"--gpu-memory-fraction is {given}, but workers compute on CPUs{why}; leave it out")
+        warning = found.problem and f"No GPU is used: {found.problem}."
+        return _with_tp(settings, lambda: TP_ON_CPUS), Placement(warning=warning)
+    settings = _with_tp(settings, lambda: default_tp(settings.groups, found.count, _splits(folder)))
+    return settings, place(settings, found.devices)
+
+
+def default_tp(groups: int, visible: int, splits: Callable[[int], bool]) -> int:
+    """Return the largest number of ranks that each group can have GPUs for and the model can be split over.
+
+    Args:
+        visible: GPUs.
+        splits: whether the model can be split over so many ranks.
+    """
+    return next((tp for tp in range(visible // groups, 1, -1) if splits(tp)), 1)
+
+
+def place(settings: ServeSettings, visible: tuple[gpus.Gpu, ...]) -> Placement:
+    """Give each worker of this machine its GPU.
+
+    Raises:
+        UserError: there are fewer than that takes.
+    """
+    groups, ranks, fraction = settings.groups, settings.ranks_here or settings.ranks, settings.gpu_memory_fraction
+    count = len(visible)
+    shown = f"this machine shows {count} ({_kinds(visible)})"
+    if ranks > count:
+        option = "--ranks" if ranks < settings.ranks else "--tp"
+        raise UserError(
+            f"{option} asks for {ranks} workers of a group on this machine, and each needs a GPU of its own; "
+            f"{shown}. Ask for {count} at most, show more by CUDA_VISIBLE_DEVICES, or use --device cpu"
+        )
+    side_by_side = count // ranks
+    together = -(-groups // side_by_side)
+    if together > 1 and fraction is None:
+        raise UserError(
+            f"--groups {groups} with {_many(ranks, 'worker')} each needs {groups * ranks} GPUs; {shown}. Use "
+            f"--groups {side_by_side}, let groups share GPUs by --gpu-memory-fraction {_share(together):g}, "
+            "or use --device cpu"
+        )
+    if fraction is not None and together * fraction > 1 and not isclose(together * fraction, 1):
+        raise UserError(
+            f"--gpu-memory-fraction is {fraction:g}, but --groups {groups} with {_many(ranks, 'worker')} each "
+            f"puts {together} workers on a GPU ({shown}); allowed are up to {_share(together):g}"
+        )
+    own = tuple(tuple(group % side_by_side * ranks + rank for rank in range(ranks)) for group in range(groups))
+    return Placement(visible, own, GPU_MEMORY_FRACTION if fraction is None else fraction)
+
+
+def _with_tp(settings: ServeSettings, choose: Callable[[], int]) -> ServeSettings:
+    return settings if settings.tp is not None else replace(settings, tp=choose())
+
+
+def _splits(folder: Path) -> Callable[[int], bool]:
+    """
+    Raises:
+        UserError: there is no model that could be split.
+    """
+    try:
+        model = read_model_config(folder)
+    except WorkerError as error:
+        raise UserError(str(error)) from error
+
+    def splits(tp: int) -> bool:
+        try:
+            check_parallelism(model, tp)
+        except ParallelismError:
+            return False
+        return True
+
+    return splits
+
+
+def _share(together: int) -> float:
+    """The largest fraction of two decimals that so many workers on a GPU may have."""
+    return int(100 / together) / 100
+
+
+def _kinds(visible: tuple[gpus.Gpu, ...]) -> str:
+    return ", ".join(sorted({gpu.name for gpu in visible}))
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
+def _listed(own: tuple[int, ...]) -> str:
+    return f"GPU{'' if len(own) == 1 else 's'} {', '.join(map(str, own))}"

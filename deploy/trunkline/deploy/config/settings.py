@@ -1,0 +1,256 @@
+"""What `trunkline serve` was asked for: one frozen record, checked before any process starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from trunkline.controller.config import TIER_POLICIES
+from trunkline.deploy.config.cores import available_cores
+from trunkline.deploy.config.tenant_options import check_exposure, check_tenants
+from trunkline.deploy.config.tier_options import DiskOption, check_remote_url
+from trunkline.deploy.errors import UserError
+from trunkline.router.config import HOST, ORIGIN, problem_of_model_name
+from trunkline.router.tenancy.tenants import HEADER_NAME, IDEMPOTENCY_TTL_S_MAX, NO_LIMITS, TenantLimits
+from trunkline.runtime.process import LOG_FORMATS
+from trunkline.runtime.tracing import problem_of_endpoint
+
+DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
+DEVICES: Final = ("auto", "cpu", "cuda")
+KERNELS: Final = ("auto", "cpu", "cuda", "reference")
+LOG_LEVELS: Final = ("debug", "info", "warning", "error")
+
+PREEMPTIONS: Final = ("auto", "swap", "recompute")
+QUANTIZATIONS: Final = ("none", "int8")
+POLICIES: Final = ("prefix", "round-robin", "least-loaded", "session-hash", "sglang", "dynamo", "lmetric", "llm-d")
+TOOL_CALL_PARSERS: Final = ("auto", "hermes", "llama3_json", "mistral")
+
+_GROUPS_MAX: Final = 256
+"""On one machine: each is two processes at least, and each router has three connections to it."""
+_ROUTERS_MAX: Final = 64
+_RESUME_S_MAX: Final = 86400.0
+GPU_MEMORY_FRACTION: Final = 0.9
+"""Of a GPU's total memory; the rest is for what the driver and other processes take."""
+_KV_MEMORY_CPU: Final = 1 << 30
+_HOST_TIER_GPU: Final = 4 << 30
+_SESSION_TTL_S_MAX: Final = 10 * 365 * 86400.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeSettings:
+    """One cluster on one machine. None: chosen from the model and the machine."""
+
+    model: str = "demo"
+    groups: int = 1
+    """Independent replicas of the model; the router spreads requests over them."""
+    routers: int = 1
+    """Processes that share the port. One streams some thousand tokens a second."""
+    policy: str = "prefix"
+    """How a router chooses the group for a request."""
+    restart: bool = True
+    """Whether a process that dies is started again."""
+    resume_seconds: float = 60.0
+    """How long a stream that lost its group waits for it, or for another one."""
+    tp: int | None = None
+    """Tensor-parallel workers per group. None: by the model and the GPUs that each group can have
+    (`placement.settle`)."""
+    dtype: str = "auto"
+    device: str = "auto"
+    kernels: str = "auto"
+    quantization: str = "none"
+    """Of the weights, while they are loaded."""
+    host: str = "127.0.0.1"
+    """Only this machine may connect unless somebody says otherwise."""
+    port: int = 8000
+    """0: any free one."""
+    served_model_name: str | None = None
+    chunk_size: int = 64
+    """Tokens per chunk, the unit of storage; sharing is exact to the token whatever it is."""
+    kv_memory_bytes: int | None = None
+    """Per worker."""
+    gpu_memory_fraction: float | None = None
+    """Of each GPU's total memory, what one worker may use. None: `GPU_MEMORY_FRACTION`, and no two workers share a
+    GPU."""
+    max_context: int | None = None
+    max_batch: int = 256
+    token_budget: int = 1024
+    """Tokens computed in one step: bounds how long running streams wait for somebody's prefill."""
+    max_waiting: int = 1024
+    prefix_cache: bool = True
+    host_tier_bytes: int | None = None
+    """Per worker: host memory for KV that is not on the device, and for all that goes to or comes from the tiers
+    below; 0: none."""
+    disk_tier: DiskOption | None = None
+    """None: on, in the user's cache folder, if there is room."""
+    remote_tier: str = ""
+    """URL of a Redis or Valkey server that several clusters may share; "": none. May hold a password."""
+    tier_policy: str = "look-ahead"
+    session_ttl: float = 86400.0
+    """Seconds: a conversation that nobody went on with for a day is seldom gone on with. 0: no limit."""
+    preemption: str = "auto"
+    target_itl_ms: float = 0.0
+    """Soft: prompts are computed in smaller parts so that running streams keep this pace. 0: no target."""
+    tool_call_parser: str = "auto"
+    drain_seconds: float = 30.0
+    tenants: str = ""
+    """File with what tenants may do, followed while the cluster runs; "": none."""
+    tenant_limits: TenantLimits = NO_LIMITS
+    """What each tenant may do of whom the file says nothing."""
+    tenant_header: str = ""
+    """In which a gateway in front names the tenant; "": keys tell tenants apart."""
+    api_key_file: str = ""
+    """File with the one key that all clients share; "": none, or in TRUNKLINE_API_KEY."""
+    allow_anonymous: bool = False
+    """Whether a server without keys may listen where others reach it."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names under which browsers may reach a server without keys, besides localhost and addresses."""
+    cors_origins: tuple[str, ...] = ()
+    """Pages of other servers that may use this one from a browser."""
+    idempotency_ttl: float = 600.0
+    """Seconds for which answers are kept for clients that send an `Idempotency-Key`; 0: none are."""
+    threads: int | None = None
+    """CPU threads per worker."""
+    log_level: str = "warning"
+    log_format: str = "auto"
+    """"text" for people, "json" for a log collector; "auto": text."""
+    otlp_endpoint: str = ""
+    """Where spans go; "": as OpenTelemetry's environment variables say, by default nowhere."""
+    trace_sample: float | None = None
+    """Part of requests that is traced; None: as these variables say, by default all."""
+    ranks_here: int | None = None
+    """Of each group, those that run on this machine, if others run elsewhere. No option: see `NodeSettings`."""
+
+    def validate(self) -> None:
+        """Raise `UserError` for the first setting that is wrong by itself."""
+        if not 1 <= self.groups <= _GROUPS_MAX:
+            raise UserError(f"--groups is {self.groups}; allowed are 1 to {_GROUPS_MAX}")
+        if self.tp is not None:
+            _at_least("--tp", self.tp, 1)
+        fraction = self.gpu_memory_fraction
+        if fraction is not None and not 0 < fraction <= 1:
+            raise UserError(f"--gpu-memory-fraction is {fraction:g}; it must be more than 0 and at most 1")
+        if not 1 <= self.routers <= _ROUTERS_MAX:
+            raise UserError(f"--routers is {self.routers}; allowed are 1 to {_ROUTERS_MAX}")
+        _one_of("--policy", self.policy, POLICIES)
+        if not 0 <= self.resume_seconds <= _RESUME_S_MAX:
+            most = f"{_RESUME_S_MAX:.0f}"
+            raise UserError(f"--resume-seconds is {self.resume_seconds:g}; allowed are 0 (do not wait) to {most}")
+        if self.served_model_name and (problem := problem_of_model_name(self.served_model_name)):
+            raise UserError(f"--served-model-name: {problem}")
+        _one_of("--dtype", self.dtype, DTYPES)
+        _one_of("--device", self.device, DEVICES)
+        _one_of("--kernels", self.kernels, KERNELS)
+        _one_of("--log-level", self.log_level, LOG_LEVELS)
+        _one_of("--log-format", self.log_format, LOG_FORMATS)
+        if problem := problem_of_endpoint(self.otlp_endpoint):
+            raise UserError(f"--otlp-endpoint: {problem}")
+        if self.trace_sample is not None and not 0 <= self.trace_sample <= 1:
+            raise UserError(f"--trace-sample is {self.trace_sample:g}; allowed are 0 (none) to 1 (all requests)")
+        _one_of("--quantization", self.quantization, QUANTIZATIONS)
+        _one_of("--preemption", self.preemption, PREEMPTIONS)
+        _one_of("--tool-call-parser", self.tool_call_parser, TOOL_CALL_PARSERS)
+        if self.preemption == "swap" and not self.prefix_cache:
+            raise UserError("--preemption is swap, but with --no-prefix-cache nothing is found again")
+        if self.preemption == "swap" and self.host_tier_bytes == 0:
+            raise UserError("--preemption is swap, but --host-tier is 0; swapping needs memory to swap to")
+        self._validate_tiers()
+        self._validate_tenants()
+        if not 0 <= self.target_itl_ms <= 60_000:
+            raise UserError(f"--target-itl-ms is {self.target_itl_ms:g}; allowed are 0 (no target) to 60000")
+        if not 0 <= self.port <= 65535:
+            raise UserError(f"--port is {self.port}; allowed are 0 (any free port) to 65535")
+        if not 1 <= self.chunk_size <= 1024:
+            raise UserError(f"--chunk-size is {self.chunk_size}; allowed are 1 to 1024 tokens")
+        if self.max_context is not None:
+            _at_least("--max-context", self.max_context, 2)
+        if self.threads is not None:
+            _at_least("--threads", self.threads, 1)
+        _at_least("--max-batch", self.max_batch, 1)
+        _at_least("--max-waiting", self.max_waiting, 1)
+        if self.token_budget <= self.max_batch:
+            raise UserError(
+                f"--token-budget is {self.token_budget}; it must exceed --max-batch ({self.max_batch}), or a "
+                "full batch would leave no room for new prompts"
+            )
+        if not 0 <= self.drain_seconds <= 3600:
+            raise UserError(f"--drain-seconds is {self.drain_seconds:g}; allowed are 0 to 3600")
+
+    def _validate_tiers(self) -> None:
+        _one_of("--tier-policy", self.tier_policy, TIER_POLICIES)
+        if not 0 <= self.session_ttl <= _SESSION_TTL_S_MAX:
+            most = f"{_SESSION_TTL_S_MAX:.0f} seconds"
+            raise UserError(f"--session-ttl is {self.session_ttl:g}; allowed are 0 (no limit) to {most}")
+        if self.remote_tier:
+            check_remote_url(self.remote_tier)
+        asked = self.asked_tier
+        if asked and not self.prefix_cache:
+            raise UserError(f"{asked} keeps KV to be found again, but --no-prefix-cache finds nothing again")
+        if asked and self.host_tier_bytes == 0:
+            raise UserError(
+                f"{asked} is given, but --host-tier is 0; KV passes through host memory on its way, so give "
+                f"--host-tier a size or leave {asked} out"
+            )
+
+    def _validate_tenants(self) -> None:
+        check_tenants(self.tenants, self.tenant_limits)
+        check_exposure(self.host, self.tenants, self.api_key_file, allow_anonymous=self.allow_anonymous)
+        for origin in self.cors_origins:
+            if not ORIGIN.fullmatch(origin):
+                raise UserError(f"--cors-origin: {origin!r} is no origin, as https://chat.example.com is")
+        for host in self.allowed_hosts:
+            if not HOST.fullmatch(host):
+                raise UserError(f"--allowed-host: {host!r} is no name of a machine; it has no port and no slashes")
+        if self.tenant_header and not HEADER_NAME.fullmatch(self.tenant_header):
+            raise UserError(f"--tenant-header is {self.tenant_header!r}; that names no header, as X-Tenant does")
+        if self.idempotency_ttl != 0 and not 1 <= self.idempotency_ttl <= IDEMPOTENCY_TTL_S_MAX:
+            most = f"{IDEMPOTENCY_TTL_S_MAX:.0f}"
+            raise UserError(f"--idempotency-ttl is {self.idempotency_ttl:g}; allowed are 0 (off) and 1 to {most}")
+
+    @property
+    def asked_tier(self) -> str:
+        """The option by which a tier below host memory was asked for; "": none was."""
+        has_disk = self.disk_tier is not None and self.disk_tier.size_bytes > 0
+        return "--disk-tier" if has_disk else "--remote-tier" if self.remote_tier else ""
+
+    @property
+    def connect_host(self) -> str:
+        """The address at which this machine reaches the server."""
+        return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(self.host, self.host)
+
+    @property
+    def ranks(self) -> int:
+        """`tp`, of settings that are settled."""
+        if self.tp is None:
+            raise ValueError("the number of ranks is not settled yet")
+        return self.tp
+
+    @property
+    def workers_here(self) -> int:
+        """Worker processes on this machine."""
+        return self.groups * (self.ranks_here or self.ranks)
+
+    def threads_per_worker(self) -> int:
+        """`threads`, or an equal share of the cores this process may use."""
+        return self.threads or max(1, available_cores() // self.workers_here)
+
+    def kv_memory_per_worker(self, device: str) -> int:
+        """`kv_memory_bytes`; else on CPUs 1 GiB, enough for long contexts of a small model on any laptop, and
+        on GPUs 0: what the worker finds free."""
+        return self.kv_memory_bytes or (_KV_MEMORY_CPU if device == "cpu" else 0)
+
+    def host_tier_per_worker(self, device: str) -> int:
+        """`host_tier_bytes`; else on CPUs as much as the KV pool has (what is not used is never touched), and on
+        GPUs 4 GiB, as others do."""
+        if self.host_tier_bytes is not None:
+            return self.host_tier_bytes
+        return self.kv_memory_per_worker(device) if device == "cpu" else _HOST_TIER_GPU
+
+
+def _at_least(option: str, value: int, least: int) -> None:
+    if value < least:
+        raise UserError(f"{option} is {value}; it must be at least {least}")
+
+
+def _one_of(option: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise UserError(f"{option} is {value!r}; allowed are {', '.join(allowed)}")

@@ -1,0 +1,182 @@
+"""`trunkline group`, `workers`, `router`: the part of a cluster that runs on this host, or in this pod.
+
+The same planning and the same supervisor as of `serve`, but the processes of this part only. Nobody waits here
+for the rest of the cluster: what is needed from elsewhere may come later, go, and come again. So whoever dies is
+started again from the first moment on.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import sys
+from contextlib import ExitStack, closing
+from dataclasses import replace
+
+from rich.console import Console
+
+from trunkline.deploy.config import models
+from trunkline.deploy.config.disk_folders import disk_folders
+from trunkline.deploy.config.listening import open_listener
+from trunkline.deploy.config.node_addresses import GROUP_PORTS, Address
+from trunkline.deploy.config.node_settings import Kind, NodeSettings
+from trunkline.deploy.config.placement import TP_ON_CPUS, Placement, settle
+from trunkline.deploy.config.plans import ClusterPlan, NodePlan
+from trunkline.deploy.config.settings import ServeSettings
+from trunkline.deploy.errors import UserError
+from trunkline.deploy.node.health_server import open_health_port, serving
+from trunkline.deploy.node.node_health import NodeHealth, probe_of
+from trunkline.deploy.supervisor.display import TerminalReporter
+from trunkline.deploy.supervisor.json_reporter import JsonReporter
+from trunkline.deploy.supervisor.members import Limits
+from trunkline.deploy.supervisor.registry import Running, announced
+from trunkline.deploy.supervisor.rundir import run_folder
+from trunkline.deploy.supervisor.serve import announce, check_configs, children, plan_cluster
+from trunkline.deploy.supervisor.supervisor import Supervisor, Surroundings
+from trunkline.runtime.process import enter_role
+
+
+def run_node(kind: Kind, settings: ServeSettings, node_settings: NodeSettings) -> int:
+    """Run a part of a cluster until it is stopped or fails; the exit code (0, 1, or 2 if it can never work).
+
+    Raises:
+        UserError: it cannot work; nothing was started.
+    """
+    console = Console(stderr=True, highlight=False)
+    settings.validate()
+    node_settings.validate(kind)
+    with ExitStack() as stack:
+        listener = None
+        health = NodeHealth()
+        if node_settings.health_port:  # at once: to read a large model takes minutes
+            health_port = open_health_port(node_settings.health_host, node_settings.health_port)
+            stack.enter_context(health_port)
+            stack.enter_context(serving(health_port, health))
+        settings, node = node_settings.plan(kind, _with_tp(kind, settings, node_settings))
+        if kind is Kind.ROUTER:
+            listener = stack.enter_context(open_listener(settings.host, settings.port))
+            plan = plan_routers(settings, node, listener)
+        else:
+            if node.listen is not None:
+                _check_ports(node.listen, GROUP_PORTS if node.is_spread(settings.ranks) else 2)
+            plan = plan_cluster(settings, lambda text: console.print(text, markup=False), node=node)
+        enter_role("supervisor", log_level=settings.log_level, log_format=settings.log_format)
+        disk = stack.enter_context(disk_folders(plan.disk))
+        title = _title(kind, plan)
+        reporter = stack.enter_context(closing(_reporter(console, title, settings)))
+        if kind is not Kind.ROUTER:
+            announce(plan, disk, reporter)
+        folder = stack.enter_context(run_folder())
+        stack.enter_context(announced(folder, _running(kind, plan, node_settings, title)))
+        supervisor = Supervisor(
+            children(plan, folder, disk),
+            reporter,
+            host="",
+            port=0,
+            limits=Limits(drain_s=settings.drain_seconds),
+            restart=settings.restart,
+            surroundings=Surroundings(folder, listener),
+        )
+        if node_settings.health_port:
+            health.begin(folder, probe_of(kind, folder, settings.connect_host, plan.port))
+        return supervisor.run()
+
+
+def _with_tp(kind: Kind, settings: ServeSettings, node_settings: NodeSettings) -> ServeSettings:
+    """Settings with a number of ranks, against which the options of a part are checked. With `--ranks` the GPUs of
+    the other hosts are not known, so the default is that of CPUs.
+
+    Raises:
+        UserError: there is no such model, or no such device.
+    """
+    if settings.tp is not None or kind is Kind.ROUTER:
+        return settings
+    if kind is Kind.GROUP and not node_settings.ranks:
+        return settle(settings, models.resolve(settings.model))[0]
+    return replace(settings, tp=TP_ON_CPUS)
+
+
+def plan_routers(settings: ServeSettings, node: NodePlan, listener: socket.socket) -> ClusterPlan:
+    """Of a node that has routers only: no weights are needed.
+
+    Raises:
+        UserError: it cannot work.
+    """
+    plan = ClusterPlan(
+        settings=settings,
+        folder=models.resolve(settings.model, needs_weights=False),
+        model_name=settings.served_model_name or models.default_name(settings.model),
+        dtype="",
+        placement=Placement(),
+        max_context=settings.max_context or 0,
+        vocab_size=0,
+        fingerprint="",
+        tier_fingerprint="",
+        positions_shift=True,
+        disk=None,
+        port=listener.getsockname()[1],
+        listen_fd=listener.fileno(),
+        node=node,
+    )
+    check_configs(plan)
+    return plan
+
+
+def _reporter(console: Console, title: str, settings: ServeSettings) -> TerminalReporter | JsonReporter:
+    if settings.log_format == "json":
+        return JsonReporter(sys.stderr, title=title, url="", log_level=settings.log_level)
+    return NodeReporter(console, title, settings.log_level)
+
+
+class NodeReporter(TerminalReporter):
+    """Shows all lines at once: there is no moment from which on such a part is complete."""
+
+    def __init__(self, console: Console, title: str, log_level: str) -> None:
+        super().__init__(console, title=title, url="", model_name="", log_level=log_level)
+
+    def _announce(self) -> None:
+        """Each process says itself when it is ready."""
+
+
+def _title(kind: Kind, plan: ClusterPlan) -> str:
+    node, settings = plan.node, plan.settings
+    assert node is not None
+    if kind is Kind.ROUTER:
+        count = len(node.controllers)
+        return f"{plan.model_name} · router of {count} group{'s' if count > 1 else ''} · {plan.url}"
+    ranks = f"rank{'s' if len(node.ranks) > 1 else ''} {node.ranks[0]}"
+    ranks += f"-{node.ranks[-1]}" if len(node.ranks) > 1 else ""
+    where = f"listens on {node.listen}" if kind is Kind.GROUP else f"of the group at {node.leader}"
+    return f"{plan.model_name} · {ranks} of {settings.ranks} on {plan.device} · {plan.dtype} · {where}"
+
+
+def _running(kind: Kind, plan: ClusterPlan, node_settings: NodeSettings, title: str) -> Running:
+    """What commands find. Workers are known by the port of their health, for they listen on no other."""
+    assert plan.node is not None
+    if kind is Kind.ROUTER:
+        return Running(plan.port, plan.url, title, os.getpid(), kind)
+    address = plan.node.listen or plan.node.leader
+    port = plan.node.listen.port if plan.node.listen is not None else node_settings.health_port
+    return Running(port, f"tcp://{address}", title, os.getpid(), kind)
+
+
+def _check_ports(address: Address, count: int) -> None:
+    """The controller will open them; a person should hear now, and in one line, that it cannot.
+
+    Raises:
+        UserError: one is in use, or the address is not this machine's.
+    """
+    for port in range(address.port, address.port + count):
+        try:
+            with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as trial:
+                trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                trial.bind((address.host, port))
+                trial.listen(1)
+        except OSError as error:
+            what = (
+                f"a group needs {count} ports from there on; stop what has port {port}, or choose others"
+                if error.errno == errno.EADDRINUSE
+                else "write an address of this machine, or 0.0.0.0 for all of them"
+            )
+            raise UserError(f"--listen is {address}: {error.strerror}; {what}") from error

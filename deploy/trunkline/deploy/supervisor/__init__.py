@@ -1,0 +1,1 @@
+"""A cluster on this machine: starting, watching, restarting, draining and stopping its processes."""

@@ -1,0 +1,170 @@
+"""The control socket of a running cluster, in the supervisor's selector loop: the shell around
+`control_commands.py`.
+
+It decides nothing: commands go to `on_command` with a ticket, and whoever decides calls `reply` with it, at once
+or later. Everything is bounded: connections, lines, commands of one connection under way (one), and what waits to
+be read by a client.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import selectors
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from trunkline.deploy.supervisor.control_commands import (
+    Command,
+    CommandError,
+    Lines,
+    Reply,
+    encode_reply,
+    parse_command,
+)
+
+SOCKET_NAME: Final = "control"
+"""In the run folder."""
+CLIENTS_MAX: Final = 16
+_WAITING_BYTES_MAX: Final = 1 << 20
+_LINES_MAX: Final = 64
+"""Commands that a client may send ahead."""
+
+
+class _Client:
+    """A connection."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.lines = Lines()
+        self.waiting: list[bytes] = []
+        """Commands that have come while another one is under way."""
+        self.ticket: int | None = None
+        self.unsent = b""
+        self.is_closing = False
+
+
+class ControlServer:
+    """See above. All methods are for the thread of the selector."""
+
+    def __init__(
+        self, selector: selectors.BaseSelector, folder: Path, on_command: Callable[[Command, int], None]
+    ) -> None:
+        """
+        Args:
+            on_command: may raise `CommandError`, which is the reply then.
+        """
+        path = folder / SOCKET_NAME
+        self._selector = selector
+        self._on_command = on_command
+        self._clients: set[_Client] = set()
+        self._tickets = itertools.count(1)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        self._listener.bind(os.fspath(path))
+        os.chmod(path, 0o600)
+        self._listener.listen(CLIENTS_MAX)
+        selector.register(self._listener, selectors.EVENT_READ, lambda _: self._accept())
+
+    def reply(self, ticket: int, reply: Reply) -> None:
+        """Answer a command; after one that is `done`, the client's next is taken. Nobody there: never mind."""
+        client = next((client for client in self._clients if client.ticket == ticket), None)
+        if client is None:
+            return
+        self._send(client, reply)
+        if reply.done:
+            client.ticket = None
+            self._next(client)
+
+    def close(self) -> None:
+        """Disconnect everybody, after a last try to deliver what they have not read."""
+        for client in list(self._clients):
+            self._flush(client)
+            self._drop(client)
+        self._selector.unregister(self._listener)
+        self._listener.close()
+
+    def _accept(self) -> None:
+        with suppress(OSError):  # the client has gone again, or there are no descriptors left
+            connection, _ = self._listener.accept()
+            connection.setblocking(False)
+            client = _Client(connection)
+            self._clients.add(client)
+            self._selector.register(connection, selectors.EVENT_READ, lambda events: self._serve(client, events))
+            if len(self._clients) > CLIENTS_MAX:
+                self._refuse(client, f"there are {CLIENTS_MAX} connections already; try again later")
+
+    def _serve(self, client: _Client, events: int) -> None:
+        if events & selectors.EVENT_WRITE:
+            self._flush(client)
+        if events & selectors.EVENT_READ and client in self._clients:
+            self._read(client)
+
+    def _read(self, client: _Client) -> None:
+        try:
+            data = client.connection.recv(65536)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._drop(client)  # what it has asked for goes on
+            return
+        if client.is_closing:
+            return
+        try:
+            client.waiting += client.lines.feed(data)
+        except CommandError as error:
+            self._refuse(client, str(error))
+            return
+        if len(client.waiting) > _LINES_MAX:
+            self._refuse(client, f"more than {_LINES_MAX} commands wait; read the answers first")
+            return
+        self._next(client)
+
+    def _next(self, client: _Client) -> None:
+        """Take the commands up to one that is not answered at once."""
+        while client.ticket is None and client.waiting and client in self._clients:
+            line = client.waiting.pop(0)
+            try:
+                command = parse_command(line)
+                client.ticket = ticket = next(self._tickets)
+                self._on_command(command, ticket)
+            except CommandError as error:
+                client.ticket = None
+                self._send(client, Reply(str(error), done=True, ok=False))
+
+    def _refuse(self, client: _Client, text: str) -> None:
+        client.is_closing = True
+        self._send(client, Reply(text, done=True, ok=False))
+
+    def _send(self, client: _Client, reply: Reply) -> None:
+        if len(client.unsent) <= _WAITING_BYTES_MAX:
+            client.unsent += encode_reply(reply)
+            self._flush(client)
+        else:
+            self._drop(client)  # it does not read
+
+    def _flush(self, client: _Client) -> None:
+        try:
+            sent = client.connection.send(client.unsent) if client.unsent else 0
+        except (BlockingIOError, InterruptedError):
+            sent = 0
+        except OSError:
+            self._drop(client)
+            return
+        client.unsent = client.unsent[sent:]
+        if client.is_closing and not client.unsent:
+            self._drop(client)
+            return
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if client.unsent else 0)
+        if client in self._clients:
+            self._selector.modify(client.connection, events, lambda events: self._serve(client, events))
+
+    def _drop(self, client: _Client) -> None:
+        if client in self._clients:
+            self._clients.discard(client)
+            self._selector.unregister(client.connection)
+            client.connection.close()

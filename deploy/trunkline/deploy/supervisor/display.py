@@ -1,0 +1,172 @@
+"""What a person sees while a cluster starts, runs and stops: a live table on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from rich.console import Console
+from rich.live import Live
+from rich.markup import escape
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from trunkline.deploy.cli.chat import DEFAULT_URL
+from trunkline.deploy.supervisor.last_words import parse_log_line
+from trunkline.deploy.supervisor.lifecycle import Phase
+
+_STYLES: Final = {"debug": "dim", "info": "", "warning": "yellow", "error": "bold red", "critical": "bold red"}
+_PLAIN_INTERVAL_S: Final = 2.0
+_HIDDEN_FIELDS: Final = ("event", "level", "time", "role", "rank", "router", "exception")
+
+
+class TerminalReporter:
+    """Implements `supervisor.Reporter` on a rich console (standard error, so that output can be piped)."""
+
+    def __init__(self, console: Console, *, title: str, url: str, model_name: str, log_level: str) -> None:
+        self._console = console
+        self._title = title
+        self._url = url
+        self._model_name = model_name
+        self._level = logging.getLevelNamesMapping()[log_level.upper()]
+        self._held: list[tuple[str, str]] | None = [] if self._level >= logging.WARNING else None
+        """What children wrote while they start: shown once the cluster serves, or for the one that failed.
+        None: everything is shown at once."""
+        self._started = time.monotonic()
+        self._pids: dict[str, int] = {}
+        self._detail = ""
+        self._printed_s = 0.0
+        self._live = Live(console=console, refresh_per_second=8, transient=True, get_renderable=self._table)
+        console.print(f"[bold]Trunkline[/] {escape(title)}")
+        if console.is_terminal:
+            self._live.start()
+
+    def spawned(self, name: str, pid: int) -> None:
+        """A child runs."""
+        self._pids[name] = pid
+        if not self._live.is_started:  # no terminal, or the table has gone
+            self._console.print(f"{name} started (process {pid})")
+
+    def health(self, answer: Mapping[str, Any] | None) -> None:
+        """Keep what the router says; without a terminal, print it when it changes, every 2 s at most."""
+        detail = describe_health(answer)
+        now = time.monotonic() - self._started
+        changed = detail != self._detail
+        self._detail = detail
+        if changed and not self._console.is_terminal and now - self._printed_s >= _PLAIN_INTERVAL_S:
+            self._printed_s = now
+            self._console.print(f"[{now:5.1f} s] {detail}", markup=False)
+
+    def output(self, name: str, line: str) -> None:
+        """Show a child's log line if it is as important as `--log-level` asks; what is no log line, always."""
+        if self._held is not None:
+            self._held.append((name, line))
+            return
+        record = parse_log_line(line)
+        if record is None:
+            self._console.print(Text(f"{name:<10} {line}"), soft_wrap=True)
+            return
+        level = str(record.get("level", "info"))
+        if logging.getLevelNamesMapping().get(level.upper(), logging.ERROR) >= self._level:
+            text = Text(f"{name:<10} {format_record(record)}", style=_STYLES.get(level, ""))
+            self._console.print(text, soft_wrap=True)  # whoever searches a file finds whole lines
+
+    def say(self, text: str, level: str) -> None:
+        """Print a sentence."""
+        self._console.print(Text(text, style=_STYLES.get(level, "")), soft_wrap=True)
+
+    def last_lines(self, name: str, lines: Sequence[str]) -> None:
+        """Print the end of what a child that could not start wrote; later, it was shown when it came."""
+        if self._held is None or not lines:
+            return
+        self._console.print(Text(f"Its last lines ({name}):", style="bold"))
+        for line in lines:
+            record = parse_log_line(line)
+            self._console.print(Text(f"  {format_record(record) if record else line}"))
+
+    def phase(self, phase: Phase) -> None:
+        """Say where the cluster stands."""
+        if phase is not Phase.STARTING:
+            self._live.stop()
+        match phase:
+            case Phase.SERVING:
+                held, self._held = self._held, None
+                for name, line in held or ():
+                    self.output(name, line)
+                self._announce()
+            case Phase.FAILED:
+                self.say("The cluster cannot go on without it; stopping.", "error")
+            case Phase.STOPPED:
+                self._console.print("Stopped.")
+            case _:
+                pass
+
+    def close(self) -> None:
+        """Give the terminal back, whatever happened."""
+        self._live.stop()
+
+    def _announce(self) -> None:
+        seconds = time.monotonic() - self._started
+        self._console.print(f"Ready after {seconds:.1f} s: [bold]{self._url}[/]")
+        # Written as plain text without wrapping, so that what is selected and pasted works.
+        self._console.print("\nAsk it something:\n", highlight=False)
+        for line in curl_lines(self._url, self._model_name):
+            self._console.print(line, soft_wrap=True, markup=False, highlight=False)
+        self._console.print(
+            f"\nTalk to it:  {chat_command(self._url)}", soft_wrap=True, markup=False, highlight=False
+        )
+        self._console.print("Stop it:     Ctrl-C\n", highlight=False)
+
+    def _table(self) -> Table:
+        table = Table.grid(padding=(0, 2))
+        for name, pid in self._pids.items():
+            table.add_row(Text(name, style="bold"), Text(f"process {pid}", style="dim"))
+        seconds = time.monotonic() - self._started
+        table.add_row(Spinner("dots"), Text(f"{seconds:4.0f} s  {self._detail or 'starting processes'}"))
+        return table
+
+
+def describe_health(answer: Mapping[str, Any] | None) -> str:
+    """One line from the body of a `/health` that is not yet 200."""
+    if answer is None:
+        return "starting processes"
+    return str(answer.get("reason") or "starting")
+
+
+def format_record(record: Mapping[str, Any]) -> str:
+    """`level event key=value …`, then the traceback if there is one."""
+    # Which group a process is of, its name says already; a router's lines name the group of a request.
+    hidden = _HIDDEN_FIELDS if record.get("role") == "router" else (*_HIDDEN_FIELDS, "group")
+    fields = " ".join(f"{key}={value}" for key, value in record.items() if key not in hidden)
+    text = f"{record.get('level', 'info'):<7} {record['event']} {fields}".rstrip()
+    return f"{text}\n{record['exception']}" if "exception" in record else text
+
+
+def chat_command(url: str) -> str:
+    """The chat client's command line. With the path of this installation unless the shell finds one itself:
+    after `make serve` the environment is not activated."""
+    program = shutil.which("trunkline") and "trunkline"
+    if program is None:
+        path = Path(sys.executable).with_name("trunkline")
+        program = str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+    return f"{shlex.quote(program)} chat" + ("" if url == DEFAULT_URL else f" --url {url}")
+
+
+def curl_lines(url: str, model_name: str) -> list[str]:
+    """A command that asks the model something, to be pasted into a POSIX shell."""
+    question = "What does os.path.join do?"
+    body = {"model": model_name, "messages": [{"role": "user", "content": question}], "max_tokens": 64}
+    quoted = json.dumps(body).replace("'", "'\\''")
+    return [
+        f"curl {url}/v1/chat/completions \\",
+        "  -H 'Content-Type: application/json' \\",
+        f"  -d '{quoted}'",
+    ]

@@ -1,0 +1,239 @@
+"""All groups and routers of a cluster that serves: who is started again, and what people asked for. Pure.
+
+Commands carry a *ticket*; everything that `Tell` says about it is for whoever gave the command. A restart is
+rolling: unit by unit, the next only when the one before works again, and none after one that does not.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from trunkline.deploy.supervisor.control_commands import Command, CommandError
+from trunkline.deploy.supervisor.members import NEVER, Action, Limits, Member, Role, Tell
+from trunkline.deploy.supervisor.units import Group, Mode, Router, Unit
+
+_ROUTERS: Final = "routers"
+
+
+@dataclass(frozen=True)
+class _Round:
+    """A unit to be restarted."""
+
+    ticket: int
+    unit: Unit
+
+
+@dataclass(frozen=True)
+class _Wait:
+    """Somebody waits for a group."""
+
+    group: Group
+    is_drain: bool
+
+
+class Fleet:
+    """See above. Events in the order in which they happened; every method returns what is to be done."""
+
+    def __init__(self, members: Iterable[Member], limits: Limits, now: float) -> None:
+        members = list(members)
+        self._limits = limits
+        numbers = sorted({member.group for member in members if member.role is not Role.ROUTER})
+        self.groups = [
+            Group(number, [m for m in members if m.group == number and m.role is not Role.ROUTER], limits, now)
+            for number in numbers
+        ]
+        self.routers = [Router(member, limits, now) for member in members if member.role is Role.ROUTER]
+        self._queue: deque[_Round] = deque()
+        self._round: _Round | None = None
+        self._round_deadline = NEVER
+        self._pause_until = 0.0
+        self._waits: dict[int, _Wait] = {}
+
+    @property
+    def units(self) -> Sequence[Unit]:
+        """Groups, then routers: the order of a restart."""
+        return [*self.groups, *self.routers]
+
+    @property
+    def deadline(self) -> float:
+        """When `tick` has something to do."""
+        own = self._round_deadline if self._round else self._pause_until if self._queue else NEVER
+        return min([own, *(unit.deadline for unit in self.units)])
+
+    @property
+    def is_without_groups(self) -> bool:
+        """All groups were given up. Where there never were any, none is missed."""
+        return bool(self.groups) and all(group.mode is Mode.LOST for group in self.groups)
+
+    @property
+    def is_without_routers(self) -> bool:
+        """All routers were given up. Where there never were any, none is missed."""
+        return bool(self.routers) and all(router.mode is Mode.LOST for router in self.routers)
+
+    @property
+    def is_impossible(self) -> bool:
+        """A group or router was given up because its configuration can never work."""
+        return any(unit.why_lost for unit in self.units)
+
+    def expects(self, name: str) -> bool:
+        """Whether the end of this process would be no loss."""
+        unit = self._unit_of(name)
+        return unit is not None and unit.expects(name)
+
+    def exited(self, name: str, status: int, now: float, words: str = "") -> list[Action]:
+        """A child ended; `status` as in `Popen.returncode`, `words` its own reason, if it gave one."""
+        unit = self._unit_of(name)
+        return [] if unit is None else [*unit.exited(name, status, now, words), *self._go_on(now)]
+
+    def reported(self, name: str, status: str, now: float) -> list[Action]:
+        """A child said where it stands: starting, ready, draining or failed."""
+        unit = self._unit_of(name)
+        return [] if unit is None else [*unit.reported(name, status, now), *self._go_on(now)]
+
+    def tick(self, now: float) -> list[Action]:
+        """Time passed."""
+        actions = [action for unit in self.units for action in unit.tick(now)]
+        return [*actions, *self._go_on(now)]
+
+    def command(self, command: Command, ticket: int, now: float) -> list[Action]:
+        """Somebody wants something other than the status.
+
+        Raises:
+            CommandError: it is not possible; nothing has changed.
+        """
+        if command.command == "restart":
+            actions = self._restart(command.units, ticket)
+        else:
+            group = self._group(command.units[0])
+            change = self._drain if command.command == "drain" else self._undrain
+            actions = change(group, ticket, now)
+        return [*actions, *self._go_on(now)]
+
+    def close(self, why: str) -> list[Action]:
+        """Nothing more is done here: whoever waits is told why."""
+        tickets = {round_.ticket for round_ in [*self._queue, *([self._round] if self._round else [])]}
+        self._queue.clear()
+        self._round = None
+        waiting = [*self._waits, *tickets]
+        self._waits.clear()
+        return [Tell(ticket, why, done=True, ok=False) for ticket in waiting]
+
+    def describe(self, now: float) -> dict[str, Any]:
+        """For a status table: groups and processes, without process ids."""
+        rows: list[dict[str, Any]] = []
+        for router in self.routers:
+            row = {**router.slot.describe(now), "child": router.current}
+            rows.append({**row, "state": "given up", "why": router.why_lost} if router.mode is Mode.LOST else row)
+            for child in router.children[1:]:
+                state = "draining" if router.is_leaving(child) else "starting"
+                rows.append({**row, "name": child, "child": child, "state": state, "restarts": 0, "up_s": None})
+        for group in self.groups:
+            rows += [{**slot.describe(now), "child": name} for name, slot in group.slots.items()]
+        groups = [{"group": group.number, "state": group.state, "why": group.why_lost} for group in self.groups]
+        return {"groups": groups, "processes": rows}
+
+    def _unit_of(self, name: str) -> Unit | None:
+        for router in self.routers:
+            if name in router.children:
+                return router
+        return next((group for group in self.groups if name in group.slots), None)
+
+    def _group(self, text: str) -> Group:
+        """By its number, or by the name of a member."""
+        for group in self.groups:
+            if text in (str(group.number), f"group-{group.number}", *group.slots):
+                return group
+        numbers = ", ".join(str(group.number) for group in self.groups) or "none here"
+        raise CommandError(f"there is no group {text!r}; there are {numbers}")
+
+    def _drain(self, group: Group, ticket: int, now: float) -> list[Action]:
+        self._waits[ticket] = _Wait(group, is_drain=True)
+        started = Tell(ticket, f"{group.title} finishes its streams, then stops")
+        return [started, *group.stop(Mode.DOWN, now)]
+
+    def _undrain(self, group: Group, ticket: int, now: float) -> list[Action]:
+        self._waits[ticket] = _Wait(group, is_drain=False)
+        return [Tell(ticket, f"{group.title} starts"), *group.start(now)]
+
+    def _restart(self, names: Sequence[str], ticket: int) -> list[Action]:
+        units: list[Unit] = []
+        for name in names:
+            units += [unit for unit in self._named(name) if unit not in units]
+        if not names:
+            units = [unit for unit in self.units if not (isinstance(unit, Group) and unit.is_to_be_down)]
+        waiting = [round_.unit for round_ in [*self._queue, *([self._round] if self._round else [])]]
+        for unit in units:
+            if unit in waiting:
+                raise CommandError(f"{unit.title} is being restarted already")
+            if isinstance(unit, Group) and unit.is_to_be_down:
+                raise CommandError(f"{unit.title} is drained; `trunkline undrain {unit.number}` starts it")
+        if not units:
+            raise CommandError("there is nothing to restart: all groups are drained")
+        self._queue += [_Round(ticket, unit) for unit in units]
+        return [Tell(ticket, f"to be restarted, one after the other: {', '.join(unit.title for unit in units)}")]
+
+    def _named(self, name: str) -> Sequence[Unit]:
+        if name == _ROUTERS:
+            return self.routers
+        routers = [router for router in self.routers if router.title == name]
+        return routers or [self._group(name)]
+
+    def _go_on(self, now: float) -> list[Action]:
+        """What follows from what has just happened."""
+        actions: list[Action] = []
+        for ticket, wait in list(self._waits.items()):
+            answer = _answer(ticket, wait)
+            if answer is not None:
+                del self._waits[ticket]
+                actions.append(answer)
+        while self._round is not None or (self._queue and now >= self._pause_until):
+            if self._round is None:
+                self._round = self._queue.popleft()
+                self._round_deadline = now + self._round_seconds()
+                actions += [
+                    Tell(self._round.ticket, f"{self._round.unit.title}: restarting"),
+                    *self._round.unit.restart(now),
+                ]
+            outcome = self._round.unit.outcome
+            if outcome is None and now >= self._round_deadline:
+                outcome = f"was not ready after {self._round_seconds():.0f} s"
+            if outcome is None:
+                break
+            actions += self._end_round(self._round, outcome, now)
+        return actions
+
+    def _end_round(self, round_: _Round, problem: str, now: float) -> list[Action]:
+        self._round = None
+        title, ticket = round_.unit.title, round_.ticket
+        rest = [other for other in self._queue if other.ticket == ticket]
+        if problem:
+            # What is wrong with this one may well be wrong with all: they go on as they are.
+            self._queue = deque(other for other in self._queue if other.ticket != ticket)
+            left = f"; left as they are: {', '.join(other.unit.title for other in rest)}" if rest else ""
+            return [Tell(ticket, f"{title} {problem}{left}", done=True, ok=False)]
+        self._pause_until = now + self._limits.pause_s
+        return [Tell(ticket, f"{title}: ready again"), *([] if rest else [Tell(ticket, "restarted", done=True)])]
+
+    def _round_seconds(self) -> float:
+        """How long one unit's restart may take: all its stages, one after the other."""
+        limits = self._limits
+        stopping = limits.drain_s + limits.margin_s + limits.settle_s + 2 * limits.reap_s
+        return stopping + max(limits.start_s, limits.replace_s)
+
+
+def _answer(ticket: int, wait: _Wait) -> Tell | None:
+    """To somebody who waits for a group; None: it goes on."""
+    group = wait.group
+    if wait.is_drain:
+        if group.mode in (Mode.DOWN, Mode.LOST):
+            return Tell(ticket, f"{group.title} is down", done=True)
+        return None if group.is_to_be_down else Tell(ticket, f"{group.title} was started again", True, False)
+    problem = group.outcome
+    if problem is None:
+        return None
+    if problem:
+        return Tell(ticket, f"{group.title} {problem}", done=True, ok=False)
+    return Tell(ticket, f"{group.title} is ready", done=True)

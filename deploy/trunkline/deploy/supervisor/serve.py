@@ -1,0 +1,269 @@
+"""`trunkline serve`: from settings to a supervised cluster.
+
+Everything that can be known to be impossible is refused here, before a process starts: the folder, the
+architecture, the split over ranks, the port. Then each process gets its configuration as a JSON file in
+the run folder.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import psutil
+from rich.console import Console
+
+from trunkline.controller.config import ConfigError
+from trunkline.deploy.config import models
+from trunkline.deploy.config.credentials import make_admin_key
+from trunkline.deploy.config.disk_folders import DiskFolders, disk_folders, plan_disk
+from trunkline.deploy.config.listening import free_port, open_listener
+from trunkline.deploy.config.member_configs import configs_of, expected_folders
+from trunkline.deploy.config.placement import settle
+from trunkline.deploy.config.plans import ClusterPlan, NodePlan
+from trunkline.deploy.config.settings import ServeSettings
+from trunkline.deploy.config.sizes import format_bytes
+from trunkline.deploy.errors import UserError
+from trunkline.deploy.supervisor.display import TerminalReporter
+from trunkline.deploy.supervisor.json_reporter import JsonReporter
+from trunkline.deploy.supervisor.members import Limits, Role
+from trunkline.deploy.supervisor.registry import Running, announced
+from trunkline.deploy.supervisor.rundir import run_folder
+from trunkline.deploy.supervisor.supervisor import ChildSpec, Supervisor, Surroundings
+from trunkline.kvstore.fingerprint import KvShape, tier_fingerprint
+from trunkline.runtime.process import enter_role
+from trunkline.worker.errors import WorkerError
+from trunkline.worker.model.families import ModelConfig, check_model
+
+__all__ = ["ClusterPlan", "children", "plan_cluster", "serve"]
+
+_TELL_BYTES: Final = 2 << 30
+"""To read so much takes seconds: somebody may wonder."""
+
+
+def _quietly(text: str) -> None:
+    """Nobody wants to know."""
+
+
+def plan_cluster(
+    settings: ServeSettings,
+    tell: Callable[[str], None] = _quietly,
+    listener: socket.socket | None = None,
+    node: NodePlan | None = None,
+) -> ClusterPlan:
+    """Settle what was left open and refuse what cannot work. Nothing is written, but digests of large weights.
+
+    Args:
+        settings: what was asked for.
+        tell: called before what takes seconds.
+        listener: listens on the port already; None: whether that will be possible is tried out.
+        node: what is to run here, if that is a part of a cluster.
+
+    Raises:
+        UserError: with what was given, what is allowed and what to do.
+    """
+    settings.validate()
+    folder = models.resolve(settings.model)
+    settings, placement = settle(settings, folder)
+    device = placement.device
+    if settings.kernels in ("cpu", "cuda") and settings.kernels != device:
+        raise UserError(
+            f"--kernels is {settings.kernels}, but the model runs on device {device}; use --kernels auto"
+        )
+    dtype = models.resolve_dtype(folder, settings.dtype, device)
+    try:
+        model = check_model(folder, settings.ranks, dtype)
+    except WorkerError as error:
+        raise UserError(str(error)) from error
+    max_context = settings.max_context or model.max_positions
+    if max_context > model.max_positions:
+        raise UserError(
+            f"--max-context is {max_context}; {settings.model} allows at most {model.max_positions} tokens"
+        )
+    _check_kv_memory(settings, model, dtype, device)
+
+    def tell_reading(count: int) -> None:
+        if count >= _TELL_BYTES:
+            tell(
+                f"Reading {format_bytes(count)} of weights: what is computed with them is kept under their digest."
+            )
+
+    fingerprint = models.fingerprint(folder, settings.quantization, tell_reading)
+    tier = _tier_fingerprint(settings, model, dtype, fingerprint)
+    chunk_bytes = model.kv_block_bytes(settings.chunk_size, settings.ranks, dtype)
+    plan = ClusterPlan(
+        settings=settings,
+        folder=folder,
+        model_name=settings.served_model_name or models.default_name(settings.model),
+        dtype=dtype,
+        placement=placement,
+        max_context=max_context,
+        vocab_size=model.vocab_size,
+        fingerprint=fingerprint,
+        tier_fingerprint=tier,
+        positions_shift=model.positions_shift,
+        disk=plan_disk(
+            settings.disk_tier, tier, settings.groups, settings.ranks_here or settings.ranks, chunk_bytes
+        )
+        if _has_room_on_host(settings, device, chunk_bytes)
+        else None,
+        port=free_port(settings.host, settings.port) if listener is None else listener.getsockname()[1],
+        listen_fd=0 if listener is None else listener.fileno(),
+        node=node,
+    )
+    _check_host_tier(settings, chunk_bytes)
+    check_configs(plan)
+    return plan
+
+
+def check_configs(plan: ClusterPlan) -> None:
+    """
+    Raises:
+        UserError: a process would refuse its configuration.
+    """
+    try:  # with endpoints of a folder that does not exist yet: the rules are about everything else
+        for config in configs_of(plan, Path("/run"), expected_folders(plan)).values():
+            config.validate()
+    except (ConfigError, WorkerError, ValueError) as error:
+        raise UserError(str(error)) from error
+
+
+def children(plan: ClusterPlan, folder: Path, disk: DiskFolders | None = None) -> list[ChildSpec]:
+    """Write each process's configuration into `folder`; how to start them, workers (slowest) first.
+
+    Args:
+        plan: what they agree on.
+        folder: of this run.
+        disk: where the disk tier is; None: nowhere.
+    """
+    specs = []
+    make_admin_key(folder)
+    for member, config in configs_of(plan, folder, disk or DiskFolders()).items():
+        path = folder / f"{member.name}.json"
+        # Nobody else may read it, wherever the folder is: there may be a password in it.
+        with open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600), "wb") as file:
+            file.write(msgspec.json.encode(config))
+        module = f"trunkline.{member.role}"
+        # -P: a module in the current directory must not stand in for an installed one.
+        argv = (sys.executable, "-P", "-m", module, "--config", str(path))
+        inherits = (plan.listen_fd,) if member.role is Role.ROUTER and plan.listen_fd else ()
+        specs.append(ChildSpec(member, argv, descriptors=inherits))
+    order = [Role.WORKER, Role.CONTROLLER, Role.ROUTER]
+    return sorted(specs, key=lambda spec: order.index(spec.member.role))
+
+
+def serve(settings: ServeSettings) -> int:
+    """Run a cluster until it is stopped or fails; the exit code (0, 1, or 2 if it can never work).
+
+    Raises:
+        UserError: it cannot work; nothing was started.
+    """
+    console = Console(stderr=True, highlight=False)
+    settings.validate()
+    # Before anything slow: nobody else can take the port any more.
+    with open_listener(settings.host, settings.port) as listener:
+        plan = plan_cluster(settings, lambda text: console.print(text, markup=False), listener)
+        enter_role("supervisor", log_level=settings.log_level, log_format=settings.log_format)
+        with disk_folders(plan.disk) as disk:
+            return _supervise(plan, disk, listener, console)
+
+
+def _supervise(plan: ClusterPlan, disk: DiskFolders, listener: socket.socket, console: Console) -> int:
+    settings = plan.settings
+    reporter: TerminalReporter | JsonReporter
+    if settings.log_format == "json":
+        reporter = JsonReporter(sys.stderr, title=plan.title, url=plan.url, log_level=settings.log_level)
+    else:
+        reporter = TerminalReporter(
+            console, title=plan.title, url=plan.url, model_name=plan.model_name, log_level=settings.log_level
+        )
+    try:
+        announce(plan, disk, reporter)
+        running = Running(plan.port, plan.url, plan.title, os.getpid())
+        with run_folder() as folder, announced(folder, running):
+            supervisor = Supervisor(
+                children(plan, folder, disk),
+                reporter,
+                host=settings.connect_host,
+                port=plan.port,
+                limits=Limits(drain_s=settings.drain_seconds),
+                restart=settings.restart,
+                surroundings=Surroundings(folder, listener),
+            )
+            return supervisor.run()
+    finally:
+        reporter.close()
+
+
+def announce(plan: ClusterPlan, disk: DiskFolders, reporter: TerminalReporter | JsonReporter) -> None:
+    """Say where workers compute and where KV goes, before the first process starts."""
+    if gpus := plan.placement.describe():
+        reporter.say(gpus, "info")
+    reporter.say(f"KV tiers below the device: {plan.describe_tiers(disk)}", "info")
+    for warning in (plan.placement.warning, *disk.warnings):
+        if warning:
+            reporter.say(warning, "warning")
+
+
+def _has_room_on_host(settings: ServeSettings, device: str, chunk_bytes: int) -> bool:
+    """Whether KV can pass through host memory on its way to and from the tiers below.
+
+    Raises:
+        UserError: it cannot, but such a tier was asked for.
+    """
+    memory, asked = settings.host_tier_per_worker(device), settings.asked_tier
+    if settings.prefix_cache and memory >= 2 * chunk_bytes:
+        return True
+    if asked:
+        raise UserError(
+            f"{asked} is given, but --host-tier is {format_bytes(memory)}; KV passes through host memory on its "
+            f"way, where two chunks of {format_bytes(chunk_bytes)} are the least"
+        )
+    return False
+
+
+def _tier_fingerprint(settings: ServeSettings, model: ModelConfig, dtype: str, fingerprint: str) -> str:
+    kv_heads = max(1, model.kv_heads // settings.ranks)
+    shape = KvShape(model.layers, kv_heads, settings.chunk_size, model.head_dim)
+    # The records' own text: a field that is added to them changes it, at the price of KV that is computed again.
+    positions = repr((model.architecture.positions, model.attention, model.alibi_slopes, model.max_positions))
+    return tier_fingerprint(bytes.fromhex(fingerprint), dtype, settings.ranks, shape, positions).hex()
+
+
+def _check_kv_memory(settings: ServeSettings, model: ModelConfig, dtype: str, device: str) -> None:
+    """A worker needs room for two chunks at least; anything longer is refused request by request. And what
+    was asked for must exist; the default is not checked, for what is not used is never touched."""
+    memory = settings.kv_memory_per_worker(device)
+    chunk = model.kv_block_bytes(settings.chunk_size, settings.ranks, dtype)
+    if memory and memory < 2 * chunk:
+        raise UserError(
+            f"--kv-memory is {format_bytes(memory)}; a chunk of {settings.chunk_size} tokens takes "
+            f"{format_bytes(chunk)} per worker and two are the least"
+        )
+    asked = (settings.kv_memory_bytes or 0) * settings.workers_here
+    if device == "cpu" and asked > (machine := psutil.virtual_memory().total):
+        raise UserError(
+            f"--kv-memory is {format_bytes(memory)} for each of {settings.workers_here} workers, "
+            f"{format_bytes(asked)} in all; this machine has {format_bytes(machine)} of memory"
+        )
+
+
+def _check_host_tier(settings: ServeSettings, chunk_bytes: int) -> None:
+    """What was asked for holds a chunk at least, and this machine has it, with GPUs or without."""
+    memory = settings.host_tier_bytes or 0
+    if memory and settings.prefix_cache and memory < chunk_bytes:
+        raise UserError(
+            f"--host-tier is {format_bytes(memory)}; a chunk of {settings.chunk_size} tokens takes "
+            f"{format_bytes(chunk_bytes)} per worker; give it room for some, or 0 for none"
+        )
+    asked = memory * settings.workers_here
+    if asked > (machine := psutil.virtual_memory().total):
+        raise UserError(
+            f"--host-tier is {format_bytes(memory)} for each of {settings.workers_here} workers, "
+            f"{format_bytes(asked)} in all; this machine has {format_bytes(machine)} of memory"
+        )

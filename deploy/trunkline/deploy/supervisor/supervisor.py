@@ -1,0 +1,369 @@
+"""Runs a cluster's processes and does what `Lifecycle` decides: the shell around it.
+
+One thread waits for everything at once: signals and deaths (through the signal wake-up descriptor), output
+of the children (their pipes), what they say of themselves, commands, and deadlines. A cluster that serves wakes it
+never, so it costs nothing idle.
+While the cluster starts, a second thread asks the router for its health twice a second; it ends with the
+first answer that says "healthy".
+
+Children are spawned by the main thread, because the kernel kills them when the *thread* that spawned them
+ends (`process.die_with_parent`), and in sessions of their own, so that Ctrl-C reaches the supervisor only:
+it must decide the order in which they stop.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+from trunkline.deploy.supervisor.control_commands import Command, Reply
+from trunkline.deploy.supervisor.control_server import ControlServer
+from trunkline.deploy.supervisor.health_probe import NEWS, HealthProbe
+from trunkline.deploy.supervisor.last_words import last_words
+from trunkline.deploy.supervisor.lifecycle import Lifecycle, Phase
+from trunkline.deploy.supervisor.members import (
+    EXIT_IMPOSSIBLE,
+    EXIT_LEFT,
+    Action,
+    Limits,
+    Member,
+    Say,
+    Send,
+    Start,
+    Tell,
+)
+from trunkline.deploy.supervisor.statuses import StatusSocket
+
+_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)
+_SPAWN_FAILED: Final = 127
+"""As a shell says it: the exit code of a process that could not be started again."""
+_LAST_LINES: Final = 40
+_LINE_BYTES_MAX: Final = 64 * 1024
+
+
+@dataclass(frozen=True)
+class ChildSpec:
+    """A process to run."""
+
+    member: Member
+    argv: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Added to the supervisor's own."""
+    descriptors: tuple[int, ...] = ()
+    """That it inherits, under the same numbers."""
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a supervisor finds beside its children."""
+
+    folder: Path | None = None
+    """The run folder, for the control and status sockets; None: nobody can ask, and children say nothing."""
+    listener: socket.socket | None = None
+    """The socket that routers accept from. Kept open for them, so that no connection is lost when one dies; closed
+    when the cluster stops, so that none waits in vain."""
+
+
+class Reporter(Protocol):
+    """Shows a person what happens. Called from the supervisor's thread only."""
+
+    def spawned(self, name: str, pid: int) -> None:
+        """A child runs."""
+
+    def health(self, answer: Mapping[str, Any] | None) -> None:
+        """What the router said while the cluster starts; None: it does not answer yet."""
+
+    def output(self, name: str, line: str) -> None:
+        """A child wrote a line."""
+
+    def say(self, text: str, level: str) -> None:
+        """Something to know."""
+
+    def last_lines(self, name: str, lines: Sequence[str]) -> None:
+        """The end of what a lost child wrote."""
+
+    def phase(self, phase: Phase) -> None:
+        """The cluster entered another phase."""
+
+
+class Supervisor:
+    """One run of a cluster: `run` returns the exit code when no process is left."""
+
+    def __init__(
+        self,
+        children: Sequence[ChildSpec],
+        reporter: Reporter,
+        *,
+        host: str,
+        port: int,
+        limits: Limits | None = None,
+        restart: bool = True,
+        surroundings: Surroundings | None = None,
+    ) -> None:
+        """
+        Args:
+            host, port: where a router answers `/health`; port 0: nothing is asked, and what dies is started again
+                from the start on, because what it needs may be elsewhere and come later.
+            restart: whether processes that die are started again.
+        """
+        self._specs = {spec.member: spec for spec in children}
+        self._reporter = reporter
+        self._address = (host, port)
+        self._is_asked = port != 0
+        self._surroundings = surroundings or Surroundings()
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._tails: dict[str, _Tail] = {}
+        self._selector = selectors.DefaultSelector()
+        self._limits = limits or Limits()
+        members = [spec.member for spec in children]
+        self._life = Lifecycle(members, self._limits, time.monotonic(), restart=restart)
+        self._told_phase = Phase.STARTING
+        self._control: ControlServer | None = None
+        self._statuses: StatusSocket | None = None
+
+    def run(self) -> int:
+        """Start everything, serve until something ends it, and leave nothing behind.
+
+        Must be called by the main thread. Raises nothing that a child does; an `OSError` from a failed
+        spawn at the start comes after the children already started were stopped.
+        """
+        with _wakeups() as (wake_read, wake_write), self._selector, ExitStack() as stack:
+            os.set_blocking(wake_read, False)
+            try:
+                if self._surroundings.folder is not None:
+                    self._open_sockets(self._surroundings.folder, stack)
+                for spec in self._specs.values():
+                    self._spawn(spec.member.name, spec)
+                health = HealthProbe(*self._address, wake_write)
+                self._selector.register(
+                    wake_read, selectors.EVENT_READ, lambda _: self._read_wakeups(wake_read, health)
+                )
+                if self._is_asked:
+                    health.start()
+                else:
+                    self._do(self._life.healthy(time.monotonic()))
+                try:
+                    while self._life.phase is not Phase.STOPPED:
+                        self._wait_and_handle()
+                finally:
+                    health.stop()
+            finally:
+                self._kill_rest()
+        return self._life.exit_code
+
+    def _open_sockets(self, folder: Path, stack: ExitStack) -> None:
+        self._statuses = stack.enter_context(closing(StatusSocket(folder)))
+        self._selector.register(self._statuses, selectors.EVENT_READ, lambda _: self._read_statuses())
+        self._control = stack.enter_context(closing(ControlServer(self._selector, folder, self._command)))
+
+    def _spawn(self, name: str, spec: ChildSpec) -> None:
+        process = subprocess.Popen(
+            spec.argv,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **spec.environment},
+            start_new_session=True,
+            pass_fds=spec.descriptors,
+        )
+        assert process.stdout is not None
+        os.set_blocking(process.stdout.fileno(), False)
+        self._processes[name] = process
+        self._tails[name] = _Tail(process.stdout.fileno())
+        self._selector.register(process.stdout, selectors.EVENT_READ, lambda _: self._read_output(name))
+        self._reporter.spawned(name, process.pid)
+
+    def _spawn_again(self, action: Start) -> None:
+        try:
+            self._spawn(action.name, self._specs[action.member])
+        except OSError as error:  # no memory or no process ids left, say: perhaps later
+            self._reporter.say(f"{action.name} cannot be started: {error.strerror or error}", "error")
+            self._processes.pop(action.name, None)
+            self._do(self._life.exited(action.name, _SPAWN_FAILED, time.monotonic()))
+
+    def _wait_and_handle(self) -> None:
+        timeout = self._life.deadline - time.monotonic()
+        ready = self._selector.select(None if timeout == float("inf") else max(0.0, timeout))
+        for key, events in ready:
+            if self._selector.get_map().get(key.fd) is key:  # else an earlier one of these has changed it
+                key.data(events)
+        self._reap()
+        self._do(self._life.tick(time.monotonic()))
+
+    def _read_wakeups(self, wake_read: int, health: HealthProbe) -> None:
+        with suppress(BlockingIOError):
+            for byte in os.read(wake_read, 4096):
+                self._wake_up(byte, health)
+
+    def _read_statuses(self) -> None:
+        """What children say of themselves. Who says it is known by the process id."""
+        assert self._statuses is not None
+        names = {process.pid: name for name, process in self._processes.items()}
+        for report in self._statuses.receive():
+            if report.pid in names:
+                if not self._is_asked:
+                    self._reporter.say(f"{names[report.pid]} is {report.status}", "info")
+                self._do(self._life.reported(names[report.pid], report.status, time.monotonic()))
+
+    def _command(self, command: Command, ticket: int) -> None:
+        assert self._control is not None
+        now = time.monotonic()
+        if command.command != "status":
+            self._do(self._life.command(command, ticket, now))
+            return
+        status = self._life.status(now)
+        for row in status["processes"]:
+            process = self._processes.get(row.pop("child"))
+            row["pid"] = process.pid if process is not None and process.returncode is None else None
+        self._control.reply(ticket, Reply(done=True, status=status))
+
+    def _wake_up(self, byte: int, health: HealthProbe) -> None:
+        now = time.monotonic()
+        if byte == NEWS and self._life.phase is Phase.STARTING:
+            self._reporter.health(health.answer)
+            if health.healthy:
+                self._do(self._life.healthy(now))
+        elif byte in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if self._life.phase in (Phase.STARTING, Phase.SERVING):
+                self._reporter.say(f"Stopping ({signal.Signals(byte).name}).", "info")
+            self._do(self._life.stop_requested(now))
+
+    def _reap(self) -> None:
+        """Tell the lifecycle about children that ended. The number of children is small: ask each.
+
+        Of several that ended between two wake-ups, the one whose end says most comes first: the others may have
+        ended because of it.
+        """
+        ended = [
+            (name, status) for name in self._life.alive if (status := self._processes[name].poll()) is not None
+        ]
+        for name, status in sorted(ended, key=lambda child: _meaning(child[1])):
+            self._read_output(name)
+            self._close_output(name)
+            self._do(self._life.exited(name, status, time.monotonic(), last_words(self._tails[name].last)))
+            if name not in self._life.alive and not any(name == member.name for member in self._specs):
+                del self._processes[name], self._tails[name]  # a replacement's name is not used again
+
+    def _read_output(self, name: str) -> None:
+        tail = self._tails[name]
+        for line in tail.read():
+            self._reporter.output(name, line)
+        if tail.closed:
+            self._close_output(name)
+
+    def _close_output(self, name: str) -> None:
+        stream = self._processes[name].stdout
+        assert stream is not None
+        if not stream.closed:
+            self._selector.unregister(stream)
+            stream.close()
+            self._tails[name].closed = True
+
+    def _do(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            match action:
+                case Send(name, number):
+                    self._send(name, number)
+                case Start():
+                    self._spawn_again(action)
+                case Say(text, level, about):
+                    self._reporter.say(text, level)
+                    if about in self._tails:
+                        self._reporter.last_lines(about, list(self._tails[about].last))
+                case Tell(ticket, text, done, ok):
+                    if self._control is not None:
+                        self._control.reply(ticket, Reply(text, done, ok))
+        if self._life.phase is not self._told_phase:
+            self._told_phase = self._life.phase
+            self._reporter.phase(self._told_phase)
+            if self._told_phase is Phase.STOPPING and self._surroundings.listener is not None:
+                self._surroundings.listener.close()
+
+    def _send(self, name: str, number: signal.Signals) -> None:
+        process = self._processes.get(name)
+        if process is None or process.poll() is not None:
+            return
+        if number == signal.SIGKILL:
+            _kill_session(process)
+        else:
+            process.send_signal(number)
+
+    def _kill_rest(self) -> None:
+        """Whatever happened: no child survives `run`."""
+        for process in self._processes.values():
+            if process.poll() is None:
+                _kill_session(process)
+        for process in self._processes.values():
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(self._limits.reap_s)
+            if process.stdout is not None:
+                process.stdout.close()
+
+
+def _meaning(status: int) -> int:
+    """The order in which ends are told: what is impossible, signals, failures, and who left because of them."""
+    return 0 if status == EXIT_IMPOSSIBLE else 1 if status < 0 else 3 if status == EXIT_LEFT else 2
+
+
+def _kill_session(process: subprocess.Popen[bytes]) -> None:
+    """SIGKILL the child and what it started itself (a compiler, say)."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+class _Tail:
+    """Splits what a child writes into lines and keeps the last ones."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.last: deque[str] = deque(maxlen=_LAST_LINES)
+        self.closed = False
+        self._descriptor = descriptor
+        self._rest = b""
+
+    def read(self) -> list[str]:
+        """The complete lines that are there now; never blocks."""
+        if self.closed:
+            return []
+        data = self._rest
+        with suppress(BlockingIOError):
+            while block := os.read(self._descriptor, 65536):
+                data += block
+                if len(data) > 16 * _LINE_BYTES_MAX:  # leave the rest for the next wake-up
+                    break
+            else:
+                self.closed = True
+        *lines, self._rest = data.split(b"\n")
+        if self._rest and (self.closed or len(self._rest) > _LINE_BYTES_MAX):
+            lines.append(self._rest)
+            self._rest = b""
+        decoded = [line.decode(errors="replace").rstrip() for line in lines]
+        decoded = [line for line in decoded if line]
+        self.last.extend(decoded)
+        return decoded
+
+
+@contextmanager
+def _wakeups() -> Iterator[tuple[int, int]]:
+    """A pipe on which every signal of interest appears as a byte; previous handlers come back at the end."""
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    previous = {number: signal.signal(number, lambda *_: None) for number in _SIGNALS}
+    old_descriptor = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    try:
+        yield read, write
+    finally:
+        signal.set_wakeup_fd(old_descriptor)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+        os.close(read)
+        os.close(write)

@@ -1,0 +1,1 @@
+"""Around the API: connections, access, admission, replay of kept answers."""

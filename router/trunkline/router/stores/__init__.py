@@ -1,0 +1,1 @@
+"""Sessions and schemas, kept as records of controllers."""

@@ -1,0 +1,493 @@
+"""Schemas (Prompt Cache §3.2): where they are kept, and what a router has ready of them.
+
+    POST /v1/schemas ─► compiled ─► record: source, version ─► its texts are computed at its home, and pinned
+    a request ─────────► which version is it now? ─► compiled schema, from the cache ─► layout of the prompt
+
+A schema is a record (`record_homes.py`) whose id is its name. Every request asks for it, so that what another
+router has changed or deleted is seen at once; the record of a version that this router has compiled already comes
+without its source.
+
+Names live per tenant and `cache_salt`, like the KV: the same name with another salt is another schema, and nobody
+finds it without the salt.
+
+Pins are the controller's, in memory. The first use of a pinned schema over a new connection sets its pin again,
+because the controller may have been another process before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final, Literal, NamedTuple
+
+import msgspec
+from msgspec.structs import replace
+
+from trunkline.controller.messages import ModulesCall, ModuleText, PromptLayout
+from trunkline.router import pml
+from trunkline.router.errors import ApiError, bad_value, in_conflict, not_found, unavailable
+from trunkline.router.messages import ModulesReply, Record, RecordReply
+from trunkline.router.pml.tree import NAME_CHARACTERS_MAX
+from trunkline.router.request_random import request_name
+from trunkline.router.stores.record_homes import (
+    CALL_SECONDS,
+    VALUE_BYTES_MAX,
+    RecordHomes,
+    ask,
+    call_persistently,
+    record_call,
+)
+from trunkline.router.streams.link import Answer, ControllerLink
+from trunkline.router.tenancy.identity import current_identity
+from trunkline.router.text.pml_tokenizer import ModelText
+from trunkline.router.text.tokenizer import Tokenizer
+
+_KIND: Final = "schema"
+Scope = Literal["ancestors", "self"]
+UNKNOWN: Final = "E_SCHEMA_UNKNOWN"
+CACHED_MAX: Final = 1024
+CACHED_BYTES_MAX: Final = 256 << 20
+"""Of sources and what is compiled of them, about."""
+_PART_BYTES: Final = 600
+"""Of a module, a text or a parameter, compiled: 25 times its source if that is short."""
+_TRIES: Final = 8
+"""Of a change that others get in the way of."""
+_OFF_LOOP_CHARACTERS: Final = 16 << 10
+"""Longer sources are compiled in a thread, one at a time."""
+_MANY_TEXTS: Final = 512
+_HINT_SECONDS: Final = 1.0
+_HINT_TEXTS_MAX: Final = 16
+_USES_MAX: Final = 4096
+
+
+class Definition(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A stored schema: the value of its record, in MessagePack. Fields may be added, with defaults."""
+
+    model: str
+    source: str
+    """As it was sent …"""
+    form: Literal["xml", "json"] = "xml"
+    """… and what it is."""
+    scope: Scope = "ancestors"
+    relocate: bool = True
+    version: int = 1
+    """One more with each source."""
+    pin: bool = False
+    ttl: float = 0.0
+    """Seconds without use after which it is forgotten; 0: never."""
+    request: bytes = b""
+    """Name of the request that made this version (`request_random.py`): sent again, it makes no other."""
+
+    def parse(self) -> pml.SchemaDocument:
+        """The document.
+
+        Raises:
+            PmlError: the source is none.
+        """
+        if self.form == "xml":
+            return pml.parse_schema(self.source)
+        return pml.schema_from_json(msgspec.json.decode(self.source))
+
+    def compiles_like(self, other: Definition) -> bool:
+        """Whether both are the same but for what is done with them."""
+        return (self.source, self.form, self.scope) == (other.source, other.form, other.scope)
+
+
+class Compiled(NamedTuple):
+    """A source made ready."""
+
+    schema: pml.CompiledSchema
+    texts: list[ModuleText]
+    """All of its texts, as they travel."""
+    warnings: list[str]
+    """What its author might like to know."""
+
+
+class Schema:
+    """A schema as it is now, ready for prompts."""
+
+    def __init__(self, salt: bytes, record: Record, definition: Definition, ready: Compiled) -> None:
+        self.salt = salt
+        self.kind = kind_of(salt, current_identity().owner)
+        """Of its record."""
+        self.record = record
+        self.definition = definition
+        self.ready = ready
+        self.weight = _weight(definition, ready)
+        """Bytes that it is worth in the cache."""
+        self.uses: Counter[str] = Counter()
+        """How often this router has seen each module imported, by path."""
+        self.pinned_on = 0
+        """The connection of its home over which it was pinned."""
+        self._hinted_at = float("-inf")
+
+    @property
+    def name(self) -> str:
+        """Of the schema; also its id."""
+        return self.record.id
+
+    @property
+    def key(self) -> str:
+        """Says where its record is kept, and who holds its pins."""
+        return key_of(self.kind, self.name)
+
+    @property
+    def compiled(self) -> pml.CompiledSchema:
+        """What prompts are made with."""
+        return self.ready.schema
+
+    @property
+    def is_large(self) -> bool:
+        """Whether what is done with all of it should not be done in the event loop."""
+        return len(self.ready.texts) > _MANY_TEXTS or len(self.definition.source) > _OFF_LOOP_CHARACTERS
+
+    def used(self, paths: Iterable[str]) -> None:
+        """A prompt has imported these modules."""
+        self.uses.update(paths)
+        if self.uses.total() > _USES_MAX:  # what was used lately counts more
+            self.uses = Counter({path: count // 2 for path, count in self.uses.items() if count > 1})
+
+    def hint(self, prompt: pml.CompiledPrompt, now: float) -> PromptLayout | None:
+        """What requests of this schema will likely want next; at most once in a while.
+
+        Args:
+            prompt: the request at hand.
+            now: loop time, seconds.
+        """
+        if now - self._hinted_at < _HINT_SECONDS:
+            return None
+        self._hinted_at = now
+        wanted = pml.likely_texts(self.compiled, prompt, self.uses, _HINT_TEXTS_MAX)
+        if not wanted:
+            return None
+        return replace(pml.hint_layout(self.compiled, wanted), relocate=self.definition.relocate)
+
+
+class SchemaStore:
+    """All schemas of all controllers. Calls that are not answered raise `ApiError` 503."""
+
+    def __init__(self, homes: RecordHomes, tokenizer: Tokenizer, on_error: Callable[[str], None]) -> None:
+        """`on_error(code)`: a source or a prompt is wrong."""
+        self._homes = homes
+        self._tokenizer = tokenizer
+        self._on_error = on_error
+        self._cached: OrderedDict[str, Schema] = OrderedDict()
+        self._bytes = 0
+        self._compiling = asyncio.Lock()
+        self._encoding: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._cached)
+
+    def home_of(self, key: str) -> ControllerLink:
+        """The controller that keeps a schema, and its modules."""
+        return self._homes.home_of(key)
+
+    def is_encoding(self, schema: Schema) -> bool:
+        """Whether this router has its modules computed at present."""
+        return self._encoding[schema.key] > 0
+
+    # -- records
+
+    async def put(self, name: str, salt: bytes, definition: Definition, ready: Compiled) -> Schema:
+        """Store a schema; in place of the one with its name, if there is one.
+
+        Raises:
+            ApiError: 409, others change it all the time; 503, it was not stored.
+        """
+        kind = kind_of(salt, current_identity().owner)
+        definition.request = request_name()
+
+        def replaced(present: Definition) -> Definition:
+            again = bool(definition.request) and definition.request == present.request
+            definition.version = present.version + (not again)
+            return definition
+
+        for _ in range(_TRIES):
+            definition.version = 1
+            reply = await self._ask(kind, name, "create", value=_pack(definition), ttl=definition.ttl)
+            if reply.status != "exists":
+                record = _checked(reply, name).records[0]
+                return self._keep(Schema(salt, record, definition, ready))
+            try:
+                record, before = await self._change(kind, name, replaced)
+            except ApiError as error:
+                if error.code != UNKNOWN:
+                    raise
+                continue  # it has been deleted just now
+            if before.pin and not definition.pin:
+                self.unpin(key_of(kind, name))
+            return self._keep(Schema(salt, record, definition, ready))
+        raise _contended(name)
+
+    async def get(self, name: str, salt: bytes, context: int) -> Schema:
+        """A schema as it is now.
+
+        Args:
+            context: of the model, in tokens.
+
+        Raises:
+            ApiError: 404, there is none; 503.
+            PmlError: it does not fit into the context (any more).
+        """
+        kind = kind_of(salt, current_identity().owner)
+        key = key_of(kind, name)
+        known = self._cached.get(key)
+        record = await self._record(kind, name, 0 if known is None else known.record.version)
+        if known is not None and not record.value:
+            if record.created == known.record.created:
+                self._cached.move_to_end(key)
+                known.record = record
+                return known
+            record = await self._record(kind, name, 0)  # deleted and made anew
+        definition = _unpack(record)
+        ready = known.ready if known is not None and definition.compiles_like(known.definition) else None
+        if ready is None:
+            ready = await self.compile(definition, context)
+        record = msgspec.structs.replace(record, value=b"")
+        schema = Schema(salt, record, definition, ready)
+        if known is not None:
+            schema.uses = known.uses
+        return self._keep(schema)
+
+    async def change(self, name: str, salt: bytes, context: int, change: Callable[[Definition], None]) -> Schema:
+        """Change what is done with a schema.
+
+        Raises:
+            ApiError: 404; 409, others change it all the time; 503.
+        """
+        kind = kind_of(salt, current_identity().owner)
+
+        def changed(definition: Definition) -> Definition:
+            change(definition)
+            return definition
+
+        await self._change(kind, name, changed)
+        return await self.get(name, salt, context)
+
+    async def delete(self, name: str, salt: bytes) -> None:
+        """Forget a schema. Requests that run are not disturbed.
+
+        Raises:
+            ApiError: 404.
+        """
+        kind = kind_of(salt, current_identity().owner)
+        _checked(await self._ask(kind, name, "delete"), name)
+        self._drop(key_of(kind, name))
+        self.unpin(key_of(kind, name))
+
+    async def page(self, salt: bytes, after: str, limit: int) -> list[Record]:
+        """Records without their values, `limit` at most, in the order of their names, behind `after`."""
+        return await self._homes.page(kind_of(salt, current_identity().owner), after, limit)
+
+    async def _change(
+        self, kind: str, name: str, change: Callable[[Definition], Definition]
+    ) -> tuple[Record, Definition]:
+        """The new record, and what was there before."""
+        for _ in range(_TRIES):
+            record = await self._record(kind, name, 0)
+            before, after = _unpack(record), change(_unpack(record))
+            reply = await self._ask(kind, name, "put", value=_pack(after), version=record.version, ttl=after.ttl)
+            if reply.status != "conflict":
+                return _checked(reply, name).records[0], before
+        raise _contended(name)
+
+    async def _record(self, kind: str, name: str, version: int) -> Record:
+        if len(name) > NAME_CHARACTERS_MAX:
+            raise schema_unknown(name)
+        return _checked(await self._ask(kind, name, "get", version=version), name).records[0]
+
+    async def _ask(self, kind: str, name: str, op: str, **fields: Any) -> RecordReply:
+        return await ask(self.home_of(key_of(kind, name)), record_call(op, kind, name, **fields))
+
+    # -- compiled schemas
+
+    async def compile(self, definition: Definition, context: int) -> Compiled:
+        """Compile a source; a long one beside the event loop.
+
+        Raises:
+            PmlError: it is wrong.
+        """
+        text = ModelText(self._tokenizer)
+
+        def run() -> Compiled:
+            document = definition.parse()
+            schema = pml.compile_schema(
+                document, text, scope=definition.scope, context=context, revision=self._tokenizer.fingerprint
+            )
+            return Compiled(schema, pml.texts_message(schema), pml.lint(document, text))
+
+        if len(definition.source) <= _OFF_LOOP_CHARACTERS:
+            return run()
+        async with self._compiling:
+            return await asyncio.to_thread(run)
+
+    def _keep(self, schema: Schema) -> Schema:
+        self._drop(schema.key)
+        self._cached[schema.key] = schema
+        self._bytes += schema.weight
+        while len(self._cached) > CACHED_MAX or (self._bytes > CACHED_BYTES_MAX and len(self._cached) > 1):
+            self._drop(next(iter(self._cached)))
+        return schema
+
+    def _drop(self, key: str) -> None:
+        dropped = self._cached.pop(key, None)
+        if dropped is not None:
+            self._bytes -= dropped.weight
+
+    # -- what the engine has of them
+
+    async def encode(self, schema: Schema, timeout_seconds: float | None) -> ModulesReply:
+        """Have all modules computed that are not there, and pinned if the schema says so. Given up when the caller
+        is cancelled.
+
+        Raises:
+            ApiError: 503.
+        """
+        home, make = self.home_of(schema.key), self._encode_call(schema)
+        schema.pinned_on = home.connections
+        self._encoding[schema.key] += 1
+        try:
+            answer, _ = await call_persistently(
+                home, make, timeout_seconds, give_up=lambda ticket: ModulesCall(ticket, "cancel")
+            )
+            return _modules_reply(answer)
+        except BaseException:  # cancellation included: the client left
+            schema.pinned_on = 0
+            raise
+        finally:
+            self._encoding[schema.key] -= 1
+            if not self._encoding[schema.key]:
+                del self._encoding[schema.key]
+
+    async def look(self, schema: Schema) -> ModulesReply:
+        """Where its modules are.
+
+        Raises:
+            ApiError: 503.
+        """
+        home, salt, relocate = self.home_of(schema.key), schema.salt, schema.definition.relocate
+        texts = schema.ready.texts
+        answer, _ = await call_persistently(
+            home, lambda ticket: ModulesCall(ticket, "look", texts, salt, relocate=relocate), CALL_SECONDS
+        )
+        return _modules_reply(answer)
+
+    def keep_pinned(self, schema: Schema) -> None:
+        """Set a schema's pin again if the controller may not know of it; to be called with every use."""
+        home = self.home_of(schema.key)
+        if schema.definition.pin and home.ready and schema.pinned_on != home.connections:
+            schema.pinned_on = home.connections
+            home.tell(self._encode_call(schema))
+
+    def unpin(self, key: str) -> None:
+        """Let go of a schema's modules: they stay for as long as others do."""
+        self.home_of(key).tell(lambda ticket: ModulesCall(ticket, "unpin", holder=key))
+
+    @staticmethod
+    def _encode_call(schema: Schema) -> Callable[[int], ModulesCall]:
+        definition = schema.definition
+        holder, salt = schema.key if definition.pin else "", schema.salt
+        return lambda ticket: ModulesCall(
+            ticket, "encode", schema.ready.texts, salt, holder, definition.ttl, definition.relocate
+        )
+
+    # -- errors
+
+    @contextmanager
+    def errors_of(self, param: str) -> Iterator[None]:
+        """Errors of PML, within, as answers that name `param`."""
+        try:
+            yield
+        except pml.PmlError as error:
+            self._on_error(error.code)
+            raise pml_error(error, param) from None
+        except ApiError as error:
+            if error.code != UNKNOWN:
+                raise
+            self._on_error(UNKNOWN)
+            raise not_found(param, error.message, code=UNKNOWN) from None
+
+
+def _weight(definition: Definition, ready: Compiled) -> int:
+    """Bytes of a schema in memory, about."""
+    parts = len(ready.texts)
+    size = len(definition.source) + sum(len(text.tokens) for text in ready.texts)
+    for module in ready.schema.modules:
+        parts += 1 + len(module.params)
+        size += len(module.path)
+    return size + parts * _PART_BYTES
+
+
+def kind_of(salt: bytes, owner: str) -> str:
+    """The kind of the records of all schemas with a salt, of an owner (`identity.py`). The salt itself is nobody's
+    business."""
+    if not (salt or owner):
+        return _KIND
+    # Owners are printable: behind the zero none ends where another's salt begins.
+    said = b"\0" + owner.encode() + b"\0" + salt if owner else salt
+    return f"{_KIND}:{hashlib.blake2b(said, digest_size=16).hexdigest()}"
+
+
+def key_of(kind: str, name: str) -> str:
+    """See `Schema.key`."""
+    return f"{kind}/{name}"
+
+
+def pml_error(error: pml.PmlError, param: str) -> ApiError:
+    """A compiler's error as an answer."""
+    details = {"line": error.line, "column": error.column, "path": error.path, **error.extra}
+    status = 404 if error.code == UNKNOWN else 400
+    return ApiError(status, error.message, param=param, code=error.code, details=details)
+
+
+def schema_unknown(name: str) -> ApiError:
+    """404: there is no schema with this name."""
+    return not_found(
+        "schema",
+        f"schema {name[:80]!r} does not exist (any more) with this `cache_salt`; see GET /v1/schemas",
+        code=UNKNOWN,
+    )
+
+
+def _contended(name: str) -> ApiError:
+    """409: nothing can be done with a schema, because others do."""
+    return in_conflict(
+        "schema", f"schema {name!r} is changed by others all the time; try again", code="schema_conflict"
+    )
+
+
+def _pack(definition: Definition) -> bytes:
+    value = msgspec.msgpack.encode(definition)
+    if len(value) > VALUE_BYTES_MAX:
+        raise bad_value("json", f"the schema has {len(value)} bytes; {VALUE_BYTES_MAX} are kept at most")
+    return value
+
+
+def _unpack(record: Record) -> Definition:
+    try:
+        return msgspec.msgpack.decode(record.value, type=Definition)
+    except msgspec.DecodeError as error:
+        raise unavailable(f"schema {record.id!r} cannot be read: {error}", code="schema_unreadable") from None
+
+
+def _checked(reply: RecordReply, name: str) -> RecordReply:
+    """The answer, if it is a good one.
+
+    Raises:
+        ApiError: what it says.
+    """
+    if reply.status == "ok":
+        return reply
+    if reply.status == "missing":
+        raise schema_unknown(name)
+    raise unavailable(f"schema {name[:80]!r} could not be stored: {reply.detail}", code="schema_not_stored")
+
+
+def _modules_reply(answer: Answer) -> ModulesReply:
+    if not isinstance(answer, ModulesReply):
+        raise unavailable("the engine gave another answer than the one to the question")
+    return answer

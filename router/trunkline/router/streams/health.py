@@ -1,0 +1,94 @@
+"""`/health`: whether a token can be generated, found out by generating one if none came by itself."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+
+from trunkline.router.errors import ApiError, finish_error
+from trunkline.router.jobs.job import Job
+from trunkline.router.streams.continuation import submission
+from trunkline.router.streams.link import ControllerLink
+from trunkline.router.streams.streams import Stream
+from trunkline.worker.messages import Sampling
+
+_FRESH_SECONDS: Final = 1.0
+"""A token, or a probe's result, of the last second needs no new proof."""
+_PROBE_SECONDS_MAX: Final = 2.0
+
+
+class Health(msgspec.Struct, frozen=True):
+    """The answer."""
+
+    ok: bool
+    why: str
+    """What proves it, or what is wrong."""
+
+
+class HealthProbe:
+    """Probes are shared: any number of callers cause one at a time, and at most about one a second."""
+
+    def __init__(self, links: Sequence[ControllerLink], probe_token: int) -> None:
+        """`probe_token`: a valid token id to use as the prompt."""
+        self._links = links
+        self._job = Job(
+            prompt=[probe_token],
+            max_tokens=1,
+            sampling=Sampling(temperature=0.0),
+            eos_ids=frozenset(),
+        )
+        self._task: asyncio.Task[Health] | None = None
+        self._last: Health | None = None
+        self._last_at = float("-inf")
+
+    async def check(self) -> Health:
+        """Whether a token can be generated now; takes at most about two seconds."""
+        now = asyncio.get_running_loop().time()
+        ready = [link for link in self._links if link.ready]
+        if not ready:
+            return Health(False, describe(self._links))
+        if any(now - link.last_token_at < _FRESH_SECONDS for link in ready):
+            return Health(True, "a token was generated within the last second")
+        if self._last is not None and now - self._last_at < _FRESH_SECONDS:
+            return self._last
+        if self._task is None:
+            self._task = asyncio.create_task(self._probe_all(ready))
+            self._task.add_done_callback(self._remember)
+        return await asyncio.shield(self._task)
+
+    def _remember(self, task: asyncio.Task[Health]) -> None:
+        self._task = None
+        if not task.cancelled() and task.exception() is None:
+            self._last = task.result()
+            self._last_at = task.get_loop().time()
+
+    async def _probe_all(self, ready: Sequence[ControllerLink]) -> Health:
+        results = await asyncio.gather(*(self._probe(link) for link in ready))
+        return next((result for result in results if result.ok), results[0])
+
+    async def _probe(self, link: ControllerLink) -> Health:
+        number = 0
+        stream = Stream(0, lambda _, abort: link.release(number, abort=abort))
+        try:
+            number = link.submit(lambda request: submission(self._job, request), stream)
+        except ApiError as error:
+            return Health(False, error.message)
+        try:
+            async with asyncio.timeout(_PROBE_SECONDS_MAX):
+                batch = await stream.next()
+        except TimeoutError:
+            return Health(False, f"no token within {_PROBE_SECONDS_MAX:.0f} s")
+        finally:
+            stream.close()
+        if batch.tokens:
+            return Health(True, "a token was generated")
+        failure = None if batch.end is None else finish_error(*batch.end)
+        return Health(False, failure.message if failure else "the engine ended a request without a token")
+
+
+def describe(links: Sequence[ControllerLink]) -> str:
+    """Why no controller takes requests."""
+    return "; ".join(f"controller {link.index}: {link.why_not_ready()}" for link in links)

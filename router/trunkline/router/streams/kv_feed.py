@@ -1,0 +1,406 @@
+"""What controllers tell of their chunks, on its way into the router's index.
+
+    KvEvents (SUB) ─────► FeedState ──► index: apply, snapshots, forget
+    EventsReply ◄─ link ◄─── asks ┘ └─► buffer: what comes while it asks
+
+Events are numbered. If one is missing (the first message of a stream, a number that jumps, a heartbeat that is
+ahead), the controller is asked through the router's ordinary connection: it replays what it still has, or sends
+all there is, page by page. Meanwhile the index serves what it knows, and new events wait. A controller that has
+been started again has another stream: nothing of the old one counts.
+
+`FeedState` is pure but for the index, which it alone writes for its controller; `EventFeeds` has the sockets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple, Protocol
+
+import msgspec
+import structlog
+import zmq
+
+from trunkline.controller.messages import EventsCall
+from trunkline.kvstore.names import NAME_BYTES
+from trunkline.router.errors import ApiError
+from trunkline.router.messages import EventsReply, KvEvents
+from trunkline.runtime.rare_log import RareLog
+from trunkline.runtime.wire_keys import WireKeysError
+from trunkline.runtime.wire_peer import WirePeer
+
+STALE_SECONDS: Final = 5.0
+"""A controller that tells nothing for so long, not even that there is nothing: what is known of it may be old."""
+WAITING_BYTES_MAX: Final = 4 << 20
+"""Of events that wait for a snapshot; more are dropped, and asked for later."""
+RETRY_SECONDS: Final = 0.25
+"""After a call that failed, doubled each time, …"""
+RETRY_SECONDS_MAX: Final = 4.0
+"""… up to this."""
+CALL_SECONDS: Final = 10.0
+"""A controller that does not answer for so long is asked again."""
+TICK_SECONDS: Final = 0.5
+_MESSAGES_PER_TURN: Final = 16
+"""Messages handled before other coroutines get a turn; one may hold thousands of chunks."""
+_HIGH_WATER: Final = 1_000
+_PROBE_MS: Final = 1000
+"""Over TCP a dead host closes nothing: who only listens would never connect to its successor."""
+_log = structlog.get_logger("trunkline.router.streams.kv_feed")
+_rare = RareLog("trunkline.router.streams.kv_feed")
+
+
+class ChunkMap(Protocol):
+    """What is written here of the index (`trunkline.router.routing.index.ChunkIndex`)."""
+
+    def apply(self, controller: int, names: bytes, tiers: bytes) -> None: ...
+
+    def begin_snapshot(self, controller: int) -> None: ...
+
+    def add_snapshot(self, controller: int, names: bytes, tiers: bytes) -> None: ...
+
+    def end_snapshot(self, controller: int) -> None: ...
+
+    def forget(self, controller: int) -> None: ...
+
+
+class Caller(Protocol):
+    """Of a `ControllerLink`, what is used here."""
+
+    async def call(self, make: Callable[[int], EventsCall], timeout_seconds: float | None) -> object: ...
+
+
+class Ask(NamedTuple):
+    """A call to be made; `FeedState.answered` or `failed` is told of its end by its number."""
+
+    number: int
+    stream: bytes
+    after: int
+    page: int
+    upto: int
+
+    def call(self, ticket: int) -> EventsCall:
+        return EventsCall(ticket, self.stream, self.after, self.page, self.upto)
+
+
+class FeedState:
+    """How far one controller's events have been followed. Time is an argument, in seconds.
+
+    What a method returns is to be asked next, if anything: there is one call at a time.
+    """
+
+    def __init__(self, controller: int, index: ChunkMap, now: float) -> None:
+        self.controller = controller
+        self.stream = b""
+        """Whose events these are; empty: none has come yet."""
+        self.seq = 0
+        """All up to this one are in the index."""
+        self.is_lacking = True
+        """Whether there are others that are not."""
+        self.heard_at = now
+        self._index = index
+        self._asked: Ask | None = None
+        self._calls = 0
+        self._retry_at = now
+        self._retry_seconds = RETRY_SECONDS
+        self._snapshot: tuple[int, int] | None = None
+        """Of the snapshot that is being fetched: up to which event it goes, and its next page."""
+        self._waiting: deque[KvEvents] = deque()
+        """Events that came meanwhile."""
+        self._waiting_bytes = 0
+
+    def status(self, now: float) -> str:
+        """ "current", "catching up", or "stale" (what is known may be old)."""
+        if now - self.heard_at > STALE_SECONDS:
+            return "stale"
+        return "catching up" if self.is_lacking else "current"
+
+    def heard(self, events: KvEvents, now: float) -> Ask | None:
+        """A message of the controller's PUB socket.
+
+        Raises:
+            ValueError: it is malformed, and was ignored.
+        """
+        _check_lengths(events.names, events.tiers)
+        self.heard_at = now
+        if events.stream != self.stream:
+            self._begin(events.stream)
+            self.is_lacking = events.seq > (1 if events.names else 0)  # else there was nothing before it
+        if not self.is_lacking:
+            if events.seq <= self.seq:
+                return None
+            if events.names and events.seq == self.seq + 1:
+                self._apply(events)
+                return None
+            self.is_lacking = True
+        if events.names:
+            self._keep(events)
+        return self._ask(now)
+
+    def answered(self, number: int, reply: EventsReply, now: float) -> Ask | None:
+        """The answer to an `Ask`; to one that does not matter any more it is ignored.
+
+        Raises:
+            ValueError: it is malformed; the call is to be taken as failed.
+        """
+        asked = self._asked
+        if asked is None or asked.number != number:
+            return None
+        _check_lengths(reply.names, reply.tiers)
+        is_new = reply.stream != self.stream
+        if not reply.snapshot and (is_new or reply.upto < self.seq or (reply.more and reply.upto == self.seq)):
+            raise ValueError("the controller replays what was not asked for")
+        self._asked = None
+        self._retry_seconds = RETRY_SECONDS
+        if is_new:  # it was started again, and says so here first
+            self._begin(reply.stream)
+        if reply.snapshot:
+            self._take_page(asked, reply)
+        else:
+            self._index.apply(self.controller, reply.names, reply.tiers)
+            self.seq = reply.upto
+        return self._ask(now) if reply.more else self._catch_up(now)
+
+    def failed(self, number: int, now: float) -> None:
+        """An `Ask` brought no answer: it is repeated some time."""
+        if self._asked is not None and self._asked.number == number:
+            self._asked = None
+            self._retry_at = now + self._retry_seconds
+            self._retry_seconds = min(2 * self._retry_seconds, RETRY_SECONDS_MAX)
+
+    def tick(self, now: float) -> Ask | None:
+        """Some time has passed."""
+        return self._ask(now) if self.is_lacking and self.stream else None
+
+    def _begin(self, stream: bytes) -> None:
+        if self.stream:
+            self._index.forget(self.controller)
+        self.stream, self.seq, self.is_lacking = stream, 0, True
+        self._asked = self._snapshot = None
+        self._retry_at, self._retry_seconds = float("-inf"), RETRY_SECONDS
+        self._waiting.clear()
+        self._waiting_bytes = 0
+
+    def _apply(self, events: KvEvents) -> None:
+        self._index.apply(self.controller, events.names, events.tiers)
+        self.seq = events.seq
+
+    def _keep(self, events: KvEvents) -> None:
+        size = len(events.names) + len(events.tiers)
+        if self._waiting_bytes + size <= WAITING_BYTES_MAX:  # else the gap is noticed later
+            self._waiting.append(events)
+            self._waiting_bytes += size
+
+    def _ask(self, now: float) -> Ask | None:
+        if self._asked is not None or now < self._retry_at:
+            return None
+        self._calls += 1
+        upto, page = self._snapshot or (0, 0)
+        self._asked = Ask(self._calls, self.stream, self.seq, page, upto)
+        return self._asked
+
+    def _take_page(self, asked: Ask, reply: EventsReply) -> None:
+        page = asked.page
+        if self._snapshot is None or reply.upto != self._snapshot[0]:
+            self._index.begin_snapshot(self.controller)  # also if the controller had to begin another one
+            page = 0
+        self._index.add_snapshot(self.controller, reply.names, reply.tiers)
+        self._snapshot = (reply.upto, page + 1)
+        if not reply.more:
+            self._index.end_snapshot(self.controller)
+            self.seq, self._snapshot = reply.upto, None
+
+    def _catch_up(self, now: float) -> Ask | None:
+        """Take in what has waited; there may be a gap again."""
+        waiting, self._waiting, self._waiting_bytes = self._waiting, deque(), 0
+        self.is_lacking = False
+        for events in waiting:
+            if self.is_lacking:
+                self._keep(events)
+            elif events.seq == self.seq + 1:
+                self._apply(events)
+            elif events.seq > self.seq:
+                self.is_lacking = True
+                self._keep(events)
+        return self._ask(now) if self.is_lacking else None
+
+
+def _check_lengths(names: bytes, tiers: bytes) -> None:
+    if len(names) != NAME_BYTES * len(tiers):
+        raise ValueError(f"{len(names)} bytes of names do not go with the tiers of {len(tiers)} chunks")
+
+
+class _Feed:
+    """One controller's SUB socket and the calls about what it missed."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: str,
+        link: Caller,
+        state: FeedState,
+        on_load: Callable[[int, int, int], None],
+        peer: WirePeer,
+    ) -> None:
+        self.state = state
+        self._endpoint = endpoint
+        self._link = link
+        self._on_load = on_load
+        self._loop = asyncio.get_running_loop()
+        self._decoder = msgspec.msgpack.Decoder(KvEvents)
+        self._call: asyncio.Task[None] | None = None
+        self._closed = False
+        self._socket = context.socket(zmq.SUB)
+        self._socket.set(zmq.RCVHWM, _HIGH_WATER)
+        if endpoint.startswith("tcp:"):
+            self._socket.set(zmq.HEARTBEAT_IVL, _PROBE_MS)
+            self._socket.set(zmq.HEARTBEAT_TIMEOUT, 10 * _PROBE_MS)
+        self._socket.set(zmq.RECONNECT_IVL, 100)
+        self._socket.set(zmq.RECONNECT_IVL_MAX, 1000)
+        self._socket.subscribe(b"")
+        self._peer = peer
+        self._attempt = -1
+        """Which of the peer's this socket was connected with."""
+        self._connect_after = 0.0
+        """What is not heard of until then is connected anew: one that was refused would be deaf for ever."""
+        self._connect()
+        descriptor = self._socket.get(zmq.FD)
+        assert isinstance(descriptor, int)
+        self._descriptor = descriptor
+        self._loop.add_reader(descriptor, self._on_readable)
+        # ZeroMQ's descriptor signals edges only: one may have come already.
+        self._loop.call_soon(self._on_readable)
+
+    def _connect(self) -> None:
+        self._connect_after = self._loop.time() + STALE_SECONDS
+        is_first, self._attempt = self._attempt < 0, self._peer.attempts
+        try:
+            if is_first:
+                self._peer.connect(self._socket, self._endpoint)
+            else:
+                self._peer.again(self._socket, self._endpoint)
+        except WireKeysError as error:
+            _rare.warning("events_not_connected", self._loop.time(), endpoint=self._endpoint, error=str(error))
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if self._call is not None:
+            self._call.cancel()
+        self._loop.remove_reader(self._descriptor)
+        self._socket.close(linger=0)
+
+    def _on_readable(self) -> None:
+        for _ in range(_MESSAGES_PER_TURN):
+            if self._closed:
+                return
+            try:
+                frame = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._receive(frame)
+        self._loop.call_soon(self._on_readable)
+
+    def _receive(self, frame: bytes) -> None:
+        try:
+            events = self._decoder.decode(frame)
+            ask = self.state.heard(events, self._loop.time())
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:  # the gap that it leaves is noticed
+            _rare.warning("unreadable_events", self._loop.time(), endpoint=self._endpoint, error=str(error))
+            return
+        self._on_load(self.state.controller, events.requests, events.queued_tokens)
+        self._make(ask)
+
+    def tick(self) -> None:
+        now = self._loop.time()
+        is_deaf = now - self.state.heard_at > STALE_SECONDS and now > self._connect_after
+        if is_deaf or self._attempt != self._peer.attempts:
+            self._connect()
+        self._make(self.state.tick(now))
+
+    def _make(self, ask: Ask | None) -> None:
+        if ask is not None:
+            if self._call is not None:
+                self._call.cancel()  # it was about a stream that has ended
+            self._call = self._loop.create_task(self._ask(ask))
+
+    async def _ask(self, ask: Ask | None) -> None:
+        while ask is not None:
+            number = ask.number
+            try:
+                reply = await self._link.call(ask.call, CALL_SECONDS)
+                if not isinstance(reply, EventsReply):
+                    raise ValueError(f"the answer is a {type(reply).__name__}")
+                ask = self.state.answered(number, reply, self._loop.time())
+            except (ApiError, ValueError) as error:
+                _log.debug("events_not_answered", endpoint=self._endpoint, error=str(error))
+                self.state.failed(number, self._loop.time())
+                return
+
+
+class EventFeeds:
+    """The events of all controllers that tell any. All calls from the event loop's thread."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoints: Sequence[str],
+        links: Sequence[Caller],
+        index: ChunkMap,
+        on_load: Callable[[int, int, int], None],
+        peers: Sequence[WirePeer] = (),
+    ) -> None:
+        """
+        Args:
+            endpoints: the PUB socket of each controller, in the order of `links`; "": it has none. No endpoints:
+                nobody has one.
+            links: over which they are asked for what was missed (`trunkline.router.streams.link`).
+            on_load: told the controller's number, its requests and its queued tokens (`State`), of all routers.
+            peers: the controllers' wire keys, those of their links; none: they have none.
+        """
+        self._context = context
+        self._endpoints = list(endpoints)
+        self._links = links
+        self._index = index
+        self._on_load = on_load
+        self._peers = peers
+        self._feeds: dict[int, _Feed] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    def open(self) -> None:
+        """Subscribe to all; never waits.
+
+        Raises:
+            ValueError: there are not as many endpoints as controllers.
+        """
+        if self._endpoints and len(self._endpoints) != len(self._links):
+            raise ValueError(
+                f"there are {len(self._endpoints)} endpoints of events for {len(self._links)} controllers"
+            )
+        loop = asyncio.get_running_loop()
+        for controller, endpoint in enumerate(self._endpoints):
+            if endpoint:
+                state = FeedState(controller, self._index, loop.time())
+                link = self._links[controller]
+                peer = self._peers[controller] if self._peers else WirePeer()
+                self._feeds[controller] = _Feed(self._context, endpoint, link, state, self._on_load, peer)
+        self._tick()
+
+    def _tick(self) -> None:
+        for feed in self._feeds.values():
+            feed.tick()
+        self._timer = asyncio.get_running_loop().call_later(TICK_SECONDS, self._tick)
+
+    def status(self, controller: int) -> str:
+        """ "current", "catching up", "stale" (nothing was heard for a while) or "off" (it tells nothing)."""
+        feed = self._feeds.get(controller)
+        return "off" if feed is None else feed.state.status(asyncio.get_running_loop().time())
+
+    def close(self) -> None:
+        """What was heard stays in the index."""
+        if self._timer is not None:
+            self._timer.cancel()
+        for feed in self._feeds.values():
+            feed.close()
+        self._feeds.clear()

@@ -1,0 +1,1 @@
+"""Metrics, request records and traces."""

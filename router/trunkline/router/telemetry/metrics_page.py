@@ -1,0 +1,135 @@
+"""`/metrics`: of all router processes of a cluster, whichever is asked.
+
+    Prometheus ─► router 1 ─┬─ metrics-0 (socket in the run folder) ─► router 0: its own families, labelled
+                            ├─ its own families, labelled
+                            └─ what all routers tell alike (controllers, tiers), once, without the label
+
+Processes on one port share nothing, and nobody knows which one answers the next scrape. So each answers for all.
+Series are told apart by the label `router`, the process' number, instead of being added up: when one of them is
+replaced its counters begin at 0, which Prometheus understands of a series, but not of a sum. One that does not
+answer in time is left out of this scrape, and its `trunkline_router_up` is 0. A single router has no such label.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections.abc import AsyncIterator
+from typing import Final
+
+import msgspec
+
+from trunkline.router.telemetry.metric_families import Exposition, Family
+from trunkline.router.telemetry.metrics import Metrics
+
+ANSWER_SECONDS_MAX: Final = 2.0
+"""Prometheus gives up after ten by default."""
+_ANSWER_BYTES_MAX: Final = 16 << 20
+UP: Final = Family(
+    "trunkline_router_up",
+    "gauge",
+    "1 if the router process answers; of several the one that is asked says so of all.",
+    ("router",),
+)
+_decoder: Final = msgspec.msgpack.Decoder(Exposition)
+
+
+class MetricsPage:
+    """One process' part in it."""
+
+    def __init__(self, metrics: Metrics, path: str, number: int, routers: int) -> None:
+        """
+        Args:
+            metrics: of this process.
+            path: beginning of the sockets' paths, the number of a process behind it; "": there are no others.
+            number: this process', …
+            routers: … of so many.
+        """
+        self._metrics = metrics
+        self._path = path
+        self._number = number
+        self._routers = routers if path else 1
+
+    @contextlib.asynccontextmanager
+    async def open(self) -> AsyncIterator[None]:
+        """Answer the others meanwhile."""
+        if self._routers == 1:
+            yield
+            return
+        server = await asyncio.start_unix_server(self._answer, sock=self._bound())
+        try:
+            yield
+        finally:
+            server.close()
+
+    def _bound(self) -> socket.socket:
+        """A socket in the place of whatever is there: the process that this one replaces answers no more."""
+        path = f"{self._path}-{self._number}"
+        own = f"{path}.{os.getpid()}"
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(own)
+            listener.bind(own)
+            os.rename(own, path)
+        except BaseException:
+            listener.close()
+            raise
+        return listener
+
+    async def _answer(self, _: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            writer.write(msgspec.msgpack.encode(self._own()))
+            async with asyncio.timeout(ANSWER_SECONDS_MAX):
+                await writer.drain()
+        except (OSError, TimeoutError):
+            pass  # who asked has left
+        finally:
+            writer.close()
+
+    def _own(self) -> Exposition:
+        return self._metrics.own({"router": str(self._number)} if self._routers > 1 else {})
+
+    async def scrape(self) -> bytes:
+        """Everything in Prometheus' text form."""
+        others = [number for number in range(self._routers) if number != self._number]
+        answers = dict(zip(others, await asyncio.gather(*map(self._ask, others)), strict=True))
+        answers[self._number] = self._own()
+        up = "".join(
+            f'{UP.name}{{router="{number}"}} {float(answers[number] is not None)}\n'
+            for number in range(self._routers)
+            if number in answers
+        )
+        head = f"# HELP {UP.name} {UP.text}\n# TYPE {UP.name} {UP.kind}\n"
+        parts = [part for _, part in sorted(answers.items()) if part is not None]
+        return self._metrics.scrape([[(head, up)], *parts])
+
+    async def _ask(self, number: int) -> Exposition | None:
+        """What another process can tell; None: it does not answer."""
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS_MAX):
+                reader, writer = await asyncio.open_unix_connection(f"{self._path}-{number}")
+                try:
+                    return _decoder.decode(await _read_all(reader))
+                finally:
+                    writer.close()
+        except (OSError, TimeoutError, msgspec.MsgspecError):
+            return None
+
+
+async def _read_all(reader: asyncio.StreamReader) -> bytes:
+    """What comes until the end.
+
+    Raises:
+        OSError: it is more than any router says.
+    """
+    parts: list[bytes] = []
+    size = 0
+    while part := await reader.read(1 << 16):
+        parts.append(part)
+        size += len(part)
+        if size > _ANSWER_BYTES_MAX:
+            raise OSError(f"a router's metrics are more than {_ANSWER_BYTES_MAX} bytes")
+    return b"".join(parts)

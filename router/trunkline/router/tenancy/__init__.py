@@ -1,0 +1,1 @@
+"""Keys, tenants, their limits and what they used."""

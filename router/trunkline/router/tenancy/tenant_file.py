@@ -1,0 +1,262 @@
+"""The file in which an operator says who the tenants are, what keys they have and what they may do. Read at the
+start, and again whenever it changes.
+
+    {"default": {"requests_per_minute": 60},
+     "tenants": {"batch": {"keys": [{"sha256": "SHA-256 of a key", "name": "laptop", "role": "user",
+                                     "expires": "2027-01-31T00:00:00Z"}],
+                           "tokens_per_minute": 100000, "priority": 5}}}
+
+What a tenant does not say, `default` says; what that does not say, the process's options do. null: no limit. A
+key may be its digest alone. Where any tenant has `keys`, be it an empty list, requests need one. `salt` names with
+whom a tenant shares its cached KV on purpose; without it a tenant shares it with nobody.
+
+A file that is wrong changes nothing, also for a router that is started while it is: each version that is right is
+kept beside the sockets of the cluster, and serves then. A mistake in it must not keep a lost router away.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import stat
+from datetime import datetime
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import structlog
+from msgspec import UNSET, UnsetType
+
+from trunkline.router.tenancy.auth import Key, Role
+from trunkline.router.tenancy.tenants import KEY_PREFIX, NAME, TenantLimits, TenantRules
+
+BYTES_MAX: Final = 16 << 20
+CHECK_SECONDS: Final = 1.0
+"""Between two looks at whether the file has changed."""
+_DIGEST: Final = re.compile(r"[0-9a-f]{64}")
+_KEY_NAME: Final = re.compile(r"[\x21-\x7e]{0,128}")
+_FIELDS: Final = ("requests", "requests_per_minute", "tokens_per_minute", "priority")
+_log = structlog.get_logger("trunkline.router.tenancy.tenants")
+
+
+class _Default(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    requests: int | UnsetType | None = UNSET
+    requests_per_minute: int | UnsetType | None = UNSET
+    tokens_per_minute: int | UnsetType | None = UNSET
+    priority: int | UnsetType = UNSET
+
+
+class KeyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A key as it stands in the file."""
+
+    sha256: str
+    name: str = ""
+    role: Role = Role.USER
+    expires: str | None = None
+    """RFC 3339."""
+    gateway: bool = False
+    created: str = ""
+    """For people."""
+
+
+class _Tenant(_Default, frozen=True, forbid_unknown_fields=True):
+    keys: list[str | KeyEntry] | UnsetType = UNSET
+    salt: str = ""
+
+
+class _Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    tenants: dict[str, _Tenant] = {}
+    default: _Default = _Default()
+
+
+def parse_rules(text: bytes, base: TenantLimits) -> TenantRules:
+    """Rules from a file's text. `base`: limits where it says nothing.
+
+    Raises:
+        ValueError: saying what is wrong, and where.
+    """
+    try:
+        document = msgspec.json.decode(text, type=_Document)
+    except msgspec.ValidationError as error:
+        raise ValueError(_explained(text, str(error))) from None
+    except msgspec.DecodeError as error:
+        raise ValueError(str(error)) from None
+    default = _filled(document.default, base, "default")
+    tenants: dict[str, TenantLimits] = {}
+    keys: dict[str, Key] = {}
+    for name, tenant in document.tenants.items():
+        if not NAME.fullmatch(name) or name.startswith(KEY_PREFIX):
+            raise ValueError(
+                f"tenants: {name[:140]!r} is no name: 1 to 128 printable ASCII characters, no spaces, and not "
+                f"beginning with {KEY_PREFIX!r}"
+            )
+        tenants[name] = _filled(tenant, default, f"tenants: {name}")
+        if tenant.salt and not NAME.fullmatch(tenant.salt):
+            raise ValueError(f"tenants: {name}: a salt's name has 1 to 128 printable ASCII characters, no spaces")
+        for given in tenant.keys or ():
+            digest, key = _key(name, given)
+            if keys.setdefault(digest, key).tenant != name:
+                raise ValueError(f"tenants: {name} and {keys[digest].tenant} have a key in common")
+    return TenantRules(
+        default,
+        tenants,
+        keys,
+        salts={name: tenant.salt for name, tenant in document.tenants.items() if tenant.salt},
+        has_keys=any(tenant.keys is not UNSET for tenant in document.tenants.values()),
+    )
+
+
+def _explained(text: bytes, problem: str) -> str:
+    """What is wrong with a file, with the tenant that it is wrong for, and what there may be instead.
+
+    The decoder writes `[...]` for a tenant's name, and what it met, but not what it knows.
+    """
+    if "Invalid enum value" in problem:
+        problem += f"; allowed are {', '.join(role.value for role in Role)}"
+    elif "unknown field" in problem:
+        tenant, key = ", ".join(_Tenant.__struct_fields__), ", ".join(KeyEntry.__struct_fields__)
+        problem += f"; allowed are tenants, default; of a tenant {tenant}; of a key {key}"
+    with contextlib.suppress(msgspec.DecodeError):  # else it is no tenant's mistake
+        parts = msgspec.json.decode(text, type=dict[str, dict[str, msgspec.Raw]])
+        for name, given in parts.get("tenants", {}).items():
+            try:
+                msgspec.json.decode(given, type=_Tenant)
+            except msgspec.ValidationError:
+                return f"tenants: {name if NAME.fullmatch(name) else repr(name[:140])}: {problem}"
+    return problem
+
+
+def _key(tenant: str, given: str | KeyEntry) -> tuple[str, Key]:
+    """A key of a tenant, by its digest."""
+    entry = KeyEntry(given) if isinstance(given, str) else given
+    digest = entry.sha256.lower()
+    if not _DIGEST.fullmatch(digest):  # perhaps the key itself: it is not shown
+        raise ValueError(f"tenants: {tenant}: keys are given as their SHA-256, 64 hexadecimal digits")
+    if not _KEY_NAME.fullmatch(entry.name):
+        raise ValueError(f"tenants: {tenant}: a key's name has up to 128 printable ASCII characters, no spaces")
+    expires = None if entry.expires is None else parse_time(entry.expires, f"tenants: {tenant}: expires")
+    return digest, Key(tenant, entry.name or digest[:8], entry.role, expires, entry.gateway)
+
+
+def parse_time(text: str, where: str) -> float:
+    """Unix time in seconds, from RFC 3339.
+
+    Raises:
+        ValueError: it is something else, or says no time zone.
+    """
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        moment = None
+    if moment is None or moment.tzinfo is None:
+        raise ValueError(f"{where} is {text[:40]!r}; a time is written as 2027-01-31T12:00:00Z")
+    return moment.timestamp()
+
+
+def _filled(given: _Default, base: TenantLimits, where: str) -> TenantLimits:
+    said = {name: value for name in _FIELDS if (value := getattr(given, name)) is not UNSET}
+    limits = msgspec.structs.replace(base, **said)
+    if problem := limits.problem():
+        raise ValueError(f"{where}: {problem}")
+    return limits
+
+
+def read_rules(path: str, base: TenantLimits) -> TenantRules:
+    """Rules from a file.
+
+    Raises:
+        ValueError: it cannot be read, or is wrong; the text names it.
+    """
+    return _read(path, base)[0]
+
+
+def _read(path: str, base: TenantLimits) -> tuple[TenantRules, bytes]:
+    """As `read_rules`, with the file's text."""
+    try:
+        with Path(path).open("rb") as file:
+            if os.fstat(file.fileno()).st_mode & stat.S_IWOTH:
+                raise ValueError("everybody on this machine may change it; do `chmod o-w` first")
+            text = file.read(BYTES_MAX + 1)
+        if len(text) > BYTES_MAX:
+            raise ValueError(f"it has more than {BYTES_MAX} bytes")
+        return parse_rules(text, base), text
+    except (OSError, ValueError) as error:
+        raise ValueError(f"tenants file {path}: {getattr(error, 'strerror', None) or error}") from None
+
+
+class TenantFile:
+    """Rules that follow a file. A change that cannot be read leaves them as they are, and is logged."""
+
+    def __init__(self, path: str, base: TenantLimits, kept: str = "") -> None:
+        """
+        Args:
+            kept: where the last version that was right is kept; "": nowhere.
+
+        Raises:
+            ValueError: as `read_rules`, and nothing was kept.
+        """
+        self._path = path
+        self._base = base
+        self._kept = kept
+        self._stamp = _stamp(path)
+        self._next_check = 0.0
+        try:
+            self.rules = self._load()
+        except ValueError as error:
+            if not kept or not Path(kept).is_file():
+                raise
+            self.rules = read_rules(kept, base)
+            _log.error("tenants_not_reloaded", detail=str(error))
+
+    def poll(self, now: float) -> TenantRules:
+        """The rules; looks at the file once in `CHECK_SECONDS`. `now`: in seconds."""
+        if now >= self._next_check:
+            self._next_check = now + CHECK_SECONDS
+            stamp = _stamp(self._path)
+            if stamp != self._stamp:
+                self._stamp = stamp
+                self.reload()
+        return self.rules
+
+    def reload(self) -> None:
+        """Read it now, whether it has changed or not."""
+        try:
+            self.rules = self._load()
+        except ValueError as error:
+            _log.error("tenants_not_reloaded", detail=str(error))
+        else:
+            _log.info("tenants_reloaded", tenants=len(self.rules.tenants))
+
+    def _load(self) -> TenantRules:
+        rules, text = _read(self._path, self._base)
+        with contextlib.suppress(OSError):  # gone meanwhile
+            if rules.has_keys and os.stat(self._path).st_mode & stat.S_IROTH:
+                _log.warning("tenants_readable_by_all", path=self._path, advice="chmod o-r")
+        if self._kept:
+            # Complete or not at all, and each router its own: several read the same change at the same time.
+            new = Path(f"{self._kept}.{os.getpid()}")
+            with contextlib.suppress(OSError):
+                write_private(new, text)
+                new.replace(self._kept)
+        return rules
+
+
+def write_private(path: Path, text: bytes) -> None:
+    """Write a file that nobody else may read, whatever the process's umask is. What was there is gone.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path.unlink(missing_ok=True)
+    with open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600), "wb") as file:
+        file.write(text)
+
+
+def _stamp(path: str) -> tuple[int, int, int] | None:
+    """Changes with the file; None: there is none."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size, status.st_ino

@@ -1,0 +1,331 @@
+"""Who asks, and how much they may ask for: token buckets per tenant. Pure: time is an argument, seconds that only
+go forward.
+
+    headers ─► Authenticator ─► tenant ─► TenantBook.admit ─► Admission ─► charge_prompt, charge_output, close
+               (identity.py)                       └─ 429: which limit, and after how many seconds it would pass
+
+A request needs a place among the tenant's running ones, one from the bucket of requests, and a bucket of tokens
+that is not empty. Its prompt is charged once its tokens are known, its output when it ends. So a bucket of tokens
+may be overdrawn, by what is running; then nothing is admitted until it has filled again. That way no work is
+thrown away because its length was not known, and over minutes the rate holds exactly.
+
+Routers share nothing. Of several each grants an equal part of every limit.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import OrderedDict
+from typing import Final
+
+import msgspec
+
+from trunkline.router.errors import RETRY_AFTER_SECONDS, ApiError
+from trunkline.router.tenancy.auth import Key
+
+ANONYMOUS: Final = "anonymous"
+"""The tenant of requests without a key."""
+KEY_PREFIX: Final = "key-"
+"""Of tenants that are known by nothing but their key."""
+NAME: Final = re.compile(r"[\x21-\x7e]{1,128}")
+"""What a tenant may be called."""
+HEADER_NAME: Final = re.compile(r"(?!(?i:authorization|x-api-key|cookie)\Z)[A-Za-z0-9!#$%&'*+.^_`|~-]{1,64}")
+"""What the header with a tenant's name may be called: none that holds a secret."""
+IDEMPOTENCY_TTL_S_MAX: Final = 86_400.0
+LIMIT_MAX: Final = 10**12
+"""What is beyond that is no limit."""
+TENANTS_MAX: Final = 10_000
+"""Kept in memory; of more, those that have done nothing for the longest time are forgotten."""
+MINUTE_S: Final = 60.0
+_ROUNDING: Final = 1e-6
+"""Of a token: who waited as long as they were told must not be turned away by the last bit."""
+
+
+class TenantLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a tenant may do; None: as much as it likes."""
+
+    requests: int | None = None
+    """At once."""
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    """Prompts and answers together."""
+    priority: int | None = None
+    """Of requests that ask for none; none is more urgent. Smaller goes first."""
+
+    def problem(self) -> str:
+        """What is wrong with it; "": nothing."""
+        for name in ("requests", "requests_per_minute", "tokens_per_minute"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                return f"{name} is {value}; it must be at least 1, or null for no limit"
+            if value is not None and value > LIMIT_MAX:
+                return f"{name} has {len(str(value))} digits; allowed are 1 to {LIMIT_MAX}, or null for no limit"
+        if self.priority is not None and not -(2**31) <= self.priority < 2**31:
+            return f"priority is {self.priority}; it is a 32-bit integer"
+        return ""
+
+
+NO_LIMITS: Final = TenantLimits()
+
+
+class TenantRules(msgspec.Struct, frozen=True):
+    """Everything that an operator has said of tenants."""
+
+    default: TenantLimits = NO_LIMITS
+    tenants: dict[str, TenantLimits] = {}
+    """By name; of the others `default` holds."""
+    keys: dict[str, Key] = {}
+    """By the SHA-256 of a key, in hexadecimal."""
+    salts: dict[str, str] = {}
+    """Names of the salts of tenants that do not have one for themselves."""
+    has_keys: bool = False
+    """Whether a key is needed, also if there is none (any more)."""
+
+    def limits_of(self, name: str) -> TenantLimits:
+        """A tenant's."""
+        return self.tenants.get(name, self.default)
+
+
+# -- how much
+
+
+class Bucket:
+    """A token bucket that fills at a steady rate. It may be overdrawn."""
+
+    __slots__ = ("_at", "_capacity", "_level", "_per_second")
+
+    def __init__(self, per_minute: float, now: float) -> None:
+        """Full. It holds what a minute brings, but one at least."""
+        self._per_second = per_minute / MINUTE_S
+        self._capacity = max(per_minute, 1.0)
+        self._level = self._capacity
+        self._at = now
+
+    @property
+    def capacity(self) -> float:
+        """What it holds at most."""
+        return self._capacity
+
+    def level(self, now: float) -> float:
+        """What is in it; below zero: overdrawn."""
+        if now > self._at:
+            self._level = min(self._capacity, self._level + (now - self._at) * self._per_second)
+            self._at = now
+        return self._level
+
+    def take(self, amount: float, now: float) -> None:
+        """Take so much, whether it is there or not."""
+        self._level = self.level(now) - amount
+
+    def wait_s(self, amount: float, now: float) -> float:
+        """Seconds until `amount`, which is not more than it holds, is in it."""
+        missing = amount - self.level(now)
+        return 0.0 if missing <= _ROUNDING else missing / self._per_second
+
+    def resize(self, per_minute: float, now: float) -> None:
+        """Another rate; what was taken of the old one stays taken."""
+        taken = self._capacity - self.level(now)
+        self._per_second = per_minute / MINUTE_S
+        self._capacity = max(per_minute, 1.0)
+        self._level = self._capacity - taken
+
+
+class _Tenant:
+    """What one tenant does, and how much it may still do."""
+
+    __slots__ = ("limits", "minute_requests", "minute_tokens", "name", "rules", "running")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.limits = NO_LIMITS
+        self.rules: TenantRules | None = None
+        """Those that `limits` is from."""
+        self.running = 0
+        self.minute_requests: Bucket | None = None
+        self.minute_tokens: Bucket | None = None
+
+    def obey(self, rules: TenantRules, routers: int, now: float) -> None:
+        limits = self.limits = rules.limits_of(self.name)
+        self.rules = rules
+        self.minute_requests = _resized(self.minute_requests, limits.requests_per_minute, routers, now)
+        self.minute_tokens = _resized(self.minute_tokens, limits.tokens_per_minute, routers, now)
+
+
+def _resized(bucket: Bucket | None, per_minute: int | None, routers: int, now: float) -> Bucket | None:
+    if per_minute is None:
+        return None
+    if bucket is None:
+        return Bucket(per_minute / routers, now)
+    bucket.resize(per_minute / routers, now)
+    return bucket
+
+
+class Admission:
+    """A request that was let in. Call `close` in the end, whatever happened."""
+
+    def __init__(self, book: TenantBook, tenant: _Tenant) -> None:
+        self._book = book
+        self._tenant = tenant
+        self._charged = False
+        self._open = True
+
+    @property
+    def tenant(self) -> str:
+        """The tenant's name."""
+        return self._tenant.name
+
+    def priority(self, wanted: int | None) -> int:
+        """What a request gets that wants this one; None: any."""
+        own = self._tenant.limits.priority
+        if own is None:
+            return wanted or 0
+        return own if wanted is None else max(wanted, own)
+
+    def charge_prompt(self, tokens: int, now: float) -> None:
+        """A prompt is about to be given to an engine. Of several in one request the first one decides.
+
+        Raises:
+            ApiError: 429, others have emptied the bucket since the request was let in.
+        """
+        bucket = self._tenant.minute_tokens
+        if bucket is not None:
+            if not self._charged:
+                _check_bucket(bucket, "tokens_per_minute", self._tenant.limits.tokens_per_minute, now)
+            bucket.take(tokens, now)
+        self._charged = True
+
+    def charge_output(self, tokens: int, now: float) -> None:
+        """An answer, or a part of one, has come. Also after `close`."""
+        if self._tenant.minute_tokens is not None:
+            self._tenant.minute_tokens.take(tokens, now)
+
+    def headers(self, now: float) -> dict[str, str]:
+        """See `TenantBook.headers`."""
+        return _headers(self._tenant, now)
+
+    def close(self) -> None:
+        """It is over: its place is free. May be called again."""
+        if self._open:
+            self._open = False
+            self._book.leave(self._tenant)
+
+
+class TenantBook:
+    """All tenants that have asked for something lately."""
+
+    def __init__(self, rules: TenantRules, routers: int = 1, tenants_max: int = TENANTS_MAX) -> None:
+        """
+        Args:
+            routers: processes that share the limits, each by itself.
+            tenants_max: kept in memory, but for those with running requests and those that the rules name.
+        """
+        self.rules = rules
+        """May be replaced at any time; what was used of the old limits counts in the new ones."""
+        self._routers = routers
+        self._tenants_max = tenants_max
+        self._tenants: dict[str, _Tenant] = {}
+        self._idle: OrderedDict[str, _Tenant] = OrderedDict()
+        """Those without running requests, the longest idle first."""
+
+    def __len__(self) -> int:
+        return len(self._tenants)
+
+    def running(self, name: str) -> int:
+        """Requests of a tenant that were let in and are not over."""
+        tenant = self._tenants.get(name)
+        return 0 if tenant is None else tenant.running
+
+    def admit(self, name: str, now: float) -> Admission:
+        """Let a request of a tenant in.
+
+        Raises:
+            ApiError: 429, saying which limit it is over; nothing was taken from any.
+        """
+        tenant = self._tenants.get(name)
+        if tenant is None:
+            tenant = self._tenants[name] = self._idle[name] = _Tenant(name)
+        if tenant.rules is not self.rules:
+            tenant.obey(self.rules, self._routers, now)
+        try:
+            self._check(tenant, now)
+        except ApiError:
+            self._forget_idle()
+            raise
+        if tenant.minute_requests is not None:
+            tenant.minute_requests.take(1, now)
+        tenant.running += 1
+        self._idle.pop(name, None)
+        self._forget_idle()
+        return Admission(self, tenant)
+
+    def headers(self, name: str, now: float) -> dict[str, str]:
+        """OpenAI's headers on how much is left to a tenant, of the limits that there are."""
+        tenant = self._tenants.get(name)
+        return {} if tenant is None else _headers(tenant, now)
+
+    def leave(self, tenant: _Tenant) -> None:
+        """Called by an `Admission`, once."""
+        tenant.running -= 1
+        if not tenant.running:
+            self._idle[tenant.name] = tenant
+            self._forget_idle()
+
+    def _check(self, tenant: _Tenant, now: float) -> None:
+        limits = tenant.limits
+        if limits.requests is not None and tenant.running >= math.ceil(limits.requests / self._routers):
+            raise _over("requests", f"{limits.requests} requests at once", RETRY_AFTER_SECONDS)
+        if tenant.minute_requests is not None:
+            _check_bucket(tenant.minute_requests, "requests_per_minute", limits.requests_per_minute, now)
+        if tenant.minute_tokens is not None:
+            _check_bucket(tenant.minute_tokens, "tokens_per_minute", limits.tokens_per_minute, now)
+
+    def _forget_idle(self) -> None:
+        named = self.rules.tenants  # their number is bounded: what they have used is not forgotten
+        skipped = 0
+        while len(self._tenants) > self._tenants_max and self._idle and skipped <= len(named):
+            name, tenant = self._idle.popitem(last=False)
+            if name in named:
+                self._idle[name] = tenant
+                skipped += 1
+            else:
+                del self._tenants[name]
+
+
+def _headers(tenant: _Tenant, now: float) -> dict[str, str]:
+    fields = {}
+    for name, bucket in (("requests", tenant.minute_requests), ("tokens", tenant.minute_tokens)):
+        if bucket is not None:
+            fields[f"x-ratelimit-limit-{name}"] = str(int(bucket.capacity))
+            fields[f"x-ratelimit-remaining-{name}"] = str(max(0, int(bucket.level(now) + _ROUNDING)))
+            fields[f"x-ratelimit-reset-{name}"] = duration(bucket.wait_s(bucket.capacity, now))
+    return fields
+
+
+def _check_bucket(bucket: Bucket, limit: str, per_minute: int | None, now: float) -> None:
+    wait_s = bucket.wait_s(1, now)
+    if wait_s:
+        unit = limit.removesuffix("_per_minute")
+        raise _over(limit, f"{per_minute} {unit} per minute", wait_s)
+
+
+def _over(limit: str, most: str, wait_s: float) -> ApiError:
+    seconds = max(RETRY_AFTER_SECONDS, math.ceil(wait_s))
+    return ApiError(
+        429,
+        f"the limit `{limit}` of this tenant is reached: {most}. Please try again in {seconds} s.",
+        kind="rate_limit_error",
+        code="rate_limit_exceeded",
+        details={"limit": limit},
+        retry_after=seconds,
+    )
+
+
+def duration(seconds: float) -> str:
+    """As OpenAI writes it: "0s", "120ms", "1.5s", "6m0s"."""
+    if seconds <= 0:
+        return "0s"
+    if seconds < 1:
+        return f"{math.ceil(seconds * 1000)}ms"
+    minutes, rest = divmod(math.ceil(seconds * 1000) / 1000, 60)
+    return f"{int(minutes)}m{round(rest, 3):g}s" if minutes else f"{round(rest, 3):g}s"

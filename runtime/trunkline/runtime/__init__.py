@@ -1,0 +1,1 @@
+"""What the process of every role needs: its title and parent, status notes, tracing, keys on the wire."""

@@ -1,0 +1,301 @@
+"""Spans: what a traced request did, and when, in each process that worked for it.
+
+    HTTP `traceparent` ─► router ─ Submit.trace ─► controller ─ StepPlan.traces ─► workers
+                            │                         │                              │
+                            └────────── Tracer.emit ──┴──────────────────────────────┘
+                                            │  a bounded queue; a thread makes OpenTelemetry's spans of it
+                                            ▼
+                                     OTLP over HTTP (`tracing_export.py`, only if tracing is on)
+
+A request is traced or not from its first moment: as its `traceparent` says, or by lot. One that is not carries
+nothing and costs nothing. A span is made whole when what it tells of is over; its id is drawn before, so that
+others can be its children meanwhile. Times are of the monotonic clock, in seconds; they become wall-clock time by
+one look at both clocks at the start of the process.
+
+A leaf (it imports nothing of Trunkline but its other half), so that each role may use it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import re
+import secrets
+import struct
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Final, NamedTuple, Protocol
+from urllib.parse import urlsplit
+
+import structlog
+
+TRACE_BYTES: Final = 16
+SPAN_BYTES: Final = 8
+CONTEXT_BYTES: Final = TRACE_BYTES + SPAN_BYTES
+_TRACEPARENT: Final = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+_SAMPLED: Final = 1
+_ENDPOINT_VARIABLES: Final = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+_STEP: Final = struct.Struct("<16s8s8sii")
+_TRACES_PATH: Final = "/v1/traces"
+
+Value = str | bool | int | float | Sequence[str] | Sequence[int]
+"""Of an attribute."""
+_log = structlog.get_logger("trunkline.tracing")
+
+
+class SpanContext(NamedTuple):
+    """A span's name in the world."""
+
+    trace_id: bytes
+    span_id: bytes
+
+    def pack(self) -> bytes:
+        """As it travels between processes."""
+        return self.trace_id + self.span_id
+
+    def child(self) -> SpanContext:
+        """A new span of the same trace."""
+        return SpanContext(self.trace_id, secrets.token_bytes(SPAN_BYTES))
+
+    @property
+    def traceparent(self) -> str:
+        """In W3C's form, of a span that is sampled."""
+        return f"00-{self.trace_id.hex()}-{self.span_id.hex()}-{_SAMPLED:02x}"
+
+
+def unpack_context(packed: bytes) -> SpanContext | None:
+    """What `pack` made; None: there is none."""
+    if len(packed) != CONTEXT_BYTES:
+        return None
+    return SpanContext(packed[:TRACE_BYTES], packed[TRACE_BYTES:])
+
+
+def parse_traceparent(header: str) -> tuple[SpanContext, bool] | None:
+    """The caller's span, and whether it is sampled; None: the header is none, or says nothing that can be used."""
+    match = _TRACEPARENT.fullmatch(header.strip())
+    if match is None:
+        return None
+    version, trace, span, flags, more = match.groups()
+    if version == "ff" or (version == "00" and more) or not int(trace, 16) or not int(span, 16):
+        return None
+    return SpanContext(bytes.fromhex(trace), bytes.fromhex(span)), bool(int(flags, 16) & _SAMPLED)
+
+
+def is_chosen(trace_id: bytes, ratio: float) -> bool:
+    """Whether a trace is among so many of all. The same everywhere for the same trace."""
+    return int.from_bytes(trace_id[-8:], "big") < ratio * (1 << 64)
+
+
+class Kind(StrEnum):
+    """A span's part in a call between processes."""
+
+    INTERNAL = "internal"
+    SERVER = "server"
+    CLIENT = "client"
+
+
+@dataclass(slots=True)
+class Span:
+    """Something that is over. Times in seconds of the monotonic clock."""
+
+    name: str
+    context: SpanContext
+    parent: bytes
+    """Id of the span above it in the same trace; b"": it is the first."""
+    start: float
+    end: float
+    attributes: Mapping[str, Value]
+    kind: Kind = Kind.INTERNAL
+    events: list[tuple[float, str, Mapping[str, Value]]] = field(default_factory=list)
+    links: list[SpanContext] = field(default_factory=list)
+    error: str = ""
+    """What went wrong, in a word or two; "": nothing."""
+
+
+class Sink(Protocol):
+    """Where spans go."""
+
+    @property
+    def exported(self) -> int:
+        """Spans that a collector has taken."""
+
+    @property
+    def dropped(self) -> int:
+        """Spans that were lost."""
+
+    def put(self, span: Span) -> None:
+        """Take a span, or drop it. Never waits."""
+
+    def close(self, seconds_max: float) -> None:
+        """Send what there is, and end."""
+
+
+class Tracer:
+    """A process' part in traces. Without a sink it does nothing, and nothing is traced."""
+
+    def __init__(self, sink: Sink | None = None, ratio: float = 1.0) -> None:
+        """`ratio`: of those requests whose caller has not decided, so many are traced."""
+        self._sink = sink
+        self._ratio = ratio
+
+    @property
+    def is_on(self) -> bool:
+        """Whether spans go anywhere."""
+        return self._sink is not None
+
+    @property
+    def exported(self) -> int:
+        """Spans that a collector has taken."""
+        return 0 if self._sink is None else self._sink.exported
+
+    @property
+    def dropped(self) -> int:
+        """Spans that were lost: the queue was full, or no collector took them."""
+        return 0 if self._sink is None else self._sink.dropped
+
+    def begin(self, traceparent: str) -> tuple[SpanContext, bytes] | None:
+        """A request has come: its span's context and its caller's span id; None: it is not traced."""
+        if self._sink is None:
+            return None
+        caller = parse_traceparent(traceparent) if traceparent else None
+        if caller is not None:
+            context, is_sampled = caller
+            return (context.child(), context.span_id) if is_sampled else None
+        context = SpanContext(secrets.token_bytes(TRACE_BYTES), secrets.token_bytes(SPAN_BYTES))
+        return (context, b"") if is_chosen(context.trace_id, self._ratio) else None
+
+    def emit(self, span: Span) -> None:
+        """Send a span. Never waits."""
+        if self._sink is not None:
+            self._sink.put(span)
+
+    def close(self, seconds_max: float = 1.0) -> None:
+        """Send what there is, for so long at most."""
+        if self._sink is not None:
+            self._sink.close(seconds_max)
+
+
+OFF: Final = Tracer()
+
+
+class StepTrace(NamedTuple):
+    """What a rank must know of a part of a traced prompt that it computes (`StepPlan.traces`)."""
+
+    prefill: SpanContext
+    """The span above those of prefill, …"""
+    decode: bytes
+    """… and, in the same trace, that above those of decode steps."""
+    stay: int
+    """The sequence's number in the workers."""
+    tokens: int
+    """Of the prompt, computed in this step."""
+
+
+def pack_steps(steps: Iterable[StepTrace]) -> bytes:
+    """As they travel to workers."""
+    return b"".join(_STEP.pack(*step.prefill, step.decode, step.stay, step.tokens) for step in steps)
+
+
+def unpack_steps(packed: bytes) -> Iterator[StepTrace]:
+    """What `pack_steps` made; what is left of it, if it is damaged."""
+    whole = len(packed) - len(packed) % _STEP.size
+    for trace, prefill, decode, stay, tokens in _STEP.iter_unpack(packed[:whole]):
+        yield StepTrace(SpanContext(trace, prefill), decode, stay, tokens)
+
+
+class TracingError(ValueError):
+    """Tracing was asked for and cannot be; the text says why."""
+
+
+def problem_of_endpoint(endpoint: str) -> str:
+    """What is wrong with an `--otlp-endpoint`; "": nothing."""
+    if not endpoint:
+        return ""
+    try:
+        parts = urlsplit(endpoint)
+        is_right = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_right = False
+    if not is_right:
+        return f"{endpoint!r} is no URL of a collector, as http://127.0.0.1:4318 is (OTLP over HTTP)"
+    if importlib.util.find_spec("opentelemetry") is None or not _has_exporter():
+        return "needs OpenTelemetry, which is not installed; pip install 'trunkline[otel]'"
+    return ""
+
+
+def _has_exporter() -> bool:
+    with contextlib.suppress(ModuleNotFoundError):
+        return importlib.util.find_spec("opentelemetry.exporter.otlp.proto.http") is not None
+    return False
+
+
+def traces_url(endpoint: str) -> str:
+    """Where spans are sent: a collector's address with the usual path, unless it has one."""
+    return endpoint if urlsplit(endpoint).path.strip("/") else endpoint.rstrip("/") + _TRACES_PATH
+
+
+def is_wanted(endpoint: str, environment: Mapping[str, str]) -> bool:
+    """Whether there is a collector, named by an option or by OpenTelemetry's variables."""
+    if environment.get("OTEL_SDK_DISABLED", "").lower() == "true":
+        return False
+    if endpoint:
+        return True
+    is_off = environment.get("OTEL_TRACES_EXPORTER", "otlp").lower() == "none"
+    return not is_off and any(environment.get(name) for name in _ENDPOINT_VARIABLES)
+
+
+def ratio_of(wanted: float | None, environment: Mapping[str, str]) -> float:
+    """The part of requests that is traced, by the option, else by OpenTelemetry's variables, else all.
+
+    Raises:
+        TracingError: the variables say something else.
+    """
+    if wanted is not None:
+        return wanted
+    name = environment.get("OTEL_TRACES_SAMPLER", "always_on").lower().removeprefix("parentbased_")
+    if name in ("always_on", "always_off"):
+        return float(name == "always_on")
+    given = environment.get("OTEL_TRACES_SAMPLER_ARG", "1.0")
+    try:
+        ratio = float(given)
+    except ValueError:
+        ratio = -1.0
+    if name != "traceidratio" or not 0.0 <= ratio <= 1.0:
+        raise TracingError(
+            f"OTEL_TRACES_SAMPLER={name} with OTEL_TRACES_SAMPLER_ARG={given} is not known; allowed are "
+            "always_on, always_off, and traceidratio with a number from 0 to 1, parentbased_ or not"
+        )
+    return ratio
+
+
+def start(endpoint: str, role: str, instance: str, ratio: float | None = None) -> Tracer:
+    """A process' tracer.
+
+    Args:
+        endpoint: of `--otlp-endpoint`; "": as OpenTelemetry's environment variables say, by default nowhere.
+        role: "router", "controller" or "worker".
+        instance: which of them it is.
+        ratio: of `--trace-sample`.
+
+    Raises:
+        TracingError: it is not possible.
+    """
+    if not is_wanted(endpoint, os.environ):
+        return OFF
+    if problem := problem_of_endpoint(endpoint or "http://127.0.0.1"):
+        if endpoint:
+            raise TracingError(f"--otlp-endpoint: {problem}")
+        _log.warning("traces_off", problem=problem)  # the variables may be meant for others on this machine
+        return OFF
+    from trunkline.runtime.tracing_export import SpanExport  # noqa: PLC0415
+
+    sink = SpanExport(traces_url(endpoint) if endpoint else None, role, instance, wall_offset_ns())
+    return Tracer(sink, ratio_of(ratio, os.environ))
+
+
+def wall_offset_ns() -> int:
+    """To be added to the monotonic clock's nanoseconds to have those since 1970."""
+    return time.time_ns() - time.monotonic_ns()

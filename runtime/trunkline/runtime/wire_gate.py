@@ -1,0 +1,334 @@
+"""The server's side of wire keys: who may connect to a controller's sockets, and how much who may not can cost.
+
+    socket.bind ──► libzmq: CURVE handshake ──► "inproc://zeromq.zap.01" ──► Gate: is the client's key in the file?
+                    monitor: accepted, refused, closed ────────────────────► Gate: counts, rare log lines
+
+libzmq asks before a connection exists for the socket; one that it cannot ask lets nobody in
+(`ZAP_ENFORCE_DOMAIN`), so there is no moment without a guard. A thread answers: not the controller's loop, whose
+steps would wait for strangers. What an unknown peer can hold is a connection, for `HANDSHAKE_MS`; while there are
+too many the kernel drops requests for new ones (a filter on the listening socket, because `unbind` would close
+those that are there).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import socket as sockets
+import struct
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import structlog
+import zmq
+from zmq.utils import z85
+from zmq.utils.monitor import parse_monitor_message
+
+from trunkline.runtime.rare_log import RareLog
+from trunkline.runtime.wire_keys import Role, WireKeys, WireKeysError, is_network, load
+from trunkline.runtime.wire_peer import HANDSHAKE_FAILED, HANDSHAKE_MS, MonitorEvent
+
+_ZAP: Final = "inproc://zeromq.zap.01"
+_EVENTS: Final = (
+    HANDSHAKE_FAILED
+    | zmq.EVENT_LISTENING
+    | zmq.EVENT_ACCEPTED
+    | zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_ACCEPT_FAILED
+    | zmq.EVENT_MONITOR_STOPPED
+)
+_DOMAINS: Final = {role.encode(): role for role in (Role.ROUTER, Role.WORKER)}
+_KEY_BYTES: Final = 32
+_SO_ATTACH_FILTER: Final = 26  # from <asm/socket.h>
+_SO_DETACH_FILTER: Final = 27
+_BPF_RETURN: Final = 0x06  # from <linux/filter.h>
+MESSAGE_BYTES_MAX: Final = 128 << 20
+"""Of the longest that a router or worker has to say: a prompt of 16 million tokens is half of it."""
+SUBSCRIPTION_BYTES_MAX: Final = 4096
+"""Who only listens sends nothing longer."""
+_LOOK_SECONDS: Final = 1.0
+"""The file of keys is looked at again at most so often."""
+_CONNECTIONS_MIN: Final = 64
+_CONNECTIONS_MAX: Final = 1024
+_DESCRIPTORS_SHARE: Final = 8
+"""Each port may use this part of the descriptors that the process can have: there are four, and files."""
+
+log = structlog.get_logger("trunkline.wire")
+
+
+def connections_max() -> int:
+    """Connections of one port at most."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return min(max(soft // _DESCRIPTORS_SHARE, _CONNECTIONS_MIN), _CONNECTIONS_MAX)
+
+
+@dataclass(slots=True)
+class Port:
+    """A socket that listens on the network. The gate's thread writes, others read."""
+
+    socket: zmq.Socket[bytes]
+    endpoint: str
+    listener: int = -1
+    """Descriptor of the listening socket; -1: not known yet."""
+    is_open: bool = True
+    """Whether new connections are let through to it."""
+    accepted: int = 0
+    closed: int = 0
+    refused: int = 0
+    """Connections that were closed because of their handshake."""
+    strangers: dict[int, str] = field(default_factory=dict)
+    """Addresses of connections that have certainly not ended their handshake, by descriptor."""
+    failure: MonitorEvent | None = None
+    """A failed handshake whose connection's end is the next event."""
+
+    @property
+    def connections(self) -> int:
+        """At present."""
+        return self.accepted - self.closed
+
+    def take(self, event: MonitorEvent) -> tuple[str, dict[str, Any]] | None:
+        """Count an event of the socket's monitor. Returns what is worth a line in the log, and its details."""
+        kind, value = event["event"], int(event["value"])
+        if kind == zmq.EVENT_LISTENING:
+            self.listener = value
+        elif kind == zmq.EVENT_ACCEPTED:
+            self.accepted += 1
+            self.strangers[value] = _address_of(value)
+        elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            # libzmq does not say whose: from now on nobody who is there is certainly a stranger.
+            self.strangers.clear()
+        elif kind & HANDSHAKE_FAILED:
+            self.failure = event
+        elif kind == zmq.EVENT_ACCEPT_FAILED:
+            return "a connection could not be accepted", {"reason": os.strerror(value)}
+        elif kind == zmq.EVENT_DISCONNECTED:
+            self.closed += 1
+            address = self.strangers.pop(value, "")
+            failure, self.failure = self.failure, None
+            if failure is not None or address:
+                self.refused += 1
+                return _kind_of(failure), {"peer": address}
+        return None
+
+
+def _kind_of(failure: MonitorEvent | None) -> str:
+    """What a refused connection was, as far as one can tell."""
+    if failure is None:
+        return "refused a connection that does not speak this protocol"
+    if failure["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+        return "refused a peer whose wire key is not in the file"
+    if failure["event"] == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+        return "refused a connection that did not end its handshake"
+    if failure["value"] == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
+        return "refused a peer without wire keys, or with some where there are none"
+    if failure["value"] == zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC:
+        return "refused a peer that has another cluster's wire keys"
+    return "refused a peer whose handshake makes no sense"
+
+
+def _address_of(descriptor: int) -> str:
+    """Of a connection's other end; "" if it is gone already. The descriptor is libzmq's, and stays so: even a copy
+    of it must not be made, because it may be another file's by now, and closing that would drop its locks."""
+    try:
+        borrowed = sockets.socket(fileno=descriptor)
+    except OSError:
+        return ""
+    try:
+        return str(borrowed.getpeername()[0])
+    except (OSError, IndexError):
+        return ""
+    finally:
+        borrowed.detach()
+
+
+def _let_through(listener: int, whether: bool) -> None:
+    """Have the kernel drop what arrives for a listening socket, or not any more; its connections notice nothing.
+
+    Raises:
+        OSError: this kernel does not do that.
+    """
+    nothing = ctypes.create_string_buffer(struct.pack("HBBI", _BPF_RETURN, 0, 0, 0))  # of a packet, keep 0 bytes
+    borrowed = sockets.socket(fileno=listener)
+    try:
+        if whether:
+            borrowed.setsockopt(sockets.SOL_SOCKET, _SO_DETACH_FILTER, 0)
+        else:
+            program = struct.pack("HP", 1, ctypes.addressof(nothing))
+            borrowed.setsockopt(sockets.SOL_SOCKET, _SO_ATTACH_FILTER, program)
+    finally:
+        borrowed.detach()
+
+
+class Gate:
+    """Lets a context's sockets listen. All calls come from the thread that owns these."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], path: str = "") -> None:
+        """
+        Args:
+            path: of the file of keys; "": there are none, and ports on the network let everybody in.
+
+        Raises:
+            WireKeysError: the file is not right.
+        """
+        self.context = context
+        """From which all sockets that listen come."""
+        self.ports: list[Port] = []
+        self.log = RareLog("trunkline.wire")
+        self._path = path
+        self._keys: WireKeys | None = load(path) if path else None
+        self._seen = _stamp(path)
+        self._looked_at = float("-inf")
+        self._zap: zmq.Socket[bytes] | None = None
+        self._monitors: dict[zmq.Socket[bytes], Port] = {}
+        self._wake: zmq.Socket[bytes] | None = None
+        self._thread: threading.Thread | None = None
+        self._connections_max = connections_max()
+
+    def bind(self, socket: zmq.Socket[bytes], endpoint: str, role: Role, bytes_max: int) -> None:
+        """Have a socket listen. On the network it lets in only who has a key of `role`, once the gate is open.
+
+        Args:
+            bytes_max: of one message; who sends a longer one is disconnected. It also bounds what a stranger can
+                have the process keep.
+
+        Raises:
+            zmq.ZMQError: it cannot listen there.
+        """
+        if not is_network(endpoint):
+            socket.bind(endpoint)
+            return
+        socket.set(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+        socket.set(zmq.MAXMSGSIZE, bytes_max)
+        if "[" in endpoint:
+            socket.set(zmq.IPV6, 1)
+        if self._keys is not None:
+            self._guard()
+            own = self._keys.generations[0].controller
+            socket.curve_server = True
+            socket.curve_publickey = own.public.encode()
+            socket.curve_secretkey = own.secret.encode()
+            socket.set(zmq.ZAP_DOMAIN, role.encode())
+            socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)
+        monitor = socket.get_monitor_socket(_EVENTS)
+        socket.bind(endpoint)
+        port = Port(socket, socket.getsockopt_string(zmq.LAST_ENDPOINT))
+        self.ports.append(port)
+        self._monitors[monitor] = port
+
+    def _guard(self) -> None:
+        """From now on libzmq has somebody to ask."""
+        if self._zap is None:
+            self._zap = self.context.socket(zmq.ROUTER)
+            self._zap.bind(_ZAP)
+
+    def open(self) -> None:
+        """All sockets are bound: from now on peers get in."""
+        if not self.ports:
+            return
+        address = f"inproc://gate-{id(self):x}"
+        self._wake, woken = self.context.socket(zmq.PAIR), self.context.socket(zmq.PAIR)
+        woken.bind(address)
+        self._wake.connect(address)
+        self._thread = threading.Thread(target=self._run, args=(woken,), name="gate", daemon=True)
+        self._thread.start()
+        if self._keys is not None:
+            log.info("wire keys are on", keys=self._keys.names, ports=[port.endpoint for port in self.ports])
+
+    def close(self) -> None:
+        """Before the sockets are closed: nobody gets in any more, and what is there stays."""
+        for port in self.ports:
+            port.socket.disable_monitor()
+        if self._thread is not None and self._wake is not None:
+            self._wake.send(b"")
+            self._thread.join()
+        for socket in filter(None, (self._wake, self._zap, *self._monitors)):
+            socket.close(linger=0)
+
+    # -- in the thread
+
+    def _run(self, woken: zmq.Socket[bytes]) -> None:
+        zap = self._zap
+        poller = zmq.Poller()
+        for socket in filter(None, (woken, zap, *self._monitors)):
+            poller.register(socket, zmq.POLLIN)
+        while not woken.poll(0):
+            for socket, _ in poller.poll():
+                if zap is not None and socket is zap:
+                    if (answer := self._answer(zap.recv_multipart())) is not None:
+                        zap.send_multipart(answer, zmq.NOBLOCK)
+                elif socket is not woken and not self._observe(socket, time.monotonic()):
+                    poller.unregister(socket)
+        woken.close(linger=0)
+
+    def _observe(self, monitor: zmq.Socket[bytes], now: float) -> bool:
+        """Take what a monitor has to say; False if that was its last."""
+        port = self._monitors[monitor]
+        while monitor.poll(0):
+            event = parse_monitor_message(monitor.recv_multipart())
+            if event["event"] == zmq.EVENT_MONITOR_STOPPED:
+                return False
+            if (line := port.take(event)) is not None:
+                self.log.warning(line[0], now, endpoint=port.endpoint, refused=port.refused, **line[1])
+            self._limit(port, now)
+        return True
+
+    def _limit(self, port: Port, now: float) -> None:
+        """Let no new connections through while there are too many."""
+        most = self._connections_max
+        if port.listener < 0 or (port.connections < most if port.is_open else port.connections > most * 3 // 4):
+            return
+        try:
+            _let_through(port.listener, not port.is_open)
+        except OSError as error:
+            self.log.warning("connections cannot be limited here", now, error=str(error))
+            return
+        if port.is_open:
+            self.log.warning(
+                "no more connections for now", now, endpoint=port.endpoint, connections=port.connections
+            )
+        port.is_open = not port.is_open
+
+    def _answer(self, frames: list[bytes]) -> list[bytes] | None:
+        """To a question of libzmq (ZAP, RFC 27): may this key enter that domain?"""
+        at = frames.index(b"") + 1 if b"" in frames else len(frames)
+        if len(frames) < at + 6:
+            return None
+        version, number, domain, _address, _identity, mechanism, *credentials = frames[at:]
+        key = z85.encode(credentials[0]).decode() if credentials and len(credentials[0]) == _KEY_BYTES else ""
+        known: frozenset[str] = frozenset()
+        if mechanism == b"CURVE" and domain in _DOMAINS:
+            known = self._current().lets_in(_DOMAINS[domain])
+        verdict = (b"200", b"OK", domain) if key in known else (b"400", b"this key is not known here", b"")
+        return [*frames[:at], version, number, *verdict, b""]
+
+    def _current(self) -> WireKeys:
+        """The keys in the file; if that is wrong, those from before."""
+        assert self._keys is not None
+        now = time.monotonic()
+        if now - self._looked_at < _LOOK_SECONDS:
+            return self._keys
+        self._looked_at = now
+        stamp = _stamp(self._path)
+        if stamp != self._seen:
+            try:
+                self._keys = load(self._path)
+                self._seen = stamp
+                log.info("the wire keys were exchanged", keys=self._keys.names)
+            except WireKeysError as error:
+                self.log.warning("the wire keys cannot be read; those from before count", now, error=str(error))
+        return self._keys
+
+
+def _stamp(path: str) -> tuple[int, ...]:
+    """Differs when the file does."""
+    if not path:
+        return ()
+    try:
+        status = os.stat(path)
+    except OSError:
+        return (-1,)
+    return status.st_mtime_ns, status.st_size, status.st_ino

@@ -1,0 +1,266 @@
+"""The keys with which a cluster's processes know each other on the network: the file that holds them.
+
+    {"format": 1, "generations": [{"controller": {"public": …, "secret": …}, "router": …, "worker": …}, …]}
+
+Controllers are CURVE servers; routers and workers are clients. Each role has a key pair of its own, so that
+whoever holds a router's secret can neither pass for a worker, to which the tokens of all prompts go, nor for a
+controller (docs/decisions/0014-wire-keys.md). A file may have only those secrets that its host needs (`part`).
+
+Keys change by *generations*: servers use the newest, and let in clients of all that their file lists; clients try
+one after the other. So files may be exchanged and processes started again in any order while two are listed.
+
+A leaf (it imports nothing of Trunkline), as `trunkline.runtime.process` is: every role reads the file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from collections.abc import Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import zmq
+from msgspec.structs import replace
+from zmq.utils import z85
+
+FORMAT: Final = 1
+GENERATIONS_MAX: Final = 4
+_FILE_BYTES_MAX: Final = 64 << 10
+_KEY_BYTES: Final = 32
+
+
+class WireKeysError(ValueError):
+    """A file of keys that cannot be used; the text says which, why, and what to do."""
+
+
+class Role(StrEnum):
+    """Who a key pair belongs to."""
+
+    CONTROLLER = "controller"
+    ROUTER = "router"
+    WORKER = "worker"
+
+
+PARTS: Final[dict[str, tuple[Role, ...]]] = {
+    "group": (Role.CONTROLLER, Role.WORKER),
+    "workers": (Role.WORKER,),
+    "router": (Role.ROUTER,),
+}
+"""Whose secrets a host needs on which a part of a cluster runs."""
+
+
+class Pair(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A CURVE key pair, in Z85."""
+
+    public: str
+    secret: str = ""
+    """"": not known on this host."""
+
+    def __repr__(self) -> str:
+        return f"Pair({self.public!r}, {'secret' if self.secret else 'no secret'})"
+
+
+class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Keys that were made together."""
+
+    controller: Pair
+    router: Pair
+    worker: Pair
+
+    def of(self, role: Role) -> Pair:
+        """The pair of a role."""
+        match role:
+            case Role.CONTROLLER:
+                return self.controller
+            case Role.ROUTER:
+                return self.router
+            case Role.WORKER:
+                return self.worker
+
+    @property
+    def name(self) -> str:
+        """By which people can tell whether two files have the same keys; not secret, and of no use as a key."""
+        joined = "\n".join(self.of(role).public for role in Role)
+        return hashlib.blake2b(joined.encode(), digest_size=4).hexdigest()
+
+
+class WireKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a file holds. Generations stand newest first."""
+
+    generations: tuple[Generation, ...]
+    format: int = FORMAT
+
+    @property
+    def names(self) -> str:
+        """Of its generations, for logs."""
+        return ", ".join(generation.name for generation in self.generations)
+
+    def lets_in(self, role: Role) -> frozenset[str]:
+        """Public keys of the clients that a controller's sockets for a role let in. Who has the controller's own
+        secret is its host: it may ask whether its group works."""
+        return frozenset(
+            generation.of(known).public for generation in self.generations for known in (role, Role.CONTROLLER)
+        )
+
+    def rotated(self) -> WireKeys:
+        """With a new generation before those that are there.
+
+        Raises:
+            WireKeysError: there are too many.
+        """
+        if len(self.generations) >= GENERATIONS_MAX:
+            raise WireKeysError(
+                f"there are {len(self.generations)} generations of keys already; retire the old ones first "
+                "(--retire)"
+            )
+        return replace(self, generations=(_generation(), *self.generations))
+
+    def retired(self) -> WireKeys:
+        """With the newest generation only."""
+        return replace(self, generations=self.generations[:1])
+
+    def part(self, roles: Sequence[Role]) -> WireKeys:
+        """With the secrets of some roles only."""
+        return replace(self, generations=tuple(_without(generation, roles) for generation in self.generations))
+
+
+def _without(generation: Generation, kept: Sequence[Role]) -> Generation:
+    def pair(role: Role) -> Pair:
+        whole = generation.of(role)
+        return whole if role in kept else Pair(whole.public)
+
+    return Generation(pair(Role.CONTROLLER), pair(Role.ROUTER), pair(Role.WORKER))
+
+
+def _generation() -> Generation:
+    pairs = []
+    for _ in Role:
+        public, secret = zmq.curve_keypair()
+        pairs.append(Pair(public.decode(), secret.decode()))
+    return Generation(*pairs)
+
+
+def generate() -> WireKeys:
+    """Keys of a new cluster."""
+    return WireKeys((_generation(),))
+
+
+def write(keys: WireKeys, path: str | Path, *, overwrite: bool = False) -> None:
+    """Write a file that only its owner can read (mode 0600).
+
+    Args:
+        overwrite: replace a file that is there, in one go: who reads it sees the old or the new one.
+
+    Raises:
+        WireKeysError: there is a file, or it cannot be written.
+    """
+    data = msgspec.json.format(msgspec.json.encode(keys), indent=2) + b"\n"
+    target = Path(path)
+    place = target.with_name(f".{target.name}.{os.getpid()}") if overwrite else target
+    try:
+        descriptor = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        if overwrite:
+            place.replace(target)
+    except FileExistsError:
+        raise WireKeysError(
+            f"{place} exists already; a cluster whose keys are overwritten cannot be reached any more. Choose "
+            "another name, or change the keys with --rotate"
+        ) from None
+    except OSError as error:
+        raise WireKeysError(f"{place}: the keys cannot be written: {error.strerror}") from error
+
+
+def load(path: str | Path) -> WireKeys:
+    """Read a file, if nobody else can.
+
+    Raises:
+        WireKeysError: it cannot be read, others may read it, or it is no file of keys.
+    """
+    try:
+        with open(path, "rb") as file:
+            if problem := _readers(os.fstat(file.fileno())):
+                raise WireKeysError(f"{path}: {problem}")
+            data = file.read(_FILE_BYTES_MAX + 1)
+    except OSError as error:
+        raise WireKeysError(
+            f"{path}: the wire keys cannot be read: {error.strerror}; `trunkline key wire FILE` makes some"
+        ) from error
+    if len(data) > _FILE_BYTES_MAX:
+        raise WireKeysError(f"{path}: more than {_FILE_BYTES_MAX} bytes; this is no file of wire keys")
+    try:
+        keys = msgspec.json.decode(data, type=WireKeys)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        # Of the error only its kind: its text could quote the file.
+        raise WireKeysError(
+            f"{path}: this is no file of wire keys ({type(error).__name__}); `trunkline key wire FILE` makes one"
+        ) from None
+    if problem := _problem(keys):
+        raise WireKeysError(f"{path}: {problem}")
+    return keys
+
+
+def _readers(status: os.stat_result) -> str:
+    """Why the file is not safe; "" if it is. As in volumes of secrets, which belong to root and a group of the
+    process, a group may read what is not the process's own."""
+    mode = stat.S_IMODE(status.st_mode)
+    forbidden = 0o077 if status.st_uid == os.geteuid() else 0o037
+    if not stat.S_ISREG(status.st_mode):
+        return "this is no file"
+    if mode & forbidden:
+        return f"others may read or change it (mode {mode:04o}); allow only its owner: chmod 600"
+    return ""
+
+
+def _problem(keys: WireKeys) -> str:
+    if keys.format != FORMAT:
+        return f"its format is {keys.format}; this version reads {FORMAT}"
+    if not 1 <= len(keys.generations) <= GENERATIONS_MAX:
+        return f"it has {len(keys.generations)} generations of keys; 1 to {GENERATIONS_MAX} are allowed"
+    for number, generation in enumerate(keys.generations):
+        for role in Role:
+            if not _is_pair(generation.of(role)):
+                return f"generation {number} has no right key pair for {role}; copy the file again from its source"
+    return ""
+
+
+def _is_pair(pair: Pair) -> bool:
+    """Whether it could be one, and the public key belongs to the secret one if that is there."""
+    try:
+        if len(pair.public) != 40 or len(z85.decode(pair.public.encode())) != _KEY_BYTES:
+            return False
+        return not pair.secret or zmq.curve_public(pair.secret.encode()).decode() == pair.public
+    except (ValueError, KeyError, OverflowError, zmq.ZMQError):
+        return False
+
+
+def is_network(endpoint: str) -> bool:
+    """Whether what is sent there leaves the process's host, or could."""
+    return not endpoint.startswith(("ipc://", "inproc://"))
+
+
+def problem_of(endpoints: Sequence[str], path: str, role: Role, *, plain_tcp: bool) -> str:
+    """Why a process cannot use these endpoints with these keys; "" if it can. For `validate` of configurations."""
+    open_ones = [endpoint for endpoint in endpoints if is_network(endpoint)]
+    if path:
+        try:
+            keys = load(path)
+        except WireKeysError as error:
+            return f"wire_keys: {error}"
+        if not all(generation.of(role).secret for generation in keys.generations):
+            return f"wire_keys: {path} has no secret key for {role}; it was made for another part of the cluster"
+        return ""
+    if open_ones and not plain_tcp:
+        return (
+            f"endpoint {open_ones[0]} is on the network, but there are no wire keys: everybody could listen. "
+            "Make some with `trunkline key wire FILE`, give every host the file and name it with --wire-keys; "
+            "or say --plain-tcp where nobody else can reach it"
+        )
+    return ""

@@ -1,0 +1,1 @@
+"""From a step plan to the flat arrays of a forward pass."""

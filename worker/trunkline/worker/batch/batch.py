@@ -1,0 +1,272 @@
+"""From a step plan's delta to the flat arrays of one forward pass.
+
+In the steady state of decoding nothing but counters move: positions and slots grow by one and the decode plan
+advances. The plan is rebuilt only when rows, runs or blocks change, or when a row has filled its block (the
+lazy copy of ChunkAttention §3.3).
+
+Logits are asked for in this order: decode rows, prefill entries that sample, prompt positions that are scored:
+
+      samples      row 0 … row n-1 │ entry, entry, … │ fork, fork, …
+      logits rows  0     … n-1     │ n, n + 1, …     │ (a fork reads its parent's) │ scored prompt positions
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from trunkline.kernels.plan import DecodePlan, PrefillPlan, WritePlan, build_decode_plan
+from trunkline.kvstore.layout import NO_BLOCK, Int32Array, unpack_int32
+from trunkline.worker.batch.sequences import Sequence, SequenceTable, segments_of
+from trunkline.worker.errors import PlanError
+from trunkline.worker.messages import StepPlan
+
+_NO_RUNS = np.zeros((0, 4), dtype=np.int32)
+
+
+class ScoredPrompt(NamedTuple):
+    """Prompt tokens whose log-probabilities are asked for: those behind the tokens of one prefill entry."""
+
+    sequence: int
+    start: int
+    """Position of the first target."""
+    targets: Int32Array
+    """The prompt's tokens at positions `start`, `start + 1`, …: each is scored by the logits before it."""
+    top: int
+    """Most likely tokens to report at each position."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One forward pass: the decode rows' tokens, then the prefill entries' tokens."""
+
+    ids: Tensor
+    """int64 `[tokens]`."""
+    positions: Tensor
+    """int64 `[tokens]`, for rotation (see `sequences`)."""
+    num_rows: int
+    """Decode rows."""
+    write: WritePlan
+    decode: DecodePlan | None
+    prefill: PrefillPlan | None
+    samples: list[Sequence]
+    """Whose next token is drawn, in the order of `StepResult.tokens`: rows, prefill entries, forks."""
+    samples_changed: bool
+    """False if `samples` are those of the step before."""
+    logit_rows: Tensor | None
+    """int64 `[logits rows]`: indices of the tokens whose logits are needed; None: all, in order."""
+    fork_rows: tuple[int, ...] = ()
+    """The logits rows that the forks, the last of `samples`, are drawn from; row i is that of another sample i."""
+    scored: tuple[ScoredPrompt, ...] = ()
+    """Their logits rows follow those of the samples, entry by entry."""
+
+    @property
+    def needs_logits(self) -> bool:
+        """Whether any logits are asked for."""
+        return bool(self.samples or self.scored)
+
+    @property
+    def children(self) -> list[Sequence]:
+        """The forks, the last of the samples."""
+        return self.samples[self.sampled_rows :]
+
+    @property
+    def sampled_rows(self) -> int:
+        """Logits rows that are sampled from; scored ones follow."""
+        return len(self.samples) - len(self.fork_rows)
+
+
+class BatchBuilder:
+    """Keeps the decode rows between steps."""
+
+    def __init__(self, sequences: SequenceTable, chunk_size: int, device: torch.device) -> None:
+        self._sequences = sequences
+        self._chunk_size = chunk_size
+        self._device = device
+        self._rows: list[Sequence] = []
+        self._runs: Int32Array = _NO_RUNS
+        self._plan: DecodePlan | None = None
+        self._positions = np.zeros(0, dtype=np.int32)
+        self._slots = np.zeros(0, dtype=np.int32)
+        self._had_prefill_samples = False
+
+    def build(self, plan: StepPlan) -> Batch:
+        """The batch of a plan whose leaves, joins and blocks have been applied.
+
+        Raises:
+            PlanError: rows, runs or prefill entries that do not fit the sequences.
+        """
+        rebuilt = self._update_rows(plan)
+        num_rows = len(self._rows)
+        entries = unpack_int32(plan.prefill, columns=5)
+        prefill = _Prefill(entries, self._sequences, self._chunk_size) if len(entries) else None
+        ids = np.fromiter((row.tokens[-1] for row in self._rows), dtype=np.int32, count=num_rows)
+        positions, slots = self._positions, self._slots
+        samples, logit_rows = self._rows, None
+        fork_rows: tuple[int, ...] = ()
+        scored: tuple[ScoredPrompt, ...] = ()
+        prefill_samples = False
+        if prefill is not None:
+            ids = np.concatenate([ids, *prefill.ids])
+            positions = np.concatenate([positions, *prefill.positions])
+            slots = np.concatenate([slots, *prefill.slots])
+            prefill_samples = bool(prefill.samples)
+            needed = [np.array(prefill.last_tokens, dtype=np.int64), *prefill.scored_tokens]
+            logit_rows = np.concatenate([np.arange(num_rows), np.concatenate(needed) + num_rows])
+            children, parents = self._fork(plan, prefill)
+            samples = self._rows + prefill.samples + children
+            fork_rows = tuple(num_rows + parent for parent in parents)
+            scored = tuple(prefill.scored)
+        elif plan.forks:
+            raise PlanError(f"sequence {plan.forks[0].parent} forks in a step without prefill")
+        changed = rebuilt or prefill_samples or self._had_prefill_samples
+        self._had_prefill_samples = prefill_samples
+        return Batch(
+            ids=self._tensor(ids),
+            positions=self._tensor(positions),
+            num_rows=num_rows,
+            write=WritePlan(self._chunk_size, slots),
+            decode=self._plan,
+            prefill=prefill.plan(self._chunk_size) if prefill is not None else None,
+            samples=samples,
+            samples_changed=changed,
+            logit_rows=None if logit_rows is None else self._tensor(logit_rows),
+            fork_rows=fork_rows,
+            scored=scored,
+        )
+
+    def forget_plan(self) -> None:
+        """Block tables of rows changed otherwise than by a step plan: the next step needs a new decode plan."""
+        self._plan = None
+
+    def _fork(self, plan: StepPlan, prefill: _Prefill) -> tuple[list[Sequence], list[int]]:
+        """The plan's new sequences, and for each the index of its parent among the prefill samples.
+
+        Raises:
+            PlanError: a fork of a sequence whose prompt does not end in this step.
+        """
+        if not plan.forks:
+            return [], []
+        index_of = {sequence.id: index for index, sequence in enumerate(prefill.samples)}
+        stray = [fork.parent for fork in plan.forks if fork.parent not in index_of]
+        if stray:
+            raise PlanError(f"sequences {stray} fork, but none of their prefill entries samples in this step")
+        children = [self._sequences.fork(fork) for fork in plan.forks]
+        return children, [index_of[fork.parent] for fork in plan.forks]
+
+    def _tensor(self, values: np.ndarray[tuple[int], np.dtype[np.signedinteger]]) -> Tensor:
+        return torch.from_numpy(values.astype(np.int64)).to(self._device)
+
+    def _update_rows(self, plan: StepPlan) -> bool:
+        """Move the decode rows on by one token; returns whether they are other rows than before."""
+        if plan.rows is not None:
+            self._rows = [self._sequences[sequence] for sequence in unpack_int32(plan.rows).tolist()]
+            self._runs = _NO_RUNS
+        elif plan.leaves:
+            gone = set(unpack_int32(plan.leaves).tolist())
+            stale = [row.id for row in self._rows if row.id in gone]
+            if stale:
+                raise PlanError(f"sequences {stale} leave, but the plan keeps their rows")
+        if plan.runs is not None:
+            self._runs = unpack_int32(plan.runs, columns=4)
+        changed = plan.rows is not None
+        stale_plan = changed or plan.runs is not None
+        if plan.blocks:  # only then can an entry of a table have been replaced
+            for row in self._rows:
+                stale_plan |= row.rewritten
+                row.rewritten = False
+        if not self._rows:
+            self._plan = None
+            self._positions = self._slots = np.zeros(0, dtype=np.int32)
+        elif stale_plan or self._plan is None or self._plan.steps == self._plan.steps_left:
+            self._rebuild()
+        else:
+            self._plan.advance()
+            self._positions = self._positions + np.int32(1)
+            self._slots = self._slots + np.int32(1)
+        return changed
+
+    def _rebuild(self) -> None:
+        rows, chunk_size = self._rows, self._chunk_size
+        known = np.array([row.known for row in rows], dtype=np.int32)
+        segments = segments_of(rows, known, chunk_size)
+        if all(row.is_plain for row in rows):
+            frame = known - np.int32(1)
+        else:
+            frame = np.concatenate([row.layout.frame_positions(row.known - 1, row.known) for row in rows])
+        try:
+            self._plan = build_decode_plan(segments, frame, self._runs, chunk_size)
+        except ValueError as error:
+            raise PlanError(str(error)) from error
+        self._positions = frame
+        tails = self._plan.tail_item
+        last = self._plan.first[tails] + self._plan.count[tails] - 1
+        self._slots = self._plan.block[tails] * np.int32(chunk_size) + last
+
+
+class _Prefill:
+    """The prefill entries of one step."""
+
+    def __init__(self, entries: Int32Array, sequences: SequenceTable, chunk_size: int) -> None:
+        self.ids: list[Int32Array] = []
+        self.positions: list[Int32Array] = []
+        self.slots: list[Int32Array] = []
+        self.samples: list[Sequence] = []
+        self.last_tokens: list[int] = []
+        """Index, among all prefill tokens, of the last token of each entry that samples."""
+        self.scored: list[ScoredPrompt] = []
+        self.scored_tokens: list[NDArray[np.int64]] = []
+        """Indices, among all prefill tokens, of those before each of the scored ones."""
+        self._sequences: list[Sequence] = []
+        self._stops: list[int] = []
+        """By entry: the index behind its last token."""
+        total = 0
+        for sequence_id, start, count, write_from, sample in entries.tolist():
+            sequence, stop = sequences[sequence_id], start + count
+            self.ids.append(sequence.token_slice(start, stop))
+            slots = sequence.slots(start, stop, chunk_size)
+            slots[: max(0, min(count, write_from - start))] = NO_BLOCK
+            self.slots.append(slots)
+            self.positions.append(sequence.layout.frame_positions(start, stop))
+            self._sequences.append(sequence)
+            self._stops.append(stop)
+            if sequence.sampling.prompt_logprobs >= 0:
+                self._score(sequence, start, stop, total)
+            total += count
+            if sample:
+                if stop != sequence.known:
+                    raise PlanError(
+                        f"sequence {sequence_id}: to sample after index {stop - 1}, "
+                        f"while {sequence.known} tokens are known"
+                    )
+                self.samples.append(sequence)
+                self.last_tokens.append(total - 1)
+
+    def _score(self, sequence: Sequence, start: int, stop: int, first_token: int) -> None:
+        """Note what the entry `[start, stop)`, whose tokens begin at index `first_token`, says of the prompt."""
+        count = min(stop, sequence.prompt_len - 1) - start
+        if count <= 0:
+            return
+        targets = sequence.token_slice(start + 1, start + 1 + count)
+        self.scored.append(ScoredPrompt(sequence.id, start + 1, targets, sequence.sampling.prompt_logprobs))
+        self.scored_tokens.append(np.arange(first_token, first_token + count))
+
+    def plan(self, chunk_size: int) -> PrefillPlan:
+        segments = segments_of(self._sequences, np.array(self._stops, dtype=np.int32), chunk_size)
+        items = np.bincount(segments.row, minlength=len(self._sequences))
+        return PrefillPlan(
+            chunk_size=chunk_size,
+            query_indptr=np.cumsum([0, *map(len, self.ids)], dtype=np.int32),
+            query_position=np.concatenate(self.positions),
+            item_indptr=np.cumsum([0, *items], dtype=np.int32),
+            block=segments.block,
+            first=segments.first,
+            count=segments.count,
+            base=segments.base,
+            shift=segments.shift,
+        )

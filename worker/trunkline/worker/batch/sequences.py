@@ -1,0 +1,262 @@
+"""A worker's mirror of the sequences in the controller's batch, kept up to date by the deltas of step plans.
+
+A sequence's tokens are numbered by index; `trunkline.worker.batch.extents` knows where they lie and at which
+positions they act. What is stored is always "the rotation of the position at which it was computed".
+"""
+
+from __future__ import annotations
+
+from array import array
+
+import msgspec
+import numpy as np
+
+from trunkline.kernels.plan import Segments
+from trunkline.kvstore.layout import Extent, Int32Array, unpack_int32
+from trunkline.worker.batch.extents import PLAIN, ContextLayout
+from trunkline.worker.errors import PlanError
+from trunkline.worker.messages import BeamSeat, Fork, Join, Sampling, StepPlan
+
+
+class Sequence:
+    """One stay of a sequence in the batch."""
+
+    __slots__ = (
+        "blocks",
+        "first",
+        "id",
+        "known",
+        "layout",
+        "prompt_len",
+        "rewritten",
+        "sampling",
+        "seat",
+        "tokens",
+    )
+
+    def __init__(self, join: Join) -> None:
+        self.id = join.sequence
+        self.tokens = array("i", unpack_int32(join.tokens).tobytes())
+        self.first = join.first
+        self.known = join.first + len(self.tokens)
+        """Tokens known so far, sampled ones included: the last one has index `known - 1`."""
+        self.prompt_len = join.prompt_len
+        self.blocks = array("i", unpack_int32(join.blocks).tobytes())
+        self.sampling: Sampling = join.sampling
+        self.seat: BeamSeat | None = join.seat
+        """Its place in a beam search, None for a sequence that is drawn from by itself."""
+        self.layout = _read_layout(join)
+        self.rewritten = False
+        """Whether an entry of the block table was replaced since the last batch."""
+        if not self.tokens or join.first < 0:
+            raise PlanError(f"sequence {self.id} joins with {len(self.tokens)} tokens from {join.first} on")
+        if self.known <= self.layout.open_start:
+            raise PlanError(
+                f"sequence {self.id} joins with {self.known} tokens; its open extent begins at index "
+                f"{self.layout.open_start}, and at least the last token must lie in it"
+            )
+
+    @classmethod
+    def forked(cls, fork: Fork, parent: Sequence) -> Sequence:
+        """A sequence with the parent's tokens and parameters, but a seed, a seat and a block table of its own.
+
+        Raises:
+            PlanError: output of the parent is known already, so it does not fork at the end of its prompt.
+        """
+        if parent.known != parent.prompt_len:
+            raise PlanError(
+                f"sequence {fork.child} forks from sequence {parent.id}, which knows {parent.known} tokens; "
+                f"its prompt has {parent.prompt_len}"
+            )
+        sampling = msgspec.structs.replace(parent.sampling, seed=fork.seed)
+        tokens = parent.tokens.tobytes()
+        join = Join(fork.child, tokens, parent.first, parent.prompt_len, fork.blocks, sampling, seat=fork.seat)
+        child = cls(join)
+        child.layout = parent.layout
+        return child
+
+    @property
+    def is_plain(self) -> bool:
+        return self.layout.is_plain
+
+    @property
+    def output_index(self) -> int:
+        """Index of the next output token: what its noise depends on."""
+        return self.known - self.prompt_len
+
+    def append(self, token: int) -> None:
+        """A token was sampled."""
+        self.tokens.append(token)
+        self.known += 1
+
+    def continue_with(self, token: int) -> None:
+        """A beam goes on with `token`, perhaps behind other tokens than its own so far.
+
+        Those are forgotten: a beam of the batch only ever needs its last token, and copying the others from beam
+        to beam would cost more with each step.
+        """
+        self.tokens = array("i", (token,))
+        self.first = self.known
+        self.known += 1
+
+    def token_slice(self, start: int, stop: int) -> Int32Array:
+        """Token ids at indices `[start, stop)`.
+
+        Raises:
+            PlanError: not all of them are known.
+        """
+        if not self.first <= start < stop <= self.known:
+            raise PlanError(
+                f"sequence {self.id}: indices [{start}, {stop}) asked for; [{self.first}, {self.known}) known"
+            )
+        return np.array(self.tokens[start - self.first : stop - self.first], dtype=np.int32)
+
+    def set_block(self, index: int, block: int) -> None:
+        """An entry of the block table was set or appended.
+
+        Raises:
+            PlanError: it would leave a hole.
+        """
+        if index == len(self.blocks):
+            self.blocks.append(block)
+        elif 0 <= index < len(self.blocks):
+            self.blocks[index] = block
+            self.rewritten = True
+        else:
+            raise PlanError(f"sequence {self.id}: block-table entry {index} set; there are {len(self.blocks)}")
+
+    def slots(self, start: int, stop: int, chunk_size: int) -> Int32Array:
+        """Where the KV of new tokens with indices `[start, stop)` goes: `block * chunk_size + offset`.
+
+        Raises:
+            PlanError: the block table is too short, or some of them can only be read.
+        """
+        try:
+            entries, offsets = self.layout.cells(start, stop, chunk_size)
+        except PlanError as error:
+            raise PlanError(f"sequence {self.id}: {error}") from error
+        if entries.max() >= len(self.blocks):
+            raise PlanError(
+                f"sequence {self.id} needs block-table entry {entries.max()} for indices [{start}, {stop}); "
+                f"it has {len(self.blocks)}"
+            )
+        blocks = np.frombuffer(self.blocks, dtype=np.int32)[entries]
+        slots: Int32Array = blocks * np.int32(chunk_size) + offsets
+        return slots
+
+
+class SequenceTable:
+    """All sequences that this worker knows."""
+
+    def __init__(self, pool_blocks: int) -> None:
+        self._pool_blocks = pool_blocks
+        self._by_id: dict[int, Sequence] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def __getitem__(self, sequence: int) -> Sequence:
+        try:
+            return self._by_id[sequence]
+        except KeyError:
+            raise PlanError(f"the plan names sequence {sequence}, which has not joined") from None
+
+    def apply(self, plan: StepPlan) -> None:
+        """Leaves, joins and block-table entries of a plan (forks come later, see `fork`).
+
+        Raises:
+            PlanError: an unknown or already known sequence, or a block outside the pool.
+        """
+        for sequence in unpack_int32(plan.leaves).tolist():
+            if self._by_id.pop(sequence, None) is None:
+                raise PlanError(f"the plan lets sequence {sequence} leave, which has not joined")
+        for join in plan.joins:
+            self._add(Sequence(join))
+        entries = unpack_int32(plan.blocks, columns=3)
+        self._check_blocks(entries[:, 2])
+        for sequence, index, block in entries.tolist():
+            self[sequence].set_block(index, block)
+
+    def fork(self, fork: Fork) -> Sequence:
+        """The new sequence that comes out of one whose prompt ends in this step.
+
+        Raises:
+            PlanError: as `apply` and `Sequence.forked`.
+        """
+        child = Sequence.forked(fork, self[fork.parent])
+        self._add(child)
+        return child
+
+    def _add(self, sequence: Sequence) -> None:
+        if sequence.id in self._by_id:
+            raise PlanError(f"sequence {sequence.id} joins, but is here already")
+        self._check_blocks(np.array(sequence.blocks, dtype=np.int32))
+        self._by_id[sequence.id] = sequence
+
+    def _check_blocks(self, blocks: Int32Array) -> None:
+        if len(blocks) and not (blocks.min() >= 0 and blocks.max() < self._pool_blocks):
+            raise PlanError(f"blocks {blocks.min()} to {blocks.max()} named; the pool has {self._pool_blocks}")
+
+
+def segments_of(sequences: list[Sequence], lengths: Int32Array, chunk_size: int) -> Segments:
+    """What sequences read, rows numbered in order: of each the tokens with indices below its length.
+
+    Raises:
+        PlanError: a block table is too short.
+    """
+    if all(sequence.is_plain for sequence in sequences):
+        return _plain_segments(sequences, lengths - 1, chunk_size)
+    return _laid_out_segments(sequences, lengths, chunk_size)
+
+
+def _plain_segments(sequences: list[Sequence], positions: Int32Array, chunk_size: int) -> Segments:
+    """`segments_of` plain sequences, of which the last token read has this position (no loop over blocks)."""
+    used = positions // chunk_size + 1
+    for sequence, entries in zip(sequences, used.tolist(), strict=True):
+        if entries > len(sequence.blocks):
+            raise PlanError(f"sequence {sequence.id} needs {entries} blocks; its table has {len(sequence.blocks)}")
+    row = np.repeat(np.arange(len(sequences), dtype=np.int32), used)
+    stops = np.cumsum(used)
+    index = (np.arange(len(row)) - np.repeat(stops - used, used)).astype(np.int32)
+    tables = [
+        np.frombuffer(sequence.blocks, dtype=np.int32)[:entries]
+        for sequence, entries in zip(sequences, used.tolist(), strict=True)
+    ]
+    count = np.full(len(row), chunk_size, dtype=np.int32)
+    count[stops - 1] = positions % chunk_size + 1
+    zeros = np.zeros(len(row), dtype=np.int32)
+    return Segments(row, index, np.concatenate(tables), zeros, count, index * np.int32(chunk_size), zeros)
+
+
+def _laid_out_segments(sequences: list[Sequence], lengths: Int32Array, chunk_size: int) -> Segments:
+    """`segments_of` sequences with any layouts (no loop over extents or blocks)."""
+    spans = [sequence.layout.spans for sequence in sequences]
+    row = np.repeat(np.arange(len(sequences), dtype=np.int32), [part.shape[1] for part in spans])
+    table_start, first, base, shift, count, start = np.concatenate(spans, axis=1)
+    count = np.clip(lengths[row] - start, 0, count)
+    end, opening = first + count, first // chunk_size
+    used = np.where(count > 0, -(-end // chunk_size) - opening, 0)
+    # From here on one element per block: `extent` is its extent, `number` its place among the extent's entries.
+    extent = np.repeat(np.arange(len(row)), used)
+    number = np.arange(len(extent)) - np.repeat(np.cumsum(used) - used, used) + opening[extent]
+    begin = number * chunk_size
+    lower, upper = np.maximum(begin, first[extent]), np.minimum(begin + chunk_size, end[extent])
+    row, index = row[extent], table_start[extent] + number
+    sizes = np.array([len(sequence.blocks) for sequence in sequences])
+    beyond = np.flatnonzero(index >= sizes[row])
+    if len(beyond):
+        sequence, entry = sequences[row[beyond[0]]], index[beyond[0]]
+        raise PlanError(f"sequence {sequence.id} needs block-table entry {entry}; it has {len(sequence.blocks)}")
+    tables = np.concatenate([np.frombuffer(sequence.blocks, dtype=np.int32) for sequence in sequences])
+    block = tables[(np.cumsum(sizes) - sizes)[row] + index]
+    columns = (index, block, lower - begin, upper - lower, base[extent] + (lower - first[extent]), shift[extent])
+    return Segments(row, *(column.astype(np.int32) for column in columns))
+
+
+def _read_layout(join: Join) -> ContextLayout:
+    if not join.extents:
+        return PLAIN
+    try:
+        return ContextLayout(tuple(Extent(*row) for row in unpack_int32(join.extents, columns=5).tolist()))
+    except PlanError as error:
+        raise PlanError(f"sequence {join.sequence}: {error}") from error

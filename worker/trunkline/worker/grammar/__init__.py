@@ -1,0 +1,1 @@
+"""Grammars of structured output: checked, compiled on trial, cached."""

@@ -1,0 +1,296 @@
+"""The grammars of structured output on rank 0: compiled beside the steps, followed by the sampler.
+
+      step thread   compile(id, …) ──► GrammarQueue ─┬─ first line ──► compile thread ─┬─► trial, then xgrammar
+                                                     └─ long line ───► compile thread ─┘
+                    poll() ◄── GrammarReady ◄──────────────────────────┘
+                    fill(sequence, words): which ids may come next
+
+A user's grammar is hostile until it has passed: `grammar_checks` refuses what xgrammar would misread; a
+process of its own bounds time and memory (`grammar_trial`); only then it is compiled here. What takes more than a
+slice is tried again by a second thread with a second process, which there is from the first such grammar on: it
+holds up no ordinary one (`grammar_queue`). What remains unbounded: following a grammar costs microseconds per
+token as a rule, but an ambiguous one can be written to pass the trial and to become slow later. An output that
+meets such a token is ended by the grammar's side: only its stop ids are allowed from there on.
+
+Masks are filled in the step thread: a row takes about 10 us (accept and fill), less than it costs to
+hand the work to another thread during the forward pass.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import structlog
+
+from trunkline.controller.messages import GrammarReady
+from trunkline.kvstore.layout import Int32Array, unpack_int32
+from trunkline.worker.batch.sequences import Sequence
+from trunkline.worker.errors import PlanError
+from trunkline.worker.grammar.cache import GrammarCache, Wanted
+from trunkline.worker.grammar.checks import GrammarError, prepare
+from trunkline.worker.grammar.process import TooSlowError, TrialProcess
+from trunkline.worker.grammar.queue import GrammarQueue, Line
+
+if TYPE_CHECKING:
+    from trunkline.worker.grammar.automaton import Grammar, Matcher, Vocabulary
+
+SLICE_S: Final = 0.5
+"""On trial at first: what others may have to wait for. Ordinary schemas take some milliseconds."""
+COMPILE_S_MAX: Final = 15.0
+"""On trial at last; the second compilation then takes about as long again."""
+TOKEN_S_MAX: Final = 1.0
+"""CPU time after which an output is let go of its grammar."""
+
+log = structlog.get_logger()
+
+
+class GrammarStore:
+    """Grammars by id, and where each sequence stands in its own. All of it is the step thread's."""
+
+    def __init__(
+        self, model: Path, vocab_size: int, seconds_max: float = COMPILE_S_MAX, slice_s: float = SLICE_S
+    ) -> None:
+        """Cheap: nothing is read before the first grammar.
+
+        Args:
+            model: the model's folder; its `tokenizer.json` spells the tokens.
+            vocab_size: of the model.
+            seconds_max: the longest that a compilation may take on trial.
+            slice_s: how long it may take before it has to wait for a long trial.
+        """
+        self._lines = _Lines(model, vocab_size, {Line.FIRST: slice_s, Line.LONG: seconds_max})
+        self._done: list[tuple[int, Grammar | str]] = []
+        """Known without a trial."""
+        self._pending: set[int] = set()
+        self._cache: GrammarCache[Grammar] = GrammarCache()
+        self._grammars: dict[int, Grammar] = {}
+        self._outputs: dict[int, tuple[Sequence, Matcher]] = {}
+
+    @property
+    def pending(self) -> bool:
+        """Whether `poll` has something to give, now or later."""
+        return bool(self._pending)
+
+    def compile(self, grammar: int, kind: str, text: str, *, spaced: bool = False, tenant: bytes = b"") -> None:
+        """Begin with a grammar; `poll` says when it is ready. Does not wait.
+
+        Of one that is under way, this says that it is wanted by another tenant, too.
+        """
+        if grammar in self._grammars:
+            return
+        wanted = Wanted(kind, text, spaced)
+        known: Grammar | str | None
+        try:
+            prepare(kind, text)
+            known = self._cache.find(wanted, time.monotonic())
+        except GrammarError as error:
+            known = str(error)
+        is_new = grammar not in self._pending
+        self._pending.add(grammar)
+        if known is None:
+            self._lines.add(grammar, wanted, tenant, is_new=is_new)
+        elif is_new:
+            self._done.append((grammar, known))
+
+    def poll(self) -> list[GrammarReady]:
+        """Grammars that became ready, or turned out to have a problem, since the last call."""
+        ready = []
+        done, self._done = self._done, []
+        for grammar, wanted, result, lasts in self._lines.results():
+            done.append((grammar, result))
+            if not isinstance(result, str):
+                self._cache.keep(wanted, result)
+            elif lasts:
+                self._cache.refuse(wanted, result, time.monotonic())
+        for grammar, result in done:
+            if grammar not in self._pending:
+                continue  # forgotten meanwhile
+            self._pending.remove(grammar)
+            if isinstance(result, str):
+                ready.append(GrammarReady(grammar, result))
+            else:
+                self._grammars[grammar] = result
+                ready.append(GrammarReady(grammar))
+        return ready
+
+    def forget(self, grammar: int) -> None:
+        """No sequence uses the grammar any more."""
+        self._grammars.pop(grammar, None)
+        if grammar in self._pending:
+            self._pending.remove(grammar)
+            self._lines.remove(grammar)
+
+    def forget_sequences(self, sequences: Iterable[int]) -> None:
+        """Sequences that left the batch."""
+        if self._outputs:
+            for sequence in sequences:
+                self._outputs.pop(sequence, None)
+
+    def fill(self, sequence: Sequence, words: Int32Array) -> None:
+        """Write the ids that the grammar allows as the sequence's next token; at least one.
+
+        A sequence that is new here, or was elsewhere for a while, has its output replayed.
+
+        Args:
+            sequence: `sampling.grammar` is not 0.
+            words: int32 `[ceil(vocabulary / 32)]`, one bit per id (`Matcher.fill`).
+
+        Raises:
+            PlanError: the grammar is not compiled, or the output is not known.
+        """
+        start = time.thread_time()
+        matcher = self._matcher(sequence)
+        begin = sequence.prompt_len - sequence.first + matcher.accepted
+        matcher.accept(sequence.tokens[begin:])
+        matcher.fill(words)
+        if time.thread_time() - start > TOKEN_S_MAX:
+            log.warning("a grammar is too slow to follow: the output ends", sequence=sequence.id)
+            matcher.finish()
+
+    def _matcher(self, sequence: Sequence) -> Matcher:
+        known = self._outputs.get(sequence.id)
+        # Another sequence may have come under the same id, or this one with other tokens.
+        if known is not None and known[0] is sequence and known[1].accepted <= sequence.output_index:
+            return known[1]
+        grammar = self._grammars.get(sequence.sampling.grammar)
+        if grammar is None:
+            raise PlanError(f"sequence {sequence.id} follows grammar {sequence.sampling.grammar}: not compiled")
+        if sequence.first > sequence.prompt_len:
+            raise PlanError(f"sequence {sequence.id} follows a grammar, but its output is not known")
+        matcher = grammar.matcher(unpack_int32(sequence.sampling.stop_ids).tolist())
+        self._outputs[sequence.id] = sequence, matcher
+        return matcher
+
+    def close(self) -> None:
+        """End threads and processes; a compilation that is under way is abandoned."""
+        self._lines.close()
+
+
+class _Lines:
+    """A thread for each line of the queue, from its first grammar on."""
+
+    def __init__(self, model: Path, vocab_size: int, seconds_max: dict[Line, float]) -> None:
+        self._compilers = {line: _Compiler(model, vocab_size, seconds) for line, seconds in seconds_max.items()}
+        self._queue = GrammarQueue()
+        """Like the next two, used under `_changed`."""
+        self._wanted: dict[int, Wanted] = {}
+        self._is_closed = False
+        self._changed = threading.Condition()
+        self._threads: dict[Line, threading.Thread] = {}
+        self._results: queue.SimpleQueue[tuple[int, Wanted, Grammar | str, bool]] = queue.SimpleQueue()
+
+    def add(self, grammar: int, wanted: Wanted, tenant: bytes, *, is_new: bool) -> None:
+        with self._changed:
+            if not is_new and grammar not in self._queue:
+                return  # it has just become ready
+            self._queue.add(grammar, tenant)
+            self._wanted[grammar] = wanted
+            self._begin(Line.FIRST)
+            self._changed.notify_all()
+
+    def remove(self, grammar: int) -> None:
+        with self._changed:
+            self._queue.remove(grammar)
+            self._wanted.pop(grammar, None)
+
+    def results(self) -> list[tuple[int, Wanted, Grammar | str, bool]]:
+        """Grammars, or what is wrong with them and whether it will be next time, since the last call."""
+        found = []
+        while not self._results.empty():
+            found.append(self._results.get())
+        return found
+
+    def close(self) -> None:
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        for compiler in self._compilers.values():
+            compiler.cancel()
+        for thread in self._threads.values():
+            thread.join(timeout=5.0)
+
+    def _begin(self, line: Line) -> None:
+        if line not in self._threads:
+            name = f"grammars-{line.name.lower()}"
+            self._threads[line] = threading.Thread(target=self._work, args=(line,), name=name, daemon=True)
+            self._threads[line].start()
+
+    def _work(self, line: Line) -> None:
+        compiler = self._compilers[line]
+        while (job := self._next(line)) is not None:
+            grammar, wanted = job
+            try:
+                result, lasts = compiler.compile(wanted)
+            except TooSlowError as error:
+                if line is Line.FIRST:
+                    with self._changed:
+                        self._queue.late(grammar)
+                        self._begin(Line.LONG)
+                        self._changed.notify_all()
+                    continue
+                result, lasts = str(error), True
+            self.remove(grammar)
+            self._results.put((grammar, wanted, result, lasts))
+        compiler.close()
+
+    def _next(self, line: Line) -> tuple[int, Wanted] | None:
+        """The next one to try; None: there will be no more."""
+        with self._changed:
+            while not self._is_closed:
+                grammar = self._queue.take(line)
+                if grammar is not None:
+                    return grammar, self._wanted[grammar]
+                self._changed.wait()
+        return None
+
+
+class _Compiler:
+    """What one compile thread owns."""
+
+    def __init__(self, model: Path, vocab_size: int, seconds_max: float) -> None:
+        self._model = model
+        self._vocab_size = vocab_size
+        self._trial = TrialProcess(model, vocab_size, seconds_max)
+        self._vocabulary: Vocabulary | None = None
+
+    def compile(self, wanted: Wanted) -> tuple[Grammar | str, bool]:
+        """A grammar, or what is wrong with it and whether that is the grammar's own fault.
+
+        Raises:
+            TooSlowError: it takes longer than allowed here.
+        """
+        try:
+            self._trial.start()  # loads while this process does
+            vocabulary = self._load()
+            verdict = self._trial.verdict_on(wanted)
+            if verdict.problem:
+                return verdict.problem, not verdict.is_lost
+            return vocabulary.compile(wanted.kind, wanted.text, spaced=wanted.spaced), True
+        except TooSlowError:
+            raise
+        except GrammarError as error:
+            return str(error), True
+        except Exception as error:  # whatever it is, the request must end and the thread go on
+            log.error("a grammar could not be compiled", error=str(error), exc_info=True)
+            return "grammars cannot be compiled on this server", False
+
+    def _load(self) -> Vocabulary:
+        # Here and not above: importing xgrammar takes over a second, which only this thread has.
+        from trunkline.worker.grammar.automaton import Vocabulary  # noqa: PLC0415
+
+        if self._vocabulary is None:
+            self._vocabulary = Vocabulary(self._model, self._vocab_size)
+        return self._vocabulary
+
+    def cancel(self) -> None:
+        """From another thread: make a trial that is under way end."""
+        self._trial.cancel()
+
+    def close(self) -> None:
+        """End the process."""
+        self._trial.close()

@@ -1,0 +1,132 @@
+"""Rank 0's side of `grammar_trial`: a process in which a grammar may take only so much time and memory."""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from trunkline.worker.grammar.cache import Wanted
+
+_START_S_MAX: Final = 60.0
+_GRACE_S: Final = 15.0
+"""The process keeps to its limits by itself; if it does not, it is killed."""
+
+
+class TooSlowError(Exception):
+    """A grammar takes longer than it may. The message is for the user."""
+
+
+class Trial(msgspec.Struct, frozen=True):
+    """What the process is asked."""
+
+    grammar: Wanted
+    seconds_max: float
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """What it answers."""
+
+    problem: str = ""
+    """What is wrong with the grammar; "": nothing."""
+    late: bool = False
+    """It took too long to find that out."""
+    is_lost: bool = False
+    """The process itself was lost over it, maybe for another reason."""
+
+
+class TrialProcess:
+    """The process on which grammars are tried. Used by one thread (except `cancel`), which must outlive it.
+
+    It is started by the first trial and again by the first one after it was lost.
+    """
+
+    def __init__(self, model: Path, vocab_size: int, seconds_max: float) -> None:
+        self._arguments = [str(model), str(vocab_size)]
+        self._seconds_max = seconds_max
+        self._process: subprocess.Popen[bytes] | None = None
+        self._ready = False
+        self._cancelled = False
+
+    def start(self) -> None:
+        """Start the process if there is none; it takes seconds until it is ready.
+
+        Raises:
+            OSError: it cannot be started.
+        """
+        if self._process is not None and self._process.poll() is None:
+            return
+        self.close()
+        if self._cancelled:
+            raise OSError("cancelled")
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "trunkline.worker.grammar.trial", *self._arguments, str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+        )
+
+    def verdict_on(self, wanted: Wanted) -> Verdict:
+        """What is wrong with a grammar, if anything is.
+
+        Raises:
+            TooSlowError: that would take longer than allowed.
+            OSError: the process cannot be started.
+        """
+        self.start()
+        process = self._process
+        assert process is not None
+        assert process.stdin is not None
+        try:
+            if not self._ready:
+                self._read_line(process, _START_S_MAX)
+                self._ready = True
+            process.stdin.write(msgspec.json.encode(Trial(wanted, self._seconds_max)) + b"\n")
+            answer = msgspec.json.decode(self._read_line(process, self._seconds_max + _GRACE_S), type=Verdict)
+        except (TimeoutError, EOFError, BrokenPipeError) as error:
+            was_ready = self._ready
+            self.close()
+            if not was_ready:
+                raise OSError("the process that tries grammars does not start") from error
+            if not isinstance(error, TimeoutError):
+                return Verdict("the grammar needs too much memory to compile", is_lost=True)
+            answer = Verdict(late=True)
+        if answer.late:
+            raise TooSlowError(f"the grammar does not compile within {self._seconds_max:.0f} seconds")
+        return answer
+
+    def _read_line(self, process: subprocess.Popen[bytes], seconds: float) -> bytes:
+        assert process.stdout is not None
+        deadline, line = time.monotonic() + seconds, b""
+        while not line.endswith(b"\n"):
+            left = deadline - time.monotonic()
+            if left <= 0 or not select.select([process.stdout], [], [], left)[0]:
+                raise TimeoutError(f"no answer within {seconds:.0f} s")
+            part = process.stdout.read(65536)
+            if not part:
+                raise EOFError
+            line += part
+        return line
+
+    def cancel(self) -> None:
+        """From another thread: make a trial that is under way end, and no other begin."""
+        self._cancelled = True
+        process = self._process
+        if process is not None:
+            process.kill()
+
+    def close(self) -> None:
+        """End the process."""
+        process, self._process, self._ready = self._process, None, False
+        if process is not None:
+            process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    pipe.close()

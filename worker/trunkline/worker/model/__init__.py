@@ -1,0 +1,1 @@
+"""The model: configuration, families, layers, positions, checkpoints and their shards."""

@@ -1,0 +1,275 @@
+"""Loading one rank's shard: only its slices are read from the safetensors files, straight into place.
+
+What a rank's slices are is in `sharding`. Matrices that read the same input are fused into one, and each is
+packed for the kernels at once, so that no more than one exists in two forms. Whatever the checkpoint's layout
+(transposed matrices, queries, keys and values in one, norms stored minus one), the result is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from trunkline.kernels.ops import Activation, Kernels, PackedLinear, QkNorm, Quantisation
+from trunkline.worker.errors import CheckpointError
+from trunkline.worker.model.architecture import Mlp, Norm
+from trunkline.worker.model.expected_tensors import find_prefix
+from trunkline.worker.model.sharding import Piece, Shard
+from trunkline.worker.model.tensor_index import read_tensor_index
+
+__all__ = [
+    "ExpertWeights",
+    "LayerWeights",
+    "MlpWeights",
+    "NormWeights",
+    "Progress",
+    "Shard",
+    "Weights",
+    "load_weights",
+]
+
+Progress = Callable[[str, float], None]
+"""Called with a stage's name and the fraction done."""
+
+
+class NormWeights(NamedTuple):
+    """Of a norm over the hidden size."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+class MlpWeights(NamedTuple):
+    """An MLP on one rank, or a whole expert."""
+
+    up: PackedLinear
+    """`[intermediate, hidden]`; of a gated MLP `[2 * intermediate, hidden]`: gate, up, and the activation."""
+    down: PackedLinear
+
+
+class ExpertWeights(NamedTuple):
+    """A layer's experts, as far as this rank has them."""
+
+    router: PackedLinear
+    """`[experts, hidden]`: of all."""
+    first: int
+    """Index of the first one here."""
+    experts: list[MlpWeights]
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One decoder layer on one rank."""
+
+    attention_norm: NormWeights | None
+    qkv: PackedLinear
+    """`[(heads + 2 * kv_heads) * head_dim, hidden]`: queries, keys, values."""
+    qk_norm: QkNorm | None
+    attention_out: PackedLinear
+    attention_post_norm: NormWeights | None
+    mlp_norm: NormWeights | None
+    mlp: MlpWeights | ExpertWeights
+    mlp_post_norm: NormWeights | None
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A model's shard on one rank."""
+
+    embedding: Tensor
+    """`[padded vocabulary / tp, embedding size]`."""
+    embedding_in: PackedLinear | None
+    """`[hidden, embedding size]`."""
+    positions: Tensor | None
+    """`[max positions, hidden]`, on rank 0 only: the ranks' embeddings are summed."""
+    layers: list[LayerWeights]
+    final_norm: NormWeights | None
+    embedding_out: PackedLinear | None
+    """`[embedding size, hidden]`."""
+    head: PackedLinear
+    """`[padded vocabulary / tp, embedding size]`; of the embedding if they are tied."""
+    bytes_read: int
+    """From the files, for this shard."""
+
+
+def load_weights(
+    folder: Path,
+    shard: Shard,
+    dtype: torch.dtype,
+    device: torch.device,
+    kernels: Kernels,
+    progress: Progress,
+    quantisation: Quantisation = "",
+) -> Weights:
+    """Read this rank's slices of a checkpoint that `check_model` has accepted, packed for `kernels`.
+
+    Args:
+        quantisation: of the layers' big matrices. Embeddings, head and routers are small beside them or sensitive
+            to it, and stay as they are.
+
+    Raises:
+        CheckpointError: a file that cannot be read.
+    """
+    try:
+        with ExitStack() as stack:
+            files = _Files(folder, dtype, device, stack)
+            return _Reader(files, shard, kernels, quantisation).read(progress)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{folder}: {error}") from error
+
+
+class _Files:
+    """Reads slices by name, opening each file once, and counts bytes."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device, stack: ExitStack) -> None:
+        self.index = read_tensor_index(folder)
+        self.bytes_read = 0
+        self._opened: dict[Path, Any] = {}
+        self._stack = stack
+        self._dtype, self._device = dtype, device
+
+    def slice(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
+        """A part of a tensor, contiguous; `columns` are of a matrix, without `rows`."""
+        file = self.index[name].file
+        if file not in self._opened:
+            self._opened[file] = self._stack.enter_context(safe_open(file, framework="pt"))
+        stored = self._opened[file].get_slice(name)
+        part: Tensor = stored[:, columns] if columns is not None else stored[rows or slice(None)]
+        self.bytes_read += part.numel() * part.element_size()
+        # A copy of its own: the file's mapping can then be closed, and slices become contiguous.
+        return part.to(device=self._device, dtype=self._dtype, copy=True).contiguous()
+
+
+class _Reader:
+    """Knows where a family has what."""
+
+    def __init__(self, files: _Files, shard: Shard, kernels: Kernels, quantisation: Quantisation) -> None:
+        self._files = files
+        self._shard = shard
+        self._config = shard.config
+        self._architecture = shard.config.architecture
+        self._names = self._architecture.names
+        self._prefix = find_prefix(self._architecture, files.index)
+        self._kernels = kernels
+        self._quantisation = quantisation
+
+    def read(self, progress: Progress) -> Weights:
+        config, names, prefix = self._config, self._names, self._prefix
+        embedding = self._vocabulary(f"{prefix}{names.embedding}.weight")
+        layers = []
+        for layer in range(config.layers):
+            layers.append(self._layer(prefix + names.layer.format(layer)))
+            progress("loading weights", (layer + 1) / config.layers)
+        head = embedding if config.tied_embeddings else self._vocabulary(f"{names.head}.weight")
+        return Weights(
+            embedding=embedding,
+            embedding_in=self._replicated(prefix, names.embedding_in),
+            positions=self._positions(),
+            layers=layers,
+            final_norm=self._norm(prefix, names.final_norm),
+            embedding_out=self._replicated(prefix, names.embedding_out),
+            head=self._kernels.pack_linear(head, None),
+            bytes_read=self._files.bytes_read,
+        )
+
+    def _layer(self, prefix: str) -> LayerWeights:
+        config, names, shard = self._config, self._names, self._shard
+        return LayerWeights(
+            attention_norm=self._norm(prefix, names.attention_norm),
+            qkv=self._pack(*self._column_parallel(prefix, shard.qkv_pieces(), config.attention_bias)),
+            qk_norm=self._qk_norm(prefix),
+            attention_out=self._row_parallel(
+                prefix + names.attention_out, shard.query_rows, config.attention_out_bias and shard.rank == 0
+            ),
+            attention_post_norm=self._norm(prefix, names.attention_post_norm),
+            mlp_norm=self._norm(prefix, names.mlp_norm),
+            mlp=self._experts(prefix) if self._architecture.mlp is Mlp.EXPERTS else self._mlp(prefix),
+            mlp_post_norm=self._norm(prefix, names.mlp_post_norm),
+        )
+
+    def _mlp(self, prefix: str) -> MlpWeights:
+        has_bias, names, rows = self._config.mlp_bias, self._names, self._shard.mlp_rows
+        return MlpWeights(
+            self._up(prefix, names.gate, names.up, rows),
+            self._row_parallel(prefix + names.down, rows, has_bias and self._shard.rank == 0),
+        )
+
+    def _experts(self, prefix: str) -> ExpertWeights:
+        names, here, all_rows = self._names, self._shard.experts, slice(0, self._config.intermediate_size)
+        experts = [
+            MlpWeights(
+                self._up(prefix, names.gate.format(expert), names.up.format(expert), all_rows),
+                self._row_parallel(prefix + names.down.format(expert), all_rows, self._config.mlp_bias),
+            )
+            for expert in here
+        ]
+        router = self._kernels.pack_linear(self._matrix(f"{prefix}{names.router}.weight"), None)
+        return ExpertWeights(router, here.start, experts)
+
+    def _up(self, prefix: str, gate: str, up: str, rows: slice) -> PackedLinear:
+        pieces = [Piece(name, rows) for name in (gate, up) if name]
+        weight, bias = self._column_parallel(prefix, pieces, self._config.mlp_bias)
+        if not gate:
+            return self._pack(weight, bias)
+        activation = cast("Activation", self._config.activation)
+        return self._kernels.pack_gated_linear(weight, bias, activation, self._quantisation)
+
+    def _pack(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
+        return self._kernels.pack_linear(weight, bias, self._quantisation)
+
+    def _column_parallel(self, prefix: str, pieces: list[Piece], has_bias: bool) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias."""
+        weight = torch.cat([self._matrix(f"{prefix}{name}.weight", rows) for name, rows in pieces])
+        if not has_bias:
+            return weight, None
+        return weight, torch.cat([self._files.slice(f"{prefix}{name}.bias", rows) for name, rows in pieces])
+
+    def _row_parallel(self, name: str, columns: slice, has_bias: bool) -> PackedLinear:
+        """`has_bias` on one rank only: the ranks' results are summed."""
+        weight = self._matrix(f"{name}.weight", columns=columns)
+        return self._pack(weight, self._files.slice(f"{name}.bias") if has_bias else None)
+
+    def _replicated(self, prefix: str, name: str) -> PackedLinear | None:
+        return self._kernels.pack_linear(self._files.slice(f"{prefix}{name}.weight"), None) if name else None
+
+    def _matrix(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
+        """Output rows or input columns of a layer's matrix, `[out, in]` however it is stored."""
+        if self._architecture.transposed:
+            return self._files.slice(name, columns, rows).T.contiguous()
+        return self._files.slice(name, rows, columns)
+
+    def _norm(self, prefix: str, name: str) -> NormWeights | None:
+        if not name:
+            return None
+        bias = self._files.slice(f"{prefix}{name}.bias") if self._architecture.norm is Norm.LAYER else None
+        return NormWeights(self._norm_weight(prefix + name), bias)
+
+    def _qk_norm(self, prefix: str) -> QkNorm | None:
+        names = self._names
+        if not names.query_norm:
+            return None
+        query, key = self._norm_weight(prefix + names.query_norm), self._norm_weight(prefix + names.key_norm)
+        return QkNorm(query, key, self._config.norm_eps)
+
+    def _norm_weight(self, name: str) -> Tensor:
+        weight = self._files.slice(f"{name}.weight")
+        return weight + 1 if self._architecture.norm is Norm.RMS_OFFSET else weight
+
+    def _positions(self) -> Tensor | None:
+        if not self._names.positions or self._shard.rank:
+            return None
+        first = self._architecture.position_rows_skipped
+        rows = slice(first, first + self._config.max_positions)
+        return self._files.slice(f"{self._prefix}{self._names.positions}.weight", rows)
+
+    def _vocabulary(self, name: str) -> Tensor:
+        rows = self._files.slice(name, self._shard.vocab_rows)
+        padding = self._shard.vocab_size - rows.shape[0]
+        return torch.cat([rows, rows.new_zeros(padding, rows.shape[1])]) if padding else rows

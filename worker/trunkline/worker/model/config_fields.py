@@ -1,0 +1,138 @@
+"""The fields of a config.json, under the names that a family gives them, checked where they are read.
+
+No torch. Mistakes of the file's author are `ValueError` or `KeyError`, which `families` reports with the path;
+what is right but not implemented is `UnsupportedModelError`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import log
+from typing import Any, Final
+
+from trunkline.worker.errors import UnsupportedModelError
+from trunkline.worker.model.model_config import RopeConfig
+
+ROPE_KINDS: Final = ("default", "linear", "llama3", "yarn")
+ACTIVATIONS: Final = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
+"""By the name in config.json."""
+
+
+class Fields:
+    """Typed access by the names that most families use."""
+
+    def __init__(self, raw: Mapping[str, Any], **spelling: str) -> None:
+        """
+        Args:
+            raw: the parsed file.
+            spelling: what the family calls a field whose usual name is the keyword's.
+        """
+        self._raw = raw
+        self._spelling = spelling
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """A field as it is; absent and null are the same."""
+        value = self._raw.get(self._spelling.get(name, name))
+        if value is None:
+            value = self._raw.get(name)
+        return default if value is None else value
+
+    def whole(self, name: str, default: int | None = None) -> int:
+        value = self.get(name, default)
+        if value is None:
+            raise KeyError(self._spelling.get(name, name))
+        return int(value)
+
+    def number(self, name: str, default: float) -> float:
+        return float(self.get(name, default))
+
+    def nullable(self, name: str, default: float) -> float:
+        """A number of which null means that there is none: then 0."""
+        return float(self._raw.get(name, default) or 0.0)
+
+    def flag(self, name: str, default: bool) -> bool:
+        return bool(self.get(name, default))
+
+    def refuse(self, name: str, *allowed: object) -> None:
+        """
+        Raises:
+            UnsupportedModelError: the field has a value other than those, absence or null.
+        """
+        value = self.get(name)
+        if value is not None and value not in allowed:
+            only = " or ".join(repr(x) for x in allowed) or "nothing"
+            raise UnsupportedModelError(f"{name} is {value!r}; supported for this architecture: {only}")
+
+    def activation(self, name: str, default: str, allowed: tuple[str, ...]) -> str:
+        """In `ModelConfig`'s words."""
+        given = str(self.get(name, default))
+        found = ACTIVATIONS.get(given)
+        if found not in allowed:
+            names = ", ".join(key for key, value in ACTIVATIONS.items() if value in allowed)
+            raise UnsupportedModelError(
+                f"{self._spelling.get(name, name)} {given!r} is not supported; supported: {names}"
+            )
+        return found
+
+
+def read_rope(fields: Fields, head_dim: int, theta: float = 10000.0, fraction: float = 1.0) -> RopeConfig:
+    """Both forms: `rope_parameters` (with the theta inside) and `rope_theta` beside `rope_scaling`.
+
+    Args:
+        theta: where the file does not say.
+        fraction: of a head that is rotated, where the file does not say.
+    """
+    given = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    own = given.get("partial_rotary_factor", fields.get("partial_rotary_factor"))
+    rotary_dim = int(head_dim * float(fraction if own is None else own))
+    base = float(given.get("rope_theta") or fields.get("rope_theta") or theta)
+    return make_rope(given, rotary_dim, base, fields.whole("max_position_embeddings", 2048))
+
+
+def make_rope(given: Mapping[str, Any], rotary_dim: int, theta: float, max_positions: int) -> RopeConfig:
+    """One rope from its parameters, whose own theta does not count."""
+    kind = given.get("rope_type") or given.get("type") or "default"
+    if kind not in ROPE_KINDS:
+        raise UnsupportedModelError(f"rope scaling {kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}")
+    if rotary_dim % 2 or rotary_dim < 2:
+        raise ValueError(f"{rotary_dim} dimensions of a head are rotated; it must be an even number")
+    if kind == "default":
+        return RopeConfig(theta, rotary_dim)
+    factor = float(given["factor"])
+    original = int(given.get("original_max_position_embeddings") or max_positions)
+    if kind == "linear":
+        return RopeConfig(theta, rotary_dim, kind, factor)
+    if kind == "llama3":
+        return RopeConfig(
+            theta,
+            rotary_dim,
+            kind,
+            factor,
+            original,
+            low_freq_factor=float(given["low_freq_factor"]),
+            high_freq_factor=float(given["high_freq_factor"]),
+        )
+    if given.get("mscale") or given.get("mscale_all_dim"):
+        raise UnsupportedModelError("yarn with mscale is not supported")
+    attention_factor = given.get("attention_factor")
+    if attention_factor is None:
+        attention_factor = 1.0 if factor <= 1 else 0.1 * log(factor) + 1.0
+    return RopeConfig(
+        theta,
+        rotary_dim,
+        "yarn",
+        factor,
+        original,
+        beta_fast=float(given.get("beta_fast") or 32.0),
+        beta_slow=float(given.get("beta_slow") or 1.0),
+        attention_factor=float(attention_factor),
+        truncate=bool(given.get("truncate", True)),
+    )

@@ -1,0 +1,1 @@
+"""Tensor parallelism: how ranks meet and their collectives."""

@@ -1,0 +1,263 @@
+"""Collectives of a tensor-parallel group (PagedAttention §4.6: Megatron-style, one controller decides).
+
+Three ways to move the numbers, chosen when the group meets, the same on every rank:
+
+- shared memory (`trunkline.kernels.shared_group`) for CPU ranks of one host: a few microseconds a call,
+- gloo for CPU ranks of several hosts or without the compiled kernels; also the rendezvous of all CPU ranks,
+- NCCL for GPUs.
+
+A group of one costs nothing.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final, TypeVar
+
+import structlog
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trunkline.kernels.native import NativeLibraryError, chosen_level
+from trunkline.kernels.shared_group import (
+    CollectiveMismatchError,
+    GroupFileError,
+    PeerGoneError,
+    SharedGroup,
+    create_file,
+)
+from trunkline.worker.backend_errors import hopeless, of_collective, words_of
+from trunkline.worker.config import WorkerConfig
+from trunkline.worker.errors import WorkerError
+from trunkline.worker.parallel.rendezvous import choose_interface, open_store
+
+_TIMEOUT: Final = datetime.timedelta(minutes=5)
+"""For the rendezvous and for each collective: a peer's death is noticed at once (its connections close, its locks
+are given up); this only bounds the wait for one that hangs, and must outlast slow loading on one rank."""
+
+_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+"""The same for all that run on one kernel, in whatever container."""
+
+_T = TypeVar("_T")
+
+log = structlog.get_logger()
+
+
+@contextmanager
+def _peers(backend: str) -> Iterator[None]:
+    """The seam at which errors of the backends become ours; nothing but the backend's call belongs inside."""
+    try:
+        yield
+    except RuntimeError as error:
+        translated = of_collective(error, backend)
+        if translated is error:
+            raise
+        raise translated from error
+
+
+class TensorParallel:
+    """This rank's view of its group. Every method must be called by all ranks in the same order."""
+
+    def __init__(self, rank: int, size: int, device: torch.device, *, backend: str) -> None:
+        """See `connect` and `alone`."""
+        self.rank = rank
+        self.size = size
+        self.device = device
+        self.backend = backend
+        """What carries the collectives: "none", "shared", "gloo" or "nccl"."""
+        self._shared: SharedGroup | None = None
+        # Gloo works in the memory of the CPU; tensors of a GPU go through a copy there.
+        self._staged = backend == "gloo" and device.type != "cpu"
+
+    @classmethod
+    def alone(cls, device: torch.device) -> TensorParallel:
+        """A group of one without collectives."""
+        return cls(0, 1, device, backend="none")
+
+    @classmethod
+    def connect(cls, config: WorkerConfig, device: torch.device) -> TensorParallel:
+        """Meet the other ranks.
+
+        Raises:
+            ConfigError: the backend refuses such a group, so it can never work.
+            WorkerError: they did not come in time, the address cannot be used, or the collectives asked for do
+                not work here.
+        """
+        if config.tp == 1 and not config.force_collectives:
+            return cls.alone(device)
+        if config.collectives == "shared" and device.type != "cpu":
+            raise WorkerError(f"collectives is 'shared', which is for CPU ranks; device is {device.type!r}")
+        store = None
+        # Gloo otherwise connects through the address of the host's name, which containers may not have.
+        if config.is_spread:
+            choose_interface(config)
+            store = open_store(config, _TIMEOUT)
+        elif config.rendezvous.startswith(("tcp://127.", "tcp://localhost", "file:")):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        backend = "nccl" if device.type == "cuda" and config.collectives == "auto" else "gloo"
+        try:
+            dist.init_process_group(
+                backend,
+                init_method=None if config.is_spread else config.rendezvous,
+                store=store,
+                rank=config.rank,
+                world_size=config.tp,
+                timeout=_TIMEOUT,
+                # NCCL then meets the other ranks here, so that what it refuses is said before anything is loaded.
+                device_id=device if backend == "nccl" else None,
+            )
+        except (RuntimeError, ValueError) as error:
+            reason = f"rank {config.rank} found no group at {config.rendezvous}: {words_of(error)}"
+            raise (hopeless(error) or WorkerError(reason)) from error
+        group = cls(config.rank, config.tp, device, backend=backend)
+        if device.type == "cpu" and config.collectives != "gloo":
+            group._share_memory(required=config.collectives == "shared")
+        return group
+
+    def _share_memory(self, *, required: bool) -> None:
+        """Go over to shared memory if every rank can; all ranks come to the same decision.
+
+        Raises:
+            WorkerError: not every rank can, though it is required.
+        """
+        shared, problem = _join_shared_group(self.rank, self.size)
+        if shared is not None:
+            self._shared, self.backend = shared, "shared"
+        elif required:
+            raise WorkerError(f"collectives is 'shared', but {problem}")
+        elif self.rank == 0:
+            log.warning("collectives go through gloo, which is slower than shared memory", reason=problem)
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Sum over ranks, in place; `tensor` must be contiguous and is returned."""
+        if self._shared is not None:
+            # Dozens of times per step: no context manager here.
+            try:
+                self._shared.all_reduce(tensor)
+            except (PeerGoneError, CollectiveMismatchError) as error:
+                raise of_collective(error, self.backend) from error
+        elif self.backend != "none":
+            with self._in_place(tensor) as operand, _peers(self.backend):
+                dist.all_reduce(operand)
+        return tensor
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """`[size, *tensor.shape]`: every rank's tensor, on every rank."""
+        if self.backend == "none":
+            return tensor[None]
+        operand = self._operand(tensor)
+        if self._shared is not None:
+            with _peers(self.backend):
+                return self._shared.all_gather(operand)
+        parts = [torch.empty_like(operand) for _ in range(self.size)]
+        with _peers(self.backend):
+            dist.all_gather(parts, operand)
+        return torch.stack(parts).to(self.device)
+
+    def gather_columns(self, tensor: Tensor) -> Tensor | None:
+        """Rank 0 gets all ranks' columns side by side, `[rows, size * columns]`; the others None."""
+        if self.backend == "none":
+            return tensor
+        operand = self._operand(tensor)
+        if self._shared is not None:
+            with _peers(self.backend):
+                return self._shared.gather_columns(operand)
+        parts = [torch.empty_like(operand) for _ in range(self.size)] if self.rank == 0 else None
+        with _peers(self.backend):
+            dist.gather(operand, parts, dst=0)
+        return torch.cat(parts, dim=1).to(self.device) if parts is not None else None
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """Overwrite `tensor` with rank 0's, in place; it must be contiguous and is returned."""
+        if self._shared is not None:
+            with _peers(self.backend):
+                self._shared.broadcast(tensor)
+        elif self.backend != "none":
+            with self._in_place(tensor) as operand, _peers(self.backend):
+                dist.broadcast(operand, src=0)
+        return tensor
+
+    def minimum(self, value: int) -> int:
+        """The smallest value given by any rank."""
+        return int(self.all_gather(torch.tensor([value], device=self.device)).min())
+
+    def close(self) -> None:
+        """Leave the group: whoever still waits for this rank gets `PeerLostError`."""
+        if self._shared is not None:
+            self._shared.close()
+            self._shared = None
+        if self.backend != "none":
+            dist.destroy_process_group()
+            self.backend = "none"
+
+    def _operand(self, tensor: Tensor) -> Tensor:
+        """`tensor` contiguous, where the backend takes it."""
+        return tensor.cpu().contiguous() if self._staged else tensor.contiguous()
+
+    @contextmanager
+    def _in_place(self, tensor: Tensor) -> Iterator[Tensor]:
+        """What the backend may overwrite instead of `tensor`, which gets the result."""
+        if not self._staged:
+            yield tensor
+            return
+        copy = tensor.cpu()
+        yield copy
+        tensor.copy_(copy)
+
+
+def _join_shared_group(rank: int, size: int) -> tuple[SharedGroup | None, str]:
+    """Set up shared memory over the process group; the group, or None and why not. The same on every rank."""
+    facts = _exchange((_BOOT_ID.read_text() if _BOOT_ID.exists() else None, _native_problem()), size)
+    if None in (boot for boot, _ in facts) or len({boot for boot, _ in facts}) > 1:
+        return None, "the ranks are not on one host"
+    problem = _first_problem([problem for _, problem in facts])
+    if problem:
+        return None, problem
+    path: Path | None = None
+    if rank == 0:
+        try:
+            path = create_file(size)
+        except GroupFileError as error:
+            problem = str(error)
+    shared: SharedGroup | None = None
+    try:
+        path_text, problem = _exchange((str(path or ""), problem), size)[0]
+        if problem:
+            return None, problem
+        try:
+            shared = SharedGroup(Path(path_text), rank, size, timeout_s=_TIMEOUT.total_seconds())
+        except (GroupFileError, ValueError) as error:
+            problem = str(error)
+        problem = _first_problem(_exchange(problem, size))
+    finally:
+        if path is not None:
+            path.unlink(missing_ok=True)
+    if problem and shared is not None:
+        shared.close()
+    return (None, problem) if problem else (shared, "")
+
+
+def _exchange(value: _T, size: int) -> list[_T]:
+    """Every rank's value, by rank."""
+    values: list[_T] = [value] * size
+    with _peers("gloo"):
+        dist.all_gather_object(values, value)
+    return values
+
+
+def _native_problem() -> str:
+    """Why this rank cannot use the compiled kernels, empty if it can."""
+    try:
+        chosen_level(None)
+    except NativeLibraryError as error:
+        return f"{error}; {error.remedy}"
+    return ""
+
+
+def _first_problem(problems: list[str]) -> str:
+    return next((f"on rank {rank} {problem}" for rank, problem in enumerate(problems) if problem), "")

@@ -1,0 +1,320 @@
+"""Beam searches on the workers' side: which beams go on, and what that does to their sequences.
+
+Rank 0 chooses from the logits (`Seating.choose`), all ranks carry it out (`BeamGroup.advance`). The members of
+a search are ordinary sequences and rows; a step changes what they contain, never which they are: member i is the
+search's i-th best beam, and block tables move between the members (PagedAttention §4.4). Full blocks are referred
+to by as many members as go on from them; only a tail that several of them go on from is copied, at the start of
+the next step. See `trunkline.kvstore.beams` for the rules, which the controller replays.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import Final, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from trunkline.controller.messages import BeamStep
+from trunkline.kvstore.beams import assign_tails, choose_beams
+from trunkline.kvstore.layout import Int32Array, pack_int32, unpack_int32
+from trunkline.worker.batch.batch import Batch
+from trunkline.worker.batch.sequences import Sequence
+from trunkline.worker.errors import PlanError
+from trunkline.worker.messages import BeamSeat
+
+_TILE: Final = 256
+"""Scores of which only the largest is looked at first."""
+
+_NO_COPIES: Final = np.zeros((0, 4), dtype=np.int32)
+
+IndexArray = NDArray[np.intp]
+
+
+class Continuations(NamedTuple):
+    """The best continuations of a search's beams, best first."""
+
+    parents: Int32Array
+    """Indices of beams."""
+    tokens: Int32Array
+    scores: NDArray[np.float32]
+    """Sums of log-probabilities."""
+
+
+class BeamGroup:
+    """One search during one stay in the batch."""
+
+    def __init__(self, seat: BeamSeat) -> None:
+        self.id = seat.group
+        self.width = seat.width
+        self.candidates = seat.candidates
+        self.stop_ids = unpack_int32(seat.stop_ids)
+        self.scores = np.zeros(seat.width, dtype=np.float32)
+        """Of the members; kept up to date on rank 0 only, which alone needs them."""
+        self.copies = _NO_COPIES
+        """int32 `[n, 4]`: what `copy_blocks` must do before the next step."""
+        self._seats: dict[int, Sequence] = {}
+
+    def add(self, sequence: Sequence, seat: BeamSeat) -> None:
+        """A sequence takes its seat.
+
+        Raises:
+            PlanError: the seat is taken, or does not belong to this search.
+        """
+        if seat.width != self.width or not 0 <= seat.index < self.width or seat.index in self._seats:
+            raise PlanError(
+                f"sequence {sequence.id} cannot take seat {seat.index} of {seat.width} in search {self.id} "
+                f"of width {self.width}, where seats {sorted(self._seats)} are taken"
+            )
+        self._seats[seat.index] = sequence
+        self.scores[seat.index] = seat.score
+
+    @property
+    def members(self) -> list[Sequence]:
+        """By rank of the beam.
+
+        Raises:
+            PlanError: not all of them have joined.
+        """
+        if len(self._seats) < self.width:
+            raise PlanError(f"search {self.id} has {len(self._seats)} of {self.width} beams")
+        return [self._seats[index] for index in range(self.width)]
+
+    def take(self, found: Continuations) -> tuple[Int32Array, Int32Array]:
+        """Choose the next beams and remember their scores: `[width]` parents and tokens.
+
+        Raises:
+            PlanError: too few continuations; the vocabulary is too small for the search.
+        """
+        try:
+            chosen = choose_beams(found.tokens, self.stop_ids, self.width)
+        except ValueError as error:
+            raise PlanError(f"search {self.id}: {error}") from error
+        self.scores = found.scores[chosen]
+        return found.parents[chosen], found.tokens[chosen]
+
+    def advance(self, parents: list[int], tokens: list[int], chunk_size: int) -> bool:
+        """Member i goes on from what member `parents[i]` was, with `tokens[i]`.
+
+        Returns:
+            Whether a block table changed. Copies that this leaves to do are in `copies`.
+        """
+        members = self.members
+        computed = members[0].known
+        used, tail = computed % chunk_size, (computed - 1) // chunk_size
+        changed = False
+        if parents != list(range(self.width)):
+            # A full tail is shared like the blocks before it.
+            tails = assign_tails(parents) if used else parents
+            changed = self._permute(parents, tails, tail, used)
+        for member, token in zip(members, tokens, strict=True):
+            member.continue_with(token)
+        return changed
+
+    def _permute(self, parents: list[int], tails: list[int], tail: int, used: int) -> bool:
+        """Move block tables, whose last entry in use is `tail` with `used` tokens in it (0: it is full)."""
+        members = self.members
+        if any(len(member.blocks) <= tail for member in members):
+            raise PlanError(f"search {self.id}: the block table of a beam has no entry {tail}")
+        old = [member.blocks for member in members]
+        copies, changed = [], False
+        for member, parent, owner in zip(members, parents, tails, strict=True):
+            table: array[int] = old[parent][:tail]
+            table.append(old[owner][tail])
+            table += member.blocks[tail + 1 :]
+            changed |= table != member.blocks
+            member.blocks = table
+            if owner != parent:
+                copies.append((old[parent][tail], old[owner][tail], 0, used))
+        self.copies = np.array(copies, dtype=np.int32).reshape(-1, 4)
+        return changed
+
+
+class _Placed(NamedTuple):
+    """A search in the batch."""
+
+    group: BeamGroup
+    places: IndexArray
+    """`[width]`: its members among the samples."""
+    lines: IndexArray
+    """`[width]`: which lines of the searches' logits are its beams'; `[1]` at the end of the prompt, when all
+    beams are still the same."""
+
+
+class Seating:
+    """Which samples of a batch belong to searches; stays valid while the samples are the same."""
+
+    def __init__(self, batch: Batch, groups: dict[int, BeamGroup]) -> None:
+        """
+        Raises:
+            PlanError: a search of which some members are in the batch and some are not.
+        """
+        first_fork = batch.sampled_rows
+        rows = np.array([*range(first_fork), *batch.fork_rows], dtype=np.intp)
+        place = {sample.id: index for index, sample in enumerate(batch.samples)}
+        found = dict.fromkeys(s.seat.group for s in batch.samples if s.seat is not None)
+        self.searches: list[_Placed] = []
+        beam_rows: list[int] = []
+        for id_ in found:
+            if id_ not in groups:
+                raise PlanError(f"search {id_} has ended, but some of its beams are still in the batch")
+            group = groups[id_]
+            missing = [member.id for member in group.members if member.id not in place]
+            if missing:
+                raise PlanError(f"search {group.id}: of its beams, {missing} are not in the batch with the others")
+            places = np.array([place[member.id] for member in group.members], dtype=np.intp)
+            own = list(dict.fromkeys(rows[places].tolist()))
+            if len(own) not in (1, group.width):
+                raise PlanError(f"search {group.id}: {group.width} beams have {len(own)} rows of logits")
+            self.searches.append(_Placed(group, places, np.arange(len(beam_rows), len(beam_rows) + len(own))))
+            beam_rows += own
+        self._select_rows(beam_rows, batch)
+        others = [index for index, s in enumerate(batch.samples) if s.seat is None]
+        self.others = np.array(others, dtype=np.intp)
+        """Samples that are no beams."""
+        self.other_samples = [batch.samples[index] for index in others]
+        self.other_rows = rows[self.others]
+        """Their rows of logits."""
+        self.members = sum(search.group.width for search in self.searches)
+
+    def _select_rows(self, beam_rows: list[int], batch: Batch) -> None:
+        first = min(beam_rows)
+        if sorted(beam_rows) == list(range(first, first + len(beam_rows))):
+            # Neighbours, in whatever order: no copy of their logits is needed, only other line numbers.
+            self._rows: slice | Tensor = slice(first, first + len(beam_rows))
+            line_of = np.array(beam_rows, dtype=np.intp) - first
+            self.searches = [found._replace(lines=line_of[found.lines]) for found in self.searches]
+        else:
+            self._rows = torch.tensor(beam_rows)
+
+    def choose(self, logits: Tensor) -> list[Continuations]:
+        """The best continuations of each search, in the order of `searches`.
+
+        Args:
+            logits: float32 `[logits rows, vocabulary]`; not changed.
+        """
+        rows = self._rows
+        beams = logits[rows if isinstance(rows, slice) else rows.to(logits.device)]
+        totals = np.zeros(len(beams), dtype=np.float32)
+        for search in self.searches:
+            totals[search.lines] = search.group.scores[: len(search.lines)]
+        scores = Scores(beams.log_softmax(dim=-1), torch.from_numpy(totals).to(beams.device))
+        return [scores.best(search.lines, search.group.candidates) for search in self.searches]
+
+
+class Scores:
+    """Scores of all continuations of some beams, made ready for finding the best ones.
+
+    Only tiles whose largest score is among the best are looked at: the n best scores lie in the n tiles that
+    come first when ordered like the scores themselves.
+    """
+
+    def __init__(self, log_probs: Tensor, totals: Tensor) -> None:
+        """
+        Args:
+            log_probs: float32 `[lines, vocabulary]`, of each beam's continuations.
+            totals: float32 `[lines]`, the beams' own scores.
+        """
+        lines, self._vocab_size = log_probs.shape
+        padded = log_probs.new_empty(lines, -(-self._vocab_size // _TILE) * _TILE)
+        padded[:, self._vocab_size :] = float("-inf")
+        torch.add(log_probs, totals[:, None], out=padded[:, : self._vocab_size])
+        self._tiles = padded.view(lines, -1, _TILE)
+        self._largest = self._tiles.amax(dim=-1).cpu().numpy()
+
+    def best(self, lines: IndexArray, count: int) -> Continuations:
+        """The `count` largest scores of the lines, in order; of equal ones, those of earlier lines and lower ids
+        first. Fewer if there are fewer."""
+        largest = self._largest[lines]
+        line, within = np.divmod(_largest_indices(largest.reshape(-1), count), largest.shape[1])
+        values = self._tiles_at(lines[line], within)
+        chosen = _largest_indices(values, count)
+        chosen = chosen[np.argsort(-values[chosen], kind="stable")]
+        tile, offset = np.divmod(chosen, _TILE)
+        parents, tokens = line[tile], within[tile] * _TILE + offset
+        # Padding is chosen only among continuations that are impossible, too.
+        if tokens.max() >= self._vocab_size:
+            present = tokens < self._vocab_size
+            chosen, parents, tokens = chosen[present], parents[present], tokens[present]
+        parents, tokens = parents[:count].astype(np.int32), tokens[:count].astype(np.int32)
+        return Continuations(parents, tokens, values[chosen[:count]])
+
+    def _tiles_at(self, lines: IndexArray, within: IndexArray) -> NDArray[np.float32]:
+        """The scores of some tiles, one after the other."""
+        if self._tiles.is_cuda:
+            device = self._tiles.device
+            found = self._tiles[torch.from_numpy(lines).to(device), torch.from_numpy(within).to(device)]
+            values: NDArray[np.float32] = found.cpu().numpy()
+        else:
+            values = self._tiles.numpy()[lines, within]
+        return values.reshape(-1)
+
+
+def _largest_indices(values: NDArray[np.float32], count: int) -> IndexArray:
+    """Ascending indices of all values not smaller than the `count`-th largest; of all, if NaN is in the way."""
+    if count < len(values):
+        threshold = np.partition(values, len(values) - count)[len(values) - count]
+        found: IndexArray = (values >= threshold).nonzero()[0]
+        if len(found) >= count:
+            return found
+    return np.arange(len(values))
+
+
+class BeamSearches:
+    """All searches that this worker knows, and the copies that their last steps left to do."""
+
+    def __init__(self) -> None:
+        self._groups: dict[int, BeamGroup] = {}
+        self._group_of: dict[int, BeamGroup] = {}
+        self._seating: Seating | None = None
+
+    def add(self, sequence: Sequence) -> None:
+        """A sequence joined or was forked.
+
+        Raises:
+            PlanError: its seat is taken.
+        """
+        seat = sequence.seat
+        if seat is None:
+            return
+        group = self._groups.get(seat.group)
+        if group is None:
+            group = self._groups[seat.group] = BeamGroup(seat)
+        group.add(sequence, seat)
+        self._group_of[sequence.id] = group
+
+    def remove(self, sequences: list[int]) -> None:
+        """Sequences left. A search ends with the first of its beams, and what it left to copy is not wanted any
+        more: the blocks may have other owners already."""
+        for sequence in sequences:
+            group = self._group_of.pop(sequence, None)
+            if group is not None:
+                self._groups.pop(group.id, None)
+
+    def take_copies(self) -> Int32Array:
+        """int32 `[n, 4]` for one call of `copy_blocks`, once."""
+        waiting = [group for group in self._groups.values() if len(group.copies)]
+        if not waiting:
+            return _NO_COPIES
+        copies = np.concatenate([group.copies for group in waiting])
+        for group in waiting:
+            group.copies = _NO_COPIES
+        return copies
+
+    def seating(self, batch: Batch) -> Seating | None:
+        """Where the searches are in a batch, None if there are none.
+
+        Raises:
+            PlanError: see `Seating`.
+        """
+        if batch.samples_changed:
+            has_beams = bool(self._group_of) and any(sample.seat is not None for sample in batch.samples)
+            self._seating = Seating(batch, self._groups) if has_beams else None
+        return self._seating
+
+
+def report(found: Continuations) -> BeamStep:
+    """What the controller hears of a search's step."""
+    return BeamStep(pack_int32(found.parents), pack_int32(found.tokens), found.scores.astype("<f4").tobytes())

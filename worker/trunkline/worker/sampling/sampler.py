@@ -1,0 +1,238 @@
+"""Drawing the next tokens on rank 0, for all rows at once.
+
+Order: logit bias; masks (-inf for what grammars, allowed ids, minimum lengths and bad words forbid,
+`token_masks`); repetition, frequency and presence penalties; here the reported log-probabilities are taken;
+temperature; top-k; top-p; min-p; then Gumbel-max. So a bias never brings back what is masked, and reported
+probabilities are those of what could be drawn. Repetition counts prompt and output, frequency and presence
+count output only. Temperature 0 takes the largest logit, on a tie the lowest id.
+
+A row's token depends on its logits and its own parameters, never on the other rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trunkline.controller.messages import TopLogprobs
+from trunkline.kvstore.layout import pack_int32
+from trunkline.worker.batch.sequences import Sequence
+from trunkline.worker.messages import Sampling
+from trunkline.worker.sampling.noise import gumbel, token_keys
+from trunkline.worker.sampling.token_masks import Grammars, TokenMasks, needs_mask
+
+LOGPROB_MIN: Final = -9999.0
+"""Reported instead of -inf, which JSON cannot express."""
+
+
+def is_plain_greedy(samples: list[Sequence]) -> bool:
+    """Whether every row just takes its largest logit, so that ranks need not bring all logits together."""
+    return all(
+        s.sampling.temperature == 0
+        and s.sampling.logprobs < 0
+        and not s.sampling.logit_bias
+        and not s.sampling.needs_history
+        and not needs_mask(s.sampling, s.output_index)
+        for s in samples
+    )
+
+
+class Sampler:
+    """Keeps what depends on the set of rows only, between steps."""
+
+    def __init__(self, vocab_size: int, device: torch.device, grammars: Grammars | None = None) -> None:
+        """`grammars`: of this rank; without them no row may follow one."""
+        self._vocab_size = vocab_size
+        self._grammars = grammars
+        self._device = device
+        self._keys = token_keys(torch.arange(vocab_size, device=device))
+        self._rows: _Rows | None = None
+
+    def sample(
+        self, logits: Tensor, samples: list[Sequence], *, changed: bool
+    ) -> tuple[Tensor, dict[int, TopLogprobs] | None]:
+        """One token per row.
+
+        Args:
+            logits: float32 `[rows, vocabulary]`, overwritten.
+            samples: the rows' sequences, before the token is appended to them.
+            changed: whether these are other sequences than in the last call.
+
+        Returns:
+            int64 ids `[rows]`, and log-probabilities by row for those that asked (None if none did).
+
+        Raises:
+            PlanError: a row follows a grammar that is not compiled.
+        """
+        rows = self._rows
+        if rows is None or changed:
+            self._rows = rows = _Rows(samples, self._vocab_size, self._device, self._grammars)
+        if rows.bias is not None:
+            row, token, value = rows.bias
+            logits.index_put_((row, token), value, accumulate=True)
+        if rows.masks is not None:
+            rows.masks.apply(logits)
+        if rows.penalties is not None:
+            rows.penalties.apply(logits)
+        log_probs = logits[rows.logprob_rows].log_softmax(dim=-1) if rows.logprob_row_list else None
+        ids = self._draw(logits, samples, rows)
+        if rows.penalties is not None:
+            rows.penalties.record(ids)
+        reports = None if log_probs is None else _report(log_probs, ids, rows)
+        return ids, reports
+
+    def forget(self, sequences: Iterable[int]) -> None:
+        """Sequences that left the batch: nothing is kept of them."""
+        if self._grammars is not None:
+            self._grammars.forget_sequences(sequences)
+
+    def _draw(self, logits: Tensor, samples: list[Sequence], rows: _Rows) -> Tensor:
+        # Not `Tensor.argmax`: which of several equal maxima it returns is not specified.
+        greedy = first_argmax(logits)
+        if rows.all_greedy:
+            return greedy
+        logits = logits / rows.temperature[:, None]
+        output_index = torch.tensor([s.output_index for s in samples], device=self._device)
+        if rows.limits_tokens:
+            scores, candidates = _limit(logits, rows)
+            noise = gumbel(rows.seeds, output_index, self._keys[candidates])
+            best = (scores.double() + noise).argmax(dim=-1, keepdim=True)
+            drawn = candidates.gather(1, best).squeeze(1)
+        else:
+            noise = gumbel(rows.seeds, output_index, self._keys)
+            drawn = (logits + noise).argmax(dim=-1)
+        return torch.where(rows.is_greedy, greedy, drawn)
+
+
+class _Rows:
+    """Sampling parameters of a fixed set of rows, as tensors."""
+
+    def __init__(
+        self, samples: list[Sequence], vocab_size: int, device: torch.device, grammars: Grammars | None
+    ) -> None:
+        params = [s.sampling for s in samples]
+
+        def column(values: list[float]) -> Tensor:
+            return torch.tensor(values, dtype=torch.float32, device=device)
+
+        self.is_greedy = torch.tensor([p.temperature == 0 for p in params], device=device)
+        self.all_greedy = bool(self.is_greedy.all())
+        self.temperature = column([p.temperature or 1.0 for p in params])
+        seeds = np.array([p.seed & (1 << 64) - 1 for p in params], dtype=np.uint64)
+        self.seeds = torch.from_numpy(seeds.view(np.int64)).to(device)
+        # A greedy row's candidates do not matter; without limits it does not force a sort on the others.
+        drawn = [p for p in params if p.temperature != 0]
+        self.limits_tokens = any(p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in drawn)
+        self.top_k = torch.tensor([p.top_k if p.top_k > 0 else vocab_size for p in params], device=device)
+        self.top_p = column([p.top_p for p in params])
+        self.log_min_p = column([p.min_p for p in params]).log()
+        self.top_p_used = any(p.top_p < 1 for p in drawn)
+        self.bias: tuple[Tensor, Tensor, Tensor] | None = None
+        bias = [
+            (row, token, value)
+            for row, p in enumerate(params)
+            for token, value in p.logit_bias.items()
+            if 0 <= token < vocab_size
+        ]
+        if bias:
+            row_list, token_list, value_list = map(list, zip(*bias, strict=True))
+            self.bias = (
+                torch.tensor(row_list, device=device),
+                torch.tensor(token_list, device=device),
+                column(value_list),
+            )
+        self.logprob_row_list = [row for row, p in enumerate(params) if p.logprobs >= 0]
+        self.logprob_counts = [min(p.logprobs, vocab_size) for p in params if p.logprobs >= 0]
+        self.logprob_rows = torch.tensor(self.logprob_row_list, dtype=torch.int64, device=device)
+        masked = any(needs_mask(s.sampling, s.output_index) for s in samples)
+        self.masks = TokenMasks(samples, vocab_size, device, grammars) if masked else None
+        needs = [row for row, p in enumerate(params) if _is_penalised(p)]
+        self.penalties = _Penalties(samples, needs, vocab_size, device) if needs else None
+
+
+def _is_penalised(sampling: Sampling) -> bool:
+    return (
+        sampling.repetition_penalty != 1.0 or sampling.frequency_penalty != 0.0 or sampling.presence_penalty != 0.0
+    )
+
+
+class _Penalties:
+    """Token counts of the rows that are penalised, kept up to date as they grow."""
+
+    def __init__(self, samples: list[Sequence], rows: list[int], vocab_size: int, device: torch.device) -> None:
+        chosen = [samples[row] for row in rows]
+        seen = np.zeros((len(rows), vocab_size), dtype=bool)
+        counts = np.zeros((len(rows), vocab_size), dtype=np.float32)
+        for index, sequence in enumerate(chosen):
+            tokens = np.array(sequence.tokens, dtype=np.int64)
+            seen[index, tokens] = True
+            output = tokens[max(0, sequence.prompt_len - sequence.first) :]
+            counts[index] = np.bincount(output, minlength=vocab_size)
+        self._rows = torch.tensor(rows, device=device)
+        self._range = torch.arange(len(rows), device=device)
+        self._seen = torch.from_numpy(seen).to(device)
+        self._counts = torch.from_numpy(counts).to(device)
+
+        def column(values: list[float]) -> Tensor:
+            return torch.tensor(values, dtype=torch.float32, device=device)[:, None]
+
+        self._repetition = column([s.sampling.repetition_penalty for s in chosen])
+        self._frequency = column([s.sampling.frequency_penalty for s in chosen])
+        self._presence = column([s.sampling.presence_penalty for s in chosen])
+
+    def apply(self, logits: Tensor) -> None:
+        """Change the penalised rows of `logits` in place."""
+        x = logits[self._rows]
+        repeated = torch.where(x > 0, x / self._repetition, x * self._repetition)
+        x = torch.where(self._seen, repeated, x)
+        x -= self._frequency * self._counts + self._presence * (self._counts > 0)
+        logits[self._rows] = x
+
+    def record(self, ids: Tensor) -> None:
+        """Count the tokens just drawn (`[all rows]`)."""
+        drawn = ids[self._rows]
+        self._seen[self._range, drawn] = True
+        self._counts[self._range, drawn] += 1
+
+
+def first_argmax(values: Tensor) -> Tensor:
+    """int64 `[rows]`: index of the largest value of each row, the lowest one on a tie.
+
+    A row with NaN gives some index that exists.
+    """
+    if values.device.type == "cpu":
+        # Some twenty times faster than torch, and which of several maxima it returns is specified.
+        return torch.from_numpy(values.numpy().argmax(axis=-1))
+    best = values.amax(dim=-1, keepdim=True)
+    # NaN equals nothing, so a row of NaN gives index 0: an id that exists.
+    return (values == best).to(torch.uint8).argmax(dim=-1)
+
+
+def _limit(logits: Tensor, rows: _Rows) -> tuple[Tensor, Tensor]:
+    """top-k, top-p, min-p: the candidates' logits and ids `[rows, n]`, most likely first, -inf beyond each
+    row's last candidate; n is the largest number of candidates of any row."""
+    scores, candidates = logits.sort(dim=-1, descending=True, stable=True)
+    keep = torch.arange(scores.shape[1], device=scores.device) < rows.top_k[:, None]
+    if rows.top_p_used:
+        probs = scores.masked_fill(~keep, float("-inf")).softmax(dim=-1, dtype=torch.float32)
+        before = probs.cumsum(dim=-1) - probs
+        keep &= (before < rows.top_p[:, None]) | (rows.top_p[:, None] >= 1)
+    keep &= scores >= scores[:, :1] + rows.log_min_p[:, None]
+    keep[:, 0] = True  # the most likely token stays, whatever the parameters
+    most = int(keep.sum(dim=-1).max())
+    return scores.masked_fill_(~keep, float("-inf"))[:, :most], candidates[:, :most]
+
+
+def _report(log_probs: Tensor, ids: Tensor, rows: _Rows) -> dict[int, TopLogprobs]:
+    log_probs.clamp_min_(LOGPROB_MIN)
+    chosen = log_probs.gather(1, ids[rows.logprob_rows, None]).squeeze(1).tolist()
+    top = log_probs.topk(max(rows.logprob_counts), dim=-1)
+    values, tokens = top.values.cpu().numpy().astype("<f4"), top.indices.cpu().numpy().astype(np.int32)
+    return {
+        row: TopLogprobs(chosen[i], pack_int32(tokens[i, :count]), values[i, :count].tobytes())
+        for i, (row, count) in enumerate(zip(rows.logprob_row_list, rows.logprob_counts, strict=True))
+    }

@@ -1,0 +1,199 @@
+"""From a step's logits to the tokens that every rank appends: sampling, beam searches, scored prompts.
+
+Rank 0 decides, one broadcast tells the others: the samples' tokens, then for each beam which one it goes on from.
+Steps in which every sample just takes its largest logit need not even bring the logits together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trunkline.controller.messages import BeamStep, PromptLogprobs, TopLogprobs
+from trunkline.kvstore.layout import Int32Array
+from trunkline.worker.batch.batch import Batch
+from trunkline.worker.parallel.collectives import TensorParallel
+from trunkline.worker.sampling.beams import BeamSearches, Seating, report
+from trunkline.worker.sampling.prompt_scores import score_prompt
+from trunkline.worker.sampling.sampler import Sampler, first_argmax, is_plain_greedy
+
+
+@dataclass
+class Selection:
+    """What a step's logits led to."""
+
+    tokens: Int32Array
+    """In the order of `StepResult.tokens`; the same on every rank."""
+    tables_changed: bool = False
+    """Whether block tables moved between beams; the same on every rank."""
+    logprobs: dict[int, TopLogprobs] | None = None
+    """By index of the sample. This and what follows is known on rank 0 only."""
+    beams: dict[int, BeamStep] | None = None
+    """By search."""
+    prompt_logprobs: dict[int, PromptLogprobs] | None = None
+    """By sequence."""
+
+
+class Selector:
+    """Draws for all samples of a batch and gives their sequences the tokens."""
+
+    def __init__(
+        self, group: TensorParallel, sampler: Sampler, searches: BeamSearches, vocab_size: int, chunk_size: int
+    ) -> None:
+        """
+        Args:
+            vocab_size: tokens of the model; the ranks' columns of logits together are a few more.
+        """
+        self._group = group
+        self._sampler = sampler
+        self._searches = searches
+        self._vocab_size = vocab_size
+        self._chunk_size = chunk_size
+        self._plain_greedy = False
+        self._sampler_is_current = False
+
+    def select(self, batch: Batch, logits: Tensor | None, vocab_start: int) -> Selection:
+        """Decide and carry it out.
+
+        Args:
+            logits: float32 `[logits rows, padded vocabulary / tp]`, this rank's columns, overwritten; None: none
+                are needed.
+            vocab_start: id of the first column.
+
+        Raises:
+            PlanError: a beam search that is not whole.
+        """
+        seating = self._searches.seating(batch)
+        if batch.samples_changed:
+            self._sampler_is_current = False
+            self._plain_greedy = seating is None and is_plain_greedy(batch.samples)
+        if logits is None:
+            self._sampler_is_current = False
+            return Selection(np.zeros(0, dtype=np.int32))
+        if self._plain_greedy and not batch.scored:
+            self._sampler_is_current = False
+            selection = Selection(_numbers(self._agree_on_largest(logits, batch, vocab_start)))
+        else:
+            selection = self._select_on_rank_0(batch, seating, logits)
+        tokens = selection.tokens.tolist()
+        if seating is None:
+            for sequence, token in zip(batch.samples, tokens, strict=True):
+                sequence.append(token)
+        else:
+            for index, sequence in zip(seating.others.tolist(), seating.other_samples, strict=True):
+                sequence.append(tokens[index])
+        return selection
+
+    def _select_on_rank_0(self, batch: Batch, seating: Seating | None, logits: Tensor) -> Selection:
+        """Gather the logits, decide, tell all ranks; beams go on at once."""
+        selection = Selection(np.zeros(0, dtype=np.int32))
+        count = len(batch.samples)
+        whole = self._group.gather_columns(logits)
+        if whole is None:
+            members = 0 if seating is None else seating.members
+            decision = torch.empty(count + members, dtype=torch.int64, device=logits.device)
+        else:
+            whole = whole[:, : self._vocab_size]
+            if batch.scored:
+                selection.prompt_logprobs = _score_prompts(whole, batch)
+            # Before the sampler, which overwrites its rows.
+            beams = None if seating is None else self._choose_beams(whole, seating, selection)
+            decision = self._sample(whole, batch, seating, selection)
+            if seating is not None and beams is not None:
+                decision = _merge(decision, beams, seating, count)
+        if len(decision):
+            self._group.broadcast(decision)
+        numbers = _numbers(decision)
+        selection.tokens = numbers[:count]
+        if seating is not None:
+            selection.tables_changed = self._advance_beams(numbers, seating, count)
+        return selection
+
+    def _choose_beams(self, logits: Tensor, seating: Seating, selection: Selection) -> Int32Array:
+        """int32 `[2, members]`: parents and tokens, search by search."""
+        found = seating.choose(logits)
+        selection.beams = {
+            search.group.id: report(best) for search, best in zip(seating.searches, found, strict=True)
+        }
+        chosen = [search.group.take(best) for search, best in zip(seating.searches, found, strict=True)]
+        return np.concatenate([np.stack(pair) for pair in chosen], axis=1)
+
+    def _sample(self, logits: Tensor, batch: Batch, seating: Seating | None, selection: Selection) -> Tensor:
+        """int64 ids `[samples that are no beams]`."""
+        samples = batch.samples if seating is None else seating.other_samples
+        if not samples:
+            self._sampler_is_current = False
+            return torch.empty(0, dtype=torch.int64, device=logits.device)
+        if seating is not None:
+            rows = logits[torch.from_numpy(seating.other_rows).to(logits.device)]
+        else:
+            rows = _with_forks(logits[: batch.sampled_rows], batch)
+        ids, reports = self._sampler.sample(rows, samples, changed=not self._sampler_is_current)
+        self._sampler_is_current = True
+        if seating is not None and reports is not None:
+            reports = {int(seating.others[index]): found for index, found in reports.items()}
+        selection.logprobs = reports
+        return ids
+
+    def _advance_beams(self, decision: Int32Array, seating: Seating, count: int) -> bool:
+        changed = False
+        for search in seating.searches:
+            parents = decision[count : count + search.group.width].tolist()
+            tokens = decision[search.places].tolist()
+            changed |= search.group.advance(parents, tokens, self._chunk_size)
+            count += search.group.width
+        return changed
+
+    def _agree_on_largest(self, logits: Tensor, batch: Batch, vocab_start: int) -> Tensor:
+        """Greedy ids from each rank's largest logits: one small collective instead of gather and broadcast.
+
+        Every rank sees the same numbers, so all take the same id: the lowest on a tie, as ranks hold
+        ascending parts of the vocabulary.
+        """
+        best = first_argmax(logits)
+        if self._group.size == 1:
+            return _with_forks(best, batch)
+        ids = best + vocab_start
+        values = logits.gather(1, best[:, None]).squeeze(1)
+        # float64 holds both a float32 logit and an id exactly.
+        every = self._group.all_gather(torch.stack([values.double(), ids.double()]))
+        owner = first_argmax(every[:, 0].T.contiguous())
+        return _with_forks(every[:, 1].T.gather(1, owner[:, None]).squeeze(1).long(), batch)
+
+
+def _numbers(ids: Tensor) -> Int32Array:
+    return ids.cpu().numpy().astype(np.int32)
+
+
+def _with_forks(rows: Tensor, batch: Batch) -> Tensor:
+    """Values by logits row that is sampled from, as values by sample: forks get their parents'."""
+    if not batch.fork_rows:
+        return rows
+    index = torch.tensor([*range(batch.sampled_rows), *batch.fork_rows], device=rows.device)
+    return rows[index]
+
+
+def _merge(ids: Tensor, beams: Int32Array, seating: Seating, count: int) -> Tensor:
+    """int64 `[samples + members]`: tokens in the samples' order, then parents, search by search."""
+    decision = np.empty(count + seating.members, dtype=np.int64)
+    decision[seating.others] = ids.cpu().numpy()
+    decision[np.concatenate([search.places for search in seating.searches])] = beams[1]
+    decision[count:] = beams[0]
+    return torch.from_numpy(decision).to(ids.device)
+
+
+def _score_prompts(logits: Tensor, batch: Batch) -> dict[int, PromptLogprobs]:
+    """Reports by sequence.
+
+    Args:
+        logits: float32 `[logits rows, vocabulary]`.
+    """
+    found, first = {}, batch.sampled_rows
+    for entry in batch.scored:
+        stop = first + len(entry.targets)
+        found[entry.sequence] = score_prompt(logits[first:stop], entry.targets, entry.start, entry.top)
+        first = stop
+    return found

@@ -1,0 +1,262 @@
+"""The copies between device and host pool beside the steps: saves and loads of `StepPlan` (CachedAttention §3.2).
+
+      main thread    plan ─► begin ─► [ fence ] ─► computation: layer 0, layer 1, …  ─► finish
+                       │                              ▲             │
+      loads thread     └─► load   layer 0, layer 1, … ┘             │
+      saves thread     └─► save, late save   layer 0, layer 1, …  ◄─┘
+
+The copies of one direction are carried out in the order of the plans. Between the directions, and between copies
+and computation, the order is that of the plans wherever two touch the same slot, and wherever the plan's fences
+say so; everything else goes on at the same time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+import numpy as np
+import torch
+
+from trunkline.kernels.ops import Kernels
+from trunkline.kvstore.layout import Int32Array, SlotId, unpack_int32
+from trunkline.worker.errors import CopyError, PlanError
+from trunkline.worker.messages import StepPlan
+from trunkline.worker.tiers.copy_lane import CopyJob, CopyLane
+from trunkline.worker.tiers.copy_streams import make_stream, mark_of
+from trunkline.worker.tiers.host_pool import HostPool
+from trunkline.worker.tiers.layer_gate import LATE_SAVE, LOAD, SAVE, LayerGate, LayerTrace, StepGate
+
+_MEASURED_BLOCKS: Final = 8
+_MEASURED_ROUNDS: Final = 3
+_MEASURED_NS: Final = 200_000_000
+"""After so long no further round is begun."""
+
+
+class CopyOptions(NamedTuple):
+    """How copies go on beside the computation; other than the defaults for comparison."""
+
+    link_bytes_per_s: float = 0.0
+    """Emulates a slower link between device and host, in each direction; 0: none."""
+    is_layerwise: bool = True
+    """Each layer of the computation waits for its own layer of the loads; else the first for all of them."""
+    saves_beside: bool = True
+    """Else a step that saves waits until everything is saved."""
+
+
+class Ticket(NamedTuple):
+    """The last copies, so far, of a host slot."""
+
+    save: int
+    """Number of the save into it; 0: none."""
+    load: int
+    """Number of the load out of it."""
+
+
+class _Touched:
+    """The last job that touched each slot or block, by number."""
+
+    def __init__(self, slots: int, blocks: int) -> None:
+        self.slot_saves = np.zeros(slots, dtype=np.int64)
+        self.slot_loads = np.zeros(slots, dtype=np.int64)
+        self.block_saves = np.zeros(blocks, dtype=np.int64)
+        self.block_loads = np.zeros(blocks, dtype=np.int64)
+
+
+class Copier:
+    """Everything that moves between the device pool and the host pool. For the thread that takes plans; only
+    `wait_ticket` may be called from others."""
+
+    def __init__(
+        self,
+        host: HostPool,
+        device: torch.device,
+        blocks: int,
+        make_kernels: Callable[[], Kernels],
+        options: CopyOptions = CopyOptions(),  # noqa: B008
+    ) -> None:
+        """
+        Args:
+            device: of the device pool.
+            blocks: of the device pool.
+            make_kernels: a new instance for each copy thread.
+        """
+        self.host = host
+        self._device = device
+        self._options = options
+        self._computed = LayerGate()
+        self._touched = _Touched(host.capacity_slots, blocks)
+        self._trace: LayerTrace | None = None
+        self._reported = (0, 0)
+        self.saves = CopyLane("saves", host, make_kernels(), make_stream(device), self._fail)
+        self.loads = CopyLane("loads", host, make_kernels(), make_stream(device), self._fail)
+        for lane in (self.saves, self.loads):
+            lane.link_bytes_per_s, lane.is_layerwise = options.link_bytes_per_s, options.is_layerwise
+
+    # --- a step
+
+    def begin(self, plan: StepPlan) -> StepGate:
+        """Give a plan's saves and loads to the copy threads, and wait for its save fence.
+
+        Raises:
+            PlanError: a block or slot that does not exist, or does not hold what the plan says.
+            CopyError: copies have failed.
+        """
+        self._computed.check()
+        layers = self.host.layers
+        gate = StepGate(plan.step, layers, self.loads.gate, self._computed)
+        mark = mark_of(self._device) if plan.saves or plan.loads or plan.late_saves else None
+        if plan.saves:
+            self._save(plan.step, unpack_int32(plan.saves, columns=3), mark)
+        fence = self.saves.last_until(plan.save_fence)
+        if plan.saves and not self._options.saves_beside:
+            fence = self.saves.submitted
+        if plan.loads:
+            self._load(plan.step, unpack_int32(plan.loads, columns=3), mark, fence)
+        if plan.late_saves:
+            gate.tells_layers = True
+            gate.record_layer = lambda: mark_of(self._device)
+            self._late_save(gate, unpack_int32(plan.late_saves, columns=3), mark)
+        if fence:
+            gate.waited_ns += self.saves.wait_for(fence)
+        last = self.loads.last_until(plan.load_fence)
+        if last and self._options.is_layerwise:
+            gate.loads_from = (last - 1) * layers
+        elif last:
+            gate.waited_ns += self.loads.wait_for(last)
+        gate.trace = self._trace
+        return gate
+
+    def before_copies(self, copies: Int32Array, gate: StepGate) -> None:
+        """Wait for the loads of blocks that are to be copied from or to.
+
+        Args:
+            copies: as `Kernels.copy_blocks`.
+        """
+        blocks = copies[:, :2]
+        if len(blocks) and 0 <= blocks.min() <= blocks.max() < len(self._touched.block_loads):
+            gate.waited_ns += self.loads.wait_for(int(self._touched.block_loads[blocks].max()))
+
+    def finish(self, gate: StepGate) -> None:
+        """The step is computed. Whatever it computed, what its fences name is done for all later plans."""
+        gate.finish()
+        if gate.tells_layers and not self._options.saves_beside:
+            gate.waited_ns += self.saves.wait_for(self.saves.submitted)
+
+    def take_moved(self) -> tuple[int, int]:
+        """Microseconds that copying took, and blocks copied, since the last call."""
+        both = (self.saves.moved, self.loads.moved)
+        total = (both[0][0] + both[1][0], both[0][1] + both[1][1])
+        spent_ns, blocks = total[0] - self._reported[0], total[1] - self._reported[1]
+        self._reported = total
+        return spent_ns // 1000, blocks
+
+    def _save(self, step: int, moves: Int32Array, mark: object) -> None:
+        blocks, slots = self.host.begin_saves(moves)
+        job = CopyJob(SAVE, step, blocks, slots, self._behind_loads(blocks, slots), mark)
+        self._submit_save(job)
+
+    def _late_save(self, gate: StepGate, moves: Int32Array, mark: object) -> None:
+        blocks, slots = self.host.begin_saves(moves)
+        waits = self._behind_loads(blocks, slots)
+        computed = (self._computed, gate.behind)
+        job = CopyJob(LATE_SAVE, gate.step, blocks, slots, waits, mark, computed, gate.marks)
+        self._submit_save(job)
+
+    def _submit_save(self, job: CopyJob) -> None:
+        number = self.saves.submit(job)
+        self._touched.slot_saves[job.slots] = number
+        self._touched.block_saves[job.blocks] = number
+
+    def _load(self, step: int, moves: Int32Array, mark: object, fence: int) -> None:
+        blocks, slots = self.host.begin_loads(moves)
+        touched = self._touched
+        behind = max(fence, int(touched.slot_saves[slots].max()), int(touched.block_saves[blocks].max()))
+        waits = ((self.saves.gate, behind * self.host.layers),)
+        number = self.loads.submit(CopyJob(LOAD, step, blocks, slots, waits, mark))
+        touched.slot_loads[slots] = number
+        touched.block_loads[blocks] = number
+
+    def _behind_loads(self, blocks: Int32Array, slots: Int32Array) -> tuple[tuple[LayerGate, int], ...]:
+        """A save overwrites slots that earlier loads read, and reads blocks that they write."""
+        touched = self._touched
+        behind = max(int(touched.slot_loads[slots].max()), int(touched.block_loads[blocks].max()))
+        return ((self.loads.gate, behind * self.host.layers),)
+
+    # --- the tiers below
+
+    def ticket(self, slot: int) -> Ticket:
+        """The copies of a host slot that the plans so far have ordered.
+
+        Raises:
+            PlanError: there is no such slot.
+        """
+        if not 0 <= slot < self.host.capacity_slots:
+            raise PlanError(f"a move of host slot {slot}; there are {self.host.capacity_slots}")
+        return Ticket(int(self._touched.slot_saves[slot]), int(self._touched.slot_loads[slot]))
+
+    def wait_ticket(self, ticket: Ticket) -> None:
+        """Until the copies are done. For any thread.
+
+        Raises:
+            CopyError: they never will be.
+        """
+        self.saves.wait_for(ticket.save)
+        self.loads.wait_for(ticket.load)
+
+    # --- otherwise
+
+    def measure(self) -> float:
+        """Microseconds that one save and one load of a block take, found out with real blocks, without any
+        computation beside.
+
+        What the device pool holds stays; the host pool must be empty.
+        """
+        count = min(_MEASURED_BLOCKS, self.host.capacity_slots, len(self._touched.block_saves))
+        if not count:
+            return 0.0
+        index = np.arange(count, dtype=np.int32)
+        moves = np.stack([index, index, np.zeros_like(index)], axis=1)
+        best, begun = float("inf"), time.perf_counter_ns()
+        for attempt in range(_MEASURED_ROUNDS + 1):
+            started = time.perf_counter_ns()
+            self._save(0, moves, mark_of(self._device))
+            self._load(0, moves, None, 0)
+            self.loads.wait_for(self.loads.submitted)
+            now = time.perf_counter_ns()
+            if not attempt:
+                continue  # it takes the pages
+            best = min(best, (now - started) / 1000)
+            if now - begun > _MEASURED_NS:
+                break
+        for slot in index.tolist():
+            self.host.discard(SlotId(slot))
+        self.take_moved()
+        for lane in (self.saves, self.loads):
+            lane.kernels.counters.reset()
+        return best / count
+
+    def start_trace(self, length: int) -> LayerTrace:
+        """Keep, from now on, when the last `length` layers were computed and copied."""
+        self._trace = self.saves.trace = self.loads.trace = LayerTrace(length)
+        return self._trace
+
+    def check(self) -> None:
+        """
+        Raises:
+            CopyError: copies have failed, so the rank cannot go on.
+        """
+        self._computed.check()
+
+    def close(self) -> None:
+        """End the copy threads, then give the host pool's memory back."""
+        self._computed.fail(CopyError("the rank leaves"))
+        for lane in (self.loads, self.saves):
+            lane.close()
+        self.host.close()
+
+    def _fail(self, error: BaseException) -> None:
+        """On a copy thread that ends: nobody waits for what it does not do any more."""
+        for gate in (self._computed, self.saves.gate, self.loads.gate):
+            gate.fail(error)
