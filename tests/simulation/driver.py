@@ -19,9 +19,11 @@ from simulation.tiers import SimulatedTiers
 from simulation.told import Listener
 from simulation.worker import SimulatedWorkers
 
+from trunkline.controller.cache.radix_cache import ChunkTree
 from trunkline.controller.config import EngineConfig
-from trunkline.controller.engine import Engine
-from trunkline.controller.integrity import check_integrity
+from trunkline.controller.engine.engine import Engine
+from trunkline.controller.engine.integrity import check_integrity
+from trunkline.controller.engine.outcomes import EngineOutputs
 from trunkline.controller.messages import (
     BeamSearch,
     Grammar,
@@ -32,13 +34,11 @@ from trunkline.controller.messages import (
     PromptLogprobs,
     StepResult,
 )
-from trunkline.controller.module_calls import CallDone
-from trunkline.controller.outcomes import EngineOutputs
-from trunkline.controller.persistence import Persistence
-from trunkline.controller.samples import sample_seed
-from trunkline.controller.sequence import Request
-from trunkline.controller.suspects import DEADLY
-from trunkline.controller.tree import ChunkTree
+from trunkline.controller.scheduling.module_calls import CallDone
+from trunkline.controller.scheduling.quarantine import DEADLY
+from trunkline.controller.sequences.samples import sample_seed
+from trunkline.controller.sequences.sequence import Request
+from trunkline.controller.storage.persistence import Persistence
 from trunkline.kvstore.layout import unpack_int32
 from trunkline.router.messages import Finished, FinishReason, Hypothesis, Started
 from trunkline.worker.messages import CompileGrammar, Sampling, StepPlan

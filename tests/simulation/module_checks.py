@@ -6,9 +6,9 @@ from simulation.layout import Layout
 from simulation.module_oracle import own_positions, own_reaches, reaches, seen_positions
 
 from trunkline.controller.config import EngineConfig
-from trunkline.controller.module_prompt import ModulePrompt
-from trunkline.controller.scheduler import Scheduler
-from trunkline.controller.sequence import Sequence
+from trunkline.controller.scheduling.scheduler import Scheduler
+from trunkline.controller.sequences.module_prompt import ModulePrompt
+from trunkline.controller.sequences.sequence import Sequence
 from trunkline.worker.messages import StepPlan
 
 

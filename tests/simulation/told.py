@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from trunkline.controller.forest import TEXT_ROOT
-from trunkline.controller.kv_events import KvEventLog
-from trunkline.controller.node import Node
-from trunkline.controller.tree import ChunkTree
+from trunkline.controller.cache.kv_events import KvEventLog
+from trunkline.controller.cache.node import Node
+from trunkline.controller.cache.radix_cache import ChunkTree
+from trunkline.controller.cache.radix_tree import TEXT_ROOT
 from trunkline.kvstore.layout import NO_BLOCK
 from trunkline.kvstore.names import NAME_BYTES, chain
 
@@ -31,7 +31,8 @@ def truth(tree: ChunkTree) -> dict[bytes, int]:
 
 
 class Mirror:
-    """An index of one controller's chunks (`trunkline.router.events.ChunkMap`), as simple as it can be."""
+    """An index of one controller's chunks (`trunkline.router.streams.kv_feed.ChunkMap`), as simple as it can
+    be."""
 
     def __init__(self) -> None:
         self.tiers: dict[bytes, int] = {}
