@@ -4,7 +4,7 @@ after all."""
 from __future__ import annotations
 
 import pytest
-from controller.tier_bench import TIERED, Session, simulate, sink, tiers_of, tree_of
+from controller.tier_harness import TIERED, Session, simulate, sink, tiers_of, tree_of
 from msgspec.structs import replace
 from simulation.driver import Simulation, verify
 from simulation.traffic import Mix, Traffic

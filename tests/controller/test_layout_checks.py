@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from controller.module_bench import ROOMY, ask, submit, text, words
+from controller.module_harness import ROOMY, ask, submit, text, words
 from msgspec.structs import replace
 from simulation.driver import Simulation
 from simulation.module_prompts import layout

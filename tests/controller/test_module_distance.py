@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from controller.module_bench import ROOMY, jobs_of, verify_all, words
+from controller.module_harness import ROOMY, jobs_of, verify_all, words
 from msgspec.structs import replace
 from simulation.driver import Simulation
 from simulation.module_prompts import layout, text

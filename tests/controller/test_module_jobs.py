@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
-from controller.module_bench import ROOMY, ask, jobs_of, layout, submit, text, verify_all, words
-from controller.tier_bench import TIERED, simulate, sink, tree_of
+from controller.module_harness import ROOMY, ask, jobs_of, layout, submit, text, verify_all, words
+from controller.tier_harness import TIERED, simulate, sink, tree_of
 from msgspec.structs import replace
 from simulation.driver import Simulation
 

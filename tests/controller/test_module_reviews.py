@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from controller.module_bench import ROOMY, ask, call, jobs_of, submit, text, tiers_in, verify_all, words
-from controller.tier_bench import TIERED, simulate, tree_of
+from controller.module_harness import ROOMY, ask, call, jobs_of, submit, text, tiers_in, verify_all, words
+from controller.tier_harness import TIERED, simulate, tree_of
 from msgspec.structs import replace
 from simulation.driver import Simulation
 from simulation.module_prompts import layout

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from controller.module_bench import ROOMY, ask, jobs_of, layout, submit, text, verify_all, words
-from controller.tier_bench import miss_of, settle, simulate, sink, tiers_of, tree_of
+from controller.module_harness import ROOMY, ask, jobs_of, layout, submit, text, verify_all, words
+from controller.tier_harness import miss_of, settle, simulate, sink, tiers_of, tree_of
 from msgspec.structs import replace
 from simulation.driver import Simulation, Stream
 

@@ -18,8 +18,8 @@ from types import SimpleNamespace
 
 import pytest
 import structlog
-from controller.module_bench import ask, jobs_of, text, words
-from controller.tier_bench import CHUNK, TIERED, Session, settle, simulate, sink, tiers_of, tree_of
+from controller.module_harness import ask, jobs_of, text, words
+from controller.tier_harness import CHUNK, TIERED, Session, settle, simulate, sink, tiers_of, tree_of
 from msgspec.structs import replace
 from simulation.driver import Simulation
 from simulation.traffic import Mix, Traffic

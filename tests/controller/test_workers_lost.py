@@ -10,9 +10,9 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from controller.module_bench import ROOMY, call, jobs_of, submit, text, tiers_in, verify_all, words
+from controller.module_harness import ROOMY, call, jobs_of, submit, text, tiers_in, verify_all, words
 from controller.test_soak import ENGINES, MIXES
-from controller.tier_bench import TIERED, Session, settle, simulate, tiers_of, tree_of
+from controller.tier_harness import TIERED, Session, settle, simulate, tiers_of, tree_of
 from msgspec.structs import replace
 from simulation.driver import Options, Simulation, verify
 from simulation.traffic import Mix, Traffic

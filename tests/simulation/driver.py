@@ -7,6 +7,7 @@ twice, out of order, or after an end. `verify` compares a stream with its oracle
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypedDict, Unpack
 
@@ -36,6 +37,7 @@ from trunkline.controller.messages import (
 )
 from trunkline.controller.scheduling.module_calls import CallDone
 from trunkline.controller.scheduling.quarantine import DEADLY
+from trunkline.controller.scheduling.scheduler import Scheduler
 from trunkline.controller.sequences.samples import sample_seed
 from trunkline.controller.sequences.sequence import Request
 from trunkline.controller.storage.persistence import Persistence
@@ -155,9 +157,8 @@ class Simulation:
     def submit(self, prompt: list[int], max_tokens: int = 8, **options: Unpack[Options]) -> int:
         request_id = self.next_id
         self.next_id += 1
-        seed, stop_ids = options.get("seed", 0), options.get("stop_ids", ())
+        seed, stop_ids, drops = options.get("seed", 0), options.get("stop_ids", ()), options.get("drops", ())
         n, beam, scored = options.get("n", 1), options.get("beam"), options.get("prompt_logprobs", -1)
-        drops = options.get("drops", ())
         layout = options.get("layout")
         seen = [token for i, token in enumerate(prompt) if not any(a <= i < b for a, b in drops)]
         if layout is not None:
@@ -273,7 +274,7 @@ class Simulation:
         """They are gone, with all that was in their memory. What they had said comes late, and counts nothing."""
         engine = self.engine
         if self.persistence is not None:
-            self.persistence.follow(engine.scheduler.residence.tree)
+            self.persistence.follow(self.tree)
         engine.workers_lost(engine.epoch + 1, self.now)
         self._verify()
         for result in self.results:
@@ -294,9 +295,9 @@ class Simulation:
             config: None: they hold as much as those.
         """
         config, epoch = config or self.engine.config, self.engine.epoch
-        workers, tiers = self.workers, self.tiers
+        tiers = self.tiers
         self.workers = SimulatedWorkers(
-            config.num_blocks, config.chunk_size, config.host_slots, self.seed + epoch, like=workers
+            config.num_blocks, config.chunk_size, config.host_slots, self.seed + epoch, like=self.workers
         )
         self.tiers = SimulatedTiers(self.workers.pool, config.ranks, self.seed + epoch, epoch)
         self.tiers.faults, self.tiers.disk, self.tiers.remote = tiers.faults, tiers.disk, tiers.remote
@@ -307,6 +308,43 @@ class Simulation:
     def _restore(self, tree: ChunkTree) -> None:
         if self.persistence is not None:
             self.persistence.restore(tree, self.now)
+
+    @property
+    def scheduler(self) -> Scheduler:
+        return self.engine.scheduler
+
+    @property
+    def tree(self) -> ChunkTree:
+        return self.engine.scheduler.residence.tree
+
+    def ask(self, prompt: list[int], max_tokens: int = 8, **options: Unpack[Options]) -> Stream:
+        """Send a request, run until everything has ended, and compare all streams with their oracles."""
+        request = self.submit(prompt, max_tokens, **options)
+        self.finish()
+        return self.streams[request]
+
+    def finish(self, steps_max: int = 100_000) -> None:
+        """Run until everything has ended, and compare all streams with their oracles."""
+        self.run(steps_max)
+        for stream in self.streams.values():
+            verify(stream, self.engine.config.longest_sequence)
+
+    def step_until(self, condition: Callable[[], object]) -> None:
+        """Go on until a condition holds; fail if nothing is left to do before that."""
+        while not condition():
+            assert self.step() or self.engine.next_deadline(self.now) < float("inf"), "nothing is left to do"
+
+    def events(self, count: int) -> None:
+        """Cause single events: two plans, an answer, two plans, …"""
+        for event in range(count):
+            _ = self.answer() if event % 3 == 2 else self.plan()
+
+    def preempt(self, request: int | None = None) -> bool:
+        """Preempt a request, or all that run; return whether anything was running."""
+        groups = {s.group for s in self.scheduler.running() if request in (None, s.request)}
+        for group in groups:
+            self.scheduler.preempt(group, self.now)
+        return bool(groups)
 
     def run(self, steps_max: int = 100_000) -> None:
         """Until everything ended. Grammars are compiled when nothing else can go on."""

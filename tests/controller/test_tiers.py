@@ -7,7 +7,7 @@ import random
 
 import numpy as np
 import pytest
-from controller.tier_bench import CHUNK, TIERED, Session, miss_of, settle, simulate, sink, tiers_of, tree_of
+from controller.tier_harness import CHUNK, TIERED, Session, miss_of, settle, simulate, sink, tiers_of, tree_of
 from msgspec.structs import replace
 from simulation.driver import Simulation
 from simulation.traffic import Mix, Traffic

@@ -8,7 +8,7 @@ is needed. A claim only says which copies must stay.
 from __future__ import annotations
 
 import numpy as np
-from controller.bench import Bench, make_sequence
+from controller.kv_harness import Bench, make_sequence
 
 from trunkline.kvstore.layout import NO_SLOT, pack_int32
 

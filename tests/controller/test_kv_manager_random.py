@@ -11,7 +11,7 @@ import random
 
 import numpy as np
 import pytest
-from controller.bench import CHUNK, make_residence, make_sequence
+from controller.kv_harness import CHUNK, make_residence, make_sequence
 from simulation.model import EMPTY, extend_hash
 from simulation.pool import Entry, SimulatedPool
 

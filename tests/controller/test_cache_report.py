@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from controller.tier_bench import TIERED, Session, miss_of, settle, simulate, sink, tiers_of, tree_of
+from controller.tier_harness import TIERED, Session, miss_of, settle, simulate, sink, tiers_of, tree_of
 from msgspec.structs import replace
 from simulation.driver import Options, Simulation, verify
 

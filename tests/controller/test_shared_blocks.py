@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from controller.bench import CHUNK, Bench, make_residence, make_sequence
+from controller.kv_harness import CHUNK, Bench, make_residence, make_sequence
 
 from trunkline.controller.allocation.kv_manager import Admission, Residence
 from trunkline.controller.engine.integrity import check_residence
