@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -119,10 +120,7 @@ def test_a_prompt_in_xml_and_json() -> None:
     document = parse_prompt(source)
     assert document == PromptDocument(
         "trip",
-        (
-            Ref("plan", (("days", "two & a half"),), (Ref("deep"), Text(" more "))),
-            Turn("user", (Text(" Now? "),)),
-        ),
+        (Ref("plan", (("days", "two & a half"),), (Ref("deep"), Text(" more "))), Turn("user", (Text(" Now? "),))),
     )
     assert document == prompt_from_json(
         {
@@ -147,23 +145,17 @@ def test_a_prompt_as_a_list_of_paths() -> None:
 
 
 @quick
-@given(seed=seeds)
-def test_schemas_survive_both_forms(seed: int) -> None:
-    document = Maker(random.Random(seed), (*WORD_TEXTS, *ODD_TEXTS), roles=True).schema()
+@given(seed=seeds, gaps=...)
+def test_documents_survive_both_forms(seed: int, gaps: bool) -> None:
+    maker = Maker(random.Random(seed), (*WORD_TEXTS, *ODD_TEXTS), roles=True)
+    document = maker.schema()
     assert parse_schema(schema_to_xml(document)) == document
     value = json.loads(json.dumps(schema_to_json(document)))
     assert schema_from_json(value) == document
     assert schema_to_json(parse_schema(schema_to_xml(schema_from_json(value)))) == value
-
-
-@quick
-@given(seed=seeds)
-def test_prompts_survive_both_forms(seed: int) -> None:
-    rng = random.Random(seed)
-    maker = Maker(rng, (*WORD_TEXTS, *ODD_TEXTS))
-    document = maker.prompt(maker.schema(), gaps=rng.random() < 0.5)
-    assert parse_prompt(prompt_to_xml(document)) == document
-    assert prompt_from_json(json.loads(json.dumps(prompt_to_json(document)))) == document
+    prompt = maker.prompt(document, gaps=gaps)
+    assert parse_prompt(prompt_to_xml(prompt)) == prompt
+    assert prompt_from_json(json.loads(json.dumps(prompt_to_json(prompt)))) == prompt
 
 
 @pytest.mark.parametrize("text", ["\f", "\x01", "\ufffe"])
@@ -227,28 +219,24 @@ SHAPES: list[tuple[Any, str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("value", "code", "path"), SHAPES)
-def test_json_of_another_shape(value: Any, code: str, path: str) -> None:
-    with pytest.raises(PmlError) as caught:
-        schema_from_json(value)
-    assert (caught.value.code, caught.value.path, caught.value.line) == (code, path, None)
+PROMPTS: list[tuple[Any, str, str]] = [
+    ({"schema": "s", "modules": [], "items": []}, "E_TAG", "items"),
+    ({"schema": "s", "modules": [3]}, "E_XML", "modules[0]"),
+    ({"schema": "s", "modules": [{"args": {}}]}, "E_TAG", "modules[0]"),
+    ({"schema": "s", "modules": [{"path": "a", "args": {"x": 3}}]}, "E_XML", "modules[0].args.x"),
+    ({"schema": "s", "modules": ["a//b"]}, "E_NAME", "a"),
+    ({"schema": "s", "modules": ["a/b", "a", "a/b"]}, "E_DUP_IMPORT", "a/b"),
+    ({"schema": "s", "items": [{"ref": "union"}]}, "E_NAME", ""),
+    ({"schema": "s", "items": [{"ref": "a", "args": {"b c": ""}}]}, "E_NAME", "a"),
+    ({"schema": "s", "text": 7}, "E_XML", "text"),
+]
 
 
 @pytest.mark.parametrize(
-    ("value", "code", "path"),
-    [
-        ({"schema": "s", "modules": [], "items": []}, "E_TAG", "items"),
-        ({"schema": "s", "modules": [3]}, "E_XML", "modules[0]"),
-        ({"schema": "s", "modules": [{"args": {}}]}, "E_TAG", "modules[0]"),
-        ({"schema": "s", "modules": [{"path": "a", "args": {"x": 3}}]}, "E_XML", "modules[0].args.x"),
-        ({"schema": "s", "modules": ["a//b"]}, "E_NAME", "a"),
-        ({"schema": "s", "modules": ["a/b", "a", "a/b"]}, "E_DUP_IMPORT", "a/b"),
-        ({"schema": "s", "items": [{"ref": "union"}]}, "E_NAME", ""),
-        ({"schema": "s", "items": [{"ref": "a", "args": {"b c": ""}}]}, "E_NAME", "a"),
-        ({"schema": "s", "text": 7}, "E_XML", "text"),
-    ],
+    ("read", "value", "code", "path"),
+    [*((schema_from_json, *row) for row in SHAPES), *((prompt_from_json, *row) for row in PROMPTS)],
 )
-def test_json_prompts_of_another_shape(value: Any, code: str, path: str) -> None:
+def test_json_of_another_shape(read: Callable[[Any], object], value: Any, code: str, path: str) -> None:
     with pytest.raises(PmlError) as caught:
-        prompt_from_json(value)
-    assert (caught.value.code, caught.value.path) == (code, path)
+        read(value)
+    assert (caught.value.code, caught.value.path, caught.value.line) == (code, path, None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from typing import Any
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -23,7 +23,6 @@ from trunkline.router.pml import (
     hint_layout,
     parse_prompt,
     parse_schema,
-    prompt_from_json,
     texts_message,
     to_layout,
 )
@@ -81,14 +80,15 @@ def own_positions(prompt: CompiledPrompt) -> dict[int, int]:
 
 @quick
 @given(seed=seeds, gaps=...)
-def test_seen_and_own_tokens_share_no_position(seed: int, gaps: bool) -> None:
+def test_layouts_of_random_prompts(seed: int, gaps: bool) -> None:
     schema, _, prompt = random_prompt(seed, gaps=gaps)
     seen, own = seen_positions(prompt), own_positions(prompt)
+    # Seen and own tokens share no position, and the last token of all is computed.
     assert seen.keys().isdisjoint(own.keys())
-    assert max(own) > max(seen, default=-1), "the last token of all must be computed"
+    assert max(own) > max(seen, default=-1)
     assert prompt.end == max(own) + 1
     assert (prompt.module_tokens, prompt.prompt_tokens) == (len(seen), len(seen) + len(own))
-    assert all(end < start for (_, end), (start, _) in zip(runs_ends(prompt), prompt.runs[1:], strict=False))
+    assert all(one + count < other for (one, count), (other, _) in pairwise(prompt.runs))
     placeholders = {
         position
         for index in prompt.modules
@@ -97,17 +97,8 @@ def test_seen_and_own_tokens_share_no_position(seed: int, gaps: bool) -> None:
     }
     assert placeholders.isdisjoint(seen)
     assert prompt.own.dtype == np.int32
-
-
-def runs_ends(prompt: CompiledPrompt) -> list[tuple[int, int]]:
-    return [(position, position + count) for position, count in prompt.runs]
-
-
-@quick
-@given(seed=seeds, gaps=...)
-def test_all_that_is_selected_is_there(seed: int, gaps: bool) -> None:
-    schema, _, prompt = random_prompt(seed, gaps=gaps)
-    there = {**seen_positions(prompt), **own_positions(prompt)}
+    # Every token of the selected modules stands in its place; all else is the request's own text.
+    there = {**seen, **own}
     for index in prompt.modules:
         for segment in schema.modules[index].segments:
             for start, stop in segment.seen:
@@ -115,12 +106,12 @@ def test_all_that_is_selected_is_there(seed: int, gaps: bool) -> None:
                     assert there.pop(segment.position + offset) == segment.tokens[offset]
     kinds = {piece.kind for piece in prompt.pieces if piece.position in there}
     assert kinds <= {"argument", "gap", "trailing"}
+    check_texts(schema, prompt)
+    check_pieces(prompt, set(seen), set(own))
 
 
-@quick
-@given(seed=seeds, gaps=...)
-def test_texts_come_behind_their_parents_and_only_if_needed(seed: int, gaps: bool) -> None:
-    schema, _, prompt = random_prompt(seed, gaps=gaps)
+def check_texts(schema: CompiledSchema, prompt: CompiledPrompt) -> None:
+    """Texts come behind their parents, and none comes that is not needed."""
     needed = set()
     for place, text in enumerate(prompt.texts):
         assert text.parent < place
@@ -134,10 +125,8 @@ def test_texts_come_behind_their_parents_and_only_if_needed(seed: int, gaps: boo
     assert needed == set(range(len(prompt.texts)))
 
 
-@quick
-@given(seed=seeds, gaps=...)
-def test_pieces_show_every_token_once(seed: int, gaps: bool) -> None:
-    _, _, prompt = random_prompt(seed, gaps=gaps)
+def check_pieces(prompt: CompiledPrompt, seen: set[int], own: set[int]) -> None:
+    """Pieces show every token once, in order."""
     cached: set[int] = set()
     computed: set[int] = set()
     end = 0
@@ -146,8 +135,7 @@ def test_pieces_show_every_token_once(seed: int, gaps: bool) -> None:
         end = piece.position + piece.count
         if piece.kind != "hole":
             (cached if piece.cached else computed).update(range(piece.position, end))
-    assert cached == seen_positions(prompt).keys()
-    assert computed == own_positions(prompt).keys()
+    assert (cached, computed) == (seen, own)
 
 
 @quick
@@ -263,15 +251,9 @@ def test_arguments_are_never_special_tokens() -> None:
 
 def test_a_union_has_its_default_where_none_is_imported() -> None:
     schema = schema_of(TRIP)
-    paths = [
-        schema.modules[index].path for index in prompt_of(schema, '<prompt schema="trip"><end/></prompt>').modules
-    ]
-    assert paths == ["", "miami", "end"]
-    paths = [
-        schema.modules[index].path
-        for index in prompt_of(schema, '<prompt schema="trip"><paris/></prompt>').modules
-    ]
-    assert paths == ["", "paris"]
+    for imports, paths in (("<end/>", ["", "miami", "end"]), ("<paris/>", ["", "paris"])):
+        prompt = prompt_of(schema, f'<prompt schema="trip">{imports}</prompt>')
+        assert [schema.modules[index].path for index in prompt.modules] == paths
 
 
 def test_a_default_is_selected_with_its_module_and_brings_its_own() -> None:
@@ -346,16 +328,6 @@ def test_a_prompt_of_modules_computes_the_last_token_only() -> None:
     assert (prompt.texts, prompt.runs, prompt.end) == ((), ((0, 1),), 1)
 
 
-def test_uncached_modules_are_the_requests_own() -> None:
-    prompt = prompt_of(schema_of(TRIP), '<prompt schema="trip"><raw p="x"/><end/> go</prompt>')
-    assert [(piece.kind, piece.cached) for piece in prompt.pieces if piece.path == "raw"] == [
-        ("text", False),
-        ("argument", False),
-        ("hole", False),
-        ("text", False),
-    ]
-
-
 def test_how_a_prompt_travels() -> None:
     schema = schema_of(TRIP)
     prompt = prompt_of(schema, '<prompt schema="trip"><plan><deep/></plan> go</prompt>')
@@ -376,16 +348,3 @@ def test_how_a_prompt_travels() -> None:
 def ints(packed: bytes) -> list[int]:
     values: list[int] = np.frombuffer(packed, dtype="<i4").tolist()
     return values
-
-
-def test_the_list_of_paths_means_the_same_as_imports() -> None:
-    schema = schema_of(TRIP)
-    value: Any = {
-        "schema": "trip",
-        "modules": [{"path": "end"}, {"path": "plan/deep"}, {"path": "plan", "args": {"days": "two"}}],
-        "text": " go",
-    }
-    listed = prompt_of(schema, prompt_from_json(value))
-    written = prompt_of(schema, '<prompt schema="trip"><plan days="two"><deep/></plan><end/> go</prompt>')
-    assert to_layout(listed) == to_layout(written)
-    assert np.array_equal(listed.own, written.own)

@@ -64,7 +64,7 @@ def conversation(rng: random.Random, count: int) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(seed=seeds)
 def test_wherever_messages_stand_the_text_is_the_templates(template: str, seed: int) -> None:
     """In the schema, in the prompt, or behind it."""
@@ -147,11 +147,6 @@ def test_a_prompts_role_can_hold_imports() -> None:
     assert [piece.kind for piece in prompt.pieces] == ["role", "role", "text", "trailing", "role", "role"]
 
 
-def test_no_prompt_for_an_answer_without_roles() -> None:
-    assert text_of(laid_out(Words(PLAIN), ["text"], [" more"])) == "text more"
-    assert text_of(laid_out(Words(), ["text"], [" more"])) == "text more"
-
-
 def test_switches_of_a_request_act_on_what_follows() -> None:
     template = PLAIN.replace("'<|assistant|>' }}", "'<|assistant|>' + think | default('') }}")
     tokenizer = Words(template)
@@ -192,13 +187,8 @@ def test_forms_are_found_once() -> None:
 
 
 def test_what_is_left_behind_a_common_beginning() -> None:
-    assert [without_common("abc", other) for other in ("", "a", "ax", "abc", "abcd")] == [
-        "abc",
-        "bc",
-        "bc",
-        "",
-        "",
-    ]
+    left = [without_common("abc", other) for other in ("", "a", "ax", "abc", "abcd")]
+    assert left == ["abc", "bc", "bc", "", ""]
 
 
 def test_the_demo_models_tokens_are_those_of_a_chat(tokenizer: Tokenizer) -> None:
