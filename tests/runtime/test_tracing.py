@@ -13,23 +13,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trunkline.runtime import tracing, tracing_export
-from trunkline.runtime.tracing import (
-    OFF,
+from trunkline.runtime.spans import (
     Kind,
     Span,
     SpanContext,
     StepTrace,
-    Tracer,
-    TracingError,
     is_chosen,
-    is_wanted,
     pack_steps,
     parse_traceparent,
+    unpack_context,
+    unpack_steps,
+)
+from trunkline.runtime.tracing import (
+    OFF,
+    Tracer,
+    TracingError,
+    child_of,
+    is_wanted,
     problem_of_endpoint,
     ratio_of,
     traces_url,
-    unpack_context,
-    unpack_steps,
 )
 from trunkline.runtime.tracing_export import SpanExport
 
@@ -195,7 +198,7 @@ def test_spans_arrive_as_they_were(collector: Collector, monkeypatch: pytest.Mon
     begun = tracer.begin(f"00-{TRACE}-{SPAN}-01")
     assert begun is not None
     context, parent = begun
-    child = context.child()
+    child = child_of(context)
     events = [(1.5, "half", {"n": 1})]
     other = SpanContext(bytes(15) + b"\1", bytes(7) + b"\2")
     tracer.emit(Span("inner", child, context.span_id, 1.25, 1.75, {"b": True, "f": 0.5, "l": ["x", "y"]}))
