@@ -1,73 +1,56 @@
-"""A stand-in for a cluster process: tests tell it how to behave.
+"""A stand-in for a process of a cluster, which tests tell how to behave: `fake_child.py role=router port=8000`.
 
-    fake_child.py --role router --port N [--ignore-term] [--exit-after S] [--code C] [--say TEXT]
+    role          a router answers /health, at `port` or on an inherited socket (`fd`), until SIGUSR1
+    healthy=no    its answer is 503
+    status=PATH   says that it is ready, to the supervisor's socket there
+    say, code     writes a line and ends with this exit code, after a `file` has appeared if one is named
+    stubborn      ignores SIGTERM
 
-A router answers /health: 503 until all is up (`--ready-after`), then 200; on a port of its own or on an inherited
-socket (`--listen-fd`), which it leaves to others on SIGUSR1. With `--status` a child says that it is ready.
+It imports little, and runs without the environment's packages (`-I -S`): so it starts in some milliseconds.
 """
 
-from __future__ import annotations
-
-import argparse
-import http.server
+import os
 import signal
 import socket
 import sys
 import threading
 import time
 
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--role", default="worker")
-    parser.add_argument("--port", type=int, default=0)
-    parser.add_argument("--ready-after", type=float, default=0.0)
-    parser.add_argument("--exit-after", type=float, default=0.0)
-    parser.add_argument("--code", type=int, default=0)
-    parser.add_argument("--say", default="")
-    parser.add_argument("--ignore-term", action="store_true")
-    parser.add_argument("--parent", type=int, default=0)
-    parser.add_argument("--listen-fd", type=int, default=0)
-    parser.add_argument("--status", default="")
-    return parser.parse_args()
+options = dict(word.partition("=")[::2] for word in sys.argv[1:])
+stop = threading.Event()
 
 
-def serve_health(port: int, listen_fd: int, ready_at: float) -> None:
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200 if time.monotonic() >= ready_at else 503)
-            self.end_headers()
-            self.wfile.write(b'{"status": "starting"}')
-
-        def log_message(self, *args: object) -> None:
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler, bind_and_activate=not listen_fd)
-    if listen_fd:
-        server.socket.close()
-        server.socket = socket.socket(fileno=listen_fd)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+def serve_health() -> None:
+    """Answer every request with the same status."""
+    listener = socket.socket(fileno=int(options["fd"])) if "fd" in options else socket.socket()
+    if "fd" not in options:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", int(options["port"])))
+        listener.listen()
+    status = b"503 Starting" if options.get("healthy") == "no" else b"200 OK"
+    while True:
+        connection, _ = listener.accept()
+        connection.recv(65536)
+        connection.sendall(b"HTTP/1.0 " + status + b'\r\nContent-Length: 22\r\n\r\n{"status": "starting"}')
+        connection.close()
 
 
 def main() -> int:
-    options = parse()
-    stop = threading.Event()
-    if options.parent:
-        from trunkline.runtime.process import enter_role  # noqa: PLC0415
-
-        enter_role(options.role, parent_pid=options.parent)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN if options.ignore_term else lambda *_: stop.set())
-    if options.role == "router":
-        serve_health(options.port, options.listen_fd, time.monotonic() + options.ready_after)
-        signal.signal(signal.SIGUSR1, lambda *_: stop.set())
-    if options.status:
-        from trunkline.runtime.notify import report_status  # noqa: PLC0415
-
-        report_status(options.status, "ready")
-    if options.say:
-        print(options.say, file=sys.stderr, flush=True)
-    stop.wait(options.exit_after or 60.0)
-    return int(options.code)
+    """Behave as the options say."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN if "stubborn" in options else lambda *_: stop.set())
+    signal.signal(signal.SIGUSR1, lambda *_: stop.set())
+    if options["role"] == "router":
+        threading.Thread(target=serve_health, daemon=True).start()
+    if "status" in options:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+            sender.sendto(b'{"pid": %d, "status": "ready"}' % os.getpid(), options["status"])
+    if "code" in options:
+        while "file" in options and not os.path.exists(options["file"]):
+            time.sleep(0.01)
+        print(options["say"], file=sys.stderr, flush=True)
+        return int(options["code"])
+    stop.wait(60.0)
+    return 0
 
 
 if __name__ == "__main__":

@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
 from importlib.metadata import version
 
 import pytest
+from typer.testing import CliRunner, Result
+
+from trunkline.deploy.cli.app import app
 
 
-def trunkline(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "trunkline.deploy.cli.app", *arguments],
-        input=stdin,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-        env={**os.environ, "COLUMNS": "120", "NO_COLOR": "1", "TERM": "dumb"},
-    )
+def trunkline(*arguments: str, stdin: str = "", columns: int = 120) -> Result:
+    environment = {"COLUMNS": str(columns), "NO_COLOR": "1", "TERM": "dumb"}
+    return CliRunner().invoke(app, list(arguments), input=stdin, env=environment)
 
 
-def test_version() -> None:
-    for words in ("version", "--version"):
-        done = trunkline(words)
-        assert (done.returncode, done.stdout) == (0, f"trunkline {version('trunkline')}\n")
+@pytest.mark.parametrize("word", ["version", "--version"])
+def test_version(word: str) -> None:
+    done = trunkline(word)
+    assert (done.exit_code, done.stdout) == (0, f"trunkline {version('trunkline')}\n")
 
 
 def test_help_lists_commands_and_options_with_examples() -> None:
@@ -60,27 +55,30 @@ def test_help_lists_commands_and_options_with_examples() -> None:
 )
 def test_errors_are_one_line_and_code_2(arguments: list[str], message: str) -> None:
     done = trunkline(*arguments)
-    assert done.returncode == 2
+    assert done.exit_code == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_chat_says_that_no_server_is_there() -> None:
-    done = trunkline("chat", "--url", "http://127.0.0.1:9", stdin="hello\n")
-    assert done.returncode == 1
-    assert "no server answers at http://127.0.0.1:9" in done.stderr
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["chat", "--url", "http://127.0.0.1:9"], "Error: no server answers at http://127.0.0.1:9"),
+        (["status", "--port", "1"], "Error: no cluster of yours "),
+        (["drain", "0", "--port", "1"], "Error: no cluster of yours "),
+        (["undrain", "0", "--port", "1"], "Error: no cluster of yours "),
+        (["restart", "routers", "--port", "1"], "Error: no cluster of yours "),
+    ],
+)
+def test_commands_say_that_no_cluster_runs_there(arguments: list[str], message: str) -> None:
+    done = trunkline(*arguments, stdin="hello\n")
+    assert done.exit_code == 1
+    assert done.stderr.startswith(message)
 
 
-@pytest.mark.parametrize("arguments", [["status"], ["drain", "0"], ["undrain", "0"], ["restart", "routers"]])
-def test_commands_say_that_no_cluster_runs_there(arguments: list[str]) -> None:
-    done = trunkline(*arguments, "--port", "1")
-    assert done.returncode == 1
-    assert done.stderr.startswith("Error: no cluster of yours ")
-    assert "Traceback" not in done.stderr
-
-
+@pytest.mark.processes
 def test_the_command_line_imports_nothing_heavy() -> None:
-    """Whoever asks for help should not wait for a machine-learning stack."""
+    """Help must not wait for a machine-learning stack."""
     code = (
         "import sys, trunkline.deploy.cli.app; "
         "print([m for m in ('torch', 'transformers', 'fastapi', 'uvicorn', 'huggingface_hub', 'tokenizers') "
@@ -90,6 +88,7 @@ def test_the_command_line_imports_nothing_heavy() -> None:
     assert done.stdout == "[]\n"
 
 
+@pytest.mark.processes
 def test_an_interrupt_while_it_is_imported_shows_no_traceback() -> None:
     code = """
 import os, signal, sys

@@ -3,50 +3,30 @@
 from __future__ import annotations
 
 import random
-import signal
 from typing import Any
 
 import pytest
-import typer
-from typer.testing import CliRunner
+from deploy.lives import HAND_OVER, KILL, TERM, members, sends, starts, told
+from seeds import seeds
 
 from trunkline.deploy.cli.cluster_cli import print_status
 from trunkline.deploy.supervisor.control_commands import Command, CommandError
 from trunkline.deploy.supervisor.fleet import Fleet
 from trunkline.deploy.supervisor.lifecycle import Lifecycle, Phase
-from trunkline.deploy.supervisor.members import Action, Limits, Member, Role, Say, Send, Start, Tell
+from trunkline.deploy.supervisor.members import Action, Limits, Role, Say, Send, Start, Tell
 from trunkline.deploy.supervisor.registry import Running
 from trunkline.deploy.supervisor.restarts import Record
 
 LIMITS = Limits(start_s=100, replace_s=20, pause_s=2, drain_s=30, margin_s=5, settle_s=5, leave_s=3)
-TERM, KILL, HAND_OVER = signal.SIGTERM, signal.SIGKILL, signal.SIGUSR1
-
-
-def members(groups: int = 2, tp: int = 2, routers: int = 2) -> list[Member]:
-    found = [Member(f"router-{n}", Role.ROUTER, -1) for n in range(routers)]
-    for group in range(groups):
-        found.append(Member(f"c{group}", Role.CONTROLLER, group))
-        found += [Member(f"w{group}.{rank}", Role.WORKER, group) for rank in range(tp)]
-    return found
 
 
 def ready_fleet(groups: int = 2, routers: int = 2) -> Fleet:
-    fleet = Fleet(members(groups, 2, routers), LIMITS, 0.0)
-    for name in [*(f"c{g}" for g in range(groups)), *(f"router-{n}" for n in range(routers))]:
-        fleet.reported(name, "ready", 1.0)
+    found = members(groups, 2, routers)
+    fleet = Fleet(found, LIMITS, 0.0)
+    for member in found:
+        if member.role is not Role.WORKER:
+            fleet.reported(member.name, "ready", 1.0)
     return fleet
-
-
-def starts(actions: list[Action]) -> list[str]:
-    return [action.name for action in actions if isinstance(action, Start)]
-
-
-def sends(actions: list[Action]) -> list[tuple[str, signal.Signals]]:
-    return [(action.name, action.number) for action in actions if isinstance(action, Send)]
-
-
-def told(actions: list[Action]) -> list[tuple[int, str, bool, bool]]:
-    return [(a.ticket, a.text, a.done, a.ok) for a in actions if isinstance(a, Tell)]
 
 
 def states(fleet: Fleet) -> list[str]:
@@ -64,7 +44,7 @@ def test_the_first_restart_is_at_once_then_pauses_grow_to_thirty_seconds() -> No
     assert record.died(now) == now
 
 
-def test_a_group_that_is_killed_again_and_again_comes_back() -> None:
+def test_what_is_killed_again_and_again_comes_back() -> None:
     """As by a machine that runs out of memory for a while."""
     fleet, now = ready_fleet(), 10.0
     actions = fleet.exited("w0.0", -KILL, now)
@@ -82,19 +62,11 @@ def test_a_group_that_is_killed_again_and_again_comes_back() -> None:
     assert starts(fleet.exited("w0.0", -KILL, now + 40.0)) == ["w0.0"]  # at once: it has worked
 
 
-def _status_app(answer: dict[str, Any]) -> typer.Typer:
-    """`trunkline status` of a cluster that answers so."""
-    app = typer.Typer()
-    answer = {**answer, "processes": [{**row, "pid": None} for row in answer["processes"]]}
-
-    @app.command()
-    def show() -> None:
-        print_status(Running(8000, "http://127.0.0.1:8000", "demo", 1), answer)
-
-    return app
+def without_pids(answer: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{**row, "pid": None} for row in answer["processes"]]
 
 
-def test_a_group_that_can_never_work_is_lost_and_the_others_serve_on() -> None:
+def test_a_group_that_can_never_work_is_lost_and_the_others_serve_on(capsys: pytest.CaptureFixture[str]) -> None:
     fleet = ready_fleet()
     fleet.command(Command("restart", ["0"]), 9, 10.0)
     for name in ("c0", "w0.0", "w0.1"):
@@ -107,9 +79,11 @@ def test_a_group_that_can_never_work_is_lost_and_the_others_serve_on() -> None:
     assert told(actions) == [(9, f"group 0 {reason}", True, False)]
     assert states(fleet) == ["lost", "ready"]
     assert not fleet.is_without_groups
-    said = CliRunner().invoke(_status_app({**fleet.describe(13.0), "phase": "serving"}))
-    assert "lost" in said.output
-    assert "Given up: w0.1 exited with code 2: no kernel image is available." in said.output
+    answer = {**fleet.describe(13.0), "phase": "serving"}
+    print_status(Running(8000, "http://127.0.0.1:8000", "demo", 1), {**answer, "processes": without_pids(answer)})
+    said = capsys.readouterr().out
+    assert "lost" in said
+    assert "Given up: w0.1 exited with code 2: no kernel image is available." in said
     actions = fleet.command(Command("undrain", ["0"]), 10, 20.0)
     assert starts(actions) == ["w0.0", "w0.1", "c0"]
     assert [group["why"] for group in fleet.describe(20.0)["groups"]] == ["", ""]
@@ -351,10 +325,9 @@ class Walk:
             assert self.life.status(self.now) == before, "a refused command changed something"
 
 
-@pytest.mark.parametrize("seed", range(120))
-def test_random_lives(seed: int) -> None:
-    """Nobody is started twice, too often or during a stop; drained groups stay down; everybody gets one answer;
-    and a stop always ends."""
+def check_a_walk(seed: int) -> None:
+    """No process is started twice, too often or during a stop; drained groups stay down; each command gets one
+    answer; and a stop always ends."""
     walk = Walk(seed)
     for _ in range(250):
         if walk.life.phase is not Phase.SERVING:
@@ -381,28 +354,39 @@ def test_random_lives(seed: int) -> None:
     assert walk.now - began < 100
 
 
-def test_a_fleet_left_alone_ends_all_that_was_begun() -> None:
+@pytest.mark.parametrize("seed", seeds(40))
+def test_random_lives(seed: int) -> None:
+    check_a_walk(seed)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", seeds(500))
+def test_random_lives_for_many_seeds(seed: int) -> None:
+    check_a_walk(seed)
+
+
+@pytest.mark.parametrize("seed", seeds(10))
+def test_a_fleet_left_alone_ends_all_that_was_begun(seed: int) -> None:
     """Rounds and drains end, with processes that obey at once and groups that get ready."""
-    for seed in range(40):
-        rng = random.Random(seed)
-        fleet = ready_fleet(groups=rng.randint(1, 3), routers=rng.randint(1, 2))
-        pending = fleet.command(Command("restart"), 1, 0.0)
-        now, done = 0.0, False
-        while pending or not done:
-            if not pending:
-                assert fleet.deadline < float("inf")
-                now = max(now, fleet.deadline)
-                pending = fleet.tick(now)
-            following: list[Action] = []
-            for action in pending:
-                now += rng.random() * 0.1
-                match action:
-                    case Send(name, number):
-                        following += fleet.exited(name, 0 if number == HAND_OVER else -number, now)
-                    case Start(name, member) if member.role is not Role.WORKER:
-                        following += fleet.reported(name, "ready", now)
-                    case Tell(_, _, is_done, ok):
-                        assert ok
-                        done = done or is_done
-            pending = following
-        assert set(states(fleet)) == {"ready"}
+    rng = random.Random(seed)
+    fleet = ready_fleet(groups=rng.randint(1, 3), routers=rng.randint(1, 2))
+    pending = fleet.command(Command("restart"), 1, 0.0)
+    now, done = 0.0, False
+    while pending or not done:
+        if not pending:
+            assert fleet.deadline < float("inf")
+            now = max(now, fleet.deadline)
+            pending = fleet.tick(now)
+        following: list[Action] = []
+        for action in pending:
+            now += rng.random() * 0.1
+            match action:
+                case Send(name, number):
+                    following += fleet.exited(name, 0 if number == HAND_OVER else -number, now)
+                case Start(name, member) if member.role is not Role.WORKER:
+                    following += fleet.reported(name, "ready", now)
+                case Tell(_, _, is_done, ok):
+                    assert ok
+                    done = done or is_done
+        pending = following
+    assert set(states(fleet)) == {"ready"}

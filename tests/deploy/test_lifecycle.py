@@ -1,26 +1,31 @@
-"""The supervisor's decisions, driven by chosen and by random sequences of events."""
+"""When the supervisor stops and gives up processes, driven by chosen and by random sequences of events."""
 
 from __future__ import annotations
 
 import random
-import signal
 
 import pytest
+from deploy.lives import KILL, TERM, members, sends, starts, texts
+from seeds import seeds
 
 from trunkline.deploy.supervisor.control_commands import Command, CommandError
 from trunkline.deploy.supervisor.lifecycle import Lifecycle, Phase
-from trunkline.deploy.supervisor.members import Action, Limits, Member, Role, Say, Send, Start, Tell, describe_exit
+from trunkline.deploy.supervisor.members import (
+    EXIT_IMPOSSIBLE,
+    EXIT_LEFT,
+    Action,
+    Limits,
+    Member,
+    Role,
+    Say,
+    Send,
+    Tell,
+    describe_exit,
+)
+from trunkline.worker.service import EXIT_CONFIG as WORKERS_EXIT_CONFIG
+from trunkline.worker.service import EXIT_LEFT as WORKERS_EXIT_LEFT
 
 LIMITS = Limits(drain_s=30, margin_s=5, settle_s=5, grace_s=3, orphan_s=1, quick_s=2, reap_s=5)
-TERM, KILL = signal.SIGTERM, signal.SIGKILL
-
-
-def members(groups: int = 1, tp: int = 2) -> list[Member]:
-    found = [Member("router", Role.ROUTER, -1)]
-    for group in range(groups):
-        found.append(Member(f"c{group}", Role.CONTROLLER, group))
-        found += [Member(f"w{group}.{rank}", Role.WORKER, group) for rank in range(tp)]
-    return found
 
 
 def serving(groups: int = 1, *, restart: bool = False) -> Lifecycle:
@@ -29,16 +34,10 @@ def serving(groups: int = 1, *, restart: bool = False) -> Lifecycle:
     return life
 
 
-def sends(actions: list[Action]) -> list[tuple[str, signal.Signals]]:
-    return [(action.name, action.number) for action in actions if isinstance(action, Send)]
-
-
-def starts(actions: list[Action]) -> list[str]:
-    return [action.name for action in actions if isinstance(action, Start)]
-
-
-def texts(actions: list[Action]) -> str:
-    return " ".join(action.text for action in actions if isinstance(action, Say))
+def end_all(life: Lifecycle, now: float, status: int = 0) -> None:
+    """All children that are left end."""
+    for name in life.alive:
+        life.exited(name, status, now)
 
 
 def test_a_graceful_stop_goes_router_controllers_workers() -> None:
@@ -90,8 +89,7 @@ def test_a_lost_process_leaves_the_router_a_moment_and_its_group_a_shorter_one(l
     stopping = sends(life.tick(13.0))
     assert ("router", TERM) in stopping
     assert ("w1.0", TERM) in stopping
-    for name in life.alive:
-        life.exited(name, 0, 13.1)
+    end_all(life, 13.1)
     assert (life.phase, life.exit_code) == (Phase.STOPPED, 1)
 
 
@@ -109,71 +107,6 @@ def test_after_a_failure_a_router_that_drains_is_told_twice_before_it_is_killed(
     if is_stuck:
         assert sends(life.tick(17.0)) == [("router", KILL)]
     assert texts(life.exited("router", -KILL if is_stuck else 1, 17.1)) == ""
-    assert (life.phase, life.exit_code) == (Phase.STOPPED, 1)
-
-
-def test_a_lost_router_stops_everything_at_once() -> None:
-    life = serving()
-    assert sends(life.exited("router", 1, 10.0)) == [("c0", TERM), ("w0.0", TERM), ("w0.1", TERM)]
-    assert life.deadline == 12.0
-
-
-def test_a_failed_start_stops_everything_and_names_the_child() -> None:
-    life = Lifecycle(members(), LIMITS, now=0.0)
-    actions = life.exited("w0.1", 1, 3.0)
-    assert actions[0] == Say("w0.1 exited with code 1.", "error", about="w0.1")
-    assert len(sends(actions)) == 3
-    for name in life.alive:
-        life.exited(name, -TERM, 3.1)
-    assert (life.phase, life.exit_code) == (Phase.STOPPED, 1)
-
-
-def test_a_start_that_never_ends_is_given_up() -> None:
-    life = Lifecycle(members(), Limits(start_s=100), now=5.0)
-    assert life.tick(104.9) == []
-    assert len(sends(life.tick(105.0))) == 4
-    assert life.exit_code == 1
-
-
-def test_a_stop_during_the_start_is_clean() -> None:
-    life = Lifecycle(members(), LIMITS, now=0.0)
-    assert len(sends(life.stop_requested(1.0))) == 4
-    for name in life.alive:
-        life.exited(name, -TERM, 1.1)
-    assert (life.phase, life.exit_code) == (Phase.STOPPED, 0)
-
-
-def test_a_death_while_draining_cuts_the_drain_short() -> None:
-    life = serving()
-    life.stop_requested(0.0)
-    assert "w0.0" in texts(life.exited("w0.0", -KILL, 5.0))
-    assert life.deadline == 8.0
-    assert life.exit_code == 1
-
-
-def test_after_the_drain_a_worker_that_stumbles_is_worth_a_warning_only() -> None:
-    life = serving()
-    life.stop_requested(0.0)
-    life.exited("router", 0, 1.0)
-    actions = life.exited("w0.1", 1, 1.1)
-    assert texts(actions) == "w0.1 exited with code 1 while stopping."
-    life.exited("c0", 0, 1.2)
-    life.exited("w0.0", 0, 1.3)
-    assert (life.phase, life.exit_code) == (Phase.STOPPED, 0)
-
-
-def test_a_router_that_drains_badly_is_a_failure() -> None:
-    life = serving()
-    life.stop_requested(0.0)
-    assert "router exited with code 1." in texts(life.exited("router", 1, 1.0))
-    assert life.exit_code == 1
-
-
-def test_what_survives_sigkill_does_not_keep_us() -> None:
-    life = serving()
-    life.exited("router", 0, 0.0)
-    life.tick(2.0)
-    assert "survive" in texts(life.tick(7.0))
     assert (life.phase, life.exit_code) == (Phase.STOPPED, 1)
 
 
@@ -198,26 +131,6 @@ def test_with_restarts_a_lost_process_is_started_again_and_the_cluster_serves_on
     assert starts(life.exited("router", 1, 11.0)) == ["router"]
 
 
-def crash(life: Lifecycle, name: str, now: float, times: int) -> float:
-    """Let it die as often as it is started; the time of its last death."""
-    for _ in range(times):
-        while name not in life.alive:
-            assert life.deadline - now <= 30.0
-            now = life.deadline
-            life.tick(now)
-        life.exited(name, 1, now)
-    return now
-
-
-def test_what_dies_is_started_again_for_ever() -> None:
-    life = serving(groups=1, restart=True)
-    now = crash(life, "c0", 10.0, times=100)
-    now = crash(life, "router", now, times=100)
-    assert life.phase is Phase.SERVING
-    rows = {row["name"]: row["state"] for row in life.status(now)["processes"]}
-    assert rows["router"] == "starts in 30 s"
-
-
 def test_a_group_that_can_never_work_ends_the_cluster_if_it_was_the_last() -> None:
     life = serving(groups=2, restart=True)
     now = 10.0
@@ -239,19 +152,6 @@ def test_a_group_that_can_never_work_ends_the_cluster_if_it_was_the_last() -> No
     assert sends(life.tick(now))[-1] == ("router", TERM)
     life.exited("router", 0, now)
     assert (life.phase, life.exit_code) == (Phase.STOPPED, 2)
-
-
-def test_routers_that_can_never_work_end_the_cluster() -> None:
-    life = serving(restart=True)
-    life.exited("router", 2, 10.0, "router: policy is 'x'")
-    assert (life.phase, life.exit_code) == (Phase.STOPPING, 2)
-
-
-@pytest.mark.parametrize("name", ["w0.0", "c0", "router"])
-def test_a_start_that_can_never_work_ends_with_its_exit_code(name: str) -> None:
-    life = Lifecycle(members(), LIMITS, now=0.0)
-    assert texts(life.exited(name, 2, 1.0, "no such GPU")) == f"{name} exited with code 2: no such GPU."
-    assert (life.phase, life.exit_code) == (Phase.STOPPING, 2)
 
 
 def test_a_worker_that_left_is_not_blamed_for_what_another_one_says() -> None:
@@ -281,8 +181,7 @@ def test_a_stop_during_a_restart_is_clean() -> None:
     assert life.tick(11.5) == []
     assert "w0.0" not in life.alive
     life.exited("router", 0, 12.0)
-    for name in life.alive:
-        life.exited(name, 0, 12.1)
+    end_all(life, 12.1)
     assert (life.phase, life.exit_code) == (Phase.STOPPED, 0)
 
 
@@ -296,8 +195,7 @@ def test_a_drained_group_is_no_news_when_the_cluster_stops() -> None:
     assert life.exited("w0.0", 0, 11.6) == []
     assert life.exited("w0.1", 1, 11.6) == []
     life.exited("router", 0, 12.0)
-    for name in life.alive:
-        life.exited(name, 0, 12.1)
+    end_all(life, 12.1)
     assert (life.phase, life.exit_code) == (Phase.STOPPED, 0)
 
 
@@ -318,9 +216,115 @@ def test_without_restarts_a_command_still_may_stop_what_it_names() -> None:
     assert life.phase is Phase.FAILED
 
 
-@pytest.mark.parametrize("seed", range(300))
-def test_every_life_ends(seed: int) -> None:
-    """Whatever happens, once a stop or a failure began, the end comes in bounded time and nobody is forgotten."""
+def test_a_lost_router_stops_everything_at_once() -> None:
+    life = serving()
+    assert sends(life.exited("router", 1, 10.0)) == [("c0", TERM), ("w0.0", TERM), ("w0.1", TERM)]
+    assert life.deadline == 12.0
+    life = serving(restart=True)
+    life.exited("router", 2, 10.0, "router: policy is 'x'")
+    assert (life.phase, life.exit_code) == (Phase.STOPPING, 2)
+
+
+@pytest.mark.parametrize(("code", "exit_code"), [(1, 1), (2, 2)])
+@pytest.mark.parametrize("name", ["w0.0", "c0", "router"])
+def test_a_failed_start_stops_everything_and_names_the_child(name: str, code: int, exit_code: int) -> None:
+    life = Lifecycle(members(), LIMITS, now=0.0)
+    actions = life.exited(name, code, 1.0, "no such GPU")
+    assert actions[0] == Say(f"{name} exited with code {code}: no such GPU.", "error", about=name)
+    assert len(sends(actions)) == 3
+    assert (life.phase, life.exit_code) == (Phase.STOPPING, exit_code)
+    end_all(life, 3.1)
+    assert (life.phase, life.exit_code) == (Phase.STOPPED, exit_code)
+
+
+def test_a_start_ends_by_its_limit_or_by_a_stop() -> None:
+    life = Lifecycle(members(), Limits(start_s=100), now=5.0)
+    assert life.tick(104.9) == []
+    assert len(sends(life.tick(105.0))) == 4
+    assert life.exit_code == 1
+    life = Lifecycle(members(), LIMITS, now=0.0)
+    assert len(sends(life.stop_requested(1.0))) == 4
+    end_all(life, 1.1, -TERM)
+    assert (life.phase, life.exit_code) == (Phase.STOPPED, 0)
+
+
+def test_deaths_during_a_stop() -> None:
+    life = serving()
+    life.stop_requested(0.0)
+    assert "w0.0" in texts(life.exited("w0.0", -KILL, 5.0)), "it cuts the drain short"
+    assert (life.deadline, life.exit_code) == (8.0, 1)
+    life = serving()
+    life.stop_requested(0.0)
+    life.exited("router", 0, 1.0)
+    assert texts(life.exited("w0.1", 1, 1.1)) == "w0.1 exited with code 1 while stopping.", "only a warning"
+    end_all(life, 1.2)
+    assert (life.phase, life.exit_code) == (Phase.STOPPED, 0)
+    life = serving()
+    life.stop_requested(0.0)
+    assert "router exited with code 1." in texts(life.exited("router", 1, 1.0))
+    assert life.exit_code == 1
+
+
+def test_what_survives_sigkill_does_not_keep_the_supervisor() -> None:
+    life = serving()
+    life.exited("router", 0, 0.0)
+    life.tick(2.0)
+    assert "survive" in texts(life.tick(7.0))
+    assert (life.phase, life.exit_code) == (Phase.STOPPED, 1)
+
+
+# -- parts of a cluster on several hosts
+
+
+def life_of(*found: Member) -> Lifecycle:
+    life = Lifecycle(found, LIMITS, 0.0)
+    life.healthy(0.0)
+    return life
+
+
+def test_a_rank_that_can_never_work_ends_its_part() -> None:
+    assert (EXIT_LEFT, EXIT_IMPOSSIBLE) == (WORKERS_EXIT_LEFT, WORKERS_EXIT_CONFIG)
+    life = life_of(Member("worker-1", Role.WORKER, 0))
+    assert starts(life.exited("worker-1", EXIT_LEFT, 0.0)) == ["worker-1"]
+    assert life.phase is Phase.SERVING
+    life.exited("worker-1", EXIT_IMPOSSIBLE, 1.0)
+    assert (life.phase, life.exit_code) == (Phase.FAILED, 2)
+
+
+def test_workers_without_a_controller_are_ready_when_all_are() -> None:
+    life = life_of(Member("worker-2", Role.WORKER, 0), Member("worker-3", Role.WORKER, 0))
+
+    def state() -> str:
+        return str(life.status(1.0)["groups"][0]["state"])
+
+    life.reported("worker-2", "ready", 1.0)
+    assert state() == "starting"
+    life.reported("worker-3", "ready", 1.0)
+    assert state() == "ready"
+    life.exited("worker-2", EXIT_LEFT, 1.0)
+    assert state() == "starting"
+
+
+def test_a_group_without_routers_here_gets_the_time_to_drain() -> None:
+    life = life_of(Member("controller", Role.CONTROLLER, 0), Member("worker-0", Role.WORKER, 0))
+    assert sends(life.stop_requested(1.0)) == [("controller", TERM)]
+    assert life.deadline == 1.0 + LIMITS.drain_s + LIMITS.margin_s
+    assert sends(life.exited("controller", 0, 20.0)) == [("worker-0", TERM)]
+    end_all(life, 20.0)
+    assert (life.phase, life.exit_code) == (Phase.STOPPED, 0)
+
+
+def test_a_router_alone_serves_without_groups() -> None:
+    life = life_of(Member("router", Role.ROUTER, -1))
+    assert starts(life.exited("router", 1, 1.0)) == ["router"]
+    assert life.phase is Phase.SERVING
+
+
+# -- any sequence of events
+
+
+def check_a_life(seed: int) -> None:
+    """Once a stop or a failure began, the end comes in bounded time, and no process is forgotten."""
     rng = random.Random(seed)
     now = 0.0
     life = Lifecycle(members(groups=rng.randint(1, 3), tp=rng.randint(1, 4)), LIMITS, now, restart=False)
@@ -346,16 +350,15 @@ def test_every_life_ends(seed: int) -> None:
             now = min(now + rng.random(), max(now, life.deadline))
             actions = life.tick(now)
         for action in actions:
-            if not isinstance(action, Send) or action.name not in life.alive:
-                continue
-            if action.number == KILL or action.name not in stubborn:
+            is_heard = isinstance(action, Send) and action.name in life.alive
+            if is_heard and (action.number == KILL or action.name not in stubborn):
                 dying[action.name] = -action.number
         if began is None and life.phase not in (Phase.STARTING, Phase.SERVING):
             began = now
         if life.phase is Phase.STOPPED:
             break
         assert now <= life.deadline
-    # Whoever is signalled dies now; only those that ignore SIGTERM keep a stop waiting, and not for long.
+    # What is signalled dies now; only children that ignore SIGTERM keep a stop waiting, and not for long.
     if life.phase not in (Phase.STARTING, Phase.SERVING):
         for _ in range(100):
             for name, status in dying.items():
@@ -364,10 +367,19 @@ def test_every_life_ends(seed: int) -> None:
             if life.phase is Phase.STOPPED:
                 break
             now = life.deadline
-            for action in life.tick(now):
-                if isinstance(action, Send):
-                    dying[action.name] = -action.number
+            dying = {action.name: -action.number for action in life.tick(now) if isinstance(action, Send)}
         assert began is not None
         assert life.phase is Phase.STOPPED
         assert now - began <= LIMITS.grace_s + LIMITS.drain_s + LIMITS.margin_s + 2 * LIMITS.settle_s + 100
         assert not failed or life.exit_code in (1, 2)
+
+
+@pytest.mark.parametrize("seed", seeds(100))
+def test_every_life_ends(seed: int) -> None:
+    check_a_life(seed)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", seeds(1000))
+def test_every_life_ends_for_many_seeds(seed: int) -> None:
+    check_a_life(seed)

@@ -1,0 +1,72 @@
+"""Log lines of a process: what each has, for people and for a log collector; and warnings that peers can cause."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+
+import pytest
+import structlog
+
+from trunkline.runtime.process import configure_logging
+from trunkline.runtime.rare_log import RareLog
+
+
+@pytest.fixture(autouse=True)
+def as_before() -> Iterator[None]:
+    """Afterwards, logging is configured as it was."""
+    before = structlog.get_config()
+    yield
+    structlog.configure(**before)
+
+
+Capture = pytest.CaptureFixture[str]
+
+
+def lines_of(log_format: str, capsys: Capture) -> list[str]:
+    configure_logging("worker", "info", log_format, group=1, rank=0)
+    log = structlog.get_logger()
+    with structlog.contextvars.bound_contextvars(request_id="r1"):
+        log.info("here", request=2)
+    thread = threading.Thread(target=lambda: log.warning("elsewhere"))
+    thread.start()
+    thread.join()
+    log.debug("not shown")
+    try:
+        raise ZeroDivisionError
+    except ZeroDivisionError:
+        log.exception("failed")
+    return capsys.readouterr().err.splitlines()
+
+
+@pytest.mark.parametrize("log_format", ["json", "auto"])  # no terminal here
+def test_lines_are_objects_that_say_whose_they_are(log_format: str, capsys: Capture) -> None:
+    here, elsewhere, failed = map(json.loads, lines_of(log_format, capsys))
+    assert list(here)[:3] == ["time", "level", "event"]
+    del here["time"]
+    own = {"role": "worker", "group": 1, "rank": 0}
+    assert here == own | {"level": "info", "event": "here", "request_id": "r1", "request": 2}
+    assert elsewhere.items() >= (own | {"level": "warning", "event": "elsewhere"}).items(), "in any thread"
+    assert "request_id" not in elsewhere
+    assert "ZeroDivisionError" in failed["exception"]
+
+
+def test_people_get_text(capsys: Capture) -> None:
+    line = lines_of("text", capsys)[0]
+    assert "here" in line
+    assert "request_id" in line
+    assert not line.startswith("{")
+
+
+def test_rare_lines_are_counted() -> None:
+    rare = RareLog("test", 10.0)
+    with structlog.testing.capture_logs() as written:
+        for second in range(25):
+            rare.warning("noise", float(second), peer="a")
+        rare.warning("other noise", 0.0)
+    assert [line.get("not_logged") for line in written] == [None, 9, 9, None]
+    assert rare.counts == {"noise": 25, "other noise": 1}
+    for kind in range(1000):
+        rare.warning(f"kind {kind}", 0.0)
+    assert len(rare.counts) <= 65
