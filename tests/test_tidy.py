@@ -49,19 +49,6 @@ LATE_IMPORTS: Final = {
 }
 """Imports inside functions, by file."""
 
-ALLOWED_IMPORTS: Final = {
-    "runtime": {"runtime"},
-    "kvstore": {"kvstore"},
-    "kernels": {"kernels", "kvstore"},
-    "controller": {"controller", "kvstore"},
-    "worker": {"worker", "kernels", "kvstore"},
-    "router": {"router", "prompts", "controller", "kvstore"},
-    "deploy": {*PACKAGES, "prompts"},
-}
-"""Who may import whom (docs/architecture.md), besides the leaves."""
-LEAVES: Final = re.compile(r"trunkline\.(\w+\.messages|runtime\.\w+)")
-"""Import only each other; anyone may import them."""
-
 FORBIDDEN_TEXT: Final = re.compile(rf"/(?:home|Users|root|mnt)/\w|{re.escape(ROOT.as_posix())}/", re.ASCII)
 """Paths of somebody's machine, this one's among them."""
 
@@ -177,25 +164,6 @@ def imported_modules(node: ast.AST) -> list[str]:
     return []
 
 
-def is_type_checking(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
-
-
-def test_dependencies_point_one_way() -> None:
-    found = []
-    for source in packaged():
-        package = source.path.split("/")[0]
-        module = source.path.removesuffix(".py").split("/", 1)[1].replace("/", ".")
-        is_leaf = LEAVES.fullmatch(module) is not None
-        for node in ast.walk(source.tree):
-            for name in imported_modules(node):
-                if not name.startswith("trunkline.") or LEAVES.match(name):
-                    continue
-                if is_leaf or name.split(".")[1] not in ALLOWED_IMPORTS[package]:
-                    found.append(f"{module} imports {name}")
-    assert found == []
-
-
 def test_no_broad_except_without_a_reason() -> None:
     found = []
     for source in packaged():
@@ -248,6 +216,7 @@ def test_no_paths_of_anybodys_machine() -> None:
 
 
 @pytest.mark.parametrize("role", ["router", "controller"])
+@pytest.mark.processes
 def test_router_and_controller_run_without_torch_and_kernels(role: str) -> None:
     """They start in a second, and their memory is their own."""
     code = (

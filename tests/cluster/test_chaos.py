@@ -13,6 +13,8 @@ from cluster.chaos import Audience, Chaos, View, flush
 from cluster.crowd import ALL_KINDS, Crowd, Script, compare, scripts
 from cluster.harness import Cluster
 
+pytestmark = pytest.mark.processes
+
 CONCURRENCY = 20
 HITS_MIN = 3
 ROUNDS_MAX = 8

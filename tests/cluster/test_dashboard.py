@@ -14,6 +14,8 @@ from cluster.harness import Cluster, wait_for
 
 from trunkline.router.tenancy.auth import hash_key
 
+pytestmark = pytest.mark.processes
+
 OPTIONS = ("--groups", "2", "--tp", "1", "--threads", "1", "--kv-memory", "32MiB", "--host-tier", "16MiB")
 DEVICE, HOST, DISK = 1, 2, 4
 WORDS = "harbour village river bridge market tower garden station museum castle".split()

@@ -17,6 +17,8 @@ from cluster.harness import Cluster, wait_for
 
 from trunkline.deploy.supervisor.rundir import remove_stale
 
+pytestmark = pytest.mark.processes
+
 NOTICED_SECONDS_MAX = 2.0
 ENDED_SECONDS_MAX = 20.0
 """A stream may wait for workers to come back, until the cluster has stopped."""

@@ -16,6 +16,8 @@ from cluster.harness import Cluster, wait_for
 
 from trunkline.controller.sequences.samples import sample_seed
 
+pytestmark = pytest.mark.processes
+
 PROMPT = "def read_lines(path):\n    with open(path) as file:\n"
 PLAIN = {"prompt": PROMPT, "max_tokens": 40, "temperature": 0.9, "seed": 7, "ignore_eos": True}
 SCHEMA = {

@@ -14,6 +14,8 @@ import openai
 import pytest
 from cluster.harness import Cluster, wait_for
 
+pytestmark = pytest.mark.processes
+
 CHUNK = 32
 PREFIX = "The following functions are part of the standard library and are described here in turn. " * 18
 ENDINGS = [f"Function number {i} returns" for i in range(6)]

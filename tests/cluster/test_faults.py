@@ -24,6 +24,8 @@ from cluster.harness import Cluster, wait_for
 
 from trunkline.runtime.wire_keys import PARTS, generate, write
 
+pytestmark = pytest.mark.processes
+
 CONCURRENCY = 10
 BEGUN_MIN = 5
 """Streams that have begun when a fault comes."""

@@ -26,6 +26,8 @@ from cluster.module_calls import (
     text_of,
 )
 
+pytestmark = pytest.mark.processes
+
 PLAIN: Final = GREEDY | {"prompt": "The module collections implements", "max_tokens": 30}
 SPECIAL: Final = ("<|user|>", "<|end|>", "<|assistant|>", "<|system|>", "<|bos|>")
 MIB: Final = 1 << 20

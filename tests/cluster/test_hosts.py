@@ -22,6 +22,8 @@ from cluster.harness import Cluster, wait_for
 
 from trunkline.runtime import wire_keys
 
+pytestmark = pytest.mark.processes
+
 PROMPT = "def read_lines(path):\n"
 TOKENS = 160
 START_S = 90.0

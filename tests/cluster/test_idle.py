@@ -5,7 +5,10 @@ from __future__ import annotations
 import time
 
 import psutil
+import pytest
 from cluster.harness import Cluster, wait_for
+
+pytestmark = pytest.mark.processes
 
 SECONDS = 5.0
 CPU_SECONDS_MAX = 0.02 * SECONDS

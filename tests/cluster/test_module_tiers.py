@@ -25,6 +25,8 @@ from cluster.module_calls import (
     tiers_of,
 )
 
+pytestmark = pytest.mark.processes
+
 OPTIONS = ("--tp", "1", "--dtype", "float32", "--threads", "1", "--kv-memory", "16MiB", "--host-tier", "8MiB")
 DISK_BYTES = 512 << 20
 CHUNK_BYTES = 512 << 10

@@ -33,6 +33,8 @@ from cluster.module_calls import (
     tiers_of,
 )
 
+pytestmark = pytest.mark.processes
+
 METRICS_AGE_S = 1.2
 """Metrics are up to a second old."""
 

@@ -12,7 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 from cluster.harness import Cluster, wait_for
+
+pytestmark = pytest.mark.processes
 
 MODEL = "trunkline-demo"
 QUESTION = [{"role": "user", "content": "What does str.split do?"}]

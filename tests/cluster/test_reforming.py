@@ -28,6 +28,8 @@ from trunkline.kvstore.layout import pack_int32
 from trunkline.worker.messages import Sampling
 from trunkline.worker.service import EXIT_LEFT
 
+pytestmark = pytest.mark.processes
+
 TP = 2
 OUTPUT = 400
 REFORMED_SECONDS_MAX = 60.0

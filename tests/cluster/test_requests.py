@@ -12,6 +12,8 @@ import openai
 import pytest
 from cluster.harness import Cluster, wait_for
 
+pytestmark = pytest.mark.processes
+
 MODEL = "trunkline-demo"
 QUESTION = "What does os.path.join do?"
 

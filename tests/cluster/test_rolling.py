@@ -24,6 +24,8 @@ from cluster.chaos import View
 from cluster.crowd import COMPLETIONS, Answer, Crowd, Script, events, scripts, take
 from cluster.harness import Cluster, wait_for
 
+pytestmark = pytest.mark.processes
+
 OPTIONS = ("--groups", "2", "--routers", "2", "--tp", "1", "--dtype", "float32", "--threads", "1")
 CLIENTS = 4
 COMMAND_SECONDS_MAX = 150.0

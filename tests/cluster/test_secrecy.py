@@ -16,6 +16,8 @@ from cluster.harness import Cluster, wait_for
 from trunkline.deploy.config.credentials import client_headers
 from trunkline.router.tenancy.auth import hash_key
 
+pytestmark = pytest.mark.processes
+
 KEY = "tl-key-of-alice-in-these-tests"
 PROMPT = "zebra crossing in the prompt"
 

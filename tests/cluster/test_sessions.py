@@ -15,6 +15,8 @@ import openai
 import pytest
 from cluster.harness import Cluster, wait_for
 
+pytestmark = pytest.mark.processes
+
 MODEL = "trunkline-demo"
 CONTEXT = 2048
 CHUNK = 64

@@ -20,6 +20,8 @@ import pytest
 from cluster.harness import Cluster, wait_for
 from worker.redis_server import RedisServer
 
+pytestmark = pytest.mark.processes
+
 MODEL = "trunkline-demo"
 CHUNK = 64
 OPTIONS = ("--tp", "2", "--dtype", "float32", "--threads", "1", "--kv-memory", "8MiB", "--host-tier", "2MiB")

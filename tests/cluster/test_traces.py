@@ -12,6 +12,8 @@ import pytest
 from cluster.harness import Cluster, wait_for
 from cluster.otlp import Collector, Seen
 
+pytestmark = pytest.mark.processes
+
 SECRET = "the color of the harbor is vermilion"
 SECONDS_MAX = 30.0
 

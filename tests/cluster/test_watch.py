@@ -15,6 +15,8 @@ from collections.abc import Iterator
 import pytest
 from cluster.harness import Cluster, wait_for
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Cluster]:

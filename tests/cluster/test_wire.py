@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import pytest
 import zmq
 from cluster.faults import launcher
 from cluster.harness import Cluster, wait_for
@@ -16,6 +17,8 @@ from simulation.hostile import altered
 
 from trunkline.runtime.wire_keys import PARTS, Role, generate, write
 from trunkline.runtime.wire_peer import WirePeer
+
+pytestmark = pytest.mark.processes
 
 SMALL = ("--dtype", "float32", "--threads", "1", "--kv-memory", "16MiB", "--disk-tier", "0", "--tp", "2")
 ASKED = {"model": "trunkline-demo", "prompt": "def join(", "max_tokens": 24, "temperature": 0}

@@ -14,12 +14,12 @@ from simulation.traffic import Mix, Traffic
 from trunkline.controller.config import EngineConfig
 from trunkline.controller.engine.timeline import Journey
 from trunkline.controller.messages import BeamSearch, Submit
-from trunkline.controller.service.request_log import spans_of
+from trunkline.controller.service.request_log import draw_ids, spans_of
 from trunkline.controller.service.validation import problem_of, request_of
-from trunkline.controller.trace_ids import TraceIds, draw_ids
+from trunkline.controller.trace_ids import TraceIds
 from trunkline.kvstore.layout import pack_int32
 from trunkline.router.messages import FinishReason
-from trunkline.runtime.tracing import Span, SpanContext, unpack_steps
+from trunkline.runtime.spans import Span, SpanContext, unpack_steps
 from trunkline.worker.messages import Sampling, StepPlan
 
 SMALL = EngineConfig(num_blocks=40, chunk_size=4, max_context=96, token_budget=24, max_rows=8)

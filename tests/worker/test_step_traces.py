@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from trunkline.kvstore.layout import pack_int32
-from trunkline.runtime.tracing import OFF, Span, SpanContext, StepTrace, Tracer, pack_steps
+from trunkline.runtime.spans import Span, SpanContext, StepTrace, pack_steps
+from trunkline.runtime.tracing import OFF, Tracer
 from trunkline.worker.messages import StepPlan
 from trunkline.worker.step_traces import StepTraces
 

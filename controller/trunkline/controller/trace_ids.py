@@ -9,31 +9,21 @@ dispatch (the router's)
 
 from __future__ import annotations
 
-import secrets
 from typing import NamedTuple
 
-from trunkline.runtime.tracing import SPAN_BYTES, SpanContext, unpack_context
+from trunkline.runtime.spans import SpanContext
 
 
 class TraceIds(NamedTuple):
-    """Of one request in one controller."""
+    """The span ids of one request in one controller."""
 
     router: SpanContext
-    """Of the dispatch."""
+    """The router's dispatch span, the parent of `generate`."""
     generate: bytes
     queue: bytes
     prefill: bytes
     decode: bytes
 
     def context(self, span: bytes) -> SpanContext:
-        """Of one of its spans."""
+        """Return the context of one of these spans."""
         return SpanContext(self.router.trace_id, span)
-
-
-def draw_ids(packed: bytes) -> TraceIds | None:
-    """Fresh ids below a router's span (`Submit.trace`); None: it is not traced."""
-    context = unpack_context(packed)
-    if context is None:
-        return None
-    drawn = secrets.token_bytes(4 * SPAN_BYTES)
-    return TraceIds(context, *(drawn[at : at + SPAN_BYTES] for at in range(0, len(drawn), SPAN_BYTES)))

@@ -12,7 +12,7 @@ nothing and costs nothing. A span is made whole when what it tells of is over; i
 others can be its children meanwhile. Times are of the monotonic clock, in seconds; they become wall-clock time by
 one look at both clocks at the start of the process.
 
-A leaf (it imports nothing of Trunkline but its other half), so that each role may use it.
+Spans as data are in `spans.py`.
 """
 
 from __future__ import annotations
@@ -20,99 +20,25 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-import re
 import secrets
-import struct
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import Final, NamedTuple, Protocol
+from collections.abc import Mapping
+from typing import Final, Protocol
 from urllib.parse import urlsplit
 
 import structlog
 
-TRACE_BYTES: Final = 16
-SPAN_BYTES: Final = 8
-CONTEXT_BYTES: Final = TRACE_BYTES + SPAN_BYTES
-_TRACEPARENT: Final = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
-_SAMPLED: Final = 1
+from trunkline.runtime.spans import SPAN_BYTES, TRACE_BYTES, Span, SpanContext, is_chosen, parse_traceparent
+
 _ENDPOINT_VARIABLES: Final = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-_STEP: Final = struct.Struct("<16s8s8sii")
 _TRACES_PATH: Final = "/v1/traces"
 
-Value = str | bool | int | float | Sequence[str] | Sequence[int]
-"""Of an attribute."""
 _log = structlog.get_logger("trunkline.tracing")
 
 
-class SpanContext(NamedTuple):
-    """A span's name in the world."""
-
-    trace_id: bytes
-    span_id: bytes
-
-    def pack(self) -> bytes:
-        """As it travels between processes."""
-        return self.trace_id + self.span_id
-
-    def child(self) -> SpanContext:
-        """A new span of the same trace."""
-        return SpanContext(self.trace_id, secrets.token_bytes(SPAN_BYTES))
-
-    @property
-    def traceparent(self) -> str:
-        """In W3C's form, of a span that is sampled."""
-        return f"00-{self.trace_id.hex()}-{self.span_id.hex()}-{_SAMPLED:02x}"
-
-
-def unpack_context(packed: bytes) -> SpanContext | None:
-    """What `pack` made; None: there is none."""
-    if len(packed) != CONTEXT_BYTES:
-        return None
-    return SpanContext(packed[:TRACE_BYTES], packed[TRACE_BYTES:])
-
-
-def parse_traceparent(header: str) -> tuple[SpanContext, bool] | None:
-    """The caller's span, and whether it is sampled; None: the header is none, or says nothing that can be used."""
-    match = _TRACEPARENT.fullmatch(header.strip())
-    if match is None:
-        return None
-    version, trace, span, flags, more = match.groups()
-    if version == "ff" or (version == "00" and more) or not int(trace, 16) or not int(span, 16):
-        return None
-    return SpanContext(bytes.fromhex(trace), bytes.fromhex(span)), bool(int(flags, 16) & _SAMPLED)
-
-
-def is_chosen(trace_id: bytes, ratio: float) -> bool:
-    """Whether a trace is among so many of all. The same everywhere for the same trace."""
-    return int.from_bytes(trace_id[-8:], "big") < ratio * (1 << 64)
-
-
-class Kind(StrEnum):
-    """A span's part in a call between processes."""
-
-    INTERNAL = "internal"
-    SERVER = "server"
-    CLIENT = "client"
-
-
-@dataclass(slots=True)
-class Span:
-    """Something that is over. Times in seconds of the monotonic clock."""
-
-    name: str
-    context: SpanContext
-    parent: bytes
-    """Id of the span above it in the same trace; b"": it is the first."""
-    start: float
-    end: float
-    attributes: Mapping[str, Value]
-    kind: Kind = Kind.INTERNAL
-    events: list[tuple[float, str, Mapping[str, Value]]] = field(default_factory=list)
-    links: list[SpanContext] = field(default_factory=list)
-    error: str = ""
-    """What went wrong, in a word or two; "": nothing."""
+def child_of(context: SpanContext) -> SpanContext:
+    """Return a new span of the same trace."""
+    return SpanContext(context.trace_id, secrets.token_bytes(SPAN_BYTES))
 
 
 class Sink(Protocol):
@@ -163,7 +89,7 @@ class Tracer:
         caller = parse_traceparent(traceparent) if traceparent else None
         if caller is not None:
             context, is_sampled = caller
-            return (context.child(), context.span_id) if is_sampled else None
+            return (child_of(context), context.span_id) if is_sampled else None
         context = SpanContext(secrets.token_bytes(TRACE_BYTES), secrets.token_bytes(SPAN_BYTES))
         return (context, b"") if is_chosen(context.trace_id, self._ratio) else None
 
@@ -179,31 +105,6 @@ class Tracer:
 
 
 OFF: Final = Tracer()
-
-
-class StepTrace(NamedTuple):
-    """What a rank must know of a part of a traced prompt that it computes (`StepPlan.traces`)."""
-
-    prefill: SpanContext
-    """The span above those of prefill, …"""
-    decode: bytes
-    """… and, in the same trace, that above those of decode steps."""
-    stay: int
-    """The sequence's number in the workers."""
-    tokens: int
-    """Of the prompt, computed in this step."""
-
-
-def pack_steps(steps: Iterable[StepTrace]) -> bytes:
-    """As they travel to workers."""
-    return b"".join(_STEP.pack(*step.prefill, step.decode, step.stay, step.tokens) for step in steps)
-
-
-def unpack_steps(packed: bytes) -> Iterator[StepTrace]:
-    """What `pack_steps` made; what is left of it, if it is damaged."""
-    whole = len(packed) - len(packed) % _STEP.size
-    for trace, prefill, decode, stay, tokens in _STEP.iter_unpack(packed[:whole]):
-        yield StepTrace(SpanContext(trace, prefill), decode, stay, tokens)
 
 
 class TracingError(ValueError):

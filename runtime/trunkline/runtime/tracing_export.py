@@ -24,7 +24,7 @@ from opentelemetry.sdk.trace.id_generator import IdGenerator
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 from opentelemetry.trace import Link, NonRecordingSpan, SpanKind, Status, StatusCode, TraceFlags
 
-from trunkline.runtime.tracing import Kind, Span, SpanContext
+from trunkline.runtime.spans import Kind, Span, SpanContext
 
 QUEUE_MAX: Final = 8192
 """Spans that wait: some seconds of a busy router, a few megabytes."""

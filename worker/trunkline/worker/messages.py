@@ -177,7 +177,7 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True, tag="step"):
     """Layer l of this step's attention begins when layer l of the loads of all plans up to this one is there;
     copies begin when they are there whole if any copy reads or writes one of their blocks."""
     traces: bytes | None = None
-    """40 bytes (`trunkline.runtime.tracing.StepTrace`) for each part of a traced prompt that is computed; None: of
+    """40 bytes (`trunkline.runtime.spans.StepTrace`) for each part of a traced prompt that is computed; None: of
     none."""
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trunkline.kvstore.layout import unpack_int32
-from trunkline.runtime.tracing import Span, SpanContext, StepTrace, Tracer, Value, unpack_steps
+from trunkline.runtime.spans import Span, SpanContext, StepTrace, Value, unpack_steps
+from trunkline.runtime.tracing import Tracer, child_of
 from trunkline.worker.messages import StepPlan
 
 
@@ -63,7 +64,9 @@ class StepTraces:
 
     def _computed(self, trace: StepTrace, step: int, began: float, ended: float) -> None:
         attributes = {**self._about, "trunkline.step": step, "trunkline.tokens": trace.tokens}
-        self._tracer.emit(Span("forward", trace.prefill.child(), trace.prefill.span_id, began, ended, attributes))
+        self._tracer.emit(
+            Span("forward", child_of(trace.prefill), trace.prefill.span_id, began, ended, attributes)
+        )
         parent = SpanContext(trace.prefill.trace_id, trace.decode)
         self._decoding[trace.stay] = _Decoding(parent, ended, self._steps, self._busy_s)
 
@@ -78,5 +81,5 @@ class StepTraces:
         }
         parent = decoding.parent
         self._tracer.emit(
-            Span("decode_steps", parent.child(), parent.span_id, decoding.since, self._last_end, attributes)
+            Span("decode_steps", child_of(parent), parent.span_id, decoding.since, self._last_end, attributes)
         )

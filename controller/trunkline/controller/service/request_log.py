@@ -12,6 +12,7 @@ Times of the engine are the monotonic clock's.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterable
 from typing import Final
 
@@ -20,13 +21,23 @@ import structlog
 from trunkline.controller.engine.engine import Engine
 from trunkline.controller.engine.timeline import Journey
 from trunkline.controller.service.tier_warnings import TierWarnings
-from trunkline.controller.trace_ids import TraceIds, draw_ids
+from trunkline.controller.trace_ids import TraceIds
 from trunkline.kvstore.tier import TierKind
 from trunkline.router.messages import FinishReason
-from trunkline.runtime.tracing import Kind, Span, Tracer, Value
+from trunkline.runtime.spans import SPAN_BYTES, Kind, Span, Value, unpack_context
+from trunkline.runtime.tracing import Tracer
 
 _REGULAR: Final = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT)
 log = structlog.get_logger()
+
+
+def draw_ids(packed: bytes) -> TraceIds | None:
+    """Draw the ids of a request's spans below the router's span (`Submit.trace`); None: it is not traced."""
+    context = unpack_context(packed)
+    if context is None:
+        return None
+    drawn = secrets.token_bytes(4 * SPAN_BYTES)
+    return TraceIds(context, *(drawn[at : at + SPAN_BYTES] for at in range(0, len(drawn), SPAN_BYTES)))
 
 
 class Teller:

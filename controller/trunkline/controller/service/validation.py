@@ -17,7 +17,7 @@ from trunkline.controller.trace_ids import TraceIds
 from trunkline.kvstore.beams import candidate_count
 from trunkline.kvstore.cuts import problem_of_drops
 from trunkline.kvstore.layout import unpack_int32
-from trunkline.runtime.tracing import CONTEXT_BYTES
+from trunkline.runtime.spans import CONTEXT_BYTES
 from trunkline.worker.messages import Sampling
 
 NUMBER_BITS: Final = 32

@@ -20,7 +20,7 @@ from trunkline.router.errors import ApiError
 from trunkline.router.telemetry.metrics import Metrics
 from trunkline.router.telemetry.request_record import RequestRecord, recorded
 from trunkline.router.telemetry.request_trace import PROVIDER, RequestTrace, operation_of
-from trunkline.runtime.tracing import Value
+from trunkline.runtime.spans import Value
 
 SESSION_VERBS: Final = ("fork", "prefetch", "discard")
 _METHODS: Final = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")

@@ -17,7 +17,7 @@ from trunkline.router.streams.link import ControllerLink
 from trunkline.router.streams.streams import End, Stream
 from trunkline.router.telemetry.request_record import RequestRecord
 from trunkline.router.telemetry.request_trace import DispatchTrace
-from trunkline.runtime.tracing import SpanContext
+from trunkline.runtime.spans import SpanContext
 
 NOTHING_YET: Final = End(FinishReason.ENGINE_FAILED)
 

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from trunkline.router.routing.request import Decision
-from trunkline.runtime.tracing import Kind, Span, SpanContext, Tracer, Value
+from trunkline.runtime.spans import Kind, Span, SpanContext, Value
+from trunkline.runtime.tracing import Tracer, child_of
 
 TEXTS_MAX: Final = 32
 """Of more texts of a request there are no spans."""
@@ -95,7 +96,7 @@ class RequestTrace:
             continues: dispatches that were lost, and whose work this one goes on with.
             output_tokens: those that it has already.
         """
-        context = self.context.child()
+        context = child_of(self.context)
         return DispatchTrace(context, time.monotonic(), group, sample, continues, output_tokens)
 
     def dispatched(self, dispatch: DispatchTrace, reason: str, *, is_failure: bool, has_started: bool) -> None:
@@ -146,7 +147,7 @@ class RequestTrace:
         )
 
     def _child(self, name: str, start: float, attributes: dict[str, Value]) -> None:
-        context = self.context.child()
+        context = child_of(self.context)
         self._tracer.emit(Span(name, context, self.context.span_id, start, time.monotonic(), attributes))
 
 

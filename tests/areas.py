@@ -1,0 +1,107 @@
+"""Areas: tests that cost much and matter when few files change, and the paths that they watch.
+
+`make test` leaves them out and `make test-all` runs them; continuous integration runs those of them whose paths
+changed since the last release, or in the last 20 commits. `@pytest.mark.area("site")` puts a test into an area.
+
+    python tests/areas.py                    the areas whose paths changed, a line
+    python tests/areas.py native changed     exit code 0 if the area is among those that changed
+    python tests/areas.py native all         exit code 0: every area is
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).parents[1]
+COMMITS: Final = 20
+
+AREAS: Final[dict[str, tuple[str, ...]]] = {
+    # The CPU kernels, compiled with sanitizers, over all cases (`make check-native`).
+    "native": ("kernels/trunkline/kernels/csrc/*", "CMakeLists.txt", "tests/kernels/*"),
+    # The CUDA kernels, compiled for every device with warnings as errors, and emulated at length.
+    "cuda": (
+        "kernels/trunkline/kernels/csrc/c*",
+        "kernels/trunkline/kernels/cuda*",
+        "tests/kernels/*cuda*",
+        "tests/kernels/*emulat*",
+    ),
+    # What a visit to a machine with GPUs runs, as far as it goes without one.
+    "gpu-kit": ("benchmarks/gpu*", "tests/kernels/test_gpu*", "tests/kernels/*emulat*"),
+    # The wheel and the source archive, built and installed.
+    "wheel": (
+        "pyproject.toml",
+        "constraints.txt",
+        "CMakeLists.txt",
+        ".dockerignore",
+        "tests/deploy/test_packaging.py",
+    ),
+    # The documentation as a site, with all links checked.
+    "site": ("docs/*", "mkdocs.yml", "tests/docs/*"),
+    # The dashboard in a browser.
+    "browser": ("router/trunkline/router/ui/*", "tests/ui/*", "tests/cluster/test_dashboard.py"),
+    # Charts, kustomizations, images, dashboards of Grafana, over many values.
+    "kubernetes": (
+        "deploy/helm/*",
+        "deploy/kustomize/*",
+        "deploy/docker/*",
+        "deploy/[gp]r*",
+        "tests/kubernetes/*",
+    ),
+    # `trunkline launch` over ssh.
+    "ssh": ("deploy/trunkline/deploy/launch/*", "tests/deploy/launch/*"),
+    # The longest turn of a router's event loop over every hostile body.
+    "loop": ("router/trunkline/router/http/*", "router/trunkline/router/api/*", "tests/router/*loop*"),
+}
+
+
+def git(*arguments: str) -> str:
+    """Return what git prints; "" if it fails, as without a repository or a tag."""
+    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def changed_paths() -> list[str] | None:
+    """Return the paths changed since the last release tag and in the last commits; None if git cannot tell."""
+    starts = [git("describe", "--tags", "--abbrev=0"), git("rev-parse", "--verify", "-q", f"HEAD~{COMMITS}")]
+    found = [git("diff", "--name-only", start, "HEAD") for start in starts if start]
+    return "\n".join(found).split("\n") if found else None
+
+
+def changed_areas(paths: Iterable[str] | None) -> set[str]:
+    """Return the areas that watch one of `paths`; all areas where `paths` is None."""
+    if paths is None:
+        return set(AREAS)
+    listed = list(paths)
+    return {area for area, patterns in AREAS.items() for pattern in patterns if fnmatch.filter(listed, pattern)}
+
+
+def selected(choice: str) -> set[str]:
+    """Return the areas that a choice means: "all", "changed", "none", or names with commas.
+
+    Raises:
+        ValueError: There is no area of such a name.
+    """
+    if choice in ("all", "changed", "none"):
+        return {"all": set(AREAS), "changed": changed_areas(changed_paths()), "none": set()}[choice]
+    names = set(choice.split(","))
+    if unknown := names - set(AREAS):
+        raise ValueError(f"no such area: {', '.join(sorted(unknown))}; areas are {', '.join(AREAS)}")
+    return names
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the changed areas, or say by the exit code whether a choice holds an area."""
+    if not arguments:
+        print(" ".join(sorted(selected("changed"))))
+        return 0
+    area, choice = arguments
+    return int(area not in selected(choice))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

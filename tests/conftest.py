@@ -1,0 +1,114 @@
+"""What holds for every test: which ones run, seeds, and that only marked tests start processes or sleep."""
+
+from __future__ import annotations
+
+import multiprocessing.util
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import areas
+import pytest
+import seeds
+
+SLEEP_S_MAX = 0.02
+"""An unmarked test may give way to another thread, not wait for the clock."""
+STARTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system"}
+
+
+class Watched:
+    """The unmarked test that runs now."""
+
+    name = ""
+    """Its node id; "" while a marked one or none runs."""
+
+
+watched = Watched()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options of this suite."""
+    parser.addoption(
+        "--areas",
+        help="areas to test (tests/areas.py): all, changed, none, names; by default all of the files named",
+    )
+    parser.addoption(
+        "--rewrite", action="store_true", help="write golden transcripts anew, to be looked at in the diff"
+    )
+
+
+def pytest_report_header() -> str:
+    """Say how to run the same random tests again."""
+    return f"seeds: {seeds.VARIABLE}={seeds.base()}"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the tests of areas that were not asked for."""
+    named = any(argument.split("::")[0].endswith(".py") for argument in config.args)
+    try:
+        wanted = areas.selected(config.getoption("--areas") or ("all" if named else "none"))
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from error
+    kept: list[pytest.Item] = []
+    left_out: list[pytest.Item] = []
+    for item in items:
+        marker = item.get_closest_marker("area")
+        if marker is not None and marker.args[0] not in areas.AREAS:
+            raise pytest.UsageError(f"{item.nodeid}: no such area: {marker.args[0]}")
+        (kept if marker is None or marker.args[0] in wanted else left_out).append(item)
+    items[:] = kept
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+
+
+def forbid(what: str) -> None:
+    """Fail the unmarked test that runs now."""
+    raise AssertionError(f"{watched.name} {what}: mark it with pytest.mark.processes")
+
+
+def watch(event: str, arguments: tuple[Any, ...]) -> None:
+    """Stop what only marked tests may do. An audit hook of the interpreter: it sees the product's code as well."""
+    if not watched.name:
+        return
+    if event in STARTS:
+        forbid(f"starts a process ({event})")
+    if (
+        event == "time.sleep"
+        and arguments[0] > SLEEP_S_MAX
+        and threading.current_thread() is threading.main_thread()
+    ):
+        forbid(f"sleeps for {arguments[0]} s")
+
+
+def spawn(path: Any, arguments: Any, file_descriptors: Any) -> int:
+    """Start a process of `multiprocessing`, which no audit event tells of."""
+    if watched.name:
+        forbid("starts a process (multiprocessing)")
+    return spawn_of_multiprocessing(path, arguments, file_descriptors)
+
+
+sys.addaudithook(watch)
+spawn_of_multiprocessing = multiprocessing.util.spawnv_passfds
+vars(multiprocessing.util)["spawnv_passfds"] = spawn
+
+
+def watched_phase(item: pytest.Item) -> Iterator[None]:
+    """Forbid processes and sleeping meanwhile, unless the test is marked."""
+    watched.name = "" if item.get_closest_marker("processes") else item.nodeid
+    try:
+        return (yield)
+    finally:
+        watched.name = ""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
+    """Watch the fixtures that a test starts."""
+    return (yield from watched_phase(item))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Watch the test."""
+    return (yield from watched_phase(item))
