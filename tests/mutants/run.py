@@ -2,7 +2,7 @@
 
     python tests/mutants/run.py --check                     every mutant of the tables still fits the sources
     python tests/mutants/run.py                             all mutants against the tests that `make test` runs
-    python tests/mutants/run.py --set whole --json out.json all tests but the soak ones, with results in a file
+    python tests/mutants/run.py --set whole --json out.json against those of all areas as well; results in a file
     python tests/mutants/run.py --names NAME… --hints-only  some mutants, only the tests that their entries name
 
 A mutant is an entry of a table beside this file (`controller.toml` and so on): a text of the product's sources,
@@ -52,8 +52,8 @@ AREAS: Final = {
 SOURCES: Final = {"deploy": ("deploy/trunkline", "runtime"), "chart": ("deploy/helm",)}
 """Folders with the sources of a part, where it is not the folder with the part's name."""
 SUFFIXES: Final = frozenset((".py", ".cc", ".h", ".tpl", ".yaml", ".json", ".js"))
-EXPRESSIONS: Final = {"fast": "not soak", "whole": "not soak"}
-"""Which tests a set has, as pytest's option `-m` takes it; see `expression_of`."""
+SETS: Final = {"fast": "none", "whole": "all"}
+"""The areas (`tests/areas.py`) whose tests a set of tests has besides those of no area."""
 STAGE_SECONDS_MAX: Final = 3600
 _FAILED: Final = re.compile(r"^(?:FAILED|ERROR) (\S+::.+?|\S+)(?: - .*)?$", re.MULTILINE)
 
@@ -299,9 +299,11 @@ class Copy:
         self.library.unlink(missing_ok=True)  # a process may still have the old one mapped
         shutil.copy2(folder / "_native.so", self.library)
 
-    def run_tests(self, arguments: Sequence[str], expression: str) -> tuple[int, str]:
-        """Run pytest in the copy; its exit status and what it wrote. 5: no test was found."""
-        command = ("nice", self.python, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", expression)
+    def run_tests(self, arguments: Sequence[str], tests: str) -> tuple[int, str]:
+        """Run pytest in the copy on a set of tests; return its exit status (5: no test was found) and output."""
+        command: list[str | Path] = ["nice", self.python, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+        if (self.root / "tests/areas.py").exists():  # earlier states of the sources have no areas
+            command.append(f"--areas={SETS[tests]}")
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         with subprocess.Popen(
             (*command, *arguments),
@@ -329,9 +331,9 @@ class Copy:
 class Trial:
     """Runs tests on mutants."""
 
-    def __init__(self, copy: Copy, expression: str, last_stage: str) -> None:
+    def __init__(self, copy: Copy, tests: str, last_stage: str) -> None:
         self._copy = copy
-        self._expression = expression
+        self._tests = tests
         self._last_stage = last_stage
         self._sound: dict[str, bool] = {}
         """Whether a test passes without any fault."""
@@ -367,7 +369,7 @@ class Trial:
         """Whether a test that passes without the fault fails with it."""
         while True:
             with self._copy.changed(fit):
-                status, said = self._copy.run_tests(arguments, self._expression)
+                status, said = self._copy.run_tests(arguments, self._tests)
             if status in (0, 5):
                 return False
             if status not in (1, 2):
@@ -384,7 +386,7 @@ class Trial:
         if test not in self._sound:
             if not test.startswith("tests/"):
                 return True
-            status, _ = self._copy.run_tests([test], self._expression)
+            status, _ = self._copy.run_tests([test], self._tests)
             self._sound[test] = status == 0
         return self._sound[test]
 
@@ -393,7 +395,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="only see whether all mutants fit the sources")
     parser.add_argument("--names", nargs="+", default=[], help="these mutants, or all of these tables")
-    parser.add_argument("--set", choices=sorted(EXPRESSIONS), default="fast", help="which tests run")
+    parser.add_argument("--set", choices=sorted(SETS), default="fast", help="which tests run")
     last = parser.add_mutually_exclusive_group()
     last.add_argument("--hints-only", action="store_true", help="no other tests than the entries name")
     last.add_argument("--area-only", action="store_true", help="no tests outside the part's folders")
@@ -436,7 +438,7 @@ def main() -> int:
         done = {verdict["name"] for verdict in known}
         with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
             last_stage = "hints" if options.hints_only else "area" if options.area_only else "rest"
-            trial = Trial(Copy(options.tree.resolve(), Path(folder)), EXPRESSIONS[options.set], last_stage)
+            trial = Trial(Copy(options.tree.resolve(), Path(folder)), options.set, last_stage)
             for mutant in mutants:
                 if mutant.name in done:
                     continue

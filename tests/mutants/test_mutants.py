@@ -22,7 +22,7 @@ def test_each_part_has_mutants() -> None:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A small repository with one module of the controller."""
+    """A folder with one module of the controller."""
     root = tmp_path / "checkout"
     package = root / "controller/trunkline/controller"
     package.mkdir(parents=True)
@@ -31,12 +31,6 @@ def checkout(tmp_path: Path) -> Path:
     (kernels / "__init__.py").touch()
     (package / "pool.py").write_text("one = 1\ntwo = 1 + 1\n")
     (root / "pyproject.toml").write_text('[project]\nscripts = {trunkline = "trunkline.controller.pool:main"}\n')
-    for command in (
-        ("init", "--quiet"),
-        ("add", "."),
-        ("-c", "user.name=t", "-c", "user.email=t@t", "commit", "--quiet", "--message", "all"),
-    ):
-        subprocess.run(("git", *command), cwd=root, check=True)
     return root
 
 
@@ -61,7 +55,14 @@ def test_a_mutant_that_does_not_fit_is_an_error(
         Sources(checkout).fit(_mutant(*edits))
 
 
+@pytest.mark.processes
 def test_a_copy_imports_its_own_sources_and_leaves_the_checkout_alone(checkout: Path, tmp_path: Path) -> None:
+    for command in (
+        ("init", "--quiet"),
+        ("add", "."),
+        ("-c", "user.name=t", "-c", "user.email=t@t", "commit", "--quiet", "--message", "all"),
+    ):
+        subprocess.run(("git", *command), cwd=checkout, check=True)
     (checkout / "controller/trunkline/controller/pool.py").write_text("one = 1\ntwo = 1 + 1\nthree = 3\n")
     copy = Copy(checkout, tmp_path)
     fit = Sources(checkout).fit(_mutant(("was", "is"), ("two = 1 + 1", "two = 1 + 2")))
