@@ -14,12 +14,14 @@ PYTHON ?= $(shell for python in python3 python3.12 python3.11 python3.13; do \
 ARGS ?=
 # Options of pytest, e.g. make test TESTS="tests/controller -x"
 TESTS ?=
+# Areas of make test-all: all, changed, or names (tests/areas.py)
+AREAS ?= all
 
 # What the compiled library is made of: it is rebuilt when one of these changes.
 CSRC = $(shell find kernels/trunkline/kernels/csrc -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh')
 NATIVE := CMakeLists.txt $(wildcard $(addprefix kernels/trunkline/kernels/csrc/,common/* cpu/*.h cpu/*.cc cpu/levels/*))
 
-.PHONY: help setup serve chat test check check-native check-cuda wheel gpu-kit format docs demo-model pins clean
+.PHONY: help setup serve chat test test-all check check-native check-cuda wheel gpu-kit format docs demo-model pins clean
 
 help: ## List the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -66,21 +68,21 @@ wheel: $(STAMP) ## Build the wheel into dist/, with compiled CUDA kernels where 
 gpu-kit: wheel ## Build build/gpu-kit: all that a visit to a machine with CUDA, torch and no network needs
 	$(BIN)/python benchmarks/gpu_kit.py $(ARGS)
 
-# Tests that only compute run two at a time. The others start processes and listen to the clock.
-CLOCKED := $(addprefix tests/,$(patsubst %,worker/test_%.py,service parallel host_pool hostile_grammars grammar \
-	tier_copies tier_disk tier_queue tier_remote tier_service) \
-	$(patsubst %,deploy/test_%.py,supervisor restarts control packaging wire_gate nodes tracing) \
-	$(patsubst %,router/test_%.py,loop_turns large_requests) \
-	deploy/launch/test_agent.py deploy/launch/test_ssh.py kubernetes/test_pods_run.py)
-PURE := $(addprefix tests/,kernels controller simulation kvstore prompts test_tidy.py router/pml router/routing router/ui) \
-	$(filter-out $(CLOCKED),$(wildcard $(patsubst %,tests/%/test_*.py,worker router deploy deploy/launch kubernetes)))
-test: check check-native ## Style, types, sanitizers and the whole test suite
+# Two at a time: tests that only compute one by one, those that start processes file by file, for they share clusters.
+PYTEST := $(BIN)/python -m pytest -q -n 2
+test: check ## Style, types and the tests that find regressions: what a change must pass
 ifeq ($(strip $(TESTS)),)
-	$(BIN)/python -m pytest -q -n 2 $(PURE)
-	$(BIN)/python -m pytest -q $(addprefix --ignore=,$(PURE))
+	$(PYTEST) -m "not processes and not soak"
+	$(PYTEST) --dist loadfile -m "processes and not soak"
 else
 	$(BIN)/python -m pytest $(TESTS)
 endif
+
+test-all: $(STAMP) ## The rest: sanitizers, wheels, sites, browsers, charts, ssh; AREAS=changed: what recent changes touched
+	@if $(BIN)/python tests/areas.py native $(AREAS); then $(MAKE) check-native; fi
+	@echo "areas ($(AREAS)): $$($(BIN)/python tests/areas.py $(AREAS))"
+	$(PYTEST) --dist loadfile --areas $(AREAS) -m "area and not soak" || [ $$? -eq 5 ]
+	@if [ "$(AREAS)" = all ]; then set -x; $(BIN)/python -m pytest -q -m soak; fi
 
 format: $(STAMP) ## Rewrite the sources in the house format
 	$(BIN)/ruff check --fix .

@@ -3,7 +3,7 @@
 `make test` leaves them out and `make test-all` runs them; continuous integration runs those of them whose paths
 changed since the last release, or in the last 20 commits. `@pytest.mark.area("site")` puts a test into an area.
 
-    python tests/areas.py                    the areas whose paths changed, a line
+    python tests/areas.py changed            the areas whose paths changed, in a line
     python tests/areas.py native changed     exit code 0 if the area is among those that changed
     python tests/areas.py native all         exit code 0: every area is
 """
@@ -95,12 +95,12 @@ def selected(choice: str) -> set[str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the changed areas, or say by the exit code whether a choice holds an area."""
-    if not arguments:
-        print(" ".join(sorted(selected("changed"))))
+    """Print the areas of a choice, or say by the exit code whether an area is among them."""
+    *area, choice = arguments
+    if not area:
+        print(" ".join(sorted(selected(choice))))
         return 0
-    area, choice = arguments
-    return int(area not in selected(choice))
+    return int(area[0] not in selected(choice))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
 """Who may import whom: packages, the rooms of a package, and rooms that do no I/O (docs/architecture.md).
 
-A room is a sub-package. Rooms stand on floors; a module imports from its own floor and from lower ones, so it can
-be read without a look upstairs. `KNOWN_ARROWS` and `KNOWN_IMPURE` list what is not so yet: entries may go, none may
-be added.
+A room is a sub-package. Rooms stand on floors; a module imports from its own floor and from lower ones, never from a
+higher one. `KNOWN_ARROWS` and `KNOWN_IMPURE` list what is not so yet: entries may go, none may be added.
 """
 
 from __future__ import annotations
