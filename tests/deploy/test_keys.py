@@ -31,6 +31,8 @@ from trunkline.deploy.errors import UserError
 from trunkline.router.tenancy.auth import Role, hash_key
 from trunkline.router.tenancy.tenant_file import read_rules
 from trunkline.router.tenancy.tenants import TenantLimits
+from trunkline.runtime.wire_keys import PARTS, load
+from trunkline.runtime.wire_keys import Role as WireRole
 
 NOW = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
 
@@ -152,7 +154,6 @@ def test_the_commands(file: Path) -> None:
     ask("revoke", "key1", "--file", str(file))
     assert keys_of(file) == []
     assert ask("draw") != ask("draw")
-    ask("wire", str(file.parent / "wire.keys"))
     refused = CliRunner().invoke(app, ["key", "new", "--tenant", "a", "--role", "root", "--file", str(file)])
     assert refused.exit_code == 2
 
@@ -211,3 +212,45 @@ def test_what_listens_where(file: Path, monkeypatch: pytest.MonkeyPatch) -> None
         with pytest.raises(UserError, match=said):
             ServeSettings(**wrong).validate()  # type: ignore[arg-type]
     assert parse_names(" a, b,,") == ("a", "b")
+
+
+# -- trunkline key wire
+
+
+def say(*words: str | Path) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["key", "wire", *map(str, words)])
+    return result.exit_code, result.output
+
+
+def test_the_command_makes_changes_and_divides_keys(tmp_path: Path) -> None:
+    file, part = tmp_path / "cluster.keys", tmp_path / "router.keys"
+    code, text = say(file)
+    assert code == 0
+    assert load(file).generations[0].name in text
+    assert not any(load(file).generations[0].of(role).secret in text for role in WireRole)
+    code, text = say(file)
+    assert (code, "exists already" in text) == (2, True)
+    assert say(part, "--part", "router", "--of", file)[0] == 0
+    assert load(part) == load(file).part(PARTS["router"])
+    assert say(file, "--rotate")[0] == 0
+    assert len(load(file).generations) == 2
+    assert say(file, "--retire")[0] == 0
+    assert len(load(file).generations) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--rotate", "--retire"], "exclude each other"),
+        (["--part", "router"], "--of"),
+        (["--of", "x"], "--part"),
+        (["--part", "cook", "--of", "x"], "allowed are group"),
+        (["--rotate"], "cannot be read"),
+        (["--part", "router", "--of", "nothing"], "cannot be read"),
+    ],
+)
+def test_the_command_says_what_is_wrong_with_wire_keys(tmp_path: Path, words: list[str], message: str) -> None:
+    code, text = say(tmp_path / "keys", *words)
+    assert code == 2
+    assert message in " ".join(text.split())
+    assert not (tmp_path / "keys").exists()

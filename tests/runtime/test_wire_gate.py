@@ -6,12 +6,12 @@ import contextlib
 import os
 import random
 import socket as sockets
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import zmq
+from deploy.waiting import wait_for
 from zmq.utils.monitor import parse_monitor_message
 
 from trunkline.runtime import wire_gate
@@ -23,13 +23,7 @@ Context = zmq.Context[zmq.Socket[bytes]]
 HANDSHAKE_MS = 400
 TRIES = 20
 ANY = "tcp://127.0.0.1:*"
-
-
-def wait_for(condition: Callable[[], object], seconds: float = 10.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+pytestmark = pytest.mark.processes
 
 
 class Server:
@@ -51,8 +45,8 @@ class Server:
         host, port = self.endpoint().removeprefix("tcp://").split(":")
         return host, int(port)
 
-    def hears(self, socket: zmq.Socket[bytes], payload: bytes, seconds: float = 5.0) -> bool:
-        return bool(socket.poll(int(seconds * 1000))) and socket.recv_multipart()[-1] == payload
+    def hears(self, socket: zmq.Socket[bytes], payload: bytes) -> bool:
+        return bool(socket.poll(20_000)) and socket.recv_multipart()[-1] == payload
 
     def counts(self, text: str) -> int:
         return sum(count for kind, count in self.gate.log.counts.items() if text in kind)
@@ -79,20 +73,16 @@ class Client:
             self.close()
             raise
 
-    def verdict(self, seconds: float = 5.0) -> str:
-        """ "": it was let in; else what its log would say."""
-        assert self.monitor.poll(int(seconds * 1000)), "no end of the handshake"
+    def verdict(self) -> str:
+        """Return "" if it was let in; else what its log would say."""
+        assert self.monitor.poll(20_000), "no end of the handshake"
         event = parse_monitor_message(self.monitor.recv_multipart())
         return "" if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED else self.peer.explain(event)
 
     def says(self, text: str) -> bool:
-        """Whether the first verdict says so that is no bare end of the connection."""
-        verdict = self.verdict()
-        for _ in range(TRIES):
-            if "closed the connection" not in verdict:
-                break
-            verdict = self.verdict()
-        return text in verdict
+        """Return whether the first verdict says so that is no bare end of the connection."""
+        verdicts = (self.verdict() for _ in range(TRIES))
+        return text in next(verdict for verdict in verdicts if "closed the connection" not in verdict)
 
     def close(self) -> None:
         self.socket.disable_monitor()
@@ -128,6 +118,27 @@ def connect() -> Iterator[Callable[..., Client]]:
     for client in clients:
         client.close()
     context.term()
+
+
+@contextlib.contextmanager
+def listening(
+    keys: str | None, bytes_max: int = MESSAGE_BYTES_MAX
+) -> Iterator[tuple[list[Gate], zmq.Socket[bytes], str]]:
+    """The gate of a ROUTER, which is not open yet, in a list of those that are to be closed; none without keys."""
+    context: Context = zmq.Context()
+    gates = [Gate(context, keys)] if keys is not None else []
+    router = context.socket(zmq.ROUTER)
+    try:
+        for gate in gates:
+            gate.bind(router, ANY, Role.ROUTER, bytes_max)
+        if not gates:
+            router.bind(ANY)
+        yield gates, router, router.getsockopt_string(zmq.LAST_ENDPOINT)
+    finally:
+        for gate in gates:
+            gate.close()
+        router.close(linger=0)
+        context.term()
 
 
 @pytest.fixture
@@ -175,7 +186,9 @@ def test_strangers_are_told_and_change_nothing(
     assert f"has other keys than {tmp_path}/other.keys" in other.verdict()
     plain = connect(WirePeer(), server.endpoint())
     assert plain.says("wants wire keys")
-    wait_for(lambda: server.counts("another cluster's wire keys") and server.counts("without wire keys"))
+    wait_for(lambda: server.counts("another cluster's wire keys"))
+    # Which of the two depends on whether libzmq sees the end of the connection first.
+    wait_for(lambda: server.counts("without wire keys") or server.counts("did not end its handshake"))
     for client in (other, plain):
         with pytest.raises(zmq.Again):
             client.socket.send(b"hello", zmq.NOBLOCK)
@@ -184,36 +197,25 @@ def test_strangers_are_told_and_change_nothing(
 
 
 def test_a_client_with_keys_tells_nothing_to_a_server_without(connect: Connect, keys: str) -> None:
-    context: Context = zmq.Context()
-    plain = context.socket(zmq.ROUTER)
-    plain.bind(ANY)
-    try:
-        client = connect(WirePeer(keys), plain.getsockopt_string(zmq.LAST_ENDPOINT))
+    with listening(None) as (_, plain, endpoint):
+        client = connect(WirePeer(keys), endpoint)
         assert client.says("the other side has no wire keys")
         with pytest.raises(zmq.Again):
             client.socket.send(b"secret", zmq.NOBLOCK)
-        assert not plain.poll(100)
-    finally:
-        plain.close(linger=0)
-        context.term()
+        assert not plain.poll(50)
 
 
 def test_nobody_gets_in_before_the_gate_is_open(connect: Connect, keys: str) -> None:
-    context: Context = zmq.Context()
-    gate = Gate(context, keys)
-    router = context.socket(zmq.ROUTER)
-    gate.bind(router, ANY, Role.ROUTER, MESSAGE_BYTES_MAX)
-    client = connect(WirePeer(keys), router.getsockopt_string(zmq.LAST_ENDPOINT))
-    assert not client.monitor.poll(300)
-    gate.open()
-    assert client.verdict() == ""
-    gate.close()
-    late = connect(WirePeer(keys), router.getsockopt_string(zmq.LAST_ENDPOINT))
-    assert late.verdict() != ""
-    client.socket.send(b"who is in stays in")
-    assert router.poll(5000)
-    router.close(linger=0)
-    context.term()
+    with listening(keys) as (gates, router, endpoint):
+        gate = gates.pop()
+        client = connect(WirePeer(keys), endpoint)
+        assert not client.monitor.poll(100)
+        gate.open()
+        assert client.verdict() == ""
+        gate.close()
+        assert connect(WirePeer(keys), endpoint).verdict() != ""
+        client.socket.send(b"who is in stays in")
+        assert router.poll(20_000)
 
 
 def test_keys_change_while_all_runs(server: Server, connect: Connect, keys: str, tmp_path: Path) -> None:
@@ -290,32 +292,23 @@ def garbage(seed: int) -> bytes:
 
 
 def test_garbage_is_closed_within_the_time_of_a_handshake(
-    keys: str, connect: Connect, monkeypatch: pytest.MonkeyPatch, strangers: list[sockets.socket]
+    server: Server, keys: str, connect: Connect, strangers: list[sockets.socket]
 ) -> None:
-    monkeypatch.setattr(wire_gate, "HANDSHAKE_MS", HANDSHAKE_MS)
-    server = Server(keys)
-    try:
-        friend = connect(WirePeer(keys), server.endpoint())
-        assert friend.verdict() == ""
-        memory = _memory_bytes()
-        strangers += [sockets.create_connection(server.address) for _ in range(64)]
-        for seed, stranger in enumerate(strangers):
-            with contextlib.suppress(OSError):
-                stranger.sendall(garbage(seed))
-        port = server.gate.ports[0]
-        wait_for(lambda: port.accepted >= 65)
-        wait_for(lambda: port.connections == 1)
-        assert _memory_bytes() - memory < 32 << 20
-        friend.socket.send(b"unharmed")
-        frames: list[bytes] = []
-        while not frames or frames[-1] != b"unharmed":
-            assert server.router.poll(5000)
-            frames = server.router.recv_multipart()
-            assert frames[-1] == b"unharmed"
-        assert server.counts("refused") >= 8
-        assert len(server.gate.log.counts) < 10
-    finally:
-        server.close()
+    friend = connect(WirePeer(keys), server.endpoint())
+    assert friend.verdict() == ""
+    memory = _memory_bytes()
+    strangers += [sockets.create_connection(server.address) for _ in range(64)]
+    for seed, stranger in enumerate(strangers):
+        with contextlib.suppress(OSError):
+            stranger.sendall(garbage(seed))
+    port = server.gate.ports[0]
+    wait_for(lambda: port.accepted >= 65)
+    wait_for(lambda: port.connections == 1)
+    assert _memory_bytes() - memory < 32 << 20
+    friend.socket.send(b"unharmed")
+    assert server.hears(server.router, b"unharmed")
+    assert server.counts("refused") >= 8
+    assert len(server.gate.log.counts) < 10
 
 
 def _memory_bytes() -> int:
@@ -323,30 +316,21 @@ def _memory_bytes() -> int:
 
 
 def test_a_message_that_is_too_long_ends_its_connection_only(keys: str, connect: Connect) -> None:
-    context: Context = zmq.Context()
-    gate = Gate(context, keys)
-    router = context.socket(zmq.ROUTER)
-    gate.bind(router, ANY, Role.ROUTER, SUBSCRIPTION_BYTES_MAX)
-    gate.open()
-    endpoint = router.getsockopt_string(zmq.LAST_ENDPOINT)
-    try:
+    with listening(keys, SUBSCRIPTION_BYTES_MAX) as ([gate], router, endpoint):
+        gate.open()
         clients = [connect(WirePeer(keys), endpoint) for _ in range(2)]
         assert [client.verdict() for client in clients] == ["", ""]
         clients[0].socket.send(bytes(SUBSCRIPTION_BYTES_MAX + 1))
         wait_for(lambda: gate.ports[0].closed)
         clients[1].socket.send(b"unharmed")
-        assert router.poll(5000)
+        assert router.poll(20_000)
         assert router.recv_multipart()[-1] == b"unharmed"
-    finally:
-        gate.close()
-        router.close(linger=0)
-        context.term()
 
 
 def test_too_many_connections_close_the_port_for_a_while(
     keys: str, connect: Connect, monkeypatch: pytest.MonkeyPatch, strangers: list[sockets.socket]
 ) -> None:
-    monkeypatch.setattr(wire_gate, "HANDSHAKE_MS", 4000)  # so long the port stays closed, also on a busy machine
+    monkeypatch.setattr(wire_gate, "HANDSHAKE_MS", 60_000)  # the strangers stay until the test closes them
     monkeypatch.setattr(wire_gate, "connections_max", lambda: 20)
     server = Server(keys)
     try:
@@ -357,14 +341,13 @@ def test_too_many_connections_close_the_port_for_a_while(
         wait_for(lambda: port.connections >= 20)
         wait_for(lambda: not port.is_open)
         with pytest.raises(TimeoutError):
-            sockets.create_connection(server.address, timeout=0.3)
+            sockets.create_connection(server.address, timeout=0.2)
         friend.socket.send(b"unharmed")
         assert server.hears(server.router, b"unharmed")
-        late = connect(WirePeer(keys), server.endpoint())
-        wait_for(lambda: port.is_open)  # the strangers' time is over
-        assert late.verdict() == ""
         for stranger in strangers:
             stranger.close()
+        wait_for(lambda: port.is_open)
+        assert connect(WirePeer(keys), server.endpoint()).verdict() == ""
         assert server.counts("no more connections") == 1
     finally:
         server.close()

@@ -1,4 +1,4 @@
-"""Files of wire keys: who may read them, what is in them, how they change; and what the command says."""
+"""Files of wire keys: who may read them, what is in them, how they change, and keys made of a secret text."""
 
 from __future__ import annotations
 
@@ -9,13 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 import zmq
-from typer.testing import CliRunner
 
 from trunkline.controller.config import ConfigError, ControllerConfig
-from trunkline.deploy.cli import wire_cli
-from trunkline.runtime.rare_log import RareLog
+from trunkline.runtime import wire_seed
 from trunkline.runtime.wire_keys import (
     GENERATIONS_MAX,
     PARTS,
@@ -47,7 +44,7 @@ def test_a_file_is_its_owners_and_comes_back_as_it_was(tmp_path: Path) -> None:
         os.umask(umask)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert load(path) == keys
-    assert {pair.public for pair in (keys.generations[0].of(role) for role in Role)}.__len__() == 3
+    assert len({keys.generations[0].of(role).public for role in Role}) == 3
     for role in Role:
         pair = keys.generations[0].of(role)
         assert zmq.curve_public(pair.secret.encode()).decode() == pair.public
@@ -64,11 +61,11 @@ def test_a_file_that_is_there_is_never_overwritten(path: Path) -> None:
     assert list(path.parent.iterdir()) == [path]
 
 
-@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o602, 0o666])
-def test_a_file_that_others_may_read_or_change_is_refused(path: Path, mode: int) -> None:
-    path.chmod(mode)
-    with pytest.raises(WireKeysError, match="chmod 600"):
-        load(path)
+def test_a_file_that_others_may_read_or_change_is_refused(path: Path) -> None:
+    for mode in (0o640, 0o604, 0o620, 0o602, 0o666):
+        path.chmod(mode)
+        with pytest.raises(WireKeysError, match="chmod 600"):
+            load(path)
     path.chmod(0o400)
     load(path)
 
@@ -172,65 +169,60 @@ def test_endpoints_on_the_network_need_keys(path: Path) -> None:
         config.validate()
 
 
-# -- the command
+# -- keys that are made of a text
 
-cli = typer.Typer()
-wire_cli.add_to(cli)
-
-
-@cli.command()
-def other() -> None:
-    """With two commands the first has its name."""
+OLD = "a" * 16 + "7Qx" * 10
+NEW = "b" * 16 + "9Zk" * 10
 
 
-def say(*words: str | Path) -> tuple[int, str]:
-    result = CliRunner().invoke(cli, ["wire", *map(str, words)])
-    return result.exit_code, result.output
+def test_the_same_seed_makes_the_same_keys_and_another_others() -> None:
+    assert wire_seed.keys_of(OLD) == wire_seed.keys_of(f"  {OLD}\n")
+    assert wire_seed.keys_of(OLD).names != wire_seed.keys_of(NEW).names
 
 
-def test_the_command_makes_changes_and_divides_keys(tmp_path: Path) -> None:
-    file, part = tmp_path / "cluster.keys", tmp_path / "router.keys"
-    code, text = say(file)
-    assert code == 0
-    assert load(file).generations[0].name in text
-    assert not any(load(file).generations[0].of(role).secret in text for role in Role)
-    code, text = say(file)
-    assert (code, "exists already" in text) == (2, True)
-    assert say(part, "--part", "router", "--of", file)[0] == 0
-    assert load(part) == load(file).part(PARTS["router"])
-    assert say(file, "--rotate")[0] == 0
-    assert len(load(file).generations) == 2
-    assert say(file, "--retire")[0] == 0
-    assert len(load(file).generations) == 1
+def test_roles_have_different_keys() -> None:
+    generation = wire_seed.keys_of(OLD).generations[0]
+    assert len({generation.of(role).secret for role in Role}) == len(Role)
+
+
+def test_each_part_gets_a_file_that_loads_with_its_own_secrets_only(tmp_path: Path) -> None:
+    seed = tmp_path / "seed"
+    seed.write_text(OLD)
+    for part, roles in PARTS.items():
+        target = tmp_path / f"{part}.keys"
+        for _ in range(2):  # a pod's init containers may run again
+            wire_seed.main(["--part", part, str(seed), str(target)])
+        generation = load(target).generations[0]
+        assert {role for role in Role if generation.of(role).secret} == set(roles)
+        assert stat.S_IMODE(target.stat().st_mode) == 0o600
+
+
+def test_parts_know_each_other_while_seeds_change() -> None:
+    before, between = wire_seed.keys_of(OLD), wire_seed.keys_of(f"{NEW}\n{OLD}")
+    assert between.generations[1] == before.generations[0]
+    assert before.lets_in(Role.ROUTER) < between.lets_in(Role.ROUTER)
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("text", "says"),
     [
-        (["--rotate", "--retire"], "exclude each other"),
-        (["--part", "router"], "--of"),
-        (["--of", "x"], "--part"),
-        (["--part", "cook", "--of", "x"], "allowed are group"),
-        (["--rotate"], "cannot be read"),
-        (["--part", "router", "--of", "nothing"], "cannot be read"),
+        (b"", "0 lines"),
+        (b"short", "5 characters"),
+        (f"{OLD}\nshort".encode(), "line 2"),
+        ("\n".join([OLD] * 5).encode(), "5 lines"),
+        (b"\xff" * 40, "no text"),
+        (b"x" * 5000, "no seed"),
     ],
 )
-def test_the_command_says_what_is_wrong(tmp_path: Path, words: list[str], message: str) -> None:
-    code, text = say(tmp_path / "keys", *words)
-    assert code == 2
-    assert message in " ".join(text.split())
+def test_what_is_no_seed_is_refused_and_not_shown(tmp_path: Path, text: bytes, says: str) -> None:
+    seed = tmp_path / "seed"
+    seed.write_bytes(text)
+    with pytest.raises(SystemExit, match=says) as refused:
+        wire_seed.main(["--part", "router", str(seed), str(tmp_path / "keys")])
+    assert OLD not in str(refused.value)
     assert not (tmp_path / "keys").exists()
 
 
-def test_rare_lines_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
-    rare = RareLog("test", 10.0)
-    for second in range(25):
-        rare.warning("noise", float(second), peer="a")
-    rare.warning("other noise", 0.0)
-    written = [line for line in capsys.readouterr().out.splitlines() if "noise" in line]
-    assert len([line for line in written if "other" not in line]) == 3
-    assert "not_logged=9" in written[1] or '"not_logged": 9' in written[1]
-    assert rare.counts == {"noise": 25, "other noise": 1}
-    for kind in range(1000):
-        rare.warning(f"kind {kind}", 0.0)
-    assert len(rare.counts) <= 65
+def test_a_seed_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(WireKeysError, match="nowhere: the seed cannot be read"):
+        wire_seed.read_seed(tmp_path / "nowhere")
