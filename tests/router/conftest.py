@@ -1,4 +1,4 @@
-"""Fixtures of the router's tests."""
+"""Fixtures of the router's tests: one router with one scripted controller for all of them, and its clients."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import openai
 import pytest
 import structlog
 from router.fake_controller import Behaviour, FakeController
-from router.harness import DEMO_MODEL, JSON, RunningRouter, make_answer, running, wait_until
+from router.harness import DEMO_MODEL, RunningRouter, make_answer, running, wait_until
 
+from trunkline.router.streams import link
 from trunkline.router.text.tokenizer import Tokenizer
 
 _numbers = itertools.count()
@@ -37,6 +38,14 @@ def quiet() -> Iterator[None]:
     structlog.configure(**before)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def quick_pings() -> Iterator[None]:
+    """Routers ask their controllers how they are, and connect again, ten times a second instead of once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(link, "PING_SECONDS", 0.1)
+        yield
+
+
 @pytest.fixture(scope="session")
 def tokenizer() -> Iterator[Tokenizer]:
     """The demo model's."""
@@ -51,9 +60,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("r")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def cluster(folder: Path, tokenizer: Tokenizer) -> Iterator[tuple[RunningRouter, FakeController]]:
-    """A router with one controller for the tests of a module."""
+    """A router with one controller, for every test that needs no other shape."""
     place = folder / str(next(_numbers))
     place.mkdir()
     with running(place, tokenizer) as (router, [fake]):
@@ -62,26 +71,27 @@ def cluster(folder: Path, tokenizer: Tokenizer) -> Iterator[tuple[RunningRouter,
 
 @pytest.fixture
 def router(cluster: tuple[RunningRouter, FakeController]) -> RunningRouter:
-    """The module's router."""
+    """The shared router. Tests must not change its configuration, nor count what others did with it."""
     return cluster[0]
 
 
 @pytest.fixture
 def fake(cluster: tuple[RunningRouter, FakeController], tokenizer: Tokenizer) -> Iterator[FakeController]:
-    """The module's controller, with fresh behaviour; afterwards nothing may be left running."""
+    """The shared controller, with fresh behaviour and records; a test must leave nothing running there."""
     router, controller = cluster
     controller.behaviour = Behaviour(make_answer(tokenizer))
+    router.forgive()
     wait_until(lambda: router.ready == 1)
     yield controller
-    controller.behaviour.hold = controller.behaviour.mute = False
+    controller.behaviour.hold = controller.behaviour.mute = controller.behaviour.queue = False
     wait_until(lambda: router.inflight == 0 and controller.live == 0)
     assert not router.service._generations
 
 
 @pytest.fixture
 def http(router: RunningRouter, fake: FakeController) -> Iterator[httpx.Client]:
-    """A plain client."""
-    with httpx.Client(base_url=router.url, timeout=20, headers=JSON, trust_env=False) as client:
+    """A client whose requests reach the application without a socket; `router.url` has one."""
+    with router.client() as client:
         yield client
 
 

@@ -1,4 +1,4 @@
-"""A whole router in this process: real HTTP, real ZeroMQ, fake controllers."""
+"""A whole router in this process, on a socket, and fake controllers behind it over real ZeroMQ."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import uvloop
 from router.fake_controller import FakeController, prompt_of
+from router.in_process import InProcess
 
 from trunkline.controller.messages import Submit
 from trunkline.router.config import RouterConfig
+from trunkline.router.routing.breaker import Breaker
 from trunkline.router.server import listen, make_server
 from trunkline.router.service import RouterService
 from trunkline.router.tenancy.auth import hash_key
@@ -60,6 +63,22 @@ class RunningRouter:
         """Serve."""
         self._thread.start()
         wait_until(lambda: self._server.started)
+
+    def client(self, **headers: str) -> httpx.Client:
+        """Return a client that reaches the application without a socket."""
+        assert self._loop is not None
+        return httpx.Client(
+            base_url=self.url,
+            timeout=20,
+            headers=JSON | headers,
+            transport=InProcess(self._server.config.loaded_app, self._loop),
+        )
+
+    def forgive(self) -> None:
+        """Forget which controllers have failed, so that they get requests again at once."""
+        core = self.service.dispatcher.core
+        core._breakers = [Breaker() for _ in core._breakers]
+        core._failing.clear()
 
     def stop(self) -> None:
         """Leave at once."""

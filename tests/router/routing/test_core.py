@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from seeds import seeds
 
 from trunkline.router.routing.core import (
     Decision,
@@ -146,11 +147,12 @@ class Machine:
         assert self.core.index.expecting <= self.next_ticket
 
 
-@pytest.mark.parametrize("policy", ["prefix", "least-loaded", "session-hash", "sglang", "dynamo", "llm-d"])
-@pytest.mark.parametrize("seed", range(3))
-def test_loads_are_the_live_tickets_whatever_happens(seed: int, policy: str) -> None:
+@pytest.mark.parametrize(
+    ("policy", "seed"), [(policy, seed) for seed in seeds(2) for policy in ("prefix", "least-loaded")]
+)
+def test_loads_are_the_live_tickets_whatever_happens(policy: str, seed: int) -> None:
     machine = Machine(seed, policy)
-    for _ in range(1200):
+    for _ in range(600):
         machine.turn()
         machine.check()
     for ticket in [*machine.live]:
@@ -159,7 +161,7 @@ def test_loads_are_the_live_tickets_whatever_happens(seed: int, policy: str) -> 
     machine.check()
     machine.core.index.match([], machine.now + 10)
     assert machine.core.index.expecting == 0, "nothing is expected of requests that have ended"
-    assert machine.next_ticket > 100
+    assert machine.next_ticket > 50
 
 
 def test_the_prefix_goes_where_it_is() -> None:

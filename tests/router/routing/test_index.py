@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
+from seeds import seeds
 
 from trunkline.router.routing.index import EXPECT_SECONDS, EXPECTED, SHARDS, TIERS, ChunkIndex
 
@@ -144,10 +145,10 @@ class Machine:
         self.oracle.tickets = {n: t for n, t in self.oracle.tickets.items() if self.now < t.end}
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", seeds(2))
 def test_it_knows_exactly_what_was_told(seed: int) -> None:
     machine = Machine(seed, controllers=random.Random(seed).choice((1, 3, 9, 64)), bytes_max=1 << 20)
-    for step in range(1500):
+    for step in range(800):
         machine.step()
         chain = machine.rng.choice(machine.chains)
         found = machine.index.match(chain, machine.now).tiers.tolist()
@@ -167,7 +168,7 @@ def test_a_full_index_misses_things_but_tells_nothing_wrong(seed: int) -> None:
     machine = Machine(seed, controllers=4, bytes_max=20 * 200)
     names = list({name for chain in machine.chains for name in chain})
     hits = 0
-    for step in range(1500):
+    for step in range(800):
         machine.step()
         name = machine.rng.choice(names)
         for controller, tiers in enumerate(machine.index.match([name], machine.now).tiers.tolist()):

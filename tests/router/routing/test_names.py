@@ -6,8 +6,10 @@ import random
 
 import msgspec
 import pytest
+from seeds import seeds
 from simulation.driver import Simulation
 from simulation.module_prompts import Schemas, layout, text
+from simulation.told import truth
 
 from trunkline.controller.config import EngineConfig
 from trunkline.kvstore.layout import pack_int32
@@ -31,13 +33,12 @@ class Controller:
             model_fingerprint=FINGERPRINT,
             positions_shift=positions_shift,
         )
-        self.simulation = Simulation(config)
+        self.simulation = Simulation(config, check=False)
         self.identity = Identity(FINGERPRINT, config.dtype, CHUNK, positions_shift)
 
     def predict(self, request: RouteRequest) -> Decision:
         """As a router that has just heard of everything."""
-        assert self.simulation.listener is not None
-        told = self.simulation.listener.tiers
+        told = truth(self.simulation.engine.scheduler.residence.tree)
         core = RoutingCore(1)
         core.set_identity(0, self.identity)
         core.set_available(0, True, 0.0)
@@ -64,7 +65,7 @@ class Controller:
         return predicted, stream.started.cached_tokens, stream.output
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", seeds(1))
 def test_plain_prompts(seed: int) -> None:
     rng, controller, hits = random.Random(seed), Controller(), 0
     histories: list[tuple[bytes, list[int]]] = [(b"", [])]
@@ -84,7 +85,7 @@ def test_plain_prompts(seed: int) -> None:
 
 
 @pytest.mark.parametrize("positions_shift", [True, False])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", seeds(1))
 def test_prompts_with_modules(seed: int, positions_shift: bool) -> None:
     rng, controller = random.Random(seed), Controller(positions_shift=positions_shift)
     schemas = Schemas(rng, CHUNK)
@@ -101,7 +102,7 @@ def test_prompts_with_modules(seed: int, positions_shift: bool) -> None:
     assert near >= 50
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", seeds(2))
 def test_prompts_of_which_something_is_dropped(seed: int) -> None:
     rng, kept = random.Random(seed), 0
     for _ in range(15):
