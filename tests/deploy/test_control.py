@@ -1,15 +1,14 @@
-"""The control socket: commands in, answers out, and whatever else somebody may send."""
+"""The control socket: commands in, answers out, and whatever else may be sent there."""
 
 from __future__ import annotations
 
 import json
-import selectors
 import socket
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from deploy.controlled import control_server
 
 from trunkline.deploy.supervisor.control_client import ControlError, ask
 from trunkline.deploy.supervisor.control_commands import (
@@ -61,17 +60,13 @@ def test_lines_come_as_they_like() -> None:
 
 
 class Desk:
-    """A server in a thread: `status` is answered at once, a drain when somebody else says restart."""
+    """Answers `status` at once, and a drain when another client says restart."""
 
     def __init__(self, folder: Path) -> None:
         self.path = control_path(folder)
-        self.selector = selectors.DefaultSelector()
         self.commands: list[Command] = []
-        self.server = ControlServer(self.selector, folder, self.on_command)
+        self.server: ControlServer
         self._waiting: list[int] = []
-        self._stop = False
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
 
     def on_command(self, command: Command, ticket: int) -> None:
         self.commands.append(command)
@@ -86,25 +81,12 @@ class Desk:
                 self.server.reply(waiting, Reply("down", done=True))
         self.server.reply(ticket, Reply(done=True, status={"big": "x" * 200_000}))
 
-    def _run(self) -> None:
-        while not self._stop:
-            for key, events in self.selector.select(0.02):
-                if self.selector.get_map().get(key.fd) is key:
-                    key.data(events)
-
-    def stop(self) -> None:
-        self._stop = True
-        self._thread.join()
-        self.server.close()
-        assert len(self.selector.get_map()) == 0
-        self.selector.close()
-
 
 @pytest.fixture
 def desk(tmp_path: Path) -> Iterator[Desk]:
-    desk = Desk(tmp_path)
-    yield desk
-    desk.stop()
+    made = Desk(tmp_path)
+    with control_server(tmp_path, made.on_command) as made.server:
+        yield made
 
 
 def connect(desk: Desk) -> socket.socket:
@@ -114,11 +96,8 @@ def connect(desk: Desk) -> socket.socket:
     return connection
 
 
-def test_only_this_user_can_connect(desk: Desk) -> None:
+def test_two_clients_of_this_user_and_one_that_waits_for_the_other(desk: Desk) -> None:
     assert desk.path.stat().st_mode & 0o777 == 0o600
-
-
-def test_two_clients_and_one_that_waits_for_the_other(desk: Desk) -> None:
     waiting = ask(desk.path, Command("drain", ["0"]))
     assert next(waiting) == Reply("begun")
     [answer] = ask(desk.path, Command("restart"))
@@ -172,6 +151,6 @@ def test_a_client_that_goes_away_takes_nothing_along(desk: Desk) -> None:
     assert list(ask(desk.path, Command("restart")))[-1].done
 
 
-def test_nobody_there_is_one_clear_error(tmp_path: Path) -> None:
+def test_a_missing_supervisor_is_one_clear_error(tmp_path: Path) -> None:
     with pytest.raises(ControlError, match="does not answer"):
         list(ask(tmp_path / "control", Command("status")))

@@ -1,0 +1,83 @@
+"""What `--disk-tier` and `--remote-tier` may say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trunkline.deploy.config.tier_options import DiskOption, check_remote_url, parse_disk_tier, redacted
+from trunkline.deploy.errors import UserError
+
+
+@pytest.mark.parametrize(
+    ("text", "option"),
+    [
+        ("0", DiskOption(0)),
+        ("20GiB", DiskOption(20 << 30)),
+        (" 2 GB ", DiskOption(2 * 10**9)),
+        ("/data/kv:512MiB", DiskOption(512 << 20, Path("/data/kv"))),
+        ("/data/a:b:1GiB", DiskOption(1 << 30, Path("/data/a:b"))),
+        ("~/kv:1GiB", DiskOption(1 << 30, Path("/the/home/kv"))),
+        ("kv:1GiB", DiskOption(1 << 30, Path("/kv"))),
+    ],
+)
+def test_disk_options(text: str, option: DiskOption, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir("/")
+    monkeypatch.setenv("HOME", "/the/home")
+    assert parse_disk_tier(text) == option
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("lots", "is not a size"),
+        ("", "is not a size"),
+        ("/data/kv", "says no size; write PATH:SIZE, such as /data/kv:20GiB"),
+        ("/data/kv:", "says no size; write PATH:SIZE, such as /data/kv:20GiB"),
+        (":1GiB", "write PATH:SIZE"),
+        ("/data/kv:0", "write 0 alone"),
+    ],
+)
+def test_what_is_no_disk_option(text: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        parse_disk_tier(text)
+
+
+def test_remote_urls() -> None:
+    urls = "redis://localhost redis://h:6379/0 rediss://u:p@h:1/15?x=y redis://[::1]:6379/ redis://:p@h "
+    urls += "unix:///run/redis.sock unix:///r?db=3 unix://u:p@/r.sock"
+    for url in urls.split():
+        check_remote_url(url)
+
+
+def test_an_unknown_store_is_told_which_there_are() -> None:
+    with pytest.raises(UserError) as caught:
+        check_remote_url("memcached://h")
+    assert str(caught.value) == (
+        "--remote-tier is 'memcached://h'; allowed are redis://HOST:PORT/DB, rediss://HOST:PORT/DB, "
+        "valkey://HOST:PORT/DB, valkeys://HOST:PORT/DB, unix:///PATH?db=DB"
+    )
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("memcached://:secret@h", "http://u:secret@h:80", "h:6379", "redis://", "redis://:secret@"),
+        *("redis://:secret@h:port", "redis://:secret@h:99999", "redis://:secret@h/zero", "redis://[::1"),
+        *("unix://:secret@h/r.sock", "unix://:secret@/", "unix:///r.sock?db=secret", "u:secret@h"),
+        *("unix:///r.sock?password=secret&db=", "redis://:se/cret@h/x", "redis://:se?cret@h/x"),
+        *("redis://:se#cret@h/x", "ftp://h/?password=secret", "ftp://h/?password=secret@secret"),
+    ],
+)
+def test_other_urls_are_refused_without_their_password(url: str) -> None:
+    with pytest.raises(UserError, match="--remote-tier is") as caught:
+        check_remote_url(url)
+    assert "cret" not in str(caught.value)
+    assert "se" not in redacted(url).removeprefix("redis")
+
+
+def test_what_is_shown_of_a_url() -> None:
+    assert redacted("redis://h:6379/0") == "redis://h:6379/0"
+    assert redacted("rediss://u:p@h:1/2?password=p") == "rediss://u:***@h:1/2"
+    assert redacted("redis://:p@h") == "redis://:***@h"
