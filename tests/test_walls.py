@@ -1,7 +1,7 @@
 """Who may import whom: packages, the rooms of a package, and rooms that do no I/O (docs/architecture.md).
 
-A room is a sub-package. Rooms stand on floors; a module imports from its own floor and from lower ones, never from a
-higher one. `KNOWN_ARROWS` and `KNOWN_IMPURE` list what is not so yet: entries may go, none may be added.
+A room is a sub-package. Rooms stand on floors, and a module imports only from its own floor and from lower ones.
+`KNOWN_ARROWS` and `KNOWN_IMPURE` list what is not so yet: entries may go, none may be added.
 """
 
 from __future__ import annotations
