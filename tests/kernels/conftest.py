@@ -1,4 +1,4 @@
-"""The implementations as a parameter: a test that takes `kernels` or `implementation` runs once with each."""
+"""The CPU implementations as a parameter: a test that takes `kernels` or `implementation` runs once with each."""
 
 from __future__ import annotations
 
@@ -6,19 +6,26 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from kernels.implementations import NAMES, NATIVE, make_kernels
+from kernels.implementations import CPU, SANITIZED, make_kernels
 
 from trunkline.kernels.ops import Kernels
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Last, so that it varies fastest: what a test caches for its other parameters serves all implementations."""
-    if "implementation" in metafunc.fixturenames:
-        # The levels are one source: under sanitizers the widest and the narrowest vectors say it all.
-        ends = {NATIVE[0], NATIVE[-1]} if NATIVE else set()
-        marks = {name: [pytest.mark.sanitized] if name in ends else [] for name in NAMES}
-        metafunc.parametrize("implementation", [pytest.param(name, marks=marks[name]) for name in NAMES])
+    """Parametrise what chooses no implementations itself.
+
+    It comes last and so varies fastest: what a test caches for its other parameters serves all implementations.
+    """
+    marks = metafunc.definition.iter_markers("parametrize")
+    chosen = {name for mark in marks for name in _names(mark.args[0])}
+    if "implementation" in metafunc.fixturenames and "implementation" not in chosen:
+        sanitized = {name: [pytest.mark.sanitized] if name in SANITIZED else [] for name in CPU}
+        metafunc.parametrize("implementation", [pytest.param(name, marks=sanitized[name]) for name in CPU])
+
+
+def _names(names: str | list[str] | tuple[str, ...]) -> list[str]:
+    return [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
 
 
 @pytest.fixture

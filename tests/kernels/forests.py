@@ -6,6 +6,7 @@ What no row covers is NaN, so that whoever reads it shows it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple
 
@@ -263,6 +264,24 @@ def one_row(chunk_size: int, tokens: int, first_block: int = 0) -> Row:
     counts = [min(chunk_size, tokens - start) for start in starts]
     ranges = [Range(i, first_block + i, 0, n, i * chunk_size, 0) for i, n in enumerate(counts)]
     return Row(ranges, tokens - 1)
+
+
+def behind_prefix(chunk_size: int, shared: int, tails: Iterable[int]) -> Forest:
+    """Rows with one shared prefix of whole blocks, and a tail each of so many tokens."""
+    forest = Forest(chunk_size, [], no_runs(), shared)
+    for tokens in tails:
+        row = one_row(chunk_size, shared * chunk_size)
+        row.ranges.append(Range(shared, forest.blocks, 0, tokens, shared * chunk_size, 0))
+        row.position += tokens
+        forest.rows.append(row)
+        forest.blocks += 1
+    forest.runs = np.array([[0, len(forest.rows), 0, shared]], dtype=np.int32)
+    return forest
+
+
+def no_runs() -> Int32Array:
+    """The hint that no rows share anything."""
+    return np.zeros((0, 4), dtype=np.int32)
 
 
 def pool_data(forest: Forest, spec: AttentionSpec, dtype: torch.dtype, seed: int, *, spare: int = 0) -> Tensor:

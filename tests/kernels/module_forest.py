@@ -6,10 +6,21 @@ own tokens stand in the gaps between them and behind, packed one behind the othe
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
+from kernels.attention_cases import Case, make_case
 from kernels.forests import Forest, Range, Row
+from kernels.implementations import DTYPES
+from kernels.oracle import HEAD_DIMS, HEADS, alibi_slopes, has_positions, make_spec
+
+from trunkline.kernels.ops import AttentionSpec
+
+CHUNKS: Final = (1, 3, 8, 16, 32, 64, 100)
+KINDS: Final = ("rotary", "alibi", "learned")
+"""What the positions of a model are."""
 
 
 @dataclass(frozen=True)
@@ -141,3 +152,32 @@ def module_forest(rng: np.random.Generator, shape: Prompts) -> Forest:
             runs.append((index, index + 1, 0, entries))
     forest.runs = np.array(runs, dtype=np.int32).reshape(-1, 4)
     return forest
+
+
+def spec_of(seed: int, kind: str) -> AttentionSpec:
+    """Learned positions are in the hidden states already: attention knows only where each token acts."""
+    heads, kv_heads = HEADS[seed % len(HEADS)]
+    return make_spec(
+        heads,
+        kv_heads,
+        HEAD_DIMS[seed * 3 % len(HEAD_DIMS)],
+        rotary_dim=None if kind == "rotary" else 0,
+        alibi_slopes=alibi_slopes(heads) if kind == "alibi" else None,
+        window=(0, 0, 7, 40)[seed % 4],
+        soft_cap=(0.0, 0.0, 5.0)[seed % 3],
+    )
+
+
+def forest_of(seed: int, spec: AttentionSpec, rows: int) -> Forest:
+    rng = np.random.default_rng(seed)
+    shifts = has_positions(spec) and seed % 2 == 1
+    return module_forest(rng, Prompts(rows, CHUNKS[seed % len(CHUNKS)], shifts=shifts))
+
+
+@functools.lru_cache(maxsize=8)
+def module_case(seed: int, kind: str, is_prefill: bool) -> Case:
+    spec = spec_of(seed, kind)
+    forest = forest_of(seed, spec, 1 + seed % 4 if is_prefill else 2 + seed % 7)
+    rng = np.random.default_rng(seed)
+    own = [len(row.own) if seed % 3 else int(rng.integers(1, len(row.own) + 1)) for row in forest.rows]
+    return make_case(forest, spec, DTYPES[seed % len(DTYPES)], seed, own if is_prefill else None)

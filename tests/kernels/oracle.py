@@ -130,17 +130,13 @@ def plain_attention(
     return result.transpose(0, 1).to(dtype)
 
 
-def decode_oracle(
-    forest: Forest, q: Tensor, data: Tensor, layer: int, spec: AttentionSpec
-) -> tuple[Tensor, Tensor]:
-    """Exact and same-precision results `[rows, heads, head_dim]` of one query per row."""
-    return prefill_oracle(forest, [1] * len(forest.rows), q, data, layer, spec)
-
-
-def prefill_oracle(
+def attention_oracle(
     forest: Forest, counts: list[int], q: Tensor, data: Tensor, layer: int, spec: AttentionSpec
 ) -> tuple[Tensor, Tensor]:
-    """Likewise for the last `counts[i]` own tokens of each row, the queries in `q` one row after the other."""
+    """Exact and same-precision results of the last `counts[i]` own tokens of each row.
+
+    Queries lie in `q` one row after the other, the results likewise: `[queries, heads, head_dim]`.
+    """
     exact, plain = [], []
     for row, part, count in zip(forest.rows, torch.split(q, counts), counts, strict=True):
         positions = torch.from_numpy(row.query_positions(count))

@@ -1,4 +1,7 @@
-"""The CUDA kernels in the conformance tests of all implementations: emulated everywhere, on a GPU where one is."""
+"""The host side of the CUDA kernels: plans on the device, graph replays, refusals; and each kernel once.
+
+Emulated everywhere, on a GPU where there is one. The other tests of ops run on both as well, with small cases.
+"""
 
 from __future__ import annotations
 
@@ -9,30 +12,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kernels import (
-    test_decode,
-    test_dense,
-    test_module_prompts,
-    test_pool,
-    test_prefill,
-    test_quantisation,
-    test_write_kv,
+from kernels.attention_cases import (
+    Case,
+    check_decode,
+    check_prefill,
+    decode,
+    make_case,
+    own_tokens,
+    random_decode_case,
 )
-from kernels.cuda_emulated import (
-    A100,
-    ADA,
-    CXX,
-    H200,
-    configure,
-    emulated_library,
-    gpu_missing,
-    make_emulated,
-    make_gpu,
-)
-from kernels.forests import Forest, Range, Shape, one_row, pool_data, random_forest
-from kernels.implementations import HALF_TYPES
-from kernels.oracle import HEAD_DIMS, assert_as_exact_as, decode_oracle, make_spec
-from kernels.test_decode import Case, decode, make_case, random_case
+from kernels.cuda_emulated import ADA, CXX, H200, configure, emulated_library, make_emulated
+from kernels.dense_cases import check_norms
+from kernels.forests import Forest, Shape, no_runs, one_row, pool_data, random_forest
+from kernels.implementations import CUDA, DTYPES, GPU, make_kernels
+from kernels.module_forest import KINDS, module_case
+from kernels.oracle import HEAD_DIMS, attention_oracle, make_spec
+from kernels.pairwise import pairwise
 
 from trunkline.kernels import cuda_library, native
 from trunkline.kernels.cuda import CudaKernels
@@ -47,124 +42,27 @@ F32 = torch.float32
 pytestmark = pytest.mark.skipif(CXX is None, reason="no C++ compiler for the emulation")
 
 
-@pytest.fixture(
-    params=["emulated", pytest.param("gpu", marks=pytest.mark.skipif(bool(gpu_missing()), reason=gpu_missing()))]
-)
-def where(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+cuda = pytest.mark.parametrize("implementation", CUDA)
+"""A test runs on the emulation, and on the GPU where there is one."""
 
 
-def make(where: str, *, invariant: bool = False) -> Kernels:
-    return make_gpu(invariant=invariant) if where == "gpu" else make_emulated(invariant=invariant)
+@pairwise(implementation=CUDA, head_dim=(*HEAD_DIMS, 20), dtype=DTYPES, seeded=True)
+def test_every_kernel_once(implementation: str, head_dim: int, dtype: torch.dtype, seed: int) -> None:
+    """Small random batches, decode and prefill; `test_cuda_conformance` has large ones."""
+    decoded = random_decode_case(seed, 16, head_dim, dtype, rows=3)
+    check_decode(make_kernels(implementation), decoded, seed)
+    forest = random_forest(np.random.default_rng(seed), Shape(2, 16, depth_max=2, private_max=1))
+    counts = [min(own_tokens(row), 20) for row in forest.rows]
+    prefilled = make_case(forest, make_spec(4, 2, head_dim), dtype, seed, counts)
+    check_prefill(make_kernels(implementation), prefilled, seed)
+    check_norms(make_kernels(implementation), (8, 100)[seed % 2], dtype, 1.0)
 
 
-@pytest.fixture
-def kernels(where: str) -> Kernels:
-    if where == "emulated":
-        configure(H200, 0)
-    return make(where)
-
-
-# Tests of all implementations that take the fixture above; the longest have shorter relatives below.
-test_a_shared_prefix_is_read_once = test_decode.test_a_shared_prefix_is_read_once
-test_rows_with_different_shifts_share_a_read = test_decode.test_rows_with_different_shifts_share_a_read
-test_a_wrong_run_costs_reads_not_results = test_decode.test_a_wrong_run_costs_reads_not_results
-test_layers_of_one_plan_may_differ = test_decode.test_layers_of_one_plan_may_differ
-test_a_row_that_sees_nothing_gives_zeros = test_decode.test_a_row_that_sees_nothing_gives_zeros
-test_a_row_without_tokens_gives_zeros = test_decode.test_a_row_without_tokens_gives_zeros
-test_a_broken_row_does_not_touch_others = test_decode.test_a_broken_row_does_not_touch_others
-test_heads_of_tiny_models = test_decode.test_heads_of_tiny_models
-test_shifts_need_positions = test_decode.test_shifts_need_positions
-test_prefill_layers_may_differ = test_prefill.test_layers_of_one_plan_may_differ
-test_queries_that_see_nothing_give_zeros = test_prefill.test_queries_that_see_nothing_give_zeros
-test_a_sequence_does_not_depend_on_its_neighbours = test_prefill.test_a_sequence_does_not_depend_on_its_neighbours
-test_prefill_shifts_need_positions = test_prefill.test_shifts_need_positions
-test_splits_normalises_rotates_and_stores = test_write_kv.test_splits_normalises_rotates_and_stores
-test_tokens_one_at_a_time_fill_a_block = test_pool.test_tokens_one_at_a_time_fill_a_block
-test_part_of_a_full_block_is_copied = test_pool.test_part_of_a_full_block_is_copied_to_an_open_one_and_back
-test_copies_outside_the_pool_are_refused = test_pool.test_copies_outside_the_pool_are_refused
-test_norms = test_dense.test_norms
-test_linear = test_dense.test_linear
-test_gated_linear = test_dense.test_gated_linear
-test_int8_linear = test_quantisation.test_linear
-test_int8_gated_linear = test_quantisation.test_gated_linear
-test_large_products_of_gates = test_dense.test_large_products_of_gates
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_random_forests(seed: int, kernels: Kernels) -> None:
-    test_decode.check(kernels, random_case(seed), seed)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("seed", range(20, 400))
-def test_more_random_forests(seed: int, kernels: Kernels) -> None:
-    test_decode.check(kernels, random_case(seed), seed)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_random_sequences(seed: int, where: str, kernels: Kernels) -> None:
-    if where == "emulated" and seed in (3, 6, 9, 14):
-        pytest.skip("long; float32 and large heads are met in shorter ones")
-    test_prefill.test_random_sequences(seed, kernels)
-
-
-@pytest.mark.parametrize("kind", test_module_prompts.KINDS)
-@pytest.mark.parametrize("seed", range(6))
-def test_prompts_with_modules(seed: int, kind: str, kernels: Kernels) -> None:
-    test_module_prompts.test_new_tokens_stand_between_modules(seed, kind, kernels)
-
-
-@pytest.mark.parametrize("kind", test_module_prompts.KINDS)
-@pytest.mark.parametrize("seed", range(6))
-def test_rows_share_modules(seed: int, kind: str, kernels: Kernels) -> None:
-    test_module_prompts.test_rows_share_modules_in_any_subset(seed, kind, kernels)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("seed", range(20, 400))
-def test_more_random_sequences(seed: int, kernels: Kernels) -> None:
-    test_prefill.test_random_sequences(seed, kernels)
-
-
-@pytest.mark.parametrize("dtype", HALF_TYPES)
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("rows", [1, 9, 40])
-def test_every_tile_of_the_matrix_kernels(rows: int, head_dim: int, dtype: torch.dtype, kernels: Kernels) -> None:
-    """Tiles of 16, 32 and 64 query vectors, the last partly filled, on one prefix; tails of their own."""
-    chunk_size, shared = 32, 20
-    forest = Forest(
-        chunk_size, [one_row(chunk_size, shared * chunk_size) for _ in range(rows)], test_decode.no_runs()
-    )
-    for index, row in enumerate(forest.rows):
-        count = 1 + index % chunk_size
-        row.ranges.append(Range(shared, shared + index, 0, count, shared * chunk_size, 0))
-        row.position += count
-    forest.runs = np.array([[0, rows, 0, shared]], dtype=np.int32)
-    forest.blocks = shared + rows
-    case = make_case(forest, make_spec(2, 1, head_dim), dtype, rows)
-    assert_as_exact_as(
-        decode(kernels, case, KvPool.wrap(case.data)), case.exact, case.plain, sum_terms=case.sum_terms
-    )
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_invariant_mode_ignores_the_batch(seed: int, where: str) -> None:
-    """Bit by bit: a row alone, among sharers of its prefix, in another order, so in tiles of other sizes."""
-    rng, spec = np.random.default_rng(seed), make_spec(8, 2, (64, 128)[seed % 2], window=(0, 700)[seed // 2])
-    forest = random_forest(rng, Shape(12, 64, depth_max=16, private_max=3, shifts=seed > 0, holes=seed > 1))
-    case = make_case(forest, spec, HALF_TYPES[seed % 2], seed)
-    pool = KvPool.wrap(case.data)
-    whole = decode(make(where, invariant=True), case, pool)
-    assert_as_exact_as(whole, case.exact, case.plain, sum_terms=case.sum_terms)
-    for order in [[0], [3], [11], rng.permutation(12).tolist(), [7, 2, 4]]:
-        rows = [forest.rows[row] for row in order]
-        run = [[0, len(rows), 0, max(len(row.ranges) for row in rows)]]
-        part = Forest(64, rows, np.array(run, dtype=np.int32), forest.blocks)
-        if where == "emulated":
-            configure(A100, seed)
-        again = decode(make(where, invariant=True), replace(case, forest=part, q=case.q[order]), pool)
-        assert torch.equal(again, whole[order]), f"rows {order}"
+@pairwise(implementation=CUDA, kind=KINDS)
+def test_prompts_with_modules(implementation: str, kind: str) -> None:
+    variant = {"rotary": 0, "alibi": 3, "learned": 4}[kind]
+    check_prefill(make_kernels(implementation), module_case(variant, kind, True), variant)
+    check_decode(make_kernels(implementation), module_case(variant, kind, False), variant)
 
 
 def growing_case(chunk_size: int, spare: int) -> Case:
@@ -179,10 +77,11 @@ def growing_case(chunk_size: int, spare: int) -> Case:
     return replace(case, data=data)
 
 
-def test_plans_move_to_the_device_only_when_they_change(where: str) -> None:
+@cuda
+def test_plans_move_to_the_device_only_when_they_change(kernels: Kernels) -> None:
     """Steps are counted there; another plan and back again is right, and costs a copy each."""
-    kernels, case = make(where), growing_case(16, 6)
-    plan, other = case.forest.decode_plan(), random_case(4)
+    case = growing_case(16, 6)
+    plan, other = case.forest.decode_plan(), random_decode_case(4, 8, 64, torch.float16)
     other_plan, other_pool = other.forest.decode_plan(), KvPool.wrap(other.data)
     pool = KvPool.wrap(case.data)
     for step, copies in enumerate([1, 1, 3, 3, 3]):
@@ -193,12 +92,15 @@ def test_plans_move_to_the_device_only_when_they_change(where: str) -> None:
             plan.advance()
             [row.grow() for row in case.forest.rows]
         if step == 2:
-            out = decode(kernels, other, other_pool, other_plan)
-            assert_as_exact_as(out, other.exact, other.plain, sum_terms=other.sum_terms)
-        want = make_case(case.forest, case.spec, torch.bfloat16, 5)
-        exact, plain = decode_oracle(case.forest, case.q, case.data, 1, case.spec)
-        assert_as_exact_as(decode(kernels, case, pool, plan), exact, plain, sum_terms=want.sum_terms)
+            other.assert_result(decode(kernels, other, other_pool, other_plan))
+        grown(case).assert_result(decode(kernels, case, pool, plan))
         assert kernels.counters.decode_plans == copies
+
+
+def grown(case: Case) -> Case:
+    """The case with the results that its rows have now."""
+    exact, plain = attention_oracle(case.forest, case.counts, case.q, case.data, 1, case.spec)
+    return replace(case, exact=exact, plain=plain)
 
 
 class Replayed:
@@ -238,8 +140,7 @@ class Replayed:
             emulated_library().call(name, *arguments)
 
     def check(self) -> None:
-        exact, plain = decode_oracle(self.case.forest, self.q, self.case.data, 1, self.case.spec)
-        assert_as_exact_as(self.out, exact, plain, sum_terms=self.case.sum_terms)
+        grown(self.case).assert_result(self.out)
 
 
 @pytest.fixture
@@ -267,7 +168,7 @@ def test_a_captured_step_follows_the_plan(step: Replayed) -> None:
     # Another batch of as many rows in the same pool, no sharing planned: other pieces, other partials. It is
     # first replayed as it is, then grown.
     case.forest.rows.reverse()
-    case.forest.runs = test_decode.no_runs()
+    case.forest.runs = no_runs()
     step.plan = case.forest.decode_plan()
     for grown in (0, 1, 1):
         step.grow(grown)
@@ -299,12 +200,11 @@ def test_nothing_is_brought_to_the_device_in_a_capture(step: Replayed, monkeypat
 
 
 def test_two_users_of_a_plan_count_its_steps_apart(step: Replayed) -> None:
-    """What a device holds is known to whoever put it there, not to the plan."""
+    """What a device holds is known to the kernels that put it there, not to the plan."""
     case, plan, others = step.case, step.plan, (step.kernels, make_emulated(), make_emulated(share=False))
     for _ in range(3):
         for kernels in others:
-            exact, plain = decode_oracle(case.forest, case.q, case.data, 1, case.spec)
-            assert_as_exact_as(decode(kernels, case, step.pool, plan), exact, plain, sum_terms=case.sum_terms)
+            grown(case).assert_result(decode(kernels, case, step.pool, plan))
         step.grow()
     tokens = [kernels.counters.decode_tokens_read for kernels in others]
     assert tokens[0] == tokens[1] < tokens[2]
@@ -316,11 +216,8 @@ def test_head_sizes_of_one_kernel_keep_its_largest_limit() -> None:
         configure(device, 0)
         kernels = make_emulated()
         for head_dim in (256, 24, 256):
-            case = make_case(
-                Forest(8, [one_row(8, 12)], test_decode.no_runs(), 2), make_spec(2, 1, head_dim), F32, 0
-            )
-            out = decode(kernels, case, KvPool.wrap(case.data))
-            assert_as_exact_as(out, case.exact, case.plain, sum_terms=case.sum_terms)
+            case = make_case(Forest(8, [one_row(8, 12)], no_runs(), 2), make_spec(2, 1, head_dim), F32, 0)
+            case.assert_result(decode(kernels, case))
 
 
 def test_the_planner_is_asked_for_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,32 +243,7 @@ def test_a_driver_that_refuses_is_a_missing_library(monkeypatch: pytest.MonkeyPa
         CudaKernels()
 
 
-@pytest.mark.parametrize("device", [A100, ADA])
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_devices_with_less_shared_memory(head_dim: int, device: tuple[int, int, int]) -> None:
-    """Other tiles, stages and numbers of thread blocks, and warps in other orders: the same results."""
-    forest = random_forest(np.random.default_rng(head_dim), Shape(11, 64, depth_max=12, shifts=True, holes=True))
-    case = make_case(forest, make_spec(8, 2, head_dim), torch.bfloat16, head_dim)
-    for seed in range(3):
-        configure(device, seed)
-        kernels = make_emulated()
-        shape = emulated_library().attention_shape(torch.bfloat16, head_dim)
-        assert shape.is_matrix
-        assert shape.stages >= 2
-        assert shape.shared_bytes <= device[1]
-        out = decode(kernels, case, KvPool.wrap(case.data))
-        assert_as_exact_as(out, case.exact, case.plain, sum_terms=case.sum_terms)
-
-
-@pytest.mark.parametrize("heads", [(71, 1), (128, 1)])
-def test_groups_larger_than_a_tile(heads: tuple[int, int], kernels: Kernels) -> None:
-    forest = random_forest(np.random.default_rng(0), Shape(3, 16))
-    for dtype in (torch.bfloat16, torch.float32):
-        case = make_case(forest, make_spec(*heads, 64), dtype, 0)
-        out = decode(kernels, case, KvPool.wrap(case.data))
-        assert_as_exact_as(out, case.exact, case.plain, sum_terms=case.sum_terms)
-
-
+@cuda
 def test_gathers_and_scatters_are_copies(kernels: Kernels) -> None:
     data = torch.randn(6, 4, 2, 2, 3, 5).to(torch.bfloat16)  # sizes that are no multiples of 16 bytes
     pool, blocks = KvPool.wrap(data.clone()), np.array([5, 0, 3], dtype=np.int32)
@@ -397,17 +269,17 @@ def test_gathers_and_scatters_are_copies(kernels: Kernels) -> None:
 
 def test_what_cannot_be_computed_is_refused() -> None:
     kernels = make_emulated()
-    forest = Forest(8, [one_row(8, 12)], test_decode.no_runs(), 2)
+    forest = Forest(8, [one_row(8, 12)], no_runs(), 2)
     for dtype, head_dim, kind, sentence in (
         (torch.float64, 64, ValueError, "float32, float16, bfloat16"),
         (torch.float32, 512, CudaError, "invalid argument"),
     ):
         case = make_case(forest, make_spec(4, 2, head_dim), dtype, 0)
         with pytest.raises(kind, match=sentence):
-            decode(kernels, case, KvPool.wrap(case.data))
+            decode(kernels, case)
     case = make_case(forest, make_spec(4, 2, 64), torch.float32, 0)
     with pytest.raises(ValueError, match="the KV pool is"):
-        decode(kernels, replace(case, q=case.q.half()), KvPool.wrap(case.data))
+        decode(kernels, replace(case, q=case.q.half()))
     qkv, norm = torch.zeros(1, 8 * 64, dtype=torch.float16), QkNorm(torch.ones(64), torch.ones(64), 1e-5)
     plan = WritePlan(8, np.zeros(1, dtype=np.int32))
     with pytest.raises(ValueError, match="qkv must be"):
@@ -416,7 +288,7 @@ def test_what_cannot_be_computed_is_refused() -> None:
 
 def test_what_lies_outside_is_refused_before_anything_is_written() -> None:
     kernels, spec = make_emulated(), make_spec(4, 2, 64)
-    case = make_case(Forest(8, [one_row(8, 12), one_row(8, 9)], test_decode.no_runs(), 2), spec, torch.float16, 0)
+    case = make_case(Forest(8, [one_row(8, 12), one_row(8, 9)], no_runs(), 2), spec, torch.float16, 0)
     pool, before = KvPool.wrap(case.data), case.data.clone()
 
     def write(
@@ -459,6 +331,7 @@ def test_what_lies_outside_is_refused_before_anything_is_written() -> None:
     assert torch.equal(pool.data.nan_to_num(), before.nan_to_num())
 
 
+@cuda
 def test_arrays_may_be_read_only(kernels: Kernels) -> None:
     """As those that arrive in messages are."""
     pool, spec = KvPool.wrap(torch.zeros(3, 1, 2, 2, 8, 64)), make_spec(4, 2, 64)
@@ -471,16 +344,15 @@ def test_arrays_may_be_read_only(kernels: Kernels) -> None:
     kernels.gather_blocks(pool, blocks, range(1), out)
     assert torch.equal(out[0], pool.data[1])
     assert int(out.sum()) == 2 * 2 * 64
-    case = make_case(Forest(8, [one_row(8, 12)], test_decode.no_runs(), 2), spec, F32, 0)
+    case = make_case(Forest(8, [one_row(8, 12)], no_runs(), 2), spec, F32, 0)
     plan = case.forest.decode_plan()
     for value in vars(plan).values():
         if isinstance(value, np.ndarray):
             value.flags.writeable = False
-    found = decode(kernels, case, KvPool.wrap(case.data), plan)
-    assert_as_exact_as(found, case.exact, case.plain, sum_terms=case.sum_terms)
+    case.assert_result(decode(kernels, case, plan=plan))
 
 
-@pytest.mark.skipif(not gpu_missing(), reason="there is a GPU")
+@pytest.mark.skipif(GPU in CUDA, reason="there is a GPU")
 def test_without_a_gpu_the_error_says_so() -> None:
     with pytest.raises(CudaBuildError, match="no CUDA device"):
         CudaKernels()

@@ -15,6 +15,8 @@ import pytest
 from trunkline.kernels import cuda_build
 from trunkline.kernels.cuda_build import CudaBuildError
 
+pytestmark = [pytest.mark.area("cuda"), pytest.mark.processes]
+
 ROOT = Path(__file__).resolve().parents[2]
 CMAKE = Path(sys.executable).with_name("cmake")
 HOPPER = (9, 0)

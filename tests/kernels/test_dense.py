@@ -1,153 +1,312 @@
-"""Linear layers, gated ones, and norms, against float64."""
+"""Linear layers, gated ones and norms of every implementation against float64; plain and int8 weights."""
 
 from __future__ import annotations
 
-import itertools
+import gc
+from itertools import pairwise as neighbours
+from itertools import product as combinations
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from kernels.implementations import DTYPES, REFERENCE, make_kernels
+from kernels.dense_cases import ACTIVATIONS, FORMS, activated, check_norms, normed, operands, product
+from kernels.implementations import CPU, CUDA, DTYPES, GPU, NATIVE, REFERENCE, make_kernels
 from kernels.oracle import assert_as_exact_as
+from kernels.pairwise import pairwise
 from torch import Tensor
 
-from trunkline.kernels.ops import Activation, Kernels
+from trunkline.kernels.ops import Activation, Kernels, PackedLinear, Quantisation
 
-SHAPES = ((64, 64), (16, 32), (17, 80), (100, 100), (1, 64), (50, 1), (200, 768), (257, 96), (96, 257), (768, 200))
-"""Output and input features."""
-TOKENS = (1, 2, 3, 4, 5, 7, 8, 13, 16, 17, 31, 32, 33, 64, 70)
-ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu", "gelu_tanh")
+SHAPES = (
+    *((64, 64), (16, 32), (17, 80), (100, 100), (1, 64), (50, 1), (200, 768), (257, 97), (96, 257), (1, 1)),
+    *((130, 1000), (129, 300)),
+)
+"""Output and input features: remainder panels of every width, odd sums, sums longer than a block."""
+TOKENS = (1, 2, 3, 4, 5, 6, 7, 13, 24, 25, 33, 97, 200)
+"""Around the sizes of tiles, blocks and units; int8 weights take another way for few rows than for many."""
 
-
-def operands(
-    tokens: int, out_features: int, in_features: int, dtype: torch.dtype, biased: bool
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """`x` lies between rows of NaN, so that reading past a row or past the batch shows."""
-    generator = torch.Generator().manual_seed(tokens * 1000 + out_features)
-    around = torch.full((tokens + 4, in_features), float("nan"))
-    around[2:-2] = torch.randn(tokens, in_features, generator=generator)
-    weight = torch.randn(out_features, in_features, generator=generator)
-    bias = torch.randn(out_features, generator=generator).to(dtype) if biased else None
-    return around.to(dtype)[2:-2], weight.to(dtype), bias
+ON_GPU = tuple(name for name in CUDA if name == GPU)
+"""Products are torch's there: the emulation would add nothing."""
+level = pairwise(implementation=NATIVE)
+everywhere = pairwise(implementation=(*CPU, *CUDA))
 
 
-def exactly(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return F.linear(x.double(), weight.double(), None if bias is None else bias.double())
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_linear(dtype: torch.dtype, shape: tuple[int, int], kernels: Kernels) -> None:
+@pairwise(
+    shape=SHAPES,
+    implementation=(*CPU, *ON_GPU),
+    dtype=DTYPES,
+    quantisation=FORMS,
+    biased=(True, False),
+    threads=(1, 3),
+)
+def test_linear(
+    shape: tuple[int, int],
+    implementation: str,
+    dtype: torch.dtype,
+    quantisation: Quantisation,
+    biased: bool,
+    threads: int,
+) -> None:
+    kernels = make_kernels(implementation, threads)
     out_features, in_features = shape
-    for tokens, biased in itertools.product(TOKENS, (False, True)):
+    for tokens in TOKENS:
         x, weight, bias = operands(tokens, out_features, in_features, dtype, biased)
-        layer = kernels.pack_linear(weight.clone(), bias)
+        layer = kernels.pack_linear(weight.clone(), bias, quantisation)
         assert (layer.out_features, layer.in_features) == shape
-        exact = exactly(x, weight, bias)
-        for out_dtype in (None, dtype, torch.float32):
+        exact = product(x, weight, bias, torch.float64, quantisation)
+        for out_dtype in (None, torch.float32):
             out = kernels.linear(x, layer, out_dtype)
             assert out.dtype == (out_dtype or dtype)
-            wide = [None if operand is None else operand.to(out.dtype) for operand in (x, weight, bias)]
-            assert wide[0] is not None
-            assert wide[1] is not None
             # In the type of the result: float32 results of half types are not rounded to half on the way.
-            assert_as_exact_as(out, exact, F.linear(wide[0], wide[1], wide[2]), sum_terms=in_features)
+            plain = product(x, weight, bias, torch.float32 if quantisation else out.dtype, quantisation)
+            assert_as_exact_as(out, exact, plain.to(out.dtype), sum_terms=in_features)
 
 
-@pytest.mark.parametrize("shape", [(16, 32), (17, 80), (100, 100), (50, 1), (172, 768), (33, 257)])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pairwise(
+    shape=((16, 32), (17, 80), (100, 100), (50, 1), (172, 768), (33, 257)),
+    implementation=(*CPU, *CUDA),
+    activation=ACTIVATIONS,
+    dtype=DTYPES,
+    quantisation=FORMS,
+    biased=(True, False),
+)
 def test_gated_linear(
-    dtype: torch.dtype, activation: Activation, shape: tuple[int, int], kernels: Kernels
+    shape: tuple[int, int],
+    implementation: str,
+    activation: Activation,
+    dtype: torch.dtype,
+    quantisation: Quantisation,
+    biased: bool,
 ) -> None:
-    width, in_features = shape
-    for tokens, biased in itertools.product(TOKENS[::2], (False, True)):
+    kernels, (width, in_features) = make_kernels(implementation), shape
+    for tokens in TOKENS[::2]:
         x, weight, bias = operands(tokens, 2 * width, in_features, dtype, biased)
-        # Products of ordinary size: an activation is far from linear only near zero.
-        weight = weight / in_features**0.5
-        layer = kernels.pack_gated_linear(weight.clone(), bias, activation)
+        layer = kernels.pack_gated_linear(weight.clone(), bias, activation, quantisation)
         assert (layer.out_features, layer.in_features) == shape
         out = kernels.gated_linear(x, layer)
         assert out.dtype == dtype
-        exact = activated(exactly(x, weight, bias), activation)
-        assert_as_exact_as(out, exact, activated(F.linear(x, weight, bias), activation), sum_terms=in_features)
+        exact = activated(product(x, weight, bias, torch.float64, quantisation), activation)
+        plain = activated(
+            product(x, weight, bias, torch.float32 if quantisation else dtype, quantisation), activation
+        )
+        assert_as_exact_as(out, exact, plain.to(dtype), sum_terms=in_features)
 
 
-def activated(gate_up: Tensor, activation: Activation) -> Tensor:
-    gate, up = gate_up.chunk(2, dim=-1)
-    if activation == "silu":
-        return gate * torch.sigmoid(gate) * up
-    if activation == "gelu":
-        return gate * 0.5 * (1.0 + torch.erf(gate / 2**0.5)) * up
-    return gate * 0.5 * (1.0 + torch.tanh((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3))) * up
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_large_products_of_gates(dtype: torch.dtype, kernels: Kernels) -> None:
+@everywhere
+def test_large_products_of_gates(kernels: Kernels) -> None:
     """Activations saturate without NaN: exp overflows at 88 in float32."""
-    x = torch.tensor([[1.0], [-1.0], [30.0], [-30.0], [0.0]]).to(dtype)
-    weight = torch.tensor([[10.0], [100.0], [1.0], [1.0]]).to(dtype)
-    for activation in ACTIVATIONS:
+    for dtype, activation in combinations(DTYPES, ACTIVATIONS):
+        x = torch.tensor([[1.0], [-1.0], [30.0], [-30.0], [0.0]]).to(dtype)
+        weight = torch.tensor([[10.0], [100.0], [1.0], [1.0]]).to(dtype)
         out = kernels.gated_linear(x, kernels.pack_gated_linear(weight, None, activation))
-        exact = activated(exactly(x, weight, None), activation)
+        exact = activated(product(x, weight, None, torch.float64), activation)
         assert_as_exact_as(out, exact, exact.to(dtype))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_token_does_not_depend_on_the_others(dtype: torch.dtype, implementation: str) -> None:
-    """Beyond rounding, whatever the batch and the number of workers; a broken one stays alone."""
-    x, weight, bias = operands(37, 200, 96, dtype, True)
-    weight = weight / 10
-    exact, plain = exactly(x, weight, bias), F.linear(x, weight, bias)
-    for threads in (1, 2, 3):
-        kernels = make_kernels(implementation, threads)
-        layer = kernels.pack_linear(weight, bias)
-        for chosen in (slice(0, 37), slice(5, 6), slice(1, 30)):
-            assert_as_exact_as(kernels.linear(x[chosen], layer), exact[chosen], plain[chosen], sum_terms=96)
+@level
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations_over_their_range(activation: Activation, kernels: Kernels) -> None:
+    """The gate is the input itself, the up projection one: the activation function is what is left."""
+    values = torch.cat((torch.linspace(-12, 12, 4001), torch.tensor([-1e30, -200.0, -90.0, 90.0, 1e30, 0.0])))
+    layer = kernels.pack_gated_linear(torch.tensor([[1.0], [0.0]]), torch.tensor([0.0, 1.0]), activation)
+    y = kernels.gated_linear(values[:, None], layer)[:, 0]
+    gate = values.double()
+    want = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate=activation[5:] or "none")
+    error = (y.double() - want).abs()
+    assert (error <= 1.5e-7 + 3e-7 * want.abs()).all(), float(error.max())
+    assert kernels.gated_linear(torch.tensor([[float("nan")]]), layer).isnan().all()
+
+
+@pairwise(implementation=CPU, dtype=DTYPES, threads=(1, 2, 3))
+def test_a_token_does_not_depend_on_the_others(implementation: str, dtype: torch.dtype, threads: int) -> None:
+    """Beyond rounding, whatever the batch and the number of workers."""
+    x, weight, bias = operands(37, 200, 96, dtype)
+    exact, plain = product(x, weight, bias, torch.float64), product(x, weight, bias, dtype)
+    kernels = make_kernels(implementation, threads)
+    layer = kernels.pack_linear(weight, bias)
+    for chosen in (slice(0, 37), slice(5, 6), slice(1, 30)):
+        assert_as_exact_as(kernels.linear(x[chosen], layer), exact[chosen], plain[chosen], sum_terms=96)
+
+
+@pairwise(level=NATIVE, dtype=DTYPES, quantisation=FORMS)
+def test_a_row_is_the_same_bits_in_any_batch(level: str, dtype: torch.dtype, quantisation: Quantisation) -> None:
+    """Though a few rows convert int8 weights in another place than many; any number of threads."""
+    for out_features, in_features in ((200, 768), (129, 301)):
+        x, weight, bias = operands(130, 2 * out_features, in_features, dtype)
+        norm_weight = torch.ones(in_features, dtype=dtype)
+        whole: list[Tensor] = []
+        for threads in (1, 3):
+            kernels = make_kernels(level, threads)
+            layer = kernels.pack_linear(weight, bias, quantisation)
+            gated = kernels.pack_gated_linear(weight, bias, "silu", quantisation)
+            for rows, first in ((130, 0), *combinations((1, 2, 6, 7, 31, 96, 100), (0, 30))):
+                part = x[first : first + rows]
+                found = [
+                    kernels.linear(part, layer, torch.float32),
+                    kernels.gated_linear(part, gated),
+                    kernels.rms_norm(part, norm_weight, 1e-6),
+                ]
+                whole = whole or found
+                for y, expected in zip(found, whole, strict=True):
+                    assert torch.equal(y, expected[first : first + rows])
+
+
+@pairwise(implementation=CPU, dtype=DTYPES, quantisation=FORMS)
+def test_a_broken_token_stays_alone(implementation: str, dtype: torch.dtype, quantisation: Quantisation) -> None:
+    """With an odd width the padding of a row must not be the next row's first value: 0 * NaN is NaN."""
+    kernels = make_kernels(implementation)
+    for in_features in (7, 33, 64):
+        x, weight, _ = operands(9, 33, in_features, dtype)
         broken = x.clone()
-        broken[11, 40] = float("nan")
-        nan_rows = kernels.linear(broken, layer).isnan()
-        assert nan_rows.all(dim=1).tolist() == nan_rows.any(dim=1).tolist() == [row == 11 for row in range(37)]
+        broken[1::2] = float("nan")
+        layer = kernels.pack_linear(weight, None, quantisation)
+        for rows in (9, 3):
+            out = kernels.linear(broken[:rows], layer)
+            assert not bool(out[::2].isnan().any())
+            assert bool(out[1::2].isnan().all())
 
 
-@pytest.mark.parametrize("width", [8, 64, 80, 100, 768, 1000])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_norms(dtype: torch.dtype, width: int, kernels: Kernels) -> None:
-    torch.manual_seed(width)
-    for tokens, size in itertools.product((1, 3, 17), (1e-3, 1.0, 100.0)):
-        x, delta = ((size * torch.randn(tokens, width)).to(dtype) for _ in range(2))
-        weight = torch.randn(width).to(dtype)
-        assert_as_exact_as(kernels.rms_norm(x, weight, 1e-5), *normed(x, weight), sum_terms=width)
-        residual = x.clone()
-        out = kernels.add_rms_norm(delta, residual, weight, 1e-5)
-        assert torch.equal(residual, x + delta)
-        exact, _ = normed(x.double() + delta.double(), weight.double())
-        assert_as_exact_as(out, exact, normed(x + delta, weight)[1], sum_terms=width)
+@level
+def test_converted_rows_are_not_reused_by_the_next_call(kernels: Kernels) -> None:
+    x, weight, _ = operands(4, 64, 64, torch.float16)
+    layer = kernels.pack_linear(weight, None)
+    first = kernels.linear(x, layer)
+    x.neg_()
+    assert torch.equal(kernels.linear(x, layer), -first)
 
 
-def normed(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Exact, and with statistics in float32 and each step rounded."""
-    exact = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
-    wide = x.float()
-    rounded = (wide * (wide.square().mean(-1, keepdim=True) + 1e-5).rsqrt()).to(x.dtype)
-    return exact, rounded * weight
+@level
+def test_empty_batches(kernels: Kernels) -> None:
+    for dtype, quantisation in combinations(DTYPES, FORMS):
+        x, weight, bias = operands(0, 10, 8, dtype)
+        layer, ones = kernels.pack_linear(weight, bias, quantisation), torch.ones(8, dtype=dtype)
+        assert kernels.linear(x, layer).shape == (0, 10)
+        assert kernels.linear(x, layer, torch.float32).dtype == torch.float32
+        gated = kernels.pack_gated_linear(weight, bias, "gelu", quantisation)
+        assert kernels.gated_linear(x, gated).shape == (0, 5)
+        assert kernels.rms_norm(x, ones, 1e-6).shape == (0, 8)
+        assert kernels.add_rms_norm(x, x.clone(), ones, 1e-6).shape == (0, 8)
 
 
-def test_float64_of_the_reference() -> None:
+@pairwise(implementation=CPU, dtype=DTYPES, quantisation=FORMS)
+def test_strided_weights_and_inputs(implementation: str, dtype: torch.dtype, quantisation: Quantisation) -> None:
+    """Shards of a tensor-parallel weight are columns or rows of it; an input may be a slice of a wider one."""
+    kernels = make_kernels(implementation)
+    wide, whole, _ = operands(5, 96, 128, dtype)
+    x = wide[:, 64:96]
+    for weight in (whole[:, 32:64], whole[16:48, :32], whole.t()[:40, :32], torch.nn.Parameter(whole[:, :32])):
+        out = kernels.linear(x, kernels.pack_linear(weight, None, quantisation)).detach()
+        exact = product(x, weight.detach(), None, torch.float64, quantisation)
+        plain = product(x, weight.detach(), None, torch.float32 if quantisation else dtype, quantisation)
+        assert_as_exact_as(out, exact, plain.to(dtype), sum_terms=32)
+
+
+@level
+def test_a_packed_weight_is_a_copy_and_goes_with_its_owner(kernels: Kernels) -> None:
+    x, weight, bias = operands(32, 32, 32, torch.float32)
+    layer = kernels.pack_linear(weight, bias)
+    want = kernels.linear(x, layer)
+    weight.fill_(float("nan"))
+    assert bias is not None
+    bias.fill_(float("nan"))
+    assert torch.equal(kernels.linear(x, layer), want)
+    del layer
+    gc.collect()
+
+
+@level
+def test_layers_share_memory_without_overlap(kernels: Kernels) -> None:
+    """Small layers lie side by side, a large one has its own memory; all keep what they were given."""
+    sizes = [(5, 3), (64, 64), (17, 1), (2100, 2100), (3, 5), (1000, 64)]
+    cases = [operands(2, out, width, torch.float32, False) for out, width in sizes]
+    layers = [kernels.pack_linear(weight, None) for _, weight, _ in cases]
+    ranges = []
+    for (x, weight, _), layer in zip(cases, layers, strict=True):
+        memory = layer.data.memory
+        assert memory.data_ptr() % 64 == 0
+        ranges.append((memory.data_ptr(), memory.data_ptr() + memory.numel()))
+        exact = product(x, weight, None, torch.float64)
+        torch.testing.assert_close(kernels.linear(x, layer).double(), exact, rtol=1e-4, atol=1e-5)
+    ranges.sort()
+    assert all(end <= start for (_, end), (start, _) in neighbours(ranges))
+
+
+@pairwise(width=(1, 7, 8, 64, 80, 100, 768, 1030), implementation=CPU, dtype=DTYPES)
+def test_norms(width: int, implementation: str, dtype: torch.dtype) -> None:
+    for size in (1e-3, 1.0, 100.0):
+        check_norms(make_kernels(implementation), width, dtype, size)
+
+
+@pairwise(level=NATIVE, dtype=DTYPES)
+def test_norms_round_like_the_reference(level: str, dtype: torch.dtype) -> None:
+    """Also with weights in float32, as models in half types may have them."""
+    torch.manual_seed(10)
+    x = torch.randn(64, 768).to(dtype)
+    for weight in (torch.randn(768).to(dtype), torch.randn(768)):
+        want = make_kernels(REFERENCE).rms_norm(x, weight, 1e-5)
+        got = make_kernels(level).rms_norm(x, weight, 1e-5)
+        assert got.dtype == dtype
+        # A sum in another order may cross a rounding boundary now and then.
+        different = (got.to(want.dtype) != want).float().mean()
+        assert different < 0.001 or dtype == torch.float32 or want.dtype != dtype
+        rounding = torch.finfo(dtype).eps / 2
+        torch.testing.assert_close(got.float(), want.float(), rtol=4.2 * rounding + 1e-6, atol=1e-6)
+
+
+def wrong_calls(kernels: Kernels, layer: PackedLinear, gated: PackedLinear) -> list[tuple[str, Any]]:
+    x, ones = torch.ones(2, 8), torch.ones(8)
+    int8 = kernels.pack_linear(torch.ones(6, 8).bfloat16(), None, "int8")
+    return [
+        (r"x is float32 \[2, 7\].* float32 \[tokens, 8\]", lambda: kernels.linear(torch.ones(2, 7), layer)),
+        (r"x is bfloat16 \[2, 8\].* float32", lambda: kernels.linear(x.bfloat16(), layer)),
+        # The type of the weight that was given, not of its integers, is what the layer takes.
+        (r"x is float32 \[2, 8\]; the packed weight takes bfloat16", lambda: kernels.linear(x, int8)),
+        (r"x is float64 \[2, 8\]", lambda: kernels.linear(x.double(), layer)),
+        (r"x is float32 \[2, 2, 8\]", lambda: kernels.linear(torch.ones(2, 2, 8), layer)),
+        (r"out is float16 \[2, 6\]", lambda: kernels.linear(x, layer, torch.float16)),
+        (r"x is float32 \[8\]", lambda: kernels.gated_linear(ones, gated)),
+        (r"weight is float32 \[4\], x float32 \[2, 8\]", lambda: kernels.rms_norm(x, torch.ones(4), 1e-6)),
+        (r"weight is bfloat16 \[8\], x float32", lambda: kernels.rms_norm(x, ones.bfloat16(), 1e-6)),
+        (r"x is int64 \[2, 8\]", lambda: kernels.rms_norm(x.long(), ones, 1e-6)),
+        (r"residual is float32 \[3, 8\]", lambda: kernels.add_rms_norm(x, torch.ones(3, 8), ones, 1e-6)),
+        (r"residual must be a contiguous", lambda: kernels.add_rms_norm(x, torch.ones(8, 2).t(), ones, 1e-6)),
+        (r"weight is int64 \[4, 8\]", lambda: kernels.pack_linear(torch.ones(4, 8).long(), None)),
+        (r"weight is float32 \[8\]", lambda: kernels.pack_linear(ones, None)),
+        (r"weight is float32 \[3, 8\].*even", lambda: kernels.pack_gated_linear(torch.ones(3, 8), None, "silu")),
+        (r"bias is float32 \[5\]; .* \[4\]", lambda: kernels.pack_linear(torch.ones(4, 8), torch.ones(5))),
+        (r"bias is float32 \[5\]; .* \[4\]", lambda: kernels.pack_linear(torch.ones(4, 8), torch.ones(5), "int8")),
+    ]
+
+
+@pytest.mark.sanitized
+@pytest.mark.skipif(not NATIVE, reason="the compiled kernels are not installed")
+def test_wrong_calls_name_what_was_given() -> None:
+    kernels = make_kernels(NATIVE[0])
+    layer = kernels.pack_linear(torch.ones(6, 8), None)
+    gated = kernels.pack_gated_linear(torch.ones(6, 8), None, "silu")
+    for message, call in wrong_calls(kernels, layer, gated):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+@pytest.mark.parametrize("quantisation", FORMS)
+def test_float64_of_the_reference(quantisation: Quantisation) -> None:
     kernels, rng = make_kernels(REFERENCE), np.random.default_rng(0)
     x, weight = (torch.from_numpy(rng.standard_normal(shape)) for shape in ((5, 24), (30, 24)))
-    out = kernels.linear(x, kernels.pack_linear(weight, None))
-    torch.testing.assert_close(out, x @ weight.T, rtol=1e-12, atol=1e-12)
+    want = product(x, weight, None, torch.float64, quantisation)
+    out = kernels.linear(x, kernels.pack_linear(weight, None, quantisation))
+    torch.testing.assert_close(out, want, rtol=1e-12, atol=1e-12)
     for activation in ACTIVATIONS:
-        gated = kernels.gated_linear(x, kernels.pack_gated_linear(weight, None, activation))
-        torch.testing.assert_close(gated, activated(x @ weight.T, activation), rtol=1e-12, atol=1e-12)
+        gated = kernels.gated_linear(x, kernels.pack_gated_linear(weight, None, activation, quantisation))
+        torch.testing.assert_close(gated, activated(want, activation), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(kernels.rms_norm(x, weight[0], 1e-5), normed(x, weight[0])[0], rtol=1e-12, atol=0.0)
 
 
 def test_float32_results_of_a_large_half_layer() -> None:
     """The reference converts such a weight in parts; each lands in its columns."""
     kernels = make_kernels(REFERENCE)
-    x, weight, bias = operands(3, 9000, 8, torch.bfloat16, True)
+    x, weight, bias = operands(3, 9000, 8, torch.bfloat16)
     out = kernels.linear(x, kernels.pack_linear(weight, bias), torch.float32)
-    torch.testing.assert_close(out.double(), exactly(x, weight, bias), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(out.double(), product(x, weight, bias, torch.float64), rtol=1e-5, atol=1e-5)

@@ -1,7 +1,6 @@
 """Attention in the shapes that the supported model families have, small batches on every implementation.
 
-The random tests of the ops vary everything at once over head sizes that are multiples of 16; here stands what
-particular models need.
+The random tests of the ops use head sizes that are multiples of 16; these are the shapes of particular models.
 """
 
 from __future__ import annotations
@@ -11,15 +10,14 @@ from dataclasses import replace
 from typing import Final
 
 import numpy as np
-import pytest
 import torch
-from kernels import test_decode, test_prefill, test_write_kv
-from kernels.forests import Forest, Range, Shape, one_row, random_forest
-from kernels.implementations import DTYPES
+from kernels.attention_cases import Case, check_decode, check_prefill, make_case, own_tokens
+from kernels.forests import Forest, Shape, behind_prefix, random_forest
+from kernels.implementations import CPU, DTYPES, make_kernels
 from kernels.oracle import alibi_slopes, make_spec
-from kernels.test_prefill import own_tokens
+from kernels.pairwise import pairwise
 
-from trunkline.kernels.ops import AttentionSpec, Kernels
+from trunkline.kernels.ops import AttentionSpec
 
 FAMILIES: Final = {
     "gpt2": make_spec(4, 4, 64, rotary_dim=0),
@@ -59,80 +57,32 @@ def forest_for(spec: AttentionSpec, chunk_size: int) -> Forest:
     return family_forest(chunk_size, 5, spec.inverse_frequencies is not None or spec.alibi_slopes is not None)
 
 
-@functools.lru_cache(maxsize=4)
-def decode_case(family: str, chunk_size: int, dtype: torch.dtype) -> test_decode.Case:
-    spec = FAMILIES[family]
-    return test_decode.make_case(forest_for(spec, chunk_size), spec, dtype, chunk_size)
-
-
-@functools.lru_cache(maxsize=4)
-def prefill_case(family: str, chunk_size: int, dtype: torch.dtype) -> test_prefill.Case:
+@functools.lru_cache(maxsize=8)
+def family_case(family: str, chunk_size: int, dtype: torch.dtype, is_prefill: bool) -> Case:
     spec = FAMILIES[family]
     forest = forest_for(spec, chunk_size)
-    counts = [min(own_tokens(row), 40) for row in forest.rows]
-    return test_prefill.make_case(forest, counts, spec, dtype, chunk_size)
+    counts = [min(own_tokens(row), 40) for row in forest.rows] if is_prefill else None
+    return make_case(forest, spec, dtype, chunk_size, counts)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("chunk_size", [16, 64])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_decode_attention(family: str, chunk_size: int, dtype: torch.dtype, kernels: Kernels) -> None:
-    test_decode.check(kernels, decode_case(family, chunk_size, dtype), chunk_size // 16)
+@pairwise(family=list(FAMILIES), implementation=CPU, dtype=DTYPES, chunk_size=(16, 64))
+def test_attention(family: str, implementation: str, dtype: torch.dtype, chunk_size: int) -> None:
+    check_decode(make_kernels(implementation), family_case(family, chunk_size, dtype, False), chunk_size // 16)
+    check_prefill(make_kernels(implementation), family_case(family, chunk_size, dtype, True), chunk_size // 16)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("chunk_size", [16, 64])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_prefill_attention(family: str, chunk_size: int, dtype: torch.dtype, kernels: Kernels) -> None:
-    test_prefill.check(kernels, prefill_case(family, chunk_size, dtype), chunk_size // 16)
-
-
-@pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim", "rotary_dim"),
-    [
-        (71, 1, 64, 64),
-        (8, 8, 64, 16),
-        (4, 4, 80, 20),
-        (4, 4, 96, 24),
-        (4, 1, 8, 2),
-        (4, 4, 16, 4),
-        (3, 1, 20, 20),
-        (2, 2, 20, 10),
-        (2, 1, 36, 6),
-    ],
-)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_keys_and_values_are_stored(
-    dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, rotary_dim: int, normed: bool, kernels: Kernels
-) -> None:
-    test_write_kv.test_splits_normalises_rotates_and_stores(
-        dtype, heads, kv_heads, head_dim, rotary_dim, normed, kernels
-    )
-
-
-@functools.lru_cache(maxsize=2)
-def windowed_case(window: int, soft_cap: float) -> test_decode.Case:
-    """Rows that end at every place of a block, behind two shared ones."""
-    chunk_size, shared = 8, 2
-    forest = Forest(chunk_size, [], np.array([[0, 8, 0, shared]], dtype=np.int32), shared + 8)
-    for index in range(8):
-        row = one_row(chunk_size, shared * chunk_size)
-        row.ranges.append(Range(shared, shared + index, 0, index + 1, shared * chunk_size, 0))
-        row.position += index + 1
-        forest.rows.append(row)
+@functools.lru_cache(maxsize=4)
+def windowed_case(window: int, soft_cap: float, is_prefill: bool) -> Case:
+    """Rows that end at every place of a block, behind two shared ones; as prompts, all tokens are queries."""
+    forest = behind_prefix(8, 2, range(1, 9))
     spec = make_spec(4, 2, 16, window=window, soft_cap=soft_cap)
-    return test_decode.make_case(forest, spec, torch.float32, window)
+    counts = [row.tokens for row in forest.rows] if is_prefill else None
+    return make_case(forest, spec, torch.float32, window, counts)
 
 
-@pytest.mark.parametrize("soft_cap", [0.0, 3.0])
-@pytest.mark.parametrize("window", range(1, 26))
-def test_every_window(window: int, soft_cap: float, kernels: Kernels) -> None:
+@pairwise(window=range(1, 26), implementation=CPU)
+def test_every_window(window: int, implementation: str) -> None:
     """One token, around a block, around the whole context, and more."""
-    case = windowed_case(window, soft_cap)
-    test_decode.check(kernels, case, window)
-    counts = [row.tokens for row in case.forest.rows]
-    # Prompts of 17 to 24 tokens, all of them queries.
-    prompts = test_prefill.make_case(case.forest, counts, case.spec, torch.float32, window)
-    kernels.counters.reset()
-    test_prefill.check(kernels, prompts, window)
+    soft_cap = (0.0, 3.0)[(window + CPU.index(implementation)) % 2]
+    check_decode(make_kernels(implementation), windowed_case(window, soft_cap, False), window)
+    check_prefill(make_kernels(implementation), windowed_case(window, soft_cap, True), window)

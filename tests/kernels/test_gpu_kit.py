@@ -19,6 +19,8 @@ import gpu_tokens
 import pytest
 from gpu_kit import BROUGHT, FLASHINFER, PRESENT, KitError, assemble
 
+pytestmark = [pytest.mark.area("gpu-kit"), pytest.mark.processes]
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

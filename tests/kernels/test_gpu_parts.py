@@ -55,6 +55,7 @@ def test_every_part_has_something_to_run() -> None:
     assert list(RUNS) == [part.name for part in PARTS]
 
 
+@pytest.mark.processes
 def test_start_calls_every_op_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_checks, "random_trial", small_trial)
     found = found_by(gpu_start.start)
@@ -75,6 +76,7 @@ def small_trial(seed: int, head_dim: int) -> gpu_checks.Trial:
     return RANDOM_TRIAL(seed, head_dim, chunk=16, rows=5)
 
 
+@pytest.mark.processes
 def test_start_ends_at_the_first_wrong_op(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_start, "one_round", lambda *_: iter([("a", 0.0), ("b", 1.0), ("c", 0.0)]))
     stream = io.StringIO()
@@ -103,6 +105,7 @@ def test_checks_end_when_their_time_is_used() -> None:
     assert found_by(gpu_checks.check_all, visit=Visit(0.0)).results == []
 
 
+@pytest.mark.area("gpu-kit")
 def test_replays_of_other_plans_are_noticed_if_stale(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each replay computes what its plan says; one that keeps the captured plan is far off."""
     trials = [small_trial(seed, 64) for seed in (0, 20, 40)]
@@ -130,6 +133,7 @@ def test_ceilings() -> None:
     assert [result["unit"] for result in found.results] == ["TB/s", "TB/s", "TFLOP/s"]
 
 
+@pytest.mark.area("gpu-kit")
 def test_decode_measures_tables_batches_and_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_attention, "PIECES", (1, 2))
     monkeypatch.setattr(gpu_attention, "PIECE_TOKENS", (64,))
@@ -151,6 +155,7 @@ def test_the_table_shows_what_is_to_be_reached() -> None:
     assert "GB of memory" in stream.getvalue(), "too large for this device: a note, no crash"
 
 
+@pytest.mark.area("gpu-kit")
 def test_a_wrong_cut_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_attention, "replay_error", lambda *_: float("inf"))
     monkeypatch.setattr(gpu_attention, "PIECES", (1,))
@@ -300,6 +305,7 @@ def test_an_engine_that_differs_is_a_problem(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.soak
+@pytest.mark.processes
 def test_the_engine_gives_the_kits_tokens(tmp_path: Path) -> None:
     """One rank and two, here on the CPU: as on a GPU, from the kit's file."""
     tokens = gpu_tokens.generate(Engine("cpu", "cpu"), 120)["tokens"]
@@ -316,6 +322,7 @@ case "$2" in memcheck) exit {memcheck};; *) echo "a race in $8" ; exit {racechec
 """
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("racecheck", "kind"), [(0, "notes"), (9, "problems")])
 def test_what_a_sanitizer_finds_is_a_problem(
     racecheck: int, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -329,6 +336,7 @@ def test_what_a_sanitizer_finds_is_a_problem(
     assert "racecheck" in getattr(found, kind)[-1]
 
 
+@pytest.mark.processes
 def test_a_sanitizer_gets_its_share_of_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tool = tmp_path / "compute-sanitizer"
     tool.write_text("#!/bin/sh\nexec sleep 100\n")
@@ -349,6 +357,8 @@ def test_the_small_round_finds_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "an op in torch.float32 is off" in gpu_checks.small_round(EmulatedGpu())[0]
 
 
+@pytest.mark.area("gpu-kit")
+@pytest.mark.processes
 def test_without_a_device_a_part_says_so() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")

@@ -15,6 +15,8 @@ import gpu_visit
 import pytest
 from gpu_visit import NO_DEVICE, PARTS, Part, VisitRun, chosen_parts
 
+pytestmark = [pytest.mark.area("gpu-kit"), pytest.mark.processes]
+
 FIGURE = '{"case": {"n": 1}, "metric": "time", "value": 2.5, "unit": "us", "runs": 3}'
 SCRIPTS = {
     "good": f"print('{FIGURE}'); print('not JSON')",

@@ -155,6 +155,7 @@ print(load_kernels("auto", "cpu", threads=3).name)
 
 
 @needs_native
+@pytest.mark.processes
 def test_threads_that_cannot_be_started() -> None:
     done = subprocess.run([sys.executable, "-c", TOO_MANY_THREADS], capture_output=True, text=True, check=True)
     *errors, name = done.stdout.splitlines()

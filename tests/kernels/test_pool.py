@@ -13,9 +13,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernels.forests import Forest, Range, Row, contents, same_bits
-from kernels.implementations import DTYPES, REFERENCE, make_kernels
-from kernels.oracle import assert_as_exact_as, decode_oracle, make_spec
+from kernels.forests import Forest, Range, Row, contents, no_runs, same_bits
+from kernels.implementations import CPU, CUDA, DTYPES, REFERENCE, make_kernels
+from kernels.oracle import assert_as_exact_as, attention_oracle, make_spec
+from kernels.pairwise import pairwise
 from torch import Tensor
 
 from trunkline.kernels.load import load_kernels
@@ -152,7 +153,7 @@ class Model:
         q = self.random(2, self.spec.heads, self.spec.head_dim)
         out = torch.full_like(q, float("nan"))
         self.kernels.decode_attention(forest.decode_plan(), q, self.pool, layer, self.spec, out)
-        exact, plain = decode_oracle(forest, q, self.plain, layer, self.spec)
+        exact, plain = attention_oracle(forest, [1, 1], q, self.plain, layer, self.spec)
         assert_as_exact_as(out, exact, plain, sum_terms=rows[0].tokens)
 
     def run(self, name: str) -> None:
@@ -173,16 +174,15 @@ def check(name: str, seed: int, chunk_size: int, dtype: torch.dtype, operations:
     assert same_bits(contents(kernels, model.pool), model.plain)
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("chunk_size", CHUNKS)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_operations_in_any_order(dtype: torch.dtype, chunk_size: int, seed: int, implementation: str) -> None:
+@pairwise(seeded=True, chunk_size=CHUNKS, implementation=CPU, dtype=DTYPES)
+def test_operations_in_any_order(chunk_size: int, implementation: str, dtype: torch.dtype, seed: int) -> None:
     rng = np.random.default_rng([chunk_size, seed])
     check(implementation, seed, chunk_size, dtype, rng.choice(OPERATIONS, size=14).tolist())
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
+    implementation=st.sampled_from(CPU),
     seed=st.integers(0, 2**32 - 1),
     chunk_size=st.integers(1, 65),
     dtype=st.sampled_from(DTYPES),
@@ -194,10 +194,10 @@ def test_any_operations(
     check(implementation, seed, chunk_size, dtype, operations)
 
 
-@pytest.mark.parametrize("chunk_size", [1, 16, 64])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_tokens_one_at_a_time_fill_a_block(dtype: torch.dtype, chunk_size: int, kernels: Kernels) -> None:
+@pairwise(implementation=(*CPU, *CUDA), dtype=DTYPES, chunk_size=(1, 16, 64))
+def test_tokens_one_at_a_time_fill_a_block(implementation: str, dtype: torch.dtype, chunk_size: int) -> None:
     """As decode writes them; read back after each near the end, where a block may be put into another order."""
+    kernels = make_kernels(implementation)
     model = Model(kernels, make_spec(4, 2, 64), chunk_size, dtype, 1)
     for token in range(chunk_size + 1):
         model.write([chunk_size + token], range(LAYERS))
@@ -205,9 +205,10 @@ def test_tokens_one_at_a_time_fill_a_block(dtype: torch.dtype, chunk_size: int, 
             assert same_bits(contents(kernels, model.pool), model.plain)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_part_of_a_full_block_is_copied_to_an_open_one_and_back(dtype: torch.dtype, kernels: Kernels) -> None:
+@pairwise(implementation=(*CPU, *CUDA), dtype=DTYPES)
+def test_part_of_a_full_block_is_copied_to_an_open_one_and_back(implementation: str, dtype: torch.dtype) -> None:
     """Copy on write at a fork: the copy goes on, the original stays; then the copy's tokens return elsewhere."""
+    kernels = make_kernels(implementation)
     model = Model(kernels, make_spec(4, 2, 64), 32, dtype, 2)
     model.fill(0)
     model.fill(1)
@@ -224,24 +225,22 @@ def test_part_of_a_full_block_is_copied_to_an_open_one_and_back(dtype: torch.dty
     model.attend()
 
 
-@pytest.mark.parametrize(
-    ("copy", "reason"),
-    [
+@pairwise(implementation=(*CPU, *CUDA))
+def test_copies_outside_the_pool_are_refused(kernels: Kernels) -> None:
+    model = Model(kernels, make_spec(4, 2, 64), 8, torch.float32, 3)
+    model.fill(2)
+    for copy, reason in (
         ([0, 6, 0, 1], "6 blocks"),
         ([-1, 1, 0, 1], "6 blocks"),
         ([0, 1, 4, 5], "a block has 8"),
         ([0, 1, 0, 0], "a block has 8"),
         ([0, 1, -1, 3], "a block has 8"),
         ([0, 1, 1, 2**31 - 1], "a block has 8"),
-    ],
-)
-def test_copies_outside_the_pool_are_refused(copy: list[int], reason: str, kernels: Kernels) -> None:
-    model = Model(kernels, make_spec(4, 2, 64), 8, torch.float32, 3)
-    model.fill(2)
-    with pytest.raises(ValueError, match=reason):
-        # The whole call is refused, its valid part too.
-        kernels.copy_blocks(model.pool, np.array([[2, 3, 0, 8], copy], dtype=np.int32))
-    assert same_bits(contents(kernels, model.pool), model.plain)
+    ):
+        with pytest.raises(ValueError, match=reason):
+            # The whole call is refused, its valid part too.
+            kernels.copy_blocks(model.pool, np.array([[2, 3, 0, 8], copy], dtype=np.int32))
+        assert same_bits(contents(kernels, model.pool), model.plain)
 
 
 def test_the_reference_refuses_packed_blocks() -> None:
@@ -251,7 +250,7 @@ def test_the_reference_refuses_packed_blocks() -> None:
     for block in range(BLOCKS):
         model.fill(block)
     model.pool.packed[2, 1] = 1
-    forest = Forest(8, [Row([Range(0, 2, 0, 8, 0, 0), Range(1, 3, 0, 1, 8, 0)], 8)], np.zeros((0, 4), np.int32), 6)
+    forest = Forest(8, [Row([Range(0, 2, 0, 8, 0, 0), Range(1, 3, 0, 1, 8, 0)], 8)], no_runs(), 6)
     q = torch.randn(1, 4, 64)
     refused = pytest.raises(ValueError, match="block 2 is packed")
     with refused:
@@ -272,7 +271,7 @@ def test_the_reference_refuses_packed_blocks() -> None:
 
 
 def test_slots_are_checked() -> None:
-    """Before anything is written: a wrong slot would be somebody else's memory."""
+    """Before anything is written: a wrong slot is memory of something else."""
     kernels = load_kernels("cpu", "cpu", 1)
     pool, blocks = KvPool.wrap(torch.zeros(4, 3, 2, 1, 8, 64)), np.array([1, 2], dtype=np.int32)
     host = torch.zeros(5, *pool.data.shape[1:])

@@ -19,6 +19,7 @@ from typing import TypeVar
 
 import pytest
 import torch
+from kernels.pairwise import pairwise
 from torch import Tensor
 
 from trunkline.kernels.native import isa_levels, library
@@ -143,11 +144,9 @@ def random_calls(group: SharedGroup, seed: int, calls: int) -> int:
     return calls
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
-def test_random_collectives_at_random_paces(path: Path, size: int) -> None:
-    seed = 1000 + size
-    print(f"seed {seed}")
-    assert run_ranks(path, size, lambda group: random_calls(group, seed, 300)) == [300] * size
+@pairwise(size=[1, 2, 3, 4, 8], seeded=True)
+def test_random_collectives_at_random_paces(path: Path, size: int, seed: int) -> None:
+    assert run_ranks(path, size, lambda group: random_calls(group, seed, 150)) == [150] * size
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -239,6 +238,7 @@ def test_a_rank_that_does_not_come_in_time(path: Path) -> None:
     done.set()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("calls", [0, 5])
 def test_a_killed_rank_is_noticed_though_nobody_reaps_it(path: Path, calls: int) -> None:
     file = create_file(2, slot_bytes=SLOT_BYTES, folder=path)

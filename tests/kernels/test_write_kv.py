@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 from kernels.forests import Forest, Row, Shape, contents, pool_data, random_forest, same_bits, write_slots
-from kernels.implementations import DTYPES
-from kernels.oracle import alibi_slopes, assert_as_exact_as, decode_oracle, make_spec
+from kernels.implementations import CPU, CUDA, DTYPES, make_kernels
+from kernels.oracle import alibi_slopes, assert_as_exact_as, attention_oracle, make_spec
+from kernels.pairwise import pairwise
 from torch import Tensor
 
 from trunkline.kernels.ops import Angles, AttentionSpec, Kernels, KvPool, QkNorm, make_angles, swap_halves
@@ -28,23 +29,19 @@ def normalised_and_turned(x: Tensor, weight: Tensor | None, eps: float, angles: 
     return torch.cat((turned, x[..., width:]), dim=-1)
 
 
-@pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim", "rotary_dim"),
-    [
-        (4, 2, 64, 64),
-        (4, 4, 80, 32),
-        (8, 1, 96, 96),
-        (3, 1, 128, 64),
-        (2, 2, 256, 256),
-        (4, 2, 64, 0),
-        (4, 2, 8, 8),
-    ],
+SHAPES = (
+    *((4, 2, 64, 64), (4, 4, 80, 32), (8, 1, 96, 96), (3, 1, 128, 64), (2, 2, 256, 256), (4, 2, 64, 0)),
+    *((4, 2, 8, 8), (71, 1, 64, 64), (8, 8, 64, 16), (4, 4, 80, 20), (4, 4, 96, 24), (4, 1, 8, 2)),
+    *((4, 4, 16, 4), (3, 1, 20, 20), (2, 2, 20, 10), (2, 1, 36, 6)),
 )
-@pytest.mark.parametrize("dtype", DTYPES)
+"""Heads, KV heads, head size and rotated part: those of model families, and odd ones."""
+
+
+@pairwise(shape=SHAPES, implementation=(*CPU, *CUDA), dtype=DTYPES, normed=(False, True))
 def test_splits_normalises_rotates_and_stores(
-    dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, rotary_dim: int, normed: bool, kernels: Kernels
+    shape: tuple[int, int, int, int], implementation: str, dtype: torch.dtype, normed: bool
 ) -> None:
+    kernels, (heads, kv_heads, head_dim, rotary_dim) = make_kernels(implementation), shape
     torch.manual_seed(head_dim)
     spec, chunk = make_spec(heads, kv_heads, head_dim, rotary_dim=rotary_dim), 8
     qkv = torch.randn(6, (heads + 2 * kv_heads) * head_dim).to(dtype)
@@ -101,11 +98,11 @@ def decode_specs(dtype: torch.dtype) -> list[AttentionSpec]:
     return [base, replace(base, window=20, alibi_slopes=alibi_slopes(4), soft_cap=20.0)]
 
 
-@pytest.mark.parametrize("chunk_size", [4, 16, 32])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_decoding_across_full_blocks(dtype: torch.dtype, chunk_size: int, kernels: Kernels) -> None:
+@pairwise(implementation=CPU, dtype=DTYPES, chunk_size=(4, 16, 32))
+def test_decoding_across_full_blocks(implementation: str, dtype: torch.dtype, chunk_size: int) -> None:
     """Tails grow by the counter alone until one is full, then a new plan; each step's KV is stored before it."""
     torch.manual_seed(chunk_size)
+    kernels = make_kernels(implementation)
     rng, specs = np.random.default_rng(chunk_size), decode_specs(dtype)
     forest = random_forest(rng, Shape(5, chunk_size, depth_max=3, shifts=True, holes=True, modules=1))
     data = pool_data(forest, specs[0], dtype, chunk_size)
@@ -117,7 +114,7 @@ def test_decoding_across_full_blocks(dtype: torch.dtype, chunk_size: int, kernel
     write_slots(kernels, pool, used, data[used // chunk_size, :, :, :, used % chunk_size], specs[0])
     # The step that stores a new tail's first token is step 0 of its plan.
     plan, builds = forest.decode_plan(), 0
-    for step in range(2 * chunk_size + 3):
+    for step in range(chunk_size + 3):
         if step == 0 or plan.steps == plan.steps_left:
             for row in forest.rows:
                 _open_tail_if_full(row, forest)
@@ -131,11 +128,11 @@ def test_decoding_across_full_blocks(dtype: torch.dtype, chunk_size: int, kernel
         data[blocks, :, :, :, offsets] = new
         write_slots(kernels, pool, np.array(blocks) * chunk_size + np.array(offsets), new, specs[0])
         is_near_a_build = min(plan.steps, plan.steps_left - plan.steps) <= 1
-        for layer, spec in enumerate(specs) if is_near_a_build or step % 9 == 0 else ():
+        for layer, spec in enumerate(specs) if is_near_a_build else ():
             q = torch.randn(5, 4, spec.head_dim).to(dtype)
             out = torch.full_like(q, float("nan"))
             kernels.decode_attention(plan, q, pool, layer, spec, out)
-            exact, plain = decode_oracle(forest, q, data, layer, spec)
+            exact, plain = attention_oracle(forest, [1] * 5, q, data, layer, spec)
             assert_as_exact_as(out, exact, plain, sum_terms=max(row.tokens for row in forest.rows))
     assert kernels.counters.decode_plans == builds
     assert same_bits(contents(kernels, pool), data)
