@@ -7,8 +7,8 @@
 
 A mutant is an entry of a table beside this file (`controller.toml` and so on): a text of the product's sources,
 its replacement, and the fault in one sentence. Tests run first where the entry expects them to fail, then in the
-folders of the part, then everywhere, and end with the first failure. A failing test counts only if it passes on
-the sources as they are.
+folders of the part, then everywhere, and end with the first failure. A failing test counts only if it fails again
+by itself, and passes on the sources as they are.
 
 The checkout is not touched. Its files are copied to a temporary folder with an environment of their own, in which
 `trunkline` is imported from the copy. Before a mutant's tests run, an interpreter of that environment is asked
@@ -55,6 +55,8 @@ SUFFIXES: Final = frozenset((".py", ".cc", ".h", ".tpl", ".yaml", ".json", ".js"
 SETS: Final = {"fast": "none", "whole": "all"}
 """The areas (`tests/areas.py`) whose tests a set of tests has besides those of no area."""
 STAGE_SECONDS_MAX: Final = 3600
+NO_TEST: Final = "the collection of tests"
+"""What failed, where it was no single test."""
 _FAILED: Final = re.compile(r"^(?:FAILED|ERROR) (\S+::.+?|\S+)(?: - .*)?$", re.MULTILINE)
 
 
@@ -108,7 +110,7 @@ class Verdict:
     """The failing test."""
     seconds: float = 0.0
     dismissed: list[str] = field(default_factory=list)
-    """Tests that failed, but fail without the fault as well."""
+    """Tests that failed, but do not always fail with the fault, or fail without it as well."""
 
 
 # -- the tables
@@ -318,7 +320,7 @@ class Copy:
             try:
                 said, _ = process.communicate(timeout=STAGE_SECONDS_MAX)
             except subprocess.TimeoutExpired:
-                return 1, f"FAILED no end within {STAGE_SECONDS_MAX} s\n"
+                return 2, f"no end within {STAGE_SECONDS_MAX} s"
             finally:
                 with suppress(ProcessLookupError):  # also what the tests started and left
                     os.killpg(process.pid, signal.SIGKILL)
@@ -366,28 +368,35 @@ class Trial:
         yield "rest", ["tests", "--ignore=tests/test_tidy.py", "--ignore=tests/mutants", *skipped]
 
     def _kills(self, fit: Fit, arguments: list[str], verdict: Verdict) -> bool:
-        """Whether a test that passes without the fault fails with it."""
+        """Run tests; return whether one fails because of the fault."""
         while True:
             with self._copy.changed(fit):
-                status, said = self._copy.run_tests(arguments, self._tests)
-            if status in (0, 5):
+                test = self._first_failure(arguments)
+                is_steady = test is not None and (test == NO_TEST or self._first_failure([test]) is not None)
+            if test is None:
                 return False
-            if status not in (1, 2):
-                raise MutantError(f"pytest ended with {status}:\n{said[-2000:]}")
-            found = _FAILED.findall(said)
-            test = found[0] if found else "?"
-            if test == "?" or self._is_sound(test):
+            if test == NO_TEST and self._first_failure([*arguments, "--collect-only"]) is not None:
+                raise MutantError(f"tests cannot be collected without any fault: {' '.join(arguments)}")
+            if is_steady and (test == NO_TEST or self._is_sound(test)):
                 verdict.by = test
                 return True
             verdict.dismissed.append(test)
             arguments = [*arguments, f"--deselect={test}"]
 
+    def _first_failure(self, arguments: Sequence[str]) -> str | None:
+        """Return the first test that fails; `NO_TEST` if tests cannot even be collected, None if all pass."""
+        status, said = self._copy.run_tests(arguments, self._tests)
+        if status in (0, 5):
+            return None
+        if status not in (1, 2):
+            raise MutantError(f"pytest ended with {status}:\n{said[-2000:]}")
+        found = _FAILED.findall(said)
+        return found[0] if found and "::" in found[0] else NO_TEST
+
     def _is_sound(self, test: str) -> bool:
+        """Return whether a test passes without any fault."""
         if test not in self._sound:
-            if not test.startswith("tests/"):
-                return True
-            status, _ = self._copy.run_tests([test], self._tests)
-            self._sound[test] = status == 0
+            self._sound[test] = self._first_failure([test]) is None
         return self._sound[test]
 
 
@@ -416,7 +425,7 @@ def _tell(verdict: Verdict) -> None:
     what = f"killed by {verdict.by} ({verdict.stage})" if verdict.killed else "SURVIVED"
     print(f"{verdict.name}: {what}, {verdict.seconds:.0f} s", flush=True)
     for test in verdict.dismissed:
-        print(f"    {test} fails without the fault, too", flush=True)
+        print(f"    {test} failed, but it fails without the fault, too, or not always with it", flush=True)
 
 
 def main() -> int:
