@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from seeds import seeds
 
 from trunkline.kvstore.directory import Directory, DirectoryConfig, IndexEvent, Item, Move, MoveStatus, Policy
 from trunkline.kvstore.layout import SlotId
@@ -26,8 +27,6 @@ Content = tuple[bytes, int]
 GARBAGE: Content = (b"garbage", -1)
 FANOUT = 3
 DEPTH = 4
-SEEDS = 60
-STEPS = 400
 
 
 class Chunk(Item):
@@ -163,13 +162,13 @@ class Life:
             chunk.placed = False
             self.directory.left_device(chunk)
             if not chunk.is_stored:
-                self.remove(chunk)  # nobody could reach what is below
+                self.remove(chunk)  # chunks below it could not be reached any more
 
     def end_step(self) -> None:
         """The plan is carried out."""
         self.world.host.update(self.plan.saves)
         for slot, wanted in self.plan.loads:
-            assert self.world.host.get(slot) == wanted, "loaded somebody else's KV"
+            assert self.world.host.get(slot) == wanted, "loaded the KV of another chunk"
         self.plan = Plan(self.plan.step + 1)
 
     # Wishes.
@@ -240,7 +239,7 @@ class Life:
 
     def write(self, move: Move[Chunk]) -> None:
         name = bytes(move.item.name)
-        assert self.world.host.get(move.host_slot) == (name, move.host_generation), "wrote somebody else's KV"
+        assert self.world.host.get(move.host_slot) == (name, move.host_generation), "wrote the KV of another chunk"
         if move.tier is TierKind.DISK:
             self.world.disk[move.slot] = name, move.generation
         else:
@@ -344,13 +343,23 @@ RARE = (
 )
 
 
-@pytest.mark.parametrize("seed", range(SEEDS))
-def test_long_lives(seed: int) -> None:
+def live(seed: int, steps: int) -> None:
     life = Life(seed)
-    for _ in range(STEPS):
+    for _ in range(steps):
         act = life.rng.choice(COMMON if life.rng.random() < 0.95 else RARE)
         act(life)
         life.check()
+
+
+@pytest.mark.parametrize("seed", seeds(30))
+def test_random_lives(seed: int) -> None:
+    live(seed, 400)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", seeds(300))
+def test_long_lives(seed: int) -> None:
+    live(seed, 2000)
 
 
 class DirectoryMachine(RuleBasedStateMachine):
@@ -378,5 +387,5 @@ class DirectoryMachine(RuleBasedStateMachine):
 
 TestDirectory = DirectoryMachine.TestCase
 TestDirectory.settings = settings(
-    max_examples=60, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=30, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
 )
