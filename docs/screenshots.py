@@ -1,5 +1,7 @@
 """Makes docs/images/ui-*.png: the dashboard of a real cluster with some users, light, dark and on a phone.
 
+With `--film` it makes docs/images/dashboard.webp instead: the same dashboard in motion, of at most 3 MB.
+
 Run as `python docs/screenshots.py`; needs Debian's `chromium` and the development extra. `--url` and `--key-file`
 take a cluster that runs already. The figures in the pictures differ from run to run; what they show does not.
 """
@@ -9,12 +11,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import io
 import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+from PIL import Image
 from playwright.async_api import Browser, Page, ViewportSize, async_playwright
 
 ROOT: Final = Path(__file__).resolve().parents[1]
@@ -24,6 +28,11 @@ from cluster.harness import Cluster  # noqa: E402
 from ui.traffic import Traffic  # noqa: E402
 
 DESKTOP: Final = ViewportSize(width=1280, height=860)
+FILM: Final = ViewportSize(width=1000, height=620)
+SCENES: Final = (("overview", 12), ("tree", 24), ("requests", 10), ("routing", 10))
+"""Views of the film and their frames."""
+FRAME_MS: Final = 400
+FILM_BYTES_MAX: Final = 3_000_000
 PHONE: Final = ViewportSize(width=375, height=760)
 USERS: Final = 12
 WARM_SECONDS: Final = 40.0
@@ -104,18 +113,41 @@ async def shoot(browser: Browser, base: str, folder: Path, settle: float) -> Non
             await page.close()
 
 
-async def main(url: str, key: str, folder: Path, warm: float) -> None:
+async def film(browser: Browser, base: str, path: Path) -> None:
+    """Write the moving picture, as sharp as the limit of bytes allows."""
+    frames: list[Image.Image] = []
+    for view, count in SCENES:
+        page = await browser.new_page(viewport=FILM, color_scheme="light")
+        await page.goto(f"{base}&{view}")
+        await page.wait_for_timeout(2_500)
+        for _ in range(count):
+            frames.append(Image.open(io.BytesIO(await page.screenshot())).convert("RGB"))
+            await page.wait_for_timeout(FRAME_MS)
+        await page.close()
+    for quality in (80, 65, 50, 35):
+        frames[0].save(
+            path, save_all=True, append_images=frames[1:], duration=FRAME_MS, loop=0, quality=quality, method=4
+        )
+        if path.stat().st_size <= FILM_BYTES_MAX:
+            return
+    raise ValueError(f"{path.name} has {path.stat().st_size} bytes even at low quality")
+
+
+async def main(url: str, key: str, options: argparse.Namespace) -> None:
     """Traffic, then pictures."""
     traffic = Traffic(url, {"Authorization": f"Bearer {key}"})
     await traffic.prepare()
     traffic.start(USERS)
     try:
-        await asyncio.sleep(warm)
+        await asyncio.sleep(options.warm)
         async with async_playwright() as playwright:
             browser = await playwright.chromium.launch(
                 executable_path=shutil.which("chromium"), args=["--no-sandbox", "--font-render-hinting=none"]
             )
-            await shoot(browser, f"{url}/ui#key={key}", folder, 2.5)
+            if options.film:
+                await film(browser, f"{url}/ui#key={key}", options.folder / "dashboard.webp")
+            else:
+                await shoot(browser, f"{url}/ui#key={key}", options.folder, 2.5)
             await browser.close()
     finally:
         await traffic.close()
@@ -129,7 +161,8 @@ if __name__ == "__main__":
     parser.add_argument(
         "--warm", type=float, default=WARM_SECONDS, help="seconds of traffic before the first picture"
     )
+    parser.add_argument("--film", action="store_true", help="make the moving picture only")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     with served(options.url, options.key_file) as (address, admin_key):
-        asyncio.run(main(address, admin_key, options.folder, options.warm))
+        asyncio.run(main(address, admin_key, options))
