@@ -21,6 +21,7 @@ from router.schema_calls import PLAN_OBJECT, TRIP
 from router.session_calls import chat, create, error_of, get
 
 from trunkline.router.config import RouterConfig
+from trunkline.router.tenancy import tenant_file
 from trunkline.router.tenancy.auth import hash_key
 from trunkline.router.tenancy.identity import tenant_salt
 from trunkline.router.tenancy.metering import Tenants
@@ -211,7 +212,10 @@ def known(router: RunningRouter) -> list[str]:
     return router.service.tenants.owners()[1:]
 
 
-def test_a_revoked_key_opens_nothing_more_but_its_stream_goes_on(place: Path, tokenizer: Tokenizer) -> None:
+def test_a_revoked_key_opens_nothing_more_but_its_stream_goes_on(
+    place: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tenant_file, "CHECK_SECONDS", 0.05)
     with guarded(place, tokenizer) as (router, fake, path), client_of(router, "alice") as client:
         fake.behaviour.hold = True
         answers: list[httpx.Response] = []
@@ -320,6 +324,7 @@ def test_pages_that_are_allowed(place: Path, tokenizer: Tokenizer) -> None:
 SECRETS = ("key-of-alice", "zebra crossing in the prompt", "Hello, w", "label-of-a-session", "salty-secret")
 
 
+@pytest.mark.processes
 def test_nothing_that_is_said_is_logged(place: Path, tokenizer: Tokenizer) -> None:
     """All that a router process writes at level debug, and its metrics."""
     fake = FakeController(f"ipc://{place}/c", make_answer(tokenizer)).start()

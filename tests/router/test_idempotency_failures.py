@@ -15,7 +15,7 @@ import httpx
 import msgspec
 import pytest
 from router.fake_controller import FakeController
-from router.harness import DEMO_MODEL, JSON, MESSAGES, RunningRouter, make_answer, running, wait_until
+from router.harness import DEMO_MODEL, JSON, MESSAGES, RunningRouter, running, wait_until
 from router.idempotency_calls import (
     CHAT,
     PATH,
@@ -32,6 +32,7 @@ from router.session_calls import create, error_of, get
 
 from trunkline.controller.messages import RecordCall
 from trunkline.router.config import RouterConfig
+from trunkline.router.http import idempotency
 from trunkline.router.http.idempotency import IdempotencyStore, RequestName, Result
 from trunkline.router.request_random import Draws
 from trunkline.router.routing.rendezvous import rendezvous
@@ -50,7 +51,7 @@ def leave_unfinished(fake: FakeController, name: RequestName, lease_s: float) ->
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_dead_routers_request_is_taken_over(http: httpx.Client, fake: FakeController, stream: bool) -> None:
     key = f"dead {stream}"
-    leave_unfinished(fake, name_of(key, stream=stream), lease_s=1.0)
+    leave_unfinished(fake, name_of(key, stream=stream), lease_s=0.3)
     with ThreadPoolExecutor(4) as pool:
         answers = list(pool.map(lambda _: ask(http, key, stream=stream), range(4)))
     assert len(fake.behaviour.submits) == 1
@@ -73,34 +74,27 @@ def until_it_breaks(url: str, body: str, headers: dict[str, str], kill: Callable
         pass
 
 
+@pytest.mark.processes
 def test_a_killed_routers_clients_get_their_stream(place: Path, tokenizer: Tokenizer) -> None:
-    """kill -9 in mid-stream; the same request to another router process."""
-    fake = FakeController(f"ipc://{place}/c", make_answer(tokenizer)).start()
-    fake.behaviour.seconds_per_token = 0.02
-    folders = [place / name for name in "ab"]
-    for each in folders:
-        each.mkdir()
+    """kill -9 in mid-stream; the same request to another router."""
     body = json.dumps(CHAT | {"stream": True, "temperature": 1.0})
     headers = JSON | {"Idempotency-Key": "killed"}
-    try:
-        with router_process(folders[0], fake) as (process, url), router_process(folders[1], fake) as (_, other):
-            seen = b"".join(until_it_breaks(url, body, headers, process.kill))
-            assert b"[DONE]" not in seen
-            answer = httpx.post(other + PATH, content=body, headers=headers, timeout=30)
-            assert answer.status_code == 200
-            assert REPLAYED not in answer.headers
-            assert answer.text.endswith("data: [DONE]\n\n")
-            first = httpx.Response(200, content=seen)
-            (ids, text), (all_ids, whole) = essence(first), essence(answer)
-            assert text
-            assert whole.startswith(text)
-            assert ids == all_ids
-            assert len(set(seeds(fake)[-2:])) == 1
-            again = httpx.post(other + PATH, content=body, headers=headers, timeout=20)
-            assert again.headers[REPLAYED] == "true"
-            assert again.content == answer.content
-    finally:
-        fake.stop()
+    with one_router(place, tokenizer) as (_, http, fake), router_process(place, fake) as (process, url):
+        fake.behaviour.seconds_per_token = 0.02
+        seen = b"".join(until_it_breaks(url, body, headers, process.kill))
+        assert b"[DONE]" not in seen
+        answer = http.post(PATH, content=body, headers=headers, timeout=30)
+        assert answer.status_code == 200
+        assert REPLAYED not in answer.headers
+        assert answer.text.endswith("data: [DONE]\n\n")
+        (ids, text), (all_ids, whole) = essence(httpx.Response(200, content=seen)), essence(answer)
+        assert text
+        assert whole.startswith(text)
+        assert ids == all_ids
+        assert len(set(seeds(fake)[-2:])) == 1
+        again = http.post(PATH, content=body, headers=headers)
+        assert again.headers[REPLAYED] == "true"
+        assert again.content == answer.content
 
 
 def test_nobody_waits_for_ever(place: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +148,11 @@ def test_another_router_has_the_answer(place: Path, tokenizer: Tokenizer, stream
         assert ask(other, "shared", stream=stream).content == first.content
 
 
-def test_a_router_that_leaves_hands_its_request_on(place: Path, tokenizer: Tokenizer) -> None:
+def test_a_router_that_leaves_hands_its_request_on(
+    place: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(idempotency, "LEASE_SECONDS", 1.0)
+    monkeypatch.setattr(idempotency, "_RENEW_SECONDS", 0.2)
     with two_routers(place, tokenizer) as (router, http, other, [fake]):
         fake.behaviour.hold = True
         with ThreadPoolExecutor(2) as pool:

@@ -111,6 +111,8 @@ from trunkline.router import __main__, server
 from trunkline.router.config import RouterConfig
 from trunkline.router.service import RouterService
 from trunkline.router.text.tokenizer import Tokenizer
+
+pytestmark = pytest.mark.processes
 config = RouterConfig(model_path={str(DEMO_MODEL)!r}, controllers=["ipc:///tmp/none"])
 server.make_server(RouterService(config, Tokenizer(config.model_path)))
 assert not {{"torch", "transformers"}} & set(sys.modules), "heavy imports"

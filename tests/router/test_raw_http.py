@@ -175,11 +175,12 @@ def test_pipelined_requests_are_answered_in_turn(tight: RunningRouter) -> None:
 
 
 SEEDS = seeds(50)
-PIECES = (
-    b"GET |POST |/v1/completions|/v1/models| HTTP/1.1| HTTP/1.0|\r\n|\n|\r|\x00|Host: localhost\r\n|"
-    b"Content-Length: 3\r\n|Transfer-Encoding: chunked\r\n|Connection: close\r\n|Expect: 100-continue\r\n|Authorization: Bearer |"
-    b"Upgrade: websocket\r\nConnection: upgrade\r\n|Content-Type: application/json\r\n|0\r\n\r\n|3\r\nabc\r\n|{}|\xff"
-).split(b"|") + [b"x" * 300, BODY]
+PIECES = [
+    *b"GET |POST |/v1/completions|/v1/models| HTTP/1.1| HTTP/1.0|\r\n|\n|\r|\x00|Host: localhost\r\n".split(b"|"),
+    *b"Content-Length: 3\r\n|Transfer-Encoding: chunked\r\n|Connection: close\r\n|0\r\n\r\n|{}|\xff".split(b"|"),
+    *b"Expect: 100-continue\r\n|Upgrade: websocket\r\nConnection: upgrade\r\n|3\r\nabc\r\n".split(b"|"),
+    *(b"Authorization: Bearer ", b"Content-Type: application/json\r\n", b"x" * 300, BODY),
+]
 
 
 def test_mutated_requests(tight: RunningRouter) -> None:

@@ -24,6 +24,7 @@ from trunkline.deploy.config.listening import open_listener
 from trunkline.deploy.supervisor.statuses import SOCKET_NAME, StatusSocket
 from trunkline.router.text.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.processes
 CHAT: dict[str, Any] = {"messages": MESSAGES}
 
 

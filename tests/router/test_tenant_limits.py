@@ -155,6 +155,7 @@ def test_a_changed_file_counts_without_a_restart(place: Path, tokenizer: Tokeniz
         assert ask(http).headers["x-ratelimit-limit-requests"] == "5000"
 
 
+@pytest.mark.processes
 def test_a_signal_has_the_file_read(place: Path, tokenizer: Tokenizer) -> None:
     path = place / "tenants.json"
     path.write_text("{}")
@@ -174,6 +175,7 @@ def test_a_signal_has_the_file_read(place: Path, tokenizer: Tokenizer) -> None:
         fake.stop()
 
 
+@pytest.mark.processes
 def test_a_router_does_not_start_with_a_wrong_file(place: Path) -> None:
     path = place / "tenants.json"
     path.write_text('{"default": {"requests": 0}}')
