@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Unpack
 
-from simulation.driver import Options, Simulation, Stream, verify
-from simulation.module_prompts import Ranges, layout, text
+from msgspec.structs import replace
+from simulation.driver import Options, Simulation, Stream
+from simulation.module_prompts import Ranges, layout
 
 from trunkline.controller.config import EngineConfig
 from trunkline.controller.messages import ModuleText
@@ -18,13 +19,16 @@ CHUNK = 4
 ROOMY = EngineConfig(num_blocks=96, chunk_size=CHUNK, max_context=96, token_budget=24, max_rows=12)
 
 
+WIDE = replace(ROOMY, num_blocks=2000, max_context=4096)
+
+
 def words(start: int, count: int) -> list[int]:
     """Tokens that begin no other text."""
     return list(range(start, start + count))
 
 
 def jobs_of(simulation: Simulation) -> ModuleJobs:
-    return simulation.engine.scheduler.encoding.jobs
+    return simulation.scheduler.encoding.jobs
 
 
 def submit(
@@ -51,14 +55,8 @@ def ask(
 ) -> Stream:
     """`submit`, from its beginning to its end; the text is the oracle's."""
     request = submit(simulation, texts, runs, max_tokens, own, **options)
-    simulation.run()
-    verify_all(simulation)
+    simulation.finish()
     return simulation.streams[request]
-
-
-def verify_all(simulation: Simulation) -> None:
-    for stream in simulation.streams.values():
-        verify(stream, simulation.engine.config.longest_sequence)
 
 
 def call(simulation: Simulation, op: str, texts: list[ModuleText], holder: str = "", ttl: float = 0.0) -> CallDone:
@@ -70,18 +68,3 @@ def call(simulation: Simulation, op: str, texts: list[ModuleText], holder: str =
 
 def tiers_in(reply: CallDone) -> list[int]:
     return [int(tier) for tier in unpack_int32(reply.tiers)]
-
-
-__all__ = [
-    "CHUNK",
-    "ROOMY",
-    "ask",
-    "call",
-    "jobs_of",
-    "layout",
-    "submit",
-    "text",
-    "tiers_in",
-    "verify_all",
-    "words",
-]

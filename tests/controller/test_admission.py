@@ -18,11 +18,6 @@ SMALL = EngineConfig(num_blocks=64, chunk_size=4, max_context=96, token_budget=2
 JSON = Grammar("json_schema", "{}", "response_format")
 
 
-def verify_all(simulation: Simulation) -> None:
-    for stream in simulation.streams.values():
-        verify(stream, simulation.engine.config.longest_sequence)
-
-
 @pytest.mark.parametrize(
     ("options", "param", "said"),
     [
@@ -66,8 +61,7 @@ def test_output_ends_where_the_context_does() -> None:
     simulation.submit(list(range(80)), 50)
     simulation.submit(list(range(80)), 50, n=2)
     simulation.submit(list(range(80)), 50, beam=BeamSearch(2))
-    simulation.run()
-    verify_all(simulation)
+    simulation.finish()
     assert [len(output) for i in (1, 2) for output in simulation.streams[i].outputs] == [16] * 3
 
 
@@ -94,7 +88,7 @@ def test_first_come_first_served() -> None:
         simulation.step()
         started += [i for i, s in simulation.streams.items() if s.cached_tokens is not None and i not in started]
     assert started == sorted(started)
-    verify_all(simulation)
+    simulation.finish()
 
 
 def test_a_large_request_is_not_starved_by_small_ones() -> None:
@@ -111,8 +105,7 @@ def test_a_large_request_is_not_starved_by_small_ones() -> None:
             break
     assert simulation.streams[large].reason == "length"
     assert simulation.engine.counters.steps < 120
-    simulation.run()
-    verify_all(simulation)
+    simulation.finish()
 
 
 def test_priorities_go_first() -> None:
@@ -138,11 +131,10 @@ def test_a_grammar_is_compiled_once_and_awaited_without_holding_anything() -> No
         simulation.step()
     assert simulation.streams[plain].reason == "length", "others wait for a grammar that is not theirs"
     assert [simulation.streams[i].cached_tokens for i in waiting] == [None, None]
-    assert not simulation.engine.scheduler.running()
+    assert not simulation.scheduler.running()
     assert list(simulation.grammars.values()) == [CompileGrammar(1, "json_schema", "{}")]
     simulation.compiled(1)
-    simulation.run()
-    verify_all(simulation)
+    simulation.finish()
     later = simulation.submit([1, 2, 3], 5, grammar=JSON)
     simulation.run()
     assert simulation.streams[later].reason == "length"
@@ -154,17 +146,17 @@ def test_a_grammar_that_is_under_way_is_asked_for_once_by_each_tenant() -> None:
     text = "[a-z]"
     for tenant in (b"a", b"b", b"a", b"b"):
         simulation.submit([1, 2], 2, grammar=Grammar("regex", text, tenant=tenant))
-    asked = simulation.engine.grammar_messages()
+    asked = simulation.engine.grammars.messages()
     assert asked == [CompileGrammar(1, "regex", text, tenant=tenant) for tenant in (b"a", b"b")]
     simulation.submit([1, 2], 2, grammar=Grammar("json_object", "", spaced=True, tenant=b"a"))
     simulation.submit([1, 2], 2, grammar=Grammar("json_object", "", tenant=b"a"))
-    assert simulation.engine.grammar_messages() == [
+    assert simulation.engine.grammars.messages() == [
         CompileGrammar(2, "json_object", "", spaced=True, tenant=b"a"),
         CompileGrammar(3, "json_object", "", tenant=b"a"),
     ]
-    simulation.engine.grammar_ready(GrammarReady(1), 0.0)
+    simulation.receive(GrammarReady(1))
     simulation.submit([1, 2], 2, grammar=Grammar("regex", text, tenant=b"c"))
-    assert simulation.engine.grammar_messages() == [], "it is ready"
+    assert simulation.engine.grammars.messages() == [], "it is ready"
 
 
 def test_a_grammar_that_cannot_be_compiled_ends_its_requests_only() -> None:
@@ -200,10 +192,10 @@ def test_grammars_do_not_pile_up() -> None:
     for i in range(300):
         simulation.submit([1, 2], 2, grammar=Grammar("json_schema", str(i)))
         simulation.run()
-        forgotten += sum(isinstance(m, ForgetGrammar) for m in simulation.engine.grammar_messages())
+        forgotten += sum(isinstance(m, ForgetGrammar) for m in simulation.engine.grammars.messages())
         assert len(simulation.workers.grammars) <= 200
     assert not forgotten  # the driver has passed all of them on to the workers
-    verify_all(simulation)
+    simulation.finish()
 
 
 # Prompt log-probabilities
@@ -214,13 +206,10 @@ def test_all_positions_are_computed_and_scored(length: int) -> None:
     """Also where the prompt is cached: then it is computed, but not stored, again."""
     simulation = Simulation(SMALL)
     prompt = [(7 * i) % 60 for i in range(length)]
-    simulation.submit(prompt, 2)
-    simulation.run()
+    simulation.ask(prompt, 2)
     written = simulation.workers.written_tokens
     simulation.submit(prompt, 3, prompt_logprobs=2, n=2)
-    simulation.submit(prompt, 3, prompt_logprobs=0)
-    simulation.run()
-    verify_all(simulation)
+    simulation.ask(prompt, 3, prompt_logprobs=0)
     assert simulation.workers.written_tokens - written <= 2 * length + 3 * 2
     assert [stream.cached_tokens for stream in simulation.streams.values()][1:] == [0, 0]
 
@@ -228,9 +217,9 @@ def test_all_positions_are_computed_and_scored(length: int) -> None:
 def test_resumed_streams_keep_their_sample_and_seed() -> None:
     simulation = Simulation(SMALL)
     tokens = np.array([1, 2, 3, 4], np.int32)
-    simulation.engine.submit(
+    simulation.engine.receive(
         Request(id=1, tokens=tokens, prompt_len=2, max_tokens=9, sampling=Sampling(), n=2), 0.0
     )
-    outputs = simulation.engine.outputs()
+    outputs = simulation.engine.take_outputs()
     assert outputs is not None
     assert [(ended.reason, ended.param) for ended in outputs.finished] == [("invalid", "n")]

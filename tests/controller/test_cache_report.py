@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from controller.tier_harness import TIERED, Session, miss_of, settle, simulate, sink, tiers_of, tree_of
+from controller.tier_harness import TIERED, Session, miss_of, settle, simulate, sink, tiers_of
 from msgspec.structs import replace
 from simulation.driver import Options, Simulation, verify
 
@@ -32,12 +32,8 @@ def simulation() -> Simulation:
 def test_nothing_is_missed_of_what_was_just_there(simulation: Simulation) -> None:
     assert ask(simulation, PROMPT) == ("", 0)
     assert ask(simulation, PROMPT[:9]) == ("", 0)
+    assert ask(simulation, [7]) == ("", 0), "the last token is always computed"
     assert simulation.engine.counters.misses == {"new": 1}
-
-
-def test_of_a_single_token_nothing_can_be_missed(simulation: Simulation) -> None:
-    """The last token is computed always."""
-    assert ask(simulation, [7]) == ("", 0)
 
 
 def test_what_comes_after_what_was_there_is_new(simulation: Simulation) -> None:
@@ -53,11 +49,10 @@ def test_another_prompt_that_agrees_up_to_there(simulation: Simulation, agreed: 
 
 @pytest.mark.parametrize("evicted", [2, 6])
 def test_what_made_room_for_others(simulation: Simulation, evicted: int) -> None:
-    tree = tree_of(simulation)
+    tree = simulation.tree
     assert tree.evict(evicted) == evicted
-    missing = "new" if evicted == 1 else "evicted"
     # Chunks go leaf first: the tail of 3, which nobody asks for whole, then those of 4.
-    assert ask(simulation, PROMPT) == (missing, (6 - evicted) * 4)
+    assert ask(simulation, PROMPT) == ("evicted", (6 - evicted) * 4)
 
 
 def test_expired() -> None:
@@ -94,21 +89,8 @@ def test_a_tier_that_could_not_give_it_back() -> None:
     session.turn(30)
     sink(simulation, TierKind.DISK)
     for rank in simulation.tiers.disk:
-        del rank[next(node.disk for node in tree_of(simulation).nodes() if node.depth == 3)]
+        del rank[next(node.disk for node in simulation.tree.nodes() if node.depth == 3)]
     assert miss_of(session.turn(3)) == ("lost", 8)
-
-
-def test_a_tier_that_is_slower_than_computing() -> None:
-    simulation = simulate(replace(TIERED, remote=False), pace_s=0.001)
-    session = Session(simulation)
-    session.turn(30)
-    sink(simulation, TierKind.DISK)
-    tree_of(simulation).tiers.health[TierKind.DISK].read_us = 1e9
-    simulation.tier_pace = 0.0
-    request = session.send(3)
-    while simulation.streams[request].ended is None:
-        simulation.step()
-    assert miss_of(session.ended(request)) == ("slow", 0)
 
 
 def test_a_host_from_which_loading_is_slower_than_computing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +109,7 @@ def test_tiers_add_up_over_a_path_that_is_everywhere() -> None:
     session = Session(simulation)
     session.turn(46, 2)
     sink(simulation, TierKind.DISK)
-    tree = tree_of(simulation)
+    tree = simulation.tree
     path = sorted((node for node in tree.nodes()), key=lambda node: node.depth)
     assert len(path) == 11
     for node in path[6:]:  # the end is far away, …

@@ -8,49 +8,14 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from simulation.driver import Options, Simulation, Stream, verify
+from controller.tier_harness import CHUNK, TIERED, Drops, Session, cut_of, simulate, sink, tiers_of
+from simulation.driver import Simulation, Stream, verify
 
-from trunkline.controller.cache.radix_cache import ChunkTree
 from trunkline.controller.cache.radix_tree import CUT_ROOT
 from trunkline.controller.config import EngineConfig
+from trunkline.kvstore.tier import TierKind
 
-CHUNK = 4
 CONFIG = EngineConfig(num_blocks=60, chunk_size=CHUNK, max_context=64, token_budget=40, max_rows=8)
-Drops = tuple[tuple[int, int], ...]
-
-
-class Session:
-    """A client that always sends its whole history, and what of it is not to be seen."""
-
-    def __init__(self, simulation: Simulation, start: int = 100, salt: bytes = b"") -> None:
-        self.simulation = simulation
-        self.history: list[int] = []
-        self._next = start
-        self._salt = salt
-
-    def send(self, new: int, drops: Drops = (), max_tokens: int = 4) -> int:
-        """A turn of so many new tokens begins."""
-        self.history += range(self._next, self._next + new)
-        self._next += new
-        options: Options = {"drops": drops, "salt": self._salt}
-        return self.simulation.submit(list(self.history), max_tokens, **options)
-
-    def turn(self, new: int, drops: Drops = (), max_tokens: int = 4) -> Stream:
-        """A turn, from its beginning to its end."""
-        request = self.send(new, drops, max_tokens)
-        self.simulation.run()
-        return self.ended(request)
-
-    def ended(self, request: int) -> Stream:
-        stream = self.simulation.streams[request]
-        verify(stream, self.simulation.engine.config.longest_sequence)
-        self.history += stream.output
-        return stream
-
-
-def kind(stream: Stream) -> str:
-    assert stream.started is not None
-    return stream.started.cut
 
 
 def found(stream: Stream) -> int:
@@ -58,12 +23,8 @@ def found(stream: Stream) -> int:
     return stream.cached_tokens
 
 
-def tree_of(simulation: Simulation) -> ChunkTree:
-    return simulation.engine.scheduler.residence.tree
-
-
 def cuts_of(simulation: Simulation) -> list[Drops]:
-    tree = tree_of(simulation)
+    tree = simulation.tree
     return [tuple(tree.drops_of(root)) for root in tree.roots() if root.key.startswith(CUT_ROOT)]
 
 
@@ -88,8 +49,8 @@ def test_the_kv_behind_a_cut_is_kept(drops: Drops) -> None:
     session.turn(30)
     computed = simulation.workers.computed_tokens
     before = len(session.history)
-    stream = session.turn(5, drops)
-    assert kind(stream) == "kept"
+    stream = session.turn(5, drops=drops)
+    assert cut_of(stream) == "kept"
     dropped = sum(b - a for a, b in drops)
     stored = before - 1 - before % CHUNK  # the last sampled token has no KV, and tails may not be found
     assert found(stream) >= stored - dropped - CHUNK
@@ -101,8 +62,8 @@ def test_who_cuts_again_the_same_way_finds_it_again() -> None:
     session = Session(simulation)
     session.turn(30)
     for _ in range(4):
-        stream = session.turn(3, ((4, 16),))
-        assert kind(stream) == "kept"
+        stream = session.turn(3, drops=((4, 16),))
+        assert cut_of(stream) == "kept"
         assert found(stream) >= len(stream.prompt) - 3 - CHUNK
     assert cuts_of(simulation) == [((4, 16),)]
 
@@ -117,8 +78,8 @@ def test_a_session_is_cut_again_and_again() -> None:
     for _ in range(12):
         while len(session.history) - (cut - 4) + 8 + 4 > CONFIG.max_context:
             cut += 16
-        stream = session.turn(8, ((4, cut),) if cut > 4 else ())
-        assert kind(stream) in ("kept", "")
+        stream = session.turn(8, drops=((4, cut),) if cut > 4 else ())
+        assert cut_of(stream) in ("kept", "")
     assert len(session.history) > 2 * CONFIG.max_context
     assert simulation.workers.computed_tokens - computed <= 12 * (8 + 4 + 2 * CHUNK)
 
@@ -132,8 +93,8 @@ def test_a_list_of_ranges_grows() -> None:
     for _ in range(5):
         end = len(session.history)
         drops = (*drops, (end - 7, end - 5))
-        stream = session.turn(4, drops)
-        assert kind(stream) == "kept"
+        stream = session.turn(4, drops=drops)
+        assert cut_of(stream) == "kept"
         assert found(stream) >= len(stream.prompt) - 4 - 2 * CHUNK
 
 
@@ -142,11 +103,10 @@ def test_other_sessions_that_share_the_head_find_it_still() -> None:
     simulation = Simulation(CONFIG)
     session, head = Session(simulation), list(range(100, 108))
     session.turn(30)
-    assert kind(session.turn(4, ((8, 20),))) == "kept"
-    other = Session(simulation, start=500)
-    other.history = list(head)
+    assert cut_of(session.turn(4, drops=((8, 20),))) == "kept"
+    other = Session(simulation, start=500, history=list(head))
     assert found(other.turn(6)) == 8
-    assert kind(session.turn(4, ((8, 20),))) == "kept"
+    assert cut_of(session.turn(4, drops=((8, 20),))) == "kept"
 
 
 def test_two_sessions_with_one_past_are_cut_one_after_the_other() -> None:
@@ -154,11 +114,10 @@ def test_two_sessions_with_one_past_are_cut_one_after_the_other() -> None:
     simulation = Simulation(CONFIG)
     session = Session(simulation)
     session.turn(30)
-    fork = Session(simulation, start=900)
-    fork.history = list(session.history)
-    assert kind(session.turn(4, ((4, 16),))) == "kept"
-    stream = fork.turn(4, ((4, 16),))
-    assert kind(stream) == "kept"
+    fork = Session(simulation, start=900, history=list(session.history))
+    assert cut_of(session.turn(4, drops=((4, 16),))) == "kept"
+    stream = fork.turn(4, drops=((4, 16),))
+    assert cut_of(stream) == "kept"
     assert found(stream) >= len(stream.prompt) - 4 - CHUNK
 
 
@@ -167,14 +126,12 @@ def test_who_sees_everything_finds_nothing_that_moved() -> None:
     session = Session(simulation)
     session.turn(30)
     past = list(session.history)
-    session.turn(4, ((4, 16),))
-    session.turn(4, ((4, 16),))
-    whole = Session(simulation, start=700)
-    whole.history = past
+    session.turn(4, drops=((4, 16),))
+    session.turn(4, drops=((4, 16),))
+    whole = Session(simulation, start=700, history=past)
     stream = whole.turn(3)
     assert found(stream) == 16, "what was cut off, and the head; the rest hangs behind the cut now"
-    longer = Session(simulation, start=700)
-    longer.history = list(session.history)
+    longer = Session(simulation, start=700, history=list(session.history))
     assert found(longer.turn(3)) < 40, "KV computed behind the cut is not for who sees more"
 
 
@@ -183,9 +140,8 @@ def test_a_prompt_that_is_what_is_left_finds_only_the_head() -> None:
     simulation = Simulation(CONFIG)
     session = Session(simulation)
     session.turn(30)
-    session.turn(4, ((4, 16),))
-    plain = Session(simulation, start=700)
-    plain.history = session.history[:4] + session.history[16:]
+    session.turn(4, drops=((4, 16),))
+    plain = Session(simulation, start=700, history=session.history[:4] + session.history[16:])
     assert found(plain.turn(3)) == 4
 
 
@@ -198,9 +154,9 @@ def test_other_cuts_are_other_contexts(other: Drops) -> None:
     session = Session(simulation)
     session.turn(30)
     for _ in range(2):
-        session.turn(4, ((4, 16),))
+        session.turn(4, drops=((4, 16),))
     behind = len(session.history)
-    stream = session.turn(4, other)  # the simulated workers check what each key saw
+    stream = session.turn(4, drops=other)  # the simulated workers check what each key saw
     sees_less = all(any(a <= x and y <= b for a, b in other) for x, y in ((4, 16),))
     if not sees_less:
         assert found(stream) <= 34, f"of {behind} tokens, those behind the cut saw less"
@@ -210,12 +166,12 @@ def test_salts_stay_apart_behind_a_cut() -> None:
     simulation = Simulation(CONFIG)
     session = Session(simulation, salt=b"a")
     session.turn(30)
-    session.turn(4, ((4, 16),))
+    session.turn(4, drops=((4, 16),))
     other = Session(simulation, salt=b"b")
     other.history = list(session.history)
-    stream = other.turn(3, ((4, 16),))
+    stream = other.turn(3, drops=((4, 16),))
     assert found(stream) == 0
-    assert kind(stream) == "recomputed"
+    assert cut_of(stream) == "recomputed"
 
 
 def test_what_another_uses_now_is_not_taken_from_it() -> None:
@@ -224,10 +180,9 @@ def test_what_another_uses_now_is_not_taken_from_it() -> None:
     session = Session(simulation)
     session.turn(30)
     other = simulation.submit([*session.history, 1, 2, 3], 20)
-    while len(simulation.streams[other].output) < 3:
-        simulation.step()
-    stream = session.turn(4, ((4, 16),))
-    assert kind(stream) == "recomputed"
+    simulation.step_until(lambda: len(simulation.streams[other].output) >= 3)
+    stream = session.turn(4, drops=((4, 16),))
+    assert cut_of(stream) == "recomputed"
     assert found(stream) == 4, "the head"
     verify(simulation.streams[other], CONFIG.max_context)
 
@@ -236,12 +191,11 @@ def test_both_go_on_when_two_cut_the_same_past_at_once() -> None:
     simulation = Simulation(CONFIG)
     session = Session(simulation)
     session.turn(30)
-    fork = Session(simulation, start=900)
-    fork.history = list(session.history)
-    requests = [session.send(4, ((4, 16),)), fork.send(4, ((4, 16),))]
+    fork = Session(simulation, start=900, history=list(session.history))
+    requests = [session.send(4, drops=((4, 16),)), fork.send(4, drops=((4, 16),))]
     simulation.run()
     streams = [session.ended(requests[0]), fork.ended(requests[1])]
-    assert [kind(stream) for stream in streams] == ["kept", "kept"]
+    assert [cut_of(stream) for stream in streams] == ["kept", "kept"]
 
 
 @pytest.mark.parametrize("victim", ["everything", "the kept part"])
@@ -249,15 +203,15 @@ def test_what_is_gone_is_computed_again(victim: str) -> None:
     simulation = Simulation(CONFIG)
     session = Session(simulation)
     session.turn(30)
-    tree = tree_of(simulation)
+    tree = simulation.tree
     if victim == "everything":
-        simulation.engine.flush_cache()
+        simulation.flush_cache()
     else:
         tree.evict(tree.node_count - 2)
-    stream = session.turn(4, ((4, 16),))
-    assert kind(stream) == "recomputed"
+    stream = session.turn(4, drops=((4, 16),))
+    assert cut_of(stream) == "recomputed"
     assert found(stream) == (0 if victim == "everything" else 4)
-    again = session.turn(4, ((4, 16),))
+    again = session.turn(4, drops=((4, 16),))
     assert found(again) >= len(again.prompt) - 4 - CHUNK, "as a plain prompt it is found again"
 
 
@@ -267,10 +221,10 @@ def test_a_piece_before_the_last_cut_cannot_be_computed_alone() -> None:
     simulation = Simulation(CONFIG)
     session = Session(simulation)
     session.turn(30)
-    tree = tree_of(simulation)
+    tree = simulation.tree
     tree.evict(tree.node_count - 3)
-    stream = session.turn(4, ((4, 8), (13, 15)))
-    assert kind(stream) == "recomputed"
+    stream = session.turn(4, drops=((4, 8), (13, 15)))
+    assert cut_of(stream) == "recomputed"
     assert found(stream) == 4
 
 
@@ -279,9 +233,9 @@ def test_only_the_end_is_gone() -> None:
     simulation = Simulation(CONFIG)
     session = Session(simulation)
     session.turn(30)
-    tree_of(simulation).evict(2)
-    stream = session.turn(4, ((4, 16),))
-    assert kind(stream) == "kept"
+    simulation.tree.evict(2)
+    stream = session.turn(4, drops=((4, 16),))
+    assert cut_of(stream) == "kept"
     assert 4 < found(stream) < 20
 
 
@@ -290,8 +244,8 @@ def test_groups_that_cannot_keep_kv_behind_a_cut_compute_it(change: dict[str, bo
     simulation = Simulation(msgspec.structs.replace(CONFIG, **change))
     session = Session(simulation)
     session.turn(30)
-    stream = session.turn(4, ((4, 16),))
-    assert kind(stream) == "recomputed"
+    stream = session.turn(4, drops=((4, 16),))
+    assert cut_of(stream) == "recomputed"
     assert not cuts_of(simulation)
 
 
@@ -299,8 +253,8 @@ def test_a_history_longer_than_the_context_is_served_from_what_is_left() -> None
     simulation = Simulation(CONFIG)
     session = Session(simulation)
     session.history = list(range(300))
-    stream = session.turn(3, ((4, 280),))
-    assert kind(stream) == "recomputed"
+    stream = session.turn(3, drops=((4, 280),))
+    assert cut_of(stream) == "recomputed"
     assert len(stream.prompt) == 27
 
 
@@ -309,8 +263,8 @@ def test_roots_of_cuts_go_with_their_last_chunk() -> None:
     for start in range(100, 900, 100):
         session = Session(simulation, start=start)
         session.turn(30)
-        session.turn(4, ((4, 16),))
-    tree = tree_of(simulation)
+        session.turn(4, drops=((4, 16),))
+    tree = simulation.tree
     tree.evict(60)
     assert not list(tree.roots())
     assert not tree._cuts
@@ -322,10 +276,10 @@ def test_preempted_behind_a_cut() -> None:
         simulation = Simulation(config, seed=events)
         session = Session(simulation)
         session.turn(30)
-        request = session.send(5, ((4, 16),), 12)
+        request = session.send(5, 12, drops=((4, 16),))
         for _ in range(events):
             simulation.step()
-        scheduler = simulation.engine.scheduler
+        scheduler = simulation.scheduler
         groups = [s.group for s in scheduler.running()]
         if groups:
             scheduler.preempt(groups[0], simulation.now)
@@ -341,7 +295,7 @@ def test_samples_fork_behind_a_cut() -> None:
     request = simulation.submit([*session.history, 7, 8, 9], 9, drops=((5, 18),), n=3)
     simulation.run()
     verify(simulation.streams[request], CONFIG.max_context)
-    assert kind(simulation.streams[request]) == "kept"
+    assert cut_of(simulation.streams[request]) == "kept"
 
 
 def test_grafting_keeps_names_and_copies() -> None:
@@ -349,10 +303,10 @@ def test_grafting_keeps_names_and_copies() -> None:
     simulation = Simulation(msgspec.structs.replace(CONFIG, host_slots=40))
     session = Session(simulation)
     session.turn(30)
-    tree = tree_of(simulation)
+    tree = simulation.tree
     full = [node for node in tree.nodes() if node.token_count == CHUNK]
     before = {node.name: (node.host, node.host_ready) for node in full}
-    assert kind(session.turn(1, ((4, 16),), 1)) == "kept"
+    assert cut_of(session.turn(1, 1, drops=((4, 16),))) == "kept"
     after = {node.name: (node.host, node.host_ready) for node in tree.nodes()}
     assert before.items() <= after.items()
     moved = {node.name for node in tree.grafted}
@@ -365,13 +319,74 @@ def test_kv_that_is_lost_on_the_way_is_reported() -> None:
     simulation = Simulation(CONFIG)
     session = Session(simulation)
     session.turn(30)
-    request = session.send(5, ((4, 16),), max_tokens=8)
+    request = session.send(5, drops=((4, 16),), max_tokens=8)
     stream = simulation.streams[request]
-    while len(stream.output) < 3:
-        simulation.step()
-    assert kind(stream) == "kept"
+    simulation.step_until(lambda: len(stream.output) >= 3)
+    assert cut_of(stream) == "kept"
     simulation.lose_workers()
     simulation.replace_workers()
     simulation.run()
-    assert kind(session.ended(request)) == "recomputed"
+    assert cut_of(session.ended(request)) == "recomputed"
     assert len(stream.output) == 8
+
+
+PROMPT = list(range(100, 130))
+
+
+def test_samples_whose_holes_do_not_fit_do_not_preempt_themselves_for_ever() -> None:
+    """Every second token is dropped: what is left fits three times, the table with its holes does not."""
+    simulation = Simulation(msgspec.structs.replace(CONFIG, num_blocks=21, max_context=60))
+    prompt = [5 + i % 7 for i in range(40)]
+    simulation.ask(prompt, 2, seed=3)
+    drops = tuple((i, i + 1) for i in range(1, 36, 2))
+    request = simulation.submit(prompt, 18, seed=1, n=3, drops=drops)
+    simulation.finish(200)
+    assert cut_of(simulation.streams[request]) == "recomputed"
+    assert simulation.scheduler.counters.preemptions == 0
+
+
+@pytest.mark.parametrize(
+    ("drops", "n", "kind"),
+    [
+        (((4, 16),), 2, "kept"),
+        (((5, 6), (9, 10)), 1, "kept"),
+        (((5, 6), (9, 10)), 2, "recomputed"),
+        (((5, 6), (25, 26)), 1, "kept"),
+        (((5, 6), (25, 26)), 2, "recomputed"),
+    ],
+)
+@pytest.mark.parametrize("steps", [1, 3, 6])
+def test_what_is_seen_between_cuts_of_a_tail_is_computed_again_for_samples(
+    drops: tuple[tuple[int, int], ...], n: int, kind: str, steps: int
+) -> None:
+    """A range that ends in the last segment may stand in a tail, which each sample has for itself: of several that
+    are preempted only one would find it again. So it is a plain prompt from the start."""
+    simulation = Simulation(CONFIG)
+    simulation.ask(PROMPT, 4)
+    request = simulation.submit(PROMPT, 12, n=n, drops=drops)
+    group = next(iter(simulation.scheduler.queue))
+    assert (group.cut is not None) == (kind == "kept"), "at once, not when it is admitted"
+    for _ in range(steps):
+        simulation.step()
+    scheduler = simulation.scheduler
+    for running in {sequence.group.id: sequence.group for sequence in scheduler.running()}.values():
+        scheduler.preempt(running, simulation.now)
+        scheduler.residence.make_room(6)
+    simulation.finish(300)
+    assert cut_of(simulation.streams[request]) == kind
+
+
+@pytest.mark.parametrize("new", [2, 3, 4, 5])
+def test_samples_have_tails_though_the_prompt_became_another_one(new: int) -> None:
+    """A table that ends with a chunk needs no tails; the plain prompt of what is seen does. Which of both it is
+    turns out when the chunks on disk are found not to be worth waiting for."""
+    simulation = simulate(msgspec.structs.replace(TIERED, remote=False))
+    session = Session(simulation)
+    session.turn(30)
+    sink(simulation, TierKind.DISK)
+    simulation.tree.tiers.health[TierKind.DISK].read_us = 1e9
+    prompt = [*session.history, *range(900, 900 + new)]
+    request = simulation.submit(prompt, 6, n=3, drops=((5, 18),))
+    simulation.finish()
+    assert cut_of(simulation.streams[request]) == "recomputed"
+    assert sum(tiers_of(simulation.streams[request])) == 0

@@ -10,6 +10,7 @@ import random
 from dataclasses import dataclass, field
 
 import pytest
+from seeds import seeds
 
 from trunkline.controller.cache.fences import Fences
 from trunkline.kvstore.layout import BlockId, SlotId
@@ -159,8 +160,7 @@ def run_plans(rng: random.Random, fences: Fences, blocks: int, slots: int) -> tu
 
 def test_random_plans_never_meet_a_copy_under_way() -> None:
     waits = [0, 0]
-    for seed in range(60):
-        rng = random.Random(seed)
-        found = run_plans(rng, Fences(12, 6), 12, 6)
+    for seed in seeds(60):
+        found = run_plans(random.Random(seed), Fences(12, 6), 12, 6)
         waits = [a + b for a, b in zip(waits, found, strict=True)]
     assert min(waits) > 500, "or nothing was tested"

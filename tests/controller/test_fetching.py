@@ -90,19 +90,6 @@ def test_each_run_of_a_tier_is_weighed_by_itself() -> None:
     assert desk.fetching._best(desk.path)[0] == 8, "the slow run pays with what comes behind it"
 
 
-@pytest.mark.parametrize("disk_us", [100.0, 3000.0, 4100.0, 30_000.0])
-@pytest.mark.parametrize("remote_us", [100.0, 3900.0, 9000.0])
-def test_the_choice_is_the_best_of_all_ends_of_runs(disk_us: float, remote_us: float) -> None:
-    desk = Desk(3, 5)
-    desk.costs_us(disk_us, remote_us)
-    costs = {}
-    for count in (0, 3, 8):
-        load = desk.tiers.predicted_us(desk.path[:count]) if count else 0.0
-        costs[count] = load + (8 - count) * CHUNK * desk.costs.token_us
-    best, _ = desk.fetching._best(desk.path)
-    assert costs[best] == min(costs.values())
-
-
 @pytest.mark.parametrize(
     ("read_us", "token_us", "patience"),
     [

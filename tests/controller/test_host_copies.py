@@ -60,14 +60,6 @@ def test_unclaimed_chunks_are_saved_as_long_as_there_is_room() -> None:
     bench.check([], [])
 
 
-def test_without_a_host_pool_what_loses_its_block_is_gone() -> None:
-    bench = Bench(8, 0)
-    waiting = bench.cache(list(range(11)), claim=True)
-    assert not bench.squeeze(8).saves
-    assert bench.tree.node_count == 0
-    bench.check([], [waiting])
-
-
 def test_without_a_plan_nothing_can_be_saved() -> None:
     """The tail goes; full chunks have been saved already."""
     bench = Bench(8, 8)
@@ -102,18 +94,6 @@ def test_nothing_is_saved_below_a_chunk_without_a_copy() -> None:
     bench.squeeze(8)
     assert [node.key for node in bench.tree.nodes()] == [pack_int32(range(4))]
     bench.check([], [])
-
-
-def test_the_first_chunks_are_claimed_if_the_host_pool_is_small() -> None:
-    bench = Bench(8, 2)
-    waiting = bench.cache(list(range(16)), claim=True)
-    assert waiting.claim is not None
-    assert len(waiting.claim) == 2
-    bench.squeeze(8)
-    assert [node.depth for node in bench.tree.nodes()] == [1, 2]
-    bench.check([], [waiting])
-    assert len(bench.admit(waiting).loads) == 2
-    assert waiting.resident == 8
 
 
 def test_what_is_claimed_stays_when_others_are_saved() -> None:
@@ -233,19 +213,6 @@ def test_flushing_drops_copies_and_claimed_chunks_but_nothing_that_is_held() -> 
     assert bench.tree.tiers.copies.host.used_count == 1
     assert {node.key for node in bench.tree.nodes()} == {pack_int32(range(30, 34))}
     bench.check([runs], [waiting])
-
-
-def test_salts_whose_chunks_are_gone_are_forgotten() -> None:
-    bench = Bench(8, 2)
-    waiting = make_sequence(list(range(8)), salt=b"tenant")
-    bench.admit(waiting)
-    bench.leave(waiting, claim=True)
-    bench.squeeze(8)
-    assert bench.tree.find_root(b"tenant") is not None, "its chunks are on the host"
-    bench.residence.drop_claim(waiting)
-    bench.cache(list(range(8)), claim=True)
-    bench.squeeze(8)
-    assert bench.tree.find_root(b"tenant") is None
 
 
 def test_a_chunk_computed_again_returns_to_the_device() -> None:

@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 from msgspec.structs import replace
+from seeds import seeds
 from simulation.driver import Simulation
 from simulation.module_prompts import Schemas
 from simulation.told import Mirror, truth
@@ -46,32 +47,32 @@ def known_of(simulation: Simulation) -> dict[bytes, int]:
 
 
 @pytest.mark.parametrize("name", TRAFFIC)
-def test_routers_know_where_chunks_are(name: str) -> None:
+@pytest.mark.parametrize("seed", seeds(1))
+def test_routers_know_where_chunks_are(name: str, seed: int) -> None:
     """The simulation compares what was told with the tree after every step."""
     config, mix = TRAFFIC[name]
-    traffic = Traffic(config, mix, seed=7)
-    traffic.run(90)
+    traffic = Traffic(config, mix, seed)
+    traffic.run(45)
     listener = traffic.simulation.listener
     assert listener is not None
-    assert listener.log.seq > 100
-    assert listener.told >= ({0, 1, 2, 3, 4, 6, 7} if config.disk_slots else {0, 1})
+    assert listener.log.seq > 50
+    assert listener.told >= ({0, 1, 2, 3, 4, 6} if config.disk_slots else {0, 1})
 
 
 def test_a_change_that_nobody_noted_is_found() -> None:
     simulation = Simulation(TINY)
     simulation.submit(list(range(12)), 2)
     simulation.run()
-    tree = simulation.engine.scheduler.residence.tree
+    tree = simulation.tree
     next(tree.nodes()).told = 0
     with pytest.raises(IntegrityError, match="nobody noted"):
-        check_integrity(simulation.engine.scheduler)
+        check_integrity(simulation.scheduler)
 
 
 def test_names_are_those_that_a_router_works_out() -> None:
     simulation = Simulation(replace(TINY, model_fingerprint=b"weights"))
     prompt = [3, 1, 4, 1, 5, 9, 2, 6, 5]
-    simulation.submit(prompt, 1, salt=b"tenant")
-    simulation.run()
+    simulation.ask(prompt, 1, salt=b"tenant")
     tokens = b"".join(token.to_bytes(4, "little") for token in prompt[:8])
     names = chain(root_name(b"weights", "float32", CHUNK, b"tenant"), tokens, CHUNK)
     assert known_of(simulation) == dict.fromkeys(names, 1)
@@ -116,7 +117,7 @@ def test_a_router_finds_what_is_kept_behind_a_cut() -> None:
         assert set(first.names) <= known_of(simulation).keys(), "it hangs elsewhere, under the same names"
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", seeds(2))
 def test_chunks_of_one_name_count_together(seed: int) -> None:
     rng, announced = random.Random(seed), Announced()
     names = [ChunkName(bytes([i % 4])) for i in range(9)]

@@ -12,6 +12,7 @@ import random
 import numpy as np
 import pytest
 from controller.kv_harness import CHUNK, make_residence, make_sequence
+from seeds import seeds
 from simulation.model import EMPTY, extend_hash
 from simulation.pool import Entry, SimulatedPool
 
@@ -183,26 +184,24 @@ class Batch:
                 self.ended += 1
 
 
+@pytest.mark.parametrize("seed", seeds(1))
 @pytest.mark.parametrize(
     ("blocks", "slots", "prefix_cache"),
     [(12, 0, True), (12, 4, True), (16, 40, True), (24, 10, True), (14, 1, True), (16, 8, False)],
 )
-def test_random_lives(blocks: int, slots: int, prefix_cache: bool) -> None:
-    saved = loaded = 0
-    for seed in range(3):
-        batch = Batch(seed, blocks=blocks, slots=slots, prefix_cache=prefix_cache)
-        for _ in range(400):
-            batch.run_step()
-        tree = batch.residence.tree
-        assert batch.ended > 40, f"seed {seed}"
-        saved, loaded = saved + tree.saved_blocks, loaded + tree.loaded_blocks
-        for sequence in batch.running:
-            batch.residence.leave(sequence, 0, 0.0)
-        for sequence in batch.waiting:
-            batch.residence.drop_claim(sequence)
-        tree.flush()
-        check_residence(batch.residence, [], [])
-        assert batch.residence.pool.free_count == blocks
-        assert tree.tiers.copies.host.used_count == tree.node_count == 0
-        assert not list(tree.roots())
-    assert (saved > 20, loaded > 5) == (slots > 0 and prefix_cache,) * 2
+def test_random_lives(blocks: int, slots: int, prefix_cache: bool, seed: int) -> None:
+    batch = Batch(seed, blocks=blocks, slots=slots, prefix_cache=prefix_cache)
+    for _ in range(400):
+        batch.run_step()
+    tree = batch.residence.tree
+    assert batch.ended > 20
+    assert (tree.saved_blocks > 5, tree.loaded_blocks > 5) == (slots > 0 and prefix_cache,) * 2
+    for sequence in batch.running:
+        batch.residence.leave(sequence, 0, 0.0)
+    for sequence in batch.waiting:
+        batch.residence.drop_claim(sequence)
+    tree.flush()
+    check_residence(batch.residence, [], [])
+    assert batch.residence.pool.free_count == blocks
+    assert tree.tiers.copies.host.used_count == tree.node_count == 0
+    assert not list(tree.roots())

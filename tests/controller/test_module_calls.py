@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import pytest
-from controller.module_harness import ROOMY, ask, call, jobs_of, submit, text, tiers_in, verify_all, words
-from controller.tier_harness import TIERED, settle, simulate, sink, tree_of
+from controller.module_harness import ROOMY, WIDE, ask, call, jobs_of, submit, tiers_in, words
+from controller.tier_harness import TIERED, settle, simulate, sink
 from msgspec.structs import replace
 from simulation.driver import Simulation
+from simulation.module_prompts import text
 
-from trunkline.controller.messages import ModuleText
+from trunkline.controller.config import EngineConfig
+from trunkline.controller.engine.engine import Engine
+from trunkline.controller.engine.events import CallTexts, EndAll
+from trunkline.controller.messages import ModulesCall, ModuleText
+from trunkline.controller.scheduling.module_calls import JOBS_AT_ONCE, TEXTS_PER_STEP
 from trunkline.kvstore.layout import unpack_int32
 from trunkline.kvstore.tier import TierKind
 
@@ -23,9 +28,7 @@ TOKENS, CHUNKS = 33, [3, 2, 3, 1]
 
 def others(simulation: Simulation, count: int) -> None:
     """So many blocks are wanted by somebody else."""
-    simulation.submit(words(1000 + simulation.next_id * 100, 4 * count - 1), 1)
-    simulation.run()
-    verify_all(simulation)
+    simulation.ask(words(1000 + simulation.next_id * 100, 4 * count - 1), 1)
 
 
 def test_a_schema_is_encoded_before_anybody_asks_for_it() -> None:
@@ -54,8 +57,7 @@ def test_two_calls_and_a_request_that_want_the_same_texts() -> None:
     simulation = Simulation(ROOMY)
     tickets = [simulation.modules_call("encode", SCHEMA) for _ in range(2)]
     submit(simulation, SCHEMA[:2], [(17, 1)])
-    simulation.run()
-    verify_all(simulation)
+    simulation.finish()
     assert [simulation.replies[ticket].status for ticket in tickets] == ["ok", "ok"]
     assert jobs_of(simulation).encoded_texts == 4
 
@@ -67,8 +69,7 @@ def test_requests_that_come_during_a_long_call_do_not_wait_for_its_end() -> None
     for _ in range(3):
         simulation.step()
     request = simulation.submit(words(5000, 5), 2)
-    while simulation.streams[request].ended is None:
-        simulation.step()
+    simulation.step_until(lambda: simulation.streams[request].ended)
     assert ticket not in simulation.replies
     assert jobs_of(simulation).encoded_texts < 40
     simulation.run()
@@ -85,11 +86,10 @@ def test_a_cancelled_call_encodes_no_more() -> None:
     assert simulation.replies[ticket].status == "cancelled"
     assert len(jobs_of(simulation)) == 1, "one text is wanted by a request"
     simulation.cancel_call(ticket)
-    simulation.run()
-    verify_all(simulation)
+    simulation.finish()
     assert simulation.streams[request].reasons
     assert jobs_of(simulation).encoded_texts == 1
-    assert tree_of(simulation).active_count == 0
+    assert simulation.tree.active_count == 0
 
 
 def test_what_is_pinned_on_the_device_stays_there() -> None:
@@ -117,26 +117,25 @@ def test_pins_on_the_device_are_limited_and_give_way_when_nothing_else_goes() ->
     )
     others(simulation, 24)
     assert tiers_in(call(simulation, "look", SCHEMA)) == [-1] * 4
-    assert not simulation.engine.scheduler.encoding.held
+    assert not simulation.scheduler.encoding.held
 
 
 def test_a_row_that_grows_is_not_starved_by_pins() -> None:
     simulation = Simulation(replace(ROOMY, num_blocks=16))
     call(simulation, "encode", [text(words(0, 32), 0)], holder="a")
     request = simulation.submit(words(100, 10), 50)
-    simulation.run(steps_max=500)
-    verify_all(simulation)
+    simulation.finish(500)
     assert len(simulation.streams[request].output) == 50
-    assert simulation.engine.scheduler.counters.preemptions == 0
+    assert simulation.scheduler.counters.preemptions == 0
 
 
 def test_what_is_pinned_under_a_name_replaces_what_was() -> None:
     simulation = Simulation(replace(ROOMY, num_blocks=24))
     call(simulation, "encode", SCHEMA, holder="schema")
     call(simulation, "encode", SCHEMA[:1], holder="schema")
-    assert len(simulation.engine.scheduler.encoding.held) == 3
+    assert len(simulation.scheduler.encoding.held) == 3
     call(simulation, "unpin", [], holder="schema")
-    assert not simulation.engine.scheduler.encoding.held
+    assert not simulation.scheduler.encoding.held
     call(simulation, "unpin", [], holder="schema")
 
 
@@ -154,7 +153,7 @@ def test_what_is_pinned_stays_in_some_tier(remote: bool) -> None:
     assert stream.cached_tokens == 22
     simulation.modules_call("unpin", [], holder="schema")
     settle(simulation)
-    assert tree_of(simulation).tiers.pinned_count == 0
+    assert simulation.tree.tiers.pinned_count == 0
 
 
 def test_a_second_host_pin_beyond_the_quota_is_refused() -> None:
@@ -169,7 +168,7 @@ def test_a_second_host_pin_beyond_the_quota_is_refused() -> None:
     for i in range(8):
         simulation.modules_call("unpin", [], holder=f"schema {i}")
     settle(simulation)
-    assert tree_of(simulation).tiers.pinned_count == 0
+    assert simulation.tree.tiers.pinned_count == 0
 
 
 @pytest.mark.parametrize("tier", list(TierKind))
@@ -223,8 +222,64 @@ def test_calls_end_when_the_workers_are_gone() -> None:
     simulation = Simulation(ROOMY)
     ticket = simulation.modules_call("encode", SCHEMA)
     simulation.step()
-    simulation.engine.fail_all("gone")
-    outputs = simulation.engine.outputs()
+    simulation.engine.receive(EndAll("gone"), simulation.now)
+    outputs = simulation.engine.take_outputs()
     assert outputs is not None
     assert [(done.call, done.status, done.detail) for done in outputs.modules] == [(ticket, "failed", "gone")]
     assert simulation.engine.is_idle
+
+
+def test_a_call_about_very_many_texts_goes_step_by_step() -> None:
+    simulation = Simulation(WIDE, check=False)
+    texts = [text([i], i) for i in range(3 * TEXTS_PER_STEP)]
+    ticket = simulation.modules_call("look", texts)
+    assert ticket not in simulation.replies
+    request = simulation.submit(words(5000, 5), 2)
+    simulation.run()
+    assert simulation.streams[request].output
+    assert tiers_in(simulation.replies[ticket]) == [-1] * len(texts)
+    assert tiers_in(call(simulation, "encode", texts)) == [0] * len(texts)
+    assert tiers_in(call(simulation, "look", texts)) == [0] * len(texts)
+    assert simulation.wake_at == float("inf")
+
+
+def test_calls_share_what_is_encoded_at_once() -> None:
+    simulation = Simulation(replace(WIDE, token_budget=13), check=False)
+    for i in range(4):
+        simulation.modules_call("encode", [text(words(1000 * i + 10 * k, 9), 0) for k in range(JOBS_AT_ONCE)])
+    simulation.plan()
+    assert JOBS_AT_ONCE - 4 < len(jobs_of(simulation)) <= JOBS_AT_ONCE
+    simulation.run()
+    assert len(simulation.replies) == 4
+
+
+def test_a_ticket_that_is_used_twice_is_refused() -> None:
+    engine = Engine(ROOMY)
+    for _ in range(2):
+        engine.receive(CallTexts(5, ModulesCall(5, "encode", SCHEMA)), 0.0)
+    outputs = engine.take_outputs()
+    assert outputs is not None
+    assert [(done.call, done.status) for done in outputs.modules] == [(5, "failed")]
+    assert engine.open_calls() == [5], "the first goes on"
+
+
+@pytest.mark.parametrize("config", [ROOMY, TIERED])
+def test_what_was_pinned_beyond_its_time_goes_when_it_is_not_any_more(config: EngineConfig) -> None:
+    simulation = Simulation(config)
+    texts = [text(words(0, 30), 0)]
+    call(simulation, "encode", texts, holder="schema", ttl=5.0)
+    simulation.now += 50.0
+    simulation.move_chunks()
+    assert tiers_in(call(simulation, "look", texts)) == [0]
+    call(simulation, "unpin", [], holder="schema")
+    simulation.now += 50.0
+    simulation.move_chunks()
+    assert tiers_in(call(simulation, "look", texts)) == [-1]
+
+
+def test_a_schema_that_cannot_stay_whole_is_not_pinned() -> None:
+    simulation = Simulation(replace(ROOMY, num_blocks=24))
+    reply = call(simulation, "encode", [text(words(100 * i, 32), 0) for i in range(4)], holder="schema")
+    assert reply.status == "quota"
+    assert "no room" in reply.detail
+    assert not simulation.scheduler.encoding.held

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from controller.module_harness import ROOMY, ask, jobs_of, layout, submit, text, verify_all, words
-from controller.tier_harness import miss_of, settle, simulate, sink, tiers_of, tree_of
+from controller.module_harness import ROOMY, ask, jobs_of, submit, words
+from controller.tier_harness import miss_of, settle, simulate, sink, tiers_of
 from msgspec.structs import replace
 from simulation.driver import Simulation, Stream
+from simulation.module_prompts import layout, text
 
 from trunkline.controller.sequences.sequence import Request
 from trunkline.kvstore.layout import unpack_int32
@@ -22,8 +23,7 @@ CITY = text(words(20, 7), 10, parent=0)
 def test_ten_requests_at_once_encode_a_text_once() -> None:
     simulation = Simulation(ROOMY)
     requests = [submit(simulation, [ROOT, CITY], [(17, 1)], own=[i]) for i in range(10)]
-    simulation.run()
-    verify_all(simulation)
+    simulation.finish()
     assert jobs_of(simulation).encoded_texts == 2
     assert simulation.workers.computed_tokens == 17 + 10 * 4
     cached = [simulation.streams[request].cached_tokens for request in requests]
@@ -41,14 +41,13 @@ def test_rows_share_blocks_of_texts_wherever_they_stand_in_their_tables() -> Non
         simulation.step()
     assert len(simulation.workers.rows) == 4
     physical, logical = simulation.workers.blocks_held
-    own = sum(len(s.private) + len(s.path) - s.stem.base for s in simulation.engine.scheduler.running())
+    own = sum(len(s.private) + len(s.path) - s.stem.base for s in simulation.scheduler.running())
     assert physical - own == 3 + 2 + 2
     assert logical - own == 7 + 4 + 2 + 5
     assert {(first, stop - first, start) for first, stop, start, _ in simulation.workers.runs.tolist()} >= {
         (row, 1, 0) for row in range(4)
     }
-    simulation.run()
-    verify_all(simulation)
+    simulation.finish()
 
 
 def test_the_same_text_at_another_place_is_found_and_shifted() -> None:
@@ -107,14 +106,6 @@ def test_a_chain_is_encoded_in_order_and_shown_in_part() -> None:
     assert stream.started.module_tokens == 6 + 4 + 6
 
 
-def test_appending_a_text_to_a_schema_leaves_the_others_valid() -> None:
-    simulation = Simulation(ROOMY)
-    ask(simulation, [ROOT, CITY], [(17, 1)])
-    later = text(words(70, 5), 17, parent=0)
-    assert ask(simulation, [ROOT, CITY, later], [(22, 1)]).cached_tokens == 17
-    assert jobs_of(simulation).encoded_texts == 3
-
-
 def test_the_order_in_which_texts_are_named_changes_nothing() -> None:
     """Own tokens are found, too, and so is the output, by a prompt that goes on from it."""
     simulation = Simulation(ROOMY)
@@ -134,8 +125,7 @@ def test_own_tokens_of_modules_are_never_found_by_plain_prompts() -> None:
     simulation = Simulation(ROOMY)
     ask(simulation, [], [(0, 12)])
     plain = simulation.submit(words(500, 12), 4)
-    simulation.run()
-    verify_all(simulation)
+    simulation.finish()
     assert simulation.streams[plain].cached_tokens == 0
 
 
@@ -177,7 +167,7 @@ def resume(simulation: Simulation, stream: Stream, tokens: int, max_tokens: int)
     stream.outputs[0], stream.reasons = stream.output[:tokens], {}
     stream.cached_tokens = stream.started = stream.ended = None
     simulation.streams[77] = stream
-    simulation.engine.submit(request, simulation.now)
+    simulation.receive(request)
     simulation.run()
 
 
@@ -186,7 +176,7 @@ def test_a_stream_that_is_resumed_goes_on(known: int) -> None:
     whole = ask(Simulation(ROOMY), [ROOT, CITY], [(17, 3)], 8)
     simulation = Simulation(ROOMY)
     resume(simulation, whole, known, 8)
-    verify_all(simulation)
+    simulation.finish()
     assert len(whole.output) == 8
 
 
@@ -207,7 +197,7 @@ def test_texts_come_back_from_every_tier(tier: TierKind) -> None:
     ask(simulation, [ROOT, CITY], [(17, 1)])
     if tier is not TierKind.DEVICE:
         sink(simulation, tier)
-        assert not any(node.on_device for node in tree_of(simulation).nodes())
+        assert not any(node.on_device for node in simulation.tree.nodes())
     computed = simulation.workers.computed_tokens
     stream = ask(simulation, [ROOT, CITY], [(17, 2)], own=[7, 8])
     expected = [0] * len(TierKind)
@@ -226,7 +216,7 @@ def test_texts_sink_to_host_memory_while_others_take_their_blocks() -> None:
             ask(simulation, schema, [(20, 2)], own=[turn, turn])
             settle(simulation)
     assert jobs_of(simulation).encoded_texts == 10
-    assert tree_of(simulation).loaded_blocks > 30
+    assert simulation.tree.loaded_blocks > 30
 
 
 def test_why_a_text_was_missed() -> None:
@@ -234,8 +224,7 @@ def test_why_a_text_was_missed() -> None:
     assert miss_of(ask(simulation, [ROOT, CITY], [(17, 1)])) == ("new", 0)
     assert miss_of(ask(simulation, [ROOT, CITY], [(17, 1)])) == ("", 0)
     assert miss_of(ask(simulation, [ROOT, CITY], [(17, 2)], own=[1, 2])) == ("diverged", 17)
-    simulation.submit(words(200, 38), 1)
-    simulation.run()
+    simulation.ask(words(200, 38), 1)
     stream = ask(simulation, [ROOT, CITY], [(17, 1)])
     assert miss_of(stream) == ("evicted", 0)
     assert stream.cached_tokens == 0
@@ -275,6 +264,34 @@ def test_an_announcement_brings_texts_into_host_memory() -> None:
         sampling=Sampling(),
         layout=replace(simulation.streams[1].layout, runs=b""),
     )
-    assert simulation.engine.prefetch(request, simulation.now) == (17, 17)
+    assert simulation.expect(request) == (17, 17)
     settle(simulation)
-    assert sum(node.host_ready for node in tree_of(simulation).nodes()) == 3 + 2
+    assert sum(node.host_ready for node in simulation.tree.nodes()) == 3 + 2
+
+
+def cached(simulation: Simulation, root: int, city: int, *, relocate: bool) -> int:
+    """Tokens found of a text below another, which stand at these positions."""
+    texts = [text(words(0, 10), root), text(words(20, 7), city, parent=0)]
+    asked = replace(layout(texts, [(city + 7, 1)]), relocate=relocate)
+    request = simulation.submit([500], 2, layout=asked)
+    simulation.finish()
+    found = simulation.streams[request].cached_tokens
+    assert found is not None
+    return found
+
+
+def test_a_text_moves_with_its_parent_only() -> None:
+    simulation = Simulation(ROOMY)
+    assert cached(simulation, 0, 10, relocate=False) == 0
+    assert cached(simulation, 0, 10, relocate=False) == 17
+    assert cached(simulation, 0, 30, relocate=False) == 10, "its parent is further away"
+    assert cached(simulation, 20, 30, relocate=False) == 17, "both have moved"
+    assert jobs_of(simulation).encoded_texts == 3
+
+
+def test_who_lets_texts_move_has_texts_of_its_own() -> None:
+    simulation = Simulation(ROOMY)
+    assert cached(simulation, 0, 10, relocate=True) == 0
+    assert cached(simulation, 0, 30, relocate=True) == 17
+    # A text above all others moves freely; one below is another's if distances count.
+    assert cached(simulation, 0, 30, relocate=False) < 17

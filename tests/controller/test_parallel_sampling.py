@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from simulation.driver import Simulation, verify
+from simulation.driver import Options, Simulation
 from simulation.oracle import expected_output
 
 from trunkline.controller.config import EngineConfig
+from trunkline.controller.messages import BeamSearch
 from trunkline.controller.sequences.samples import sample_seed
 from trunkline.kvstore.layout import blocks_for, unpack_int32
 from trunkline.worker.messages import StepPlan
@@ -15,19 +16,12 @@ from trunkline.worker.messages import StepPlan
 SMALL = EngineConfig(num_blocks=64, chunk_size=4, max_context=96, token_budget=24, max_rows=8)
 
 
-def verify_all(simulation: Simulation) -> None:
-    for stream in simulation.streams.values():
-        verify(stream, simulation.engine.config.longest_sequence)
-
-
-@pytest.mark.parametrize("chunk_size", [1, 4, 16])
-@pytest.mark.parametrize("length", [1, 3, 8, 16, 17, 30])
+@pytest.mark.parametrize(("chunk_size", "length"), [(1, 3), (4, 1), (4, 8), (4, 17), (16, 16), (16, 30)])
 def test_each_sample_is_what_its_seed_gives(chunk_size: int, length: int) -> None:
     """With full and partial tails; and the prompt is computed once."""
     simulation = Simulation(msgspec.structs.replace(SMALL, chunk_size=chunk_size, num_blocks=400 // chunk_size))
     prompt = [(5 * i) % 37 for i in range(length)]
-    simulation.submit(prompt, 9, n=3, seed=11)
-    simulation.run()
+    simulation.ask(prompt, 9, n=3, seed=11)
     stream = simulation.streams[1]
     assert stream.outputs == [expected_output(prompt, sample_seed(11, i), 9) for i in range(3)]
     assert stream.outputs[1] != stream.outputs[2]
@@ -41,8 +35,7 @@ def test_plan_of_a_fork_and_the_copies_after_it() -> None:
     simulation = Simulation(SMALL)
     plans: list[StepPlan] = []
     simulation.workers.observer = plans.append
-    simulation.submit([1, 2, 3, 4, 5, 6], 3, n=3, seed=7)
-    simulation.run()
+    simulation.ask([1, 2, 3, 4, 5, 6], 3, n=3, seed=7)
     first, second = plans[0], plans[1]
     assert [join.sequence for join in first.joins] == [1]
     assert unpack_int32(first.prefill).tolist() == [1, 0, 6, 0, 1]
@@ -61,22 +54,19 @@ def test_plan_of_a_fork_and_the_copies_after_it() -> None:
     assert sorted(unpack_int32(second.rows).tolist()) == [1, 2, 3]
 
 
-@pytest.mark.parametrize("n", [2, 4, 6])
-@pytest.mark.parametrize("length", [32, 33, 35])
+@pytest.mark.parametrize(("n", "length"), [(2, 32), (4, 33), (6, 35)])
 def test_memory_is_the_prompt_once_and_a_tail_each(n: int, length: int) -> None:
     """PagedAttention's Figure 15a: what n samples hold against what they would hold apart."""
     simulation = Simulation(SMALL)
     held: list[tuple[int, int]] = []
     simulation.workers.observer = lambda _: held.append(simulation.workers.blocks_held)
     simulation.submit(list(range(length)), 4, n=n, seed=3)
-    while not simulation.streams[1].outputs[0]:
-        simulation.step()
+    simulation.step_until(lambda: simulation.streams[1].outputs[0])
     tails = n * (blocks_for(length + 1, 4) - length // 4)
     assert held[-1] == (length // 4 + tails, n * blocks_for(length + 1, 4))
-    pool = simulation.engine.scheduler.residence.pool
+    pool = simulation.scheduler.residence.pool
     assert pool.num_blocks - pool.free_count <= length // 4 + 2 * n
-    simulation.run()
-    verify_all(simulation)
+    simulation.finish()
 
 
 def test_samples_end_one_by_one() -> None:
@@ -86,20 +76,17 @@ def test_samples_end_one_by_one() -> None:
     lengths = [output.index(stop) + 1 if stop in output else 30 for output in outputs]
     assert len(set(lengths)) > 1
     simulation = Simulation(SMALL)
-    simulation.submit(prompt, 30, n=4, stop_ids=(stop,))
-    simulation.run()
+    simulation.ask(prompt, 30, n=4, stop_ids=(stop,))
     stream = simulation.streams[1]
     assert [len(output) for output in stream.outputs] == lengths
     assert stream.reasons == {i: "length" if length == 30 else "stop" for i, length in enumerate(lengths)}
-    verify_all(simulation)
+    simulation.finish()
 
 
 def test_one_token_each() -> None:
     simulation = Simulation(SMALL)
     simulation.submit([1, 2, 3, 4, 5], 1, n=5)
-    simulation.submit([1, 2, 3, 4, 5], 1, n=2, seed=9)
-    simulation.run()
-    verify_all(simulation)
+    simulation.ask([1, 2, 3, 4, 5], 1, n=2, seed=9)
     assert simulation.workers.computed_tokens == 5 + 1
 
 
@@ -107,52 +94,33 @@ def test_equal_samples_merge_their_chunks() -> None:
     """Samples part in one of four tokens only: those that have not yet parted hold one chunk."""
     simulation = Simulation(SMALL)
     prompt = list(range(20, 28))
-    simulation.submit(prompt, 24, n=6, seed=1)
-    simulation.run()
-    verify_all(simulation)
+    simulation.ask(prompt, 24, n=6, seed=1)
     stream = simulation.streams[1]
     contexts = [prompt + output[:-1] for output in stream.outputs]
     chunks = {tuple(context[:stop]) for context in contexts for stop in range(4, len(context) + 1, 4)}
-    full = [node for node in simulation.engine.scheduler.residence.tree.nodes() if node.token_count == 4]
+    full = [node for node in simulation.tree.nodes() if node.token_count == 4]
     assert len(full) == len(chunks) < 6 * (31 // 4)
-
-
-def test_same_seed_same_text_whatever_else_runs() -> None:
-    alone = Simulation(SMALL)
-    alone.submit([3, 1, 4, 1, 5], 20, n=3, seed=42)
-    alone.run()
-    crowded = Simulation(msgspec.structs.replace(SMALL, num_blocks=20, max_rows=12))
-    for i in range(6):
-        crowded.submit([3, 1, 4, *range(i)], 15, seed=i, n=1 + i % 3)
-    request = crowded.submit([3, 1, 4, 1, 5], 20, n=3, seed=42)
-    crowded.run()
-    verify_all(crowded)
-    assert crowded.engine.scheduler.counters.preemptions > 0
-    assert crowded.streams[request].outputs == alone.streams[1].outputs
 
 
 def test_without_a_cache_samples_share_all_the_same() -> None:
     simulation = Simulation(msgspec.structs.replace(SMALL, prefix_cache=False))
     simulation.submit(list(range(22)), 9, n=4)
-    simulation.run()
-    verify_all(simulation)
+    simulation.finish()
     assert simulation.workers.computed_tokens == 22 + 4 * 8
-    assert simulation.engine.scheduler.residence.pool.free_count == 64
+    assert simulation.scheduler.residence.pool.free_count == 64
 
 
+@pytest.mark.parametrize("options", [{"n": 3}, {"beam": BeamSearch(4)}], ids=["samples", "beams"])
 @pytest.mark.parametrize("after", range(12))
-def test_abort_at_any_moment_frees_everything(after: int) -> None:
+def test_abort_at_any_moment_frees_everything(options: Options, after: int) -> None:
     """Between any two events of a group's life."""
     simulation = Simulation(SMALL)
-    request = simulation.submit(list(range(30)), 6, n=3)
-    for event in range(after):
-        _ = simulation.answer() if event % 3 == 2 else simulation.plan()
+    request = simulation.submit(list(range(30)), 6, **options)
+    simulation.events(after)
     simulation.abort(request)
-    other = simulation.submit(list(range(29)), 6, n=2)
-    simulation.run()
-    verify_all(simulation)
-    assert simulation.streams[other].reason == "length"
-    tree = simulation.engine.scheduler.residence.tree
-    assert tree.active_count == 0
-    simulation.engine.flush_cache()
-    assert simulation.engine.scheduler.residence.pool.free_count == 64
+    other = simulation.ask(list(range(29)), 6, n=2)
+    assert other.reason == "length"
+    assert simulation.tree.active_count == 0
+    assert not simulation.scheduler.forks.searches
+    simulation.flush_cache()
+    assert simulation.scheduler.residence.pool.free_count == 64

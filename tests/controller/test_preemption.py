@@ -25,84 +25,50 @@ KINDS: dict[str, Options] = {
 }
 
 
-def verify_all(simulation: Simulation) -> None:
-    for stream in simulation.streams.values():
-        verify(stream, simulation.engine.config.longest_sequence)
-
-
-def preempt(simulation: Simulation, request: int) -> bool:
-    """Take a request out, whatever it is doing; False if nothing of it runs."""
-    scheduler = simulation.engine.scheduler
-    groups = [sequence.group for sequence in scheduler.running() if sequence.request == request]
-    if groups:
-        scheduler.preempt(groups[0], simulation.now)
-    return bool(groups)
-
-
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("preemption", ["recompute", "swap", "auto"])
-@pytest.mark.parametrize("after", [1, 2, 3, 4, 5, 8, 13, 14, 15, 16])
+@pytest.mark.parametrize(
+    ("after", "preemption"),
+    [
+        (1, "swap"),
+        (2, "recompute"),
+        (3, "auto"),
+        (4, "swap"),
+        (5, "recompute"),
+        (8, "swap"),
+        (14, "auto"),
+        (15, "swap"),
+        (16, "recompute"),
+    ],
+)
 def test_resumed_output_is_the_undisturbed_one(kind: str, preemption: str, after: int) -> None:
     """At any event: in the prompt, right after the fork, with results on their way, in the middle of decoding."""
     simulation = Simulation(msgspec.structs.replace(ROOMY, preemption=preemption))
     request = simulation.submit([(3 * i) % 29 for i in range(30)], 12, **KINDS[kind])
     simulation.submit([(3 * i) % 29 for i in range(27)], 12, seed=1)
-    for event in range(after):
-        _ = simulation.answer() if event % 3 == 2 else simulation.plan()
-    taken = preempt(simulation, request)
+    simulation.events(after)
+    taken = simulation.preempt(request)
     simulation.step()
-    again = preempt(simulation, request)
-    simulation.run()
-    verify_all(simulation)
-    assert simulation.engine.scheduler.counters.preemptions == taken + again > 0
+    again = simulation.preempt(request)
+    simulation.finish()
+    assert simulation.scheduler.counters.preemptions == taken + again > 0
     # Nothing needed the blocks meanwhile: the cache has all but tails, and what was in flight.
     assert simulation.workers.computed_tokens <= 30 + 27 + (3 + 1) * 12 + 2 * (3 * (4 + 2) + 30)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("preemption", ["recompute", "swap", "auto"])
+@pytest.mark.parametrize(
+    ("kind", "preemption"), [("one", "recompute"), ("samples", "swap"), ("beams", "auto"), ("scored", "swap")]
+)
 def test_groups_in_a_tiny_pool(kind: str, preemption: str) -> None:
     """Several groups that only fit one after the other: each is preempted whole, and all of them end."""
     simulation = Simulation(msgspec.structs.replace(TINY, preemption=preemption))
     for i in range(4):
         simulation.submit([50 * i + j for j in range(9)], 18, **KINDS[kind])
-    simulation.run()
-    verify_all(simulation)
+    simulation.finish()
     assert all(stream.reason in ("length", "stop") for stream in simulation.streams.values())
-    counters = simulation.engine.scheduler.counters
+    counters = simulation.scheduler.counters
     assert counters.preemptions > 0
     assert (counters.swapped > 0) == (preemption == "swap") or preemption == "auto"
     assert (simulation.workers.pool.loaded_blocks > 0) <= (preemption != "recompute")
-
-
-def test_swapping_computes_less_again() -> None:
-    """Two long sequences take turns in a pool for one and a half of them."""
-    computed, loaded = {}, {}
-    for preemption in ("recompute", "swap"):
-        simulation = Simulation(msgspec.structs.replace(TINY, num_blocks=20, preemption=preemption))
-        for i in range(2):
-            simulation.submit([50 * i + j for j in range(30)], 30, seed=i)
-        simulation.run()
-        verify_all(simulation)
-        assert simulation.engine.scheduler.counters.preemptions > 0
-        computed[preemption] = simulation.workers.computed_tokens
-        loaded[preemption] = simulation.workers.pool.loaded_blocks
-    assert loaded["recompute"] == 0 < loaded["swap"]
-    assert computed["swap"] < computed["recompute"]
-
-
-def test_recomputation_neither_claims_nor_loads_the_copies_of_what_it_computes_again() -> None:
-    """Chunks are copied to the host beside the computation, for others."""
-    simulation = Simulation(msgspec.structs.replace(TINY, num_blocks=20, preemption="recompute"))
-    for i in range(2):
-        simulation.submit([50 * i + j for j in range(30)], 30, seed=i)
-    tree = simulation.engine.scheduler.residence.tree
-    while simulation.step():
-        assert tree.tiers.claimed_count == 0
-    verify_all(simulation)
-    assert simulation.engine.scheduler.counters.preemptions > 0
-    assert simulation.engine.scheduler.counters.swapped == 0
-    assert simulation.workers.pool.saved_blocks > 0 == simulation.workers.pool.loaded_blocks
 
 
 class Squeezed:
@@ -131,8 +97,8 @@ class Squeezed:
         """Another fills it, which goes before a request that is preempted."""
         simulation = self.simulation
         other = simulation.submit([200 + i for i in range(93)], 2, priority=-1)
-        for group in {sequence.group for sequence in simulation.engine.scheduler.running()}:
-            simulation.engine.scheduler.preempt(group, simulation.now)
+        for group in {sequence.group for sequence in simulation.scheduler.running()}:
+            simulation.scheduler.preempt(group, simulation.now)
         while simulation.streams[other].reason is None:
             simulation.step()
 
@@ -142,9 +108,8 @@ class Squeezed:
         known = sum(len(output) for output in simulation.streams[self.request].outputs)
         loaded = simulation.workers.pool.loaded_blocks
         simulation.workers.observer = self.plans.append
-        simulation.run()
-        verify_all(simulation)
-        assert simulation.engine.scheduler.counters.preemptions == 1
+        simulation.finish()
+        assert simulation.scheduler.counters.preemptions == 1
         assert known < sum(len(output) for output in simulation.streams[self.request].outputs)
         prefilled = sum(int(unpack_int32(plan.prefill, 5)[:, 2].sum()) for plan in self.plans if plan.prefill)
         return prefilled, simulation.workers.pool.loaded_blocks - loaded
@@ -163,7 +128,7 @@ def blocks(tokens: int) -> int:
 def test_with_swap_all_is_loaded_and_one_token_computed(head: bool) -> None:
     squeezed = Squeezed(head=head, preemption="swap")
     known = squeezed.known
-    assert squeezed.simulation.engine.scheduler.counters.swapped == 1
+    assert squeezed.simulation.scheduler.counters.swapped == 1
     assert squeezed.come_back() == (1, blocks(known - 1))
 
 
@@ -173,7 +138,7 @@ def test_with_recompute_what_it_had_computed_is_computed_again_and_what_it_had_f
     known = squeezed.known
     found = squeezed.simulation.streams[squeezed.request].cached_tokens
     assert found == (8 if head else 0)
-    assert squeezed.simulation.engine.scheduler.counters.swapped == 0
+    assert squeezed.simulation.scheduler.counters.swapped == 0
     assert squeezed.come_back() == (known - found, found // TINY.chunk_size)
 
 
@@ -183,7 +148,7 @@ def test_auto_does_what_is_faster(move_us: int, mode: str, monkeypatch: pytest.M
     monkeypatch.setattr("simulation.worker.MOVE_US", move_us)
     squeezed = Squeezed(preemption="auto", swap_us_per_block=2.0 * move_us)
     known = squeezed.known
-    assert squeezed.simulation.engine.scheduler.counters.swapped == (mode == "swap")
+    assert squeezed.simulation.scheduler.counters.swapped == (mode == "swap")
     assert squeezed.come_back() == ((1, blocks(known - 1)) if mode == "swap" else (known, 0))
 
 
@@ -192,12 +157,10 @@ def test_what_is_still_on_the_device_is_used(preemption: str) -> None:
     """Blocks that were not needed meanwhile are neither loaded nor computed again."""
     simulation = Simulation(msgspec.structs.replace(ROOMY, preemption=preemption))
     request = simulation.submit(list(range(16)), 20, seed=3)
-    while len(simulation.streams[request].output) < 11:
-        simulation.step()
+    simulation.step_until(lambda: len(simulation.streams[request].output) >= 11)
     computed = simulation.workers.computed_tokens
-    preempt(simulation, request)
-    simulation.run()
-    verify_all(simulation)
+    simulation.preempt(request)
+    simulation.finish()
     assert simulation.workers.pool.loaded_blocks == 0
     assert simulation.workers.computed_tokens - computed <= 20 - 11 + 2
 
@@ -208,23 +171,8 @@ def test_a_host_pool_that_is_too_small(slots: int) -> None:
     simulation = Simulation(msgspec.structs.replace(TINY, preemption="swap", host_slots=slots))
     for i in range(6):
         simulation.submit([50 * i + j for j in range(14)], 20, seed=i, n=1 + i % 2)
-    simulation.run()
-    verify_all(simulation)
+    simulation.finish()
     assert simulation.workers.pool.saved_blocks > 0
-
-
-def test_the_choice_follows_the_measured_costs() -> None:
-    """Free moves are preferred to computing, and dear ones are not. A simulated step takes 1 µs."""
-    swapped = {}
-    for cost in (0.0, 1e9):
-        config = msgspec.structs.replace(TINY, preemption="auto", swap_us_per_block=cost)
-        simulation = Simulation(config)
-        for i in range(4):
-            simulation.submit([50 * i + j for j in range(9)], 18, seed=i, n=3)
-        simulation.run()
-        verify_all(simulation)
-        swapped[cost] = simulation.engine.scheduler.counters.swapped
-    assert swapped[1e9] == 0
 
 
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
@@ -239,16 +187,13 @@ def test_samples_resume_together(preemption: str, ended: int) -> None:
     config = msgspec.structs.replace(TINY, token_budget=8, max_rows=4, preemption=preemption)
     simulation = Simulation(config)
     request = simulation.submit(prompt, 22, n=3, seed=seed, stop_ids=tuple(stops))
-    while len(simulation.streams[request].output) < 12:
-        simulation.step()
+    simulation.step_until(lambda: len(simulation.streams[request].output) >= 12)
     other = simulation.submit([200 + i for i in range(93)], 2, priority=-1)
-    preempt(simulation, request)
-    while simulation.streams[other].reason is None:
-        simulation.step()
+    simulation.preempt(request)
+    simulation.step_until(lambda: simulation.streams[other].reason)
     plans: list[StepPlan] = []
     simulation.workers.observer = plans.append
-    simulation.run()
-    verify_all(simulation)
+    simulation.finish()
     assert len(simulation.streams[request].reasons) == 3
     joined = sorted(join.sequence for plan in plans for join in plan.joins)
     assert len(joined) == 3 - ended
@@ -258,20 +203,18 @@ def test_samples_resume_together(preemption: str, ended: int) -> None:
     assert steps > 2 if preemption == "recompute" else steps <= 1
 
 
-@pytest.mark.parametrize("after", range(1, 24))
+@pytest.mark.parametrize("after", range(1, 24, 3))
 def test_a_sample_that_is_aborted_while_others_of_it_come_back(after: int) -> None:
     """Whatever the rest waits for, it goes on."""
     config = msgspec.structs.replace(TINY, token_budget=6, max_rows=4, preemption="recompute")
     simulation = Simulation(config)
     request = simulation.submit(list(range(10)), 20, n=3, seed=7)
-    while len(simulation.streams[request].output) < 8:
-        simulation.step()
-    preempt(simulation, request)
+    simulation.step_until(lambda: len(simulation.streams[request].output) >= 8)
+    simulation.preempt(request)
     other = simulation.submit([200 + i for i in range(60)], 6, priority=-1)
-    for event in range(after):
-        _ = simulation.answer() if event % 3 == 2 else simulation.plan()
+    simulation.events(after)
     if simulation.streams[request].reason is None:
-        simulation.engine.abort(request, simulation.now, sample=1)
+        simulation.abort(request, sample=1)
     simulation.run()
     assert simulation.streams[other].reason == "length"
     assert {0, 2} <= simulation.streams[request].reasons.keys()
@@ -281,40 +224,75 @@ def test_the_newest_group_goes_first_and_whole() -> None:
     simulation = Simulation(msgspec.structs.replace(TINY, preemption="recompute"))
     old = simulation.submit(list(range(9)), 30, seed=1)
     new = simulation.submit(list(range(50, 59)), 20, n=3)
-    scheduler = simulation.engine.scheduler
-    while not scheduler.counters.preemptions:
-        simulation.step()
+    scheduler = simulation.scheduler
+    simulation.step_until(lambda: scheduler.counters.preemptions)
     assert {sequence.request for sequence in scheduler.running()} == {old}
-    simulation.run()
-    verify_all(simulation)
+    simulation.finish()
     assert simulation.streams[new].reason == "length"
 
 
 def test_a_better_priority_is_not_preempted_for_a_worse_one() -> None:
     simulation = Simulation(msgspec.structs.replace(TINY, num_blocks=16, preemption="recompute"))
     worse = simulation.submit(list(range(9)), 40, seed=1, priority=1)
-    while not simulation.streams[worse].output:
-        simulation.step()
+    simulation.step_until(lambda: simulation.streams[worse].output)
     better = simulation.submit(list(range(50, 59)), 40, seed=2)
-    while not simulation.engine.scheduler.counters.preemptions:
-        simulation.step()
-    assert {sequence.request for sequence in simulation.engine.scheduler.running()} == {better}
-    simulation.run()
-    verify_all(simulation)
+    simulation.step_until(lambda: simulation.scheduler.counters.preemptions)
+    assert {sequence.request for sequence in simulation.scheduler.running()} == {better}
+    simulation.finish()
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_aborted_while_preempted(kind: str) -> None:
     simulation = Simulation(msgspec.structs.replace(TINY, preemption="swap"))
     requests = [simulation.submit([50 * i + j for j in range(9)], 18, **KINDS[kind]) for i in range(4)]
-    while not simulation.engine.scheduler.counters.preemptions:
-        simulation.step()
-    running = {sequence.request for sequence in simulation.engine.scheduler.running()}
+    simulation.step_until(lambda: simulation.scheduler.counters.preemptions)
+    running = {sequence.request for sequence in simulation.scheduler.running()}
     for request in requests:
         if request not in running:
             simulation.abort(request)
-    simulation.run()
-    verify_all(simulation)
-    simulation.engine.flush_cache()
-    assert simulation.engine.scheduler.residence.pool.free_count == 24
-    assert simulation.engine.scheduler.residence.tree.tiers.copies.host.used_count == 0
+    simulation.finish()
+    simulation.flush_cache()
+    assert simulation.scheduler.residence.pool.free_count == 24
+    assert simulation.tree.tiers.copies.host.used_count == 0
+
+
+@pytest.mark.parametrize(("length", "n"), [(110, 1), (10, 7)], ids=["blocks", "rows"])
+def test_a_search_that_is_coming_in_goes_before_better_priorities(length: int, n: int) -> None:
+    """One beam is back and holds blocks and a promise of rows; it computes nothing before the others are there."""
+    config = EngineConfig(
+        num_blocks=40, chunk_size=4, max_context=120, token_budget=9, max_rows=8, max_inflight_steps=1
+    )
+    simulation = Simulation(config)
+    search = simulation.submit(list(range(40)), 12, n=4, beam=BeamSearch(4), priority=1)
+    for _ in range(9):
+        simulation.step()
+    scheduler = simulation.scheduler
+    scheduler.preempt(scheduler.running()[0].group, simulation.now)
+    simulation.flush_cache()
+    while not scheduler.parked:
+        assert simulation.step()
+    assert len(scheduler.running()) == 1
+    other = simulation.submit([7] * length, 4, n=n)
+    simulation.run(300)
+    for request in (search, other):
+        assert simulation.streams[request].reason == "length"
+        verify(simulation.streams[request], config.longest_sequence)
+
+
+@pytest.mark.parametrize("given_up", [0, 1, 2])
+def test_a_sample_given_up_before_its_first_token_does_not_come_back(given_up: int) -> None:
+    """The group is preempted before its samples differ; the others then come back by themselves, not by a fork."""
+    simulation = Simulation(EngineConfig(num_blocks=60, chunk_size=4, max_context=60, token_budget=40, max_rows=8))
+    prompt = list(range(10))
+    request = simulation.submit(prompt, 8, seed=3, n=3)
+    simulation.plan()
+    scheduler = simulation.scheduler
+    group = scheduler.running()[0].group
+    assert group.forked
+    simulation.abort(request, sample=given_up)
+    scheduler.preempt(group, simulation.now)
+    while not simulation.engine.is_idle:
+        assert simulation.step()
+    expected = [expected_output(prompt, sample_seed(3, sample), 8) for sample in range(3)]
+    expected[given_up] = []
+    assert simulation.streams[request].outputs == expected

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from controller.kv_harness import CHUNK, Bench, make_residence, make_sequence
+from seeds import seeds
 
 from trunkline.controller.allocation.kv_manager import Admission, Residence
 from trunkline.controller.engine.integrity import check_residence
@@ -129,10 +130,11 @@ def admit_all(residence: Residence, members: list[Sequence], step: int) -> None:
         residence.mark_ready(sequence, draft)
 
 
-def test_a_group_that_fits_can_be_admitted_member_by_member() -> None:
-    rng = random.Random(11)
+@pytest.mark.parametrize("seed", seeds(1))
+def test_a_group_that_fits_can_be_admitted_member_by_member(seed: int) -> None:
+    rng = random.Random(seed)
     fitted = refused = 0
-    for _ in range(400):
+    for _ in range(300):
         bench = Bench(rng.randrange(6, 16), rng.randrange(0, 6))
         residence = bench.residence
         trunk = [rng.randrange(3) for _ in range(rng.randrange(1, 18))]
@@ -159,5 +161,5 @@ def test_a_group_that_fits_can_be_admitted_member_by_member() -> None:
         fitted += 1
         admit_all(residence, members, bench.step)
         check_residence(residence, running + members, waiting)
-    assert fitted > 100
-    assert refused > 20
+    assert fitted > 50
+    assert refused > 5

@@ -6,6 +6,7 @@ import random
 
 import numpy as np
 import pytest
+from seeds import seeds
 
 from trunkline.controller.sequences.sharing import shared_runs, text_runs, tree_order
 from trunkline.kvstore.layout import NO_BLOCK, Int32Array
@@ -26,7 +27,7 @@ def random_tables(rng: random.Random, rows: int) -> tuple[Int32Array, Int32Array
     return tables, np.array([len(path) for path in paths], np.int32)
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", seeds(30))
 def test_every_shared_block_is_in_exactly_one_run(seed: int) -> None:
     rng = random.Random(seed)
     tables, counts = random_tables(rng, rng.randrange(1, 30))

@@ -222,18 +222,18 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule()
     def flush(self) -> None:
-        self.simulation.engine.flush_cache()
+        self.simulation.flush_cache()
 
     @rule(data=st.data())
     def preempt(self, data: Any) -> None:
-        scheduler = self.simulation.engine.scheduler
+        scheduler = self.simulation.scheduler
         groups = {sequence.request: sequence.group for sequence in scheduler.running()}
         if groups:
             scheduler.preempt(groups[data.draw(st.sampled_from(sorted(groups)))], self.simulation.now)
 
     @invariant()
     def engine_is_sound(self) -> None:
-        check_integrity(self.simulation.engine.scheduler)
+        check_integrity(self.simulation.scheduler)
 
     def teardown(self) -> None:
         if not hasattr(self, "simulation"):
@@ -241,8 +241,8 @@ class EngineMachine(RuleBasedStateMachine):
         self.simulation.run()
         for stream in self.simulation.streams.values():
             verify(stream, CONTEXT)
-        self.simulation.engine.flush_cache()
-        scheduler = self.simulation.engine.scheduler
+        self.simulation.flush_cache()
+        scheduler = self.simulation.scheduler
         assert scheduler.residence.pool.free_count == self.config.num_blocks
         assert not scheduler.forks.searches
 
@@ -250,7 +250,7 @@ class EngineMachine(RuleBasedStateMachine):
 CHECKS = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
 
 
-@pytest.mark.parametrize(("machine", "examples"), [(TreeMachine, 130), (EngineMachine, 40)])
+@pytest.mark.parametrize(("machine", "examples"), [(TreeMachine, 50), (EngineMachine, 16)])
 def test_machine(machine: type[RuleBasedStateMachine], examples: int) -> None:
     """Thousands of steps each; `derandomize` makes a failure repeat. It is not shrunk: that takes longer than a
     test may."""

@@ -7,13 +7,15 @@ import random
 
 import numpy as np
 import pytest
-from controller.tier_harness import CHUNK, TIERED, Session, miss_of, settle, simulate, sink, tiers_of, tree_of
+from controller.tier_harness import CHUNK, TIERED, Session, miss_of, settle, simulate, sink, tiers_of
 from msgspec.structs import replace
+from seeds import seeds
 from simulation.driver import Simulation
 from simulation.traffic import Mix, Traffic
 
 from trunkline.controller.config import EngineConfig
-from trunkline.controller.messages import MoveOutcome, MovesDone, Probed
+from trunkline.controller.engine.events import Event
+from trunkline.controller.messages import MoveOutcome, MovesDone
 from trunkline.controller.sequences.sequence import Request
 from trunkline.kvstore.tier import TierKind
 from trunkline.kvstore.tier_moves import MoveStatus
@@ -46,15 +48,15 @@ def test_each_turn_of_a_session_is_written_down_once() -> None:
     for _ in range(4):
         session.turn(10)
         settle(simulation)
-    stats = tree_of(simulation).tiers.stats()
+    stats = simulation.tree.tiers.stats()
     full = (len(session.history) - 1) // CHUNK
     assert stats[DISK].writes == stats[REMOTE].writes == full
     assert not stats[DISK].reads
-    assert tree_of(simulation).saved_blocks == full
+    assert simulation.tree.saved_blocks == full
 
 
 def on_disk(simulation: Simulation) -> set[bytes]:
-    return {node.name for node in tree_of(simulation).nodes() if node.disk_ready}
+    return {node.name for node in simulation.tree.nodes() if node.disk_ready}
 
 
 def test_a_chunk_of_which_one_rank_failed_is_not_published() -> None:
@@ -63,17 +65,16 @@ def test_a_chunk_of_which_one_rank_failed_is_not_published() -> None:
     engine = simulation.engine
     simulation.tier_pace = 0.0
     request = Session(simulation).send(16)
-    while simulation.streams[request].ended is None:
-        simulation.step()
+    simulation.step_until(lambda: simulation.streams[request].ended)
     moves = {move.id: move for _, _, move in simulation.tiers._waiting}
     assert moves, "there is something to write"
     done = sorted(moves)
-    engine.tier_report(MovesDone(0, 1, [MoveOutcome(move, 0, 5) for move in done]), simulation.now)
+    engine.receive(MovesDone(0, 1, [MoveOutcome(move, 0, 5) for move in done]), simulation.now)
     assert not on_disk(simulation), "published on the word of one rank"
-    engine.tier_report(MovesDone(0, 1, [MoveOutcome(move, 0, 5) for move in done]), simulation.now)
+    engine.receive(MovesDone(0, 1, [MoveOutcome(move, 0, 5) for move in done]), simulation.now)
     assert not on_disk(simulation), "said twice by one"
     outcomes = [MoveOutcome(move, 2 * (i == 0), 5) for i, move in enumerate(done)]
-    engine.tier_report(MovesDone(1, 1, outcomes), simulation.now)
+    engine.receive(MovesDone(1, 1, outcomes), simulation.now)
     assert on_disk(simulation) == {moves[move].name for move in done[1:]}
     engine.scheduler.residence.tree.tiers.check()
 
@@ -81,13 +82,13 @@ def test_a_chunk_of_which_one_rank_failed_is_not_published() -> None:
 def test_answers_of_a_group_that_was_given_up_count_nothing() -> None:
     simulation = simulate(replace(TIERED, remote=False))
     Session(simulation).send(16)
-    while not (orders := [m for m in simulation.engine.tier_messages(simulation.now) if isinstance(m, TierMoves)]):
+    while not (orders := [order for order in simulation.orders if isinstance(order, TierMoves)]):
         simulation.now += 0.01
         simulation.plan()
         simulation.answer()
     move = orders[0].moves[0].id
-    simulation.engine.tier_report(MovesDone(0, 99, [MoveOutcome(move, 0, 5)]), simulation.now)
-    assert not any(node.disk_ready for node in tree_of(simulation).nodes())
+    simulation.engine.receive(MovesDone(0, 99, [MoveOutcome(move, 0, 5)]), simulation.now)
+    assert not any(node.disk_ready for node in simulation.tree.nodes())
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -103,11 +104,11 @@ def test_a_tier_that_dies_while_others_are_served(tier: TierKind, ranks: int) ->
             simulation.tiers.faults.dead.clear()
             simulation.now += 100.0
         session.turn(4)
-    stats = tree_of(simulation).tiers.stats()[tier]
+    stats = simulation.tree.tiers.stats()[tier]
     assert stats.failures > 0
     assert stats.writes > 0
     settle(simulation)
-    assert not stats.problem or tree_of(simulation).tiers.health[tier].is_paused is False
+    assert not stats.problem or simulation.tree.tiers.health[tier].is_paused is False
 
 
 def test_a_dead_tier_is_left_alone_and_named() -> None:
@@ -116,7 +117,7 @@ def test_a_dead_tier_is_left_alone_and_named() -> None:
     session = Session(simulation)
     for _ in range(6):
         session.turn(8)
-    health = tree_of(simulation).tiers.health[DISK]
+    health = simulation.tree.tiers.health[DISK]
     assert health.is_paused
     assert health.problem == "broken"
     assert health.failures <= 40, "it is asked again and again"
@@ -169,8 +170,8 @@ def test_full_tiers_stay_within_their_bounds_and_say_what_they_gave_up() -> None
     for session in sessions:
         session.turn(16, 1)
         settle(simulation)
-    simulation.engine.scheduler.residence.make_room(24)
-    tree = tree_of(simulation)
+    simulation.scheduler.residence.make_room(24)
+    tree = simulation.tree
     assert tree.node_count <= 18
     stats = tree.tiers.stats()
     assert stats[TierKind.DISK].used <= 10
@@ -206,14 +207,12 @@ def test_what_has_not_been_used_for_long_expires_in_every_tier() -> None:
     sink(simulation, DISK)
     simulation.now += 60.0
     settle(simulation)
-    assert {node.key[:2] for node in tree_of(simulation).nodes() if node.depth == 1} == {
-        (500).to_bytes(2, "little")
-    }
+    assert {node.key[:2] for node in simulation.tree.nodes() if node.depth == 1} == {(500).to_bytes(2, "little")}
     assert miss_of(short.turn(3)) == ("ttl", 0)
     assert sum(tiers_of(long.turn(3))) == 20
     simulation.now += 600.0
     settle(simulation)
-    assert not tree_of(simulation).node_count
+    assert not simulation.tree.node_count
 
 
 def test_waiting_requests_have_their_chunks_fetched() -> None:
@@ -227,7 +226,7 @@ def test_waiting_requests_have_their_chunks_fetched() -> None:
     request = session.send(3)
     for _ in range(20):
         simulation.step()
-    assert sum(node.host_ready for node in tree_of(simulation).nodes()) >= 8
+    assert sum(node.host_ready for node in simulation.tree.nodes()) >= 8
     simulation.run()
     assert tiers_of(session.ended(request)) == [0, 0, 32, 0], "from where it came"
 
@@ -237,12 +236,11 @@ def test_a_slow_disk_is_waited_for_no_longer_than_computing_takes() -> None:
     session = Session(simulation)
     session.turn(30)
     sink(simulation, DISK)
-    tree_of(simulation).tiers.health[DISK].read_us = 1e9
+    simulation.tree.tiers.health[DISK].read_us = 1e9
     simulation.tier_pace = 0.0
     before = simulation.now
     request = session.send(3)
-    while simulation.streams[request].ended is None:
-        simulation.step()
+    simulation.step_until(lambda: simulation.streams[request].ended)
     assert simulation.now - before < 0.2
     assert miss_of(session.ended(request)) == ("slow", 0)
 
@@ -253,13 +251,12 @@ def test_a_disk_that_stalls_is_given_up_after_a_while() -> None:
     session = Session(simulation)
     session.turn(30)
     sink(simulation, DISK)
-    tree_of(simulation).tiers.health[DISK].read_us = 1.0
-    simulation.engine.scheduler.costs._costs[2] = 1000.0
+    simulation.tree.tiers.health[DISK].read_us = 1.0
+    simulation.scheduler.costs._costs[2] = 1000.0
     simulation.tier_pace = 0.0
     other = simulation.submit(list(range(5)), 60)
     request = session.send(3)
-    while simulation.streams[request].ended is None:
-        simulation.step()
+    simulation.step_until(lambda: simulation.streams[request].ended)
     assert simulation.now < 10.0
     assert len(simulation.streams[other].output) > 20, "others went on meanwhile"
     assert miss_of(session.ended(request)) == ("slow", 0)
@@ -272,13 +269,13 @@ def test_an_announced_session_is_near_when_it_comes() -> None:
     sink(simulation, DISK)
     tokens = np.array(session.history, np.int32)
     announced = Request(id=0, tokens=tokens, max_tokens=1, sampling=Sampling())
-    assert simulation.engine.prefetch(announced, simulation.now) == (32, 32)
+    assert simulation.expect(announced) == (32, 32)
     settle(simulation)
-    assert simulation.engine.prefetch(announced, simulation.now) == (32, 0)
+    assert simulation.expect(announced) == (32, 0)
     assert tiers_of(session.turn(3)) == [0, 32, 0, 0]
     simulation.now += 100.0
     settle(simulation)
-    assert all(not node.wants for node in tree_of(simulation).nodes())
+    assert all(not node.wants for node in simulation.tree.nodes())
 
 
 def test_an_announcement_comes_after_those_who_wait() -> None:
@@ -303,7 +300,7 @@ def test_an_announcement_comes_after_those_who_wait() -> None:
         simulation.run()
         rest(simulation)
     request = Request(id=0, tokens=np.array(announced, np.int32), max_tokens=1, sampling=Sampling())
-    assert simulation.engine.prefetch(request, simulation.now) == (160, 160)
+    assert simulation.expect(request) == (160, 160)
     rest(simulation)
     number = simulation.submit(asked, 2)
     simulation.run()
@@ -325,12 +322,11 @@ def test_a_prompt_larger_than_host_memory_is_on_disk_whole_in_the_end(tier_pace:
     )
     simulation = Simulation(config, check=False)
     simulation.pace_s, simulation.tier_pace = 0.01, tier_pace
-    simulation.submit([i % 50 for i in range(200 * CHUNK)], 4)
-    simulation.run()
+    simulation.ask([i % 50 for i in range(200 * CHUNK)], 4)
     for _ in range(2000):
         if not simulation.step() and simulation.engine.is_settled:
             break
-    whole = [node for node in tree_of(simulation).nodes() if node.token_count == CHUNK]
+    whole = [node for node in simulation.tree.nodes() if node.token_count == CHUNK]
     assert len(whole) == 200
     assert all(node.disk_ready for node in whole)
 
@@ -346,7 +342,7 @@ def test_chunks_that_a_tier_has_lost_are_counted(tier: TierKind, monkeypatch: py
     sink(simulation, tier)
     simulation.tiers.faults.dead.add(tier)
     session.turn(3)
-    assert tree_of(simulation).tiers.health[tier].failures
+    assert simulation.tree.tiers.health[tier].failures
     assert not traffic.lost_chunks
     simulation.tiers.faults.dead.clear()
     simulation.now += 100.0
@@ -357,14 +353,14 @@ def test_chunks_that_a_tier_has_lost_are_counted(tier: TierKind, monkeypatch: py
     else:
         simulation.tiers.remote[1].clear()
     missed: set[int] = set()
-    report = simulation.engine.tier_report
+    receive = simulation.engine.receive
 
-    def watch(answer: MovesDone | Probed, now: float) -> None:
+    def watch(answer: Event, now: float) -> None:
         if isinstance(answer, MovesDone):
             missed.update(outcome.id for outcome in answer.outcomes if outcome.status == MoveStatus.MISS)
-        report(answer, now)
+        receive(answer, now)
 
-    monkeypatch.setattr(simulation.engine, "tier_report", watch)
+    monkeypatch.setattr(simulation.engine, "receive", watch)
     session.turn(3)
     assert traffic.lost_chunks == len(missed) >= 8
 
@@ -401,14 +397,10 @@ def random_traffic(seed: int, *, check: bool, modules: float = 0.0) -> Traffic:
     return traffic
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_every_request_ends_with_the_right_text(seed: int) -> None:
-    random_traffic(seed, check=False).run(50)
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_every_request_with_modules_ends_with_the_right_text(seed: int) -> None:
-    random_traffic(seed, check=seed % 3 == 0, modules=0.7).run(50)
+@pytest.mark.parametrize("seed", seeds(6))
+@pytest.mark.parametrize("modules", [0.0, 0.7])
+def test_every_request_ends_with_the_right_text(modules: float, seed: int) -> None:
+    random_traffic(seed, check=seed % 6 == 0, modules=modules).run(40)
 
 
 def test_every_invariant_holds_after_every_event() -> None:
@@ -416,10 +408,10 @@ def test_every_invariant_holds_after_every_event() -> None:
     traffic = Traffic(config, Mix(cuts=0.4, ttl=0.3, preempts=0.05), 103)
     traffic.simulation.pace_s = 1e-5
     traffic.simulation.tiers.faults.fail = traffic.simulation.tiers.faults.lose = 0.05
-    tree_of(traffic.simulation).tiers.health[DISK].read_us = 1.0
+    traffic.simulation.tree.tiers.health[DISK].read_us = 1.0
     traffic.run(60)
-    assert tree_of(traffic.simulation).loaded_blocks > 5
-    assert tree_of(traffic.simulation).tiers.health[DISK].reads > 0
+    assert traffic.simulation.tree.loaded_blocks > 5
+    assert traffic.simulation.tree.tiers.health[DISK].reads > 0
 
 
 @pytest.mark.soak

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from simulation.driver import Options, Simulation, Stream, verify
 
-from trunkline.controller.cache.radix_cache import ChunkTree
 from trunkline.controller.config import EngineConfig
 from trunkline.kvstore.layout import NO_SLOT
 from trunkline.kvstore.tier import TierKind
 
 CHUNK = 4
+Drops = tuple[tuple[int, int], ...]
 TIERED = EngineConfig(
     num_blocks=40,
     chunk_size=CHUNK,
@@ -27,13 +29,9 @@ def simulate(config: EngineConfig = TIERED, *, pace_s: float = 1e-5) -> Simulati
     """Fast tiers: a move takes a few steps, a step 10 µs, and loading pays if nothing else is said."""
     simulation = Simulation(config)
     simulation.pace_s = pace_s
-    for health in tree_of(simulation).tiers.health.values():
+    for health in simulation.tree.tiers.health.values():
         health.read_us = 1.0
     return simulation
-
-
-def tree_of(simulation: Simulation) -> ChunkTree:
-    return simulation.engine.scheduler.residence.tree
 
 
 def settle(simulation: Simulation) -> None:
@@ -50,7 +48,7 @@ def settle(simulation: Simulation) -> None:
 def sink(simulation: Simulation, tier: TierKind) -> None:
     """All chunks that can be are in this tier and below, and in none above."""
     settle(simulation)
-    residence, tree = simulation.engine.scheduler.residence, tree_of(simulation)
+    residence, tree = simulation.scheduler.residence, simulation.tree
     residence.make_room(simulation.engine.config.num_blocks)
     for node in sorted(tree.nodes(), key=lambda node: -node.depth):
         if tier > TierKind.HOST and node.host != NO_SLOT and (node.disk_ready or node.remote):
@@ -63,23 +61,22 @@ def sink(simulation: Simulation, tier: TierKind) -> None:
 class Session:
     """A client that always sends its whole history."""
 
-    def __init__(self, simulation: Simulation, start: int = 100) -> None:
+    def __init__(
+        self, simulation: Simulation, start: int = 100, salt: bytes = b"", history: Iterable[int] = ()
+    ) -> None:
         self.simulation = simulation
-        self.history: list[int] = []
+        self.history = list(history)
         self._next = start
+        self._salt = salt
 
-    def send(
-        self, new: int, max_tokens: int = 4, drops: tuple[tuple[int, int], ...] = (), ttl: float = 0.0
-    ) -> int:
+    def send(self, new: int, max_tokens: int = 4, drops: Drops = (), ttl: float = 0.0) -> int:
         """A turn of so many new tokens begins."""
         self.history += range(self._next, self._next + new)
         self._next += new
-        options: Options = {"drops": drops, "ttl": ttl}
+        options: Options = {"drops": drops, "ttl": ttl, "salt": self._salt}
         return self.simulation.submit(list(self.history), max_tokens, **options)
 
-    def turn(
-        self, new: int, max_tokens: int = 4, drops: tuple[tuple[int, int], ...] = (), ttl: float = 0.0
-    ) -> Stream:
+    def turn(self, new: int, max_tokens: int = 4, drops: Drops = (), ttl: float = 0.0) -> Stream:
         """A turn, from its beginning to its end."""
         request = self.send(new, max_tokens, drops, ttl)
         self.simulation.run()
@@ -91,6 +88,12 @@ class Session:
         verify(stream, self.simulation.engine.config.longest_sequence)
         self.history += stream.output
         return stream
+
+
+def cut_of(stream: Stream) -> str:
+    """What became of its cut: kept, or recomputed; "" without one."""
+    assert stream.started is not None
+    return stream.started.cut
 
 
 def tiers_of(stream: Stream) -> list[int]:
