@@ -14,7 +14,7 @@ ShowGpus = Callable[[int], None]
 
 @pytest.fixture(autouse=True)
 def cache_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What stands for `~/.cache`; it does not exist yet."""
+    """Return the folder that stands for `~/.cache`; it does not exist yet."""
     home = tmp_path / "cache-home"
     monkeypatch.setenv("XDG_CACHE_HOME", str(home))
     return home
@@ -22,7 +22,7 @@ def cache_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def show_gpus(monkeypatch: pytest.MonkeyPatch) -> ShowGpus:
-    """Makes this process see so many GPUs."""
+    """Return a function that makes this process see so many GPUs."""
 
     def show(count: int) -> None:
         found = gpus.Gpus(tuple(gpus.Gpu("NVIDIA H200", 140 << 30) for _ in range(count)))
@@ -33,5 +33,5 @@ def show_gpus(monkeypatch: pytest.MonkeyPatch) -> ShowGpus:
 
 @pytest.fixture(autouse=True)
 def no_gpus(show_gpus: ShowGpus) -> None:
-    """None, unless a test shows some."""
+    """Show no GPUs, unless a test shows some."""
     show_gpus(0)

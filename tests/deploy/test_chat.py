@@ -16,11 +16,7 @@ CHUNKS: list[dict[str, Any]] = [
     {"choices": [{"delta": {"content": " paths."}, "finish_reason": "stop"}]},
     {
         "choices": [],
-        "usage": {
-            "prompt_tokens": 9,
-            "completion_tokens": 3,
-            "prompt_tokens_details": {"cached_tokens": 4},
-        },
+        "usage": {"prompt_tokens": 9, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 4}},
     },
 ]
 

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("runtime", "controller", "worker", "router", "kvstore", "kernels", "deploy")
 DEMO = "deploy/trunkline/deploy/demo_model"
 DEMO_BYTES_MAX = 16 << 20
-pytestmark = pytest.mark.timeout(900)  # a wheel is compiled
+pytestmark = [pytest.mark.processes, pytest.mark.area("wheel"), pytest.mark.timeout(900)]  # a wheel is compiled
 
 
 def build(kind: str, folder: Path) -> Path:

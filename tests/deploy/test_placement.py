@@ -10,8 +10,10 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from trunkline.deploy.cli.app import app
@@ -27,12 +29,10 @@ from trunkline.deploy.node import node
 from trunkline.deploy.supervisor import serve
 from trunkline.deploy.supervisor.serve import plan_cluster
 from trunkline.worker.config import WorkerConfig
-from trunkline.worker.model.families import read_model_config
 
 ShowGpus = Callable[[int], None]
 ROOT = Path(__file__).parents[2]
 DEMO = models.resolve("demo")
-DEMO_HEADS = read_model_config(DEMO).heads
 
 
 def placed(plan: ClusterPlan) -> dict[str, int | None]:
@@ -57,13 +57,6 @@ def test_the_default_number_of_workers_is_what_the_machine_allows(
         assert sorted(given.values()) == list(range(groups * tp))  # type: ignore[type-var]
     else:
         assert set(given.values()) == {None}
-
-
-def test_the_default_is_a_number_over_which_the_model_can_be_split(show_gpus: ShowGpus) -> None:
-    show_gpus(8)
-    tp = plan_cluster(ServeSettings(port=0)).settings.ranks
-    assert DEMO_HEADS % tp == 0
-    assert tp == max(n for n in range(1, 9) if DEMO_HEADS % n == 0)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +133,7 @@ def test_what_cannot_be_placed_is_refused_with_the_numbers(
 
 def test_no_gpu_gets_more_than_it_has() -> None:
     """Whatever is not refused: every rank of a group on a GPU of its own, shares of a GPU at most the whole."""
-    cases = itertools.product(range(1, 9), (1, 2, 3, 4), (1, 2, 8), (None, 0.1, 0.25, 0.5, 1.0))
+    cases = itertools.product((1, 2, 3, 5, 8), (1, 2, 3), (1, 2, 8), (None, 0.1, 0.25, 0.5))
     for groups, ranks, visible, fraction in cases:
         settings = ServeSettings(groups=groups, tp=ranks, gpu_memory_fraction=fraction)
         shown = tuple(gpus.Gpu("any", 1 << 30) for _ in range(visible))
@@ -199,33 +192,21 @@ def test_a_command_that_cannot_work_ends_with_2_and_starts_nothing(
         assert "GPU" in done.output
 
 
-@pytest.mark.parametrize(("visible", "tp"), [(0, 2), (1, 1), (2, 2), (8, 4)])
-def test_the_images_default_command_fits_the_machine(
-    visible: int, tp: int, show_gpus: ShowGpus, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_images_default_command_lets_the_machine_decide() -> None:
     lines = (ROOT / "deploy/docker/Dockerfile.cuda").read_text().splitlines()
     [command] = [json.loads(line.removeprefix("CMD ")) for line in lines if line.startswith("CMD ")]
-    made: list[ClusterPlan] = []
-
-    def supervise(plan: ClusterPlan, *_: object) -> int:
-        made.append(plan)
-        return 0
-
-    monkeypatch.setattr(serve, "_supervise", supervise)
-    monkeypatch.setattr(serve, "enter_role", lambda *_, **__: None)  # it is this process's for good
-    monkeypatch.setenv("TRUNKLINE_API_KEY", "a-key-of-some-length")
-    show_gpus(visible)
-    done = CliRunner().invoke(app, [*command, "--port", "0"])
-    assert done.exit_code == 0, done.output
-    assert [(plan.settings.tp, plan.device) for plan in made] == [(tp, "cuda" if visible else "cpu")]
+    serve_command: Any = typer.main.get_command(app)
+    assert command[0] == "serve"
+    given = serve_command.commands["serve"].make_context("serve", command[1:]).params
+    assert (given["tp"], given["groups"], given["device"]) == (None, 1, "auto")
 
 
 FAKE_DRIVER = """
-#include <stddef.h>
 #include <stdio.h>
-#include <string.h>
-int cuInit(unsigned flags) { (void)flags; return INIT; }
-int cuDeviceGetCount(int *count) { *count = COUNT; return 0; }
+#include <stdlib.h>
+static int of(const char *name) { return atoi(getenv(name)); }
+int cuInit(unsigned flags) { (void)flags; return of("FAKE_INIT"); }
+int cuDeviceGetCount(int *count) { *count = of("FAKE_GPUS"); return 0; }
 int cuDeviceGet(int *device, int index) { *device = 10 + index; return 0; }
 int cuDeviceGetName(char *name, int size, int device) { snprintf(name, size, "GPU of %d", device); return 0; }
 int cuDeviceTotalMem_v2(size_t *bytes, int device) { *bytes = ((size_t)device) << 30; return 0; }
@@ -233,29 +214,35 @@ int cuGetErrorString(int code, const char **text) { *text = code == 803 ? "drive
 """
 
 
-def driver(folder: Path, count: int, init: int = 0) -> str:
-    """A library with the driver's functions that shows so many GPUs."""
-    library = folder / f"libcuda-{count}-{init}.so"
-    source = folder / "driver.c"
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A library with the driver's functions that shows as many GPUs as the environment says."""
+    source = tmp_path_factory.mktemp("driver") / "libcuda.c"
     source.write_text(FAKE_DRIVER)
-    options = ["-shared", "-fPIC", f"-DCOUNT={count}", f"-DINIT={init}", "-o", str(library)]
-    subprocess.run([os.environ.get("CC", "cc"), *options, str(source)], check=True)
-    return str(library)
+    library = str(source.with_suffix(".so"))
+    subprocess.run([os.environ.get("CC", "cc"), "-shared", "-fPIC", "-o", library, str(source)], check=True)
+    return library
 
 
-def test_the_driver_is_asked(tmp_path: Path) -> None:
+@pytest.mark.processes
+def test_the_driver_is_asked(driver: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def asked(count: int, init: int = 0) -> gpus.Gpus:
+        monkeypatch.setenv("FAKE_GPUS", str(count))
+        monkeypatch.setenv("FAKE_INIT", str(init))
+        return gpus.ask_driver(driver)
+
     for count in (0, 1, 2, 8):
-        found = gpus.ask_driver(driver(tmp_path, count))
-        assert found == gpus.Gpus(tuple(gpus.Gpu(f"GPU of {10 + n}", (10 + n) << 30) for n in range(count)))
-    assert gpus.ask_driver(driver(tmp_path, 1, init=100)) == gpus.Gpus()  # none, or all are hidden
-    assert gpus.ask_driver(driver(tmp_path, 1, init=803)).problem == "CUDA error 803 of cuInit: driver mismatch"
-    assert "unknown error" in gpus.ask_driver(driver(tmp_path, 1, init=5)).problem
-    assert gpus.ask_driver(str(tmp_path / "none.so")) == gpus.Gpus()
+        shown = tuple(gpus.Gpu(f"GPU of {10 + n}", (10 + n) << 30) for n in range(count))
+        assert asked(count) == gpus.Gpus(shown)
+    assert asked(1, init=100) == gpus.Gpus()  # none, or all are hidden
+    assert asked(1, init=803).problem == "CUDA error 803 of cuInit: driver mismatch"
+    assert "unknown error" in asked(1, init=5).problem
+    assert gpus.ask_driver("/no/such/library.so") == gpus.Gpus()
 
 
 def test_a_torch_for_cpus_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()  # the fixture's stand-in for `look`
-    monkeypatch.setattr(gpus, "LIBRARY", driver(tmp_path, 2))
+    monkeypatch.setattr(gpus, "ask_driver", lambda _: gpus.Gpus((gpus.Gpu("a", 1), gpus.Gpu("b", 1))))
     folder = tmp_path / "torch"
     folder.mkdir()
     (folder / "__init__.py").write_text("raise RuntimeError('it must not be imported')")
@@ -266,14 +253,3 @@ def test_a_torch_for_cpus_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         found = gpus.look()
         assert found.count == count
         assert ("built for CPUs only" in found.problem) == (count == 0)
-
-
-def test_workers_configurations_say_their_gpu(show_gpus: ShowGpus, tmp_path: Path) -> None:
-    """In the files that the processes read."""
-    show_gpus(2)
-    plan = plan_cluster(ServeSettings(port=0, groups=2))
-    run = tmp_path / "run"
-    run.mkdir()
-    specs = serve.children(plan, run)
-    said = {spec.member.name: json.loads(Path(spec.argv[-1]).read_text()) for spec in specs}
-    assert [said[name]["gpu"] for name in ("worker-0.0", "worker-1.0")] == [0, 1]

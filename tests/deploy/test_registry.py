@@ -27,7 +27,7 @@ def running(port: int) -> Running:
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run folders of whoever runs the tests are out of sight."""
+    """Hide the run folders of the user who runs the tests."""
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr("trunkline.deploy.supervisor.registry.base_folder", lambda: tmp_path / "tmp")
 
@@ -82,7 +82,7 @@ def test_reports_arrive(tmp_path: Path) -> None:
     statuses.close()
 
 
-def test_nobody_listens_and_nobody_minds(tmp_path: Path) -> None:
+def test_a_missing_supervisor_is_no_error(tmp_path: Path) -> None:
     assert not report_status("", "ready")
     assert not report_status(str(tmp_path / "missing"), "ready")
     assert not report_status(str(tmp_path / ("x" * 200)), "ready")

@@ -26,6 +26,9 @@ SCHEMA = """<schema name="trip">
 </schema>
 """
 PROMPT = '<prompt schema="trip"><plan days="two"/>Now.<oslo/>Go ahead.</prompt>'
+PLAN = {"path": "plan", "start": 4, "length": 6, "tokens": 6, "bytes": 65536, "tier": "device"}
+OSLO = {"path": "oslo", "start": 10, "length": 9, "tokens": 9, "params": [], "bytes": 0, "tier": None}
+DAYS = {"name": "days", "length": 4, "required": False, "default": None}
 ANSWER = {
     "id": "trip",
     "object": "schema",
@@ -33,20 +36,9 @@ ANSWER = {
     "version": 2,
     "status": "ready",
     "extent": 40,
-    "modules": [
-        {
-            "path": "plan",
-            "start": 4,
-            "length": 6,
-            "tokens": 6,
-            "params": [{"name": "days", "length": 4, "required": False, "default": None}],
-            "bytes": 65536,
-            "tier": "device",
-        },
-        {"path": "oslo", "start": 10, "length": 9, "tokens": 9, "params": [], "bytes": 0, "tier": None},
-    ],
-    "expires_at": 4102444800,
     "usage": {},
+    "modules": [{**PLAN, "params": [DAYS]}, OSLO],
+    "expires_at": 4102444800,
     "warnings": ["module plan is short"],
 }
 
@@ -83,6 +75,9 @@ def test_lint_counts_tokens_of_a_model(files: Path) -> None:
     assert f"{files / 'trip.pml'}:3:3: warning: the module" in done.stderr
 
 
+LONG = f'<schema name="s">{"y" * 90}<union></union>{"z" * 90}</schema>'
+
+
 @pytest.mark.parametrize(
     ("text", "place", "code", "line", "column"),
     [
@@ -95,13 +90,7 @@ def test_lint_counts_tokens_of_a_model(files: Path) -> None:
         ),
         ('<schema name="s">\n\t<thing/>\n</schema>', "2:2", "E_TAG", " <thing/>", 2),
         ('<schema name="s"><module name="a b">x</module></schema>', "1:18", "E_NAME", '<schema name="s"><mod', 18),
-        (
-            f'<schema name="s">{"y" * 90}<union></union>{"z" * 90}</schema>',
-            "1:108",
-            "E_UNION_EMPTY",
-            "y" * 60 + "<union></union>zzz",
-            61,
-        ),
+        (LONG, "1:108", "E_UNION_EMPTY", "y" * 60 + "<union></union>zzz", 61),
     ],
 )
 def test_lint_points_at_mistakes(
@@ -142,23 +131,11 @@ def test_render_shows_the_layout(files: Path) -> None:
 
 
 def test_render_in_colour_and_with_a_model(files: Path) -> None:
-    done = schema(
-        "render",
-        files / "trip.pml",
-        files / "prompt.pml",
-        "--model",
-        "demo",
-        FORCE_COLOR="1",
-        NO_COLOR="",
-        TERM="xterm",
-    )
+    words = ("render", files / "trip.pml", files / "prompt.pml", "--model", "demo")
+    done = schema(*words, FORCE_COLOR="1", NO_COLOR="", TERM="xterm")
     assert done.exit_code == 0
     assert "\x1b[" in done.stdout
-    fixed = schema("render", files / "trip.pml", files / "prompt.pml", "--model", "demo").stdout
-    compact = schema(
-        "render", files / "trip.pml", files / "prompt.pml", "--model", "demo", "--trailing", "compact"
-    )
-    assert compact.stdout != fixed
+    assert schema(*words, "--trailing", "compact").stdout != schema(*words).stdout
 
 
 def test_render_points_at_mistakes_of_the_prompt(files: Path) -> None:
@@ -197,11 +174,14 @@ def test_what_is_impossible_is_exit_code_2(files: Path, arguments: list[str], me
     assert message in done.stderr
 
 
-def test_a_file_that_is_no_text(tmp_path: Path) -> None:
+def test_a_file_that_is_no_text_and_a_server_that_is_not_there(tmp_path: Path) -> None:
     (tmp_path / "s.pml").write_bytes(b"<schema name='s'>\xff</schema>")
     done = schema("lint", tmp_path / "s.pml")
     assert done.exit_code == 2
     assert "is not UTF-8: invalid start byte at byte 17" in done.stderr
+    done = schema("list", "--url", "http://127.0.0.1:9")
+    assert done.exit_code == 1
+    assert "no server answers at http://127.0.0.1:9" in done.stderr
 
 
 # -- a server
@@ -223,10 +203,8 @@ class Handler(BaseHTTPRequestHandler):
         if self.refusal is not None:
             status, answer = 400, {"error": self.refusal}
         elif path == "/v1/schemas" and self.command == "GET":
-            answer = {
-                "data": [{"id": "trip", "expires_at": None}, {"id": "x", "expires_at": 0}],
-                "has_more": False,
-            }
+            rows = [{"id": "trip", "expires_at": None}, {"id": "x", "expires_at": 0}]
+            answer = {"data": rows, "has_more": False}
         elif path not in ("/v1/schemas", "/v1/schemas/trip"):
             status, answer = 404, {"error": {"message": "there is none", "code": "E_SCHEMA_UNKNOWN"}}
         content = json.dumps(answer).encode()
@@ -256,13 +234,8 @@ def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 def test_add_sends_a_file_and_shows_what_came_of_it(files: Path, url: str) -> None:
     done = schema("add", files / "trip.pml", "--url", url, "--ttl", "60", "--no-warm", "--scope", "self")
     assert done.exit_code == 0
-    assert Handler.seen == [
-        (
-            "POST",
-            "/v1/schemas",
-            {"pml": SCHEMA, "ttl": 60, "pin": False, "warm": False, "encode_scope": "self"},
-        )
-    ]
+    sent = {"pml": SCHEMA, "ttl": 60, "pin": False, "warm": False, "encode_scope": "self"}
+    assert Handler.seen == [("POST", "/v1/schemas", sent)]
     assert "trip, version 2: ready, 40 positions, expires 2100-01-01 00:00 UTC" in done.stdout
     rows = [line.split() for line in done.stdout.splitlines()]
     assert ["plan", "4", "6", "6", "days[4]", "65536", "device"] in rows
@@ -309,9 +282,3 @@ def test_a_mistake_in_the_file_is_not_even_sent(files: Path, url: str) -> None:
     assert done.exit_code == 1
     assert f"{files / 'bad.pml'}:1:" in done.stderr
     assert Handler.seen == []
-
-
-def test_no_server_is_said_so() -> None:
-    done = schema("list", "--url", "http://127.0.0.1:9")
-    assert done.exit_code == 1
-    assert "no server answers at http://127.0.0.1:9" in done.stderr

@@ -25,20 +25,11 @@ from trunkline.deploy.supervisor.serve import children, plan_cluster
 from trunkline.router.config import RouterConfig
 from trunkline.router.routing.policies import POLICIES as POLICY_RULES
 
+SIZES = {"1GiB": 1 << 30, "1 gib": 1 << 30, "512M": 512 << 20, "2GB": 2 * 10**9, "1.5KiB": 1536, "64": 64}
+SIZES |= {" 7 b ": 7, "3T": 3 << 40}
 
-@pytest.mark.parametrize(
-    ("text", "count"),
-    [
-        ("1GiB", 1 << 30),
-        ("1 gib", 1 << 30),
-        ("512M", 512 << 20),
-        ("2GB", 2 * 10**9),
-        ("1.5KiB", 1536),
-        ("64", 64),
-        (" 7 b ", 7),
-        ("3T", 3 << 40),
-    ],
-)
+
+@pytest.mark.parametrize(("text", "count"), SIZES.items())
 def test_sizes(text: str, count: int) -> None:
     assert parse_bytes(text, "--kv-memory") == count
 
@@ -49,12 +40,9 @@ def test_what_is_no_size(text: str) -> None:
         parse_bytes(text, "--kv-memory")
 
 
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [(1, "1 B"), (1023, "1023 B"), (1024, "1 KiB"), (1536, "1.5 KiB"), (1 << 30, "1 GiB"), (5 << 50, "5120 TiB")],
-)
-def test_formatted_sizes(count: int, text: str) -> None:
-    assert format_bytes(count) == text
+def test_formatted_sizes() -> None:
+    counts = (1, 1023, 1024, 1536, 1 << 30, 5 << 50)
+    assert [format_bytes(n) for n in counts] == ["1 B", "1023 B", "1 KiB", "1.5 KiB", "1 GiB", "5120 TiB"]
 
 
 @pytest.mark.parametrize(
@@ -92,6 +80,11 @@ def test_formatted_sizes(count: int, text: str) -> None:
         ({"host_tier_bytes": 9}, "--host-tier is 9 B; a chunk of 64 tokens takes .* or 0 for none"),
         ({"host_tier_bytes": 1 << 50}, "--host-tier is 1024 TiB .* 2048 TiB in all; this machine has"),
         ({"disk_tier": DiskOption(1 << 10)}, "--disk-tier is 1 KiB; 2 workers with two chunks"),
+        ({"tenants": "nowhere.json"}, "--tenants: .*nowhere.json: No such file"),
+        ({"tenant_header": "X Tenant"}, "--tenant-header is 'X Tenant'"),
+        ({"idempotency_ttl": 0.5}, "--idempotency-ttl is 0.5"),
+        ({"idempotency_ttl": float("nan")}, "--idempotency-ttl is nan"),
+        ({"idempotency_ttl": 1e6}, "--idempotency-ttl is 1e.06; allowed are 0"),
         ({"host": "203.0.113.7", "allow_anonymous": True}, "cannot listen.*--host must be an address"),
     ],
 )
@@ -124,6 +117,7 @@ def test_folders_that_are_no_checkpoints(tmp_path: Path) -> None:
         plan_cluster(ServeSettings(model=str(tmp_path), port=0))
 
 
+@pytest.mark.processes
 def test_an_unreachable_hub_is_one_clear_error(tmp_path: Path) -> None:
     """In a process of its own: the hub client reads its environment when it is imported."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
@@ -142,20 +136,12 @@ def test_an_unreachable_hub_is_one_clear_error(tmp_path: Path) -> None:
 def test_a_plan_names_every_process(tmp_path: Path) -> None:
     plan = plan_cluster(ServeSettings(port=0, groups=2, tp=2))
     specs = children(plan, tmp_path)
-    assert [spec.member.name for spec in specs] == [
-        "worker-0.0",
-        "worker-0.1",
-        "worker-1.0",
-        "worker-1.1",
-        "controller-0",
-        "controller-1",
-        "router",
-    ]
+    names = "worker-0.0 worker-0.1 worker-1.0 worker-1.1 controller-0 controller-1 router"
+    assert " ".join(spec.member.name for spec in specs) == names
     for spec in specs:
         # What `ps` shows names the role, before the process has set its title and after.
         assert spec.argv[-3:-1] == (f"trunkline.{spec.member.role}", "--config")
         assert Path(spec.argv[-1]) == tmp_path / f"{spec.member.name}.json"
-        assert Path(spec.argv[-1]).is_file()
     assert plan.dtype == "float32"
     assert plan.url == f"http://127.0.0.1:{plan.port}"
 
@@ -286,12 +272,9 @@ def test_run_folders_are_private_short_lived_and_cleaned_after_a_kill(tmp_path: 
     assert not living.exists()
 
 
-def test_no_place_for_a_run_folder_is_one_clear_error(tmp_path: Path) -> None:
+def test_run_folders_are_where_sockets_paths_fit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="set TMPDIR"), run_folder(tmp_path / "missing"):
         pass
-
-
-def test_socket_paths_fit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     deep = tmp_path / ("x" * 90)
     deep.mkdir()
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(deep))

@@ -67,7 +67,7 @@ def test_the_screen_says_what_the_router_says() -> None:
     text = shown(
         Look(overview(group(0), group(1, status="failed", detail="no workers")), {"series": series}, stored)
     )
-    for said in (
+    said = (
         "demo",
         "up 10 min",
         "42.5",
@@ -79,8 +79,8 @@ def test_the_screen_says_what_the_router_says() -> None:
         "sess_a",
         "20.0k",
         "10 s ago",
-    ):
-        assert said in text, said
+    )
+    assert [words for words in said if words not in text] == []
 
 
 def test_a_screen_of_what_is_hardly_known() -> None:
@@ -93,7 +93,7 @@ def test_a_screen_of_what_is_hardly_known() -> None:
 
 def test_any_figures_can_be_shown() -> None:
     draw = random.Random(3)
-    for _ in range(300):
+    for _ in range(60):
         total = draw.choice([0, 1, 1000])
         blocks = {"total": total, "free": draw.randint(0, total), "cached": draw.randint(0, total)}
         values = [draw.choice([None, 0.0, draw.uniform(0, 1e9)]) for _ in range(draw.randint(0, 90))]
@@ -239,7 +239,7 @@ def test_of_the_parts_on_this_machine_a_router_is_asked(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("name", ["top", "doctor"])
-def test_nobody_there_is_one_clear_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_server_is_one_clear_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "300")
     told = CliRunner().invoke(app, [name, "--url", "http://127.0.0.1:1"])
     assert told.exit_code == 1

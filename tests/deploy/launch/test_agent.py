@@ -1,18 +1,19 @@
-"""The agent on a host, as the launcher talks to it: over a process here, behind other words, and over ssh."""
+"""The agent on a host: what it starts, finds again, tells and refuses; and the ways in which it is reached."""
 
 from __future__ import annotations
 
 import os
-import shlex
+import socket
 import stat
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from deploy.launch.launching import free_ports, is_alive, wait_for
+from deploy.launch.launching import KEEPER
+from deploy.waiting import free_ports, is_alive, wait_for
 
+from trunkline.deploy.launch import agent as host_agent
 from trunkline.deploy.launch import protocol
 from trunkline.deploy.launch.agent import Agent
 from trunkline.deploy.launch.connection import Connection, HostError
@@ -38,61 +39,102 @@ from trunkline.deploy.launch.protocol import (
 )
 from trunkline.deploy.launch.transports import agent_command
 
+pytestmark = pytest.mark.processes
+SLEEPS = UnitRecord("it", "router", ["import time; time.sleep(1000)"], {}, "digest", 1)
+"""A unit that runs for ever and is never ready."""
 
-def router(port: int, name: str = "it") -> UnitRecord:
-    """A unit that runs for ever, and is never ready: there is no group."""
-    argv = ["router", "demo", "--controllers=127.0.0.1:9", "--plain-tcp", f"--port={port}"]
-    return UnitRecord(name, "router", [*argv, f"--health-port={port + 1}"], {}, "digest", port + 1)
+
+class Here:
+    """An agent in this process, whose units are lines of Python."""
+
+    def __init__(self, state: Path) -> None:
+        self._agent = Agent()
+        [self.facts] = self.ask(Hello(cluster="demo", host="a", state=str(state)))
+
+    def ask(self, request: Request) -> list[Reply]:
+        """Return all replies but the last; fail with its text if it is a refusal."""
+        *replies, last = self._agent.answer(request)
+        if isinstance(last, Refused):
+            raise HostError("a", last.text)
+        assert last == Done()
+        return replies
+
+    def reap(self) -> None:
+        for keeper in self._agent._keepers:
+            keeper.wait()
+
+    def units(self) -> dict[str, UnitState]:
+        return {reply.name: reply for reply in self.ask(Look()) if isinstance(reply, UnitState)}
+
+    def log(self, unit: str) -> str:
+        return "\n".join(r.text for r in self.ask(Logs(units=[unit], lines=9)) if isinstance(r, LogLine))
 
 
 @pytest.fixture
-def host(tmp_path: Path) -> Host:
-    return Host(state=str(tmp_path / "state"))
+def state(tmp_path: Path) -> Path:
+    return tmp_path / "state"
 
 
 @pytest.fixture
-def connection(host: Host) -> Iterator[Connection]:
-    found = Connection("a", host, "demo", None)
-    yield found
-    found.close()
-    last = Connection("a", host, "demo", None)
-    for unit in states(last).values():
-        last.ask(Signal(unit=unit.name, kind="kill"))
-    wait_for(lambda: all(unit.state in ("stopped", "failed", "gone") for unit in states(last).values()))
-    last.close()
+def here(state: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Here]:
+    monkeypatch.setattr(host_agent, "KEEPER", KEEPER)
+    made = Here(state)
+    yield made
+    last = Here(state)
+    for unit in last.units():
+        last.ask(Signal(unit=unit, kind="kill"))
+    wait_for(lambda: all(unit.state in ("stopped", "failed", "gone") for unit in last.units().values()))
+    made.reap()
 
 
-def states(connection: Connection) -> dict[str, UnitState]:
-    return {reply.name: reply for reply in connection.ask(Look()) if isinstance(reply, UnitState)}
-
-
-def test_a_unit_lives_on_without_its_launcher_and_is_found_again(host: Host, connection: Connection) -> None:
-    port = free_ports(2)
-    connection.ask(Begin(unit=router(port)))
-    wait_for(lambda: states(connection)["it"].state in ("unready", "starting"))
-    pid = states(connection)["it"].pid
+def test_a_unit_is_found_again_by_the_next_launcher(here: Here, state: Path) -> None:
+    here.ask(Begin(unit=SLEEPS))
+    wait_for(lambda: here.units()["it"].pid is not None)
+    pid = here.units()["it"].pid
     assert pid is not None
     with pytest.raises(HostError, match="runs already"):
-        connection.ask(Begin(unit=router(port)))
+        here.ask(Begin(unit=SLEEPS))
     with pytest.raises(HostError, match="runs; stop it first"):
-        connection.ask(Forget(unit="it"))
+        here.ask(Forget(unit="it"))
+    later = Here(state)
+    found = later.units()["it"]
+    assert (found.pid, found.digest, found.restarts) == (pid, "digest", 0)
+    later.ask(Signal(unit="it", kind="term"))
+    wait_for(lambda: later.units()["it"].state == "stopped")
+    assert not is_alive(pid)
+    assert "is told to stop" in later.log("it")
+    later.ask(Forget(unit="it"))
+    assert later.units() == {}
+
+
+def test_a_unit_that_cannot_run_says_why(state: Path) -> None:
+    """By way of the real agent, keeper and command."""
+    connection = Connection("a", Host(state=str(state)), "demo", None)
+    connection.ask(Begin(unit=UnitRecord("bad", "group", ["group", "demo", "--tp=0"], {}, "d", 1)))
     connection.close()
-    later = Connection("a", host, "demo", None)
-    try:
-        found = states(later)["it"]
-        assert (found.pid, found.digest, found.restarts) == (pid, "digest", 0)
-        later.ask(Signal(unit="it", kind="term"))
-        wait_for(lambda: states(later)["it"].state == "stopped")
-        assert not is_alive(pid)
-        assert any(
-            "is told to stop" in line.text
-            for line in later.ask(Logs(units=["it"], lines=9))
-            if isinstance(line, LogLine)
-        )
-        later.ask(Forget(unit="it"))
-        assert states(later) == {}
-    finally:
-        later.close()
+    here = Here(state)
+    wait_for(lambda: here.units()["bad"].state == "failed")
+    assert here.units()["bad"].exit_code == 2
+    assert "--tp is 0" in here.log("bad")
+
+
+def test_a_killed_keeper_is_told_and_the_unit_can_start_again(here: Here) -> None:
+    here.ask(Begin(unit=SLEEPS))
+    here.ask(Signal(unit="it", kind="kill"))
+    wait_for(lambda: here.units()["it"].state == "gone")
+    here.ask(Begin(unit=SLEEPS))
+    assert here.units()["it"].state == "starting"
+
+
+def test_new_lines_are_followed_until_nobody_listens(here: Here, state: Path) -> None:
+    here.ask(Begin(unit=SLEEPS))
+    follower = Connection("a", Host(state=str(state)), "demo", None)
+    replies = follower.stream(Logs(units=["it"], lines=100, follow=True), 60.0)
+    lines = (reply.text for reply in replies if isinstance(reply, LogLine))
+    assert "started (process" in next(lines)
+    here.ask(Signal(unit="it", kind="term"))
+    assert any("is told to stop" in line for line in lines)
+    follower.close()
 
 
 @pytest.mark.parametrize(
@@ -122,91 +164,39 @@ def test_a_host_says_which_gpus_its_processes_can_use(
     assert facts.gpus == names
 
 
-def test_a_unit_that_cannot_run_says_why(connection: Connection) -> None:
-    bad = UnitRecord("bad", "group", ["group", "demo", "--tp=0"], {}, "d", 1)
-    connection.ask(Begin(unit=bad))
-    wait_for(lambda: states(connection)["bad"].state == "failed")
-    assert states(connection)["bad"].exit_code == 2
-    lines = [line.text for line in connection.ask(Logs(units=["bad"], lines=5)) if isinstance(line, LogLine)]
-    assert any("--tp is 0" in line for line in lines)
-
-
-def test_a_killed_keeper_is_told_and_the_unit_can_start_again(connection: Connection, tmp_path: Path) -> None:
-    port = free_ports(2)
-    connection.ask(Begin(unit=router(port)))
-    connection.ask(Signal(unit="it", kind="kill"))
-    wait_for(lambda: states(connection)["it"].state == "gone")
-    connection.ask(Begin(unit=router(port)))
-    assert states(connection)["it"].state == "starting"
-
-
-def test_files_are_for_their_owner_only_and_not_on_a_command_line(connection: Connection) -> None:
-    connection.ask(Put(name="wire.key", content=b"secret"))
-    path = Path(connection.facts.folder) / "wire.key"
+def test_files_are_for_their_owner_only_and_not_on_a_command_line(here: Here) -> None:
+    here.ask(Put(name="wire.key", content=b"secret"))
+    assert isinstance(here.facts, HostFacts)
+    path = Path(here.facts.folder) / "wire.key"
     assert path.read_bytes() == b"secret"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    connection.ask(Put(name="wire.key", content=b"other"))
+    here.ask(Put(name="wire.key", content=b"other"))
     assert path.read_bytes() == b"other"
 
 
-def test_ports_in_use_are_found(connection: Connection) -> None:
+def test_ports_in_use_are_found(here: Here) -> None:
     port = free_ports(2)
-    with subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            f"import socket, sys; s = socket.create_server(('127.0.0.1', {port})); print(); sys.stdin.read()",
-        ],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    ) as other:
-        assert other.stdout is not None
-        other.stdout.readline()
-        assert connection.ask(CheckPorts(ports=[port, port + 1])) == [TakenPorts(ports=[port])]
-        other.communicate(b"")
-
-
-def test_new_lines_are_followed_until_nobody_listens(connection: Connection, host: Host) -> None:
-    connection.ask(Begin(unit=router(free_ports(2))))
-    follower = Connection("a", host, "demo", None)
-    lines = (
-        reply.text
-        for reply in follower.stream(Logs(units=["it"], lines=100, follow=True), 60.0)
-        if isinstance(reply, LogLine)
-    )
-    assert "started (process" in next(lines)
-    connection.ask(Signal(unit="it", kind="term"))
-    assert any("is told to stop" in line for line in lines)
-    follower.close()
+    with socket.create_server(("127.0.0.1", port)):
+        assert here.ask(CheckPorts(ports=[port, port + 1])) == [TakenPorts(ports=[port])]
 
 
 @pytest.mark.parametrize("name", ["../x", "", "a/b", ".x", "A", "x" * 200])
-def test_names_cannot_leave_the_folder(name: str, connection: Connection) -> None:
+def test_names_cannot_leave_the_folder(name: str, here: Here) -> None:
     for request in (Put(name=name, content=b""), Forget(unit=name), Signal(unit=name, kind="term")):
         with pytest.raises(HostError, match="cannot be a name"):
-            connection.ask(request)
+            here.ask(request)
 
 
-def answers(*requests: Request) -> list[Reply]:
-    agent = Agent()
-    return [reply for request in requests for reply in agent.answer(request)]
-
-
-def test_an_agent_of_another_version_says_so(tmp_path: Path) -> None:
+def test_an_agent_of_another_version_and_one_that_was_not_greeted_do_nothing(tmp_path: Path) -> None:
     hello = Hello(cluster="demo", host="a", protocol=protocol.PROTOCOL + 1, state=str(tmp_path))
-    (refused,) = answers(hello)
-    assert isinstance(refused, Refused)
-    assert "same version" in refused.text
+    for request, text in ((hello, "same version"), (Look(), "first request")):
+        [refused] = Agent().answer(request)
+        assert isinstance(refused, Refused)
+        assert text in refused.text
 
 
-def test_an_agent_that_was_not_greeted_does_nothing() -> None:
-    (refused,) = answers(Look())
-    assert isinstance(refused, Refused)
-    assert not isinstance(refused, Done)
-
-
-def test_garbage_is_answered_and_survived(host: Host) -> None:
-    argv = agent_command(host, None)
+def test_garbage_is_answered_and_survived(state: Path) -> None:
+    argv = agent_command(Host(state=str(state)), None)
     lines = b"\n".join([b"{", b"[]", b'{"type":"Look","x":1}', b"[" * 100_000, b"\xff", b'{"type":"Look"}', b""])
     done = subprocess.run(argv, input=lines, capture_output=True, check=True)
     replies = [protocol.decode_reply(line) for line in done.stdout.splitlines()]
@@ -261,4 +251,3 @@ def test_what_the_file_says_of_ssh_comes_first_and_is_no_option_of_ours(tmp_path
     assert f"ControlPath={tmp_path}/%C" in argv
     assert argv[-3:] == ["--", "h", "trunkline launch agent"]
     assert os.path.expanduser("~/.ssh/k") in argv
-    assert shlex.join(argv)

@@ -1,4 +1,4 @@
-"""A unit's keeper: it starts it again, ends with it, and is never mistaken for somebody else."""
+"""A unit's keeper: it starts the unit again, ends with it, and is never mistaken for another process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import signal
 import stat
 from pathlib import Path
 
-from deploy.launch.launching import Kept, is_alive, wait_for
+import pytest
+from deploy.launch.launching import Kept
+from deploy.waiting import is_alive, wait_for
 
 from trunkline.deploy.launch.folders import (
     Process,
@@ -19,12 +21,14 @@ from trunkline.deploy.launch.folders import (
 )
 from trunkline.deploy.launch.rotation import Follower, LogFile, last_lines
 
+pytestmark = pytest.mark.processes
 SLEEPS = "import sys, time; print('here', flush=True); time.sleep(1000)"
 STUBBORN = "import signal, time; signal.signal(15, signal.SIG_IGN); print('here', flush=True); time.sleep(1000)"
 
 
 def test_it_passes_on_what_the_unit_needs_and_keeps_what_it_says(tmp_path: Path) -> None:
     code = "import os, sys; print(os.environ['GREETING'], sys.argv[1], os.getcwd())"
+    old = os.umask(0)
     with Kept(tmp_path, code) as kept:
         state = kept.until(lambda state: state.state == "stopped")
         assert kept.process.wait() == 0
@@ -32,11 +36,14 @@ def test_it_passes_on_what_the_unit_needs_and_keeps_what_it_says(tmp_path: Path)
         assert f"hello {tmp_path}/host {kept.folder.path}" in kept.log
         assert "ended with exit code 0" in kept.log
         assert not kept.folder.is_held()
+    os.umask(old)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {stat.S_IMODE(path.stat().st_mode) & 0o077 for path in files} == {0}, "others could read secrets"
+    assert stat.S_IMODE(kept.folder.path.stat().st_mode) == 0o700
 
 
 def test_a_unit_that_dies_is_started_again(tmp_path: Path) -> None:
-    code = "import sys; sys.exit(1 if len(open('n', 'a+').read()) == 0 else 1)"
-    with Kept(tmp_path, f"open('times', 'a').write('x'); {code}") as kept:
+    with Kept(tmp_path, "import sys; open('times', 'a').write('x'); sys.exit(1)") as kept:
         kept.until(lambda state: state.restarts >= 2)
         assert "it is started again in 0 s" in kept.log
         assert "it is started again in 1 s" in kept.log
@@ -59,6 +66,8 @@ def test_it_stops_the_unit_when_it_is_told_to(tmp_path: Path) -> None:
     with Kept(tmp_path, SLEEPS) as kept:
         unit = kept.until(lambda state: state.unit is not None).unit
         assert unit is not None
+        assert kept.folder.is_held()
+        assert kept.folder.lock() is None, "no second keeper gets the unit"
         wait_for(lambda: "here" in kept.log)
         kept.terminate()
         assert kept.process.wait() == 0
@@ -79,32 +88,12 @@ def test_the_unit_ends_with_a_keeper_that_is_killed(tmp_path: Path) -> None:
         wait_for(lambda: not kept.folder.is_held())
 
 
-def test_two_keepers_never_have_the_same_unit(tmp_path: Path) -> None:
-    with Kept(tmp_path, SLEEPS) as kept:
-        kept.until(lambda state: state.unit is not None)
-        assert kept.folder.is_held()
-        assert kept.folder.lock() is None
-
-
 def test_a_process_with_the_same_id_is_not_the_same_process() -> None:
     ours = this_process()
     assert ours == process_of(os.getpid())
     assert not send_signal(Process(ours.pid, ours.started - 1), signal.SIGKILL)
     assert send_signal(ours, 0)
     assert not send_signal(Process(2**22 - 1, 5), signal.SIGKILL)
-
-
-def test_only_the_owner_reads_what_a_unit_is_made_from(tmp_path: Path) -> None:
-    old = os.umask(0)
-    try:
-        with Kept(tmp_path / "a", "pass") as kept:
-            kept.process.wait()
-    finally:
-        os.umask(old)
-    for path in (tmp_path / "a").rglob("*"):
-        if path.is_file():
-            assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path
-    assert stat.S_IMODE(kept.folder.path.stat().st_mode) == 0o700
 
 
 def test_a_folder_that_is_empty_runs_nothing(tmp_path: Path) -> None:

@@ -13,12 +13,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from deploy.launch.launching import free_ports, wait_for
+from deploy.waiting import free_ports, wait_for
 
 from trunkline.deploy.launch.connection import Connection, HostError
 from trunkline.deploy.launch.fileformat import Host, Ssh
 from trunkline.deploy.launch.protocol import Begin, Logs, Look, Put, Signal, UnitRecord, UnitState
 
+pytestmark = [pytest.mark.processes, pytest.mark.area("ssh")]
 SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin")
 
 

@@ -65,6 +65,7 @@ from trunkline.deploy.launch.rotation import Follower, last_lines
 from trunkline.deploy.launch.shares import VISIBLE
 from trunkline.runtime.host import node_id
 
+KEEPER: Final = (sys.executable, "-P", "-m", "trunkline.deploy.launch.keeper")
 _UNITS: Final = "units"
 _NAME: Final = re.compile(r"[a-z0-9][a-z0-9.-]{0,100}")
 _FILE: Final = re.compile(r"[a-z0-9][a-z0-9.-]{0,60}")
@@ -168,7 +169,7 @@ class Agent:
             log = os.open(unit.path / LOG, os.O_CREAT | os.O_APPEND | os.O_WRONLY | os.O_CLOEXEC, 0o600)
             try:
                 keeper = subprocess.Popen(
-                    [sys.executable, "-P", "-m", "trunkline.deploy.launch.keeper", str(unit.path)],
+                    [*KEEPER, str(unit.path)],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -30,7 +31,8 @@ def ask(path: Path, command: Command, timeout_s: float | None = None) -> Iterato
         connection.settimeout(timeout_s)
         try:
             connection.connect(os.fspath(path))
-            connection.sendall(msgspec.json.encode(command) + b"\n")
+            with suppress(BrokenPipeError):  # a server that refuses the connection has said why before
+                connection.sendall(msgspec.json.encode(command) + b"\n")
             with connection.makefile("rb") as lines:
                 for line in lines:
                     reply = msgspec.json.decode(line, type=Reply)

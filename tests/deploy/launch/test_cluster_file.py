@@ -1,8 +1,9 @@
-"""What a cluster's file may say, and how it is told where it is wrong."""
+"""What the file of a cluster may say, how mistakes in it are told, and what its documentation says."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,11 @@ import pytest
 
 from trunkline.deploy.launch.document import FileError, parse
 from trunkline.deploy.launch.fileformat import Cluster, Host, Ssh, read, schema
+from trunkline.deploy.launch.option_rules import command_rules
+from trunkline.deploy.launch.plan import make_plan
+from trunkline.deploy.launch.reference import table
 
+PAGE = (Path(__file__).parents[3] / "docs/launch.md").read_text()
 EXAMPLES = sorted((Path(__file__).parents[3] / "examples/launch").glob("*.yaml"))
 
 
@@ -55,7 +60,7 @@ def test_aliases_do_not_grow_without_limit() -> None:
 
 
 def test_deep_nesting_is_refused() -> None:
-    for depth in (30, 1200):
+    for depth in (30, 400):
         with pytest.raises(FileError):
             parse("[" * depth + "]" * depth, "c.yaml")
 
@@ -119,3 +124,16 @@ def test_the_schema_refuses_unknown_names() -> None:
 
 def test_there_are_examples() -> None:
     assert len(EXAMPLES) >= 3
+
+
+def test_the_table_of_fields_is_up_to_date() -> None:
+    """`python -m trunkline.deploy.launch.reference` prints it."""
+    assert table() in PAGE
+
+
+def test_files_on_the_page_can_be_planned() -> None:
+    found = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+    assert found
+    for text in found:
+        document = parse(text, "docs/launch.md")
+        assert make_plan(document, read(document), command_rules(), name="c").units
