@@ -1,4 +1,4 @@
-"""What the documentation shows, and the programs in `examples/`, run as a reader would run them."""
+"""The programs of the documentation's pages, run as a reader would run them, say what the pages say."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from cluster.harness import Cluster
 
 ROOT: Final = Path(__file__).parents[2]
-EXAMPLES: Final = ("document_qa", "trip_planner", "code_assistant", "personalisation")
+pytestmark = [pytest.mark.area("site"), pytest.mark.processes]
 URL: Final = "http://127.0.0.1:8000"
 PROGRAM_SECONDS_MAX: Final = 150.0
 
@@ -89,8 +89,3 @@ def test_the_modules_tutorial_says_what_happens(cluster: Cluster, tmp_path: Path
     assert len(found) == 3
     assert all(cached > total / 2 for cached, total in found), found
     assert "notes: " in said
-
-
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_examples_run(name: str, cluster: Cluster) -> None:
-    assert run(ROOT / "examples" / "pml" / f"{name}.py", "--url", cluster.url).strip()

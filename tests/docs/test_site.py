@@ -51,6 +51,8 @@ def pages(site: Path) -> Iterator[tuple[Path, References]]:
         yield path, found
 
 
+@pytest.mark.area("site")
+@pytest.mark.processes
 def test_every_page_is_there_and_fetches_nothing_from_elsewhere(site: Path) -> None:
     seen = dict(pages(site))
     expected = {site / "index.html", site / "reference" / "cli" / "index.html", site / "changelog" / "index.html"}
@@ -64,6 +66,8 @@ def test_every_page_is_there_and_fetches_nothing_from_elsewhere(site: Path) -> N
         assert [url for url in found.fetched if url.startswith(("http:", "https:", "//"))] == [], path
 
 
+@pytest.mark.area("site")
+@pytest.mark.processes
 def test_the_python_reference_has_the_docstrings(site: Path) -> None:
     text = (site / "reference" / "python" / "index.html").read_text(encoding="utf-8")
     for name in (
@@ -74,6 +78,7 @@ def test_the_python_reference_has_the_docstrings(site: Path) -> None:
         assert f'id="{name}"' in text
 
 
+@pytest.mark.processes
 def test_every_command_and_field_is_in_the_reference() -> None:
     cli = cli_page.page()
     for text in (

@@ -108,13 +108,12 @@ def test_a_call_selects_modules_and_gives_arguments() -> None:
 def test_every_selection_says_what_running_the_function_says() -> None:
     source = source_of(programs)
     choices = itertools.product(
-        ("Bern", "Lisbon"),
-        (1, 5),
+        (("Bern", 5), ("Lisbon", 5), ("Bern", 1)),
         (False, True),
         ("wine", "museum", "nothing", "none"),
         ("beginner", "expert", "?"),
     )
-    for city, days, budget, style, level in choices:
+    for (city, days), budget, style, level in choices:
         given: dict[str, Any] = {"budget": budget, "style": style, "level": level}
         assert programs.trip(city, days, **given).text == spoken(source, "trip", city, days, **given)
     assert programs.conversation("Bo", formal=True).text == spoken(source, "conversation", "Bo", formal=True)
@@ -139,6 +138,7 @@ def test_a_schema_is_named_by_what_it_says() -> None:
     assert compiled(inner.format("a")).schema_name != compiled(inner.format("b")).schema_name
 
 
+@pytest.mark.processes
 def test_names_are_the_same_in_every_process() -> None:
     code = "from prompts.programs import trip; print(trip.to_pml())"
     tests = Path(__file__).parents[1]
@@ -169,32 +169,24 @@ def test_long_conditions_have_short_names_that_differ() -> None:
     ("body", "line", "message"),
     [
         ('for i in x: "a"', 6, "a loop has no fixed layout"),
-        ('while x: "a"', 6, "a loop has no fixed layout"),
         ("y = 1", 6, "nothing is assigned"),
         ("x += 1", 6, "nothing is assigned"),
-        ("y: int = 1", 6, "nothing is assigned"),
         ('with open("a"): "b"', 6, "`with` has no meaning"),
         ('try: "a"\n    finally: "b"', 6, "`try` has no meaning"),
         ("return", 6, "there is no `return`"),
-        ("return 'a'", 6, "there is no `return`"),
         ("def g(): pass", 6, "write the function outside"),
         ("import os", 6, "import outside"),
         ("assert x", 6, "it has no meaning in a prompt"),
-        ("del x", 6, "it has no meaning in a prompt"),
         ("x", 6, "`x` is no text"),
-        ("...", 6, "`...` is no text"),
         ('"a" + "b"', 6, "is no text"),
         ("yield 'a'", 6, "is no text"),
-        ('"a" if x else "b"', 6, "is no text"),
         ('if (y := x): "a"', 6, "`:=` assigns"),
         ('if (lambda: x)(): "a"', 6, "`lambda`"),
         ('if x:\n        "a"\n        f"{t:>3}"', 8, "a format"),
         ('f"{t!r}"', 6, "a format"),
-        ('f"{t=}"', 6, "a format"),
         ('f"{t.upper()}"', 6, "only a name may stand in the braces"),
         ('f"{x}"', 6, "{x} has no length: annotate it with Annotated[str, MaxTokens(n)]"),
         ('f"{COUNT}"', 6, "neither an argument nor a text"),
-        ('f"{LATER}"', 6, "neither an argument nor a text"),
         ('"a\\x00"', 6, "'\\x00', which no PML document can hold"),
         ('match x:\n        case y: "a"', 7, "captures a name"),
         ('match x:\n        case [1, *_]: "a"\n        case {**y}: "a"', 8, "captures a name"),
@@ -202,7 +194,6 @@ def test_long_conditions_have_short_names_that_differ() -> None:
         ("f('a')", 6, "f calls itself"),
         ("later()", 6, "later is no prompt program that is known here"),
         ("len('a')", 6, "len is no prompt program"),
-        ("x()", 6, "x is no prompt program"),
         ("x.y()", 6, "x.y is no prompt program"),
         ("g(1)", 6, "g cannot be called so: missing a required argument: 'b'"),
         ("g(1, b=2, c=3)", 6, "g cannot be called so: got an unexpected keyword argument 'c'"),
@@ -226,7 +217,6 @@ def test_what_cannot_be_compiled_is_refused_with_its_line(body: str, line: int, 
     ("source", "message"),
     [
         ("@prompt\ndef f(*x): 'a'", "`*x` cannot be compiled"),
-        ("@prompt\ndef f(**x): 'a'", "`*x` cannot be compiled"),
         ("@prompt\nasync def f(): 'a'", "a plain function"),
         ("f = prompt(lambda: 'a')", "a plain function"),
         ("def g(x):\n    @prompt\n    def f():\n        if x: 'a'\ng(1)", "uses x of the function around it"),
@@ -234,7 +224,6 @@ def test_what_cannot_be_compiled_is_refused_with_its_line(body: str, line: int, 
         ("@prompt\ndef f(x: Annotated[float, MaxTokens(2)]): 'a'", "or int in the place of str"),
         ("@prompt\ndef f(x: Annotated[str, MaxTokens(2), MaxTokens(3)]): 'a'", "x: write Annotated"),
         ("@prompt(name='a b')\ndef f(): 'a'", "'a b' is no name"),
-        ("@prompt(name='union')\ndef f(): 'a'", "'union' is no name"),
         ("@prompt(role='tool')\ndef f(): 'a'", "'tool' is no role"),
         (
             "@prompt(role='user')\ndef g(): 'a'\n@prompt\ndef h(x):\n    if x: g()\n"
@@ -255,9 +244,6 @@ def test_what_is_not_there_to_be_read_is_refused() -> None:
         exec("@prompt\ndef f(): 'a'", names)
     with pytest.raises(TypeError, match="for plain functions, not for type"):
         prompt(int)  # type: ignore[arg-type]
-
-
-def test_a_changed_file_is_noticed() -> None:
     module = module_of("def f(): 'a'\n")
     module_of("\ndef f(): 'a'\n")
     with pytest.raises(PromptProgramError, match="changed after it was imported"):

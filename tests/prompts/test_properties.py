@@ -88,7 +88,7 @@ class Letters:
         raise AssertionError("no program here has roles")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(sources(), LETTERS, st.integers(5, 9), st.booleans(), st.sampled_from([None, "a", "b", "c"]), LETTERS)
 def test_what_is_selected_is_what_is_said(
     source: str, t: str, n: int, flag: bool, kind: str | None, trailing: str

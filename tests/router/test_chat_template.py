@@ -59,14 +59,14 @@ TEMPLATES = {
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-@pytest.mark.parametrize("prompt", [True, False])
-def test_equals_transformers(name: str, prompt: bool) -> None:
+def test_equals_transformers(name: str) -> None:
     special: Any = SPECIAL
-    result: Any = render_jinja_template(
-        conversations=[CONVERSATION], chat_template=TEMPLATES[name], add_generation_prompt=prompt, **special
-    )
-    rendered = ChatTemplate(TEMPLATES[name], SPECIAL).render(CONVERSATION, add_generation_prompt=prompt)
-    assert rendered == result[0][0]
+    for prompt in (True, False):
+        result: Any = render_jinja_template(
+            conversations=[CONVERSATION], chat_template=TEMPLATES[name], add_generation_prompt=prompt, **special
+        )
+        rendered = ChatTemplate(TEMPLATES[name], SPECIAL).render(CONVERSATION, add_generation_prompt=prompt)
+        assert rendered == result[0][0]
 
 
 TOOL_TEMPLATES = {
@@ -148,29 +148,18 @@ TOOL_TEMPLATES = {
 """,
 }
 """In the manner of Qwen, Llama 3.1 and Mistral."""
-TOOLS: list[dict[str, Any]] = [
-    {
-        "type": "function",
-        "function": {
-            "name": "add",
-            "description": "Adds <numbers>.",
-            "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]},
-        },
-    }
-]
+NUMBER = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
+ADD = {"name": "add", "description": "Adds <numbers>.", "parameters": NUMBER}
+TOOLS: list[dict[str, Any]] = [{"type": "function", "function": ADD}]
 
 
 def with_call(arguments: Any, call_id: str = "abcDEF123") -> list[dict[str, Any]]:
     """A conversation in which a function was called."""
-    function = {"name": "add", "arguments": arguments}
+    call = {"id": call_id, "type": "function", "function": {"name": "add", "arguments": arguments}}
     return [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "1 + é?"},
-        {
-            "role": "assistant",
-            "content": "",
-            "tool_calls": [{"id": call_id, "type": "function", "function": function}],
-        },
+        {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": call_id, "name": "add", "content": "2"},
         {"role": "user", "content": "Thanks"},
     ]
@@ -188,14 +177,11 @@ def test_tools_equal_transformers(name: Any, tools: Any) -> None:
     assert text == result[0][0]
     assert '{"x": 1, "y": "é"}' in text
     assert ("Adds <numbers>." in text) == bool(tools)
-
-
-def test_ids_fit_mistrals_templates() -> None:
-    renderer = ChatRenderer(TOOL_TEMPLATES["mistral"], SPECIAL, ToolStyle("mistral"))
-    text = renderer.render(with_call("{}", "call_0123456789"), tools=TOOLS)
-    [first, second] = [part.split('"')[0] for part in text.split('id": "')[1:]]
-    assert first == second
-    assert len(first) == 9
+    if name == "mistral":  # whose template wants ids of nine characters
+        text = renderer.render(with_call("{}", "call_0123456789"), tools=TOOLS)
+        [first, second] = [part.split('"')[0] for part in text.split('id": "')[1:]]
+        assert first == second
+        assert len(first) == 9
 
 
 def test_arguments_are_text_for_templates_that_want_text() -> None:
@@ -208,9 +194,6 @@ def test_arguments_are_text_for_templates_that_want_text() -> None:
     assert renderer.render(with_call('{"x":1}')) == 'Truea:{"x":1};{"x":1}True'
     assert renderer.render(with_call('{"x": cut')) == 'Truea:{"x": cut;{"x": cutFalse'
     assert renderer.render(with_call("[1]")) == "Truea:[1];[1]False"
-
-
-def test_a_template_of_its_own_for_tools() -> None:
     renderer = ChatRenderer("plain", SPECIAL, ToolStyle(), tool_source="{{ tools | length }}")
     assert renderer.render(CONVERSATION) == "plain"
     assert renderer.render(CONVERSATION, tools=TOOLS) == "1"
@@ -251,10 +234,6 @@ def test_a_template_that_takes_no_system_message_gets_tools_from_the_user() -> N
     assert "</tool_call>\n\nHi {{ 1 }}" in text
     with pytest.raises(ChatTemplateError, match="no system"):
         renderer.render(CONVERSATION, extra=extra, tools=TOOLS)
-
-
-def test_a_result_without_a_call() -> None:
-    renderer = ChatRenderer(PLAIN, SPECIAL, ToolStyle())
     with pytest.raises(ChatTemplateError, match="'abcDEF123' answers no call"):
         renderer.render(with_call("{}")[3:])
 
@@ -273,9 +252,6 @@ def test_a_result_without_a_call() -> None:
 def test_what_a_template_must_not_do(source: str, message: str) -> None:
     with pytest.raises(ChatTemplateError, match=message):
         ChatTemplate(source, SPECIAL).render(CONVERSATION)
-
-
-def test_a_broken_template() -> None:
     with pytest.raises(ChatTemplateError, match="broken"):
         ChatTemplate("{% if %}", {})
 
@@ -294,15 +270,14 @@ def write_model(folder: Path, **files: Any) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("generation", "temperature"),
-    [({"do_sample": False, "temperature": 0.6}, 0.0), ({"temperature": 0.6}, 0.6), ({}, 1.0)],
-)
-def test_a_model_that_says_not_to_sample_is_greedy_by_default(
-    tmp_path: Path, generation: dict[str, Any], temperature: float
-) -> None:
-    folder = write_model(tmp_path, generation_config=generation)
-    assert read_model_files(folder).defaults.temperature == temperature
+def test_a_model_that_says_not_to_sample_is_greedy_by_default(tmp_path: Path) -> None:
+    for generation, temperature in (
+        ({"do_sample": False, "temperature": 0.6}, 0.0),
+        ({"temperature": 0.6}, 0.6),
+        ({}, 1.0),
+    ):
+        folder = write_model(tmp_path, generation_config=generation)
+        assert read_model_files(folder).defaults.temperature == temperature
 
 
 def test_reading_a_model_folder(tmp_path: Path) -> None:
@@ -353,15 +328,15 @@ def test_a_bare_model_folder(tmp_path: Path) -> None:
 def test_broken_model_folders(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"tokenizer\.json"):
         Tokenizer(tmp_path)
-    write_model(tmp_path, generation_config={"temperature": "hot"})
-    with pytest.raises(ValueError, match="generation_config"):
-        Tokenizer(tmp_path)
-    (tmp_path / "generation_config.json").write_text("{")
-    with pytest.raises(ValueError, match="not valid JSON"):
-        Tokenizer(tmp_path)
-    (tmp_path / "generation_config.json").write_text("[]")
-    with pytest.raises(ValueError, match="object"):
-        Tokenizer(tmp_path)
+    write_model(tmp_path)
+    for text, message in (
+        ('{"temperature": "hot"}', "generation_config"),
+        ("{", "not valid JSON"),
+        ("[]", "object"),
+    ):
+        (tmp_path / "generation_config.json").write_text(text)
+        with pytest.raises(ValueError, match=message):
+            Tokenizer(tmp_path)
 
 
 def doubled(value: str, expression: str) -> str:
@@ -417,10 +392,9 @@ def test_long_conversations_take_few_steps(name: str) -> None:
     """The limit is far away from what requests need, and each rendering is counted for itself."""
     template = ChatTemplate(TEMPLATES[name], SPECIAL)
     turns = [CONVERSATION[0], *([*CONVERSATION[1:3]] * 8000), CONVERSATION[-1]]
-    for _ in range(3):
+    for _ in range(2):
         with template_limits.counted():
             assert template.render(turns)
-        assert len(turns) == 16_002
 
 
 def test_what_templates_may_do() -> None:
@@ -438,8 +412,9 @@ def test_what_templates_may_do() -> None:
     assert ChatTemplate(source, SPECIAL).render(CONVERSATION) == expected
 
 
-@pytest.mark.parametrize("name", ["string", "int", "abs", "round", "trim", "default(0)"])
-def test_a_large_number_that_goes_through_a_filter_costs_nothing(name: str) -> None:
+def test_a_large_number_that_goes_through_a_filter_costs_nothing() -> None:
     """Templates write the arguments of calls with filters; an account's number is no width."""
-    source = f"{{% for m in messages %}}{{{{ m.account | {name} }}}}{{% endfor %}}"
-    assert ChatTemplate(source, SPECIAL).render([{"role": "user", "account": 123456789012}]) == "123456789012"
+    for name in ("string", "int", "abs", "round", "trim", "default(0)"):
+        source = f"{{% for m in messages %}}{{{{ m.account | {name} }}}}{{% endfor %}}"
+        rendered = ChatTemplate(source, SPECIAL).render([{"role": "user", "account": 123456789012}])
+        assert rendered == "123456789012"

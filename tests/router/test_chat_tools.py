@@ -9,8 +9,9 @@ import httpx
 import openai
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from router.api_calls import last_prompt, payloads, say
 from router.fake_controller import FakeController, prompt_of
-from router.harness import EOS, MESSAGES
+from router.harness import MESSAGES
 
 from trunkline.router.text.tokenizer import Tokenizer
 
@@ -29,19 +30,7 @@ ARGUMENTS = {"a": 17}
 CALL = f'<tool_call>\n{{"name": "add", "arguments": {json.dumps(ARGUMENTS)}}}\n</tool_call>'
 
 
-def say(fake: FakeController, tokenizer: Tokenizer, *texts: str) -> None:
-    """Have the samples of the next requests say this."""
-    ids = [[*tokenizer.encode(text, add_special_tokens=False), EOS] for text in texts]
-    fake.behaviour.sample_script = lambda _, index: ids[index]
-
-
-def chunks_of(response: httpx.Response) -> list[Any]:
-    lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
-    assert lines.pop() == "[DONE]"
-    return [json.loads(line) for line in lines]
-
-
-def test_a_call(client: openai.OpenAI, fake: FakeController, tokenizer: Tokenizer) -> None:
+def test_a_call(client: openai.OpenAI, http: httpx.Client, fake: FakeController, tokenizer: Tokenizer) -> None:
     say(fake, tokenizer, CALL)
     answer = client.chat.completions.create(model="demo", messages=MESSAGES, tools=TOOLS)
     ChatCompletion.model_validate(answer.model_dump())
@@ -52,14 +41,10 @@ def test_a_call(client: openai.OpenAI, fake: FakeController, tokenizer: Tokenize
     assert call.type == "function"
     assert (call.function.name, json.loads(call.function.arguments)) == ("add", ARGUMENTS)
     assert call.id
-    prompt = tokenizer.decode(prompt_of(fake.behaviour.submits[0]), skip_special_tokens=False)
+    prompt = last_prompt(fake, tokenizer)
     assert "Adds two numbers." in prompt
-
-
-def test_tokenize_shows_the_same_prompt(http: httpx.Client, fake: FakeController) -> None:
-    assert http.post("/v1/chat/completions", json=BODY).status_code == 200
-    answer = http.post("/tokenize", json={"messages": MESSAGES, "tools": TOOLS}).json()
-    assert answer["tokens"] == prompt_of(fake.behaviour.submits[0])
+    shown = http.post("/tokenize", json={"messages": MESSAGES, "tools": TOOLS}).json()
+    assert shown["tokens"] == prompt_of(fake.behaviour.submits[0])
 
 
 def test_calls_among_several_samples(http: httpx.Client, fake: FakeController, tokenizer: Tokenizer) -> None:
@@ -79,7 +64,7 @@ def test_calls_in_a_stream(http: httpx.Client, fake: FakeController, tokenizer: 
     fake.behaviour.seconds_per_token = 0.001
     say(fake, tokenizer, f"Let me see.\n{CALL}\n{CALL}", "Nothing.")
     body = BODY | {"n": 2, "stream": True, "logprobs": logprobs, "return_token_ids": logprobs}
-    parts = chunks_of(http.post("/v1/chat/completions", json=body))
+    parts = payloads(http.post("/v1/chat/completions", json=body))
     for part in parts:
         ChatCompletionChunk.model_validate(part)
     choices = [choice for part in parts for choice in part["choices"]]
@@ -127,7 +112,7 @@ def test_what_is_left_of_a_demanded_call_is_no_text(
     body = BODY | {"tool_choice": "required", "stream": stream}
     answer = http.post("/v1/chat/completions", json=body)
     key = "delta" if stream else "message"
-    parts = [choice for event in (chunks_of(answer) if stream else [answer.json()]) for choice in event["choices"]]
+    parts = [choice for event in (payloads(answer) if stream else [answer.json()]) for choice in event["choices"]]
     assert sum(len(part[key].get("tool_calls", [])) > 0 for part in parts) >= 1
     assert not any(part[key].get("content") for part in parts)
 
@@ -150,27 +135,5 @@ def test_results_go_back_to_the_model(http: httpx.Client, fake: FakeController, 
     messages = [*MESSAGES, CALLED, {"role": "tool", "tool_call_id": "c1", "content": "forty-two"}]
     response = http.post("/v1/chat/completions", json={"messages": messages, "tools": TOOLS})
     assert response.status_code == 200, response.text
-    prompt = tokenizer.decode(prompt_of(fake.behaviour.submits[0]), skip_special_tokens=False)
+    prompt = last_prompt(fake, tokenizer)
     assert prompt.index("17") < prompt.index("forty-two")
-
-
-def _called(**changes: Any) -> list[Any]:
-    return [*MESSAGES, CALLED | {"tool_calls": [CALLED["tool_calls"][0] | changes]}]
-
-
-@pytest.mark.parametrize(
-    ("messages", "param"),
-    [
-        (_called(id=5), "messages[1].tool_calls[0].id"),
-        (_called(type="code"), "messages[1].tool_calls[0].type"),
-        (_called(function={"arguments": "{}"}), "messages[1].tool_calls[0].function.name"),
-        (_called(function={"name": "f", "arguments": {}}), "messages[1].tool_calls[0].function.arguments"),
-        ([*MESSAGES, CALLED, {"role": "tool", "content": "x"}], "messages[2]"),
-        ([{**CALLED, "role": "user"}], "messages[0]"),
-        ([{"role": "function", "name": "f", "content": "x"}], "messages[0]"),
-    ],
-)
-def test_bad_calls_in_messages(http: httpx.Client, messages: list[Any], param: str) -> None:
-    response = http.post("/v1/chat/completions", json={"messages": messages})
-    assert response.status_code == 400, response.text
-    assert response.json()["error"]["param"] == param

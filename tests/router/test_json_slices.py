@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from pydantic_core import from_json
+from seeds import seeds
 
 from trunkline.router.api import json_slices
 from trunkline.router.api.json_slices import (
@@ -61,22 +62,28 @@ def _parsed(parse: Any, text: bytes) -> Any:
 
 
 @pytest.mark.usefixtures("tiny_slices")
-@pytest.mark.parametrize("seed", range(300))
+@pytest.mark.parametrize("seed", seeds(30))
 def test_the_same_as_in_one_go(seed: int) -> None:
     rng = random.Random(seed)
     text = json.dumps(_value(rng), ensure_ascii=rng.random() < 0.5, indent=rng.choice([None, 1])).encode()
-    for candidate in (text, *(_damaged(rng, text) for _ in range(20))):
+    for candidate in (text, *(_damaged(rng, text) for _ in range(15))):
         whole = _parsed(lambda part: from_json(part, allow_inf_nan=False), candidate)
         for piece in _PIECES:
             assert _parsed(lambda part, piece=piece: parse_slices(part, piece), candidate) == whole, candidate
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_large_documents(seed: int) -> None:
-    rng = random.Random(seed)
+@pytest.mark.soak
+@pytest.mark.usefixtures("tiny_slices")
+@pytest.mark.parametrize("seed", seeds(1000))
+def test_the_same_as_in_one_go_at_length(seed: int) -> None:
+    test_the_same_as_in_one_go(seed)
+
+
+def test_large_documents() -> None:
+    rng = random.Random(seeds(1)[0])
     value = {
-        "a": [_value(rng, 2) for _ in range(3000)],
-        "b": {str(i): _value(rng, 4) for i in range(9000)},
+        "a": [_value(rng, 2) for _ in range(2000)],
+        "b": {str(i): _value(rng, 4) for i in range(5000)},
         "c": 'x"' * 300_000,
     }
     text = json.dumps(value).encode()

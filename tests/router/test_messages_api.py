@@ -3,31 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import anthropic
 import httpx
 import pydantic
 import pytest
+from router import api_calls
+from router.api_calls import BROKEN_CALL, CITY, TWO_CALLS, Say, last_prompt, named_events, without_repeats
 from router.fake_controller import FakeController, prompt_of
-from router.harness import ANSWER, EOS, RunningRouter, wait_until
+from router.harness import ANSWER, RunningRouter, wait_until
 
 from trunkline.controller.messages import Submit
 from trunkline.router.messages import FinishReason
 from trunkline.router.text.tokenizer import Tokenizer
 
-Say = Callable[[str], None]
 HI: Any = [{"role": "user", "content": "Hi"}]
-WEATHER: Any = {
-    "name": "get_weather",
-    "description": "The weather of a place.",
-    "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
-}
-CALLS = (
-    'Let me see.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Köln"}}\n</tool_call>\n'
-    '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Bonn"}}\n</tool_call>'
-)
+WEATHER: Any = {"name": "get_weather", "description": "The weather of a place.", "input_schema": CITY}
 
 
 @pytest.fixture
@@ -40,17 +34,12 @@ def claude(router: RunningRouter, fake: FakeController) -> Iterator[anthropic.An
 @pytest.fixture
 def say(fake: FakeController, tokenizer: Tokenizer) -> Say:
     """Sets what the model answers next."""
-
-    def set_answer(text: str) -> None:
-        ids = [*tokenizer.encode(text, add_special_tokens=False), EOS]
-        fake.behaviour.script = lambda _: ids
-
-    return set_answer
+    return partial(api_calls.say, fake, tokenizer)
 
 
-def asked(fake: FakeController, tokenizer: Tokenizer) -> str:
-    """The last prompt."""
-    return tokenizer.decode(prompt_of(fake.behaviour.submits[-1]), skip_special_tokens=False)
+def events_of(http: httpx.Client, **fields: Any) -> list[dict[str, Any]]:
+    body = {"model": "demo", "max_tokens": 200, "messages": HI, "stream": True, **fields}
+    return named_events(http.post("/v1/messages", json=body))
 
 
 def test_a_text(claude: anthropic.Anthropic, fake: FakeController, tokenizer: Tokenizer) -> None:
@@ -70,7 +59,7 @@ def test_a_text(claude: anthropic.Anthropic, fake: FakeController, tokenizer: To
     assert answer.usage.output_tokens == len(tokenizer.encode(ANSWER, add_special_tokens=False)) + 1
     assert (submit.max_tokens, submit.sampling.temperature, submit.sampling.top_k) == (50, 0.5, 4)
     same = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
-    assert asked(fake, tokenizer) == tokenizer.render_chat(same)
+    assert last_prompt(fake, tokenizer) == tokenizer.render_chat(same)
 
 
 def test_why_an_answer_stopped(claude: anthropic.Anthropic, say: Say) -> None:
@@ -87,7 +76,7 @@ def test_why_an_answer_stopped(claude: anthropic.Anthropic, say: Say) -> None:
 def test_tools_there_and_back(
     claude: anthropic.Anthropic, fake: FakeController, tokenizer: Tokenizer, say: Say
 ) -> None:
-    say(CALLS)
+    say(TWO_CALLS)
     first = claude.messages.create(model="demo", max_tokens=500, messages=HI, tools=[WEATHER])
     assert first.stop_reason == "tool_use"
     text, *calls = first.content
@@ -102,19 +91,15 @@ def test_tools_there_and_back(
         {"type": "text", "text": "And?"},
     ]
     thought: Any = {"type": "thinking", "thinking": "hm", "signature": "s"}
-    claude.messages.create(
-        model="demo",
-        max_tokens=500,
-        messages=[
-            *HI,
-            {"role": "assistant", "content": [thought, *first.content]},
-            {"role": "user", "content": results},
-        ],
-        tools=[WEATHER],
-    )
+    said: Any = {"role": "assistant", "content": [thought, *first.content]}
+    given = [*HI, said, {"role": "user", "content": results}]
+    claude.messages.create(model="demo", max_tokens=500, messages=given, tools=[WEATHER])
     functions = [
-        {"id": ids[0], "function": {"name": "get_weather", "arguments": '{"city": "Köln"}'}},
-        {"id": ids[1], "function": {"name": "get_weather", "arguments": '{"city": "Bonn"}'}},
+        {
+            "id": call_id,
+            "function": {"name": "get_weather", "arguments": json.dumps({"city": city}, ensure_ascii=False)},
+        }
+        for call_id, city in zip(ids, ("Köln", "Bonn"), strict=True)
     ]
     turns: list[dict[str, Any]] = [
         *HI,
@@ -123,18 +108,14 @@ def test_tools_there_and_back(
         {"role": "tool", "tool_call_id": ids[1], "content": "Error: no such place"},
         {"role": "user", "content": "And?"},
     ]
-    function = {
-        "name": "get_weather",
-        "description": WEATHER["description"],
-        "parameters": WEATHER["input_schema"],
-    }
+    function = {"name": "get_weather", "description": WEATHER["description"], "parameters": CITY}
     shown = tokenizer.render_chat(turns, tools=[{"type": "function", "function": function}])
-    assert asked(fake, tokenizer) == shown
+    assert last_prompt(fake, tokenizer) == shown
     assert "<tool_response>\nrain\n</tool_response>\n<tool_response>\nError: no such place" in shown
 
 
 def test_a_stream(claude: anthropic.Anthropic, fake: FakeController, say: Say) -> None:
-    say(CALLS)
+    say(TWO_CALLS)
     fake.behaviour.cached_tokens = 5
     with claude.messages.stream(model="demo", max_tokens=500, messages=HI, tools=[WEATHER]) as stream:
         text = "".join(stream.text_stream)
@@ -146,37 +127,17 @@ def test_a_stream(claude: anthropic.Anthropic, fake: FakeController, say: Say) -
     assert final.usage.output_tokens > 10
 
 
-def events_of(http: httpx.Client, **fields: Any) -> list[dict[str, Any]]:
-    """A stream's payloads; their names must be their types."""
-    body = {"model": "demo", "max_tokens": 200, "messages": HI, "stream": True, **fields}
-    answer = http.post("/v1/messages", json=body)
-    assert answer.status_code == 200
-    events = []
-    for part in answer.text.strip().split("\n\n"):
-        name, data = part.split("\n")
-        events.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {events[-1]['type']}"
-    return events
-
-
 def test_order_of_the_events(http: httpx.Client, say: Say) -> None:
-    say(CALLS)
+    say(TWO_CALLS)
     events = events_of(http, tools=[WEATHER])
     kinds = [event["type"] for event in events]
-    without_repeats = [kind for at, kind in enumerate(kinds) if at == 0 or kinds[at - 1] != kind]
     block = ["content_block_start", "content_block_delta", "content_block_stop"]
-    assert without_repeats == ["message_start", "ping", *block * 3, "message_delta", "message_stop"]
+    assert without_repeats(kinds) == ["message_start", "ping", *block * 3, "message_delta", "message_stop"]
     starts = [event for event in events if event["type"] == "content_block_start"]
     assert [start["index"] for start in starts] == [0, 1, 2]
     assert starts[1]["content_block"]["input"] == {}
-    arguments = [
-        "".join(
-            e["delta"]["partial_json"]
-            for e in events
-            if e["type"] == "content_block_delta" and e["index"] == index
-        )
-        for index in (1, 2)
-    ]
+    deltas = [event for event in events if event["type"] == "content_block_delta"]
+    arguments = ["".join(e["delta"]["partial_json"] for e in deltas if e["index"] == at) for at in (1, 2)]
     assert arguments == ['{"city": "Köln"}', '{"city": "Bonn"}']
     assert events[0]["message"]["content"] == []
     assert events[0]["message"]["stop_reason"] is None
@@ -187,7 +148,7 @@ def test_order_of_the_events(http: httpx.Client, say: Say) -> None:
 
 
 def test_calls_that_must_not_be_carried_out(claude: anthropic.Anthropic, say: Say) -> None:
-    say('<tool_call>\n{"name": "get_weather", "arguments": {"city": oops')
+    say(BROKEN_CALL)
     odd = claude.messages.create(model="demo", max_tokens=500, messages=HI, tools=[WEATHER])
     assert odd.stop_reason == "end_turn"
     assert [block.to_dict().get("input") for block in odd.content] == [{}, None]
@@ -208,7 +169,7 @@ def test_choices(claude: anthropic.Anthropic, fake: FakeController, tokenizer: T
         assert grammar is not None
         assert ('"star"' in grammar.text) == several, "one call, unless more are asked for"
     assert submit({"type": "none"}).grammar is None
-    assert "get_weather" not in asked(fake, tokenizer)
+    assert "get_weather" not in last_prompt(fake, tokenizer)
 
 
 def test_structured_output_and_the_parse_helper(
@@ -238,7 +199,7 @@ def test_turns_of_one_role_become_one(http: httpx.Client, fake: FakeController, 
         {"role": "assistant", "content": ""},
         {"role": "user", "content": "d"},
     ]
-    assert asked(fake, tokenizer) == tokenizer.render_chat(same)
+    assert last_prompt(fake, tokenizer) == tokenizer.render_chat(same)
 
 
 def test_counting_tokens(claude: anthropic.Anthropic, fake: FakeController) -> None:
@@ -305,59 +266,54 @@ def block(**fields: Any) -> dict[str, Any]:
 CALL = {"type": "tool_use", "id": "x", "name": "f", "input": []}
 IMAGE = {"type": "image", "source": {}}
 FORM = {"type": "json_schema", "schema": {"type": "object"}}
-BAD: list[tuple[dict[str, Any], str]] = [
-    ({"max_tokens": None}, "max_tokens"),
-    ({"max_tokens": 0}, "max_tokens"),
-    ({"max_tokens": 100_000}, "max_tokens"),
-    ({"messages": None}, "messages"),
-    ({"messages": []}, "messages"),
-    ({"messages": "Hi"}, "messages"),
-    ({"messages": ["Hi"]}, "messages[0].role"),
-    ({"messages": [{"role": "system", "content": "x"}]}, "messages[0].role"),
-    ({"messages": [{"role": "user"}]}, "messages[0].content"),
-    ({"messages": [*HI, {"role": "assistant", "content": "So"}]}, "messages"),
-    ({"messages": [{"role": "user", "content": ["x"]}]}, "messages[0].content[0]"),
-    ({"messages": [{"role": "user", "content": "word " * 30_000}]}, "messages"),
-    (block(**IMAGE), "messages[0].content[0].type"),
-    (block(type="text"), "messages[0].content[0].text"),
-    (block(type="tool_use", id="x", name="f", input={}), "messages[0].content[0].type"),
-    (block(type="tool_result", tool_use_id="none", content="x"), "messages"),
-    (block(type="tool_result", content="x"), "messages[0].content[0].tool_use_id"),
-    (block(type="tool_result", tool_use_id="x", content=[{}]), "messages[0].content[0].content[0]"),
-    (block(type="tool_result", tool_use_id="x", content=[IMAGE]), "messages[0].content[0].content[0].type"),
-    ({"messages": [{"role": "assistant", "content": [CALL]}]}, "messages[0].content[0].input"),
-    ({"system": 5}, "system"),
-    ({"system": [{"type": "image"}]}, "system[0].type"),
-    ({"temperature": 1.5}, "temperature"),
-    ({"top_p": 0}, "top_p"),
-    ({"top_k": -1}, "top_k"),
-    ({"stop_sequences": [""]}, "stop_sequences"),
-    ({"stop_sequences": ["x"] * 99}, "stop_sequences"),
-    ({"tools": {}}, "tools"),
-    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
-    ({"tools": [{"name": "a b"}]}, "tools[0].name"),
-    ({"tools": [{"name": "f", "input_schema": {"type": "string"}}]}, "tools[0].input_schema.type"),
-    ({"tools": [WEATHER, WEATHER]}, "tools[1]"),
-    ({"tool_choice": {"type": "any"}}, "tool_choice"),
-    ({"tool_choice": {"type": "tool", "name": "f"}}, "tool_choice"),
-    ({"tool_choice": "auto"}, "tool_choice"),
-    ({"tool_choice": {"type": "auto", "disable_parallel_tool_use": 1}}, "tool_choice.disable_parallel_tool_use"),
-    ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, "thinking"),
-    ({"output_config": {"effort": "high"}}, "output_config.effort"),
-    ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
-    (
+CONTENT = "messages[0].content"
+BAD: dict[str, list[dict[str, Any]]] = {
+    "max_tokens": [{"max_tokens": bad} for bad in (None, 0, 100_000)],
+    "messages": [
+        *({"messages": bad} for bad in (None, [], "Hi", [{"role": "user", "content": "word " * 30_000}])),
+        {"messages": [*HI, {"role": "assistant", "content": "So"}]},
+        block(type="tool_result", tool_use_id="none", content="x"),
+    ],
+    "messages[0].role": [{"messages": ["Hi"]}, {"messages": [{"role": "system", "content": "x"}]}],
+    CONTENT: [{"messages": [{"role": "user"}]}],
+    f"{CONTENT}[0]": [{"messages": [{"role": "user", "content": ["x"]}]}],
+    f"{CONTENT}[0].type": [block(**IMAGE), block(type="tool_use", id="x", name="f", input={})],
+    f"{CONTENT}[0].text": [block(type="text")],
+    f"{CONTENT}[0].tool_use_id": [block(type="tool_result", content="x")],
+    f"{CONTENT}[0].content[0]": [block(type="tool_result", tool_use_id="x", content=[{}])],
+    f"{CONTENT}[0].content[0].type": [block(type="tool_result", tool_use_id="x", content=[IMAGE])],
+    f"{CONTENT}[0].input": [{"messages": [{"role": "assistant", "content": [CALL]}]}],
+    "system": [{"system": 5}],
+    "system[0].type": [{"system": [{"type": "image"}]}],
+    "temperature": [{"temperature": 1.5}],
+    "top_p": [{"top_p": 0}],
+    "top_k": [{"top_k": -1}],
+    "stop_sequences": [{"stop_sequences": bad} for bad in ([""], ["x"] * 99)],
+    "tools": [{"tools": {}}],
+    "tools[0].type": [{"tools": [{"type": "web_search_20250305", "name": "web_search"}]}],
+    "tools[0].name": [{"tools": [{"name": "a b"}]}],
+    "tools[0].input_schema.type": [{"tools": [{"name": "f", "input_schema": {"type": "string"}}]}],
+    "tools[1]": [{"tools": [WEATHER, WEATHER]}],
+    "tool_choice": [{"tool_choice": bad} for bad in ({"type": "any"}, {"type": "tool", "name": "f"}, "auto")],
+    "tool_choice.disable_parallel_tool_use": [{"tool_choice": {"type": "auto", "disable_parallel_tool_use": 1}}],
+    "thinking": [{"thinking": {"type": "enabled", "budget_tokens": 2000}}],
+    "output_config.effort": [{"output_config": {"effort": "high"}}],
+    "output_config.format.schema": [
+        {"output_config": {"format": {"type": "json_schema"}}},
         {"output_config": {"format": FORM}, "tools": [WEATHER], "tool_choice": {"type": "any"}},
-        "output_config.format.schema",
-    ),
-    ({"mcp_servers": [{}]}, "mcp_servers"),
-]  # fmt: skip
+    ],
+    "mcp_servers": [{"mcp_servers": [{}]}],
+    "truncation": [{"truncation": "auto"}],
+    "pml": [{"pml": "<prompt schema='x'/>"}],
+}
 
 
-@pytest.mark.parametrize(("fields", "param"), BAD)
-def test_bad_requests(http: httpx.Client, fake: FakeController, fields: dict[str, Any], param: str) -> None:
-    body = {"max_tokens": 5, "messages": HI, **fields}
-    answer = http.post("/v1/messages", json={name: value for name, value in body.items() if value is not None})
-    error = answer.json()["error"]
-    assert (answer.status_code, error["type"]) == (400, "invalid_request_error"), error
-    assert f"`{param}" in error["message"], error
+@pytest.mark.parametrize("param", BAD)
+def test_bad_requests(http: httpx.Client, fake: FakeController, param: str) -> None:
+    for fields in BAD[param]:
+        body = {"max_tokens": 5, "messages": HI, **fields}
+        answer = http.post("/v1/messages", json={name: value for name, value in body.items() if value is not None})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["type"]) == (400, "invalid_request_error"), error
+        assert f"`{param}" in error["message"], error
     assert fake.behaviour.submits == []

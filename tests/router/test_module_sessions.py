@@ -47,6 +47,12 @@ def test_turns_go_on_behind_the_modules(http: httpx.Client, fake: FakeController
 
 
 def test_the_whole_of_a_schema(http: httpx.Client, fake: FakeController) -> None:
+    session = create(http, schema="trip")["id"]
+    told = http.post(f"/v1/sessions/{session}/prefetch").json()
+    [asked] = fake.behaviour.prefetches
+    assert len(prompt_of(asked)) == 1, "the last token is computed in any case"
+    assert asked.layout is not None
+    assert told["tokens"] == 1 + seen_tokens(asked.layout)
     session = create(http, schema="trip", messages=MESSAGES)["id"]
     assert chat(http, session).status_code == 200
     [submit] = fake.behaviour.submits
@@ -65,25 +71,12 @@ def test_forks_and_prefetches(http: httpx.Client, fake: FakeController, tokenize
     assert asked.layout is not None
     assert first.layout is not None
     assert asked.layout.texts == first.layout.texts
-    assert prompt_of(asked) == [
-        *prompt_of(first),
-        *tokenizer.encode(ANSWER, add_special_tokens=False),
-        EOS,
-    ]
+    assert prompt_of(asked) == [*prompt_of(first), *tokenizer.encode(ANSWER, add_special_tokens=False), EOS]
     assert told["tokens"] > len(asked.tokens) // 4
     fork = http.post(f"/v1/sessions/{session}/fork").json()
     assert fork["schema"] == "trip"
     assert chat(http, fork["id"]).status_code == 200
     assert prompt_of(fake.behaviour.submits[1])[: len(prompt_of(first))] == prompt_of(first)
-
-
-def test_an_empty_session_is_prefetched(http: httpx.Client, fake: FakeController) -> None:
-    session = create(http, schema="trip")["id"]
-    told = http.post(f"/v1/sessions/{session}/prefetch").json()
-    [asked] = fake.behaviour.prefetches
-    assert len(prompt_of(asked)) == 1, "the last token is computed in any case"
-    assert asked.layout is not None
-    assert told["tokens"] == 1 + seen_tokens(asked.layout)
 
 
 def test_salts(http: httpx.Client, fake: FakeController) -> None:
@@ -93,10 +86,8 @@ def test_salts(http: httpx.Client, fake: FakeController) -> None:
     assert chat(http, session, cache_salt="a").status_code == 200
     assert [submit.salt for submit in fake.behaviour.submits] == [b"a", b"a"]
     assert error_of(chat(http, session, cache_salt="b")) == (400, None, "cache_salt")
-    assert error_of(http.post("/v1/sessions", json={"pml": IMPORTS, "cache_salt": "c"}))[:2] == (
-        404,
-        "E_SCHEMA_UNKNOWN",
-    )
+    unknown = http.post("/v1/sessions", json={"pml": IMPORTS, "cache_salt": "c"})
+    assert error_of(unknown)[:2] == (404, "E_SCHEMA_UNKNOWN")
 
 
 def test_a_new_version_is_used_by_the_next_turn(http: httpx.Client, fake: FakeController) -> None:
@@ -120,34 +111,10 @@ def test_no_injection_through_a_history(http: httpx.Client, fake: FakeController
     assert not set(prompt_of(fake.behaviour.submits[1])) & set(system)
 
 
-def test_overflow_is_said(http: httpx.Client, fake: FakeController) -> None:
+def test_what_such_a_session_cannot_do(http: httpx.Client) -> None:
     session = create(http, pml=IMPORTS)["id"]
     assert error_of(chat(http, session, text="word " * 5000)) == (400, "E_CONTEXT_LENGTH", "session_id")
     assert get(http, session)["turns"] == 0
-    assert chat(http, session).status_code == 200
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"pml": IMPORTS, "schema": "trip"}, "schema"),
-        ({"pml": IMPORTS, "truncation": "auto"}, "truncation"),
-        ({"trailing": "compact"}, "trailing"),
-        ({"pml": "<"}, "pml"),
-        ({"prompt": {"schema": "none"}}, "prompt"),
-        ({"schema": "none"}, "schema"),
-        ({"prompt": "x"}, "prompt"),
-        ({"cache_salt": "x"}, "cache_salt"),
-    ],
-)
-def test_sessions_that_cannot_be(http: httpx.Client, fields: dict[str, object], param: str) -> None:
-    status, _, found = error_of(http.post("/v1/sessions", json=fields))
-    assert status in (400, 404)
-    assert found == param
-
-
-def test_what_such_a_session_cannot_do(http: httpx.Client) -> None:
-    session = create(http, pml=IMPORTS)["id"]
     assert error_of(complete(http, session_id=session))[::2] == (400, "session_id")
     assert error_of(chat(http, session, pml=IMPORTS))[::2] == (400, "session_id")
     assert error_of(chat(http, session, truncation="auto"))[::2] == (400, "truncation")

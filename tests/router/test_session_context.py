@@ -21,13 +21,8 @@ def test_prefetch(http: httpx.Client, fake: FakeController) -> None:
     told = http.post(path).json()
     [asked] = fake.behaviour.prefetches
     tokens = get(http, session)["tokens"]
-    assert told == {
-        "id": session,
-        "object": "session.prefetch",
-        "tokens": tokens,
-        "known_tokens": tokens,
-        "coming_tokens": tokens // 2,
-    }
+    counts = {"tokens": tokens, "known_tokens": tokens, "coming_tokens": tokens // 2}
+    assert told == {"id": session, "object": "session.prefetch", **counts}
     assert prompt_of(asked)[: len(prompt_of(fake.behaviour.submits[0]))] == prompt_of(fake.behaviour.submits[0])
     assert drops_of(asked) == []
 

@@ -65,10 +65,6 @@ CASES: dict[StyleName, list[tuple[str, list[str]]]] = {
         ('<tool_call>{"name": "add", "name": "a", "arguments": {}}</tool_call>', []),
         ('<tool_call><tool_call>{"name": "a", "arguments": {}}</tool_call>', ["<tool_call>", "a|{}"]),
         (
-            '<tool_call>{"name": "add", "arguments": {}}\n<tool_call>{"name": "a", "arguments": {}}</tool_call>',
-            ["add|{}", "a|{}"],
-        ),
-        (
             '<tool_call>{"name": "add", "arguments": {}}\n{"name": "a", "arguments": {}}</tool_call> {"name"',
             ["add|{}", "a|{}", ' {"name"'],
         ),
@@ -79,10 +75,7 @@ CASES: dict[StyleName, list[tuple[str, list[str]]]] = {
     "llama3_json": [
         ('{"name": "add", "parameters": {"x": 1.5e3}}', ['add|{"x": 1.5e3}']),
         ('<|python_tag|>{"name": "add", "parameters": {}}; {"name": "a", "parameters": {}}', ["add|{}", "a|{}"]),
-        (
-            '{"type": "function", "name": "get-weather", "parameters": {"s": "\\u00fc\\""}};',
-            ['get-weather|{"s": "\\u00fc\\""}'],
-        ),
+        ('{"type": "function", "name": "a", "parameters": {"s": "\\u00fc\\""}};', ['a|{"s": "\\u00fc\\""}']),
         ('Sure: {"name": "add", "parameters": {"x": {}}} done', ["Sure: ", 'add|{"x": {}}', " done"]),
         ('{"name": "Ada", "parameters": {}}', []),
         ('{"name": "add", "age": 3}', []),
@@ -124,20 +117,14 @@ def test_what_a_text_comes_to(style: StyleName, text: str, expected: list[str]) 
 
 
 FRAGMENTS = [
-    *("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "add", "a", "rm"),
-    *(
-        '{"name": "add", "arguments": {"x": [1, {"y": "z"}]}}',
-        '{"name": "a", "parameters": {}}',
-        '"',
-        "\\",
-        "{",
-        "}",
-    ),
-    *("[", "]", ",", ";", ":", " ", "\n", "<", "1", "tru", "é", '{"name": "', '"arguments": {"', "text", "n"),
+    *"<tool_call> </tool_call> <|python_tag|> [TOOL_CALLS] [ARGS] [CALL_ID] add a rm".split(),
+    *"{ } [ ] , ; : < 1 tru é text n".split(),
+    *('{"name": "add", "arguments": {"x": [1, {"y": "z"}]}}', '{"name": "a", "parameters": {}}', '{"name": "'),
+    *('"', "\\", " ", "\n", '"arguments": {"'),
 ]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     style=st.sampled_from(STYLE_NAMES),
     text=st.lists(st.sampled_from(FRAGMENTS), max_size=24).map("".join),
@@ -160,17 +147,13 @@ def test_any_cut_gives_the_same(style: StyleName, text: str, seed: object) -> No
         assert "".join(flat(pieces)) == text
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     style=st.sampled_from(STYLE_NAMES),
     arguments=st.dictionaries(
         st.text(),
         st.recursive(
-            st.none()
-            | st.booleans()
-            | st.integers()
-            | st.floats(allow_nan=False, allow_infinity=False)
-            | st.text(),
+            st.one_of(st.none(), st.booleans(), st.integers(), st.floats(-1e300, 1e300), st.text()),
             lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
             max_leaves=8,
         ),
@@ -199,15 +182,11 @@ def test_arguments_stream_and_text_is_not_held_back() -> None:
     assert hermes.feed('": 1') == [CallArguments(0, '": 1')]
     assert hermes.feed("}}") == [CallArguments(0, "}")]
     assert hermes.calls == 1
+    for text in ("<tool_call>" + " " * 400, '<tool_call>{"arguments": {"x": "' + "y" * 70_000):
+        assert "".join(flat(parser("hermes").feed(text))) == text, "what is held back is bounded"
     bare = parser("llama3_json")
     assert bare.feed('{"') == []
     assert bare.feed('title": ') == [Text('{"title": ')]
-
-
-def test_what_is_held_back_is_bounded() -> None:
-    for text in ("<tool_call>" + " " * 400, '<tool_call>{"arguments": {"x": "' + "y" * 70_000):
-        hermes = parser("hermes")
-        assert "".join(flat(hermes.feed(text))) == text
 
 
 @pytest.mark.parametrize(
@@ -220,12 +199,9 @@ def test_what_is_held_back_is_bounded() -> None:
         ('{"a": 01}', 7),
         ('{"a": 1.}', 8),
         ('{"a": -}', 7),
-        ('{"a": 1,}', 8),
         ('{"a": [1}', 8),
         ('{"a": trup}', 9),
         ('{"a": "\\x"}', 8),
-        ('{"a": "\\u00g0"}', 11),
-        ("{a: 1}", 1),
         ('{"a": ]', 6),
         ("{,", 1),
     ],
@@ -238,8 +214,5 @@ def test_where_json_goes_wrong(text: str, taken: int | None) -> None:
         assert progress == [Progress.MORE] * (len(text) - 1) + [Progress.DONE]
     else:
         assert progress.index(Progress.WRONG) == taken
-
-
-def test_json_does_not_nest_for_ever() -> None:
-    scanner = ObjectScanner()
-    assert Progress.WRONG in [scanner.feed(character) for character in '{"a":' + "[" * 300]
+    deep = ObjectScanner()
+    assert Progress.WRONG in [deep.feed(character) for character in '{"a":' + "[" * 300]
