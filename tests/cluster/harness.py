@@ -75,8 +75,6 @@ class Cluster:
             self.stop()
             raise
         self.url = ready[1]
-        self.pids = {name: int(pid) for name, pid in _SPAWNED.findall(self.log)}
-        self.pids["supervisor"] = self.process.pid
 
     def __enter__(self) -> Cluster:
         return self
@@ -91,6 +89,11 @@ class Cluster:
         """Environment variables by which other commands find the cluster."""
         # KV on disk is this test's own.
         return {"TMPDIR": str(self.temporary), "XDG_CACHE_HOME": str(self.folder / "cache")}
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Process ids by name, of those that were started last."""
+        return {name: int(pid) for name, pid in _SPAWNED.findall(self.log)} | {"supervisor": self.process.pid}
 
     @property
     def log(self) -> str:
