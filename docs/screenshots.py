@@ -25,7 +25,7 @@ ROOT: Final = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests")]
 
 from cluster.harness import Cluster  # noqa: E402
-from ui.traffic import Traffic  # noqa: E402
+from dashboard_traffic import Traffic  # noqa: E402
 
 DESKTOP: Final = ViewportSize(width=1280, height=860)
 FILM: Final = ViewportSize(width=1000, height=620)

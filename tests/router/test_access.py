@@ -184,29 +184,6 @@ def test_salts_labels_and_keys_of_requests_do_too(keyed: tuple[RunningRouter, Fa
     assert salts == [own, tenant_salt("tenant/bob"), own + b"s"]
 
 
-def test_a_gateway_names_the_tenant(keyed: tuple[RunningRouter, FakeController]) -> None:
-    router, fake = keyed
-    with client_of(router, "gateway", **{"X-Tenant": "carol"}) as carol, client_of(router, "alice") as alice:
-        session = create(carol)["id"]
-        assert get(carol, session)["id"] == session
-        assert carol.get(f"/v1/sessions/{session}", headers={"X-Tenant": "dave"}).status_code == 404
-        assert alice.get(f"/v1/sessions/{session}").status_code == 404
-        assert alice.get("/v1/models", headers={"X-Tenant": "carol"}).status_code == 403
-        fake.behaviour.submits.clear()
-        carol.post("/v1/chat/completions", json=CHAT)
-    assert fake.behaviour.submits[-1].salt == tenant_salt("tenant/carol")
-
-
-def test_one_key_for_all(place: Path, tokenizer: Tokenizer) -> None:
-    """What was stored without keys is its; KV, too."""
-    with running(place, tokenizer, api_key_digest=hash_key("key-of-all")) as (router, [fake]):
-        with client_of(router) as nobody, client_of(router, "all") as client:
-            assert nobody.post("/v1/chat/completions", json=CHAT).status_code == 401
-            assert client.post("/v1/chat/completions", json=CHAT).status_code == 200
-            assert client.post("/flush_cache").status_code == 403
-        assert fake.behaviour.submits[-1].salt == b""
-
-
 def known(router: RunningRouter) -> list[str]:
     """Tenants that the router's file names."""
     return router.service.tenants.owners()[1:]

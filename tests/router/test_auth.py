@@ -312,7 +312,7 @@ HOSTS: Final = (
 )
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(HOSTS)
 def test_a_host_is_taken_if_and_only_if_it_is_this_machine(host: str) -> None:
     assert is_allowed_host(host, ALLOWED) == is_good_host(host)

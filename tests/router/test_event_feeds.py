@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import zmq
+from seeds import seeds
 from simulation.driver import Simulation
 from simulation.told import Mirror, truth
 
@@ -37,6 +38,7 @@ from trunkline.runtime.wire_gate import Gate
 
 CHUNK = 4
 STREAM = b"a stream"
+SEEDS = seeds(25)
 
 
 class Index:
@@ -209,7 +211,7 @@ class Play:
 
 def test_the_index_is_never_wrong_and_at_last_current() -> None:
     counts: dict[str, int] = {}
-    for seed in range(50):
+    for seed in SEEDS:
         play = Play(seed)
         try:
             for _ in range(2):
@@ -222,7 +224,7 @@ def test_the_index_is_never_wrong_and_at_last_current() -> None:
         for name, count in play.counts.items():
             counts[name] = counts.get(name, 0) + count
         counts["whole"] = counts.get("whole", 0) + play.index.mirrors[0].snapshots
-    assert all(count > 50 for count in counts.values()), counts
+    assert all(count > 20 for count in counts.values()), counts
 
 
 # One thing at a time
@@ -291,15 +293,6 @@ def test_silence_makes_stale_but_forgets_nothing() -> None:
     assert index.mirrors[0].tiers
     feed.heard(KvEvents(STREAM, 1), 60.0)
     assert feed.status(60.0) == "current"
-
-
-def test_of_another_stream_nothing_is_known() -> None:
-    index = Index()
-    feed = FeedState(0, index, 0.0)
-    feed.heard(told(1), 0.0)
-    ask = feed.heard(told(4, stream=b"restart!"), 1.0)
-    assert ask == Ask(1, b"restart!", 0, 0, 0)
-    assert not index.mirrors[0].tiers
 
 
 def test_events_that_wait_are_bounded() -> None:

@@ -96,19 +96,6 @@ def test_a_client_that_leaves_aborts_its_request(
     wait_until(lambda: 'status="499"' in http.get("/metrics").text)
 
 
-def test_many_streams_at_once(http: httpx.Client, fake: FakeController) -> None:
-    fake.behaviour.seconds_per_token = 0.002
-
-    def one(index: int) -> str:
-        response = http.post("/v1/chat/completions", json=CHAT | {"stream": True, "seed": index})
-        parts = [part.removeprefix("data: ") for part in response.text.split("\n\n") if part]
-        assert parts.pop() == "[DONE]"
-        return "".join(json.loads(part)["choices"][0]["delta"].get("content", "") for part in parts)
-
-    with ThreadPoolExecutor(32) as pool:
-        assert set(pool.map(one, range(64))) == {ANSWER}
-
-
 def test_health_needs_a_token(http: httpx.Client, fake: FakeController, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(health, "_PROBE_SECONDS_MAX", 0.3)
     assert http.get("/health").status_code == 200
@@ -212,19 +199,6 @@ def test_a_router_that_stood_still_does_not_take_its_controller_for_dead(
         thread.join(10)
         assert answers[0].status_code == 200
         assert router.service.links[0].connections == 1
-
-
-def test_two_controllers_share_the_load(place: Path, tokenizer: Tokenizer) -> None:
-    with running(place, tokenizer, controllers=2) as (router, fakes), httpx.Client(base_url=router.url) as http:
-        for _ in range(6):
-            assert http.post("/v1/chat/completions", json=CHAT).status_code == 200
-        assert [len(fake.behaviour.submits) for fake in fakes] == [3, 3], "ties go round"
-        fakes[0].stop()
-        wait_until(lambda: router.ready == 1)
-        for _ in range(3):
-            assert http.post("/v1/chat/completions", json=CHAT).status_code == 200
-        assert len(fakes[1].behaviour.submits) >= 6
-        assert http.get("/health").status_code == 200
 
 
 def test_limits_of_the_router_itself(place: Path, tokenizer: Tokenizer) -> None:

@@ -16,6 +16,7 @@ import msgspec
 import pytest
 from router.fake_controller import FakeController
 from router.harness import ADMIN_KEY, RunningRouter, running, wait_until
+from seeds import seeds
 from simulation.hostile import altered
 
 from trunkline.controller.messages import PromptLogprobs, TopLogprobs
@@ -45,6 +46,7 @@ from trunkline.router.text.tokenizer import Tokenizer
 
 PROMPT = {"model": "demo", "prompt": "import", "max_tokens": 4}
 FRAMES = 2000
+SEEDS = seeds(6)
 
 
 def replies(chosen: random.Random, live: list[int], state: State) -> list[msgspec.Struct]:
@@ -116,7 +118,7 @@ def inject(router: RunningRouter, link: ControllerLink, seed: int, failures: Cou
     return losses
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", seeds(1))
 def test_nonsense_ends_at_most_its_connection(pair: tuple[RunningRouter, list[FakeController]], seed: int) -> None:
     router, fakes = pair
     failures: Counter[str] = Counter()
@@ -158,7 +160,7 @@ def _ask(url: str, body: dict[str, Any]) -> None:
 
 def test_nonsense_among_events_is_a_gap_at_most() -> None:
     """In the end the index has what the controller has."""
-    for seed in range(6):
+    for seed in SEEDS:
         chosen, index = random.Random(seed), ChunkIndex(1)
         feed = FeedState(0, index, 0.0)
         refused = 0

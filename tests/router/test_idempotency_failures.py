@@ -15,18 +15,8 @@ import httpx
 import msgspec
 import pytest
 from router.fake_controller import FakeController
-from router.harness import DEMO_MODEL, JSON, MESSAGES, RunningRouter, running, wait_until
-from router.idempotency_calls import (
-    CHAT,
-    PATH,
-    REPLAYED,
-    ask,
-    essence,
-    name_of,
-    one_router,
-    record,
-    seeds,
-)
+from router.harness import DEMO_MODEL, JSON, RunningRouter, running, wait_until
+from router.idempotency_calls import CHAT, PATH, REPLAYED, ask, essence, name_of, one_router, record, seeds
 from router.process_calls import router_process
 from router.session_calls import create, error_of, get
 
@@ -257,11 +247,3 @@ def test_a_turn_counts_once(http: httpx.Client, fake: FakeController, chat: bool
     assert turn("third", "three")[0].status_code == 200
     assert get(http, session)["turns"] == 3
     assert answer.status_code == 200
-
-
-def test_a_turn_without_a_key_is_another_turn(http: httpx.Client, fake: FakeController) -> None:
-    session = create(http)["id"]
-    body = {"session_id": session, "messages": MESSAGES}
-    for turns in (1, 2):
-        assert http.post(PATH, json=body).status_code == 200
-        assert get(http, session)["turns"] == turns

@@ -108,6 +108,8 @@ def test_limits_of_large_bodies_are_named(http: httpx.Client) -> None:
     )
 
 
+@pytest.mark.area("loop")
+@pytest.mark.processes
 def test_memory_is_given_back(place: Path, tokenizer: Tokenizer) -> None:
     fake = FakeController(f"ipc://{place}/controller", make_answer(tokenizer))
     fake.start()

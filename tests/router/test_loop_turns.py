@@ -22,6 +22,9 @@ TURN_S_MAX: Final = 0.05
 ATTEMPTS: Final = 8
 """CPU time is longer where others share the caches: the shortest of some tries counts."""
 _SETTLED_S: Final = 0.05
+USUAL: Final = ("prompts streamed", "nesting in the loop", "messages in the loop", "tools", "a million ids")
+"""A body for each place where work was split up; the others run when the area's files have changed."""
+pytestmark = pytest.mark.processes
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +38,9 @@ def measured(
         yield router, meter
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in USUAL else pytest.mark.area("loop")) for name in HOSTILE]
+)
 def test_no_request_keeps_the_loop(measured: tuple[RunningRouter, LoopMeter], name: str) -> None:
     router, meter = measured
     hostile = HOSTILE[name]

@@ -9,6 +9,7 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
+from seeds import seeds
 
 from trunkline.router.errors import ApiError
 from trunkline.router.tenancy.auth import Key, hash_key
@@ -51,7 +52,7 @@ class ExactBucket:
         self.at = Fraction(now)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", seeds(3))
 def test_a_bucket_follows_exact_arithmetic(seed: int) -> None:
     rng = random.Random(seed)
     per_minute = rng.choice([1, 7, 60, 100_000])
@@ -157,7 +158,7 @@ def random_limits(rng: random.Random) -> TenantLimits:
     )
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", seeds(4))
 def test_a_book_admits_what_the_limits_allow(seed: int) -> None:
     rng = random.Random(seed)
     names = ["a", "b", "c", "d"]
@@ -220,15 +221,6 @@ def test_who_waits_as_long_as_told_is_admitted(limit: str) -> None:
     book.admit("a", 9.0)
 
 
-def test_a_refusal_takes_nothing() -> None:
-    book = TenantBook(TenantRules(TenantLimits(requests=1, requests_per_minute=2)))
-    admission = book.admit("a", 0.0)
-    for _ in range(50):
-        assert refusal(book, "a", 0.0).details == {"limit": "requests"}
-    admission.close()
-    book.admit("a", 0.0)
-
-
 def test_tokens_may_be_overdrawn_by_what_runs_only() -> None:
     book = TenantBook(TenantRules(TenantLimits(tokens_per_minute=100)))
     first, second, third = (book.admit("a", 0.0) for _ in range(3))
@@ -287,18 +279,6 @@ def test_routers_share_every_limit_equally() -> None:
     book.admit("a", 20.0).charge_output(1, 20.0)
     assert refusal(book, "a", 139.0).details == {"limit": "tokens_per_minute"}  # one in two minutes
     book.admit("a", 140.0)
-
-
-def test_hosts_share_no_limit() -> None:
-    """Each `trunkline serve` divides a limit by its own `--routers`: on two hosts a tenant has twice of it. Where
-    all router processes are counted in `routers`, it has it once."""
-    rules = TenantRules(TenantLimits(requests=4))
-    for routers, granted in ((1, 8), (2, 4)):
-        hosts = [TenantBook(rules, routers=routers) for _ in range(2)]
-        held = [book.admit("a", 0.0) for book in hosts for _ in range(granted // 2)]
-        assert len(held) == granted
-        for book in hosts:
-            assert refusal(book, "a", 0.0).details == {"limit": "requests"}
 
 
 def test_new_rules_hold_at_once() -> None:

@@ -11,6 +11,8 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Page, expect
 from ui.conftest import Dashboard, Watched
 
+pytestmark = [pytest.mark.processes, pytest.mark.area("browser")]
+
 VIEWS = {
     "overview": ".group",
     "tree": ".chunk",

@@ -7,8 +7,11 @@ import re
 from collections import Counter
 from typing import Any
 
+import pytest
 from playwright.sync_api import Page, Route, expect
 from ui.conftest import SYSTEM, Dashboard, Watched
+
+pytestmark = [pytest.mark.processes, pytest.mark.area("browser")]
 
 
 def sent(page: Page, question: str) -> dict[str, Any]:

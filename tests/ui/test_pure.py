@@ -9,6 +9,8 @@ import pytest
 from playwright.sync_api import Page
 from ui.conftest import Watched
 
+pytestmark = [pytest.mark.processes, pytest.mark.area("browser")]
+
 TIERS = ("device", "host", "disk", "remote")
 
 

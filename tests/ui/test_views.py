@@ -9,8 +9,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import httpx
+import pytest
 from playwright.sync_api import Page, expect
 from ui.conftest import Dashboard, Watched
+
+pytestmark = [pytest.mark.processes, pytest.mark.area("browser")]
 
 
 def figure(page: Page, name: str) -> str:

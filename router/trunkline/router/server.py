@@ -124,6 +124,7 @@ def inherited(descriptor: int) -> socket.socket:
     except OSError as error:
         raise OSError(f"listen_fd: descriptor {descriptor}: {error.strerror or error}") from error
     if not is_listening:
+        listener.close()
         raise OSError(f"listen_fd: the socket of descriptor {descriptor} does not listen")
     return listener
 

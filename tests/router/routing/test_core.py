@@ -10,13 +10,7 @@ import numpy as np
 import pytest
 from seeds import seeds
 
-from trunkline.router.routing.core import (
-    Decision,
-    NoControllerError,
-    RouteRequest,
-    RoutingCore,
-    RoutingSettings,
-)
+from trunkline.router.routing.core import Decision, NoControllerError, RouteRequest, RoutingCore, RoutingSettings
 from trunkline.router.routing.names import Identity
 from trunkline.router.routing.rendezvous import rendezvous_among
 
