@@ -166,6 +166,7 @@ def test_a_group_of_several_pods_shares_its_ranks_out() -> None:
     assert option(worker, "leader") == "$(LWS_LEADER_ADDRESS):7400"
     assert option(leader, "tp") == option(worker, "tp") == "8"
     assert "first=$((LWS_WORKER_INDEX * 4))" in worker["command"][2]
+    assert "$((first + 3))" in worker["command"][2], "its last rank"
     for container in (leader, worker):
         assert container["resources"]["limits"]["nvidia.com/gpu"] == 4
 
@@ -191,23 +192,26 @@ def test_a_group_has_a_rank_for_each_gpu_unless_it_is_told_otherwise(values: Obj
     assert f"of {tp} rank(s)" in notes({"groups": values})
 
 
+def _group(values: Object) -> Object:
+    """The container of a group's pods."""
+    (container,) = only(render({"groups": values}), "StatefulSet")["spec"]["template"]["spec"]["containers"]
+    return dict(container)
+
+
+def _router(values: Object | None = None) -> Object:
+    """The container of a router's pods."""
+    (container,) = only(render(values), "Deployment")["spec"]["template"]["spec"]["containers"]
+    return dict(container)
+
+
 def test_gpus_are_asked_for_and_otherwise_cpus_are_used() -> None:
-    group = only(render({"groups": {"tp": 2, "gpus": 2}}), "StatefulSet")["spec"]["template"]["spec"][
-        "containers"
-    ][0]
+    group = _group({"tp": 2, "gpus": 2})
     assert group["resources"] == {
         "requests": {"cpu": "500m", "memory": "2Gi", "nvidia.com/gpu": 2},
         "limits": {"memory": "6Gi", "nvidia.com/gpu": 2},
     }
-    assert option(group, "device") == "cuda"
-    assert option(only(render(), "StatefulSet")["spec"]["template"]["spec"]["containers"][0], "device") == "cpu"
-
-
-def test_large_numbers_stay_whole() -> None:
-    group = only(render({"groups": {"maxContext": 1048576}}), "StatefulSet")["spec"]["template"]["spec"][
-        "containers"
-    ][0]
-    assert option(group, "max-context") == "1048576"
+    assert (option(group, "device"), option(_group({}), "device")) == ("cuda", "cpu")
+    assert option(_group({"maxContext": 1048576}), "max-context") == "1048576", "large numbers stay whole"
 
 
 def test_with_autoscaling_nobody_else_sets_the_number_of_routers() -> None:
@@ -218,21 +222,16 @@ def test_with_autoscaling_nobody_else_sets_the_number_of_routers() -> None:
     assert [metric["type"] for metric in metrics] == ["ContainerResource", "Pods"]
 
 
-def test_a_router_without_groups_is_unready_but_lives() -> None:
-    router = only(render(), "Deployment")["spec"]["template"]["spec"]["containers"][0]
+def test_probes() -> None:
+    """A router without groups is unready but lives; a group has started when it has generated a token."""
+    router = _router()
     assert router["livenessProbe"]["httpGet"]["path"] == "/livez"
     ready = router["readinessProbe"]
     assert ready["httpGet"]["path"] == "/readyz"
     assert ready["periodSeconds"] * ready["failureThreshold"] >= DEFAULTS["routers"]["resumeSeconds"]
-
-
-def test_a_group_has_started_when_it_has_generated_a_token() -> None:
-    group = only(render({"groups": {"startupSeconds": 61}}), "StatefulSet")["spec"]["template"]["spec"][
-        "containers"
-    ][0]
-    probe = group["startupProbe"]
-    assert probe["httpGet"]["path"] == "/startupz"
-    assert 61 <= probe["periodSeconds"] * probe["failureThreshold"] <= 66
+    started = _group({"startupSeconds": 61})["startupProbe"]
+    assert started["httpGet"]["path"] == "/startupz"
+    assert 61 <= started["periodSeconds"] * started["failureThreshold"] <= 66
 
 
 def test_no_secret_is_on_a_command_line_or_in_a_pod() -> None:
@@ -270,32 +269,18 @@ def test_notes_tell_what_is_open() -> None:
 
 
 def test_without_keys_the_router_knows_its_names() -> None:
-    values = {
-        "auth": {"enabled": False},
-        "routers": {
-            "ingress": {"enabled": True, "host": "llm.example.org"},
-            "httpRoute": {
-                "enabled": True,
-                "parentRefs": [{"name": "gateway"}],
-                "hostnames": ["chat.example.org", "*.example.net"],
-            },
-        },
-    }
-    (router,) = containers(only(render(values), "Deployment")["spec"]["template"])[1:]
+    route = {"enabled": True, "parentRefs": [{"name": "gateway"}]}
+    route["hostnames"] = ["chat.example.org", "*.example.net"]
+    ingress = {"enabled": True, "host": "llm.example.org"}
+    router = _router({"auth": {"enabled": False}, "routers": {"ingress": ingress, "httpRoute": route}})
+    assert "--allow-anonymous" in router["args"]
+    assert "--tenants" not in router["args"]
     assert option(router, "allowed-host").split(",") == [
         *("tl-trunkline", "tl-trunkline.llm", "tl-trunkline.llm.svc", "tl-trunkline.llm.svc.cluster.local"),
         *("llm.example.org", "chat.example.org"),
     ]
 
 
-def test_nodes_can_be_drained_of_what_serves_nobody() -> None:
+def test_nodes_can_be_drained_of_what_serves_no_requests() -> None:
     budgets = of_kind(render(), "PodDisruptionBudget")
-    assert len(budgets) == 2
-    for budget in budgets:
-        assert budget["spec"]["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
-
-
-def test_without_keys_the_router_is_told_that_this_is_meant() -> None:
-    router = only(render({"auth": {"enabled": False}}), "Deployment")["spec"]["template"]["spec"]["containers"][0]
-    assert "--allow-anonymous" in router["args"]
-    assert "--tenants" not in router["args"]
+    assert [budget["spec"]["unhealthyPodEvictionPolicy"] for budget in budgets] == ["AlwaysAllow"] * 2

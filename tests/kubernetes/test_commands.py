@@ -62,6 +62,8 @@ def test_the_commands_take_every_option_that_pods_give_them(values: Object) -> N
 
 
 @needs_kustomize
+@pytest.mark.processes
+@pytest.mark.area("kubernetes")
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_so_do_those_of_the_overlays(overlay: str) -> None:
     lines = _command_lines(build(overlay))

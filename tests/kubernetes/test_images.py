@@ -16,6 +16,7 @@ import pytest
 import yaml
 from kubernetes.rendering import ROOT, containers, only, pod_templates, render
 
+pytestmark = [pytest.mark.processes, pytest.mark.area("kubernetes")]
 DOCKER: Final = ROOT / "deploy" / "docker"
 FILES: Final = sorted(DOCKER.glob("Dockerfile.*"))
 PROJECT: Final = tomllib.loads((ROOT / "pyproject.toml").read_text())

@@ -13,6 +13,7 @@ from kubernetes.checks import admits, check_all, check_schemas
 from kubernetes.kustomizing import FOLDER, OVERLAYS, build, needs_kustomize
 from kubernetes.rendering import ROOT, Object, containers, load_all, of_kind, only, pod_templates, render
 
+pytestmark = [pytest.mark.processes, pytest.mark.area("kubernetes")]
 SECRETS = frozenset({"trunkline-wire", "trunkline-keys", "trunkline-clients", "models"})
 """What an operator makes beforehand."""
 OWN: Object = {"auth": {"existingSecret": "trunkline-keys"}, "wire": {"existingSecret": "trunkline-wire"}}

@@ -11,29 +11,20 @@ import http.client
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
+import pytest
+from deploy.waiting import free_ports, wait_for
 from kubernetes.rendering import Object, containers, only, pod_templates, render
 
+pytestmark = [pytest.mark.processes, pytest.mark.area("kubernetes")]
 _TOGETHER_S_MAX: Final = 90.0
 """Until a pod is ready. Nothing is measured: who takes longer has failed."""
 _BIN: Final = Path(sys.executable).parent
-
-
-def _free_ports(count: int) -> int:
-    """The first of so many ports in a row that nobody listens on."""
-    for first in range(20_000 + os.getpid() % 9_000, 60_000, count):
-        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
-            for port in range(first, first + count):
-                stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
-            return first
-    raise AssertionError("no free ports")
 
 
 class Pods:
@@ -41,7 +32,7 @@ class Pods:
 
     def __init__(self, folder: Path, groups: Object) -> None:
         self.folder = folder
-        self.group_port = _free_ports(9)
+        self.group_port = free_ports(9)
         self.http_port = self.group_port + 5
         self.health = {
             role: self.group_port + 6 + index for index, role in enumerate(("group", "workers", "router"))
@@ -119,11 +110,8 @@ class Pods:
         return (self.folder / role / "log").read_text()
 
     def until(self, role: str, path: str, status: int) -> None:
-        deadline = time.monotonic() + _TOGETHER_S_MAX
-        while self.probe(role, path) != status:
-            assert self.running[role].poll() is None, self.log(role)
-            assert time.monotonic() < deadline, f"{role}{path} is not {status}\n{self.log(role)}"
-            time.sleep(0.1)
+        wait_for(lambda: self.probe(role, path) == status or self.running[role].poll() is not None)
+        assert self.running[role].poll() is None, self.log(role)
 
 
 @contextlib.contextmanager
@@ -140,7 +128,34 @@ def _pods(folder: Path, **groups: Any) -> Iterator[Pods]:
 
 def test_they_come_up_serve_by_their_roles_and_leave(tmp_path: Path) -> None:
     with _pods(tmp_path) as pods:
-        _check_one_group(pods)
+        pods.start("router")
+        pods.until("router", "/startupz", 200)
+        assert pods.probe("router", "/livez") == 200, "without groups it waits, and must not be killed"
+        assert pods.probe("router", "/readyz") == 503
+
+        pods.start("group")
+        pods.until("group", "/startupz", 200)
+        pods.until("group", "/readyz", 200)
+        pods.until("router", "/readyz", 200)
+
+        user, metrics, admin = (
+            pods.secret("-clients", f"{role}-key").decode() for role in ("user", "metrics", "admin")
+        )
+        body = {"model": "trunkline-demo", "prompt": "import os", "max_tokens": 3}
+        status, answer = pods.get(pods.http_port, "/v1/completions", user, body)
+        assert status == 200, answer
+        assert json.loads(answer)["usage"]["completion_tokens"] >= 1
+        assert pods.get(pods.http_port, "/v1/completions", "", body)[0] == 401
+        assert pods.get(pods.http_port, "/v1/completions", metrics, body)[0] == 403
+        assert pods.get(pods.http_port, "/metrics", metrics)[0] == 200
+        assert pods.get(pods.http_port, "/flush_cache", user, {})[0] == 403
+        assert pods.get(pods.http_port, "/flush_cache", admin, {})[0] == 200
+
+        for role in ("router", "group"):
+            pods.running[role].send_signal(signal.SIGTERM)
+            assert pods.running[role].wait(_TOGETHER_S_MAX) == 0, pods.log(role)
+        logs = pods.log("router") + pods.log("group")
+        assert not any(key in logs for key in (user, metrics, admin))
 
 
 def test_a_group_of_two_pods_forms(tmp_path: Path) -> None:
@@ -154,34 +169,3 @@ def test_a_group_of_two_pods_forms(tmp_path: Path) -> None:
         assert pods.running["workers"].wait(_TOGETHER_S_MAX) == 0, pods.log("workers")
         pods.until("group", "/readyz", 503)
         assert pods.probe("group", "/livez") == 200, "what is lost elsewhere is no reason to be killed"
-
-
-def _check_one_group(pods: Pods) -> None:
-    pods.start("router")
-    pods.until("router", "/startupz", 200)
-    assert pods.probe("router", "/livez") == 200, "without groups it waits, and must not be killed"
-    assert pods.probe("router", "/readyz") == 503
-
-    pods.start("group")
-    pods.until("group", "/startupz", 200)
-    pods.until("group", "/readyz", 200)
-    pods.until("router", "/readyz", 200)
-
-    user, metrics, admin = (
-        pods.secret("-clients", f"{role}-key").decode() for role in ("user", "metrics", "admin")
-    )
-    body = {"model": "trunkline-demo", "prompt": "import os", "max_tokens": 3}
-    status, answer = pods.get(pods.http_port, "/v1/completions", user, body)
-    assert status == 200, answer
-    assert json.loads(answer)["usage"]["completion_tokens"] >= 1
-    assert pods.get(pods.http_port, "/v1/completions", "", body)[0] == 401
-    assert pods.get(pods.http_port, "/v1/completions", metrics, body)[0] == 403
-    assert pods.get(pods.http_port, "/metrics", metrics)[0] == 200
-    assert pods.get(pods.http_port, "/flush_cache", user, {})[0] == 403
-    assert pods.get(pods.http_port, "/flush_cache", admin, {})[0] == 200
-
-    for role in ("router", "group"):
-        pods.running[role].send_signal(signal.SIGTERM)
-        assert pods.running[role].wait(_TOGETHER_S_MAX) == 0, pods.log(role)
-    logs = pods.log("router") + pods.log("group")
-    assert not any(key in logs for key in (user, metrics, admin))

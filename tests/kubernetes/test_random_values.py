@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kubernetes.checks import admits, check_all, sends
@@ -146,6 +147,7 @@ def test_every_way_is_closed_at_both_ends() -> None:
         assert not admits(objects, stranger, receiver, port)
 
 
+@pytest.mark.area("kubernetes")
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(_values())
 def test_any_values_make_a_sound_installation(values: Object) -> None:

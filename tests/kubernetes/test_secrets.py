@@ -16,6 +16,7 @@ from trunkline.router.tenancy.tenant_file import parse_rules
 from trunkline.router.tenancy.tenants import NO_LIMITS
 from trunkline.runtime.wire_seed import keys_of
 
+pytestmark = pytest.mark.area("kubernetes")
 VALKEY: Object = {"remoteTier": {"mode": "valkey"}}
 
 
