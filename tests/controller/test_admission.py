@@ -18,6 +18,11 @@ SMALL = EngineConfig(num_blocks=64, chunk_size=4, max_context=96, token_budget=2
 JSON = Grammar("json_schema", "{}", "response_format")
 
 
+@pytest.fixture
+def simulation() -> Simulation:
+    return Simulation(SMALL)
+
+
 @pytest.mark.parametrize(
     ("options", "param", "said"),
     [
@@ -31,9 +36,10 @@ JSON = Grammar("json_schema", "{}", "response_format")
         ({"max_tokens": 0}, "max_tokens", "0"),
     ],
 )
-def test_what_can_never_run_is_refused_by_name(options: dict[str, Any], param: str, said: str) -> None:
+def test_what_can_never_run_is_refused_by_name(
+    simulation: Simulation, options: dict[str, Any], param: str, said: str
+) -> None:
     """Nothing else is disturbed by it."""
-    simulation = Simulation(SMALL)
     simulation.submit([1, 2, 3], 20)
     simulation.step()
     wrong = simulation.submit(**{"prompt": [1, 2, 3], "max_tokens": 8, **options})
@@ -56,8 +62,7 @@ def test_the_widest_that_fits_runs() -> None:
         verify(simulation.streams[1], 96)
 
 
-def test_output_ends_where_the_context_does() -> None:
-    simulation = Simulation(SMALL)
+def test_output_ends_where_the_context_does(simulation: Simulation) -> None:
     simulation.submit(list(range(80)), 50)
     simulation.submit(list(range(80)), 50, n=2)
     simulation.submit(list(range(80)), 50, beam=BeamSearch(2))
@@ -123,8 +128,7 @@ def test_priorities_go_first() -> None:
 # Grammars
 
 
-def test_a_grammar_is_compiled_once_and_awaited_without_holding_anything() -> None:
-    simulation = Simulation(SMALL)
+def test_a_grammar_is_compiled_once_and_awaited_without_holding_anything(simulation: Simulation) -> None:
     waiting = [simulation.submit([1, 2, 3], 5, grammar=JSON) for _ in range(2)]
     plain = simulation.submit([1, 2, 3], 5)
     for _ in range(20):
@@ -140,9 +144,8 @@ def test_a_grammar_is_compiled_once_and_awaited_without_holding_anything() -> No
     assert simulation.streams[later].reason == "length"
 
 
-def test_a_grammar_that_is_under_way_is_asked_for_once_by_each_tenant() -> None:
+def test_a_grammar_that_is_under_way_is_asked_for_once_by_each_tenant(simulation: Simulation) -> None:
     """The second one's turn may come first; the workers compile it once."""
-    simulation = Simulation(SMALL)
     text = "[a-z]"
     for tenant in (b"a", b"b", b"a", b"b"):
         simulation.submit([1, 2], 2, grammar=Grammar("regex", text, tenant=tenant))
@@ -159,8 +162,7 @@ def test_a_grammar_that_is_under_way_is_asked_for_once_by_each_tenant() -> None:
     assert simulation.engine.grammars.messages() == [], "it is ready"
 
 
-def test_a_grammar_that_cannot_be_compiled_ends_its_requests_only() -> None:
-    simulation = Simulation(SMALL)
+def test_a_grammar_that_cannot_be_compiled_ends_its_requests_only(simulation: Simulation) -> None:
     wrong = [simulation.submit([1, 2], 5, grammar=Grammar("regex", "(", "guided_regex"), n=2) for _ in range(2)]
     right = simulation.submit([1, 2], 5, grammar=JSON)
     simulation.plan()
@@ -173,8 +175,7 @@ def test_a_grammar_that_cannot_be_compiled_ends_its_requests_only() -> None:
     assert simulation.streams[right].reason == "length"
 
 
-def test_aborted_while_its_grammar_is_compiled() -> None:
-    simulation = Simulation(SMALL)
+def test_aborted_while_its_grammar_is_compiled(simulation: Simulation) -> None:
     request = simulation.submit([1, 2], 5, grammar=JSON)
     simulation.plan()
     simulation.abort(request)
@@ -185,9 +186,8 @@ def test_aborted_while_its_grammar_is_compiled() -> None:
     assert simulation.streams[other].reason == "length"
 
 
-def test_grammars_do_not_pile_up() -> None:
+def test_grammars_do_not_pile_up(simulation: Simulation) -> None:
     """Clients may send another schema each time."""
-    simulation = Simulation(SMALL)
     forgotten = 0
     for i in range(300):
         simulation.submit([1, 2], 2, grammar=Grammar("json_schema", str(i)))
@@ -202,9 +202,8 @@ def test_grammars_do_not_pile_up() -> None:
 
 
 @pytest.mark.parametrize("length", [1, 4, 5, 23, 60])
-def test_all_positions_are_computed_and_scored(length: int) -> None:
+def test_all_positions_are_computed_and_scored(simulation: Simulation, length: int) -> None:
     """Also where the prompt is cached: then it is computed, but not stored, again."""
-    simulation = Simulation(SMALL)
     prompt = [(7 * i) % 60 for i in range(length)]
     simulation.ask(prompt, 2)
     written = simulation.workers.written_tokens
@@ -214,8 +213,7 @@ def test_all_positions_are_computed_and_scored(length: int) -> None:
     assert [stream.cached_tokens for stream in simulation.streams.values()][1:] == [0, 0]
 
 
-def test_resumed_streams_keep_their_sample_and_seed() -> None:
-    simulation = Simulation(SMALL)
+def test_resumed_streams_keep_their_sample_and_seed(simulation: Simulation) -> None:
     tokens = np.array([1, 2, 3, 4], np.int32)
     simulation.engine.receive(
         Request(id=1, tokens=tokens, prompt_len=2, max_tokens=9, sampling=Sampling(), n=2), 0.0

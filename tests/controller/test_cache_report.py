@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from controller.tier_harness import TIERED, Session, miss_of, settle, simulate, sink, tiers_of
+from controller.tier_harness import Session, miss_of, settle, simulate, sink, sunken, tiers_of
 from msgspec.structs import replace
 from simulation.driver import Options, Simulation, verify
 
@@ -84,20 +84,15 @@ def test_a_scored_prompt_is_computed_whole(simulation: Simulation) -> None:
 
 
 def test_a_tier_that_could_not_give_it_back() -> None:
-    simulation = simulate(replace(TIERED, remote=False))
-    session = Session(simulation)
-    session.turn(30)
-    sink(simulation, TierKind.DISK)
+    session = sunken(TierKind.DISK, remote=False)
+    simulation = session.simulation
     for rank in simulation.tiers.disk:
         del rank[next(node.disk for node in simulation.tree.nodes() if node.depth == 3)]
     assert miss_of(session.turn(3)) == ("lost", 8)
 
 
 def test_a_host_from_which_loading_is_slower_than_computing(monkeypatch: pytest.MonkeyPatch) -> None:
-    simulation = simulate(replace(TIERED, remote=False, preemption="auto"))
-    session = Session(simulation)
-    session.turn(30)
-    sink(simulation, TierKind.HOST)
+    session = sunken(TierKind.HOST, remote=False, preemption="auto")
     monkeypatch.setattr(StepCosts, "load_pays", lambda self, tokens: False)
     stream = session.turn(3)
     assert sum(tiers_of(stream)) == 0

@@ -148,15 +148,6 @@ def test_a_refusal_for_cost_lowers_what_reads_are_thought_to_cost() -> None:
     assert health.read_us == pytest.approx(5000.0 * 0.8**7), "who waits does not doubt"
 
 
-def test_who_loses_patience_does_not_doubt_the_costs() -> None:
-    desk = Desk(4, token_us=1e6)
-    desk.costs_us(1e5)
-    waiting = group()
-    assert desk.fetching.worth_waiting(waiting, desk.path, 0.0)
-    assert not desk.fetching.worth_waiting(waiting, desk.path, 100.0)
-    assert desk.tiers.health[TierKind.DISK].read_us == 1e5
-
-
 def test_doubt_ends_at_what_was_assumed_at_first() -> None:
     desk = Desk(4, token_us=1.0)
     desk.costs_us(disk=600.0, remote=1e6)
@@ -188,15 +179,6 @@ def test_chunks_are_fetched_while_their_request_waits_and_not_after() -> None:
     other.fetching.expect(waiting, other.path)
     other.fetching.done(waiting)
     assert not other.tiers.moves(0.0)
-
-
-def test_requests_are_served_in_the_order_of_the_queue() -> None:
-    desk = Desk(6)
-    desk.tiers.health[TierKind.DISK]._limits = (2, 2)
-    late, early = group(9), group(2)
-    desk.fetching.expect(late, desk.path[:3])
-    desk.fetching.expect(early, desk.path[3:])
-    assert [move.item for move in desk.tiers.moves(0.0)] == desk.path[3:5]
 
 
 def test_where_a_chunk_came_from_is_remembered() -> None:

@@ -21,7 +21,7 @@ from trunkline.controller.engine.integrity import IntegrityError, check_integrit
 from trunkline.controller.messages import EventsCall
 from trunkline.controller.service.status import load_of, state_of
 from trunkline.kvstore.layout import NO_BLOCK, pack_int32
-from trunkline.kvstore.names import ChunkName, chain, root_name
+from trunkline.kvstore.names import ChunkName
 from trunkline.router.messages import EventsReply
 from trunkline.router.routing.names import Identity, names_of
 from trunkline.router.routing.request import RouteRequest
@@ -67,15 +67,6 @@ def test_a_change_that_nobody_noted_is_found() -> None:
     next(tree.nodes()).told = 0
     with pytest.raises(IntegrityError, match="nobody noted"):
         check_integrity(simulation.scheduler)
-
-
-def test_names_are_those_that_a_router_works_out() -> None:
-    simulation = Simulation(replace(TINY, model_fingerprint=b"weights"))
-    prompt = [3, 1, 4, 1, 5, 9, 2, 6, 5]
-    simulation.ask(prompt, 1, salt=b"tenant")
-    tokens = b"".join(token.to_bytes(4, "little") for token in prompt[:8])
-    names = chain(root_name(b"weights", "float32", CHUNK, b"tenant"), tokens, CHUNK)
-    assert known_of(simulation) == dict.fromkeys(names, 1)
 
 
 ROOMY = EngineConfig(num_blocks=900, chunk_size=CHUNK, max_context=400, token_budget=64, max_rows=8)

@@ -31,8 +31,12 @@ def others(simulation: Simulation, count: int) -> None:
     simulation.ask(words(1000 + simulation.next_id * 100, 4 * count - 1), 1)
 
 
-def test_a_schema_is_encoded_before_anybody_asks_for_it() -> None:
-    simulation = Simulation(ROOMY)
+@pytest.fixture
+def simulation() -> Simulation:
+    return Simulation(ROOMY)
+
+
+def test_a_schema_is_encoded_before_anybody_asks_for_it(simulation: Simulation) -> None:
     assert tiers_in(call(simulation, "look", SCHEMA)) == [-1] * 4
     reply = call(simulation, "encode", SCHEMA)
     assert (reply.status, reply.computed_tokens) == ("ok", TOKENS)
@@ -44,8 +48,7 @@ def test_a_schema_is_encoded_before_anybody_asks_for_it() -> None:
     assert jobs_of(simulation).encoded_texts == 4
 
 
-def test_a_call_about_nothing() -> None:
-    simulation = Simulation(ROOMY)
+def test_a_call_about_nothing(simulation: Simulation) -> None:
     assert call(simulation, "encode", [], holder="x").status == "ok"
     assert call(simulation, "look", []).tiers == b""
     assert call(simulation, "unpin", [], holder="nobody").status == "ok"
@@ -53,8 +56,7 @@ def test_a_call_about_nothing() -> None:
     assert simulation.engine.is_idle
 
 
-def test_two_calls_and_a_request_that_want_the_same_texts() -> None:
-    simulation = Simulation(ROOMY)
+def test_two_calls_and_a_request_that_want_the_same_texts(simulation: Simulation) -> None:
     tickets = [simulation.modules_call("encode", SCHEMA) for _ in range(2)]
     submit(simulation, SCHEMA[:2], [(17, 1)])
     simulation.finish()
@@ -62,8 +64,7 @@ def test_two_calls_and_a_request_that_want_the_same_texts() -> None:
     assert jobs_of(simulation).encoded_texts == 4
 
 
-def test_requests_that_come_during_a_long_call_do_not_wait_for_its_end() -> None:
-    simulation = Simulation(ROOMY)
+def test_requests_that_come_during_a_long_call_do_not_wait_for_its_end(simulation: Simulation) -> None:
     texts = [text(words(20 * i, 20), 0) for i in range(80)]
     ticket = simulation.modules_call("encode", texts)
     for _ in range(3):
@@ -181,8 +182,7 @@ def test_where_texts_are(tier: TierKind) -> None:
     assert call(simulation, "encode", SCHEMA).computed_tokens == 0
 
 
-def test_texts_that_are_encoded_for_a_time() -> None:
-    simulation = Simulation(ROOMY)
+def test_texts_that_are_encoded_for_a_time(simulation: Simulation) -> None:
     call(simulation, "encode", SCHEMA, ttl=50.0)
     simulation.now += 40.0
     call(simulation, "encode", SCHEMA[:1], ttl=50.0)  # is kept again
@@ -218,8 +218,7 @@ def test_without_a_cache_there_are_no_modules() -> None:
     assert "prefix cache is off" in ended.detail
 
 
-def test_calls_end_when_the_workers_are_gone() -> None:
-    simulation = Simulation(ROOMY)
+def test_calls_end_when_the_workers_are_gone(simulation: Simulation) -> None:
     ticket = simulation.modules_call("encode", SCHEMA)
     simulation.step()
     simulation.engine.receive(EndAll("gone"), simulation.now)

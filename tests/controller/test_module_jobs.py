@@ -24,6 +24,11 @@ from trunkline.worker.messages import Probe, Sampling
 LONG = text(words(100, 60), 0)
 
 
+@pytest.fixture
+def simulation() -> Simulation:
+    return Simulation(ROOMY)
+
+
 def test_a_long_text_is_encoded_in_parts_beside_decoding() -> None:
     simulation = Simulation(replace(ROOMY, token_budget=13))
     plain = simulation.submit(words(0, 5), 20)
@@ -177,8 +182,7 @@ def test_flushing_the_cache_while_texts_are_waited_for() -> None:
     assert simulation.engine.is_idle
 
 
-def test_a_layout_of_no_texts_waits_for_nothing() -> None:
-    simulation = Simulation(ROOMY)
+def test_a_layout_of_no_texts_waits_for_nothing(simulation: Simulation) -> None:
     simulation.submit([1, 2, 3], 4, layout=layout([], [(5, 1), (9, 2)]))
     simulation.finish()
     assert jobs_of(simulation).started_texts == 0
@@ -212,8 +216,7 @@ def test_many_who_lack_texts_have_them_encoded_a_crowd_at_a_time() -> None:
     assert jobs_of(simulation).encoded_texts == 10 * asked
 
 
-def test_a_text_that_is_being_computed_when_somebody_more_urgent_wants_it() -> None:
-    simulation = Simulation(ROOMY)
+def test_a_text_that_is_being_computed_when_somebody_more_urgent_wants_it(simulation: Simulation) -> None:
     texts = [text(words(0, 60), 0)]
     submit(simulation, texts, [(60, 1)], priority=9)
     simulation.step()

@@ -20,8 +20,12 @@ ROOT = text(words(0, 10), 0)
 CITY = text(words(20, 7), 10, parent=0)
 
 
-def test_ten_requests_at_once_encode_a_text_once() -> None:
-    simulation = Simulation(ROOMY)
+@pytest.fixture
+def simulation() -> Simulation:
+    return Simulation(ROOMY)
+
+
+def test_ten_requests_at_once_encode_a_text_once(simulation: Simulation) -> None:
     requests = [submit(simulation, [ROOT, CITY], [(17, 1)], own=[i]) for i in range(10)]
     simulation.finish()
     assert jobs_of(simulation).encoded_texts == 2
@@ -31,9 +35,8 @@ def test_ten_requests_at_once_encode_a_text_once() -> None:
     assert all(simulation.streams[request].started.module_tokens == 17 for request in requests)  # type: ignore[union-attr]
 
 
-def test_rows_share_blocks_of_texts_wherever_they_stand_in_their_tables() -> None:
+def test_rows_share_blocks_of_texts_wherever_they_stand_in_their_tables(simulation: Simulation) -> None:
     """Four selections of three texts; each block is held once, and (as the workers assert) in runs of all rows."""
-    simulation = Simulation(ROOMY)
     a, b, c = text(words(0, 9), 0), text(words(20, 8), 9), text(words(40, 5), 17)
     for texts in ([a, b, c], [b, c], [c], [a, c]):
         submit(simulation, texts, [(22, 2)], max_tokens=40)
@@ -50,8 +53,7 @@ def test_rows_share_blocks_of_texts_wherever_they_stand_in_their_tables() -> Non
     simulation.finish()
 
 
-def test_the_same_text_at_another_place_is_found_and_shifted() -> None:
-    simulation = Simulation(ROOMY)
+def test_the_same_text_at_another_place_is_found_and_shifted(simulation: Simulation) -> None:
     plans: list[StepPlan] = []
     simulation.workers.observer = plans.append
     ask(simulation, [ROOT, CITY], [(17, 1)])
@@ -81,9 +83,8 @@ def test_with_learned_positions_a_text_serves_at_its_own_place_only() -> None:
     assert jobs_of(simulation).encoded_texts == 3
 
 
-def test_a_text_is_another_one_under_other_texts() -> None:
+def test_a_text_is_another_one_under_other_texts(simulation: Simulation) -> None:
     """Whatever is seen before it is part of its name: alone, under a root, under another text below that root."""
-    simulation = Simulation(ROOMY)
     ask(simulation, [ROOT, CITY], [(17, 1)])
     ask(simulation, [text(words(20, 7), 0)], [(7, 1)])
     between = text(words(40, 5), 10, parent=0)
@@ -91,9 +92,8 @@ def test_a_text_is_another_one_under_other_texts() -> None:
     assert jobs_of(simulation).encoded_texts == 2 + 1 + 2
 
 
-def test_a_chain_is_encoded_in_order_and_shown_in_part() -> None:
+def test_a_chain_is_encoded_in_order_and_shown_in_part(simulation: Simulation) -> None:
     """A scaffold: each text sees all before it; the root's own version is context only."""
-    simulation = Simulation(ROOMY)
     chain = [
         text(words(0, 6), 0, seen=[]),
         text(words(10, 6), 6, parent=0),
@@ -106,9 +106,8 @@ def test_a_chain_is_encoded_in_order_and_shown_in_part() -> None:
     assert stream.started.module_tokens == 6 + 4 + 6
 
 
-def test_the_order_in_which_texts_are_named_changes_nothing() -> None:
+def test_the_order_in_which_texts_are_named_changes_nothing(simulation: Simulation) -> None:
     """Own tokens are found, too, and so is the output, by a prompt that goes on from it."""
-    simulation = Simulation(ROOMY)
     b, c = text(words(20, 7), 10, parent=0), text(words(30, 7), 20, parent=0)
     first = ask(simulation, [ROOT, b, c], [(17, 2), (27, 6)], 6)
     again = ask(simulation, [ROOT, c, b], [(17, 2), (27, 6)], 6)
@@ -121,24 +120,21 @@ def test_the_order_in_which_texts_are_named_changes_nothing() -> None:
     assert elsewhere.cached_tokens == 24, "own tokens at another place are others"
 
 
-def test_own_tokens_of_modules_are_never_found_by_plain_prompts() -> None:
-    simulation = Simulation(ROOMY)
+def test_own_tokens_of_modules_are_never_found_by_plain_prompts(simulation: Simulation) -> None:
     ask(simulation, [], [(0, 12)])
     plain = simulation.submit(words(500, 12), 4)
     simulation.finish()
     assert simulation.streams[plain].cached_tokens == 0
 
 
-def test_the_same_text_twice_in_a_prompt_is_computed_once() -> None:
-    simulation = Simulation(ROOMY)
+def test_the_same_text_twice_in_a_prompt_is_computed_once(simulation: Simulation) -> None:
     stream = ask(simulation, [text(words(0, 9), 0), text(words(0, 9), 30)], [(39, 2)])
     assert jobs_of(simulation).encoded_texts == 1
     assert stream.started is not None
     assert stream.started.module_tokens == 18
 
 
-def test_texts_that_begin_alike_share_what_they_have_in_common() -> None:
-    simulation = Simulation(ROOMY)
+def test_texts_that_begin_alike_share_what_they_have_in_common(simulation: Simulation) -> None:
     ask(simulation, [text(words(0, 10), 0)], [(10, 1)])
     computed = simulation.workers.computed_tokens
     ask(simulation, [text([*words(0, 9), 90, 91], 5)], [(16, 1)], 1)
@@ -146,8 +142,7 @@ def test_texts_that_begin_alike_share_what_they_have_in_common() -> None:
     assert jobs_of(simulation).encoded_tokens == 21
 
 
-def test_several_samples_and_their_history() -> None:
-    simulation = Simulation(ROOMY)
+def test_several_samples_and_their_history(simulation: Simulation) -> None:
     stream = ask(simulation, [ROOT, CITY], [(17, 3)], 9, n=3, history=True)
     assert len(stream.reasons) == 3
 
@@ -230,16 +225,14 @@ def test_why_a_text_was_missed() -> None:
     assert stream.cached_tokens == 0
 
 
-def test_other_tenants_texts_are_not_found() -> None:
-    simulation = Simulation(ROOMY)
+def test_other_tenants_texts_are_not_found(simulation: Simulation) -> None:
     for salt in (b"", b"a", b"b", b"a"):
         ask(simulation, [ROOT, CITY], [(17, 1)], salt=salt)
     assert jobs_of(simulation).encoded_texts == 6
 
 
-def test_a_text_is_forgotten_after_its_time() -> None:
+def test_a_text_is_forgotten_after_its_time(simulation: Simulation) -> None:
     """That of the request which wanted it for longest."""
-    simulation = Simulation(ROOMY)
     for ttl in (50.0, 500.0, 50.0):
         simulation.submit([5], 2, layout=layout([ROOT, CITY], [(17, 1)], ttl))
         simulation.run()
@@ -280,8 +273,7 @@ def cached(simulation: Simulation, root: int, city: int, *, relocate: bool) -> i
     return found
 
 
-def test_a_text_moves_with_its_parent_only() -> None:
-    simulation = Simulation(ROOMY)
+def test_a_text_moves_with_its_parent_only(simulation: Simulation) -> None:
     assert cached(simulation, 0, 10, relocate=False) == 0
     assert cached(simulation, 0, 10, relocate=False) == 17
     assert cached(simulation, 0, 30, relocate=False) == 10, "its parent is further away"
@@ -289,8 +281,7 @@ def test_a_text_moves_with_its_parent_only() -> None:
     assert jobs_of(simulation).encoded_texts == 3
 
 
-def test_who_lets_texts_move_has_texts_of_its_own() -> None:
-    simulation = Simulation(ROOMY)
+def test_who_lets_texts_move_has_texts_of_its_own(simulation: Simulation) -> None:
     assert cached(simulation, 0, 10, relocate=True) == 0
     assert cached(simulation, 0, 30, relocate=True) == 17
     # A text above all others moves freely; one below is another's if distances count.

@@ -16,6 +16,11 @@ from trunkline.worker.messages import StepPlan
 SMALL = EngineConfig(num_blocks=64, chunk_size=4, max_context=96, token_budget=24, max_rows=8)
 
 
+@pytest.fixture
+def simulation() -> Simulation:
+    return Simulation(SMALL)
+
+
 @pytest.mark.parametrize(("chunk_size", "length"), [(1, 3), (4, 1), (4, 8), (4, 17), (16, 16), (16, 30)])
 def test_each_sample_is_what_its_seed_gives(chunk_size: int, length: int) -> None:
     """With full and partial tails; and the prompt is computed once."""
@@ -30,9 +35,8 @@ def test_each_sample_is_what_its_seed_gives(chunk_size: int, length: int) -> Non
     assert simulation.workers.copied_tokens == 2 * (length % chunk_size)
 
 
-def test_plan_of_a_fork_and_the_copies_after_it() -> None:
+def test_plan_of_a_fork_and_the_copies_after_it(simulation: Simulation) -> None:
     """Golden: two forks with the prompt's last entry, their tails' copies in the next plan, one launch."""
-    simulation = Simulation(SMALL)
     plans: list[StepPlan] = []
     simulation.workers.observer = plans.append
     simulation.ask([1, 2, 3, 4, 5, 6], 3, n=3, seed=7)
@@ -55,9 +59,8 @@ def test_plan_of_a_fork_and_the_copies_after_it() -> None:
 
 
 @pytest.mark.parametrize(("n", "length"), [(2, 32), (4, 33), (6, 35)])
-def test_memory_is_the_prompt_once_and_a_tail_each(n: int, length: int) -> None:
+def test_memory_is_the_prompt_once_and_a_tail_each(simulation: Simulation, n: int, length: int) -> None:
     """PagedAttention's Figure 15a: what n samples hold against what they would hold apart."""
-    simulation = Simulation(SMALL)
     held: list[tuple[int, int]] = []
     simulation.workers.observer = lambda _: held.append(simulation.workers.blocks_held)
     simulation.submit(list(range(length)), 4, n=n, seed=3)
@@ -83,16 +86,14 @@ def test_samples_end_one_by_one() -> None:
     simulation.finish()
 
 
-def test_one_token_each() -> None:
-    simulation = Simulation(SMALL)
+def test_one_token_each(simulation: Simulation) -> None:
     simulation.submit([1, 2, 3, 4, 5], 1, n=5)
     simulation.ask([1, 2, 3, 4, 5], 1, n=2, seed=9)
     assert simulation.workers.computed_tokens == 5 + 1
 
 
-def test_equal_samples_merge_their_chunks() -> None:
+def test_equal_samples_merge_their_chunks(simulation: Simulation) -> None:
     """Samples part in one of four tokens only: those that have not yet parted hold one chunk."""
-    simulation = Simulation(SMALL)
     prompt = list(range(20, 28))
     simulation.ask(prompt, 24, n=6, seed=1)
     stream = simulation.streams[1]
@@ -112,9 +113,8 @@ def test_without_a_cache_samples_share_all_the_same() -> None:
 
 @pytest.mark.parametrize("options", [{"n": 3}, {"beam": BeamSearch(4)}], ids=["samples", "beams"])
 @pytest.mark.parametrize("after", range(12))
-def test_abort_at_any_moment_frees_everything(options: Options, after: int) -> None:
+def test_abort_at_any_moment_frees_everything(simulation: Simulation, options: Options, after: int) -> None:
     """Between any two events of a group's life."""
-    simulation = Simulation(SMALL)
     request = simulation.submit(list(range(30)), 6, **options)
     simulation.events(after)
     simulation.abort(request)

@@ -7,7 +7,7 @@ import random
 
 import numpy as np
 import pytest
-from controller.tier_harness import CHUNK, TIERED, Session, miss_of, settle, simulate, sink, tiers_of
+from controller.tier_harness import CHUNK, TIERED, Session, miss_of, settle, simulate, sink, sunken, tiers_of
 from msgspec.structs import replace
 from seeds import seeds
 from simulation.driver import Simulation
@@ -111,24 +111,10 @@ def test_a_tier_that_dies_while_others_are_served(tier: TierKind, ranks: int) ->
     assert not stats.problem or simulation.tree.tiers.health[tier].is_paused is False
 
 
-def test_a_dead_tier_is_left_alone_and_named() -> None:
-    simulation = simulate()
-    simulation.tiers.faults.dead.add(DISK)
-    session = Session(simulation)
-    for _ in range(6):
-        session.turn(8)
-    health = simulation.tree.tiers.health[DISK]
-    assert health.is_paused
-    assert health.problem == "broken"
-    assert health.failures <= 40, "it is asked again and again"
-
-
 def test_a_remote_tier_that_has_forgotten() -> None:
     """Probed and entered, then gone: a miss, and the text is computed."""
-    simulation = simulate(replace(TIERED, disk_slots=0))
-    session = Session(simulation)
-    session.turn(30)
-    sink(simulation, REMOTE)
+    session = sunken(REMOTE, disk_slots=0)
+    simulation = session.simulation
     for rank in simulation.tiers.remote:
         rank.clear()
     stream = session.turn(5)
@@ -189,10 +175,10 @@ def test_in_full_tiers_the_latest_sessions_are_found_whole() -> None:
     simulation = simulate(replace(TIERED, num_blocks=30, host_slots=16, disk_slots=100, remote=False))
     sessions: list[Session] = []
     found = known = 0
-    for number in range(60):
+    for number in range(40):
         sessions.append(Session(simulation, start=100 * number))
         sessions[-1].turn(18, 1)
-        if number >= 30:
+        if number >= 25:
             back = sessions[number - 8]
             known += (len(back.history) - 1) // CHUNK * CHUNK
             found += sum(tiers_of(back.turn(3, 1))) // CHUNK * CHUNK
@@ -217,10 +203,8 @@ def test_what_has_not_been_used_for_long_expires_in_every_tier() -> None:
 
 def test_waiting_requests_have_their_chunks_fetched() -> None:
     """Look-ahead: while the rows are taken, what those who wait will need comes into host memory."""
-    simulation = simulate(replace(TIERED, max_rows=1, remote=False))
-    session = Session(simulation)
-    session.turn(30)
-    sink(simulation, DISK)
+    session = sunken(DISK, max_rows=1, remote=False)
+    simulation = session.simulation
     simulation.submit(list(range(9)), 40)
     simulation.step()
     request = session.send(3)
@@ -232,10 +216,8 @@ def test_waiting_requests_have_their_chunks_fetched() -> None:
 
 
 def test_a_slow_disk_is_waited_for_no_longer_than_computing_takes() -> None:
-    simulation = simulate(replace(TIERED, remote=False), pace_s=0.001)
-    session = Session(simulation)
-    session.turn(30)
-    sink(simulation, DISK)
+    session = sunken(DISK, remote=False, pace_s=0.001)
+    simulation = session.simulation
     simulation.tree.tiers.health[DISK].read_us = 1e9
     simulation.tier_pace = 0.0
     before = simulation.now
@@ -247,10 +229,8 @@ def test_a_slow_disk_is_waited_for_no_longer_than_computing_takes() -> None:
 
 def test_a_disk_that_stalls_is_given_up_after_a_while() -> None:
     """It was fast so far: it is waited for, but not for ever."""
-    simulation = simulate(replace(TIERED, remote=False), pace_s=0.001)
-    session = Session(simulation)
-    session.turn(30)
-    sink(simulation, DISK)
+    session = sunken(DISK, remote=False, pace_s=0.001)
+    simulation = session.simulation
     simulation.tree.tiers.health[DISK].read_us = 1.0
     simulation.scheduler.costs._costs[2] = 1000.0
     simulation.tier_pace = 0.0
@@ -263,10 +243,8 @@ def test_a_disk_that_stalls_is_given_up_after_a_while() -> None:
 
 
 def test_an_announced_session_is_near_when_it_comes() -> None:
-    simulation = simulate(replace(TIERED, remote=False))
-    session = Session(simulation)
-    session.turn(30)
-    sink(simulation, DISK)
+    session = sunken(DISK, remote=False)
+    simulation = session.simulation
     tokens = np.array(session.history, np.int32)
     announced = Request(id=0, tokens=tokens, max_tokens=1, sampling=Sampling())
     assert simulation.expect(announced) == (32, 32)
@@ -416,7 +394,7 @@ def test_every_invariant_holds_after_every_event() -> None:
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("seed", range(1000, 1100))
+@pytest.mark.parametrize("seed", seeds(100))
 def test_thousands_of_requests(seed: int) -> None:
     """In all: 60,000 over a hundred engines."""
     random_traffic(seed, check=False).run(300)

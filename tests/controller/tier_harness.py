@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
+from msgspec.structs import replace
 from simulation.driver import Options, Simulation, Stream, verify
 
 from trunkline.controller.config import EngineConfig
@@ -88,6 +90,14 @@ class Session:
         verify(stream, self.simulation.engine.config.longest_sequence)
         self.history += stream.output
         return stream
+
+
+def sunken(tier: TierKind, pace_s: float = 1e-5, **changes: Any) -> Session:
+    """Return a session whose first turn of 30 tokens is in a tier; the engine is like `TIERED` but for changes."""
+    session = Session(simulate(replace(TIERED, **changes), pace_s=pace_s))
+    session.turn(30)
+    sink(session.simulation, tier)
+    return session
 
 
 def cut_of(stream: Stream) -> str:
