@@ -10,8 +10,8 @@ import pytest
 from pydantic_core import from_json
 from seeds import seeds
 
-from trunkline.router.api import json_slices
-from trunkline.router.api.json_slices import (
+from trunkline.router.http import json_slices
+from trunkline.router.http.json_slices import (
     DEPTH_MAX,
     PARTS_MAX,
     PIECE_BYTES,

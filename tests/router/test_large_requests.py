@@ -16,10 +16,10 @@ from router.harness import JSON, MESSAGES, RunningRouter, make_answer, wait_unti
 from router.hostile_bodies import HOSTILE
 from router.process_calls import router_process
 
-from trunkline.router.api.json_slices import PIECE_BYTES, VALUES_MAX
-from trunkline.router.api.models import MESSAGES_MAX
 from trunkline.router.errors import ApiError
+from trunkline.router.http.json_slices import PIECE_BYTES, VALUES_MAX
 from trunkline.router.http.large_requests import BODIES_AT_ONCE, SMALL_BYTES, LargeRequests
+from trunkline.router.jobs.request_models import MESSAGES_MAX
 from trunkline.router.text.tokenizer import TEXT_BYTES_MAX, TOKENS_MAX, Tokenizer
 
 LEFT_BYTES_MAX: Final = 128 << 20

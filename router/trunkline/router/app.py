@@ -18,8 +18,6 @@ from starlette.responses import Response
 
 from trunkline.router.api import admin, anthropic, chat, completions, openai_responses, schemas, sessions, tokens
 from trunkline.router.api.anthropic import CountTokensRequest, MessagesRequest
-from trunkline.router.api.error_forms import SCHEMAS, error_body, schema_of
-from trunkline.router.api.models import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from trunkline.router.api.openai_response_types import ResponsesRequest
 from trunkline.router.api.responses import JsonResponse
 from trunkline.router.api.schema_types import SchemaRequest, SchemaUpdate
@@ -27,9 +25,11 @@ from trunkline.router.api.session_types import DiscardRequest, ForkRequest, Sess
 from trunkline.router.errors import ApiError
 from trunkline.router.http.access import AccessMiddleware
 from trunkline.router.http.admission import AdmissionMiddleware
+from trunkline.router.http.error_forms import SCHEMAS, error_body, schema_of
 from trunkline.router.http.idempotency import IdempotencyStore
 from trunkline.router.http.middleware import RequestMiddleware
 from trunkline.router.http.replay import ReplayMiddleware
+from trunkline.router.jobs.request_models import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from trunkline.router.service import RouterService
 from trunkline.router.stores.record_homes import RecordHomes
 from trunkline.router.telemetry.metrics_page import MetricsPage
@@ -150,7 +150,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 
 
 def _schema(app: FastAPI) -> dict[str, Any]:
-    """OpenAPI with the request bodies and errors, which FastAPI does not see (`api/body.py` reads and refuses)."""
+    """OpenAPI with the request bodies and errors, which FastAPI does not see (`http/body.py` reads and refuses)."""
     if app.openapi_schema is None:
         schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
         _, definitions = models_json_schema(

@@ -28,14 +28,14 @@ from trunkline.router.api.blocks import (
     renamed,
     session_label,
 )
-from trunkline.router.api.body import beside_loop, read_request
 from trunkline.router.api.common import check_length, check_model, service_of, start
-from trunkline.router.api.connection import EventStream, while_connected
-from trunkline.router.api.error_forms import anthropic_error
-from trunkline.router.api.models import ChatRequest, Message
-from trunkline.router.api.parameters import Count, Stops, Whitespace
 from trunkline.router.api.responses import JsonResponse
 from trunkline.router.errors import unsupported
+from trunkline.router.http.body import beside_loop, read_request
+from trunkline.router.http.error_forms import anthropic_error
+from trunkline.router.http.event_stream import EventStream, while_connected
+from trunkline.router.jobs.parameters import Count, Stops, Whitespace
+from trunkline.router.jobs.request_models import ChatRequest, Message
 from trunkline.router.request_random import draw_hex
 from trunkline.router.service import RouterService
 from trunkline.router.streams.generation import Generation

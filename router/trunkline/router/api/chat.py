@@ -10,7 +10,6 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
-from trunkline.router.api.body import read_request
 from trunkline.router.api.caching import cache_use, truncation_result
 from trunkline.router.api.common import (
     LOGPROBS_OFF_LOOP,
@@ -25,9 +24,7 @@ from trunkline.router.api.common import (
     start,
     usage_of,
 )
-from trunkline.router.api.connection import EventStream, while_connected
 from trunkline.router.api.logprobs import chat_logprobs, prompt_logprob_list
-from trunkline.router.api.models import ChatRequest
 from trunkline.router.api.module_prompts import has_modules, modules_job
 from trunkline.router.api.prompting import chat_job
 from trunkline.router.api.responses import (
@@ -52,6 +49,9 @@ from trunkline.router.api.responses import (
 from trunkline.router.api.turn import Together, Turn, open_turn
 from trunkline.router.api.unsupported import check_supported
 from trunkline.router.errors import bad_value
+from trunkline.router.http.body import read_request
+from trunkline.router.http.event_stream import EventStream, while_connected
+from trunkline.router.jobs.request_models import ChatRequest
 from trunkline.router.service import RouterService
 from trunkline.router.streams.generation import Generation
 from trunkline.router.streams.text import Delta, FinishName

@@ -12,10 +12,10 @@ from msgspec.structs import replace
 from starlette.requests import Request
 
 from trunkline.router.api.logprobs import PromptScores, join_prompt_logprobs
-from trunkline.router.api.models import ChatRequest, CompletionRequest, Message
 from trunkline.router.api.responses import CachedTokens, Usage, make_usage
 from trunkline.router.errors import ApiError, bad_value, unavailable
 from trunkline.router.jobs.job import Job, Limits, Prompt, bad_word_ids, make_job
+from trunkline.router.jobs.request_models import ChatRequest, CompletionRequest, Message
 from trunkline.router.jobs.structured import owned
 from trunkline.router.request_random import created_at, draw_hex, draw_seed
 from trunkline.router.service import RouterService

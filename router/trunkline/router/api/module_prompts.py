@@ -14,24 +14,24 @@ from collections.abc import Callable
 from typing import Any, Final, NamedTuple, TypeVar
 
 from msgspec.structs import replace
+from trunkline.router.stores.history import Part, SessionModules
+from trunkline.router.stores.schemas import Schema
+from trunkline.router.text.pml_tokenizer import ModelText
+from trunkline.router.tools.turns import TurnError, for_plain_template, for_tool_template, has_calls
 
 from trunkline.controller.messages import PromptLayout
 from trunkline.kvstore.layout import pack_int32
 from trunkline.router import pml
-from trunkline.router.api.body import is_heavier
 from trunkline.router.api.common import job_for
-from trunkline.router.api.models import ChatRequest, CompletionRequest, Message
 from trunkline.router.api.turn import Turn
 from trunkline.router.errors import bad_value
+from trunkline.router.http.body import is_heavier
 from trunkline.router.jobs.job import Job, Modules, Prompt
+from trunkline.router.jobs.request_models import ChatRequest, CompletionRequest, Message
 from trunkline.router.service import RouterService
-from trunkline.router.stores.history import Part, SessionModules
-from trunkline.router.stores.schemas import Schema
 from trunkline.router.tenancy.identity import cache_salt
-from trunkline.router.text.pml_tokenizer import ModelText
 from trunkline.router.text.tokenizer import OFF_LOOP_CHARACTERS, Tokenizer
 from trunkline.router.tools.plan import ToolPlan
-from trunkline.router.tools.turns import TurnError, for_plain_template, for_tool_template, has_calls
 
 _T = TypeVar("_T")
 

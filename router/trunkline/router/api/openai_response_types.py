@@ -9,8 +9,8 @@ from pydantic.json_schema import WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from trunkline.router.api.blocks import Block
-from trunkline.router.api.parameters import Count, ToolChoice, Whitespace
 from trunkline.router.errors import ApiError, bad_value, unsupported
+from trunkline.router.jobs.parameters import Count, ToolChoice, Whitespace
 
 _NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
     "previous_response_id": (),

@@ -27,11 +27,8 @@ from trunkline.router.api.blocks import (
     session_label,
     with_names,
 )
-from trunkline.router.api.body import beside_loop, read_request
 from trunkline.router.api.caching import cache_use, truncation_result
 from trunkline.router.api.common import check_model, service_of, start
-from trunkline.router.api.connection import EventStream, while_connected
-from trunkline.router.api.models import ChatRequest
 from trunkline.router.api.openai_items import to_messages
 from trunkline.router.api.openai_response_types import (
     Object,
@@ -44,6 +41,9 @@ from trunkline.router.api.openai_response_types import (
 )
 from trunkline.router.api.responses import JsonResponse
 from trunkline.router.errors import ApiError
+from trunkline.router.http.body import beside_loop, read_request
+from trunkline.router.http.event_stream import EventStream, while_connected
+from trunkline.router.jobs.request_models import ChatRequest
 from trunkline.router.request_random import created_at, draw_hex
 from trunkline.router.streams.generation import Generation
 from trunkline.router.tools.definitions import read_choice, read_flat_tools

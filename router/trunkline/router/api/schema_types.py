@@ -9,7 +9,7 @@ from msgspec import UNSET, UnsetType
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from trunkline.router.api.parameters import SchemaTtl, SessionId
+from trunkline.router.jobs.parameters import SchemaTtl, SessionId
 
 
 class SchemaRequest(BaseModel):

@@ -17,9 +17,9 @@ import structlog
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from trunkline.router.api.error_forms import error_body
 from trunkline.router.api.responses import JsonResponse
 from trunkline.router.errors import ApiError
+from trunkline.router.http.error_forms import error_body
 from trunkline.router.tenancy.auth import Access, access_needed, is_loopback
 from trunkline.router.tenancy.identity import Identity, check_once, identified
 from trunkline.router.tenancy.metering import Tenants

@@ -13,10 +13,10 @@ import structlog
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from trunkline.router.api.connection import BODY_SEND, CLIENT_LEFT_STATUS, ClientLeftError
-from trunkline.router.api.error_forms import error_body
 from trunkline.router.api.responses import JsonResponse
 from trunkline.router.errors import ApiError
+from trunkline.router.http.error_forms import error_body
+from trunkline.router.http.event_stream import BODY_SEND, CLIENT_LEFT_STATUS, ClientLeftError
 from trunkline.router.telemetry.metrics import Metrics
 from trunkline.router.telemetry.request_record import RequestRecord, recorded
 from trunkline.router.telemetry.request_trace import PROVIDER, RequestTrace, operation_of

@@ -16,11 +16,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from trunkline.router.api.body import SESSION_HEADER, read_body
-from trunkline.router.api.connection import BODY_SEND, EVENT_STREAM_HEADERS, while_connected
-from trunkline.router.api.error_forms import error_body
 from trunkline.router.api.responses import JsonResponse
 from trunkline.router.errors import ApiError
+from trunkline.router.http.body import SESSION_HEADER, read_body
+from trunkline.router.http.error_forms import error_body
+from trunkline.router.http.event_stream import BODY_SEND, EVENT_STREAM_HEADERS, while_connected
 from trunkline.router.http.idempotency import (
     BODY_BYTES_MAX,
     Claim,

@@ -13,9 +13,9 @@ import msgspec
 
 from trunkline.controller.messages import BeamSearch
 from trunkline.kvstore.beams import candidate_count
-from trunkline.router.api.models import CompletionRequest, GenerationRequest
-from trunkline.router.api.parameters import BEAM_WIDTH_MAX, CHOICES_MAX
 from trunkline.router.errors import ApiError, bad_value
+from trunkline.router.jobs.parameters import BEAM_WIDTH_MAX, CHOICES_MAX
+from trunkline.router.jobs.request_models import CompletionRequest, GenerationRequest
 
 CANDIDATES_MAX: Final = 4096
 """Continuations that a search may look at in a step; they travel to the controller each time."""

@@ -10,10 +10,10 @@ from msgspec.structs import replace
 
 from trunkline.controller.messages import Grammar, PromptLayout
 from trunkline.kvstore.layout import pack_int32
-from trunkline.router.api.models import ChatRequest, CompletionRequest, GenerationRequest
-from trunkline.router.api.parameters import SESSION_ID_CHARACTERS_MAX
 from trunkline.router.errors import bad_value
 from trunkline.router.jobs.decoding import Decoding, check_candidates, decoding_of
+from trunkline.router.jobs.parameters import SESSION_ID_CHARACTERS_MAX
+from trunkline.router.jobs.request_models import ChatRequest, CompletionRequest, GenerationRequest
 from trunkline.router.jobs.structured import grammar_of, spaced
 from trunkline.router.text.model_files import SamplingDefaults
 from trunkline.router.text.truncation import Cut

@@ -1,6 +1,6 @@
 """From the several parameters that ask for structured output to the one grammar that the engine follows. Pure.
 
-What can be told from the form alone is checked here and in `api/parameters.py`; whether a schema or an expression
+What can be told from the form alone is checked here and in `jobs/parameters.py`; whether a schema or an expression
 can be compiled, only the engine finds out, and its answer names the same parameter.
 """
 
@@ -14,9 +14,9 @@ from typing import Any, Final
 import msgspec
 
 from trunkline.controller.messages import Grammar
-from trunkline.router.api.models import GenerationRequest
-from trunkline.router.api.parameters import GRAMMAR_CHARACTERS_MAX, ResponseFormat, StructuredOutputs
 from trunkline.router.errors import bad_value
+from trunkline.router.jobs.parameters import GRAMMAR_CHARACTERS_MAX, ResponseFormat, StructuredOutputs
+from trunkline.router.jobs.request_models import GenerationRequest
 
 _JSON_KINDS: Final = ("json_schema", "json_object", "structural_tag")
 _TENANT_BYTES: Final = 8

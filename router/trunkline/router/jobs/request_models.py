@@ -13,7 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from pydantic.json_schema import WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from trunkline.router.api.parameters import (
+from trunkline.router.jobs.parameters import (
     REPETITION_PENALTY_MIN,
     AllowedIds,
     BadWords,

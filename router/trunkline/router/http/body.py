@@ -10,8 +10,8 @@ from typing import Any, Final, TypeVar
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
-from trunkline.router.api.json_slices import PIECE_BYTES, TooManyPartsError, parse_slices
 from trunkline.router.errors import ApiError, bad_value
+from trunkline.router.http.json_slices import PIECE_BYTES, TooManyPartsError, parse_slices
 from trunkline.router.http.large_requests import LargeRequests
 
 _PYTHON_ONLY: Final = re.compile(r" or instance of \w+| after validation")
