@@ -23,7 +23,7 @@ from trunkline.controller.engine.engine import Engine
 from trunkline.controller.messages import StepResult
 from trunkline.controller.sequences.sequence import Request
 from trunkline.controller.sequences.sharing import tree_order
-from trunkline.kvstore.layout import Int32Array, pack_int32, unpack_int32
+from trunkline.kvstore.int32_codec import Int32Array, pack_int32, unpack_int32
 from trunkline.router.messages import Outputs
 from trunkline.worker.messages import Sampling, StepPlan
 

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from trunkline.controller.engine.outcomes import EngineOutputs
 
 from trunkline.controller.config import EngineConfig
 from trunkline.controller.engine.engine import Engine
-from trunkline.controller.engine.outcomes import EngineOutputs
 from trunkline.controller.messages import BeamSearch, StepResult
 from trunkline.controller.sequences.sequence import Request
-from trunkline.kvstore.layout import unpack_int32
+from trunkline.kvstore.int32_codec import unpack_int32
 from trunkline.worker.config import WorkerConfig
 from trunkline.worker.messages import Sampling
 from trunkline.worker.runner import Runner

@@ -14,7 +14,8 @@ import sys
 import numpy as np
 import torch
 
-from trunkline.kvstore.layout import blocks_for, pack_int32, unpack_int32
+from trunkline.kvstore.extents import blocks_for
+from trunkline.kvstore.int32_codec import pack_int32, unpack_int32
 from trunkline.worker.config import WorkerConfig
 from trunkline.worker.messages import Join, Sampling, StepPlan
 from trunkline.worker.runner import Runner

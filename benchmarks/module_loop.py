@@ -14,12 +14,12 @@ from typing import Any, Final, Literal, NamedTuple
 import numpy as np
 from engine_loop import Done
 from tiered_loop import TieredLoop
+from trunkline.controller.engine.outcomes import EngineOutputs
 
 from trunkline.controller.config import EngineConfig
-from trunkline.controller.engine.outcomes import EngineOutputs
 from trunkline.controller.messages import ModuleText, PromptLayout
 from trunkline.controller.sequences.sequence import Request
-from trunkline.kvstore.layout import pack_int32
+from trunkline.kvstore.int32_codec import pack_int32
 from trunkline.router.messages import Started
 from trunkline.worker.messages import Sampling
 

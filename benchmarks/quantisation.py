@@ -33,7 +33,7 @@ from trunkline.deploy.config.models import DEMO_FOLDER
 from trunkline.kernels.load import load_kernels
 from trunkline.kernels.ops import Kernels, PackedLinear, Quantisation
 from trunkline.kernels.plan import PrefillPlan, Segments, WritePlan, build_decode_plan
-from trunkline.kvstore.layout import Int32Array
+from trunkline.kvstore.int32_codec import Int32Array
 from trunkline.worker.batch.batch import Batch, ScoredPrompt
 from trunkline.worker.model.checkpoint import MlpWeights, Shard, load_weights
 from trunkline.worker.model.decoder import Decoder, make_kv_pool

@@ -9,7 +9,7 @@ from simulation.oracle import beam_search
 
 from trunkline.controller.config import EngineConfig
 from trunkline.controller.messages import BeamSearch
-from trunkline.kvstore.layout import blocks_for
+from trunkline.kvstore.extents import blocks_for
 
 SMALL = EngineConfig(num_blocks=96, chunk_size=4, max_context=96, token_budget=24, max_rows=16)
 STOPS = tuple(range(0, 50, 7))

@@ -17,7 +17,7 @@ from trunkline.controller.engine.engine import Engine
 from trunkline.controller.engine.step_results import ProtocolError
 from trunkline.controller.messages import StepResult, TopLogprobs
 from trunkline.controller.sequences.sequence import Request, Sequence
-from trunkline.kvstore.layout import pack_int32
+from trunkline.kvstore.int32_codec import pack_int32
 from trunkline.worker.messages import Sampling
 
 SMALL = EngineConfig(num_blocks=64, chunk_size=4, max_context=96, token_budget=24, max_rows=8)

@@ -15,7 +15,7 @@ from simulation.told import Mirror
 
 from trunkline.controller.config import ConfigError, ControllerConfig
 from trunkline.controller.messages import FlushCache
-from trunkline.kvstore.layout import pack_int32
+from trunkline.kvstore.int32_codec import pack_int32
 from trunkline.kvstore.names import chain, root_name
 from trunkline.router.streams.kv_feed import EventFeeds
 from trunkline.router.streams.link import ControllerLink

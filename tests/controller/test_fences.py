@@ -13,7 +13,7 @@ import pytest
 from seeds import seeds
 
 from trunkline.controller.cache.fences import Fences
-from trunkline.kvstore.layout import BlockId, SlotId
+from trunkline.kvstore.extents import BlockId, SlotId
 
 
 def block(index: int) -> BlockId:

@@ -19,7 +19,7 @@ from trunkline.controller.tiers.fetching import (
     tier_of,
 )
 from trunkline.kvstore.directory import READ_US, Directory, DirectoryConfig, MoveStatus
-from trunkline.kvstore.layout import NO_BLOCK, BlockId, SlotId
+from trunkline.kvstore.extents import NO_BLOCK, BlockId, SlotId
 from trunkline.kvstore.names import chunk_name, root_name
 from trunkline.kvstore.tier import TierKind
 from trunkline.worker.messages import Sampling

@@ -10,7 +10,8 @@ from __future__ import annotations
 import numpy as np
 from controller.kv_harness import Bench, make_sequence
 
-from trunkline.kvstore.layout import NO_SLOT, pack_int32
+from trunkline.kvstore.extents import NO_SLOT
+from trunkline.kvstore.int32_codec import pack_int32
 
 
 def places(bench: Bench) -> dict[int, int]:

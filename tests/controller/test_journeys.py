@@ -17,7 +17,7 @@ from trunkline.controller.messages import BeamSearch, Submit
 from trunkline.controller.service.request_log import draw_ids, spans_of
 from trunkline.controller.service.validation import problem_of, request_of
 from trunkline.controller.trace_ids import TraceIds
-from trunkline.kvstore.layout import pack_int32
+from trunkline.kvstore.int32_codec import pack_int32
 from trunkline.router.messages import FinishReason
 from trunkline.runtime.spans import Span, SpanContext, unpack_steps
 from trunkline.worker.messages import Sampling, StepPlan

@@ -20,7 +20,8 @@ from trunkline.controller.config import EngineConfig
 from trunkline.controller.engine.integrity import IntegrityError, check_integrity
 from trunkline.controller.messages import EventsCall
 from trunkline.controller.service.status import load_of, state_of
-from trunkline.kvstore.layout import NO_BLOCK, pack_int32
+from trunkline.kvstore.extents import NO_BLOCK
+from trunkline.kvstore.int32_codec import pack_int32
 from trunkline.kvstore.names import ChunkName
 from trunkline.router.messages import EventsReply
 from trunkline.router.routing.names import Identity, names_of

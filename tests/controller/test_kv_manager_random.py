@@ -20,7 +20,7 @@ from trunkline.controller.allocation.kv_manager import Admission
 from trunkline.controller.engine.integrity import check_residence
 from trunkline.controller.sequences.plan_builder import PlanDraft
 from trunkline.controller.sequences.sequence import Sequence, TokenBuffer
-from trunkline.kvstore.layout import BlockId
+from trunkline.kvstore.extents import BlockId
 
 
 class Batch:

@@ -16,7 +16,7 @@ from trunkline.controller.config import EngineConfig
 from trunkline.controller.messages import BeamSearch, ModulesCall, ModuleText, Prefetch, PromptLayout, Submit
 from trunkline.controller.service.layout_checks import problem_of_call, problem_of_layout
 from trunkline.controller.service.validation import problem_of, problem_of_prefetch
-from trunkline.kvstore.layout import pack_int32
+from trunkline.kvstore.int32_codec import pack_int32
 from trunkline.worker.messages import Sampling
 
 INT32_MAX = (1 << 31) - 1

@@ -14,7 +14,7 @@ from trunkline.controller.engine.engine import Engine
 from trunkline.controller.engine.events import CallTexts, EndAll
 from trunkline.controller.messages import ModulesCall, ModuleText
 from trunkline.controller.scheduling.module_calls import JOBS_AT_ONCE, TEXTS_PER_STEP
-from trunkline.kvstore.layout import unpack_int32
+from trunkline.kvstore.int32_codec import unpack_int32
 from trunkline.kvstore.tier import TierKind
 
 SCHEMA = [

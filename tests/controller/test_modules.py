@@ -12,7 +12,7 @@ from simulation.driver import Simulation, Stream
 from simulation.module_prompts import layout, text
 
 from trunkline.controller.sequences.sequence import Request
-from trunkline.kvstore.layout import unpack_int32
+from trunkline.kvstore.int32_codec import unpack_int32
 from trunkline.kvstore.tier import TierKind
 from trunkline.worker.messages import Sampling, StepPlan
 

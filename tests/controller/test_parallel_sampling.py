@@ -10,7 +10,8 @@ from simulation.oracle import expected_output
 from trunkline.controller.config import EngineConfig
 from trunkline.controller.messages import BeamSearch
 from trunkline.controller.sequences.samples import sample_seed
-from trunkline.kvstore.layout import blocks_for, unpack_int32
+from trunkline.kvstore.extents import blocks_for
+from trunkline.kvstore.int32_codec import unpack_int32
 from trunkline.worker.messages import StepPlan
 
 SMALL = EngineConfig(num_blocks=64, chunk_size=4, max_context=96, token_budget=24, max_rows=8)

@@ -26,7 +26,7 @@ from trunkline.controller.messages import (
     WorkerReady,
 )
 from trunkline.controller.service.service import EXIT_CONFIG
-from trunkline.kvstore.layout import pack_int32
+from trunkline.kvstore.int32_codec import pack_int32
 from trunkline.worker.messages import (
     Sampling,
 )

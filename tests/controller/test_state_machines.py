@@ -28,7 +28,7 @@ from trunkline.controller.cache.radix_tree import SALT_ROOT
 from trunkline.controller.config import EngineConfig
 from trunkline.controller.engine.integrity import check_integrity
 from trunkline.controller.messages import BeamSearch, Grammar
-from trunkline.kvstore.layout import pack_int32
+from trunkline.kvstore.int32_codec import pack_int32
 
 CHUNK = 3
 CONTEXT = 48

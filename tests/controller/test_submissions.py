@@ -15,7 +15,7 @@ from trunkline.controller.service.validation import (
     request_of,
     request_of_prefetch,
 )
-from trunkline.kvstore.layout import pack_int32
+from trunkline.kvstore.int32_codec import pack_int32
 from trunkline.worker.messages import Sampling
 
 NAN, INFINITY = float("nan"), float("inf")

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from simulation.driver import Options, Simulation, Stream, verify
 
 from trunkline.controller.config import EngineConfig
-from trunkline.kvstore.layout import NO_SLOT
+from trunkline.kvstore.extents import NO_SLOT
 from trunkline.kvstore.tier import TierKind
 
 CHUNK = 4

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trunkline.kvstore.cuts import DROPS_MAX, Cut, cut_name, problem_of_drops
-from trunkline.kvstore.layout import OPEN_COUNT
+from trunkline.kvstore.extents import OPEN_COUNT
 from trunkline.kvstore.names import ChunkName, chunk_name, root_name
 
 Drops = tuple[tuple[int, int], ...]

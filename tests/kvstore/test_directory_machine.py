@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from seeds import seeds
 
 from trunkline.kvstore.directory import Directory, DirectoryConfig, IndexEvent, Item, Move, MoveStatus, Policy
-from trunkline.kvstore.layout import SlotId
+from trunkline.kvstore.extents import SlotId
 from trunkline.kvstore.names import ChunkName
 from trunkline.kvstore.tier import TierKind
 

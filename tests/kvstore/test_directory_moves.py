@@ -8,7 +8,7 @@ import pytest
 from simulation.directory_bench import Bench, where
 
 from trunkline.kvstore.directory import Directory, DirectoryConfig, MoveStatus
-from trunkline.kvstore.layout import NO_SLOT, SlotId
+from trunkline.kvstore.extents import NO_SLOT, SlotId
 from trunkline.kvstore.tier import TierKind
 
 

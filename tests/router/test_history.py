@@ -13,9 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from router.harness import EOS, VOCAB_SIZE
 from tokenizers import decoders, models, normalizers
-
-from trunkline.kvstore.layout import pack_int32
-from trunkline.router.routing.rendezvous import rendezvous
 from trunkline.router.stores.history import (
     Known,
     Mark,
@@ -27,6 +24,9 @@ from trunkline.router.stores.history import (
     token_at,
     unpack_session,
 )
+
+from trunkline.kvstore.int32_codec import pack_int32
+from trunkline.router.routing.rendezvous import rendezvous
 from trunkline.router.text.tokenizer import Tokenizer
 from trunkline.router.text.truncation import RetentionPolicy, Span
 

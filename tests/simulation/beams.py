@@ -14,7 +14,8 @@ from simulation.model import VOCABULARY, log_probabilities
 
 from trunkline.controller.messages import BeamStep
 from trunkline.kvstore.beams import assign_tails, choose_beams
-from trunkline.kvstore.layout import blocks_for, pack_int32, unpack_int32
+from trunkline.kvstore.extents import blocks_for
+from trunkline.kvstore.int32_codec import pack_int32, unpack_int32
 from trunkline.worker.messages import BeamSeat, Sampling
 
 

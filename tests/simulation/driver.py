@@ -19,12 +19,12 @@ from simulation.oracle import beam_search, expected_output
 from simulation.tiers import SimulatedTiers
 from simulation.told import Listener
 from simulation.worker import SimulatedWorkers
+from trunkline.controller.engine.outcomes import EngineOutputs
 
 from trunkline.controller.cache.radix_cache import ChunkTree
 from trunkline.controller.config import EngineConfig
 from trunkline.controller.engine.engine import Engine
 from trunkline.controller.engine.integrity import check_integrity
-from trunkline.controller.engine.outcomes import EngineOutputs
 from trunkline.controller.messages import (
     BeamSearch,
     Grammar,
@@ -41,7 +41,7 @@ from trunkline.controller.scheduling.scheduler import Scheduler
 from trunkline.controller.sequences.samples import sample_seed
 from trunkline.controller.sequences.sequence import Request
 from trunkline.controller.storage.persistence import Persistence
-from trunkline.kvstore.layout import unpack_int32
+from trunkline.kvstore.int32_codec import unpack_int32
 from trunkline.router.messages import Finished, FinishReason, Hypothesis, Started
 from trunkline.worker.messages import CompileGrammar, Sampling, StepPlan
 

@@ -11,7 +11,7 @@ from simulation.worker import SimulatedWorkers
 
 from trunkline.controller.messages import BeamSearch
 from trunkline.kvstore.beams import assign_tails, candidate_count
-from trunkline.kvstore.layout import pack_int32, unpack_int32
+from trunkline.kvstore.int32_codec import pack_int32, unpack_int32
 from trunkline.worker.messages import BeamSeat, Fork, Join, Sampling, StepPlan
 
 CHUNK = 4

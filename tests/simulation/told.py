@@ -6,7 +6,7 @@ from trunkline.controller.cache.kv_events import KvEventLog
 from trunkline.controller.cache.node import Node
 from trunkline.controller.cache.radix_cache import ChunkTree
 from trunkline.controller.cache.radix_tree import TEXT_ROOT
-from trunkline.kvstore.layout import NO_BLOCK
+from trunkline.kvstore.extents import NO_BLOCK
 from trunkline.kvstore.names import NAME_BYTES, chain
 
 

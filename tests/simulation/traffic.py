@@ -19,7 +19,7 @@ from simulation.module_traffic import ModuleCallers, modules_fit, needed_tokens
 from trunkline.controller.config import EngineConfig
 from trunkline.controller.engine.integrity import check_integrity
 from trunkline.controller.messages import BeamSearch, Grammar
-from trunkline.kvstore.layout import blocks_for
+from trunkline.kvstore.extents import blocks_for
 from trunkline.router.messages import FinishReason
 
 WIDTHS: Final = (2, 3, 4)

@@ -11,7 +11,8 @@ from worker.driver import Driver
 from trunkline.controller.messages import BeamSearch, BeamStep, StepResult
 from trunkline.controller.sequences.beam_search import BeamHistory
 from trunkline.kvstore.beams import choose_beams
-from trunkline.kvstore.layout import blocks_for, pack_int32, unpack_int32
+from trunkline.kvstore.extents import blocks_for
+from trunkline.kvstore.int32_codec import pack_int32, unpack_int32
 from trunkline.router.messages import Hypothesis
 from trunkline.worker.messages import BeamSeat, Fork, Join, Sampling
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 import numpy as np
 
 from trunkline.controller.messages import GrammarReady
-from trunkline.kvstore.layout import pack_int32
+from trunkline.kvstore.int32_codec import pack_int32
 from trunkline.worker.batch.sequences import Sequence
 from trunkline.worker.grammar.compiler import GrammarStore
 from trunkline.worker.messages import Join, Sampling

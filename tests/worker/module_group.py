@@ -18,6 +18,7 @@ from engine_loop import Done
 from msgspec.structs import replace
 from router.pml.words import PLAIN, SPECIAL, Words
 from tiered_loop import ObservedEngine, TieredLoop
+from trunkline.controller.engine.outcomes import EngineOutputs
 from worker.block_masks import BlockMaskedModel, TextJudge
 from worker.cuts import CHUNK, Logprobs
 from worker.driver import VOCAB_SIZE, Driver, dense_logprobs
@@ -25,12 +26,11 @@ from worker.module_driver import ModulePrompt, Modules, Part, Text
 
 from trunkline.controller.config import EngineConfig
 from trunkline.controller.engine.integrity import check_integrity
-from trunkline.controller.engine.outcomes import EngineOutputs
 from trunkline.controller.messages import ModulesCall, ModuleText, PromptLayout, StepResult
 from trunkline.controller.scheduling.module_calls import CallDone
 from trunkline.controller.sequences.sequence import Request
 from trunkline.controller.storage.persistence import Persistence
-from trunkline.kvstore.layout import pack_int32, unpack_int32
+from trunkline.kvstore.int32_codec import pack_int32, unpack_int32
 from trunkline.router import pml
 from trunkline.router.messages import Started
 from trunkline.router.pml.compiled import Scope

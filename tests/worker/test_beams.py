@@ -19,7 +19,7 @@ from worker.search_rank import CHUNK_SIZE, run_cases
 from worker.test_parallel import run_ranks
 
 from trunkline.controller.messages import BeamSearch
-from trunkline.kvstore.layout import pack_int32
+from trunkline.kvstore.int32_codec import pack_int32
 from trunkline.router.messages import Hypothesis
 from trunkline.worker.batch.sequences import Sequence
 from trunkline.worker.errors import PlanError

@@ -35,7 +35,7 @@ from worker.test_equality import LAYOUTS
 from worker.test_parallel import run_ranks
 
 from trunkline.kernels.native import library
-from trunkline.kvstore.layout import pack_int32
+from trunkline.kvstore.int32_codec import pack_int32
 from trunkline.worker.errors import UnsupportedModelError
 from trunkline.worker.messages import Fork, Join
 from trunkline.worker.model.families import read_model_config

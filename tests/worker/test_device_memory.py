@@ -13,7 +13,7 @@ from worker.driver import generate, run_config
 
 from trunkline.kernels.cuda import CudaKernels
 from trunkline.kernels.cuda_library import AttentionCall
-from trunkline.kvstore.layout import unpack_int32
+from trunkline.kvstore.int32_codec import unpack_int32
 from trunkline.worker import runner as runner_module
 from trunkline.worker.batch.batch import BatchBuilder
 from trunkline.worker.config import WorkerConfig

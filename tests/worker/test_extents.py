@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from trunkline.kvstore.layout import OPEN_COUNT, PLAIN_LAYOUT, Extent, pack_int32
+from trunkline.kvstore.extents import OPEN_COUNT, PLAIN_LAYOUT, Extent
+from trunkline.kvstore.int32_codec import pack_int32
 from trunkline.worker.batch.extents import PLAIN, ContextLayout
 from trunkline.worker.batch.sequences import Sequence, segments_of
 from trunkline.worker.errors import PlanError

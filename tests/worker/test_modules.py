@@ -25,7 +25,8 @@ from worker.test_equality import LAYOUTS
 from worker.test_parallel import run_ranks
 
 from trunkline.kernels.native import library
-from trunkline.kvstore.layout import blocks_for, pack_int32
+from trunkline.kvstore.extents import blocks_for
+from trunkline.kvstore.int32_codec import pack_int32
 from trunkline.worker.messages import Fork
 from trunkline.worker.runner import Runner
 

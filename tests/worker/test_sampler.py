@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trunkline.kvstore.layout import pack_int32, unpack_int32
+from trunkline.kvstore.int32_codec import pack_int32, unpack_int32
 from trunkline.worker.batch.sequences import Sequence
 from trunkline.worker.messages import Join, Sampling
 from trunkline.worker.sampling.noise import gumbel, token_keys

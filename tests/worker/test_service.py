@@ -32,7 +32,7 @@ from trunkline.controller.messages import (
     WorkerReady,
     WorkerReport,
 )
-from trunkline.kvstore.layout import pack_int32, unpack_int32
+from trunkline.kvstore.int32_codec import pack_int32, unpack_int32
 from trunkline.kvstore.tier import TierKind
 from trunkline.runtime.host import is_worker, node_id
 from trunkline.worker import service

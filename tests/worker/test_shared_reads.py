@@ -22,7 +22,7 @@ from worker.test_with_engine import RealWorkers, make_simulation
 from trunkline.controller.messages import StepResult
 from trunkline.controller.sequences import decode_rows as rows_module
 from trunkline.controller.sequences.sharing import shared_runs
-from trunkline.kvstore.layout import Int32Array, unpack_int32
+from trunkline.kvstore.int32_codec import Int32Array, unpack_int32
 from trunkline.worker.messages import StepPlan
 
 CHUNK: Final = 8

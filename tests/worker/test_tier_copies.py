@@ -17,7 +17,7 @@ from worker.tier_driver import LAYERS, Background, HeldKernels, Traveller, moves
 
 from trunkline.kernels.load import load_kernels
 from trunkline.kernels.ops import Kernels, KvPool
-from trunkline.kvstore.layout import Int32Array, pack_int32
+from trunkline.kvstore.int32_codec import Int32Array, pack_int32
 from trunkline.worker.errors import ConfigError, CopyError
 from trunkline.worker.messages import StepPlan
 from trunkline.worker.runner import Runner

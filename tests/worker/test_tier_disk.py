@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
-from trunkline.kvstore.layout import SlotId
+from trunkline.kvstore.extents import SlotId
 from trunkline.kvstore.names import NAME_BYTES, ChunkName
 from trunkline.kvstore.tier import SlotKey, Tier
 from trunkline.worker.tiers.chunk_record import RecordKeeper

@@ -14,7 +14,7 @@ from worker.redis_server import RedisServer
 from trunkline.deploy.config.settings import ServeSettings
 from trunkline.deploy.config.tier_options import check_remote_url
 from trunkline.deploy.errors import UserError
-from trunkline.kvstore.layout import SlotId
+from trunkline.kvstore.extents import SlotId
 from trunkline.kvstore.names import NAME_BYTES, ChunkName
 from trunkline.kvstore.remote_stores import REMOTE_STORES, RemoteStore
 from trunkline.kvstore.tier import SharedTier, SlotKey

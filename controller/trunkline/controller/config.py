@@ -9,7 +9,7 @@ import msgspec
 
 from trunkline.kvstore.directory_config import DirectoryConfig
 from trunkline.kvstore.eviction import Policy
-from trunkline.kvstore.layout import blocks_for
+from trunkline.kvstore.extents import blocks_for
 from trunkline.runtime.wire_keys import Role, problem_of
 
 PREEMPTIONS: Final = ("auto", "swap", "recompute")

@@ -36,7 +36,7 @@ from trunkline.kernels.reference_scores import (
     turn,
 )
 from trunkline.kernels.softmax_state import SoftmaxState, attend, merge
-from trunkline.kvstore.layout import Int32Array
+from trunkline.kvstore.int32_codec import Int32Array
 
 RUN_ITEMS_MIN: Final = 4
 """Shared items with the same rows from which a matmul of their own pays; fewer go with the other phase."""

@@ -23,8 +23,8 @@ from itertools import count
 from typing import Generic, NamedTuple, cast
 
 from trunkline.kvstore.eviction import VictimKey
+from trunkline.kvstore.extents import NO_SLOT, SlotId
 from trunkline.kvstore.items import ChangeLog, Item, ItemT
-from trunkline.kvstore.layout import NO_SLOT, SlotId
 from trunkline.kvstore.lazy_heap import LazyHeap, Verdict
 from trunkline.kvstore.slots import SlotPool
 from trunkline.kvstore.tier import TierKind

@@ -19,7 +19,8 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from trunkline.kvstore.layout import OPEN_COUNT, Extent, Int32Array
+from trunkline.kvstore.extents import OPEN_COUNT, Extent
+from trunkline.kvstore.int32_codec import Int32Array
 from trunkline.kvstore.names import NAME_BYTES, ChunkName, chunk_name
 
 DROPS_MAX: Final = 64

@@ -29,8 +29,8 @@ from trunkline.kvstore.copies import Copies, CopyRules, IndexEvent, may_leave
 from trunkline.kvstore.directory_check import IntegrityError, check_directory
 from trunkline.kvstore.directory_config import DirectoryConfig
 from trunkline.kvstore.eviction import Policy, victim_key
+from trunkline.kvstore.extents import NO_SLOT, SlotId
 from trunkline.kvstore.items import Item, ItemT, QueueKey
-from trunkline.kvstore.layout import NO_SLOT, SlotId
 from trunkline.kvstore.lazy_heap import Verdict
 from trunkline.kvstore.lookahead import WaitingJobs
 from trunkline.kvstore.tier import TierKind

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from trunkline.kvstore.copies import Copies, HostState, host_state, may_leave
+from trunkline.kvstore.extents import NO_SLOT, SlotId
 from trunkline.kvstore.items import Item, ItemT
-from trunkline.kvstore.layout import NO_SLOT, SlotId
 from trunkline.kvstore.lookahead import WaitingJobs
 from trunkline.kvstore.slots import SlotPool
 from trunkline.kvstore.tier import TierKind

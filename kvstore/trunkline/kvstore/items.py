@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Generic, TypeVar
 
-from trunkline.kvstore.layout import NO_SLOT
+from trunkline.kvstore.extents import NO_SLOT
 from trunkline.kvstore.names import ChunkName
 
 QueueKey = tuple[float, ...]

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from trunkline.controller.messages import ModuleText
-from trunkline.kvstore.layout import unpack_int32
+from trunkline.kvstore.int32_codec import unpack_int32
 from trunkline.kvstore.names import NAME_BYTES, ChunkName
 
 Ranges = tuple[tuple[int, int], ...]

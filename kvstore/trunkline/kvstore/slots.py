@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Generic, TypeVar
 
-from trunkline.kvstore.layout import SlotId
+from trunkline.kvstore.extents import SlotId
 
 OwnerT = TypeVar("OwnerT")
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple, Protocol
 
-from trunkline.kvstore.layout import SlotId
+from trunkline.kvstore.extents import SlotId
 from trunkline.kvstore.names import ChunkName
 
 

@@ -24,8 +24,8 @@ from typing import Final, Generic
 from trunkline.kvstore.copies import Copies, may_leave
 from trunkline.kvstore.directory_config import DirectoryConfig
 from trunkline.kvstore.eviction import Policy
+from trunkline.kvstore.extents import NO_SLOT, SlotId
 from trunkline.kvstore.items import ItemT
-from trunkline.kvstore.layout import NO_SLOT, SlotId
 from trunkline.kvstore.lazy_heap import Verdict
 from trunkline.kvstore.lookahead import WaitingJobs, wanted_later
 from trunkline.kvstore.tier import TierKind

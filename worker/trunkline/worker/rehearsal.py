@@ -16,7 +16,8 @@ from typing import Final
 
 import numpy as np
 
-from trunkline.kvstore.layout import blocks_for, pack_int32
+from trunkline.kvstore.extents import blocks_for
+from trunkline.kvstore.int32_codec import pack_int32
 from trunkline.worker.messages import Join, Sampling, StepPlan
 
 POOL_BLOCKS: Final = 2

@@ -22,7 +22,7 @@ from trunkline.controller.messages import GrammarReady, StepResult
 from trunkline.kernels.load import KernelsUnavailableError, load_kernels
 from trunkline.kernels.ops import Kernels, KvPool
 from trunkline.kernels.plan import PrefillPlan, WritePlan
-from trunkline.kvstore.layout import Int32Array, pack_int32, unpack_int32
+from trunkline.kvstore.int32_codec import Int32Array, pack_int32, unpack_int32
 from trunkline.worker.backend_errors import of_loading, words_of
 from trunkline.worker.batch.batch import Batch, BatchBuilder
 from trunkline.worker.batch.sequences import SequenceTable

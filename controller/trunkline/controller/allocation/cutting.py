@@ -21,7 +21,7 @@ from trunkline.controller.cache.radix_tree import Match
 from trunkline.controller.config import EngineConfig
 from trunkline.controller.sequences.sequence import GroupCut, Place, Sequence, SequenceGroup, Stem, TokenBuffer
 from trunkline.kvstore.cuts import Cut, Segment, cut_name
-from trunkline.kvstore.layout import blocks_for
+from trunkline.kvstore.extents import blocks_for
 from trunkline.kvstore.names import ChunkName
 
 

@@ -25,7 +25,8 @@ from trunkline.controller.cache.radix_cache import ChunkTree
 from trunkline.controller.cache.radix_tree import Match
 from trunkline.controller.sequences.plan_builder import PlanDraft
 from trunkline.controller.sequences.sequence import ALL_ENTRIES, Place, Sequence, Stem
-from trunkline.kvstore.layout import BlockId, pack_int32
+from trunkline.kvstore.extents import BlockId
+from trunkline.kvstore.int32_codec import pack_int32
 from trunkline.worker.messages import Join, Sampling
 
 

@@ -31,7 +31,8 @@ from trunkline.controller.cache.radix_tree import Match
 from trunkline.controller.messages import ModuleText, PromptLayout
 from trunkline.controller.sequences.module_prompt import CachedText, ModulePrompt, Ranges
 from trunkline.controller.sequences.sequence import Place, Sequence, SequenceGroup, Stem, TokenBuffer
-from trunkline.kvstore.layout import OPEN_COUNT, Extent, Int32Array, blocks_for
+from trunkline.kvstore.extents import OPEN_COUNT, Extent, blocks_for
+from trunkline.kvstore.int32_codec import Int32Array
 from trunkline.kvstore.module_names import Moves, modules_root, pairs, prompt_root, text_names
 
 

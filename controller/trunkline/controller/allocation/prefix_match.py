@@ -7,7 +7,7 @@ from trunkline.controller.allocation.modules import find_text, place_modules
 from trunkline.controller.cache.node import Node
 from trunkline.controller.cache.radix_cache import ChunkTree
 from trunkline.controller.sequences.sequence import Place, Sequence, Stem
-from trunkline.kvstore.layout import pack_int32
+from trunkline.kvstore.int32_codec import pack_int32
 
 
 def locate(tree: ChunkTree, sequence: Sequence, stop: int, step: int) -> Place | None:

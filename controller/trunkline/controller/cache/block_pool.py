@@ -8,7 +8,7 @@ it is free exactly at zero (checked by `integrity`).
 
 from __future__ import annotations
 
-from trunkline.kvstore.layout import BlockId
+from trunkline.kvstore.extents import BlockId
 
 
 class BlockPool:

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from trunkline.kvstore.layout import BlockId, SlotId
+from trunkline.kvstore.extents import BlockId, SlotId
 
 
 class Fences:

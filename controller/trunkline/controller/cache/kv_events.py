@@ -27,7 +27,7 @@ from typing import Final, NamedTuple
 from trunkline.controller.cache.node import TOKEN_BYTES, Node
 from trunkline.controller.cache.radix_cache import ChunkTree
 from trunkline.controller.messages import EventsCall
-from trunkline.kvstore.layout import NO_BLOCK
+from trunkline.kvstore.extents import NO_BLOCK
 from trunkline.kvstore.names import NAME_BYTES, ChunkName
 from trunkline.kvstore.tier import TierKind
 from trunkline.router.messages import EventsReply

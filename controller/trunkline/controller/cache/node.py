@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from trunkline.kvstore.directory import Item
-from trunkline.kvstore.layout import NO_BLOCK, BlockId
+from trunkline.kvstore.extents import NO_BLOCK, BlockId
 from trunkline.kvstore.names import ChunkName
 
 TOKEN_BYTES: Final = 4

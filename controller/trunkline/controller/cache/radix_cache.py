@@ -32,7 +32,7 @@ from trunkline.controller.cache.fences import Fences
 from trunkline.controller.cache.node import PENDING, Node
 from trunkline.controller.cache.radix_tree import ChunkForest
 from trunkline.kvstore.directory import Directory, DirectoryConfig
-from trunkline.kvstore.layout import NO_BLOCK, BlockId, SlotId
+from trunkline.kvstore.extents import NO_BLOCK, BlockId, SlotId
 from trunkline.kvstore.names import ChunkName
 from trunkline.router.messages import MissReason
 

@@ -37,7 +37,7 @@ import numpy as np
 
 from trunkline.controller.cache.node import TOKEN_BYTES, Node
 from trunkline.kvstore.cuts import cut_name
-from trunkline.kvstore.layout import NO_BLOCK, BlockId
+from trunkline.kvstore.extents import NO_BLOCK, BlockId
 from trunkline.kvstore.names import NAME_BYTES, ChunkName, chunk_name, root_name
 
 SALT_ROOT: Final = b"s"

@@ -32,7 +32,7 @@ from trunkline.controller.cache.radix_cache import ChunkTree
 from trunkline.controller.cache.radix_tree import SALT_ROOT
 from trunkline.controller.scheduling.scheduler import Scheduler
 from trunkline.controller.sequences.sequence import Phase, Sequence
-from trunkline.kvstore.layout import BlockId
+from trunkline.kvstore.extents import BlockId
 from trunkline.kvstore.names import chunk_name
 
 

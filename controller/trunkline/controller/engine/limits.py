@@ -13,7 +13,8 @@ from trunkline.controller.messages import ModuleText
 from trunkline.controller.sequences.beam_search import WIDTH_MAX
 from trunkline.controller.sequences.sequence import Request
 from trunkline.kvstore.cuts import problem_of_drops
-from trunkline.kvstore.layout import blocks_for, unpack_int32
+from trunkline.kvstore.extents import blocks_for
+from trunkline.kvstore.int32_codec import unpack_int32
 
 
 def problem_of_request(request: Request, config: EngineConfig) -> tuple[str, str]:

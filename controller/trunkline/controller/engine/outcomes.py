@@ -8,7 +8,7 @@ from trunkline.controller.messages import TopLogprobs
 from trunkline.controller.scheduling.module_calls import CallDone
 from trunkline.controller.sequences.decode_rows import Int64Array
 from trunkline.controller.sequences.sequence import Found
-from trunkline.kvstore.layout import Int32Array
+from trunkline.kvstore.int32_codec import Int32Array
 from trunkline.kvstore.tier import TierKind
 from trunkline.router.messages import BeamsFound, Finished, PromptScored, Started
 

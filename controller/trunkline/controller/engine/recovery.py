@@ -27,7 +27,7 @@ from trunkline.controller.sequences.sequence import (
     SequenceGroup,
     TokenBuffer,
 )
-from trunkline.kvstore.layout import Int32Array
+from trunkline.kvstore.int32_codec import Int32Array
 from trunkline.worker.messages import Sampling
 
 

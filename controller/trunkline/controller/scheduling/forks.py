@@ -18,7 +18,8 @@ from trunkline.controller.sequences.plan_builder import PlanDraft
 from trunkline.controller.sequences.samples import sample_seed
 from trunkline.controller.sequences.sequence import Phase, Sequence, SequenceGroup, TokenBuffer
 from trunkline.kvstore.beams import assign_tails
-from trunkline.kvstore.layout import BlockId, blocks_for, pack_int32
+from trunkline.kvstore.extents import BlockId, blocks_for
+from trunkline.kvstore.int32_codec import pack_int32
 from trunkline.worker.messages import BeamSeat, Fork
 
 

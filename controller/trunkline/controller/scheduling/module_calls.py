@@ -12,7 +12,8 @@ from trunkline.controller.cache.node import Node
 from trunkline.controller.messages import ModuleText
 from trunkline.controller.scheduling.module_jobs import ModuleJobs, Wish
 from trunkline.controller.sequences.module_prompt import CachedText
-from trunkline.kvstore.layout import blocks_for, pack_int32
+from trunkline.kvstore.extents import blocks_for
+from trunkline.kvstore.int32_codec import pack_int32
 from trunkline.kvstore.module_names import Moves
 
 JOBS_AT_ONCE: Final = 32

@@ -36,7 +36,7 @@ from trunkline.controller.tiers.costs import StepCosts
 from trunkline.controller.tiers.fetching import Fetching
 from trunkline.controller.tiers.pacing import prefill_budget
 from trunkline.controller.tiers.preload import Loading, load_entries
-from trunkline.kvstore.layout import BlockId
+from trunkline.kvstore.extents import BlockId
 
 MATCHED_TOKENS_MAX: Final = 1 << 19
 """Tokens of waiting prompts that are matched with the tree in one step; the other prompts' turn comes in the

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from trunkline.controller.messages import BeamSearch, BeamStep
 from trunkline.kvstore.beams import candidate_count, choose_beams
-from trunkline.kvstore.layout import Int32Array, pack_int32, unpack_int32
+from trunkline.kvstore.int32_codec import Int32Array, pack_int32, unpack_int32
 from trunkline.router.messages import FinishReason, Hypothesis
 
 WIDTH_MAX: Final = 64

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from trunkline.controller.sequences.sequence import Sequence
 from trunkline.controller.sequences.sharing import shared_runs, text_runs, tree_order
-from trunkline.kvstore.layout import NO_BLOCK, BlockId, Int32Array
+from trunkline.kvstore.extents import NO_BLOCK, BlockId
+from trunkline.kvstore.int32_codec import Int32Array
 
 Int64Array = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]

@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trunkline.controller.cache.node import TOKEN_BYTES
-from trunkline.kvstore.layout import Int32Array, blocks_for
+from trunkline.kvstore.extents import blocks_for
+from trunkline.kvstore.int32_codec import Int32Array
 from trunkline.kvstore.names import ChunkName
 
 Ranges = tuple[tuple[int, int], ...]

@@ -27,7 +27,8 @@ from trunkline.controller.sequences.beam_search import BeamHistory
 from trunkline.controller.sequences.module_prompt import ModulePrompt
 from trunkline.controller.trace_ids import TraceIds
 from trunkline.kvstore.cuts import Cut
-from trunkline.kvstore.layout import BlockId, Extent, Int32Array, blocks_for
+from trunkline.kvstore.extents import BlockId, Extent, blocks_for
+from trunkline.kvstore.int32_codec import Int32Array
 from trunkline.kvstore.names import ChunkName
 from trunkline.kvstore.tier import TierKind
 from trunkline.worker.messages import BeamSeat, Sampling

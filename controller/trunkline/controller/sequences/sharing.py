@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from trunkline.kvstore.layout import Int32Array
+from trunkline.kvstore.int32_codec import Int32Array
 
 
 def tree_order(tables: Int32Array) -> NDArray[np.intp]:

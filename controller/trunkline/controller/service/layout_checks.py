@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Final
 
 from trunkline.controller.messages import ModulesCall, ModuleText, PromptLayout
-from trunkline.kvstore.layout import unpack_int32
+from trunkline.kvstore.int32_codec import unpack_int32
 
 TEXTS_MAX: Final = 65_536
 """Of one schema."""

@@ -14,11 +14,11 @@ import msgspec
 import numpy as np
 import zmq
 from msgspec.structs import replace
-
 from trunkline.controller.engine.outcomes import EngineOutputs
+
 from trunkline.controller.messages import RouterRequest, TopLogprobs
 from trunkline.controller.service.validation import NUMBER_BITS
-from trunkline.kvstore.layout import pack_int32
+from trunkline.kvstore.int32_codec import pack_int32
 from trunkline.router.messages import BeamsFound, Finished, Outputs, PromptScored, RouterMessage, Started
 from trunkline.runtime.rare_log import RareLog
 from trunkline.runtime.wire_gate import MESSAGE_BYTES_MAX, Gate

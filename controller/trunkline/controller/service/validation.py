@@ -16,7 +16,7 @@ from trunkline.controller.service.layout_checks import problem_of_layout, tokens
 from trunkline.controller.trace_ids import TraceIds
 from trunkline.kvstore.beams import candidate_count
 from trunkline.kvstore.cuts import problem_of_drops
-from trunkline.kvstore.layout import unpack_int32
+from trunkline.kvstore.int32_codec import unpack_int32
 from trunkline.runtime.spans import CONTEXT_BYTES
 from trunkline.worker.messages import Sampling
 

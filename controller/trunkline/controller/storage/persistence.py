@@ -24,7 +24,7 @@ from trunkline.controller.storage.records import RECORDS, RecordStore
 from trunkline.controller.storage.salvage import UNREADABLE, readable_rows
 from trunkline.controller.storage.tier_index import INDEX, DiskChunk, TierIndex
 from trunkline.kvstore.directory import IndexEvent
-from trunkline.kvstore.layout import NO_BLOCK, SlotId
+from trunkline.kvstore.extents import NO_BLOCK, SlotId
 from trunkline.kvstore.names import ChunkName, chunk_name
 
 _VERSION_WITH_RECORDS: Final = 1

@@ -20,7 +20,7 @@ from trunkline.router.text.pml_tokenizer import ModelText
 from trunkline.router.tools.turns import TurnError, for_plain_template, for_tool_template, has_calls
 
 from trunkline.controller.messages import PromptLayout
-from trunkline.kvstore.layout import pack_int32
+from trunkline.kvstore.int32_codec import pack_int32
 from trunkline.router import pml
 from trunkline.router.api.common import job_for
 from trunkline.router.api.turn import Turn

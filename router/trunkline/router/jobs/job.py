@@ -9,7 +9,7 @@ import msgspec
 from msgspec.structs import replace
 
 from trunkline.controller.messages import Grammar, PromptLayout
-from trunkline.kvstore.layout import pack_int32
+from trunkline.kvstore.int32_codec import pack_int32
 from trunkline.router.errors import bad_value
 from trunkline.router.jobs.decoding import Decoding, check_candidates, decoding_of
 from trunkline.router.jobs.parameters import SESSION_ID_CHARACTERS_MAX

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from trunkline.kvstore.layout import Int32Array
 from trunkline.router.pml.errors import Mark
+
+from trunkline.kvstore.int32_codec import Int32Array
 from trunkline.router.pml.roles import RoleForms
 
 Scope: TypeAlias = Literal["ancestors", "self"]

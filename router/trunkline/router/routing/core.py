@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from trunkline.kvstore.layout import blocks_for
+from trunkline.kvstore.extents import blocks_for
 from trunkline.router.routing.breaker import Breaker
 from trunkline.router.routing.decision_log import DecisionLog
 from trunkline.router.routing.index import TIERS, ChunkIndex, IntArray

@@ -24,7 +24,7 @@ import numpy as np
 
 from trunkline.controller.messages import PromptLayout
 from trunkline.kvstore.cuts import Cut
-from trunkline.kvstore.layout import blocks_for
+from trunkline.kvstore.extents import blocks_for
 from trunkline.kvstore.module_names import Moves, Ranges, modules_root, pairs, prompt_root, text_names
 from trunkline.kvstore.names import NAME_BYTES, ChunkName, chain, chunk_name, root_name
 from trunkline.router.routing.request import RouteRequest

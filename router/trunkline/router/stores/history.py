@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from trunkline.kvstore.layout import pack_int32, unpack_int32
+from trunkline.kvstore.int32_codec import pack_int32, unpack_int32
 from trunkline.router.text.detokenizer import Vocabulary, make_detokenizer
 from trunkline.router.text.truncation import RetentionPolicy, Span, clip_spans
 

@@ -14,7 +14,7 @@ import msgspec
 
 from trunkline.controller.messages import Submit
 from trunkline.controller.sequences.samples import sample_seed
-from trunkline.kvstore.layout import pack_int32
+from trunkline.kvstore.int32_codec import pack_int32
 from trunkline.router.jobs.job import Job
 from trunkline.router.messages import FinishReason
 

@@ -26,7 +26,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from trunkline.kvstore.layout import OPEN_COUNT, PLAIN_LAYOUT, Extent, Int32Array
+from trunkline.kvstore.extents import OPEN_COUNT, PLAIN_LAYOUT, Extent
+from trunkline.kvstore.int32_codec import Int32Array
 from trunkline.worker.errors import PlanError
 
 _UNBOUNDED: Final = np.iinfo(np.int32).max

@@ -12,7 +12,8 @@ import msgspec
 import numpy as np
 
 from trunkline.kernels.plan import Segments
-from trunkline.kvstore.layout import Extent, Int32Array, unpack_int32
+from trunkline.kvstore.extents import Extent
+from trunkline.kvstore.int32_codec import Int32Array, unpack_int32
 from trunkline.worker.batch.extents import PLAIN, ContextLayout
 from trunkline.worker.errors import PlanError
 from trunkline.worker.messages import BeamSeat, Fork, Join, Sampling, StepPlan

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from trunkline.controller.messages import GrammarReady
-from trunkline.kvstore.layout import Int32Array, unpack_int32
+from trunkline.kvstore.int32_codec import Int32Array, unpack_int32
 from trunkline.worker.batch.sequences import Sequence
 from trunkline.worker.errors import PlanError
 from trunkline.worker.grammar.cache import GrammarCache, Wanted

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trunkline.controller.messages import PromptLogprobs
-from trunkline.kvstore.layout import Int32Array
+from trunkline.kvstore.int32_codec import Int32Array
 from trunkline.worker.sampling.sampler import LOGPROB_MIN
 
 _CHUNK_BYTES_MAX: Final = 32 << 20

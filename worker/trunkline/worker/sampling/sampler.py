@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from trunkline.controller.messages import TopLogprobs
-from trunkline.kvstore.layout import pack_int32
+from trunkline.kvstore.int32_codec import pack_int32
 from trunkline.worker.batch.sequences import Sequence
 from trunkline.worker.messages import Sampling
 from trunkline.worker.sampling.noise import gumbel, token_keys

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trunkline.controller.messages import BeamStep, PromptLogprobs, TopLogprobs
-from trunkline.kvstore.layout import Int32Array
+from trunkline.kvstore.int32_codec import Int32Array
 from trunkline.worker.batch.batch import Batch
 from trunkline.worker.parallel.collectives import TensorParallel
 from trunkline.worker.sampling.beams import BeamSearches, Seating, report

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trunkline.kvstore.layout import Int32Array, unpack_int32
+from trunkline.kvstore.int32_codec import Int32Array, unpack_int32
 from trunkline.worker.batch.sequences import Sequence
 from trunkline.worker.errors import PlanError
 from trunkline.worker.messages import Sampling

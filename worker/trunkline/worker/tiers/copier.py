@@ -20,7 +20,8 @@ import numpy as np
 import torch
 
 from trunkline.kernels.ops import Kernels
-from trunkline.kvstore.layout import Int32Array, SlotId, unpack_int32
+from trunkline.kvstore.extents import SlotId
+from trunkline.kvstore.int32_codec import Int32Array, unpack_int32
 from trunkline.worker.errors import CopyError, PlanError
 from trunkline.worker.messages import StepPlan
 from trunkline.worker.tiers.copy_lane import CopyJob, CopyLane

@@ -17,7 +17,7 @@ import structlog
 import torch
 
 from trunkline.kernels.ops import Kernels
-from trunkline.kvstore.layout import Int32Array
+from trunkline.kvstore.int32_codec import Int32Array
 from trunkline.worker.errors import CopyError
 from trunkline.worker.tiers.copy_streams import CopyStream
 from trunkline.worker.tiers.host_pool import HostPool

@@ -27,7 +27,7 @@ import numpy as np
 import structlog
 import xxhash
 
-from trunkline.kvstore.layout import SlotId
+from trunkline.kvstore.extents import SlotId
 from trunkline.kvstore.tier import SlotKey, TierKind
 from trunkline.worker.tiers.chunk_record import RECORD_BYTES, RecordKeeper
 

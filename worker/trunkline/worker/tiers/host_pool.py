@@ -18,7 +18,8 @@ from torch import Tensor
 
 from trunkline.kernels.large_pages import advise_large_pages
 from trunkline.kernels.ops import Kernels, KvPool
-from trunkline.kvstore.layout import Int32Array, SlotId
+from trunkline.kvstore.extents import SlotId
+from trunkline.kvstore.int32_codec import Int32Array
 from trunkline.kvstore.tier import SlotKey, TierKind
 from trunkline.worker.errors import ConfigError, PlanError
 

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 import redis
 import structlog
 
-from trunkline.kvstore.layout import SlotId
+from trunkline.kvstore.extents import SlotId
 from trunkline.kvstore.names import ChunkName
 from trunkline.kvstore.remote_stores import RemoteUrlError, find_store
 from trunkline.kvstore.tier import SharedTier, SlotKey, TierKind

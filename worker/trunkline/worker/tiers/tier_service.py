@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 import structlog
 
 from trunkline.controller.messages import MoveOutcome, Probed
-from trunkline.kvstore.layout import SlotId
+from trunkline.kvstore.extents import SlotId
 from trunkline.kvstore.names import NAME_BYTES, ChunkName
 from trunkline.kvstore.tier import SharedTier, SlotKey, Tier, TierKind
 from trunkline.worker.config import WorkerConfig
