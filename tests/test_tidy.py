@@ -41,7 +41,7 @@ LATE_IMPORTS: Final = {
     # Too slow to import for a command that may not need it.
     "deploy/trunkline/deploy/config/models.py": {"huggingface_hub", "huggingface_hub.errors"},
     "deploy/trunkline/deploy/cli/pml_sources.py": {
-        "trunkline.router.text.pml_tokenizer",
+        "trunkline.router.stores.model_text",
         "trunkline.router.text.tokenizer",
     },
     # xgrammar imports transformers: over a second and 40 MB, for the first grammar only, beside the steps.

@@ -14,7 +14,7 @@ from trunkline.router.text import template_limits
 from trunkline.router.text.chat_template import ChatRenderer, ChatTemplate, ChatTemplateError
 from trunkline.router.text.model_files import SamplingDefaults, read_model_files
 from trunkline.router.text.tokenizer import Tokenizer
-from trunkline.router.tools.styles import ToolStyle
+from trunkline.router.text.tool_styles import ToolStyle
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 CONVERSATION = [

@@ -13,7 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from router.harness import EOS, VOCAB_SIZE
 from tokenizers import decoders, models, normalizers
-from trunkline.router.stores.history import (
+
+from trunkline.kvstore.int32_codec import pack_int32
+from trunkline.router.routing.rendezvous import rendezvous
+from trunkline.router.stores.session_history import (
     Known,
     Mark,
     Session,
@@ -24,9 +27,6 @@ from trunkline.router.stores.history import (
     token_at,
     unpack_session,
 )
-
-from trunkline.kvstore.int32_codec import pack_int32
-from trunkline.router.routing.rendezvous import rendezvous
 from trunkline.router.text.tokenizer import Tokenizer
 from trunkline.router.text.truncation import RetentionPolicy, Span
 

@@ -28,7 +28,7 @@ from router.idempotency_calls import (
 )
 from router.session_calls import error_of
 from seeds import seeds as rotating_seeds
-from trunkline.router.stores.history import Known, Session, pack_session, unpack_session
+from trunkline.router.request_random import Draws, created_at, draw_hex, draw_seed, drawing_from, request_name
 
 from trunkline.controller.messages import RecordCall
 from trunkline.controller.storage.records import SHARES, Limits, RecordStore
@@ -36,7 +36,7 @@ from trunkline.kvstore.int32_codec import pack_int32
 from trunkline.router.errors import ApiError
 from trunkline.router.http.idempotency import Result, name_request
 from trunkline.router.http.replay import takes_key
-from trunkline.router.request_random import Draws, created_at, draw_hex, draw_seed, drawing_from, request_name
+from trunkline.router.stores.session_history import Known, Session, pack_session, unpack_session
 from trunkline.router.text.tokenizer import Tokenizer
 
 # -- what is drawn

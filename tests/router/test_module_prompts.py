@@ -11,12 +11,12 @@ from router.fake_controller import FakeController, prompt_of, seen_tokens
 from router.harness import ANSWER, MESSAGES, wait_until
 from router.schema_calls import PLAN, PLAN_OBJECT, TRIP, complete, post, runs_of, texts_of
 from router.session_calls import error_of
-from trunkline.router.stores.schemas import Compiled, Definition, Schema
-from trunkline.router.text.pml_tokenizer import ModelText
 
 from trunkline.kvstore.int32_codec import unpack_int32
 from trunkline.router import pml
 from trunkline.router.messages import Record, Started
+from trunkline.router.stores.model_text import ModelText
+from trunkline.router.stores.schema_store import Compiled, Definition, Schema
 from trunkline.router.text.tokenizer import Tokenizer
 
 CHAT = """<schema name="talk">

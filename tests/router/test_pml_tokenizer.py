@@ -10,7 +10,7 @@ import pytest
 from router.harness import DEMO_MODEL
 
 from trunkline.router.pml import RoleTemplateError
-from trunkline.router.text.pml_tokenizer import ModelText
+from trunkline.router.stores.model_text import ModelText
 from trunkline.router.text.tokenizer import Tokenizer
 
 

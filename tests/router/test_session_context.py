@@ -8,7 +8,7 @@ from router.harness import ANSWER
 from router.session_calls import chat, create, error_of, get, record_of
 
 from trunkline.controller.messages import RecordCall
-from trunkline.router.stores.history import pack_session, unpack_session
+from trunkline.router.stores.session_history import pack_session, unpack_session
 from trunkline.router.text.tokenizer import Tokenizer
 
 

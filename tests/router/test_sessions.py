@@ -184,7 +184,7 @@ def test_busy(http: httpx.Client, fake: FakeController) -> None:
 def test_a_lease_is_renewed_while_an_answer_is_made(
     http: httpx.Client, fake: FakeController, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trunkline.router.stores.sessions._LEASE_SECONDS", 0.6)
+    monkeypatch.setattr("trunkline.router.stores.session_store._LEASE_SECONDS", 0.6)
     session = create(http)["id"]
     with in_use(http, fake, session):
         wait_until(lambda: sum(call.op == "acquire" for call in fake.behaviour.calls) > 4)

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trunkline.router.text.tool_styles import STYLE_NAMES, StyleName
 from trunkline.router.tools.json_scan import ObjectScanner, Progress
 from trunkline.router.tools.parsers import make_parser, parse
 from trunkline.router.tools.pieces import CallArguments, CallStart, Piece, Text, ToolParser, joined
-from trunkline.router.tools.styles import STYLE_NAMES, StyleName
 
 NAMES = ("add", "get-weather", "a")
 

@@ -14,6 +14,7 @@ import tokenizers
 from router.harness import DEMO_MODEL, EOS
 
 from trunkline.router.errors import ApiError
+from trunkline.router.text.tool_styles import MARKERS, StyleName, ToolStyle, detect_style
 from trunkline.router.tools.definitions import (
     TOOLS_BYTES_MAX,
     TOOLS_MAX,
@@ -24,7 +25,6 @@ from trunkline.router.tools.definitions import (
 from trunkline.router.tools.parsers import parse
 from trunkline.router.tools.pieces import CallArguments, CallStart, Piece
 from trunkline.router.tools.plan import ToolPlan, prepare_tools
-from trunkline.router.tools.styles import MARKERS, StyleName, ToolStyle, detect_style
 from trunkline.worker.grammar.automaton import Vocabulary
 
 Accepts = Callable[[ToolPlan, str], bool]

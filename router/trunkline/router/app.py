@@ -16,10 +16,12 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 
-from trunkline.router.api import admin, anthropic, chat, completions, openai_responses, schemas, sessions, tokens
+from trunkline.router.api import admin, anthropic, chat, completions, openai_responses
+from trunkline.router.api import schema_routes as schemas
+from trunkline.router.api import session_routes as sessions
+from trunkline.router.api import tokenize_routes as tokens
 from trunkline.router.api.anthropic import CountTokensRequest, MessagesRequest
 from trunkline.router.api.openai_response_types import ResponsesRequest
-from trunkline.router.api.responses import JsonResponse
 from trunkline.router.api.schema_types import SchemaRequest, SchemaUpdate
 from trunkline.router.api.session_types import DiscardRequest, ForkRequest, SessionRequest, SessionUpdate
 from trunkline.router.errors import ApiError
@@ -27,6 +29,7 @@ from trunkline.router.http.access import AccessMiddleware
 from trunkline.router.http.admission import AdmissionMiddleware
 from trunkline.router.http.error_forms import SCHEMAS, error_body, schema_of
 from trunkline.router.http.idempotency import IdempotencyStore
+from trunkline.router.http.json_response import JsonResponse
 from trunkline.router.http.middleware import RequestMiddleware
 from trunkline.router.http.replay import ReplayMiddleware
 from trunkline.router.jobs.request_models import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest

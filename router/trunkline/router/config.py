@@ -8,8 +8,7 @@ from typing import Final
 
 import msgspec
 
-from trunkline.router.tenancy.tenants import HEADER_NAME, IDEMPOTENCY_TTL_S_MAX, NO_LIMITS, TenantLimits
-from trunkline.router.tools.styles import STYLE_NAMES
+from trunkline.router.text.tool_styles import STYLE_NAMES
 from trunkline.runtime.wire_keys import Role, problem_of
 
 TOOL_CALL_PARSERS = ("auto", *STYLE_NAMES)
@@ -18,6 +17,11 @@ ORIGIN: Final = re.compile(r"https?://[^\s/]+")
 MODEL_NAME_CHARACTERS_MAX: Final = 256
 HOST: Final = re.compile(r"[A-Za-z0-9._-]{1,253}")
 LOG_LEVELS = ("debug", "info", "warning", "error")
+HEADER_NAME: Final = re.compile(r"(?!(?i:authorization|x-api-key|cookie)\Z)[A-Za-z0-9!#$%&'*+.^_`|~-]{1,64}")
+"""What the header with a tenant's name may be called: none that holds a secret."""
+IDEMPOTENCY_TTL_S_MAX: Final = 86_400.0
+LIMIT_MAX: Final = 10**12
+"""What is beyond that is no limit."""
 
 
 def problem_of_model_name(name: str) -> str:
@@ -29,6 +33,33 @@ def problem_of_model_name(name: str) -> str:
         what = f"has the character {bad!a}" if bad else "begins or ends with a blank"
         return f"{name[:80]!a} {what}; allowed are printable characters, without blanks at the ends"
     return ""
+
+
+class TenantLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a tenant may do; None: as much as it likes."""
+
+    requests: int | None = None
+    """At once."""
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    """Prompts and answers together."""
+    priority: int | None = None
+    """Of requests that ask for none; none is more urgent. Smaller goes first."""
+
+    def problem(self) -> str:
+        """What is wrong with it; "": nothing."""
+        for name in ("requests", "requests_per_minute", "tokens_per_minute"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                return f"{name} is {value}; it must be at least 1, or null for no limit"
+            if value is not None and value > LIMIT_MAX:
+                return f"{name} has {len(str(value))} digits; allowed are 1 to {LIMIT_MAX}, or null for no limit"
+        if self.priority is not None and not -(2**31) <= self.priority < 2**31:
+            return f"priority is {self.priority}; it is a 32-bit integer"
+        return ""
+
+
+NO_LIMITS: Final = TenantLimits()
 
 
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

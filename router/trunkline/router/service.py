@@ -16,6 +16,7 @@ from typing import Final, NamedTuple
 
 import structlog
 import zmq
+from trunkline.router.tenancy.metering import Meter, Tenants, current_meter
 
 from trunkline.controller.messages import Prefetch
 from trunkline.router.config import RouterConfig
@@ -26,8 +27,8 @@ from trunkline.router.messages import FinishReason
 from trunkline.router.routing.core import RouteRequest, RoutingCore
 from trunkline.router.routing.request import Origin
 from trunkline.router.stores.record_homes import RecordHomes
-from trunkline.router.stores.schemas import SchemaStore
-from trunkline.router.stores.sessions import SessionStore, is_stored
+from trunkline.router.stores.schema_store import SchemaStore
+from trunkline.router.stores.session_store import SessionStore, is_stored
 from trunkline.router.streams.choices import Choices
 from trunkline.router.streams.dispatch import Dispatcher
 from trunkline.router.streams.generation import Generation
@@ -37,7 +38,6 @@ from trunkline.router.streams.link import ControllerLink
 from trunkline.router.streams.streams import Stream
 from trunkline.router.telemetry.metrics import Live, Metrics
 from trunkline.router.telemetry.request_record import RequestRecord, current_record
-from trunkline.router.tenancy.metering import Meter, Tenants, current_meter
 from trunkline.router.text.tokenizer import Tokenizer
 from trunkline.runtime.wire_keys import Role
 from trunkline.runtime.wire_peer import WirePeer

@@ -22,7 +22,7 @@ from trunkline.router.pml import (
     schema_to_json,
     schema_to_xml,
 )
-from trunkline.router.pml.errors import Mark
+from trunkline.router.pml.pml_error import Mark
 from trunkline.router.pml.tree import (
     Module,
     Param,

@@ -22,7 +22,7 @@ from trunkline.router.pml import (
     schema_from_json,
 )
 from trunkline.router.pml.roles import RoleForms, without_common
-from trunkline.router.text.pml_tokenizer import ModelText
+from trunkline.router.stores.model_text import ModelText
 from trunkline.router.text.tokenizer import Tokenizer
 
 LONG = 1 << 20

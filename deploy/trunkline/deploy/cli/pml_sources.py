@@ -145,7 +145,7 @@ def counting(model: str | None) -> Counting:
         return Counting(WordTokenizer(), _NO_LIMIT, "words")
     folder = models.resolve(model)
     # Too slow to import for commands that need no tokenizer.
-    from trunkline.router.text.pml_tokenizer import ModelText  # noqa: PLC0415
+    from trunkline.router.stores.model_text import ModelText  # noqa: PLC0415
     from trunkline.router.text.tokenizer import Tokenizer  # noqa: PLC0415
 
     try:

@@ -14,7 +14,6 @@ from typing import Any, Literal
 import msgspec
 from pydantic_core import from_json
 from starlette.requests import Request
-from trunkline.router.stores.sessions import is_stored
 
 from trunkline.router.api.common import encode_messages
 from trunkline.router.api.prompting import chat_job
@@ -23,6 +22,7 @@ from trunkline.router.http.body import SESSION_HEADER, session_header, validate
 from trunkline.router.jobs.job import Job, Limits
 from trunkline.router.jobs.request_models import ChatRequest
 from trunkline.router.service import RouterService
+from trunkline.router.stores.session_store import is_stored
 from trunkline.router.streams.generation import Generation
 from trunkline.router.streams.text import FinishName
 from trunkline.router.tools.pieces import CallStart, Piece, Text

@@ -12,7 +12,7 @@ from fastapi import APIRouter
 from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
-from trunkline.router.stores.sessions import is_stored
+from trunkline.router.request_random import draw_seed
 
 from trunkline.router.api.caching import cache_use, truncation_result
 from trunkline.router.api.common import (
@@ -41,27 +41,23 @@ from trunkline.router.api.module_prompts import has_modules, modules_job
 from trunkline.router.api.prompting import completion_job
 from trunkline.router.api.prompts import PromptBatch
 from trunkline.router.api.responses import (
-    DONE_EVENT,
     Completion,
     CompletionChoice,
     CompletionLogprobs,
-    JsonResponse,
     PromptLogprobList,
-    TextEvents,
     Usage,
-    encoded,
-    event,
 )
 from trunkline.router.api.turn import Together, Turn, open_turn
 from trunkline.router.api.unsupported import check_supported
 from trunkline.router.errors import ApiError, bad_value
 from trunkline.router.http.body import read_request
 from trunkline.router.http.event_stream import EventStream, while_connected
+from trunkline.router.http.json_response import DONE_EVENT, JsonResponse, TextEvents, encoded, event
 from trunkline.router.jobs.decoding import check_choices, decoding_of
 from trunkline.router.jobs.job import Job, Prompt, another_job, check_repeated
 from trunkline.router.jobs.request_models import CompletionRequest
-from trunkline.router.request_random import draw_seed
 from trunkline.router.service import RouterService
+from trunkline.router.stores.session_store import is_stored
 from trunkline.router.streams.generation import Generation
 from trunkline.router.streams.text import Delta, FinishName
 from trunkline.router.text.detokenizer import make_detokenizer

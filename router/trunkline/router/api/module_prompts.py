@@ -14,10 +14,6 @@ from collections.abc import Callable
 from typing import Any, Final, NamedTuple, TypeVar
 
 from msgspec.structs import replace
-from trunkline.router.stores.history import Part, SessionModules
-from trunkline.router.stores.schemas import Schema
-from trunkline.router.text.pml_tokenizer import ModelText
-from trunkline.router.tools.turns import TurnError, for_plain_template, for_tool_template, has_calls
 
 from trunkline.controller.messages import PromptLayout
 from trunkline.kvstore.int32_codec import pack_int32
@@ -29,8 +25,12 @@ from trunkline.router.http.body import is_heavier
 from trunkline.router.jobs.job import Job, Modules, Prompt
 from trunkline.router.jobs.request_models import ChatRequest, CompletionRequest, Message
 from trunkline.router.service import RouterService
+from trunkline.router.stores.model_text import ModelText
+from trunkline.router.stores.schema_store import Schema
+from trunkline.router.stores.session_history import Part, SessionModules
 from trunkline.router.tenancy.identity import cache_salt
 from trunkline.router.text.tokenizer import OFF_LOOP_CHARACTERS, Tokenizer
+from trunkline.router.text.tool_turns import TurnError, for_plain_template, for_tool_template, has_calls
 from trunkline.router.tools.plan import ToolPlan
 
 _T = TypeVar("_T")

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 from msgspec.structs import replace
-from trunkline.router.stores.history import common_length
 
 from trunkline.router.api.common import check_length, encode_text, job_for, render_messages
 from trunkline.router.api.turn import Turn
@@ -19,6 +18,7 @@ from trunkline.router.errors import ApiError, bad_value
 from trunkline.router.jobs.job import COMPLETION_TOKENS_DEFAULT, Job, Prompt, wanted_tokens
 from trunkline.router.jobs.request_models import ChatRequest, CompletionRequest, Message
 from trunkline.router.service import RouterService
+from trunkline.router.stores.session_history import common_length
 from trunkline.router.text.truncation import Cut, CutError, RetentionPolicy, Span, plan_cut, room_for, span_tokens
 from trunkline.router.tools.plan import ToolPlan
 

@@ -9,12 +9,12 @@ from msgspec import UNSET, UnsetType
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.json_schema import WithJsonSchema
 from pydantic_core import PydanticCustomError
-from trunkline.router.stores.history import Session, SessionModules
 
 from trunkline.kvstore.cuts import DROPS_MAX
 from trunkline.router.errors import bad_value
 from trunkline.router.jobs.parameters import Metadata, ModulesPrompt, SessionId, SessionTtl, Trailing, Truncation
 from trunkline.router.jobs.request_models import Messages
+from trunkline.router.stores.session_history import Session, SessionModules
 from trunkline.router.text.truncation import Span
 
 DISCARDS_MAX: Final = DROPS_MAX - 1

@@ -10,17 +10,17 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from msgspec.structs import replace
-from trunkline.router.stores.history import Form, Known, Part, Session, common_mark, parts_behind, text_of
-from trunkline.router.stores.sessions import Lease, is_stored
+from trunkline.router.request_random import request_name
 
 from trunkline.router.api.common import check_length
 from trunkline.router.api.responses import ChatMessage
 from trunkline.router.errors import bad_value
 from trunkline.router.http.event_stream import Closable
 from trunkline.router.jobs.request_models import ChatRequest, CompletionRequest, Message
-from trunkline.router.request_random import request_name
 from trunkline.router.service import RouterService
 from trunkline.router.stores.record_homes import VALUE_BYTES_MAX
+from trunkline.router.stores.session_history import Form, Known, Part, Session, common_mark, parts_behind, text_of
+from trunkline.router.stores.session_store import Lease, is_stored
 from trunkline.router.text.truncation import Span, clip_spans
 
 _FORMS: Final = {"chat": "conversations (/v1/chat/completions)", "text": "texts (/v1/completions)"}

@@ -6,9 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from trunkline.router.pml.errors import Mark
-
 from trunkline.kvstore.int32_codec import Int32Array
+from trunkline.router.pml.pml_error import Mark
 from trunkline.router.pml.roles import RoleForms
 
 Scope: TypeAlias = Literal["ancestors", "self"]

@@ -32,7 +32,7 @@ from trunkline.router.pml.compiled import (
     Trailing,
 )
 from trunkline.router.pml.conversation import Conversation, TurnForm
-from trunkline.router.pml.errors import ErrorCode, PmlError
+from trunkline.router.pml.pml_error import ErrorCode, PmlError
 from trunkline.router.pml.prompt import Argument, Atom, AtomKind, Insert, Place, Resolved, resolve
 from trunkline.router.pml.scaffolds import choose_versions
 from trunkline.router.pml.tokens import PmlTokenizer

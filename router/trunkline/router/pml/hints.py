@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, TypeAlias
 
 from trunkline.router.pml.compiled import CompiledPrompt, CompiledSchema
-from trunkline.router.pml.errors import Mark
+from trunkline.router.pml.pml_error import Mark
 from trunkline.router.pml.tokens import PmlTokenizer
 from trunkline.router.pml.tree import (
     Item,

@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NoReturn, TypeVar, cast
 
-from trunkline.router.pml.errors import ErrorCode, PmlError
+from trunkline.router.pml.pml_error import ErrorCode, PmlError
 from trunkline.router.pml.tree import (
     DEPTH_MAX,
     NODES_MAX,

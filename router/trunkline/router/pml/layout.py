@@ -42,7 +42,7 @@ from trunkline.router.pml.compiled import (
     Span,
     UnionSlot,
 )
-from trunkline.router.pml.errors import ErrorCode, Mark, PmlError
+from trunkline.router.pml.pml_error import ErrorCode, Mark, PmlError
 from trunkline.router.pml.roles import RoleForms, trimmed, without_common
 from trunkline.router.pml.scaffolds import compile_scaffolds
 from trunkline.router.pml.tokens import PmlTokenizer

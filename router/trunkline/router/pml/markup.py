@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Final, NoReturn
 from xml.parsers import expat
 
-from trunkline.router.pml.errors import ErrorCode, Mark, PmlError
+from trunkline.router.pml.pml_error import ErrorCode, Mark, PmlError
 from trunkline.router.pml.tree import DEPTH_MAX, NODES_MAX, SOURCE_BYTES_MAX
 from trunkline.router.pml.whitespace import BLANKS
 

@@ -27,7 +27,7 @@ from enum import Enum
 from typing import Final, NamedTuple, TypeAlias
 
 from trunkline.router.pml.compiled import CompiledModule, CompiledSchema
-from trunkline.router.pml.errors import ErrorCode, Mark, PmlError
+from trunkline.router.pml.pml_error import ErrorCode, Mark, PmlError
 from trunkline.router.pml.tree import PromptDocument, PromptItem, Ref, Text, Turn, join_path
 from trunkline.router.pml.validation import likely, short
 

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final, NamedTuple, TypeVar
 
-from trunkline.router.pml.errors import ErrorCode, Mark, PmlError, RoleTemplateError
+from trunkline.router.pml.pml_error import ErrorCode, Mark, PmlError, RoleTemplateError
 from trunkline.router.pml.tokens import PmlTokenizer
 from trunkline.router.pml.tree import Text
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence, Set
 from typing import Final, NamedTuple
 
 from trunkline.router.pml.compiled import CompiledModule, CompiledScaffold, CompiledText
-from trunkline.router.pml.errors import ErrorCode, PmlError
+from trunkline.router.pml.pml_error import ErrorCode, PmlError
 from trunkline.router.pml.tree import Scaffold
 
 CHAIN_TEXTS_MAX: Final = 1 << 20

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, TypeAlias
 
-from trunkline.router.pml.errors import Mark
+from trunkline.router.pml.pml_error import Mark
 
 NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 ROLES: Final = ("system", "user", "assistant")

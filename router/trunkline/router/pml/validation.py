@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from itertools import islice
 from typing import Final, NamedTuple, NoReturn
 
-from trunkline.router.pml.errors import ErrorCode, Mark, PmlError
+from trunkline.router.pml.pml_error import ErrorCode, Mark, PmlError
 from trunkline.router.pml.tree import (
     MODULE_PATH_CHARACTERS_MAX,
     NAME,

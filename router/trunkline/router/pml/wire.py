@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from typing import Final
 
 import numpy as np
-from trunkline.router.pml.errors import ErrorCode, PmlError
 
 from trunkline.controller.messages import ModuleText, PromptLayout
 from trunkline.kvstore.int32_codec import pack_int32
 from trunkline.router.pml.compiled import CompiledPrompt, CompiledSchema, Span
+from trunkline.router.pml.pml_error import ErrorCode, PmlError
 
 ENCODE_TOKENS_MAX: Final = 1 << 20
 """Computed in one call."""

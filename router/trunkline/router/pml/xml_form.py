@@ -21,8 +21,8 @@ import re
 from collections.abc import Mapping
 from typing import Final, NoReturn, cast
 
-from trunkline.router.pml.errors import ErrorCode, PmlError
 from trunkline.router.pml.markup import Chars, Element, parse_markup
+from trunkline.router.pml.pml_error import ErrorCode, PmlError
 from trunkline.router.pml.tree import (
     ROLES,
     TAGS,

@@ -21,8 +21,8 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 
 from trunkline.router.text.template_limits import CountingEnvironment, TemplateLimitError, counted, with_counting
-from trunkline.router.tools.styles import ToolStyle
-from trunkline.router.tools.turns import TurnError, for_plain_template, for_tool_template, has_calls
+from trunkline.router.text.tool_styles import ToolStyle
+from trunkline.router.text.tool_turns import TurnError, for_plain_template, for_tool_template, has_calls
 
 
 class ChatTemplateError(ValueError):

@@ -19,11 +19,11 @@ from typing import Any, Final
 import tokenizers
 
 from trunkline.router.errors import ApiError
-from trunkline.router.telemetry.request_trace import current_trace
+from trunkline.router.request_context import current
 from trunkline.router.text.chat_template import ChatRenderer, ChatTemplateError
 from trunkline.router.text.detokenizer import Vocabulary
 from trunkline.router.text.model_files import ModelFiles, read_model_files
-from trunkline.router.tools.styles import ToolStyle, detect_style
+from trunkline.router.text.tool_styles import ToolStyle, detect_style
 
 OFF_LOOP_CHARACTERS: Final = 64 << 10
 """Texts longer than this are tokenised in a thread: they would stop all streams for over 10 ms."""
@@ -140,7 +140,7 @@ class Tokenizer:
 
     async def encode_async(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """`encode`, in a thread if the text is long."""
-        began, trace = time.monotonic(), current_trace.get()
+        record, began = current().record, time.monotonic()
         if len(text) < OFF_LOOP_CHARACTERS:
             ids = self.encode(text, add_special_tokens=add_special_tokens)
         else:

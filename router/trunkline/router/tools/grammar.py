@@ -12,14 +12,14 @@ from typing import Any, Final
 import msgspec
 
 from trunkline.controller.messages import Grammar
-from trunkline.router.tools.definitions import Choice, FunctionTool
-from trunkline.router.tools.styles import (
+from trunkline.router.text.tool_styles import (
     ARGS,
     TOOL_CALL,
     TOOL_CALL_END,
     TOOL_CALLS,
     ToolStyle,
 )
+from trunkline.router.tools.definitions import Choice, FunctionTool
 
 _Format = dict[str, Any]
 _FREE: Final[dict[str, Any]] = {"type": "object"}

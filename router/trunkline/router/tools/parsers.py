@@ -14,10 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Final
 
-from trunkline.router.tools.call_object import ArgumentsReader, CallReader, ObjectReader
-from trunkline.router.tools.json_scan import WHITESPACE, Progress
-from trunkline.router.tools.pieces import CallArguments, CallStart, Piece, Text, ToolParser, joined
-from trunkline.router.tools.styles import (
+from trunkline.router.text.tool_styles import (
     ARGS,
     CALL_ID,
     PYTHON_TAG,
@@ -26,6 +23,9 @@ from trunkline.router.tools.styles import (
     TOOL_CALLS,
     StyleName,
 )
+from trunkline.router.tools.call_object import ArgumentsReader, CallReader, ObjectReader
+from trunkline.router.tools.json_scan import WHITESPACE, Progress
+from trunkline.router.tools.pieces import CallArguments, CallStart, Piece, Text, ToolParser, joined
 
 _NAME_CHARACTERS: Final = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-")
 _SYNTAX_CHARACTERS_MAX: Final = 256

@@ -12,8 +12,6 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any, Final, NamedTuple, TypeVar
 
-from trunkline.router.stores.sessions import Lease, Stored, is_stored
-
 from trunkline.router.api.common import check_model
 from trunkline.router.api.module_prompts import Placed, has_modules, modules_job, placed_prompt
 from trunkline.router.api.prompting import Rendering, chat_job, completion_job
@@ -25,6 +23,7 @@ from trunkline.router.jobs.job import Job
 from trunkline.router.jobs.request_models import ChatRequest, CompletionRequest, Message
 from trunkline.router.pml.compiled import PieceKind
 from trunkline.router.service import RouterService
+from trunkline.router.stores.session_store import Lease, Stored, is_stored
 from trunkline.router.text.detokenizer import Vocabulary, make_detokenizer
 from trunkline.router.text.truncation import Span
 from trunkline.router.tools.plan import prepare_tools

@@ -19,8 +19,8 @@ from trunkline.router.errors import ApiError
 from trunkline.router.messages import Record
 from trunkline.router.routing.names import whole_chunks
 from trunkline.router.service import RouterService
-from trunkline.router.stores.history import Session
-from trunkline.router.stores.sessions import is_stored
+from trunkline.router.stores.session_history import Session
+from trunkline.router.stores.session_store import is_stored
 from trunkline.router.tenancy.identity import Identity, current_identity, identified
 from trunkline.router.ui.live import wall_clock
 

@@ -25,13 +25,14 @@ from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 from msgspec.structs import replace
+from trunkline.router.request_random import request_name
 
 from trunkline.controller.messages import ModulesCall, ModuleText, PromptLayout
 from trunkline.router import pml
 from trunkline.router.errors import ApiError, bad_value, in_conflict, not_found, unavailable
 from trunkline.router.messages import ModulesReply, Record, RecordReply
 from trunkline.router.pml.tree import NAME_CHARACTERS_MAX
-from trunkline.router.request_random import request_name
+from trunkline.router.stores.model_text import ModelText
 from trunkline.router.stores.record_homes import (
     CALL_SECONDS,
     VALUE_BYTES_MAX,
@@ -42,7 +43,6 @@ from trunkline.router.stores.record_homes import (
 )
 from trunkline.router.streams.link import Answer, ControllerLink
 from trunkline.router.tenancy.identity import current_identity
-from trunkline.router.text.pml_tokenizer import ModelText
 from trunkline.router.text.tokenizer import Tokenizer
 
 _KIND: Final = "schema"

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from pydantic_core import from_json
 
-from trunkline.router.tools.styles import (
+from trunkline.router.text.tool_styles import (
     ARGS,
     TOOL_CALL,
     TOOL_CALL_END,

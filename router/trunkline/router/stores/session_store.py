@@ -11,13 +11,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import msgspec
-from trunkline.router.stores.history import Session, pack_session, unpack_session
+from trunkline.router.request_random import draw_hex, request_name
 
 from trunkline.controller.messages import Prefetch, PromptLayout, RecordCall
 from trunkline.kvstore.int32_codec import pack_int32
 from trunkline.router.errors import ApiError, in_conflict, not_found, unavailable
 from trunkline.router.messages import Prefetched, Record, RecordReply
-from trunkline.router.request_random import draw_hex, request_name
 from trunkline.router.stores.record_homes import (
     CALL_SECONDS,
     RecordHomes,
@@ -26,6 +25,7 @@ from trunkline.router.stores.record_homes import (
     record_call,
     record_reply,
 )
+from trunkline.router.stores.session_history import Session, pack_session, unpack_session
 from trunkline.router.streams.link import ControllerLink
 from trunkline.router.tenancy.identity import current_identity
 from trunkline.router.text.truncation import Span

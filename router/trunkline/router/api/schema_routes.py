@@ -1,0 +1,282 @@
+"""`/v1/schemas`: prompt modules that are computed once and serve every prompt that imports them (Prompt Cache).
+
+A schema's id is its name. Posting a name again makes a new version, which later requests use; those that run go on
+as they began. Names live per `cache_salt` (`schemas.py`): who made a schema with a salt names the salt with
+everything that is done to it, in the body or, where there is none, as `?cache_salt=`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, Final
+
+import msgspec
+from fastapi import APIRouter
+from pydantic_core import to_json
+from starlette.requests import Request
+
+from trunkline.kvstore.int32_codec import unpack_int32
+from trunkline.kvstore.tier import TierKind
+from trunkline.router import pml
+from trunkline.router.api.common import check_model, service_of
+from trunkline.router.api.paging import PAGE_PARAMETERS, page_of
+from trunkline.router.api.schema_types import (
+    ModuleObject,
+    ParamObject,
+    SchemaDeleted,
+    SchemaList,
+    SchemaObject,
+    SchemaRequest,
+    SchemaStatus,
+    SchemaSummary,
+    SchemaUpdate,
+    SchemaUsage,
+)
+from trunkline.router.http.body import is_heavier, read_request
+from trunkline.router.http.event_stream import while_connected
+from trunkline.router.http.json_response import JsonResponse
+from trunkline.router.jobs.parameters import SESSION_ID_CHARACTERS_MAX
+from trunkline.router.messages import ModulesReply, Record
+from trunkline.router.service import RouterService
+from trunkline.router.stores.schema_store import Definition, Schema
+from trunkline.router.tenancy.identity import cache_salt
+
+routes = APIRouter()
+
+_ANSWERS: Final = (SchemaObject, SchemaList, SchemaDeleted)
+SCHEMAS: Final[dict[str, Any]] = msgspec.json.schema_components(
+    _ANSWERS, ref_template="#/components/schemas/{name}"
+)[1]
+"""For the OpenAPI document."""
+_OFF_LOOP_WEIGHT: Final = 64 << 10
+_SALT: Final = {
+    "name": "cache_salt",
+    "in": "query",
+    "schema": {"type": "string", "minLength": 1, "maxLength": SESSION_ID_CHARACTERS_MAX},
+}
+_INCLUDE: Final = {"name": "include", "in": "query", "schema": {"type": "string", "enum": ["pml"]}}
+
+
+def _answers(answer: type[msgspec.Struct], status: int = 200) -> dict[int | str, dict[str, Any]]:
+    reference = {"schema": {"$ref": f"#/components/schemas/{answer.__name__}"}}
+    return {status: {"description": answer.__name__, "content": {"application/json": reference}}}
+
+
+@routes.post("/v1/schemas", status_code=201, responses=_answers(SchemaObject, 201))
+async def create_schema(request: Request) -> JsonResponse:
+    """Make a schema, or a new version of it, and have its modules computed."""
+    service = service_of(request)
+    service.check_admission()
+    body = await read_request(request, SchemaRequest, service.config.max_body_bytes)
+    check_model(service, body.model)
+    definition = Definition(
+        model=body.model or service.config.model_name,
+        source=await _source(body),
+        form="json" if body.pml is None else "xml",
+        scope=body.encode_scope or "ancestors",
+        relocate=body.relocate is not False,
+        pin=bool(body.pin),
+        ttl=float(body.ttl or 0),
+    )
+    with service.schemas.errors_of("pml" if body.json_ is None else "json"):
+        ready = await while_connected(request, service.schemas.compile(definition, service.limits.max_context))
+        if body.warm is not False:
+            pml.check_encoding(ready.schema)
+    schema = await service.schemas.put(ready.schema.name, cache_salt(body.cache_salt), definition, ready)
+    if body.warm is False:
+        return await _told(service, schema, await service.schemas.look(schema), status=201)
+    return await _told(service, *await _encode(request, service, schema), status=201)
+
+
+@routes.get("/v1/schemas", responses=_answers(SchemaList), openapi_extra={"parameters": [*PAGE_PARAMETERS, _SALT]})
+async def list_schemas(request: Request) -> JsonResponse:
+    """All schemas with a salt (or none), page by page, in the order of their names."""
+    page = page_of(request)
+    store = service_of(request).schemas
+    found = await store.page(_salt_asked(request), page.after, page.limit + 1)
+    data = [_summary(record) for record in found[: page.limit]]
+    return JsonResponse(
+        SchemaList(
+            data=data,
+            first_id=data[0].id if data else None,
+            last_id=data[-1].id if data else None,
+            has_more=len(found) > page.limit,
+        )
+    )
+
+
+@routes.get(
+    "/v1/schemas/{schema_id}", responses=_answers(SchemaObject), openapi_extra={"parameters": [_SALT, _INCLUDE]}
+)
+async def get_schema(request: Request, schema_id: str) -> JsonResponse:
+    """A schema, and where its modules are; with its source if `include=pml` is asked for."""
+    service = service_of(request)
+    with service.schemas.errors_of("schema"):
+        schema = await service.schemas.get(schema_id, _salt_asked(request), service.limits.max_context)
+    source = "pml" in request.query_params.get("include", "").split(",")
+    return await _told(service, schema, await service.schemas.look(schema), source=source)
+
+
+@routes.patch("/v1/schemas/{schema_id}", responses=_answers(SchemaObject))
+async def update_schema(request: Request, schema_id: str) -> JsonResponse:
+    """Change how long a schema is kept, and whether its modules are pinned."""
+    service = service_of(request)
+    body = await read_request(request, SchemaUpdate, service.config.max_body_bytes)
+
+    def change(definition: Definition) -> None:
+        if body.ttl is not None:
+            definition.ttl = float(body.ttl)
+        if body.pin is not None:
+            definition.pin = body.pin
+
+    salt = cache_salt(body.cache_salt) if body.cache_salt else _salt_asked(request)
+    context = service.limits.max_context
+    with service.schemas.errors_of("schema"):
+        if body.pin:
+            pml.check_encoding((await service.schemas.get(schema_id, salt, context)).compiled)
+        schema = await service.schemas.change(schema_id, salt, context, change)
+    if body.pin is False:
+        service.schemas.unpin(schema.key)
+    # Pinned texts are kept for the schema's time: a new one is told as well.
+    if schema.definition.pin:
+        return await _told(service, *await _encode(request, service, schema))
+    return await _told(service, schema, await service.schemas.look(schema))
+
+
+@routes.delete("/v1/schemas/{schema_id}", responses=_answers(SchemaDeleted), openapi_extra={"parameters": [_SALT]})
+async def delete_schema(request: Request, schema_id: str) -> JsonResponse:
+    """Forget a schema. Requests that run go on; its KV goes when others need the room."""
+    store = service_of(request).schemas
+    with store.errors_of("schema"):
+        await store.delete(schema_id, _salt_asked(request))
+    return JsonResponse(SchemaDeleted(id=schema_id))
+
+
+async def _source(body: SchemaRequest) -> str:
+    """What was sent, as text."""
+    if body.pml is not None:
+        return body.pml
+    if is_heavier(body.json_, _OFF_LOOP_WEIGHT):
+        return (await asyncio.to_thread(to_json, body.json_)).decode()
+    return to_json(body.json_).decode()
+
+
+async def _encode(request: Request, service: RouterService, schema: Schema) -> tuple[Schema, ModulesReply]:
+    """Have a schema's modules computed; one that cannot be pinned is not said to be."""
+    seconds = service.config.request_timeout_seconds or None
+    reply = await while_connected(request, service.schemas.encode(schema, seconds))
+    if reply.status == "quota":
+        context = service.limits.max_context
+        with service.schemas.errors_of("schema"):
+            schema = await service.schemas.change(schema.name, schema.salt, context, _unpin)
+    return schema, reply
+
+
+def _unpin(definition: Definition) -> None:
+    definition.pin = False
+
+
+def _salt_asked(request: Request) -> bytes:
+    return cache_salt(request.query_params.get("cache_salt", "")[:SESSION_ID_CHARACTERS_MAX])
+
+
+def _summary(record: Record) -> SchemaSummary:
+    return SchemaSummary(
+        id=record.id,
+        name=record.id,
+        created_at=int(record.created),
+        last_used_at=int(record.used),
+        expires_at=int(record.expires) or None,
+    )
+
+
+async def _told(
+    service: RouterService, schema: Schema, reply: ModulesReply, *, status: int = 200, source: bool = False
+) -> JsonResponse:
+    """A schema as an answer; `reply`: what the engine says of its texts, in their order."""
+    encoding = service.schemas.is_encoding(schema)
+
+    def write() -> JsonResponse:
+        told = _object(schema, reply)
+        if encoding:
+            told.status = "encoding"
+        if source:
+            document = schema.definition.parse()
+            with suppress(pml.PmlError):  # JSON has characters that XML has not
+                told.pml = pml.schema_to_xml(document)
+            if schema.definition.form == "json":
+                told.json_ = pml.schema_to_json(document)
+        return JsonResponse(told, status)
+
+    return await asyncio.to_thread(write) if schema.is_large else write()
+
+
+def _object(schema: Schema, reply: ModulesReply) -> SchemaObject:
+    record, definition, compiled = schema.record, schema.definition, schema.compiled
+    tiers: list[int] = unpack_int32(reply.tiers).tolist()
+    blocks: list[int] = unpack_int32(reply.blocks).tolist()
+    count = len(compiled.texts)
+    # An engine that knows nothing (it has only just begun) says nothing.
+    tiers, blocks = tiers if len(tiers) == count else [-1] * count, blocks if len(blocks) == count else [0] * count
+    return SchemaObject(
+        id=schema.name,
+        name=schema.name,
+        version=definition.version,
+        model=definition.model,
+        status=_status(tiers),
+        extent=compiled.extent,
+        encode_scope=definition.scope,
+        relocate=definition.relocate,
+        pin=definition.pin,
+        ttl=int(definition.ttl),
+        created_at=int(record.created),
+        last_used_at=int(record.used),
+        expires_at=int(record.expires) or None,
+        modules=[_module(module, tiers, blocks, reply.block_bytes) for module in compiled.modules],
+        usage=SchemaUsage(
+            sum(len(text.tokens) for text in compiled.texts),
+            reply.computed_tokens,
+            sum(blocks) * reply.block_bytes,
+        ),
+        warnings=[*schema.ready.warnings, *_warnings(reply)],
+    )
+
+
+def _status(tiers: Sequence[int]) -> SchemaStatus:
+    there = sum(tier >= 0 for tier in tiers)
+    if there == len(tiers):
+        return "ready"
+    return "partial" if there else "cold"
+
+
+def _warnings(reply: ModulesReply) -> list[str]:
+    if reply.status == "quota":
+        return [f"not pinned: {reply.detail or 'that would be more than the engine allows'}"]
+    if reply.status != "ok":
+        return [f"not all modules could be computed: {reply.detail or reply.status}"]
+    return []
+
+
+def _module(
+    module: pml.CompiledModule,
+    tiers: Sequence[int],
+    blocks: Sequence[int],
+    block_bytes: int,
+) -> ModuleObject:
+    found = [tiers[index] for index in module.texts]
+    slowest = max(found, default=-1) if -1 not in found else -1
+    return ModuleObject(
+        path=module.path,
+        start=module.start,
+        length=module.length,
+        params=[
+            ParamObject(name=slot.name, length=slot.length, required=slot.required, default=slot.default)
+            for slot in module.params
+        ],
+        cached=module.cached,
+        tokens=module.tokens,
+        bytes=sum(blocks[index] for index in module.texts) * block_bytes,
+        tier=TierKind(slowest).name.lower() if slowest >= 0 else None,
+    )

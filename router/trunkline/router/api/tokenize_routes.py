@@ -1,0 +1,126 @@
+"""`POST /tokenize` and `POST /detokenize`, in vLLM's form.
+
+Long answers are written in slices, as they are sent: a million token ids, and as many texts, would hold the event
+loop for a tenth of a second, and be in memory twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any, Final
+
+import msgspec
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from trunkline.router.api.common import check_length, check_model, encode_messages, encode_text, service_of
+from trunkline.router.api.fairness import Turns
+from trunkline.router.api.unsupported import check_tokenize
+from trunkline.router.http.body import read_request
+from trunkline.router.http.json_response import JsonResponse
+from trunkline.router.jobs.job import check_ids
+from trunkline.router.jobs.request_models import DetokenizeRequest, TokenizeRequest
+from trunkline.router.text.detokenizer import make_detokenizer
+from trunkline.router.text.tokenizer import Tokenizer
+from trunkline.router.tools.plan import prepare_tools
+
+routes = APIRouter()
+_SLICE_TOKENS: Final = 2048
+"""A few milliseconds' work."""
+_SLICED_TOKENS: Final = 16_384
+"""Answers about more are written in slices."""
+_encode = msgspec.json.Encoder().encode
+
+
+@routes.post("/tokenize")
+async def tokenize(request: Request) -> Response:
+    """Token ids of a text or a conversation, exactly as a completion would use them."""
+    service = service_of(request)
+    body = await read_request(request, TokenizeRequest, service.config.max_body_bytes, check_tokenize)
+    check_model(service, body.model)
+    if body.messages is not None:
+        check_length(sum(len(message.content) for message in body.messages), "messages")
+        tokens = await encode_messages(
+            service,
+            body.messages,
+            None,
+            add_generation_prompt=body.add_generation_prompt,
+            extra=body.chat_template_kwargs,
+            add_special_tokens=bool(body.add_special_tokens),
+            tools=prepare_tools(body.tools, None, None, service.tokenizer.tool_style).template_tools,
+        )
+    else:
+        check_length(len(body.prompt or ""), "prompt")
+        tokens = await encode_text(
+            service.tokenizer,
+            body.prompt or "",
+            None,
+            add_special_tokens=body.add_special_tokens is not False,
+            param="prompt",
+        )
+    head = {"count": len(tokens), "max_model_len": service.limits.max_context}
+    tokenizer = service.tokenizer if body.return_token_strs else None
+    if len(tokens) > _SLICED_TOKENS:
+        return StreamingResponse(_written_tokens(head, tokens, tokenizer), media_type=JsonResponse.media_type)
+    return JsonResponse({**head, "tokens": tokens, "token_strs": tokenizer and _strings(tokenizer, tokens)})
+
+
+@routes.post("/detokenize")
+async def detokenize(request: Request) -> Response:
+    """Text of token ids, special tokens included.
+
+    Of many it is what a completion with these tokens would say: bytes that are no text become U+FFFD one by one
+    (`detokenizer.py`), where the tokenizer itself may replace some good ones beside them.
+    """
+    service = service_of(request)
+    body = await read_request(request, DetokenizeRequest, service.config.max_body_bytes)
+    check_model(service, body.model)
+    vocab_size, turns = service.limits.vocab_size, Turns()
+    for part in _slices(body.tokens):
+        check_ids(part, vocab_size, "tokens")
+        await turns.others()
+    if len(body.tokens) > _SLICED_TOKENS:
+        return StreamingResponse(_written_text(service.tokenizer, body.tokens), media_type=JsonResponse.media_type)
+    return JsonResponse({"prompt": service.tokenizer.decode(body.tokens, skip_special_tokens=False)})
+
+
+def _slices(tokens: Sequence[int]) -> Iterator[Sequence[int]]:
+    return (tokens[start : start + _SLICE_TOKENS] for start in range(0, len(tokens), _SLICE_TOKENS))
+
+
+def _strings(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
+    return [tokenizer.token_string(token) for token in tokens]
+
+
+async def _written_tokens(
+    head: dict[str, Any], tokens: Sequence[int], tokenizer: Tokenizer | None
+) -> AsyncIterator[bytes]:
+    """The answer about `tokens`, with their strings if there is a `tokenizer`."""
+    turns = Turns()
+    yield _encode(head)[:-1] + b',"tokens":['
+    separator = b""
+    for part in _slices(tokens):
+        yield separator + _encode(part)[1:-1]
+        separator = b","
+        await turns.others()
+    yield b'],"token_strs":' + (b"null" if tokenizer is None else b"[")
+    if tokenizer is not None:
+        separator = b""
+        for part in _slices(tokens):
+            yield separator + _encode(_strings(tokenizer, part))[1:-1]
+            separator = b","
+            await turns.others()
+        yield b"]"
+    yield b"}"
+
+
+async def _written_text(tokenizer: Tokenizer, tokens: Sequence[int]) -> AsyncIterator[bytes]:
+    """The answer with the text of `tokens`."""
+    detokenizer = make_detokenizer(tokenizer.vocabulary, skip_special_tokens=False, at_start=True)
+    turns = Turns()
+    yield b'{"prompt":"'
+    for part in _slices(tokens):
+        yield _encode("".join(map(detokenizer.feed, part)))[1:-1]
+        await turns.others()
+    yield _encode(detokenizer.flush())[1:-1] + b'"}'
