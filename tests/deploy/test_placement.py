@@ -19,7 +19,6 @@ from typer.testing import CliRunner
 from trunkline.deploy.cli.app import app
 from trunkline.deploy.config import gpus, models
 from trunkline.deploy.config.disk_folders import DiskFolders
-from trunkline.deploy.config.member_configs import configs_of
 from trunkline.deploy.config.node_settings import Kind, NodeSettings
 from trunkline.deploy.config.placement import default_tp, place, settle
 from trunkline.deploy.config.plans import ClusterPlan
@@ -27,6 +26,7 @@ from trunkline.deploy.config.settings import ServeSettings
 from trunkline.deploy.errors import UserError
 from trunkline.deploy.node import node
 from trunkline.deploy.supervisor import serve
+from trunkline.deploy.supervisor.member_configs import configs_of
 from trunkline.deploy.supervisor.serve import plan_cluster
 from trunkline.worker.config import WorkerConfig
 

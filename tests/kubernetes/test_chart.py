@@ -22,7 +22,7 @@ from kubernetes.rendering import (
     render,
 )
 
-from trunkline.deploy.cli.options import SERVE_OPTIONS
+from trunkline.deploy.config.options import SERVE_OPTIONS
 
 DEFAULTS: Object = yaml.safe_load((CHART / "values.yaml").read_text())
 SCHEMA: Object = json.loads((CHART / "values.schema.json").read_text())

@@ -8,13 +8,21 @@ from typing import Annotated, Any
 import typer
 
 from trunkline.deploy.cli import chat as chat_client
-from trunkline.deploy.cli import cluster_cli, keys_cli, local_cli, node_cli, schema_cli, sizing_cli
-from trunkline.deploy.cli.options import SERVE_OPTIONS, command
+from trunkline.deploy.cli import (
+    cluster_cli,
+    doctor_cli,
+    keys_cli,
+    launch_cli,
+    local_cli,
+    node_cli,
+    schema_cli,
+    sizing_cli,
+    top_cli,
+)
+from trunkline.deploy.config.options import SERVE_OPTIONS, command
 from trunkline.deploy.config.settings import ServeSettings
-from trunkline.deploy.launch import launch_cli
 from trunkline.deploy.reporting import run
 from trunkline.deploy.supervisor.serve import serve as run_cluster
-from trunkline.deploy.watch import doctor_cli, top_cli
 
 app = typer.Typer(
     name="trunkline",

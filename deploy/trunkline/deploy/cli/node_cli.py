@@ -7,8 +7,8 @@ from typing import Any, Final
 
 import typer
 
-from trunkline.deploy.cli.options import NODE, SERVE_OPTIONS, CliOption, command
 from trunkline.deploy.config.node_settings import Kind, NodeSettings
+from trunkline.deploy.config.options import NODE, SERVE_OPTIONS, CliOption, command
 from trunkline.deploy.config.settings import ServeSettings
 from trunkline.deploy.node.node import run_node
 from trunkline.deploy.reporting import run

@@ -23,7 +23,6 @@ from trunkline.deploy.config import models
 from trunkline.deploy.config.credentials import make_admin_key
 from trunkline.deploy.config.disk_folders import DiskFolders, disk_folders, plan_disk
 from trunkline.deploy.config.listening import free_port, open_listener
-from trunkline.deploy.config.member_configs import configs_of, expected_folders
 from trunkline.deploy.config.placement import settle
 from trunkline.deploy.config.plans import ClusterPlan, NodePlan
 from trunkline.deploy.config.settings import ServeSettings
@@ -31,6 +30,7 @@ from trunkline.deploy.config.sizes import format_bytes
 from trunkline.deploy.errors import UserError
 from trunkline.deploy.supervisor.display import TerminalReporter
 from trunkline.deploy.supervisor.json_reporter import JsonReporter
+from trunkline.deploy.supervisor.member_configs import configs_of, expected_folders
 from trunkline.deploy.supervisor.members import Limits, Role
 from trunkline.deploy.supervisor.registry import Running, announced
 from trunkline.deploy.supervisor.rundir import run_folder

@@ -12,11 +12,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from trunkline.deploy.cli.top_cli import KeyFile, Url
 from trunkline.deploy.reporting import run
 from trunkline.deploy.watch.checks import Finding, Level, examine
 from trunkline.deploy.watch.facts import gather
 from trunkline.deploy.watch.source import Source
-from trunkline.deploy.watch.top_cli import KeyFile, Url
 
 _MARKS: Final = {Level.OK: ("ok", "green"), Level.WARNING: ("warn", "yellow"), Level.FAILURE: ("FAIL", "bold red")}
 
