@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from report import Report, argument_parser
 from torch import Tensor
 
-from trunkline.kernels.cpu import CpuKernels, DecodeWork, Planning
+from trunkline.kernels.cpu import CpuDecodeWork, CpuKernels, Planning
 from trunkline.kernels.large_pages import advise_large_pages
 from trunkline.kernels.native import isa_levels, library
 from trunkline.kernels.ops import AttentionSpec, KvPool
@@ -308,7 +308,7 @@ def plan(report: Report, quick: bool) -> None:
     for round_ in range(rounds):
         segments, positions, runs, chunk = inputs[round_ % len(inputs)]
         start = time.perf_counter()
-        DecodeWork(build_decode_plan(segments, positions, runs, chunk), options)
+        CpuDecodeWork(build_decode_plan(segments, positions, runs, chunk), options)
         times.append(time.perf_counter() - start)
         blocks.append(len(segments.row) / (SEARCHES * WIDTH))
     case = {"part": "plan", "rows": SEARCHES * WIDTH, "blocks": round(median(blocks), 1)}

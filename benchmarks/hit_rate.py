@@ -27,7 +27,7 @@ from report import Report, argument_parser
 from session_model import Conversation, conversations
 from session_sim import Figures, Overflow, Setting, Simulation
 
-from trunkline.kvstore.directory import Policy
+from trunkline.kvstore.directory import EvictionPolicy
 
 PARTS: Final = ("policies", "unsaturated", "overflow", "capacity", "rates")
 DRAM_TOKENS: Final = 164_000
@@ -93,7 +93,7 @@ def tiers(tokens: float) -> dict[str, float]:
 def policies(bench: Bench) -> None:
     footprint = bench.footprint(bench.sessions, 1.0)
     for share in (0.23, 0.82) if bench.quick else (0.12, 0.23, 0.42, 0.62, 0.82, 1.23):
-        for policy in Policy:
+        for policy in EvictionPolicy:
             figures = bench.run(bench.sessions, 1.0, policy=policy, **tiers(share * footprint))
             case = {"part": "policies", "policy": policy.value, "c_over_f": share, "queue": "saturated"}
             bench.add({**case, "sessions": bench.sessions}, figures)
@@ -103,7 +103,7 @@ def unsaturated(bench: Bench) -> None:
     sessions, rate = bench.sessions // 3, 0.3
     footprint = bench.footprint(sessions, rate)
     for share in (0.62,) if bench.quick else (0.42, 0.82, 1.23):
-        for policy in Policy:
+        for policy in EvictionPolicy:
             figures = bench.run(sessions, rate, policy=policy, **tiers(share * footprint))
             case = {"part": "unsaturated", "policy": policy.value, "c_over_f": share, "queue": "unsaturated"}
             bench.add({**case, "sessions": sessions}, figures)
@@ -145,7 +145,7 @@ def rates(bench: Bench) -> None:
     sessions = bench.sessions // 3
     for rate in (1.0,) if bench.quick else (0.5, 1.0, 1.5, 2.0):
         tokens = 1e9 * (DRAM_GB + DISK_GB) / bench.base.kv_bytes_per_token
-        for name, policy in (("look-ahead", Policy.LOOK_AHEAD), ("recompute", None)):
+        for name, policy in (("look-ahead", EvictionPolicy.LOOK_AHEAD), ("recompute", None)):
             figures = bench.run(sessions, rate, policy=policy, **tiers(tokens))
             case = {"part": "rates", "rate": rate, "policy": name, "sessions": sessions}
             hours = (figures.prefill_s + figures.decode_s / bench.base.slots) / 3600

@@ -22,7 +22,7 @@ from typing import Final
 
 from session_model import Conversation
 
-from trunkline.kvstore.directory import Directory, DirectoryConfig, Item, Move, MoveStatus, Policy
+from trunkline.kvstore.directory import Directory, DirectoryConfig, EvictionPolicy, Move, MoveStatus, TieredChunk
 from trunkline.kvstore.names import ChunkName
 
 NAMELESS: Final = ChunkName(b"")
@@ -45,7 +45,7 @@ class Setting:
 
     host_tokens: float = math.inf
     disk_tokens: float = math.inf
-    policy: Policy | None = Policy.LOOK_AHEAD
+    policy: EvictionPolicy | None = EvictionPolicy.LOOK_AHEAD
     """None: nothing is kept, all history is computed again."""
     overflow: Overflow = Overflow.NONE
     window: int = 0
@@ -103,12 +103,12 @@ class Figures:
         return self.host_hits / self.hits if self.hits else math.nan
 
 
-class Chunk(Item):
+class Chunk(TieredChunk):
     """A chunk of one session's context."""
 
     __slots__ = ("is_running", "session", "skipped", "tokens")
 
-    def __init__(self, parent: Item, session: Session, skipped: int, tokens: int) -> None:
+    def __init__(self, parent: TieredChunk, session: Session, skipped: int, tokens: int) -> None:
         super().__init__(parent, NAMELESS)
         self.session = session
         self.skipped = skipped
@@ -162,11 +162,11 @@ class Simulation:
             DirectoryConfig(
                 host_slots=setting.slots_of(setting.host_tokens, most) if keeps else 0,
                 disk_slots=setting.slots_of(setting.disk_tokens, most) if keeps else 0,
-                policy=setting.policy or Policy.LOOK_AHEAD,
+                policy=setting.policy or EvictionPolicy.LOOK_AHEAD,
             )
         )
         self.figures = Figures()
-        self._root = Item(None, NAMELESS)
+        self._root = TieredChunk(None, NAMELESS)
         self._now = 0.0
         self._events: list[tuple[float, int, object]] = []
         self._serials = itertools.count(1)
@@ -208,7 +208,7 @@ class Simulation:
         self._cut(session)
         self._queue.append(job)
         self.figures.queue_max = max(self.figures.queue_max, len(self._queue))
-        if self.setting.policy is Policy.LOOK_AHEAD:
+        if self.setting.policy is EvictionPolicy.LOOK_AHEAD:
             self.directory.want(job.serial, (1.0, job.serial), session.chunks)
 
     def _cut(self, session: Session) -> None:
@@ -241,7 +241,7 @@ class Simulation:
         session.context = kept
 
     def _start_jobs(self) -> None:
-        looks_ahead = self.setting.policy is Policy.LOOK_AHEAD
+        looks_ahead = self.setting.policy is EvictionPolicy.LOOK_AHEAD
         while self._free_slots and self._queue and (looks_ahead or not self._loading):
             job = self._queue.popleft()  # without looking ahead the directory fetches for one job at a time
             session = job.session

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trunkline.kvstore.cuts import DROPS_MAX, Cut, cut_name, problem_of_drops
+from trunkline.kvstore.cuts import DROPS_MAX, ContextCut, cut_name, problem_of_drops
 from trunkline.kvstore.extents import OPEN_COUNT
 from trunkline.kvstore.names import ChunkName, chunk_name, root_name
 
@@ -47,7 +47,7 @@ def kept_chunks(drops: Drops, size: int, length: int) -> list[int]:
 @given(cases())
 def test_the_table_holds_every_chunk_of_which_something_is_seen(case: tuple[Drops, int, int]) -> None:
     drops, size, length = case
-    cut = Cut(drops, size)
+    cut = ContextCut(drops, size)
     history = np.arange(1000, 1000 + length, dtype=np.int32)
     chunks = kept_chunks(drops, size, length)
     naive = [token for chunk in chunks for token in history[chunk * size : (chunk + 1) * size].tolist()]
@@ -66,7 +66,7 @@ def test_the_table_holds_every_chunk_of_which_something_is_seen(case: tuple[Drop
 @given(cases())
 def test_extents_find_each_seen_token_at_its_position(case: tuple[Drops, int, int]) -> None:
     drops, size, length = case
-    cut = Cut(drops, size)
+    cut = ContextCut(drops, size)
     table = cut.table_tokens(np.arange(length, dtype=np.int32)).tolist()
     seen = [token for token in range(length) if not is_dropped(token, drops)]
     found: list[tuple[int, int, int]] = []
@@ -88,7 +88,7 @@ def test_extents_find_each_seen_token_at_its_position(case: tuple[Drops, int, in
 @given(cases())
 def test_segments_are_the_runs_of_chunks_behind_the_same_drops(case: tuple[Drops, int, int]) -> None:
     drops, size, length = case
-    cut = Cut(drops, size)
+    cut = ContextCut(drops, size)
     flat: list[int] = []
     for segment in cut.segments:
         stop = segment.stop if segment.stop >= 0 else -(-length // size)
@@ -108,7 +108,7 @@ def test_segments_are_the_runs_of_chunks_behind_the_same_drops(case: tuple[Drops
 @given(cases())
 def test_closed_end_is_behind_the_last_seen_token_before_the_last_drop(case: tuple[Drops, int, int]) -> None:
     drops, size, length = case
-    cut = Cut(drops, size)
+    cut = ContextCut(drops, size)
     table = cut.table_tokens(np.arange(length, dtype=np.int32)).tolist()
     closed = [i for i, token in enumerate(table) if token < drops[-1][0] and not is_dropped(token, drops)]
     assert cut.closed_end == (closed[-1] + 1 if closed else 0)
@@ -118,7 +118,7 @@ def test_closed_end_is_behind_the_last_seen_token_before_the_last_drop(case: tup
 def test_the_chain_names_the_whole_history() -> None:
     root = root_name(b"f", "float32", 4, b"tenant")
     history = np.arange(40, dtype=np.int32)
-    chain = Cut(((5, 22), (25, 30)), 4).chain(root, history)
+    chain = ContextCut(((5, 22), (25, 30)), 4).chain(root, history)
     name, names = root, []
     for chunk in range(7):  # all before the chunk with token 30, dropped ones too
         name = chunk_name(name, history[4 * chunk : 4 * chunk + 4].tobytes())

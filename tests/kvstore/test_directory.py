@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from simulation.directory_bench import Bench, where
 
-from trunkline.kvstore.directory import Policy
+from trunkline.kvstore.directory import EvictionPolicy
 from trunkline.kvstore.tier import TierKind
 
 
@@ -206,8 +206,10 @@ def test_fetching_goes_in_the_order_of_the_queue_and_stops_when_host_memory_is_f
     assert bench.directory.is_coming(paths[0][1]) is False
 
 
-@pytest.mark.parametrize("policy", [Policy.LRU, Policy.FIFO])
-def test_the_other_policies_fetch_for_the_next_job_only_and_keep_that_until_it_has_run(policy: Policy) -> None:
+@pytest.mark.parametrize("policy", [EvictionPolicy.LRU, EvictionPolicy.FIFO])
+def test_the_other_policies_fetch_for_the_next_job_only_and_keep_that_until_it_has_run(
+    policy: EvictionPolicy,
+) -> None:
     bench = Bench(2, 8, host_free=1, policy=policy)
     old, new = bench.path("o"), bench.path("n")
     bench.on_disk(*old, *new)
@@ -225,7 +227,7 @@ def test_the_other_policies_fetch_for_the_next_job_only_and_keep_that_until_it_h
 
 def test_lru_and_fifo_do_not_look_at_the_queue() -> None:
     left = {}
-    for policy in Policy:
+    for policy in EvictionPolicy:
         bench = Bench(3, 0, policy=policy)
         a, b, c = (bench.path(name)[0] for name in "abc")
         assert bench.save(a, b, c)
@@ -235,11 +237,15 @@ def test_lru_and_fifo_do_not_look_at_the_queue() -> None:
         bench.directory.used([d], 60.0, hit=False)
         assert bench.save(d)
         (left[policy],) = bench.directory.lost()
-    assert [repr(left[p]) for p in (Policy.LOOK_AHEAD, Policy.LRU, Policy.FIFO)] == ["c0", "b0", "a0"]
+    assert [repr(left[p]) for p in (EvictionPolicy.LOOK_AHEAD, EvictionPolicy.LRU, EvictionPolicy.FIFO)] == [
+        "c0",
+        "b0",
+        "a0",
+    ]
 
 
 def test_in_fifo_order_a_session_that_grows_does_not_become_younger() -> None:
-    bench = Bench(4, policy=Policy.FIFO)
+    bench = Bench(4, policy=EvictionPolicy.FIFO)
     old, other = bench.path("o"), bench.path("x")
     assert bench.save(*old, *other)
     grown = bench.path("g", parent=old[0])

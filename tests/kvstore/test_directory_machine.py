@@ -17,7 +17,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from seeds import seeds
 
-from trunkline.kvstore.directory import Directory, DirectoryConfig, IndexEvent, Item, Move, MoveStatus, Policy
+from trunkline.kvstore.directory import (
+    Directory,
+    DirectoryConfig,
+    EvictionPolicy,
+    IndexEvent,
+    Move,
+    MoveStatus,
+    TieredChunk,
+)
 from trunkline.kvstore.extents import SlotId
 from trunkline.kvstore.names import ChunkName
 from trunkline.kvstore.tier import TierKind
@@ -29,7 +37,7 @@ FANOUT = 3
 DEPTH = 4
 
 
-class Chunk(Item):
+class Chunk(TieredChunk):
     """A node of the owner's tree."""
 
     __slots__ = ("children", "placed")
@@ -71,7 +79,7 @@ class Life:
             "host_slots": rng.randint(1, 8),
             "disk_slots": rng.choice([0, 1, 4, 9, 12]),
             "remote": rng.random() < 0.4,
-            "policy": rng.choice(list(Policy)),
+            "policy": rng.choice(list(EvictionPolicy)),
             "write_behind": rng.random() < 0.7,
             "host_free": rng.randrange(3),
             "reads_in_flight": 3,

@@ -10,7 +10,7 @@ import pytest
 from session_model import Conversation, conversations
 from session_sim import Figures, Overflow, Setting, Simulation
 
-from trunkline.kvstore.directory import Policy
+from trunkline.kvstore.directory import EvictionPolicy
 from trunkline.kvstore.tier import TierKind
 
 SESSIONS = 150
@@ -32,7 +32,7 @@ def run(setting: Setting, rate: float = 1.0) -> Figures:
     return Simulation(setting).run(workload(rate))
 
 
-def run_with(policy: Policy, share: float, rate: float = 1.0) -> Figures:
+def run_with(policy: EvictionPolicy, share: float, rate: float = 1.0) -> Figures:
     tokens = share * footprint(rate)
     return run(replace(BASE, policy=policy, host_tokens=0.4 * tokens, disk_tokens=0.6 * tokens), rate)
 
@@ -48,20 +48,22 @@ def test_the_workload_is_that_of_the_paper() -> None:
 
 @pytest.mark.parametrize("share", [0.3, 0.6])
 def test_looking_ahead_finds_more_than_lru_and_fifo_when_jobs_wait(share: float) -> None:
-    ahead, lru, fifo = (run_with(policy, share) for policy in (Policy.LOOK_AHEAD, Policy.LRU, Policy.FIFO))
+    ahead, lru, fifo = (
+        run_with(policy, share) for policy in (EvictionPolicy.LOOK_AHEAD, EvictionPolicy.LRU, EvictionPolicy.FIFO)
+    )
     assert ahead.queue_max > 10 * BASE.slots, "the queue is saturated"
     assert ahead.hit_rate > max(lru.hit_rate, fifo.hit_rate) + 0.05
     assert ahead.host_share > 0.75 > max(lru.host_share, fifo.host_share)
 
 
 def test_when_none_waits_there_is_nothing_to_look_ahead_to() -> None:
-    ahead, lru = (run_with(policy, 0.6, rate=0.01) for policy in (Policy.LOOK_AHEAD, Policy.LRU))
+    ahead, lru = (run_with(policy, 0.6, rate=0.01) for policy in (EvictionPolicy.LOOK_AHEAD, EvictionPolicy.LRU))
     assert ahead.queue_max <= 2
     assert ahead.hit_rate == pytest.approx(lru.hit_rate, abs=0.02)
 
 
 def test_with_room_for_all_every_later_turn_hits() -> None:
-    figures = run_with(Policy.LOOK_AHEAD, 2.5)
+    figures = run_with(EvictionPolicy.LOOK_AHEAD, 2.5)
     assert figures.later_hit_rate == 1.0
     assert figures.found_tokens == figures.history_tokens
     assert run(replace(BASE, policy=None)).hits == 0

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from trunkline.kvstore.directory import Directory, DirectoryConfig, Item, Move, MoveStatus
+from trunkline.kvstore.directory import Directory, DirectoryConfig, Move, MoveStatus, TieredChunk
 from trunkline.kvstore.names import ChunkName
 
 
-class Chunk(Item):
+class Chunk(TieredChunk):
     """A chunk that may be on the device, too."""
 
     __slots__ = ("_on_device",)
 
-    def __init__(self, parent: Item | None, name: str) -> None:
+    def __init__(self, parent: TieredChunk | None, name: str) -> None:
         super().__init__(parent, ChunkName(name.encode().ljust(16)))
         self._on_device = False
 

@@ -8,7 +8,7 @@ from typing import Final
 import msgspec
 
 from trunkline.kvstore.directory_config import DirectoryConfig
-from trunkline.kvstore.eviction import Policy
+from trunkline.kvstore.eviction import EvictionPolicy
 from trunkline.kvstore.extents import blocks_for
 from trunkline.runtime.wire_keys import Role, problem_of
 
@@ -157,7 +157,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             host_slots=self.host_slots,
             disk_slots=self.disk_slots,
             remote=self.remote,
-            policy=Policy(self.tier_policy),
+            policy=EvictionPolicy(self.tier_policy),
             first_generation=first_generation,
         )
 

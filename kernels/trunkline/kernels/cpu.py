@@ -66,7 +66,7 @@ def turns_queries(spec: AttentionSpec) -> bool:
     return spec.inverse_frequencies is not None
 
 
-class DecodeWork:
+class CpuDecodeWork:
     """A decode plan's pieces for certain head counts."""
 
     def __init__(self, plan: DecodePlan, options: WorkOptions) -> None:
@@ -92,16 +92,16 @@ class DecodeWork:
 
 
 @dataclass
-class DecodeState:
+class CpuDecodeState:
     """What `CpuKernels` derives from a `DecodePlan`."""
 
     last_block: int
     has_shifts: bool
-    works: dict[WorkOptions, DecodeWork] = field(default_factory=dict)
+    works: dict[WorkOptions, CpuDecodeWork] = field(default_factory=dict)
     """Layers may differ, and so may the kernels that use the plan."""
 
 
-class PrefillState:
+class CpuPrefillState:
     """What `CpuKernels` derives from a `PrefillPlan`: its arrays in one tensor (`csrc/cpu/attention.cc`)."""
 
     def __init__(self, plan: PrefillPlan) -> None:
@@ -129,7 +129,7 @@ class PrefillState:
         self.last_block = int(plan.block.max(initial=-1))
 
 
-class WriteState:
+class CpuWriteState:
     """What `CpuKernels` derives from a `WritePlan`."""
 
     def __init__(self, plan: WritePlan) -> None:
@@ -215,8 +215,8 @@ class CpuKernels:
     ) -> Tensor:
         self.counters.called("write_kv")
         state = plan.state
-        if not isinstance(state, WriteState):
-            plan.state = state = WriteState(plan)
+        if not isinstance(state, CpuWriteState):
+            plan.state = state = CpuWriteState(plan)
         cos, sin = (NONE, NONE) if angles is None else angles
         q_weight, k_weight, eps = (NONE, NONE, 0.0) if norm is None else norm
         handle, data, packed = self._context.handle, pool.data, pool.packed
@@ -259,14 +259,14 @@ class CpuKernels:
             self._planning.invariant_tokens > 0,
         )
 
-    def _decode_work(self, plan: DecodePlan, pool: KvPool, spec: AttentionSpec) -> DecodeWork:
+    def _decode_work(self, plan: DecodePlan, pool: KvPool, spec: AttentionSpec) -> CpuDecodeWork:
         state = plan.state
-        if not isinstance(state, DecodeState):
+        if not isinstance(state, CpuDecodeState):
             _check_items(plan.block, plan.first, plan.count, plan.chunk_size)
             tails = (plan.first + plan.count)[plan.tail_item]
             if int(tails.max(initial=0)) + plan.steps_left > plan.chunk_size:
                 raise ValueError(f"a tail does not have room for {plan.steps_left} more tokens")
-            plan.state = state = DecodeState(int(plan.block.max(initial=-1)), bool(plan.shifts.any()))
+            plan.state = state = CpuDecodeState(int(plan.block.max(initial=-1)), bool(plan.shifts.any()))
             self.counters.decode_plans += 1
         shape = pool.data.shape
         _check_pool(shape, plan.chunk_size, state.last_block)
@@ -275,7 +275,7 @@ class CpuKernels:
         options = self._planning.options(spec, pool.data.element_size())
         work = state.works.get(options)
         if work is None:
-            state.works[options] = work = DecodeWork(plan, options)
+            state.works[options] = work = CpuDecodeWork(plan, options)
         return work
 
     def prefill_attention(
@@ -283,8 +283,8 @@ class CpuKernels:
     ) -> None:
         self.counters.called("prefill_attention")
         state = plan.state
-        if not isinstance(state, PrefillState):
-            plan.state = state = PrefillState(plan)
+        if not isinstance(state, CpuPrefillState):
+            plan.state = state = CpuPrefillState(plan)
         _check_pool(pool.data.shape, plan.chunk_size, state.last_block)
         self.counters.prefill_tokens_read += state.tokens_read
         angles = NONE

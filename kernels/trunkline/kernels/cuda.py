@@ -46,7 +46,7 @@ from trunkline.kernels.cuda_library import (
 from trunkline.kernels.cuda_staging import block_bytes, layer_bytes, staged
 from trunkline.kernels.cuda_work import (
     WORKSPACE_BYTES,
-    DecodeWork,
+    CudaDecodeWork,
     DeviceWork,
     PrefillCut,
     PrefillDeviceWork,
@@ -194,9 +194,9 @@ class CudaKernels:
             share=self._share,
         )
 
-    def _decode_state(self, plan: DecodePlan, pool: KvPool, spec: AttentionSpec) -> DecodeWork:
+    def _decode_state(self, plan: DecodePlan, pool: KvPool, spec: AttentionSpec) -> CudaDecodeWork:
         key, state = self._work_key(pool, spec), plan.state
-        if not isinstance(state, DecodeWork) or state.key != key:
+        if not isinstance(state, CudaDecodeWork) or state.key != key:
             options = native.WorkOptions(
                 kv_heads=spec.kv_heads,
                 group=spec.group,
@@ -210,11 +210,11 @@ class CudaKernels:
                 share=self._share,
                 vectors_per_read=VECTORS_PER_READ,
             )
-            plan.state = state = DecodeWork(plan, key, native.plan_decode_work(plan, options))
+            plan.state = state = CudaDecodeWork(plan, key, native.plan_decode_work(plan, options))
         check_items(pool, state.last_block)
         return state
 
-    def _place(self, plan: DecodePlan, state: DecodeWork, pool: KvPool, spec: AttentionSpec) -> DeviceWork:
+    def _place(self, plan: DecodePlan, state: CudaDecodeWork, pool: KvPool, spec: AttentionSpec) -> DeviceWork:
         """Bring the plan and its step to the device, if they are not there ("lazy copy", ChunkAttention §3.3)."""
         if plan.steps > plan.steps_left:
             raise ValueError(f"decode plan is valid for {plan.steps_left} steps, not for {plan.steps}")

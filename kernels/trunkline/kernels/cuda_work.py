@@ -70,7 +70,7 @@ class WorkKey(NamedTuple):
     share: bool
 
 
-class DecodeWork:
+class CudaDecodeWork:
     """A decode plan's words; private to `CudaKernels`."""
 
     def __init__(self, plan: DecodePlan, key: WorkKey, words: Tensor) -> None:
@@ -121,7 +121,7 @@ class DeviceWork:
     def __init__(self, device: torch.device) -> None:
         self.generation = 0
         """As `Workspace.generation`."""
-        self.resident: DecodeWork | None = None
+        self.resident: CudaDecodeWork | None = None
         """Whose words are there."""
         self.steps = 0
         """The step that is there."""
@@ -139,7 +139,7 @@ class DeviceWork:
     def words_address(self) -> int:
         return self._buffer.data_ptr() + 4 * STEPS_WORDS
 
-    def upload(self, work: DecodeWork, steps: int) -> None:
+    def upload(self, work: CudaDecodeWork, steps: int) -> None:
         """Replace the plan, in stream order: work enqueued before still sees the old one."""
         words = work.words
         needed = STEPS_WORDS + len(words)

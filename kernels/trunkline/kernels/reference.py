@@ -28,8 +28,8 @@ from trunkline.kernels.ops import (
 )
 from trunkline.kernels.plan import DecodePlan, PrefillPlan, WritePlan
 from trunkline.kernels.quantisation import QuantisedWeight, linear_int8, quantise, stored_bytes
-from trunkline.kernels.reference_decode import DecodeState
-from trunkline.kernels.reference_prefill import PrefillState
+from trunkline.kernels.reference_decode import ReferenceDecodeState
+from trunkline.kernels.reference_prefill import ReferencePrefillState
 from trunkline.kernels.reference_scores import check_plain
 from trunkline.kvstore.int32_codec import Int32Array
 
@@ -37,7 +37,7 @@ WIDENED_ROWS: Final = 4096
 """Rows of a half-type weight that are converted at a time for a float32 result."""
 
 
-class WriteState:
+class ReferenceWriteState:
     """Index tensors of a `WritePlan`: only stored tokens, so that slot -1 costs nothing per layer."""
 
     def __init__(self, plan: WritePlan, pool: KvPool) -> None:
@@ -70,8 +70,8 @@ class ReferenceKernels:
     ) -> Tensor:
         self.counters.called("write_kv")
         state = plan.state
-        if not isinstance(state, WriteState):
-            plan.state = state = WriteState(plan, pool)
+        if not isinstance(state, ReferenceWriteState):
+            plan.state = state = ReferenceWriteState(plan, pool)
         heads = qkv.view(qkv.shape[0], spec.heads + 2 * spec.kv_heads, spec.head_dim)
         q, k = heads[:, : spec.heads], heads[:, spec.heads : spec.heads + spec.kv_heads]
         if norm is not None:
@@ -92,8 +92,8 @@ class ReferenceKernels:
         counters = self.counters
         counters.called("decode_attention")
         state = plan.state
-        if not isinstance(state, DecodeState):
-            plan.state = state = DecodeState(plan, pool)
+        if not isinstance(state, ReferenceDecodeState):
+            plan.state = state = ReferenceDecodeState(plan, pool)
             counters.decode_plans += 1
         tokens = state.advance_to(plan.steps)
         counters.decode_tokens_read += tokens
@@ -105,8 +105,8 @@ class ReferenceKernels:
     ) -> None:
         self.counters.called("prefill_attention")
         state = plan.state
-        if not isinstance(state, PrefillState):
-            plan.state = state = PrefillState(plan, pool)
+        if not isinstance(state, ReferencePrefillState):
+            plan.state = state = ReferencePrefillState(plan, pool)
         self.counters.prefill_tokens_read += state.tokens_read
         state.attend(q, pool, layer, spec, out)
 

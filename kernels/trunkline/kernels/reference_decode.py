@@ -42,7 +42,7 @@ RUN_ITEMS_MIN: Final = 4
 """Shared items with the same rows from which a matmul of their own pays; fewer go with the other phase."""
 
 
-class DecodeState:
+class ReferenceDecodeState:
     """What the reference derives from a `DecodePlan`; private to `ReferenceKernels`."""
 
     def __init__(self, plan: DecodePlan, pool: KvPool) -> None:

@@ -27,7 +27,7 @@ SCORES_MAX: Final = 1 << 22
 """Scores held at a time by the path without fused attention."""
 
 
-class PrefillState:
+class ReferencePrefillState:
     """What the reference derives from a `PrefillPlan`; private to `ReferenceKernels`."""
 
     def __init__(self, plan: PrefillPlan, pool: KvPool) -> None:

@@ -27,7 +27,7 @@ DROPS_MAX: Final = 64
 """Ranges that one sequence may drop."""
 
 
-class Segment(NamedTuple):
+class ChunkRun(NamedTuple):
     """Consecutive chunks of a history that are in the table, and the cut behind which they stand."""
 
     start: int
@@ -38,7 +38,7 @@ class Segment(NamedTuple):
     """How many of the dropped ranges lie before it; 0: the beginning of the history."""
 
 
-class Cut:
+class ContextCut:
     """The dropped ranges of one sequence, for chunks of one size. Immutable."""
 
     __slots__ = ("chunk_size", "closed_end", "drops", "first_open", "holes", "segments", "table_start")
@@ -143,14 +143,14 @@ def problem_of_drops(drops: tuple[tuple[int, int], ...], prompt_len: int) -> str
     return ""
 
 
-def _segments(drops: tuple[tuple[int, int], ...], chunk_size: int) -> list[Segment]:
-    segments: list[Segment] = []
+def _segments(drops: tuple[tuple[int, int], ...], chunk_size: int) -> list[ChunkRun]:
+    segments: list[ChunkRun] = []
     begin = 0
     for index, (start, stop) in enumerate(drops):
         first_behind = stop // chunk_size
         end = min(-(-start // chunk_size), first_behind)
         if end > begin or not segments:
-            segments.append(Segment(begin, max(end, begin), index))
+            segments.append(ChunkRun(begin, max(end, begin), index))
         begin = first_behind
-    segments.append(Segment(begin, -1, len(drops)))
+    segments.append(ChunkRun(begin, -1, len(drops)))
     return segments

@@ -25,13 +25,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic
 
+from trunkline.kvstore.chunks import ChunkT, QueueKey, TieredChunk
 from trunkline.kvstore.copies import Copies, CopyRules, IndexEvent, may_leave
-from trunkline.kvstore.directory_check import IntegrityError, check_directory
+from trunkline.kvstore.directory_check import DirectoryIntegrityError, check_directory
 from trunkline.kvstore.directory_config import DirectoryConfig
-from trunkline.kvstore.eviction import Policy, victim_key
+from trunkline.kvstore.eviction import EvictionPolicy, victim_key
 from trunkline.kvstore.extents import NO_SLOT, SlotId
-from trunkline.kvstore.items import Item, ItemT, QueueKey
-from trunkline.kvstore.lazy_heap import Verdict
+from trunkline.kvstore.lazy_heap import HeapVerdict
 from trunkline.kvstore.lookahead import WaitingJobs
 from trunkline.kvstore.tier import TierKind
 from trunkline.kvstore.tier_costs import TierHealth
@@ -41,11 +41,11 @@ __all__ = [
     "Directory",
     "DirectoryConfig",
     "IndexEvent",
-    "IntegrityError",
-    "Item",
+    "DirectoryIntegrityError",
+    "TieredChunk",
     "Move",
     "MoveStatus",
-    "Policy",
+    "EvictionPolicy",
     "TierStats",
 ]
 
@@ -68,7 +68,7 @@ class TierStats:
     problem: str = ""
 
 
-class Directory(Generic[ItemT]):
+class Directory(Generic[ChunkT]):
     """Bookkeeping of all tiers below the device."""
 
     def __init__(self, config: DirectoryConfig) -> None:
@@ -81,15 +81,15 @@ class Directory(Generic[ItemT]):
         limits = config.reads_in_flight, config.writes_in_flight
         tiers = [TierKind.DISK] * (config.disk_slots > 0) + [TierKind.REMOTE] * config.remote
         self.health = {tier: TierHealth(READ_US[tier], *limits) for tier in tiers}
-        self.copies: Copies[ItemT] = Copies(
+        self.copies: Copies[ChunkT] = Copies(
             config.host_slots,
             config.disk_slots,
             config.first_generation,
             victim_key(config.policy),
             CopyRules(config.is_exclusive, may_sink=bool(tiers)),
         )
-        self.jobs: WaitingJobs[ItemT] = WaitingJobs()
-        self.mover: TierMover[ItemT] = TierMover(self.copies, self.jobs, self.health, config)
+        self.jobs: WaitingJobs[ChunkT] = WaitingJobs()
+        self.mover: TierMover[ChunkT] = TierMover(self.copies, self.jobs, self.health, config)
         self.saves = 0
         """Chunks saved to host memory from the device since the start."""
         self.loads = 0
@@ -101,7 +101,7 @@ class Directory(Generic[ItemT]):
 
     # Device side: synchronous with step plans.
 
-    def save(self, item: ItemT, step: int, *, forced: bool = False) -> tuple[SlotId, int] | None:
+    def save(self, item: ChunkT, step: int, *, forced: bool = False) -> tuple[SlotId, int] | None:
         """The plan of `step` is to save a chunk that has no host copy; the copy is ready for every later use.
 
         If no slot is free, a host copy goes that loses nothing; if there is none, and no tier below takes
@@ -130,33 +130,33 @@ class Directory(Generic[ItemT]):
         self.mover.saved(item)
         return slot, self.copies.host.generation(slot)
 
-    def _victim_for(self, item: ItemT, step: int, forced: bool) -> ItemT | None:
+    def _victim_for(self, item: ChunkT, step: int, forced: bool) -> ChunkT | None:
         """The host copy that goes for a save in the plan of `step`."""
         copies = self.copies
-        outranks = forced or self.config.policy is Policy.FIFO  # by arrival a newcomer is the last to go
+        outranks = forced or self.config.policy is EvictionPolicy.FIFO  # by arrival a newcomer is the last to go
         worth = copies.key(item)
         above = item.parent
         # Without a copy of the chunk above, whose block may go in this very plan, nobody would find this one.
         only_above = above if above is not None and not (above.disk_ready or above.remote) else None
 
-        def judge_clean(victim: ItemT) -> Verdict:
+        def judge_clean(victim: ChunkT) -> HeapVerdict:
             if victim is only_above:
-                return Verdict.SKIP
+                return HeapVerdict.SKIP
             spared = copies.host.is_busy(victim.host, step) or (self.jobs.is_next(victim) and not forced)
-            return Verdict.SKIP if spared else Verdict.TAKE
+            return HeapVerdict.SKIP if spared else HeapVerdict.TAKE
 
-        def judge_dirty(victim: ItemT) -> Verdict:
+        def judge_dirty(victim: ChunkT) -> HeapVerdict:
             if not outranks and copies.key(victim) >= worth:
-                return Verdict.STOP
+                return HeapVerdict.STOP
             spared = victim is only_above or copies.host.is_busy(victim.host, step) or not may_leave(victim)
-            return Verdict.SKIP if spared else Verdict.TAKE
+            return HeapVerdict.SKIP if spared else HeapVerdict.TAKE
 
         victim = copies.clean_victim(judge_clean)
         if victim is None and (forced or not self.mover.can_sink()):
             victim = copies.dirty_victim(judge_dirty)
         return victim
 
-    def load(self, item: ItemT, step: int) -> tuple[SlotId, int]:
+    def load(self, item: ChunkT, step: int) -> tuple[SlotId, int]:
         """The plan of `step` reads the host copy: (host slot, generation)."""
         assert item.host_ready, "there is nothing to load"
         self.copies.host.touch(item.host, step)
@@ -164,14 +164,14 @@ class Directory(Generic[ItemT]):
         self.copies.offer(item)
         return item.host, self.copies.host.generation(item.host)
 
-    def left_device(self, item: ItemT) -> None:
+    def left_device(self, item: ChunkT) -> None:
         """Its block was given up: if a waiting job wants it, its copy here may have to be fetched."""
         self.jobs.note(item)
         self.copies.offer(item)
 
     # Use and wishes.
 
-    def used(self, path: Sequence[ItemT], now: float, *, hit: bool = True) -> None:
+    def used(self, path: Sequence[ChunkT], now: float, *, hit: bool = True) -> None:
         """A request uses the chunks of a path, from its beginning on.
 
         Args:
@@ -186,7 +186,7 @@ class Directory(Generic[ItemT]):
                     self.hit_tokens[tier] += item.token_count
 
     @staticmethod
-    def tier_of(item: Item) -> TierKind | None:
+    def tier_of(item: TieredChunk) -> TierKind | None:
         """The fastest tier that has the chunk ready; None: no tier has."""
         if item.on_device:
             return TierKind.DEVICE
@@ -196,7 +196,7 @@ class Directory(Generic[ItemT]):
             return TierKind.DISK
         return TierKind.REMOTE if item.remote else None
 
-    def want(self, job: int, key: QueueKey, items: Sequence[ItemT]) -> None:
+    def want(self, job: int, key: QueueKey, items: Sequence[ChunkT]) -> None:
         """A waiting job will use these chunks (those of a path, in its order). A job known already is replaced.
 
         Args:
@@ -213,7 +213,7 @@ class Directory(Generic[ItemT]):
                 if not item.is_forgotten:
                     self.copies.offer(item)
 
-    def claim(self, item: ItemT) -> bool:
+    def claim(self, item: ChunkT) -> bool:
         """A preempted sequence wants to find the chunk in host memory once it has lost its block; False: more
         chunks would be claimed than host memory has slots."""
         if not item.claims:
@@ -224,7 +224,7 @@ class Directory(Generic[ItemT]):
         item.claims += 1
         return True
 
-    def unclaim(self, item: ItemT) -> None:
+    def unclaim(self, item: ChunkT) -> None:
         """Undo one `claim`; of a forgotten chunk it is undone already."""
         if not item.claims:
             return
@@ -234,7 +234,7 @@ class Directory(Generic[ItemT]):
             self.copies.unsaved_claims -= item.host == NO_SLOT
             self.copies.offer(item)
 
-    def pin(self, items: Sequence[ItemT]) -> bool:
+    def pin(self, items: Sequence[ChunkT]) -> bool:
         """Keep chunks (a path, from its beginning) in the system; False: over the quota, and nothing is pinned."""
         fresh = sum(not item.pins for item in items)
         if self.pinned_count + fresh > self.config.pins_max:
@@ -244,7 +244,7 @@ class Directory(Generic[ItemT]):
             item.pins += 1
         return True
 
-    def unpin(self, items: Sequence[ItemT]) -> None:
+    def unpin(self, items: Sequence[ChunkT]) -> None:
         """Undo one `pin`; forgotten chunks are undone already."""
         for item in items:
             if item.pins:
@@ -253,7 +253,7 @@ class Directory(Generic[ItemT]):
                     self.pinned_count -= 1
                     self.copies.offer(item)
 
-    def keep(self, path: Sequence[ItemT], until: float) -> None:
+    def keep(self, path: Sequence[ChunkT], until: float) -> None:
         """The copies of a path are given up at `until` (infinity: never) unless another `keep` says later."""
         for item in path:
             if until > item.expires:
@@ -261,7 +261,7 @@ class Directory(Generic[ItemT]):
                 if until < math.inf and item not in self.copies.expiring:
                     self.copies.expiring.push(item)
 
-    def expire(self, now: float) -> list[ItemT]:
+    def expire(self, now: float) -> list[ChunkT]:
         """Give up the copies of chunks whose time is over, leaf first; they count as evicted.
 
         Chunks that are claimed, pinned, wanted or being moved wait until they are not. So does what is above them.
@@ -269,7 +269,7 @@ class Directory(Generic[ItemT]):
         Returns:
             all whose time is over, those that had copies on the device only, too.
         """
-        expired: list[ItemT] = []
+        expired: list[ChunkT] = []
         expiring = self.copies.expiring
         while (item := expiring.first()) is not None and item.expires <= now:
             expiring.discard(item)
@@ -280,7 +280,7 @@ class Directory(Generic[ItemT]):
             expired.append(item)
         return expired
 
-    def _drop_copies(self, item: ItemT) -> None:
+    def _drop_copies(self, item: ChunkT) -> None:
         if item.host != NO_SLOT:
             self.mover.drop_host(item)
         if item.disk != NO_SLOT:
@@ -292,14 +292,14 @@ class Directory(Generic[ItemT]):
 
     # Background.
 
-    def moves(self, now: float) -> list[Move[ItemT]]:
+    def moves(self, now: float) -> list[Move[ChunkT]]:
         """New orders. They may use slots of all plans made so far, so these are to be sent before them."""
         self.copies.trim_remote(self.config.remote_known)
         return self.mover.orders(now)
 
     def done(
         self, move_id: int, status: MoveStatus, now: float, elapsed_us: float = 0.0, detail: str = ""
-    ) -> ItemT | None:
+    ) -> ChunkT | None:
         """A move ended: the worst of all ranks' outcomes.
 
         Returns:
@@ -312,7 +312,7 @@ class Directory(Generic[ItemT]):
         self.mover.ended(move_id, status, now, elapsed_us, detail)
         return None if item.is_forgotten else item
 
-    def forget(self, item: ItemT) -> None:
+    def forget(self, item: ChunkT) -> None:
         """The owner removes a chunk: its slots are freed, those that moves use when these end.
 
         Call it before the chunk is taken from its parent, and the deepest first.
@@ -324,30 +324,30 @@ class Directory(Generic[ItemT]):
         self.mover.forget(item)
         self.copies.forget(item)
 
-    def moved(self, item: ItemT, before: ItemT) -> None:
+    def moved(self, item: ChunkT, before: ChunkT) -> None:
         """The owner has hung a chunk, with all that is below it, from another parent than `before`."""
         self.copies.moved(item, before)
 
-    def lost(self) -> list[ItemT]:
+    def lost(self) -> list[ChunkT]:
         """Chunks that lost their last copy since the last call and have none now, in that order.
 
         Nothing stored is below them, unless a tier could not give back what it held.
         """
-        lost = dict.fromkeys(self.copies.news.lost)
-        self.copies.news.lost.clear()
+        lost = dict.fromkeys(self.copies.changes.lost)
+        self.copies.changes.lost.clear()
         return [item for item in lost if not (item.is_stored or item.is_forgotten)]
 
-    def index_events(self) -> list[IndexEvent[ItemT]]:
+    def index_events(self) -> list[IndexEvent[ChunkT]]:
         """What changed on disk since the last call, in order; forgotten chunks are not said to be stored."""
-        events, self.copies.news.events = self.copies.news.events, []
+        events, self.copies.changes.events = self.copies.changes.events, []
         return [event for event in events if event.item is None or not event.item.is_forgotten]
 
-    def restore(self, item: ItemT, slot: SlotId, generation: int, last_use: float) -> bool:
+    def restore(self, item: ChunkT, slot: SlotId, generation: int, last_use: float) -> bool:
         """An earlier run left this chunk on disk; in any order. False: there is no such slot, or it is taken."""
         item.last_use = max(item.last_use, last_use)
         return self.copies.restore_disk(item, slot, generation)
 
-    def add_remote(self, item: ItemT) -> None:
+    def add_remote(self, item: ChunkT) -> None:
         """A probe found it in the remote tier."""
         if TierKind.REMOTE in self.health and not item.remote:
             self.copies.remote_arrived(item)
@@ -359,7 +359,7 @@ class Directory(Generic[ItemT]):
 
     # What to expect.
 
-    def is_coming(self, item: ItemT) -> bool:
+    def is_coming(self, item: ChunkT) -> bool:
         """Whether it is being read into host memory, or stands in line for it and nothing is in the way."""
         if item.host != NO_SLOT:
             return not item.host_ready
@@ -370,7 +370,7 @@ class Directory(Generic[ItemT]):
             return False
         return self.jobs.is_lacking(item)
 
-    def predicted_us(self, items: Sequence[ItemT]) -> float:
+    def predicted_us(self, items: Sequence[ChunkT]) -> float:
         """Time until those of `items` that are neither on the device nor in host memory would be in host memory;
         infinite if they cannot come. The reads in flight go first."""
         missing = dict.fromkeys(self.health, 0)
@@ -418,7 +418,7 @@ class Directory(Generic[ItemT]):
             problem=problem,
         )
 
-    def stored(self) -> Iterator[ItemT]:
+    def stored(self) -> Iterator[ChunkT]:
         """All chunks with a slot in a local tier."""
         seen = dict.fromkeys(self.copies.host.owners.values())
         seen.update(dict.fromkeys(self.copies.disk.owners.values()))

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from trunkline.kvstore.chunks import ChunkT, TieredChunk
 from trunkline.kvstore.copies import Copies, HostState, host_state, may_leave
 from trunkline.kvstore.extents import NO_SLOT, SlotId
-from trunkline.kvstore.items import Item, ItemT
 from trunkline.kvstore.lookahead import WaitingJobs
 from trunkline.kvstore.slots import SlotPool
 from trunkline.kvstore.tier import TierKind
 from trunkline.kvstore.tier_moves import TierMover
 
 
-class IntegrityError(AssertionError):
+class DirectoryIntegrityError(AssertionError):
     """The directory contradicts itself: a bug."""
 
 
-def _require(condition: bool, what: str, item: Item | None = None) -> None:
+def _require(condition: bool, what: str, item: TieredChunk | None = None) -> None:
     if not condition:
-        raise IntegrityError(what if item is None else f"{what}: chunk {item.name.hex()}")
+        raise DirectoryIntegrityError(what if item is None else f"{what}: chunk {item.name.hex()}")
 
 
 def check_directory(
-    copies: Copies[ItemT], jobs: WaitingJobs[ItemT], mover: TierMover[ItemT], claimed_count: int
+    copies: Copies[ChunkT], jobs: WaitingJobs[ChunkT], mover: TierMover[ChunkT], claimed_count: int
 ) -> None:
     """
     Raises:
@@ -46,7 +46,7 @@ def check_directory(
     _require(copies.unsaved_claims == unsaved, "unsaved claims do not add up")
 
 
-def _check_slots(pool: SlotPool[ItemT], held: Iterable[tuple[SlotId, ItemT]]) -> None:
+def _check_slots(pool: SlotPool[ChunkT], held: Iterable[tuple[SlotId, ChunkT]]) -> None:
     owned = {slot: item for slot, item in held if slot != NO_SLOT}
     _require(owned == dict(pool.owners), "a slot's owner does not know of it, or has none")
     free = list(pool.free_slots())
@@ -54,7 +54,7 @@ def _check_slots(pool: SlotPool[ItemT], held: Iterable[tuple[SlotId, ItemT]]) ->
     _require(not owned.keys() & set(free), "a slot in use is free")
 
 
-def _check_moves(copies: Copies[ItemT], mover: TierMover[ItemT], items: Iterable[ItemT]) -> None:
+def _check_moves(copies: Copies[ChunkT], mover: TierMover[ChunkT], items: Iterable[ChunkT]) -> None:
     busy = dict.fromkeys(items, 0)
     for move in mover.in_flight.values():
         item = move.item
@@ -71,7 +71,7 @@ def _check_moves(copies: Copies[ItemT], mover: TierMover[ItemT], items: Iterable
         _require(item.busy == count, "moves in flight do not add up", item)
 
 
-def _check_item(copies: Copies[ItemT], item: ItemT) -> None:
+def _check_item(copies: Copies[ChunkT], item: ChunkT) -> None:
     _require(not item.host_ready or item.host != NO_SLOT, "a host copy without a slot", item)
     _require(not item.disk_ready or item.disk != NO_SLOT, "a disk copy without a slot", item)
     reserved = (item.host != NO_SLOT and not item.host_ready) + (item.disk != NO_SLOT and not item.disk_ready)
@@ -89,7 +89,7 @@ def _check_item(copies: Copies[ItemT], item: ItemT) -> None:
         _require(item in copies.distant, "a remote copy cannot be forgotten", item)
 
 
-def _check_wants(jobs: WaitingJobs[ItemT], mover: TierMover[ItemT], item: ItemT) -> None:
+def _check_wants(jobs: WaitingJobs[ChunkT], mover: TierMover[ChunkT], item: ChunkT) -> None:
     _require(item.wants == sorted(item.wants), "wishes are out of order", item)
     _require(all(job in jobs for _, job in item.wants), "a job that is gone wants it", item)
     source = jobs.source(item)
@@ -98,10 +98,10 @@ def _check_wants(jobs: WaitingJobs[ItemT], mover: TierMover[ItemT], item: ItemT)
         _require(item not in queue or item.host_ready, f"nothing to write to {tier.name}", item)
 
 
-def _check_below(live: list[ItemT]) -> None:
-    below: dict[Item, set[Item]] = {}
+def _check_below(live: list[ChunkT]) -> None:
+    below: dict[TieredChunk, set[TieredChunk]] = {}
     for item in live:
-        child: Item = item
+        child: TieredChunk = item
         while item.is_stored and child.parent is not None:
             below.setdefault(child.parent, set()).add(child)
             child = child.parent

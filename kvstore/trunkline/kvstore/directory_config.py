@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trunkline.kvstore.eviction import Policy
+from trunkline.kvstore.eviction import EvictionPolicy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,7 +16,7 @@ class DirectoryConfig:
     """Needs host memory: all moves go through it."""
     remote: bool = False
     """Whether there is a remote tier. Needs host memory, too."""
-    policy: Policy = Policy.LOOK_AHEAD
+    policy: EvictionPolicy = EvictionPolicy.LOOK_AHEAD
     host_free: int | float = 0.05
     """Host slots to keep free if there is a tier below (CachedAttention §3.3.1): a number, or (float) a share."""
     write_behind: bool = True
@@ -55,7 +55,7 @@ class DirectoryConfig:
 
     @property
     def prefetches(self) -> bool:
-        return self.policy is Policy.LOOK_AHEAD if self.prefetch is None else self.prefetch
+        return self.policy is EvictionPolicy.LOOK_AHEAD if self.prefetch is None else self.prefetch
 
     @property
     def is_exclusive(self) -> bool:

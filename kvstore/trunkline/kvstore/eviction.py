@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from enum import StrEnum
 
-from trunkline.kvstore.items import Item
+from trunkline.kvstore.chunks import TieredChunk
 
 
-class Policy(StrEnum):
+class EvictionPolicy(StrEnum):
     """How victims are chosen."""
 
     LOOK_AHEAD = "look-ahead"
@@ -29,20 +29,20 @@ VictimKey = tuple[float, ...]
 """Of two chunks the one with the smaller key goes first."""
 
 
-def _look_ahead(item: Item) -> VictimKey:
+def _look_ahead(item: TieredChunk) -> VictimKey:
     if item.wants:
         return (1.0, *[-part for part in item.wants[0][0]], -item.depth)
     return (0.0, item.last_use, -item.depth)
 
 
-def _lru(item: Item) -> VictimKey:
+def _lru(item: TieredChunk) -> VictimKey:
     return (item.last_use, -item.depth)
 
 
-def _fifo(item: Item) -> VictimKey:
+def _fifo(item: TieredChunk) -> VictimKey:
     return (item.arrived, -item.depth)
 
 
-def victim_key(policy: Policy) -> Callable[[Item], VictimKey]:
+def victim_key(policy: EvictionPolicy) -> Callable[[TieredChunk], VictimKey]:
     """The sort key of a policy."""
-    return {Policy.LOOK_AHEAD: _look_ahead, Policy.LRU: _lru, Policy.FIFO: _fifo}[policy]
+    return {EvictionPolicy.LOOK_AHEAD: _look_ahead, EvictionPolicy.LRU: _lru, EvictionPolicy.FIFO: _fifo}[policy]

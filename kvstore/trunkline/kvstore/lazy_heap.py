@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 EntryT = TypeVar("EntryT")
 
 
-class Verdict(Enum):
+class HeapVerdict(Enum):
     """What `LazyHeap.search` does with the entry at the top."""
 
     TAKE = auto()
@@ -77,19 +77,19 @@ class LazyHeap(Generic[EntryT]):
             return entry
         return None
 
-    def search(self, judge: Callable[[EntryT], Verdict], tries: int = 64) -> EntryT | None:
+    def search(self, judge: Callable[[EntryT], HeapVerdict], tries: int = 64) -> EntryT | None:
         """The first entry that `judge` takes; None: it stopped, `tries` were skipped, or there are no more."""
         skipped: list[EntryT] = []
         found = None
         while len(skipped) < tries and (entry := self.first()) is not None:
             verdict = judge(entry)
-            if verdict is Verdict.TAKE:
+            if verdict is HeapVerdict.TAKE:
                 found = entry
                 break
-            if verdict is Verdict.STOP:
+            if verdict is HeapVerdict.STOP:
                 break
             self.discard(entry)
-            if verdict is Verdict.SKIP:
+            if verdict is HeapVerdict.SKIP:
                 skipped.append(entry)
         for entry in skipped:
             self.push(entry)

@@ -15,30 +15,30 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Generic
 
-from trunkline.kvstore.items import ItemT, QueueKey
-from trunkline.kvstore.lazy_heap import LazyHeap, Verdict
+from trunkline.kvstore.chunks import ChunkT, QueueKey
+from trunkline.kvstore.lazy_heap import HeapVerdict, LazyHeap
 from trunkline.kvstore.tier import TierKind
 
 
-def wanted_later(item: ItemT, other: ItemT) -> bool:
+def wanted_later(item: ChunkT, other: ChunkT) -> bool:
     """Whether no waiting job wants `item` before one wants `other`, or deeper in the same job's path."""
     if not item.wants:
         return True
     return bool(other.wants) and _wanted_first(item) > _wanted_first(other)
 
 
-def _wanted_first(item: ItemT) -> tuple[float, ...]:
+def _wanted_first(item: ChunkT) -> tuple[float, ...]:
     return (*item.wants[0][0], item.depth) if item.wants else ()
 
 
-class WaitingJobs(Generic[ItemT]):
+class WaitingJobs(Generic[ChunkT]):
     """The queue, as far as chunks are concerned."""
 
     def __init__(self) -> None:
-        self._jobs: dict[int, tuple[QueueKey, tuple[ItemT, ...]]] = {}
+        self._jobs: dict[int, tuple[QueueKey, tuple[ChunkT, ...]]] = {}
         self._heads: list[tuple[QueueKey, int]] = []
         """Heap; entries of jobs that are gone are dropped when they come to the top."""
-        self._lacking: dict[TierKind, LazyHeap[ItemT]] = {
+        self._lacking: dict[TierKind, LazyHeap[ChunkT]] = {
             TierKind.DISK: LazyHeap(_wanted_first),
             TierKind.REMOTE: LazyHeap(_wanted_first),
         }
@@ -50,7 +50,7 @@ class WaitingJobs(Generic[ItemT]):
     def __contains__(self, job: int) -> bool:
         return job in self._jobs
 
-    def add(self, job: int, key: QueueKey, items: Sequence[ItemT]) -> None:
+    def add(self, job: int, key: QueueKey, items: Sequence[ChunkT]) -> None:
         """A job waits that will use `items`."""
         self._jobs[job] = key, tuple(items)
         heapq.heappush(self._heads, (key, job))
@@ -58,7 +58,7 @@ class WaitingJobs(Generic[ItemT]):
             insort(item.wants, (key, job))
             self.note(item)
 
-    def remove(self, job: int) -> tuple[ItemT, ...]:
+    def remove(self, job: int) -> tuple[ChunkT, ...]:
         """The job waits no more; returns the chunks it wanted."""
         key, items = self._jobs.pop(job)
         for item in items:
@@ -70,7 +70,7 @@ class WaitingJobs(Generic[ItemT]):
             heapq.heapify(self._heads)
         return items
 
-    def forget(self, item: ItemT) -> None:
+    def forget(self, item: ChunkT) -> None:
         """The chunk is no more."""
         item.wants.clear()
         for heap in self._lacking.values():
@@ -86,17 +86,17 @@ class WaitingJobs(Generic[ItemT]):
             heapq.heappop(self._heads)
         return None
 
-    def is_next(self, item: ItemT) -> bool:
+    def is_next(self, item: ChunkT) -> bool:
         """Whether the job that is next wants it."""
         return bool(item.wants) and item.wants[0][1] == self.head()
 
-    def note(self, item: ItemT) -> None:
+    def note(self, item: ChunkT) -> None:
         """A wanted chunk may have to be fetched: somebody wants it now, or its nearer copies have gone."""
         tier = self.source(item)
         if tier is not None:
             self._lacking[tier].push(item)
 
-    def source(self, item: ItemT) -> TierKind | None:
+    def source(self, item: ChunkT) -> TierKind | None:
         """The tier from which it must be fetched; None: it is not wanted, or need not or cannot be fetched."""
         if not item.wants or item.host >= 0 or item.on_device:
             return None
@@ -104,24 +104,24 @@ class WaitingJobs(Generic[ItemT]):
             return TierKind.DISK
         return TierKind.REMOTE if item.remote else None
 
-    def is_lacking(self, item: ItemT) -> bool:
+    def is_lacking(self, item: ChunkT) -> bool:
         """Whether it stands in line to be fetched."""
         tier = self.source(item)
         return tier is not None and item in self._lacking[tier]
 
-    def next_lacking(self, tiers: Sequence[TierKind]) -> ItemT | None:
+    def next_lacking(self, tiers: Sequence[TierKind]) -> ChunkT | None:
         """The chunk wanted first of those to be fetched from one of `tiers`."""
-        best: ItemT | None = None
+        best: ChunkT | None = None
         for tier in tiers:
             item = self._lacking[tier].search(partial(self._judge, tier))
             if item is not None and (best is None or _wanted_first(item) < _wanted_first(best)):
                 best = item
         return best
 
-    def _judge(self, tier: TierKind, item: ItemT) -> Verdict:
+    def _judge(self, tier: TierKind, item: ChunkT) -> HeapVerdict:
         source = self.source(item)
         if source is tier:
-            return Verdict.TAKE
+            return HeapVerdict.TAKE
         if source is not None:
             self._lacking[source].push(item)
-        return Verdict.PARK
+        return HeapVerdict.PARK

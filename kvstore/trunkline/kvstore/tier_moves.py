@@ -21,12 +21,12 @@ from enum import Enum, IntEnum, auto
 from itertools import count
 from typing import Final, Generic
 
+from trunkline.kvstore.chunks import ChunkT
 from trunkline.kvstore.copies import Copies, may_leave
 from trunkline.kvstore.directory_config import DirectoryConfig
-from trunkline.kvstore.eviction import Policy
+from trunkline.kvstore.eviction import EvictionPolicy
 from trunkline.kvstore.extents import NO_SLOT, SlotId
-from trunkline.kvstore.items import ItemT
-from trunkline.kvstore.lazy_heap import Verdict
+from trunkline.kvstore.lazy_heap import HeapVerdict
 from trunkline.kvstore.lookahead import WaitingJobs, wanted_later
 from trunkline.kvstore.tier import TierKind
 from trunkline.kvstore.tier_costs import TierHealth
@@ -50,13 +50,13 @@ class MoveStatus(IntEnum):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Move(Generic[ItemT]):
+class Move(Generic[ChunkT]):
     """An order: one chunk between a host slot and a tier below. Becomes a `trunkline.worker.messages.TierMove`."""
 
     id: int
     tier: TierKind
     is_write: bool
-    item: ItemT
+    item: ChunkT
     host_slot: SlotId
     host_generation: int
     slot: SlotId
@@ -81,13 +81,13 @@ class Room(Enum):
     """All that is there is worth more."""
 
 
-class TierMover(Generic[ItemT]):
+class TierMover(Generic[ChunkT]):
     """Orders moves and takes their results. Part of the directory."""
 
     def __init__(
         self,
-        copies: Copies[ItemT],
-        jobs: WaitingJobs[ItemT],
+        copies: Copies[ChunkT],
+        jobs: WaitingJobs[ChunkT],
         health: dict[TierKind, TierHealth],
         config: DirectoryConfig,
     ) -> None:
@@ -99,20 +99,20 @@ class TierMover(Generic[ItemT]):
         self._jobs = jobs
         self._health = health
         self._config = config
-        self.in_flight: dict[int, Move[ItemT]] = {}
-        self.unsaved: dict[TierKind, OrderedDict[ItemT, None]] = {tier: OrderedDict() for tier in health}
+        self.in_flight: dict[int, Move[ChunkT]] = {}
+        self.unsaved: dict[TierKind, OrderedDict[ChunkT, None]] = {tier: OrderedDict() for tier in health}
         """In host memory, not yet in that tier, oldest first: the write-behind queues."""
         self._ids = count(1)
         self._freeing = 0
         """Writes in flight after which a host slot can be free."""
         self._borrowed = 0
         """Reads in flight whose slots the buffer gets back when they end."""
-        self._read_failures: dict[ItemT, int] = {}
+        self._read_failures: dict[ChunkT, int] = {}
         self.is_starved = False
         """The last round of orders found no host slot for the chunk to be fetched next."""
-        self._orders: list[Move[ItemT]] = []
+        self._orders: list[Move[ChunkT]] = []
 
-    def orders(self, now: float) -> list[Move[ItemT]]:
+    def orders(self, now: float) -> list[Move[ChunkT]]:
         """New moves, reads first."""
         for health in self._health.values():
             health.look(now)
@@ -125,26 +125,26 @@ class TierMover(Generic[ItemT]):
         orders.sort(key=lambda move: move.is_write)
         return orders
 
-    def saved(self, item: ItemT) -> None:
+    def saved(self, item: ChunkT) -> None:
         """A chunk has come into host memory from the device."""
         if self._config.write_behind:
             for tier, queue in self.unsaved.items():
                 if not (item.disk != NO_SLOT if tier is TierKind.DISK else item.remote):
                     queue[item] = None
 
-    def drop_host(self, item: ItemT) -> None:
+    def drop_host(self, item: ChunkT) -> None:
         """Give up the host copy of a chunk that no move uses."""
         self._copies.evictions[TierKind.HOST] += 1
         self.release_host(item)
 
-    def release_host(self, item: ItemT) -> None:
+    def release_host(self, item: ChunkT) -> None:
         """As `drop_host`, but it was no eviction."""
         for queue in self.unsaved.values():
             queue.pop(item, None)
         self._copies.drop_host(item)
         self._jobs.note(item)
 
-    def forget(self, item: ItemT) -> None:
+    def forget(self, item: ChunkT) -> None:
         """Its owner removed the chunk."""
         for queue in self.unsaved.values():
             queue.pop(item, None)
@@ -184,7 +184,7 @@ class TierMover(Generic[ItemT]):
             source = TierKind.DISK if item.disk_ready else TierKind.REMOTE
             self._order(item, source, is_write=False, now=now, borrows=room is Room.BORROWED)
 
-    def _room_for(self, item: ItemT, now: float) -> Room:
+    def _room_for(self, item: ChunkT, now: float) -> Room:
         """See that a host slot is free for a fetch, and that the buffer is no smaller for it in the end.
 
         No chunk leaves the system for a fetch: if all of disk is needed, the chunk that is to make room waits
@@ -208,21 +208,21 @@ class TierMover(Generic[ItemT]):
             if self._make_room(now) is not Room.MADE:
                 return
 
-    def _make_room(self, now: float, replaced_by: ItemT | None = None) -> Room:
+    def _make_room(self, now: float, replaced_by: ChunkT | None = None) -> Room:
         """Free one host slot, now or by a write ordered now: the policy's victim.
 
         Args:
             replaced_by: it is to be fetched instead: nothing wanted sooner goes, and nothing leaves the system.
         """
-        copies, refused = self._copies, set[ItemT]()
-        not_worth_it = Verdict.STOP if self._config.policy is Policy.LOOK_AHEAD else Verdict.SKIP
+        copies, refused = self._copies, set[ChunkT]()
+        not_worth_it = HeapVerdict.STOP if self._config.policy is EvictionPolicy.LOOK_AHEAD else HeapVerdict.SKIP
 
-        def judge(item: ItemT) -> Verdict:
+        def judge(item: ChunkT) -> HeapVerdict:
             if item in refused or self._jobs.is_next(item):
-                return Verdict.SKIP
+                return HeapVerdict.SKIP
             if replaced_by is not None and not wanted_later(item, replaced_by):
                 return not_worth_it
-            return Verdict.TAKE
+            return HeapVerdict.TAKE
 
         lossless = replaced_by is not None
         clean = copies.clean_victim(judge)
@@ -244,7 +244,7 @@ class TierMover(Generic[ItemT]):
         """Whether a tier that works takes no more writes just now."""
         return any(not (health.is_paused or health.may_write()) for health in self._health.values())
 
-    def _sink(self, item: ItemT, now: float, *, lossless: bool) -> bool:
+    def _sink(self, item: ChunkT, now: float, *, lossless: bool) -> bool:
         """Write the only copy of a chunk to a tier below, or let it leave if it is worth less than all there."""
         for tier, health in self._health.items():
             if not health.may_write():
@@ -266,7 +266,7 @@ class TierMover(Generic[ItemT]):
 
     def _order(
         self,
-        item: ItemT,
+        item: ChunkT,
         tier: TierKind,
         *,
         is_write: bool,
@@ -322,7 +322,7 @@ class TierMover(Generic[ItemT]):
         move.item.busy -= 1
         self._settle(move, status)
 
-    def _settle(self, move: Move[ItemT], status: MoveStatus) -> None:
+    def _settle(self, move: Move[ChunkT], status: MoveStatus) -> None:
         item = move.item
         if item.is_forgotten:
             if not item.busy:
@@ -335,7 +335,7 @@ class TierMover(Generic[ItemT]):
         self._copies.offer(item)
         self._jobs.note(item)
 
-    def _wrote(self, move: Move[ItemT], status: MoveStatus) -> None:
+    def _wrote(self, move: Move[ChunkT], status: MoveStatus) -> None:
         item = move.item
         if status is MoveStatus.DONE:
             self._arrived(item, move.tier)
@@ -348,13 +348,13 @@ class TierMover(Generic[ItemT]):
         elif item.host_ready and not item.busy:
             self.release_host(item)  # its bytes are not there
 
-    def _arrived(self, item: ItemT, tier: TierKind) -> None:
+    def _arrived(self, item: ChunkT, tier: TierKind) -> None:
         if tier is TierKind.DISK:
             self._copies.disk_arrived(item)
         else:
             self._copies.remote_arrived(item)
 
-    def _read(self, move: Move[ItemT], status: MoveStatus) -> None:
+    def _read(self, move: Move[ChunkT], status: MoveStatus) -> None:
         item = move.item
         if status is MoveStatus.DONE:
             self._read_failures.pop(item, None)

@@ -16,11 +16,12 @@ decoupled positions do it.
 from __future__ import annotations
 
 from trunkline.controller.cache.node import Node
+
 from trunkline.controller.cache.radix_cache import ChunkTree
 from trunkline.controller.cache.radix_tree import Match
 from trunkline.controller.config import EngineConfig
 from trunkline.controller.sequences.sequence import GroupCut, Place, Sequence, SequenceGroup, Stem, TokenBuffer
-from trunkline.kvstore.cuts import Cut, Segment, cut_name
+from trunkline.kvstore.cuts import ChunkRun, ContextCut, cut_name
 from trunkline.kvstore.extents import blocks_for
 from trunkline.kvstore.names import ChunkName
 
@@ -31,7 +32,7 @@ def cut_group(group: SequenceGroup, tree: ChunkTree, config: EngineConfig) -> No
     Where KV cannot be kept behind a cut, it is a plain prompt of what is left from the start.
     """
     history = group.members[0].tokens.view()
-    cut = Cut(group.request.drops, config.chunk_size)
+    cut = ContextCut(group.request.drops, config.chunk_size)
     table = cut.table_tokens(history)
     group.members[0].tokens = TokenBuffer(table)
     group.prompt_len += len(table) - len(history)
@@ -106,7 +107,7 @@ def behind_cut(tree: ChunkTree, sequence: Sequence, stop: int, step: int) -> Pla
     return Place(Stem(root, len(path), tuple(pins), root.name), match)
 
 
-def _segment_root(tree: ChunkTree, sequence: Sequence, cut: GroupCut, segment: Segment, step: int) -> Node:
+def _segment_root(tree: ChunkTree, sequence: Sequence, cut: GroupCut, segment: ChunkRun, step: int) -> Node:
     if not segment.drops:
         return tree.root(sequence.salt)
     after = cut.chain[segment.start - 1] if segment.start else tree.root_name(sequence.salt)
@@ -120,7 +121,7 @@ def _segment_root(tree: ChunkTree, sequence: Sequence, cut: GroupCut, segment: S
     return root
 
 
-def _source(tree: ChunkTree, sequence: Sequence, cut: GroupCut, segment: Segment, step: int) -> Node | None:
+def _source(tree: ChunkTree, sequence: Sequence, cut: GroupCut, segment: ChunkRun, step: int) -> Node | None:
     """The chunk of the history that is to move: behind the latest earlier cut that has it, or in the plain tree.
 
     What was computed while less could be seen than now is none.

@@ -6,7 +6,7 @@
                              announced: name → tiers ──snapshot───┘
 
 Nobody who moves a chunk decides what is told: it only notes that the chunk *may* be elsewhere now
-(`trunkline.kvstore.items.ChangeLog`). Once per turn the tiers of those chunks are compared with what was told last
+(`trunkline.kvstore.chunks.ChangeLog`). Once per turn the tiers of those chunks are compared with what was told last
 (`Node.told`), and the differences are the next batch. So nothing is told twice, and nothing is told that was over
 before the turn ended.
 
@@ -25,6 +25,7 @@ from itertools import islice
 from typing import Final, NamedTuple
 
 from trunkline.controller.cache.node import TOKEN_BYTES, Node
+
 from trunkline.controller.cache.radix_cache import ChunkTree
 from trunkline.controller.messages import EventsCall
 from trunkline.kvstore.extents import NO_BLOCK

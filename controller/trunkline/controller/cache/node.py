@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from trunkline.kvstore.directory import Item
+from trunkline.kvstore.directory import TieredChunk
 from trunkline.kvstore.extents import NO_BLOCK, BlockId
 from trunkline.kvstore.names import ChunkName
 
@@ -13,7 +13,7 @@ PENDING: Final = 1 << 62
 """`ready_step` of a chunk whose computation is not planned yet."""
 
 
-class Node(Item):
+class Node(TieredChunk):
     """A chunk in the tree. Owned by `ChunkTree`; others read it and pass it back."""
 
     __slots__ = (

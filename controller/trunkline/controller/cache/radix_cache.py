@@ -27,9 +27,10 @@ from itertools import count
 from math import inf
 from typing import Final, Protocol
 
+from trunkline.controller.cache.node import PENDING, Node
+
 from trunkline.controller.cache.block_pool import BlockPool
 from trunkline.controller.cache.fences import Fences
-from trunkline.controller.cache.node import PENDING, Node
 from trunkline.controller.cache.radix_tree import ChunkForest
 from trunkline.kvstore.directory import Directory, DirectoryConfig
 from trunkline.kvstore.extents import NO_BLOCK, BlockId, SlotId
@@ -89,7 +90,7 @@ class ChunkTree(ChunkForest):
         """… and back."""
         self.grafted: list[Node] = []
         """Chunks that hang from another parent since somebody emptied this list."""
-        self.changed = self.tiers.copies.news.changed
+        self.changed = self.tiers.copies.changes.log
         """Chunks that may be in other tiers than before, the device among them."""
         self.touched: dict[Node, None] = {}
         """Likewise chunks on disk that were used: of each path the deepest, for those above are used no less."""

@@ -19,14 +19,14 @@ from enum import Enum, auto
 from typing import Final, NamedTuple
 
 import numpy as np
-
 from trunkline.controller.cache.node import Node
+
 from trunkline.controller.cache.radix_tree import Match
 from trunkline.controller.messages import BeamSearch, Grammar, PromptLayout
 from trunkline.controller.sequences.beam_search import BeamHistory
 from trunkline.controller.sequences.module_prompt import ModulePrompt
 from trunkline.controller.trace_ids import TraceIds
-from trunkline.kvstore.cuts import Cut
+from trunkline.kvstore.cuts import ContextCut
 from trunkline.kvstore.extents import BlockId, Extent, blocks_for
 from trunkline.kvstore.int32_codec import Int32Array
 from trunkline.kvstore.names import ChunkName
@@ -141,7 +141,7 @@ class Place(NamedTuple):
 class GroupCut:
     """What a group does not see, and what must be known to find the KV of the rest."""
 
-    cut: Cut
+    cut: ContextCut
     history: bytes
     """int32 tokens of the prompt, dropped ones included."""
     chain: list[ChunkName]

@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 
 from trunkline.controller.messages import PromptLayout
-from trunkline.kvstore.cuts import Cut
+from trunkline.kvstore.cuts import ContextCut
 from trunkline.kvstore.extents import blocks_for
 from trunkline.kvstore.module_names import Moves, Ranges, modules_root, pairs, prompt_root, text_names
 from trunkline.kvstore.names import NAME_BYTES, ChunkName, chain, chunk_name, root_name
@@ -121,7 +121,7 @@ def whole_chunks(root: bytes, tokens: bytes, chunk_size: int, marker: bytes = b"
 def _cut_chains(request: RouteRequest, root: ChunkName, identity: Identity) -> list[Chain]:
     size = identity.chunk_size
     history = np.frombuffer(request.tokens, "<i4")
-    cut = Cut(request.drops, size)
+    cut = ContextCut(request.drops, size)
     left = np.ones(len(history), bool)
     for start, stop in request.drops:
         left[start:stop] = False

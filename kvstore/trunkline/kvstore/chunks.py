@@ -1,6 +1,6 @@
 """A chunk as the tiers below the device see it.
 
-The controller's tree node is an `Item`; the simulations use bare ones. Everything here but `last_use` is written
+The controller's tree node is a `TieredChunk`; the simulations use bare ones. Everything here but `last_use` is written
 by the directory only.
 """
 
@@ -15,7 +15,7 @@ QueueKey = tuple[float, ...]
 """A waiting job's place in the queue, smallest first: unique, and all of the same length."""
 
 
-class Whereabouts:
+class CopyLocations:
     """Where the copies of a chunk are.
 
     A copy is *ready* when it may be read: a planned save at once, because loads are planned after it; what the
@@ -41,7 +41,7 @@ class Whereabouts:
         return self.host_ready or self.disk_ready or self.remote
 
 
-class Item(Whereabouts):
+class TieredChunk(CopyLocations):
     """A chunk: where its copies are, who needs it, and what hangs below it."""
 
     __slots__ = (
@@ -57,7 +57,7 @@ class Item(Whereabouts):
         "wants",
     )
 
-    def __init__(self, parent: Item | None, name: ChunkName) -> None:
+    def __init__(self, parent: TieredChunk | None, name: ChunkName) -> None:
         super().__init__()
         self.parent = parent
         """None for a root, which has no copies."""
@@ -87,14 +87,14 @@ class Item(Whereabouts):
         return 1
 
 
-ItemT = TypeVar("ItemT", bound=Item)
+ChunkT = TypeVar("ChunkT", bound=TieredChunk)
 
 
-class ChangeLog(Generic[ItemT]):
+class ChangeLog(Generic[ChunkT]):
     """Chunks whose whereabouts may have changed since somebody looked; nothing is noted before somebody does."""
 
     def __init__(self) -> None:
-        self._items: dict[ItemT, None] | None = None
+        self._items: dict[ChunkT, None] | None = None
 
     def start(self) -> None:
         """From now on somebody takes them regularly."""
@@ -105,15 +105,15 @@ class ChangeLog(Generic[ItemT]):
     def is_on(self) -> bool:
         return self._items is not None
 
-    def note(self, item: ItemT) -> None:
+    def note(self, item: ChunkT) -> None:
         """It may be in other tiers than before; once too often does no harm."""
         if self._items is not None:
             self._items[item] = None
 
-    def __contains__(self, item: ItemT) -> bool:
+    def __contains__(self, item: ChunkT) -> bool:
         return self._items is not None and item in self._items
 
-    def take(self) -> dict[ItemT, None]:
+    def take(self) -> dict[ChunkT, None]:
         """Those since the last call, in the order in which they were noted first."""
         taken = self._items
         if not taken:
