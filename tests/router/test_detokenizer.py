@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from router.harness import VOCAB_SIZE
 from tokenizers import decoders, models
 
-from trunkline.router.text.detokenizer import REPLACEMENT, Vocabulary, classify_decoder, make_detokenizer
+from trunkline.router.text.detokenizer import REPLACEMENT, TokenVocabulary, classify_decoder, make_detokenizer
 from trunkline.router.text.tokenizer import Tokenizer
 
 quick = settings(max_examples=60, deadline=None)  # machines are shared
 
 
-def stream(vocabulary: Vocabulary, ids: list[int], **options: bool) -> list[str]:
+def stream(vocabulary: TokenVocabulary, ids: list[int], **options: bool) -> list[str]:
     detokenizer = make_detokenizer(vocabulary, **options)
     return [*(detokenizer.feed(token) for token in ids), detokenizer.flush()]
 
@@ -38,9 +38,9 @@ def spaces_tokenizer(*, strip: bool) -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def vocabulary_of(tokenizer: tokenizers.Tokenizer) -> Vocabulary:
+def vocabulary_of(tokenizer: tokenizers.Tokenizer) -> TokenVocabulary:
     special = [i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special]
-    return Vocabulary(tokenizer, json.loads(tokenizer.to_str())["decoder"], special)
+    return TokenVocabulary(tokenizer, json.loads(tokenizer.to_str())["decoder"], special)
 
 
 def runs_are_valid(ids: list[int]) -> bool:

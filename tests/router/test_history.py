@@ -17,9 +17,9 @@ from tokenizers import decoders, models, normalizers
 from trunkline.kvstore.int32_codec import pack_int32
 from trunkline.router.routing.rendezvous import rendezvous
 from trunkline.router.stores.session_history import (
-    Known,
-    Mark,
-    Session,
+    HistoryMark,
+    KnownPrompt,
+    SessionState,
     common_length,
     common_mark,
     pack_session,
@@ -28,18 +28,18 @@ from trunkline.router.stores.session_history import (
     unpack_session,
 )
 from trunkline.router.text.tokenizer import Tokenizer
-from trunkline.router.text.truncation import RetentionPolicy, Span
+from trunkline.router.text.truncation import RetentionPolicy, TokenSpan
 
 quick = settings(max_examples=100, deadline=None)
 ids = st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=30)
 texts = st.text(st.sampled_from("ab é😀\n<|"), max_size=20)
 
 
-def turn(session: Session, tokenizer: Tokenizer, prompt: str, answer: list[int]) -> Known:
+def turn(session: SessionState, tokenizer: Tokenizer, prompt: str, answer: list[int]) -> KnownPrompt:
     """One turn whose prompt is tokenised as far as it is not known."""
     mark = common_mark(session, prompt, tokenizer.vocabulary)
     rest = tokenizer.encode(prompt[mark.characters :], add_special_tokens=False)
-    known = Known(prompt, session.ids()[: mark.tokens] + rest, mark.tokens)
+    known = KnownPrompt(prompt, session.ids()[: mark.tokens] + rest, mark.tokens)
     session.remember(known, answer, tokenizer.vocabulary)
     return known
 
@@ -49,7 +49,7 @@ def turn(session: Session, tokenizer: Tokenizer, prompt: str, answer: list[int])
 def test_known_tokens_write_what_they_stand_for(
     tokenizer: Tokenizer, turns: list[tuple[str, list[int]]], cut: int, rest: str
 ) -> None:
-    session = Session(model="m")
+    session = SessionState(model="m")
     for text, answer in turns:
         turn(session, tokenizer, session.text + text, answer)
     new = session.text[:cut] + rest
@@ -59,7 +59,7 @@ def test_known_tokens_write_what_they_stand_for(
     assert session.text[common : common + 1] != new[common : common + 1] or common == len(session.text)
     assert mark.characters <= common
     if new.startswith(session.text):
-        assert mark == Mark(len(session.text), session.token_count)
+        assert mark == HistoryMark(len(session.text), session.token_count)
     else:
         assert text_of(session.ids()[: mark.tokens], tokenizer.vocabulary) == new[: mark.characters]
     reached = [each for each in session.marks if each.characters <= common]
@@ -69,7 +69,7 @@ def test_known_tokens_write_what_they_stand_for(
 def test_tokens_that_no_tokenizer_would_choose(tokenizer: Tokenizer) -> None:
     answer = [token for letter in "Hello" for token in tokenizer.encode(letter, add_special_tokens=False)]
     assert answer != tokenizer.encode("Hello", add_special_tokens=False)
-    session = Session(model="m")
+    session = SessionState(model="m")
     first = turn(session, tokenizer, "<|bos|><|user|>hi<|end|><|assistant|>", [*answer, EOS])
     assert session.text == "<|bos|><|user|>hi<|end|><|assistant|>Hello<|end|>"
     second = turn(session, tokenizer, session.text + "<|user|>more<|end|><|assistant|>", [])
@@ -78,7 +78,7 @@ def test_tokens_that_no_tokenizer_would_choose(tokenizer: Tokenizer) -> None:
 
 
 def test_a_template_that_rewrites_the_last_turn(tokenizer: Tokenizer) -> None:
-    session = Session(model="m")
+    session = SessionState(model="m")
     first = turn(
         session, tokenizer, "<|bos|><|user|>a<|end|>", tokenizer.encode("thought. word", add_special_tokens=False)
     )
@@ -89,18 +89,18 @@ def test_a_template_that_rewrites_the_last_turn(tokenizer: Tokenizer) -> None:
 
 
 def test_discards_stay_where_their_tokens_stay(tokenizer: Tokenizer) -> None:
-    session = Session(model="m")
+    session = SessionState(model="m")
     turn(session, tokenizer, "one two three four five", [])
-    session.discards = [Span(1, 3), Span(4, session.token_count)]
+    session.discards = [TokenSpan(1, 3), TokenSpan(4, session.token_count)]
     turn(session, tokenizer, session.text + " six", [])
-    assert session.discards[0] == Span(1, 3)
+    assert session.discards[0] == TokenSpan(1, 3)
     assert len(session.discards) == 2
     turn(session, tokenizer, "one two other", [])
     assert all(span.stop <= 2 for span in session.discards), "what is gone cannot be discarded"
 
 
 def test_token_at(tokenizer: Tokenizer) -> None:
-    session = Session(model="m")
+    session = SessionState(model="m")
     turn(session, tokenizer, "<|bos|><|user|>hi 😀<|end|>", tokenizer.encode("you", add_special_tokens=False))
     turn(session, tokenizer, session.text + "<|user|>and", [])
     for characters in range(len(session.text) + 1):
@@ -114,11 +114,11 @@ def test_token_at(tokenizer: Tokenizer) -> None:
 
 
 def test_records_round_trip_and_old_ones_are_read(tokenizer: Tokenizer) -> None:
-    session = Session(
+    session = SessionState(
         model="m",
         form="chat",
         messages=[{"role": "user", "content": "é"}],
-        discards=[Span(1, 4)],
+        discards=[TokenSpan(1, 4)],
         truncation=RetentionPolicy(0.25, False, 7),
         metadata={"a": "b"},
         turns=3,
@@ -126,8 +126,8 @@ def test_records_round_trip_and_old_ones_are_read(tokenizer: Tokenizer) -> None:
     turn(session, tokenizer, "one two three", [5, 6])
     read = unpack_session(pack_session(session))
     assert read == session
-    assert isinstance(read.marks[0], Mark)
-    assert unpack_session(pack_session(Session(model="m"))) == Session(model="m")
+    assert isinstance(read.marks[0], HistoryMark)
+    assert unpack_session(pack_session(SessionState(model="m"))) == SessionState(model="m")
     for bad in (b"", b"\x00", pack_int32([1, 2])):
         with pytest.raises(ValueError, match="not a session"):
             unpack_session(bad)
@@ -166,7 +166,7 @@ def test_no_space_is_put_in_front_of_the_rest(spaces: Tokenizer, rest: str) -> N
 
 
 def test_a_conversation_in_a_template_that_adds_a_space(spaces: Tokenizer) -> None:
-    session = Session(model="m")
+    session = SessionState(model="m")
     text = "<s>[q] hi [/q]"
     for question in ("more", "and", "é"):
         mark = common_mark(session, text, spaces.vocabulary)
@@ -176,7 +176,7 @@ def test_a_conversation_in_a_template_that_adds_a_space(spaces: Tokenizer) -> No
         assert tokens == whole, "as if it had been written at once"
         assert mark.tokens == 0 or mark.tokens == session.token_count - 1
         answer = spaces.encode("yo", add_special_tokens=False) + spaces.encode("</s>", add_special_tokens=False)
-        session.remember(Known(text, tokens, mark.tokens), answer, spaces.vocabulary)
+        session.remember(KnownPrompt(text, tokens, mark.tokens), answer, spaces.vocabulary)
         assert session.text == text + " yo</s>"
         text += f" yo </s><s>[q] {question} [/q]"
 

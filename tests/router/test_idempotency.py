@@ -28,7 +28,6 @@ from router.idempotency_calls import (
 )
 from router.session_calls import error_of
 from seeds import seeds as rotating_seeds
-from trunkline.router.request_random import Draws, created_at, draw_hex, draw_seed, drawing_from, request_name
 
 from trunkline.controller.messages import RecordCall
 from trunkline.controller.storage.records import SHARES, Limits, RecordStore
@@ -36,7 +35,8 @@ from trunkline.kvstore.int32_codec import pack_int32
 from trunkline.router.errors import ApiError
 from trunkline.router.http.idempotency import Result, name_request
 from trunkline.router.http.replay import takes_key
-from trunkline.router.stores.session_history import Known, Session, pack_session, unpack_session
+from trunkline.router.request_context import RequestRandom, created_at, draw_hex, draw_seed, known, request_name
+from trunkline.router.stores.session_history import KnownPrompt, SessionState, pack_session, unpack_session
 from trunkline.router.text.tokenizer import Tokenizer
 
 # -- what is drawn
@@ -44,14 +44,14 @@ from trunkline.router.text.tokenizer import Tokenizer
 
 def test_draws_follow_from_the_request() -> None:
     def drawn(name: bytes) -> list[Any]:
-        with drawing_from(Draws(name, 123)):
+        with known(random=RequestRandom(name, 123)):
             assert (request_name(), created_at()) == (name, 123)
             return [draw_seed(), draw_hex("id", 16), draw_seed(), draw_hex("id", 16)]
 
     first = drawn(b"a")
     assert first == drawn(b"a")
     assert len(set(first) | set(drawn(b"b"))) == 8
-    with drawing_from(Draws(b"a", 123)):
+    with known(random=RequestRandom(b"a", 123)):
         ids = [draw_hex("id", 16), draw_hex("id", 16)]
         assert [draw_seed(), *ids, draw_seed()] == [first[0], first[1], first[3], first[2]], "one row each"
     assert request_name() == b""
@@ -90,9 +90,9 @@ def test_a_turn_that_is_taken_back_leaves_no_trace(seed: int, tokenizer: Tokeniz
     """Turns of random texts; each may be taken back and made again, as often as its request comes."""
     rng = random.Random(seed)
     vocabulary = tokenizer.vocabulary
-    session = Session(model="demo", vocabulary="v")
+    session = SessionState(model="demo", vocabulary="v")
 
-    def turn(name: bytes) -> tuple[Session, Session]:
+    def turn(name: bytes) -> tuple[SessionState, SessionState]:
         session.begin_turn(name)
         before = msgspec.structs.replace(session)
         keep = rng.choice([len(session.text), rng.randint(0, len(session.text))])  # some templates rewrite
@@ -103,7 +103,7 @@ def test_a_turn_that_is_taken_back_leaves_no_trace(seed: int, tokenizer: Tokeniz
         tokens = session.ids()[:reused] + [rng.randint(2, 60) for _ in range(rng.randint(1, 30))]
         session.messages = [*session.messages, {"role": "user", "content": text}]
         session.form = "chat"
-        session.remember(Known(text, tokens, reused), [rng.randint(2, 60) for _ in range(5)], vocabulary)
+        session.remember(KnownPrompt(text, tokens, reused), [rng.randint(2, 60) for _ in range(5)], vocabulary)
         session.end_turn(name, before)
         return before, msgspec.structs.replace(session)
 
@@ -121,7 +121,7 @@ def test_a_turn_that_is_taken_back_leaves_no_trace(seed: int, tokenizer: Tokeniz
 
 
 def test_too_much_is_not_taken_back() -> None:
-    before = Session(model="demo", text="x" * 300_000, tokens=pack_int32([1] * 10))
+    before = SessionState(model="demo", text="x" * 300_000, tokens=pack_int32([1] * 10))
     session = msgspec.structs.replace(before, text="y")
     session.end_turn(b"name", before)
     assert session.last is None

@@ -16,7 +16,7 @@ from trunkline.kvstore.int32_codec import unpack_int32
 from trunkline.router import pml
 from trunkline.router.messages import Record, Started
 from trunkline.router.stores.model_text import ModelText
-from trunkline.router.stores.schema_store import Compiled, Definition, Schema
+from trunkline.router.stores.schema_store import Compiled, Definition, StoredSchema
 from trunkline.router.text.tokenizer import Tokenizer
 
 CHAT = """<schema name="talk">
@@ -166,14 +166,14 @@ def test_likely_modules_are_fetched_ahead(http: httpx.Client, fake: FakeControll
     assert all(parent < index for index, parent in enumerate(parents))
 
 
-def made_of(tokenizer: Tokenizer, source: str, prompt: str) -> tuple[Schema, pml.CompiledPrompt]:
+def made_of(tokenizer: Tokenizer, source: str, prompt: str) -> tuple[StoredSchema, pml.CompiledPrompt]:
     """A schema as a router knows it, and a prompt of it."""
     text, definition = ModelText(tokenizer), Definition(model="demo", source=source)
     compiled = pml.compile_schema(definition.parse(), text, scope="ancestors", context=2048)
     ready = Compiled(compiled, pml.texts_message(compiled), [])
     document = pml.parse_prompt(prompt)
     made = pml.compile_prompt(compiled, document, text, context=2048, add_generation_prompt=False)
-    return Schema(b"", Record("trip", 1, b"", 0.0, 0.0, 0.0), definition, ready), made
+    return StoredSchema(b"", Record("trip", 1, b"", 0.0, 0.0, 0.0), definition, ready), made
 
 
 def test_not_with_every_request(tokenizer: Tokenizer) -> None:

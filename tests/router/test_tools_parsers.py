@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from trunkline.router.text.tool_styles import STYLE_NAMES, StyleName
 from trunkline.router.tools.json_scan import ObjectScanner, Progress
 from trunkline.router.tools.parsers import make_parser, parse
-from trunkline.router.tools.pieces import CallArguments, CallStart, Piece, Text, ToolParser, joined
+from trunkline.router.tools.pieces import CallArguments, CallStart, Piece, TextPiece, ToolParser, joined
 
 NAMES = ("add", "get-weather", "a")
 
@@ -28,7 +28,7 @@ def flat(pieces: Iterable[Piece]) -> list[str]:
     """`text`, or `name(arguments)` of each call."""
     result: list[str] = []
     for piece in pieces:
-        if isinstance(piece, Text):
+        if isinstance(piece, TextPiece):
             result.append(piece.text)
         elif isinstance(piece, CallStart):
             result.append(f"{piece.name}|")
@@ -175,8 +175,8 @@ def test_any_arguments_come_out_as_they_were_written(
 
 def test_arguments_stream_and_text_is_not_held_back() -> None:
     hermes = parser("hermes")
-    assert hermes.feed("one <b> two <") == [Text("one <b> two ")]
-    assert hermes.feed("i>") == [Text("<i>")]
+    assert hermes.feed("one <b> two <") == [TextPiece("one <b> two ")]
+    assert hermes.feed("i>") == [TextPiece("<i>")]
     assert hermes.feed('<tool_call>{"name": "add", ') == []
     assert hermes.feed('"arguments": {"x') == [CallStart(0, "id0", "add"), CallArguments(0, '{"x')]
     assert hermes.feed('": 1') == [CallArguments(0, '": 1')]
@@ -186,7 +186,7 @@ def test_arguments_stream_and_text_is_not_held_back() -> None:
         assert "".join(flat(parser("hermes").feed(text))) == text, "what is held back is bounded"
     bare = parser("llama3_json")
     assert bare.feed('{"') == []
-    assert bare.feed('title": ') == [Text('{"title": ')]
+    assert bare.feed('title": ') == [TextPiece('{"title": ')]
 
 
 @pytest.mark.parametrize(

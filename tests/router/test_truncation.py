@@ -24,10 +24,10 @@ from trunkline.router.jobs.request_models import Message
 from trunkline.router.messages import Started
 from trunkline.router.text.tokenizer import Tokenizer
 from trunkline.router.text.truncation import (
-    Cut,
     CutError,
+    PromptCut,
     RetentionPolicy,
-    Span,
+    TokenSpan,
     clip_spans,
     merge_spans,
     plan_cut,
@@ -43,9 +43,9 @@ policies = st.builds(
 
 
 @st.composite
-def discards_within(draw: st.DrawFn, tokens: int) -> tuple[Span, ...]:
+def discards_within(draw: st.DrawFn, tokens: int) -> tuple[TokenSpan, ...]:
     ends = st.integers(0, max(tokens - 1, 0))
-    return merge_spans(Span(*sorted(pair)) for pair in draw(st.lists(st.tuples(ends, ends), max_size=4)))
+    return merge_spans(TokenSpan(*sorted(pair)) for pair in draw(st.lists(st.tuples(ends, ends), max_size=4)))
 
 
 @quick
@@ -77,13 +77,13 @@ def test_a_cut_moves_only_at_the_next_overflow(
     kept = max(head, policy.sink_tokens)
     assume(kept + room < context)
     unit = min(max(1, int((1 - policy.retention_ratio) * context)), context - room - kept)
-    last, jumps = Cut(asked=True), 0
+    last, jumps = PromptCut(asked=True), 0
     for tokens in range(1, 4 * context):
         cut = plan_cut(tokens, context, room, policy, head=head)
         if cut != last:
             assert tokens - last.dropped_tokens + room > context, "it moved although the last one would have done"
             assert cut.dropped_tokens == last.dropped_tokens + unit
-            assert cut.drops == (Span(kept, kept + cut.dropped_tokens),)
+            assert cut.drops == (TokenSpan(kept, kept + cut.dropped_tokens),)
             jumps += 1
         last = cut
     assert jumps >= 2
@@ -91,19 +91,21 @@ def test_a_cut_moves_only_at_the_next_overflow(
 
 def test_the_paper_s_ratio() -> None:
     auto = RetentionPolicy()
-    assert plan_cut(2048, 2048, 256, auto).drops == (Span(4, 4 + 1024),)
-    assert plan_cut(2816, 2048, 256, auto).drops == (Span(4, 4 + 1024),)
-    assert plan_cut(2817, 2048, 256, auto).drops == (Span(4, 4 + 2048),)
-    assert plan_cut(1792, 2048, 256, auto) == Cut(asked=True)
-    assert plan_cut(5000, 2048, 256, None) == Cut(), "refused elsewhere"
-    assert plan_cut(5000, 2048, 256, None, discards=(Span(3, 9),)).drops == (Span(3, 9),)
+    assert plan_cut(2048, 2048, 256, auto).drops == (TokenSpan(4, 4 + 1024),)
+    assert plan_cut(2816, 2048, 256, auto).drops == (TokenSpan(4, 4 + 1024),)
+    assert plan_cut(2817, 2048, 256, auto).drops == (TokenSpan(4, 4 + 2048),)
+    assert plan_cut(1792, 2048, 256, auto) == PromptCut(asked=True)
+    assert plan_cut(5000, 2048, 256, None) == PromptCut(), "refused elsewhere"
+    assert plan_cut(5000, 2048, 256, None, discards=(TokenSpan(3, 9),)).drops == (TokenSpan(3, 9),)
 
 
 def test_discards_count_towards_the_room() -> None:
     policy = RetentionPolicy(0.5, sink_tokens=0)
-    assert plan_cut(110, 100, 10, policy, discards=(Span(60, 90),)).drops == (Span(60, 90),)
-    assert plan_cut(110, 100, 10, policy, discards=(Span(10, 20),)).drops == (Span(0, 50),)
-    assert plan_cut(110, 100, 10, policy, discards=(Span(50, 60),)).drops == (Span(0, 60),), "touching ones join"
+    assert plan_cut(110, 100, 10, policy, discards=(TokenSpan(60, 90),)).drops == (TokenSpan(60, 90),)
+    assert plan_cut(110, 100, 10, policy, discards=(TokenSpan(10, 20),)).drops == (TokenSpan(0, 50),)
+    assert plan_cut(110, 100, 10, policy, discards=(TokenSpan(50, 60),)).drops == (TokenSpan(0, 60),), (
+        "touching ones join"
+    )
 
 
 def test_room_for_the_answer_and_none_behind_the_head() -> None:

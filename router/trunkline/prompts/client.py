@@ -24,7 +24,7 @@ import httpx
 from trunkline.prompts.errors import RequestError, UnreachableError
 from trunkline.prompts.program import PromptCall, PromptProgram
 from trunkline.prompts.schemas import Schemas
-from trunkline.prompts.transport import DEFAULT_URL, Connection
+from trunkline.prompts.transport import DEFAULT_URL, HttpConnection
 
 PromptSource: TypeAlias = PromptCall | str | Mapping[str, Any]
 """A call of a prompt program, PML, or `{"schema": …, "modules": […]}`."""
@@ -88,7 +88,7 @@ class Client:
             timeout_s: of silence: a queue may be long.
             transport: of httpx.
         """
-        self._connection = Connection(base_url, api_key, timeout_s, transport)
+        self._connection = HttpConnection(base_url, api_key, timeout_s, transport)
         self._model = model
         self.schemas = Schemas(self._connection, model)
         self._known: set[str] = set()

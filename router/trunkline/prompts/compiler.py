@@ -16,7 +16,17 @@ from typing import Any, Final, NoReturn
 from trunkline.prompts import names
 from trunkline.prompts.errors import PromptProgramError
 from trunkline.prompts.expressions import Scope
-from trunkline.prompts.items import Branches, Item, MaxTokens, Module, Nested, Program, Role, Slot, Values
+from trunkline.prompts.items import (
+    ArgumentSlot,
+    Branches,
+    Item,
+    MaxTokens,
+    Nested,
+    Program,
+    ProgramModule,
+    Role,
+    Values,
+)
 from trunkline.prompts.markup import unwritable
 
 _STATEMENTS: Final[dict[type[ast.stmt], str]] = {
@@ -110,7 +120,7 @@ class _Compiler:
             self._fail(node, f"the text has the character {wrong!r}, which no PML document can hold")
         return text
 
-    def _part(self, part: ast.expr, slots: names.Namer) -> str | Slot:
+    def _part(self, part: ast.expr, slots: names.Namer) -> str | ArgumentSlot:
         """A piece of an f-string."""
         if isinstance(part, ast.Constant):
             return self._text(str(part.value), part)
@@ -123,7 +133,7 @@ class _Compiler:
         if name in self.limits:
             default = self.signature.parameters[name].default
             shown = None if default is inspect.Parameter.empty else format(default, "")
-            return Slot(name, slots.take(names.readable(name)), self.limits[name], shown)
+            return ArgumentSlot(name, slots.take(names.readable(name)), self.limits[name], shown)
         if name in self.signature.parameters:
             self._fail(
                 part,
@@ -172,10 +182,10 @@ class _Compiler:
         children: names.Namer,
         choose: Callable[[Values], int],
     ) -> Iterator[Branches]:
-        members: list[Module | None] = []
+        members: list[ProgramModule | None] = []
         for wish, body in branches:
             items = self.items(body, names.Namer())
-            members.append(Module(children.take(wish), items) if items else None)
+            members.append(ProgramModule(children.take(wish), items) if items else None)
         if any(members):
             yield Branches(tuple(members), choose)
 

@@ -40,7 +40,7 @@ class MaxTokens:
 
 
 @dataclass(frozen=True)
-class Slot:
+class ArgumentSlot:
     """A place in the text where an argument goes."""
 
     argument: str
@@ -53,7 +53,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Module:
+class ProgramModule:
     """A branch."""
 
     name: str
@@ -64,13 +64,13 @@ class Module:
 class Branches:
     """Modules of which a call selects one at most."""
 
-    members: tuple[Module | None, ...]
+    members: tuple[ProgramModule | None, ...]
     """One per branch of the program, in its order. None: the branch says nothing."""
     choose: Callable[[Values], int]
     """The branch that is taken; -1: none."""
 
     @property
-    def modules(self) -> tuple[Module, ...]:
+    def modules(self) -> tuple[ProgramModule, ...]:
         """Those that say something."""
         return tuple(member for member in self.members if member is not None)
 
@@ -85,7 +85,7 @@ class Nested:
     """Positional and named arguments of the call."""
 
 
-Item: TypeAlias = str | Slot | Branches | Nested
+Item: TypeAlias = str | ArgumentSlot | Branches | Nested
 
 
 @dataclass(frozen=True, eq=False)

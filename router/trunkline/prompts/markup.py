@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from typing import Final
 from xml.sax.saxutils import escape
 
-from trunkline.prompts.items import Branches, Item, Module, Nested, Program, Slot
-from trunkline.prompts.selection import Selection
+from trunkline.prompts.items import ArgumentSlot, Branches, Item, Nested, Program, ProgramModule
+from trunkline.prompts.selection import ModuleSelection
 
 # A parser reads a line end or tab in an attribute as a blank, and a carriage return as a line end.
 _TEXT: Final = {"\r": "&#13;"}
@@ -34,7 +34,7 @@ def write_schema(name: str, program: Program) -> str:
     return f'<schema name="{_attribute(name)}" xml:space="preserve">{body}</schema>'
 
 
-def write_prompt(schema: str, selection: Selection, text: str) -> str:
+def write_prompt(schema: str, selection: ModuleSelection, text: str) -> str:
     """The prompt that selects these modules; `text` follows them.
 
     Raises:
@@ -59,7 +59,7 @@ def _items(items: tuple[Item, ...]) -> Iterator[str]:
         match item:
             case str():
                 yield _text(item)
-            case Slot():
+            case ArgumentSlot():
                 yield _param(item)
             case Nested():
                 yield from _program(item.name, item.program)
@@ -72,13 +72,13 @@ def _items(items: tuple[Item, ...]) -> Iterator[str]:
                 yield "</union>"
 
 
-def _module(module: Module) -> Iterator[str]:
+def _module(module: ProgramModule) -> Iterator[str]:
     yield f'<module name="{module.name}">'
     yield from _items(module.items)
     yield "</module>"
 
 
-def _param(slot: Slot) -> str:
+def _param(slot: ArgumentSlot) -> str:
     attributes = {"name": slot.name, "len": str(slot.limit.count)}
     if slot.limit.fill is not None:
         attributes["fill"] = slot.limit.fill
@@ -89,7 +89,7 @@ def _param(slot: Slot) -> str:
     return f"<param{_attributes(attributes)}/>"
 
 
-def _reference(selection: Selection) -> Iterator[str]:
+def _reference(selection: ModuleSelection) -> Iterator[str]:
     yield f"<{selection.name}{_attributes(selection.arguments)}"
     children = selection.children
     if not children:

@@ -35,7 +35,7 @@ from trunkline.prompts.compiler import compile_function
 from trunkline.prompts.errors import PromptProgramError
 from trunkline.prompts.items import Program, Role
 from trunkline.prompts.markup import write_prompt, write_schema
-from trunkline.prompts.selection import Selection, select
+from trunkline.prompts.selection import ModuleSelection, select
 from trunkline.prompts.source import definition
 from trunkline.router.pml import parse_schema, schema_to_json
 from trunkline.router.pml.tree import TAGS
@@ -76,7 +76,7 @@ class PromptCall:
     """A prompt: modules of a program's schema, arguments, and the text that follows them."""
 
     program: PromptProgram[Any]
-    selection: Selection
+    selection: ModuleSelection
     trailing: str = ""
 
     @property

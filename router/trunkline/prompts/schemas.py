@@ -10,7 +10,7 @@ import msgspec
 
 from trunkline.prompts.errors import UnreachableError
 from trunkline.prompts.program import PromptProgram
-from trunkline.prompts.transport import Connection
+from trunkline.prompts.transport import HttpConnection
 
 _PATH: Final = "/v1/schemas"
 T = TypeVar("T")
@@ -76,7 +76,7 @@ class SchemaEntry(msgspec.Struct, frozen=True):
 class Schemas:
     """What can be done with them. All methods raise `RequestError`, `PmlRequestError` or `UnreachableError`."""
 
-    def __init__(self, connection: Connection, model: str | None) -> None:
+    def __init__(self, connection: HttpConnection, model: str | None) -> None:
         self._connection = connection
         self._model = model
 

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from trunkline.prompts.items import Branches, Item, Nested, Program, Slot, Values
+from trunkline.prompts.items import ArgumentSlot, Branches, Item, Nested, Program, Values
 
 
 @dataclass(frozen=True)
-class Selection:
+class ModuleSelection:
     """A module with what is selected in it."""
 
     name: str
@@ -20,16 +20,16 @@ class Selection:
     """What the model reads, in order: text, arguments included, and modules."""
 
     @property
-    def children(self) -> tuple[Selection, ...]:
+    def children(self) -> tuple[ModuleSelection, ...]:
         """The modules in it."""
-        return tuple(part for part in self.parts if isinstance(part, Selection))
+        return tuple(part for part in self.parts if isinstance(part, ModuleSelection))
 
     @property
     def text(self) -> str:
         """All text, that of the modules included; without what the chat template writes around roles."""
         return "".join(part if isinstance(part, str) else part.text for part in self.parts)
 
-    def walk(self, above: str = "") -> Iterator[tuple[str, Selection]]:
+    def walk(self, above: str = "") -> Iterator[tuple[str, ModuleSelection]]:
         """It and all modules in it with their paths, in document order."""
         path = f"{above}{self.name}"
         yield path, self
@@ -37,10 +37,10 @@ class Selection:
             yield from child.walk(f"{path}/")
 
 
-Part: TypeAlias = str | Selection
+Part: TypeAlias = str | ModuleSelection
 
 
-def select(name: str, program: Program, values: Values) -> Selection:
+def select(name: str, program: Program, values: Values) -> ModuleSelection:
     """What a call of `program` with these values selects.
 
     Raises:
@@ -49,14 +49,14 @@ def select(name: str, program: Program, values: Values) -> Selection:
     return _module(name, program.items, values)
 
 
-def _module(name: str, items: tuple[Item, ...], values: Values) -> Selection:
+def _module(name: str, items: tuple[Item, ...], values: Values) -> ModuleSelection:
     arguments: dict[str, str] = {}
     parts: list[Part] = []
     for item in items:
         match item:
             case str():
                 parts.append(item)
-            case Slot():
+            case ArgumentSlot():
                 arguments[item.name] = format(values[item.argument], "")
                 parts.append(arguments[item.name])
             case Branches():
@@ -67,4 +67,4 @@ def _module(name: str, items: tuple[Item, ...], values: Values) -> Selection:
             case Nested():
                 args, kwargs = item.bind(values)
                 parts.append(select(item.name, item.program, item.program.values(*args, **kwargs)))
-    return Selection(name, arguments, tuple(parts))
+    return ModuleSelection(name, arguments, tuple(parts))

@@ -15,7 +15,7 @@ DEFAULT_URL: Final = "http://127.0.0.1:8000"
 _CONNECT_SECONDS: Final = 10.0
 
 
-class Connection:
+class HttpConnection:
     """To one server."""
 
     def __init__(

@@ -15,7 +15,7 @@ from trunkline.router.pml.tree import (
     PromptDocument,
     PromptItem,
     Ref,
-    Role,
+    RoleItem,
     Scaffold,
     SchemaDocument,
     Text,
@@ -88,7 +88,7 @@ class Maker:
                 items.append(Union(members, default))
             elif kind == "role" and self._roles and not role:
                 name = self._rng.choice(["system", "user", "assistant"])
-                items.append(Role(name, self._items(depth, path, modules, params, True)))  # type: ignore[arg-type]
+                items.append(RoleItem(name, self._items(depth, path, modules, params, True)))  # type: ignore[arg-type]
         return tuple(items)
 
     def _module(self, depth: int, modules: list[int], role: bool) -> Module:
@@ -140,7 +140,7 @@ def own_items(items: Sequence[Item]) -> list[Text | Param]:
     for item in items:
         if isinstance(item, Text | Param):
             found.append(item)
-        elif isinstance(item, Role):
+        elif isinstance(item, RoleItem):
             found += own_items(item.items)
     return found
 
@@ -154,7 +154,7 @@ def namespace(items: Sequence[Item]) -> list[list[Module]]:
                 found.append([item])
             case Union():
                 found.append(list(item.members))
-            case Role():
+            case RoleItem():
                 found += namespace(item.items)
             case _:
                 pass

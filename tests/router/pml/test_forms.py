@@ -28,7 +28,7 @@ from trunkline.router.pml.tree import (
     Param,
     PromptDocument,
     Ref,
-    Role,
+    RoleItem,
     Scaffold,
     SchemaDocument,
     Text,
@@ -75,7 +75,7 @@ def test_a_schema_in_xml() -> None:
                 ),
             ),
             Union((Module("miami", (Text("Hot & <wet>"),)), Module("paris", cache=False)), "miami"),
-            Role("user", (Text("Where to? "),), True),
+            RoleItem("user", (Text("Where to? "),), True),
         ),
         (Scaffold("both", ("plan", "miami")),),
     )

@@ -13,7 +13,7 @@ from router.pml.words import PLAIN, Words
 
 from trunkline.router.pml import CompiledSchema, SchemaDocument, compile_schema, parse_schema
 from trunkline.router.pml.compiled import Scope
-from trunkline.router.pml.tree import Item, Module, Param, Role, Text, Union, modules_below
+from trunkline.router.pml.tree import Item, Module, Param, RoleItem, Text, Union, modules_below
 
 quick = settings(max_examples=50, deadline=None)
 LONG = 1 << 20
@@ -216,7 +216,7 @@ def count_roles(items: Sequence[Item]) -> int:
     total = 0
     for item in items:
         match item:
-            case Role():
+            case RoleItem():
                 total += 1 + count_roles(item.items)
             case Module():
                 total += count_roles(item.items)

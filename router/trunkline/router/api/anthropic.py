@@ -18,9 +18,9 @@ from starlette.responses import Response
 
 from trunkline.router.api.anthropic_content import to_choice, to_functions, to_messages
 from trunkline.router.api.blocks import (
-    Answer,
+    AnswerBlocks,
     Block,
-    Change,
+    BlockChange,
     as_chat,
     job_of,
     named_event,
@@ -29,14 +29,14 @@ from trunkline.router.api.blocks import (
     session_label,
 )
 from trunkline.router.api.common import check_length, check_model, service_of, start
-from trunkline.router.api.responses import JsonResponse
 from trunkline.router.errors import unsupported
 from trunkline.router.http.body import beside_loop, read_request
 from trunkline.router.http.error_forms import anthropic_error
 from trunkline.router.http.event_stream import EventStream, while_connected
+from trunkline.router.http.json_response import JsonResponse
 from trunkline.router.jobs.parameters import Count, Stops, Whitespace
 from trunkline.router.jobs.request_models import ChatRequest, Message
-from trunkline.router.request_random import draw_hex
+from trunkline.router.request_context import draw_hex
 from trunkline.router.service import RouterService
 from trunkline.router.streams.generation import Generation
 from trunkline.router.tools.plan import ToolPlan, plan_tools
@@ -192,7 +192,7 @@ class _Writer:
     def __init__(self, model: str, generation: Generation, plan: ToolPlan) -> None:
         self._model = model
         self._generation = generation
-        self._answer = Answer(generation, plan, at_least_one=False, id_prefix="toolu_")
+        self._answer = AnswerBlocks(generation, plan, at_least_one=False, id_prefix="toolu_")
         self._id = f"msg_{draw_hex('id', 12)}"
 
     async def whole(self) -> Object:
@@ -244,7 +244,7 @@ def _block(block: Block, *, whole: bool) -> Object:
     return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": arguments or {}}
 
 
-def _told(change: Change) -> bytes:
+def _told(change: BlockChange) -> bytes:
     block = change.block
     if change.kind == "open":
         return _event("content_block_start", index=block.index, content_block=_block(block, whole=False))

@@ -25,7 +25,7 @@ from trunkline.router.service import RouterService
 from trunkline.router.stores.session_store import is_stored
 from trunkline.router.streams.generation import Generation
 from trunkline.router.streams.text import FinishName
-from trunkline.router.tools.pieces import CallStart, Piece, Text
+from trunkline.router.tools.pieces import CallStart, Piece, TextPiece
 from trunkline.router.tools.plan import ToolPlan
 
 _encode = msgspec.json.Encoder().encode
@@ -54,7 +54,7 @@ class Block(msgspec.Struct):
         return fields if isinstance(fields, dict) else None
 
 
-class Change(msgspec.Struct, frozen=True):
+class BlockChange(msgspec.Struct, frozen=True):
     """What happens to a block."""
 
     kind: Literal["open", "grow", "close"]
@@ -75,34 +75,34 @@ class Blocks:
         """The calls among them."""
         return [block for block in self.all if block.is_call]
 
-    def feed(self, pieces: list[Piece]) -> Iterator[Change]:
+    def feed(self, pieces: list[Piece]) -> Iterator[BlockChange]:
         """What the next pieces change."""
         for piece in pieces:
             if isinstance(piece, CallStart):
                 yield from self._begin(Block(len(self.all), "", piece.name, piece.id))
                 continue
-            if isinstance(piece, Text) and (self._open is None or self._open.is_call):
+            if isinstance(piece, TextPiece) and (self._open is None or self._open.is_call):
                 yield from self._begin(Block(len(self.all)))
             assert self._open is not None
             self._open.text += piece.text
-            yield Change("grow", self._open, piece.text)
+            yield BlockChange("grow", self._open, piece.text)
 
-    def finish(self, *, at_least_one: bool) -> Iterator[Change]:
+    def finish(self, *, at_least_one: bool) -> Iterator[BlockChange]:
         """The last change. `at_least_one`: whether an answer without anything gets an empty text."""
         if at_least_one and not self.all:
             yield from self._begin(Block(0))
         if self._open is not None:
             closed, self._open = self._open, None
-            yield Change("close", closed)
+            yield BlockChange("close", closed)
 
-    def _begin(self, block: Block) -> Iterator[Change]:
+    def _begin(self, block: Block) -> Iterator[BlockChange]:
         yield from self.finish(at_least_one=False)
         self.all.append(block)
         self._open = block
-        yield Change("open", block)
+        yield BlockChange("open", block)
 
 
-class Answer:
+class AnswerBlocks:
     """A running answer."""
 
     def __init__(self, generation: Generation, plan: ToolPlan, *, at_least_one: bool, id_prefix: str) -> None:
@@ -115,7 +115,7 @@ class Answer:
         self._at_least_one = at_least_one
         self._parser = plan.make_parser(lambda: plan.draw_id(id_prefix))
 
-    async def changes(self) -> AsyncIterator[list[Change]]:
+    async def changes(self) -> AsyncIterator[list[BlockChange]]:
         """How its blocks change, at least one change at a time.
 
         Raises:
@@ -131,7 +131,7 @@ class Answer:
 
     def _pieces(self, text: str, *, over: bool) -> list[Piece]:
         if self._parser is None:
-            return [Text(text)] if text else []
+            return [TextPiece(text)] if text else []
         return self._parser.feed(text) + (self._parser.finish() if over else [])
 
     async def whole(self) -> list[Block]:

@@ -28,7 +28,6 @@ from trunkline.router.api.logprobs import chat_logprobs, prompt_logprob_list
 from trunkline.router.api.module_prompts import has_modules, modules_job
 from trunkline.router.api.prompting import chat_job
 from trunkline.router.api.responses import (
-    DONE_EVENT,
     CalledFunction,
     ChatChoice,
     ChatChunk,
@@ -38,24 +37,21 @@ from trunkline.router.api.responses import (
     ChatFinishName,
     ChatLogprobs,
     ChatMessage,
-    JsonResponse,
     PromptLogprobList,
-    TextEvents,
     ToolCallPart,
     Usage,
-    encoded,
-    event,
 )
-from trunkline.router.api.turn import Together, Turn, open_turn
+from trunkline.router.api.turn import SessionTurn, Together, open_turn
 from trunkline.router.api.unsupported import check_supported
 from trunkline.router.errors import bad_value
 from trunkline.router.http.body import read_request
 from trunkline.router.http.event_stream import EventStream, while_connected
+from trunkline.router.http.json_response import DONE_EVENT, JsonResponse, TextEvents, encoded, event
 from trunkline.router.jobs.request_models import ChatRequest
 from trunkline.router.service import RouterService
 from trunkline.router.streams.generation import Generation
 from trunkline.router.streams.text import Delta, FinishName
-from trunkline.router.tools.pieces import CallArguments, CallStart, Piece, Text, ToolParser
+from trunkline.router.tools.pieces import CallArguments, CallStart, Piece, TextPiece, ToolParser
 from trunkline.router.tools.plan import ToolPlan, prepare_tools
 
 routes = APIRouter()
@@ -98,7 +94,12 @@ class _Answer:
     """How one request's answer is written."""
 
     def __init__(
-        self, service: RouterService, body: ChatRequest, plan: ToolPlan, generation: Generation, turn: Turn | None
+        self,
+        service: RouterService,
+        body: ChatRequest,
+        plan: ToolPlan,
+        generation: Generation,
+        turn: SessionTurn | None,
     ) -> None:
         self._service = service
         self._body = body
@@ -142,7 +143,7 @@ class _Answer:
     def _choice(self, index: int, answer: Collected) -> ChatChoice:
         parser = self._plan.make_parser()
         pieces: list[Piece] = (
-            [Text(answer.text)] if parser is None else [*parser.feed(answer.text), *parser.finish()]
+            [TextPiece(answer.text)] if parser is None else [*parser.feed(answer.text), *parser.finish()]
         )
         return ChatChoice(
             index=index,
@@ -253,7 +254,7 @@ class _Answer:
 def _pieces(delta: Delta, parser: ToolParser | None) -> list[Piece]:
     """What a delta of a choice says; `parser`: the choice's, None if it cannot have calls."""
     if parser is None:
-        return [Text(delta.text)] if delta.text else []
+        return [TextPiece(delta.text)] if delta.text else []
     return parser.feed(delta.text) + (parser.finish() if delta.finish is not None else [])
 
 
@@ -263,7 +264,7 @@ def _finish(finish: FinishName, parser: ToolParser | None) -> ChatFinishName:
 
 def _addition(piece: Piece) -> ChatDelta:
     """A piece of an answer as a stream tells it."""
-    if isinstance(piece, Text):
+    if isinstance(piece, TextPiece):
         return ChatDelta(content=piece.text)
     if isinstance(piece, CallStart):
         called = CalledFunction(name=piece.name, arguments="")
@@ -275,7 +276,7 @@ def _addition(piece: Piece) -> ChatDelta:
 
 def _message(pieces: list[Piece]) -> ChatMessage:
     """A whole answer's message. Content is null where there is nothing but calls."""
-    text = "".join(piece.text for piece in pieces if isinstance(piece, Text))
+    text = "".join(piece.text for piece in pieces if isinstance(piece, TextPiece))
     starts = [piece for piece in pieces if isinstance(piece, CallStart)]
     if not starts:
         return ChatMessage(content=text)

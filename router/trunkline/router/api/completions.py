@@ -12,7 +12,6 @@ from fastapi import APIRouter
 from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
-from trunkline.router.request_random import draw_seed
 
 from trunkline.router.api.caching import cache_use, truncation_result
 from trunkline.router.api.common import (
@@ -30,7 +29,7 @@ from trunkline.router.api.common import (
     service_of,
     usage_of,
 )
-from trunkline.router.api.fairness import Turns
+from trunkline.router.api.fairness import LoopTurns
 from trunkline.router.api.logprobs import (
     both_logprobs,
     completion_logprobs,
@@ -47,7 +46,7 @@ from trunkline.router.api.responses import (
     PromptLogprobList,
     Usage,
 )
-from trunkline.router.api.turn import Together, Turn, open_turn
+from trunkline.router.api.turn import SessionTurn, Together, open_turn
 from trunkline.router.api.unsupported import check_supported
 from trunkline.router.errors import ApiError, bad_value
 from trunkline.router.http.body import read_request
@@ -56,6 +55,7 @@ from trunkline.router.http.json_response import DONE_EVENT, JsonResponse, TextEv
 from trunkline.router.jobs.decoding import check_choices, decoding_of
 from trunkline.router.jobs.job import Job, Prompt, another_job, check_repeated
 from trunkline.router.jobs.request_models import CompletionRequest
+from trunkline.router.request_context import draw_seed
 from trunkline.router.service import RouterService
 from trunkline.router.stores.session_store import is_stored
 from trunkline.router.streams.generation import Generation
@@ -117,7 +117,7 @@ def _check_one_prompt(body: CompletionRequest) -> None:
         raise bad_value("session_id", "a stored session is available for a single `prompt` only")
 
 
-async def _jobs(service: RouterService, body: CompletionRequest, turn: Turn | None) -> list[Job]:
+async def _jobs(service: RouterService, body: CompletionRequest, turn: SessionTurn | None) -> list[Job]:
     """What the engine is asked, for each prompt. The other parameters are looked at once only."""
     if has_modules(body, turn):
         return [await modules_job(service, body, turn=turn)]
@@ -125,7 +125,7 @@ async def _jobs(service: RouterService, body: CompletionRequest, turn: Turn | No
         return [await completion_job(service, body, body.prompts[0], turn)]
     limits = service.limits
     jobs: list[Job] = []
-    turns = Turns()
+    turns = LoopTurns()
     for index, given in enumerate(body.prompts):
         param = f"prompt[{index}]"
         prompt = Prompt(await _encode(service, body, given, param), param)
@@ -172,7 +172,7 @@ class _Answer:
         body: CompletionRequest,
         batch: PromptBatch,
         head: Head,
-        turn: Turn | None = None,
+        turn: SessionTurn | None = None,
     ) -> None:
         self._service = service
         self._body = body

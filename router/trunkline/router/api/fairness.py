@@ -10,7 +10,7 @@ _TURN_S: Final = 0.005
 """As long as threads wait for Python's lock: what runs in the loop waits no longer."""
 
 
-class Turns:
+class LoopTurns:
     """Counts how long the loop has been kept."""
 
     def __init__(self) -> None:

@@ -18,7 +18,7 @@ from trunkline.router.api.responses import (
     TopLogprob,
 )
 from trunkline.router.streams.text import TokenLogprob
-from trunkline.router.text.detokenizer import Vocabulary
+from trunkline.router.text.detokenizer import TokenVocabulary
 
 _LOWEST = -9999.0
 """Stands for minus infinity, which JSON cannot say (OpenAI's own convention)."""
@@ -40,7 +40,7 @@ def _own(entry: TokenLogprob) -> float:
     return _LOWEST if entry.logprobs is None else _finite(entry.logprobs.token_logprob)
 
 
-def chat_logprobs(entries: Sequence[TokenLogprob], count: int, vocabulary: Vocabulary) -> ChatLogprobs | None:
+def chat_logprobs(entries: Sequence[TokenLogprob], count: int, vocabulary: TokenVocabulary) -> ChatLogprobs | None:
     """Chat form; None for no tokens. `count`: alternatives per position at most."""
     if not entries:
         return None
@@ -61,7 +61,7 @@ def chat_logprobs(entries: Sequence[TokenLogprob], count: int, vocabulary: Vocab
 
 
 def completion_logprobs(
-    entries: Sequence[TokenLogprob], count: int, vocabulary: Vocabulary, *, offset: int = 0
+    entries: Sequence[TokenLogprob], count: int, vocabulary: TokenVocabulary, *, offset: int = 0
 ) -> CompletionLogprobs | None:
     """Plain form; None for no tokens. The sampled token is always among the alternatives.
 
@@ -78,7 +78,7 @@ def completion_logprobs(
     )
 
 
-def _named(top: list[tuple[int, float]], token: int, own: float, vocabulary: Vocabulary) -> dict[str, float]:
+def _named(top: list[tuple[int, float]], token: int, own: float, vocabulary: TokenVocabulary) -> dict[str, float]:
     named = {vocabulary.token_text(other): value for other, value in reversed(top)}
     named.setdefault(vocabulary.token_text(token), own)
     return dict(sorted(named.items(), key=lambda item: -item[1]))
@@ -130,7 +130,7 @@ def join_prompt_logprobs(pieces: Iterable[PromptLogprobs], length: int, count: i
 
 
 def prompt_logprob_list(
-    scores: PromptScores, prompt: Sequence[int], count: int, vocabulary: Vocabulary
+    scores: PromptScores, prompt: Sequence[int], count: int, vocabulary: TokenVocabulary
 ) -> PromptLogprobList:
     """vLLM's form: at each position the likeliest tokens and the prompt's own."""
     result: PromptLogprobList = [None]
@@ -148,7 +148,7 @@ def prompt_logprob_list(
 
 
 def echo_logprobs(
-    scores: PromptScores, prompt: Sequence[int], count: int, vocabulary: Vocabulary, offsets: list[int]
+    scores: PromptScores, prompt: Sequence[int], count: int, vocabulary: TokenVocabulary, offsets: list[int]
 ) -> CompletionLogprobs:
     """Plain form of an echoed prompt. `offsets`: of each token, in characters of the echoed text."""
     return CompletionLogprobs(

@@ -19,15 +19,15 @@ from trunkline.controller.messages import PromptLayout
 from trunkline.kvstore.int32_codec import pack_int32
 from trunkline.router import pml
 from trunkline.router.api.common import job_for
-from trunkline.router.api.turn import Turn
+from trunkline.router.api.turn import SessionTurn
 from trunkline.router.errors import bad_value
 from trunkline.router.http.body import is_heavier
 from trunkline.router.jobs.job import Job, Modules, Prompt
 from trunkline.router.jobs.request_models import ChatRequest, CompletionRequest, Message
 from trunkline.router.service import RouterService
 from trunkline.router.stores.model_text import ModelText
-from trunkline.router.stores.schema_store import Schema
-from trunkline.router.stores.session_history import Part, SessionModules
+from trunkline.router.stores.schema_store import StoredSchema
+from trunkline.router.stores.session_history import PromptPart, SessionModules
 from trunkline.router.tenancy.identity import cache_salt
 from trunkline.router.text.tokenizer import OFF_LOOP_CHARACTERS, Tokenizer
 from trunkline.router.text.tool_turns import TurnError, for_plain_template, for_tool_template, has_calls
@@ -43,7 +43,7 @@ _NOT_WITH_MODULES: Final[dict[str, str]] = {
 }
 
 
-def has_modules(body: ChatRequest | CompletionRequest, turn: Turn | None) -> bool:
+def has_modules(body: ChatRequest | CompletionRequest, turn: SessionTurn | None) -> bool:
     """Whether a request's prompt is one of modules, by itself or by its stored session."""
     return body.modules is not None or (turn is not None and turn.session.modules is not None)
 
@@ -51,7 +51,7 @@ def has_modules(body: ChatRequest | CompletionRequest, turn: Turn | None) -> boo
 class Placed(NamedTuple):
     """A prompt laid out."""
 
-    schema: Schema
+    schema: StoredSchema
     prompt: pml.CompiledPrompt
 
     def layout(self, own_tokens: int | None = None) -> PromptLayout:
@@ -66,16 +66,18 @@ class Placed(NamedTuple):
             runs.append((position, count))
         return replace(layout, runs=pack_int32([number for run in runs for number in run]))
 
-    def message_parts(self) -> list[Part]:
+    def message_parts(self) -> list[PromptPart]:
         """The last of its own tokens, which are the messages'."""
         prompt = self.prompt
         missing = len(prompt.own) - prompt.messages_from
-        parts: list[Part] = []
+        parts: list[PromptPart] = []
         for piece in reversed(prompt.pieces):
             if missing <= 0:
                 break
             start = prompt.messages_from + missing - piece.count
-            parts.append(Part(piece.text, prompt.own[start : start + piece.count].tolist(), piece.kind != "role"))
+            parts.append(
+                PromptPart(piece.text, prompt.own[start : start + piece.count].tolist(), piece.kind != "role")
+            )
             missing -= piece.count
         assert missing == 0, "messages begin within a piece"
         return parts[::-1]
@@ -85,7 +87,7 @@ async def modules_job(
     service: RouterService,
     body: ChatRequest | CompletionRequest,
     plan: ToolPlan | None = None,
-    turn: Turn | None = None,
+    turn: SessionTurn | None = None,
 ) -> Job:
     """What the engine is asked for a prompt of modules; a chat's messages stand behind them.
 
@@ -108,7 +110,7 @@ async def placed_prompt(
     service: RouterService,
     body: ChatRequest | CompletionRequest,
     plan: ToolPlan | None = None,
-    turn: Turn | None = None,
+    turn: SessionTurn | None = None,
 ) -> tuple[Placed, SessionModules, str]:
     """A request's prompt of modules laid out, what it was made from, and the parameter that gave it.
 
@@ -190,7 +192,7 @@ def _given(body: ChatRequest | CompletionRequest) -> SessionModules:
     return SessionModules(source, body.trailing or "fixed", body.cache_salt or "")
 
 
-def _given_by_session(body: ChatRequest | CompletionRequest, turn: Turn) -> SessionModules:
+def _given_by_session(body: ChatRequest | CompletionRequest, turn: SessionTurn) -> SessionModules:
     """What stands in front of a session's turns.
 
     Raises:
@@ -208,7 +210,7 @@ def _given_by_session(body: ChatRequest | CompletionRequest, turn: Turn) -> Sess
     return given
 
 
-def _check(body: ChatRequest | CompletionRequest, turn: Turn | None) -> None:
+def _check(body: ChatRequest | CompletionRequest, turn: SessionTurn | None) -> None:
     """Refuse what is not possible with modules, rather than ignore it.
 
     Raises:

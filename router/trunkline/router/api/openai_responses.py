@@ -17,9 +17,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from trunkline.router.api.blocks import (
-    Answer,
+    AnswerBlocks,
     Block,
-    Change,
+    BlockChange,
     as_chat,
     job_of,
     named_event,
@@ -39,12 +39,12 @@ from trunkline.router.api.openai_response_types import (
     text_part,
     usage_object,
 )
-from trunkline.router.api.responses import JsonResponse
 from trunkline.router.errors import ApiError
 from trunkline.router.http.body import beside_loop, read_request
 from trunkline.router.http.event_stream import EventStream, while_connected
+from trunkline.router.http.json_response import JsonResponse
 from trunkline.router.jobs.request_models import ChatRequest
-from trunkline.router.request_random import created_at, draw_hex
+from trunkline.router.request_context import created_at, draw_hex
 from trunkline.router.streams.generation import Generation
 from trunkline.router.tools.definitions import read_choice, read_flat_tools
 from trunkline.router.tools.plan import ToolPlan, plan_tools
@@ -111,7 +111,7 @@ class _Writer:
         self._model = model
         self._generation = generation
         self._plan = plan
-        self._answer = Answer(generation, plan, at_least_one=True, id_prefix="call_")
+        self._answer = AnswerBlocks(generation, plan, at_least_one=True, id_prefix="call_")
         self._id = f"resp_{draw_hex('id', 24)}"
         self._created_at = created_at()
         self._item_ids: list[str] = []
@@ -140,7 +140,7 @@ class _Writer:
     def _event(self, kind: str, **fields: Any) -> bytes:
         return named_event(kind, {"type": kind, "sequence_number": next(self._numbers), **fields})
 
-    def _told(self, change: Change) -> list[bytes]:
+    def _told(self, change: BlockChange) -> list[bytes]:
         block = change.block
         place = {"item_id": self._item_id(block), "output_index": block.index}
         if block.is_call:
@@ -159,7 +159,7 @@ class _Writer:
             self._item_event("done", block, self._status(block)),
         ]
 
-    def _call_told(self, change: Change, place: Object) -> list[bytes]:
+    def _call_told(self, change: BlockChange, place: Object) -> list[bytes]:
         block = change.block
         if change.kind == "open":
             return [self._item_event("added", block, "in_progress")]

@@ -13,19 +13,27 @@ from typing import Any, Final, NamedTuple
 from msgspec.structs import replace
 
 from trunkline.router.api.common import check_length, encode_text, job_for, render_messages
-from trunkline.router.api.turn import Turn
+from trunkline.router.api.turn import SessionTurn
 from trunkline.router.errors import ApiError, bad_value
 from trunkline.router.jobs.job import COMPLETION_TOKENS_DEFAULT, Job, Prompt, wanted_tokens
 from trunkline.router.jobs.request_models import ChatRequest, CompletionRequest, Message
 from trunkline.router.service import RouterService
 from trunkline.router.stores.session_history import common_length
-from trunkline.router.text.truncation import Cut, CutError, RetentionPolicy, Span, plan_cut, room_for, span_tokens
+from trunkline.router.text.truncation import (
+    CutError,
+    PromptCut,
+    RetentionPolicy,
+    TokenSpan,
+    plan_cut,
+    room_for,
+    span_tokens,
+)
 from trunkline.router.tools.plan import ToolPlan
 
 _INSTRUCTION_ROLES: Final = ("system", "developer")
 
 
-def policy_of(body: ChatRequest | CompletionRequest, turn: Turn | None) -> RetentionPolicy | None:
+def policy_of(body: ChatRequest | CompletionRequest, turn: SessionTurn | None) -> RetentionPolicy | None:
     """What a request wants of a prompt that does not fit; None: that it is refused. Its session's default counts
     where it does not say.
 
@@ -44,7 +52,9 @@ def policy_of(body: ChatRequest | CompletionRequest, turn: Turn | None) -> Reten
     return policy
 
 
-async def chat_job(service: RouterService, body: ChatRequest, plan: ToolPlan, turn: Turn | None = None) -> Job:
+async def chat_job(
+    service: RouterService, body: ChatRequest, plan: ToolPlan, turn: SessionTurn | None = None
+) -> Job:
     """What the engine is asked for a conversation.
 
     Args:
@@ -70,7 +80,7 @@ async def chat_job(service: RouterService, body: ChatRequest, plan: ToolPlan, tu
 
 
 async def completion_job(
-    service: RouterService, body: CompletionRequest, given: str | list[int], turn: Turn | None = None
+    service: RouterService, body: CompletionRequest, given: str | list[int], turn: SessionTurn | None = None
 ) -> Job:
     """What the engine is asked for the only prompt of a completion. `turn`: as in `chat_job`.
 
@@ -106,12 +116,12 @@ async def _tokens(
     )
 
 
-def _discards(turn: Turn | None) -> tuple[Span, ...]:
+def _discards(turn: SessionTurn | None) -> tuple[TokenSpan, ...]:
     return () if turn is None else turn.discards
 
 
 def _overflows(
-    service: RouterService, body: ChatRequest | CompletionRequest, tokens: int, turn: Turn | None
+    service: RouterService, body: ChatRequest | CompletionRequest, tokens: int, turn: SessionTurn | None
 ) -> bool:
     context = service.limits.max_context
     room = room_for(_wanted(body)[1], context)
@@ -130,7 +140,7 @@ def _job(
     body: ChatRequest | CompletionRequest,
     tokens: list[int],
     policy: RetentionPolicy | None,
-    turn: Turn | None,
+    turn: SessionTurn | None,
     *,
     plan: ToolPlan | None = None,
     head: int = 0,
@@ -154,10 +164,10 @@ def _cut(
     body: ChatRequest | CompletionRequest,
     tokens: int,
     policy: RetentionPolicy | None,
-    turn: Turn | None,
+    turn: SessionTurn | None,
     head: int,
     prompt: str,
-) -> Cut:
+) -> PromptCut:
     context = service.limits.max_context
     param, wanted = _wanted(body)
     if policy is not None and wanted is not None and wanted >= context:

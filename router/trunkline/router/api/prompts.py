@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from typing import Any, Final, TypeVar
 
 from trunkline.router.api.common import Collected, collect_choices
-from trunkline.router.api.fairness import Turns
+from trunkline.router.api.fairness import LoopTurns
 from trunkline.router.errors import ApiError
 from trunkline.router.jobs.job import Job
 from trunkline.router.service import RouterService
@@ -61,7 +61,7 @@ class PromptBatch:
             ApiError: 503 or 429, they cannot be taken on now.
         """
         service.check_admission(len(jobs))
-        turns = Turns()
+        turns = LoopTurns()
         try:
             for job in jobs:
                 self.generations.append(service.generate(job, arrived_at))

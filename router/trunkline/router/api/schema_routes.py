@@ -40,7 +40,7 @@ from trunkline.router.http.json_response import JsonResponse
 from trunkline.router.jobs.parameters import SESSION_ID_CHARACTERS_MAX
 from trunkline.router.messages import ModulesReply, Record
 from trunkline.router.service import RouterService
-from trunkline.router.stores.schema_store import Definition, Schema
+from trunkline.router.stores.schema_store import Definition, StoredSchema
 from trunkline.router.tenancy.identity import cache_salt
 
 routes = APIRouter()
@@ -163,7 +163,9 @@ async def _source(body: SchemaRequest) -> str:
     return to_json(body.json_).decode()
 
 
-async def _encode(request: Request, service: RouterService, schema: Schema) -> tuple[Schema, ModulesReply]:
+async def _encode(
+    request: Request, service: RouterService, schema: StoredSchema
+) -> tuple[StoredSchema, ModulesReply]:
     """Have a schema's modules computed; one that cannot be pinned is not said to be."""
     seconds = service.config.request_timeout_seconds or None
     reply = await while_connected(request, service.schemas.encode(schema, seconds))
@@ -193,7 +195,7 @@ def _summary(record: Record) -> SchemaSummary:
 
 
 async def _told(
-    service: RouterService, schema: Schema, reply: ModulesReply, *, status: int = 200, source: bool = False
+    service: RouterService, schema: StoredSchema, reply: ModulesReply, *, status: int = 200, source: bool = False
 ) -> JsonResponse:
     """A schema as an answer; `reply`: what the engine says of its texts, in their order."""
     encoding = service.schemas.is_encoding(schema)
@@ -213,7 +215,7 @@ async def _told(
     return await asyncio.to_thread(write) if schema.is_large else write()
 
 
-def _object(schema: Schema, reply: ModulesReply) -> SchemaObject:
+def _object(schema: StoredSchema, reply: ModulesReply) -> SchemaObject:
     record, definition, compiled = schema.record, schema.definition, schema.compiled
     tiers: list[int] = unpack_int32(reply.tiers).tolist()
     blocks: list[int] = unpack_int32(reply.blocks).tolist()

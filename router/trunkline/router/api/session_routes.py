@@ -43,13 +43,19 @@ from trunkline.router.jobs.request_models import Message
 from trunkline.router.messages import Record
 from trunkline.router.service import RouterService
 from trunkline.router.stores.record_homes import VALUE_BYTES_MAX
-from trunkline.router.stores.session_history import Mark, Session, SessionModules, common_length, token_at
-from trunkline.router.stores.session_store import Stored, is_stored, ttl_of
+from trunkline.router.stores.session_history import (
+    HistoryMark,
+    SessionModules,
+    SessionState,
+    common_length,
+    token_at,
+)
+from trunkline.router.stores.session_store import StoredSession, is_stored, ttl_of
 from trunkline.router.tenancy.identity import cache_salt, current_identity
 from trunkline.router.text.truncation import (
     CutError,
     RetentionPolicy,
-    Span,
+    TokenSpan,
     clip_spans,
     merge_spans,
     plan_cut,
@@ -77,7 +83,7 @@ async def create_session(request: Request) -> JsonResponse:
     service = service_of(request)
     body = await read_request(request, SessionRequest, service.config.max_body_bytes, check_session)
     check_model(service, body.model)
-    session = Session(
+    session = SessionState(
         model=body.model or service.config.model_name,
         vocabulary=service.tokenizer.fingerprint,
         truncation=RetentionPolicy(),
@@ -89,7 +95,7 @@ async def create_session(request: Request) -> JsonResponse:
     return _told(await service.sessions.create(service.sessions.draw_id(beside), session))
 
 
-async def _bind(service: RouterService, session: Session, body: SessionRequest) -> str:
+async def _bind(service: RouterService, session: SessionState, body: SessionRequest) -> str:
     """Put modules in front of a session's turns, if it is to have any; the key of their schema."""
     given = body.modules()
     if given is None:
@@ -101,7 +107,7 @@ async def _bind(service: RouterService, session: Session, body: SessionRequest) 
     return placed.schema.key
 
 
-async def _begin(service: RouterService, session: Session, messages: list[Message]) -> None:
+async def _begin(service: RouterService, session: SessionState, messages: list[Message]) -> None:
     """Put messages into an empty session."""
     session.messages = [message.model_dump(exclude_none=True) for message in messages]
     if session.modules is not None:  # their tokens are those of the first turn
@@ -113,7 +119,7 @@ async def _begin(service: RouterService, session: Session, messages: list[Messag
     tokens = await service.tokenizer.encode_async(text, add_special_tokens=False)
     session.form = "chat"
     session.text, session.tokens = text, pack_int32(tokens)
-    session.marks = [Mark(len(text), len(tokens))] if tokens else []
+    session.marks = [HistoryMark(len(text), len(tokens))] if tokens else []
 
 
 @routes.get("/v1/sessions", responses=_answers(SessionList), openapi_extra={"parameters": PAGE_PARAMETERS})
@@ -199,7 +205,7 @@ async def prefetch_session(request: Request, session_id: str) -> JsonResponse:
 
 
 async def _prefetch_modules(
-    service: RouterService, session_id: str, session: Session, given: SessionModules
+    service: RouterService, session_id: str, session: SessionState, given: SessionModules
 ) -> SessionPrefetch:
     messages = as_roles(service.tokenizer, await stored_messages(service, session))
     placed = await place(service, given, "session_id", messages, add_generation_prompt=True)
@@ -217,7 +223,7 @@ async def _prefetch_modules(
     )
 
 
-async def _drops(service: RouterService, session: Session, tokens: list[int]) -> tuple[Span, ...]:
+async def _drops(service: RouterService, session: SessionState, tokens: list[int]) -> tuple[TokenSpan, ...]:
     """What the next request will most likely not see."""
     context, policy = service.limits.max_context, session.truncation
     room = room_for(None, context)
@@ -256,7 +262,7 @@ async def discard_tokens(request: Request, session_id: str) -> JsonResponse:
         lease.close()
 
 
-def _token_spans(session: Session, ranges: list[list[int]]) -> list[Span]:
+def _token_spans(session: SessionState, ranges: list[list[int]]) -> list[TokenSpan]:
     for index, (start, stop) in enumerate(ranges):
         if not 0 <= start < stop <= session.token_count:
             raise bad_value(
@@ -264,10 +270,10 @@ def _token_spans(session: Session, ranges: list[list[int]]) -> list[Span]:
                 f"`tokens[{index}]` is [{start}, {stop}]; a range lies within the {session.token_count} tokens of "
                 "the history and is not empty",
             )
-    return [Span(start, stop) for start, stop in ranges]
+    return [TokenSpan(start, stop) for start, stop in ranges]
 
 
-async def _message_span(service: RouterService, session: Session, index: int) -> Span:
+async def _message_span(service: RouterService, session: SessionState, index: int) -> TokenSpan:
     """A message's tokens, with what the template writes around it.
 
     Raises:
@@ -286,10 +292,12 @@ async def _message_span(service: RouterService, session: Session, index: int) ->
         start = await _tokens_before(service, session, messages, index)
     if index + 1 < len(messages):
         stop = await _tokens_before(service, session, messages, index + 1)
-    return Span(start, stop)
+    return TokenSpan(start, stop)
 
 
-async def _tokens_before(service: RouterService, session: Session, messages: list[Message], index: int) -> int:
+async def _tokens_before(
+    service: RouterService, session: SessionState, messages: list[Message], index: int
+) -> int:
     before = await render_messages(service, messages[:index], add_generation_prompt=False)
     found = None
     if common_length(before, session.text) == len(before):
@@ -309,7 +317,7 @@ def _checked(session_id: str) -> str:
     return session_id
 
 
-def _readable(service: RouterService, session: Session) -> Session:
+def _readable(service: RouterService, session: SessionState) -> SessionState:
     """The session without tokens that are not this model's."""
     if session.vocabulary != service.tokenizer.fingerprint:
         session.forget_tokens()
@@ -327,7 +335,7 @@ def _summary(record: Record, owner: str = "") -> SessionSummary:
     )
 
 
-def _told(stored: Stored, *, messages: bool = False) -> JsonResponse:
+def _told(stored: StoredSession, *, messages: bool = False) -> JsonResponse:
     record, session = stored.record, stored.session
     return JsonResponse(
         SessionObject(

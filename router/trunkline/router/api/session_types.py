@@ -14,8 +14,8 @@ from trunkline.kvstore.cuts import DROPS_MAX
 from trunkline.router.errors import bad_value
 from trunkline.router.jobs.parameters import Metadata, ModulesPrompt, SessionId, SessionTtl, Trailing, Truncation
 from trunkline.router.jobs.request_models import Messages
-from trunkline.router.stores.session_history import Session, SessionModules
-from trunkline.router.text.truncation import Span
+from trunkline.router.stores.session_history import SessionModules, SessionState
+from trunkline.router.text.truncation import TokenSpan
 
 DISCARDS_MAX: Final = DROPS_MAX - 1
 """Ranges that a session may have discarded: a cut may add one to them, and the engine takes no more."""
@@ -47,7 +47,7 @@ class SessionUpdate(BaseModel):
     truncation: Truncation | None = None
     metadata: Metadata | None = None
 
-    def apply(self, session: Session) -> None:
+    def apply(self, session: SessionState) -> None:
         """Change a session.
 
         Raises:
@@ -167,7 +167,7 @@ class SessionObject(msgspec.Struct, kw_only=True):
     """Requests that were answered."""
     tokens: int
     """Of the whole history, discarded ones included."""
-    discards: list[Span]
+    discards: list[TokenSpan]
     """Ranges of history tokens that no request sees any more."""
     message_count: int
     truncation: SessionTruncation | Literal["disabled"]

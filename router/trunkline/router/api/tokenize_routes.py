@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from trunkline.router.api.common import check_length, check_model, encode_messages, encode_text, service_of
-from trunkline.router.api.fairness import Turns
+from trunkline.router.api.fairness import LoopTurns
 from trunkline.router.api.unsupported import check_tokenize
 from trunkline.router.http.body import read_request
 from trunkline.router.http.json_response import JsonResponse
@@ -76,7 +76,7 @@ async def detokenize(request: Request) -> Response:
     service = service_of(request)
     body = await read_request(request, DetokenizeRequest, service.config.max_body_bytes)
     check_model(service, body.model)
-    vocab_size, turns = service.limits.vocab_size, Turns()
+    vocab_size, turns = service.limits.vocab_size, LoopTurns()
     for part in _slices(body.tokens):
         check_ids(part, vocab_size, "tokens")
         await turns.others()
@@ -97,7 +97,7 @@ async def _written_tokens(
     head: dict[str, Any], tokens: Sequence[int], tokenizer: Tokenizer | None
 ) -> AsyncIterator[bytes]:
     """The answer about `tokens`, with their strings if there is a `tokenizer`."""
-    turns = Turns()
+    turns = LoopTurns()
     yield _encode(head)[:-1] + b',"tokens":['
     separator = b""
     for part in _slices(tokens):
@@ -118,7 +118,7 @@ async def _written_tokens(
 async def _written_text(tokenizer: Tokenizer, tokens: Sequence[int]) -> AsyncIterator[bytes]:
     """The answer with the text of `tokens`."""
     detokenizer = make_detokenizer(tokenizer.vocabulary, skip_special_tokens=False, at_start=True)
-    turns = Turns()
+    turns = LoopTurns()
     yield b'{"prompt":"'
     for part in _slices(tokens):
         yield _encode("".join(map(detokenizer.feed, part)))[1:-1]

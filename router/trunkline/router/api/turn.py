@@ -10,18 +10,26 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from msgspec.structs import replace
-from trunkline.router.request_random import request_name
 
 from trunkline.router.api.common import check_length
 from trunkline.router.api.responses import ChatMessage
 from trunkline.router.errors import bad_value
 from trunkline.router.http.event_stream import Closable
 from trunkline.router.jobs.request_models import ChatRequest, CompletionRequest, Message
+from trunkline.router.request_context import request_name
 from trunkline.router.service import RouterService
 from trunkline.router.stores.record_homes import VALUE_BYTES_MAX
-from trunkline.router.stores.session_history import Form, Known, Part, Session, common_mark, parts_behind, text_of
+from trunkline.router.stores.session_history import (
+    Form,
+    KnownPrompt,
+    PromptPart,
+    SessionState,
+    common_mark,
+    parts_behind,
+    text_of,
+)
 from trunkline.router.stores.session_store import Lease, is_stored
-from trunkline.router.text.truncation import Span, clip_spans
+from trunkline.router.text.truncation import TokenSpan, clip_spans
 
 _FORMS: Final = {"chat": "conversations (/v1/chat/completions)", "text": "texts (/v1/completions)"}
 _MESSAGES_OFF_LOOP: Final = 500
@@ -42,7 +50,7 @@ class Together:
             work.close()
 
 
-class Turn:
+class SessionTurn:
     """A session acquired for a request. Call `close` in the end, whatever happened."""
 
     def __init__(self, service: RouterService, lease: Lease, form: Form) -> None:
@@ -57,7 +65,7 @@ class Turn:
         self._lease = lease
         self._form: Form = form
         self._new: list[Message] = []
-        self._known = Known("", [], 0)
+        self._known = KnownPrompt("", [], 0)
         self.session.begin_turn(request_name())
         self._before = replace(self.session)
         if self.session.form not in ("", form):
@@ -72,7 +80,7 @@ class Turn:
         return self._known.reused_tokens
 
     @property
-    def discards(self) -> tuple[Span, ...]:
+    def discards(self) -> tuple[TokenSpan, ...]:
         """Tokens of the prompt that the session's client does not want to be seen any more."""
         return clip_spans(self.session.discards, min(self.reused_tokens, len(self._known.tokens) - 1))
 
@@ -90,10 +98,10 @@ class Turn:
             tokens = self.session.ids()[: mark.tokens] + await self._tokenizer.encode_rest(rest)
         else:
             tokens = await self._tokenizer.encode_async(text, add_special_tokens=add_special_tokens)
-        self._known = Known(text, tokens, mark.tokens)
+        self._known = KnownPrompt(text, tokens, mark.tokens)
         return tokens
 
-    async def tokens_of_parts(self, parts: Sequence[Part]) -> list[int]:
+    async def tokens_of_parts(self, parts: Sequence[PromptPart]) -> list[int]:
         """Token ids of a prompt in parts: the history's own as far as it begins with the history."""
         text = "".join([part.text for part in parts])
         mark = common_mark(self.session, text, self._tokenizer.vocabulary)
@@ -103,7 +111,7 @@ class Turn:
             tokens += self._tokenizer.encode_plain(split.rest)
         elif split is not None:
             tokens += await self._tokenizer.encode_rest(split.rest)
-        self._known = Known(text, tokens + rest, mark.tokens)
+        self._known = KnownPrompt(text, tokens + rest, mark.tokens)
         return self._known.tokens
 
     async def continued(self, given: str | list[int], *, add_special_tokens: bool) -> list[int]:
@@ -120,7 +128,7 @@ class Turn:
                 new = await self._tokenizer.encode_rest(given)
             else:
                 new = await self._tokenizer.encode_async(given, add_special_tokens=add_special_tokens)
-        self._known = Known(self.session.text + text, history + new, len(history))
+        self._known = KnownPrompt(self.session.text + text, history + new, len(history))
         return self._known.tokens
 
     def check_size(self, param: str) -> None:
@@ -176,7 +184,9 @@ class Turn:
         self._lease.close()
 
 
-async def open_turn(service: RouterService, body: ChatRequest | CompletionRequest, form: Form) -> Turn | None:
+async def open_turn(
+    service: RouterService, body: ChatRequest | CompletionRequest, form: Form
+) -> SessionTurn | None:
     """Acquire a request's session; None if it has no stored one.
 
     Raises:
@@ -198,13 +208,13 @@ async def open_turn(service: RouterService, body: ChatRequest | CompletionReques
     try:
         if lease.session.model not in service.config.model_names:
             lease.session.model = service.config.model_name  # served under another name than when it began
-        return Turn(service, lease, form)
+        return SessionTurn(service, lease, form)
     except BaseException:
         lease.close()
         raise
 
 
-async def stored_messages(service: RouterService, session: Session) -> list[Message]:
+async def stored_messages(service: RouterService, session: SessionState) -> list[Message]:
     """The messages of a session."""
 
     def read() -> list[Message]:

@@ -16,7 +16,7 @@ from trunkline.router.jobs.parameters import SESSION_ID_CHARACTERS_MAX
 from trunkline.router.jobs.request_models import ChatRequest, CompletionRequest, GenerationRequest
 from trunkline.router.jobs.structured import grammar_of, spaced
 from trunkline.router.text.model_files import SamplingDefaults
-from trunkline.router.text.truncation import Cut
+from trunkline.router.text.truncation import PromptCut
 from trunkline.router.tools.plan import ToolPlan
 from trunkline.worker.messages import Sampling
 
@@ -55,7 +55,7 @@ class Prompt(msgspec.Struct, frozen=True):
     """Of one with modules: the request's own."""
     param: str = ""
     """Where it comes from; "": `messages` or `prompt`."""
-    cut: Cut = Cut()
+    cut: PromptCut = PromptCut()
     """What of it is not to be seen."""
     modules: Modules | None = None
 
@@ -83,7 +83,7 @@ class Job(msgspec.Struct, frozen=True):
     decoding: Decoding = Decoding()
     grammar: Grammar | None = None
     priority: int = 0
-    cut: Cut = Cut()
+    cut: PromptCut = PromptCut()
     """What of `prompt` is not to be seen."""
     session: str = ""
     """The client's id for the conversation that it belongs to."""

@@ -20,7 +20,7 @@ SchemaPieceKind: TypeAlias = Literal["text", "role", "param"]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class SegmentPiece:
     """A part of a segment: a text, what a template writes around it (and the BOS), or a parameter's place."""
 
     kind: SchemaPieceKind
@@ -32,7 +32,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Segment:
+class ModuleSegment:
     """A longest run of texts and parameters of one module, with no other module in between."""
 
     index: int
@@ -40,7 +40,7 @@ class Segment:
     position: int
     tokens: Int32Array
     """Parameters' placeholders included."""
-    pieces: tuple[Piece, ...]
+    pieces: tuple[SegmentPiece, ...]
     seen: tuple[Span, ...]
     """Ranges of `tokens` that are no placeholders; ascending, not touching."""
 
@@ -56,7 +56,7 @@ class CompiledText:
 
     module: int
     """In `CompiledSchema.modules`."""
-    segment: Segment
+    segment: ModuleSegment
     parent: int
     """In `CompiledSchema.texts`, smaller than its own index; -1: it sees only itself."""
     scaffold: str = ""
@@ -118,7 +118,7 @@ class CompiledModule:
     """Positions, those of nested modules included."""
     cached: bool
     params: tuple[ParamSlot, ...]
-    segments: tuple[Segment, ...]
+    segments: tuple[ModuleSegment, ...]
     children: Mapping[str, int]
     """Nested modules by name, unions' members included."""
     unions: tuple[UnionSlot, ...]

@@ -23,17 +23,17 @@ from trunkline.router.pml.compiled import (
     CompiledModule,
     CompiledPrompt,
     CompiledSchema,
-    Piece,
+    ModuleSegment,
     PieceKind,
     PlacedText,
     PromptPiece,
-    Segment,
+    SegmentPiece,
     Span,
     Trailing,
 )
 from trunkline.router.pml.conversation import Conversation, TurnForm
 from trunkline.router.pml.pml_error import ErrorCode, PmlError
-from trunkline.router.pml.prompt import Argument, Atom, AtomKind, Insert, Place, Resolved, resolve
+from trunkline.router.pml.prompt import Argument, Atom, AtomKind, Insert, PromptPlace, Resolved, resolve
 from trunkline.router.pml.scaffolds import choose_versions
 from trunkline.router.pml.tokens import PmlTokenizer
 from trunkline.router.pml.tree import PromptDocument
@@ -103,12 +103,12 @@ def compile_prompt(
     )
 
 
-def _says_anything(schema: CompiledSchema, segments: Sequence[Segment]) -> bool:
+def _says_anything(schema: CompiledSchema, segments: Sequence[ModuleSegment]) -> bool:
     """Whether there are tokens besides the BOS."""
     return sum(stop - start for segment in segments for start, stop in segment.seen) > len(schema.forms.bos)
 
 
-def _uncached(segment: Segment, module: CompiledModule) -> Iterator[_Own]:
+def _uncached(segment: ModuleSegment, module: CompiledModule) -> Iterator[_Own]:
     for piece in segment.pieces:
         if piece.kind != "param":
             start = piece.position - segment.position
@@ -123,7 +123,7 @@ class _OwnTokens:
         self._schema = schema
         self._resolved = resolved
         self._tokenizer = tokenizer
-        self.selected: list[tuple[Segment, CompiledModule]] = sorted(
+        self.selected: list[tuple[ModuleSegment, CompiledModule]] = sorted(
             (
                 (segment, schema.modules[index])
                 for index in resolved.args
@@ -180,13 +180,13 @@ class _OwnTokens:
         """
         conversation = Conversation(self._schema, self._resolved, self._tokenizer)
         anchored = [(self._anchor(insert), insert) for insert in self._resolved.inserts]
-        between = [(anchor, insert) for anchor, insert in anchored if insert.place is not Place.TRAILING]
+        between = [(anchor, insert) for anchor, insert in anchored if insert.place is not PromptPlace.TRAILING]
         behind = 0
         for anchor, insert in sorted(between, key=lambda pair: (pair[0], pair[1].rank)):
             behind = self._insert(max(anchor, behind), insert, conversation)
         position = self.tail_start = self._schema.extent if trailing == "fixed" else self._visible_end()
         for _, insert in anchored:
-            if insert.place is Place.TRAILING:
+            if insert.place is PromptPlace.TRAILING:
                 position = self._put(position, self._written(insert, "trailing", conversation))
         tail = self._tail(conversation, messages, generate)
         self._put(position, tail)
@@ -196,14 +196,14 @@ class _OwnTokens:
         """The position from which on an insert may stand."""
         module = self._schema.modules[insert.module]
         match insert.place:
-            case Place.BEHIND:
+            case PromptPlace.BEHIND:
                 return module.end
-            case Place.BEFORE:
+            case PromptPlace.BEFORE:
                 around = self._schema.modules[insert.body]
                 return max(around.start, self._end_before(module.start))
-            case Place.END_OF:
+            case PromptPlace.END_OF:
                 return max(module.start, self._end_before(module.end))
-            case Place.TRAILING:
+            case PromptPlace.TRAILING:
                 return self._schema.extent
 
     def _end_before(self, position: int) -> int:
@@ -292,7 +292,7 @@ def _take_last(own: _OwnTokens, seen: dict[int, tuple[Span, ...]]) -> int:
     return position
 
 
-def _shown_kind(piece: Piece) -> PieceKind:
+def _shown_kind(piece: SegmentPiece) -> PieceKind:
     return "role" if piece.kind == "role" else "text"
 
 

@@ -13,7 +13,7 @@ from trunkline.router.pml.tree import (
     Item,
     Module,
     Param,
-    Role,
+    RoleItem,
     Scaffold,
     SchemaDocument,
     Text,
@@ -66,7 +66,7 @@ def _item_warnings(items: Sequence[Item], path: str = "") -> Iterator[_Warning]:
                 yield from _item_warnings(item.members, path)
             case Module():
                 yield from _item_warnings(item.items, join_path(path, item.name))
-            case Role():
+            case RoleItem():
                 if not item.items and not item.open:
                     yield item.mark, f"<{item.role}> is empty"
                 yield from _item_warnings(item.items, path)
@@ -76,7 +76,7 @@ def _own_texts(items: Sequence[Item]) -> Iterator[str]:
     for item in items:
         if isinstance(item, Text):
             yield item.text
-        elif isinstance(item, Role):
+        elif isinstance(item, RoleItem):
             yield from _own_texts(item.items)
 
 

@@ -40,7 +40,7 @@ from trunkline.router.pml.tree import (
     PromptDocument,
     PromptItem,
     Ref,
-    Role,
+    RoleItem,
     RoleName,
     Scaffold,
     SchemaDocument,
@@ -234,7 +234,7 @@ class _Reader:
             case _:
                 entry = self.object(value, place, {"role", "open", "items"})
                 items = self.items(entry, place, self.schema_item, depth + 1)
-                return Role(self._role(entry, place), items, self.get(entry, "open", bool, place, False))
+                return RoleItem(self._role(entry, place), items, self.get(entry, "open", bool, place, False))
 
     def _role(self, entry: Mapping[str, Any], place: str) -> RoleName:
         role = self.get(entry, "role", str, place, "")
@@ -320,7 +320,7 @@ def _items_to_json(items: tuple[Item, ...]) -> list[Any]:
     return [item.text if isinstance(item, Text) else _item_to_json(item) for item in items]
 
 
-def _item_to_json(item: Module | Union | Param | Role) -> dict[str, Any]:
+def _item_to_json(item: Module | Union | Param | RoleItem) -> dict[str, Any]:
     value: dict[str, Any]
     match item:
         case Module():
@@ -331,7 +331,7 @@ def _item_to_json(item: Module | Union | Param | Role) -> dict[str, Any]:
         case Param():
             value = {"param": item.name, "len": item.length, "default": item.default, "fill": item.fill}
             value["required"] = item.required or None
-        case Role():
+        case RoleItem():
             value = {"role": item.role, "open": item.open or None, "items": _items_to_json(item.items)}
     return {key: part for key, part in value.items() if part is not None}
 

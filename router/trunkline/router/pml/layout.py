@@ -33,12 +33,12 @@ from trunkline.router.pml.compiled import (
     CompiledModule,
     CompiledSchema,
     CompiledText,
+    ModuleSegment,
     ParamSlot,
-    Piece,
     RoleSlot,
     SchemaPieceKind,
     Scope,
-    Segment,
+    SegmentPiece,
     Span,
     UnionSlot,
 )
@@ -46,7 +46,7 @@ from trunkline.router.pml.pml_error import ErrorCode, Mark, PmlError
 from trunkline.router.pml.roles import RoleForms, trimmed, without_common
 from trunkline.router.pml.scaffolds import compile_scaffolds
 from trunkline.router.pml.tokens import PmlTokenizer
-from trunkline.router.pml.tree import Item, Module, Param, Role, SchemaDocument, Text, Union, join_path
+from trunkline.router.pml.tree import Item, Module, Param, RoleItem, SchemaDocument, Text, Union, join_path
 
 TOKENS_MAX: Final = 8 << 20
 """Of all a schema's texts together, placeholders and the members of unions included: 32 MiB on their way to the
@@ -106,12 +106,12 @@ class _Frame:
     """Roles of the messages that stand before the cursor."""
     suffix_before: str = ""
     """What was written behind the last of them."""
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[SegmentPiece] = field(default_factory=list)
     """Of the segment that is not finished, …"""
     ids: list[int] = field(default_factory=list)
     """… and its tokens."""
     params: list[ParamSlot] = field(default_factory=list)
-    segments: list[Segment] = field(default_factory=list)
+    segments: list[ModuleSegment] = field(default_factory=list)
     children: dict[str, int] = field(default_factory=dict)
     unions: list[UnionSlot] = field(default_factory=list)
     roles: list[RoleSlot] = field(default_factory=list)
@@ -157,7 +157,7 @@ class _Layout:
                     self._put(frame, "text", item.text, self._tokenizer.encode_plain(item.text), item.mark)
                 case Param():
                     self._param(frame, item)
-                case Role():
+                case RoleItem():
                     self._role(frame, item)
                 case Module():
                     self._flush(frame)
@@ -173,7 +173,7 @@ class _Layout:
         if not ids:
             return
         self._room(frame, len(ids), mark)
-        frame.pieces.append(Piece(kind, frame.cursor, len(ids), text))
+        frame.pieces.append(SegmentPiece(kind, frame.cursor, len(ids), text))
         frame.ids += ids
         frame.cursor += len(ids)
 
@@ -200,11 +200,11 @@ class _Layout:
             raise PmlError(ErrorCode.ARG_TOO_LONG, message, param.mark, frame.path, extra)
         slot = ParamSlot(param.name, frame.cursor, param.length, param.required, param.default, tuple(default))
         frame.params.append(slot)
-        frame.pieces.append(Piece("param", frame.cursor, param.length, param.name))
+        frame.pieces.append(SegmentPiece("param", frame.cursor, param.length, param.name))
         frame.ids += self._tokenizer.placeholder_ids(param.fill, param.length)
         frame.cursor += param.length
 
-    def _role(self, frame: _Frame, role: Role) -> None:
+    def _role(self, frame: _Frame, role: RoleItem) -> None:
         form = self.forms.form(frame.roles_before, role.role, role.mark, frame.path)
         prefix = without_common(form.gap, frame.suffix_before)
         self._put(frame, "role", prefix, self.forms.encode(prefix), role.mark)
@@ -224,7 +224,7 @@ class _Layout:
         tokens.setflags(write=False)
         index = len(self.texts) if frame.cached else -1
         position = frame.pieces[0].position
-        segment = Segment(index, position, tokens, tuple(frame.pieces), _seen(frame.pieces))
+        segment = ModuleSegment(index, position, tokens, tuple(frame.pieces), _seen(frame.pieces))
         frame.segments.append(segment)
         if frame.cached:
             self.texts.append(CompiledText(frame.index, segment, frame.seen_text))
@@ -280,7 +280,7 @@ class _Layout:
         return module
 
 
-def _seen(pieces: Sequence[Piece]) -> tuple[Span, ...]:
+def _seen(pieces: Sequence[SegmentPiece]) -> tuple[Span, ...]:
     """Ranges of a segment's tokens that are no placeholders."""
     spans: list[Span] = []
     origin = pieces[0].position

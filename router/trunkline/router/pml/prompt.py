@@ -35,7 +35,7 @@ LAST_RANK: Final = 1 << 62
 """Behind all of a schema."""
 
 
-class Place(Enum):
+class PromptPlace(Enum):
     """Where an insert goes, relative to a module."""
 
     BEFORE = 0
@@ -72,7 +72,7 @@ class AtomKind(Enum):
 class Insert:
     """Text between imports."""
 
-    place: Place
+    place: PromptPlace
     module: int
     """Which one `place` is relative to."""
     body: int
@@ -234,11 +234,11 @@ class _Resolver:
             message = f"{names} are the other way round in the schema; with text between them, keep to its order"
             raise PmlError(ErrorCode.ORDER, message, self.marks[first], self._modules[first].path)
         if around == 0 and not behind:
-            place, module, rank = Place.TRAILING, 0, LAST_RANK
+            place, module, rank = PromptPlace.TRAILING, 0, LAST_RANK
         elif before:
-            place, module, rank = Place.BEHIND, last, 2 * self._modules[last].exit + 1
+            place, module, rank = PromptPlace.BEHIND, last, 2 * self._modules[last].exit + 1
         elif behind:
-            place, module, rank = Place.BEFORE, first, 2 * self._modules[first].enter - 1
+            place, module, rank = PromptPlace.BEFORE, first, 2 * self._modules[first].enter - 1
         else:
-            place, module, rank = Place.END_OF, around, 2 * self._modules[around].exit - 1
+            place, module, rank = PromptPlace.END_OF, around, 2 * self._modules[around].exit - 1
         self.inserts.append(Insert(place, module, around, rank, tuple(atoms)))

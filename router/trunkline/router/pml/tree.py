@@ -75,7 +75,7 @@ class Union:
 
 
 @dataclass(frozen=True, slots=True)
-class Role:
+class RoleItem:
     """A message in the model's own form (§3.2.3). It is no namespace of its own."""
 
     role: RoleName
@@ -95,7 +95,7 @@ class Scaffold:
     mark: Mark | None = field(default=None, compare=False, repr=False)
 
 
-Item: TypeAlias = Text | Param | Module | Union | Role
+Item: TypeAlias = Text | Param | Module | Union | RoleItem
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,7 @@ def modules_below(items: Sequence[Item], parent: str = "") -> Iterator[tuple[str
                 yield from modules_below(item.items, path)
             case Union():
                 yield from modules_below(item.members, parent)
-            case Role():
+            case RoleItem():
                 yield from modules_below(item.items, parent)
             case _:
                 pass

@@ -19,7 +19,7 @@ from trunkline.router.pml.tree import (
     PromptDocument,
     PromptItem,
     Ref,
-    Role,
+    RoleItem,
     Scaffold,
     SchemaDocument,
     Text,
@@ -117,7 +117,7 @@ def _check_items(items: Sequence[Item], path: str, names: _Names, *, in_role: bo
                     raise PmlError(ErrorCode.UNION_EMPTY, message, item.mark, path)
                 _check_items(item.members, path, names, in_role=in_role)
                 _check_default(item, path)
-            case Role():
+            case RoleItem():
                 if in_role:
                     message = f"<{item.role}> stands in another role; end that one first"
                     raise PmlError(ErrorCode.ROLE_ORDER, message, item.mark, path)
@@ -148,11 +148,11 @@ def _check_default(union: Union, path: str) -> None:
         raise PmlError(ErrorCode.TAG, message, union.mark, path)
 
 
-def _check_open_roles(items: Sequence[Item], opened: Role | None) -> Role | None:
+def _check_open_roles(items: Sequence[Item], opened: RoleItem | None) -> RoleItem | None:
     """The role that is open at the end, given the one that is at the beginning."""
     for item in items:
         match item:
-            case Role():
+            case RoleItem():
                 if opened is not None:
                     message = f"<{opened.role}> is open, but another role follows; only the last one can be open"
                     raise PmlError(ErrorCode.ROLE_ORDER, message, opened.mark)
@@ -190,7 +190,7 @@ def _places(
             case Union():
                 for member in item.members:
                     found |= _places([member], path, cached, (*choices, (id(item), member.name)))
-            case Role():
+            case RoleItem():
                 found |= _places(item.items, path, cached, choices)
             case _:
                 pass

@@ -32,7 +32,7 @@ from trunkline.router.pml.tree import (
     PromptDocument,
     PromptItem,
     Ref,
-    Role,
+    RoleItem,
     RoleName,
     Scaffold,
     SchemaDocument,
@@ -163,7 +163,7 @@ class _SchemaReader:
         if tag in ROLES:
             _attributes(element, {"open"}, path)
             items = self._items(element.children, _preserves(element, preserve), path)
-            return Role(cast(RoleName, tag), items, _truth(element, "open", False, path), element.mark)
+            return RoleItem(cast(RoleName, tag), items, _truth(element, "open", False, path), element.mark)
         if tag == "scaffold":
             _refuse_tag(element, "a scaffold stands in another element; scaffolds are the last in a schema", path)
         allowed = "<module>, <union>, <param>, <system>, <user>, <assistant> and, at the schema's end, <scaffold>"
@@ -303,7 +303,7 @@ def _write_items(out: list[str], items: tuple[Item, ...]) -> None:
                 _open(out, "union", {"default": item.default})
                 _write_items(out, item.members)
                 out.append("</union>")
-            case Role():
+            case RoleItem():
                 _open(out, item.role, {"open": "true" if item.open else None})
                 _write_items(out, item.items)
                 out.append(f"</{item.role}>")

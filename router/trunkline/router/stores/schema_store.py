@@ -25,13 +25,13 @@ from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 from msgspec.structs import replace
-from trunkline.router.request_random import request_name
 
 from trunkline.controller.messages import ModulesCall, ModuleText, PromptLayout
 from trunkline.router import pml
 from trunkline.router.errors import ApiError, bad_value, in_conflict, not_found, unavailable
 from trunkline.router.messages import ModulesReply, Record, RecordReply
 from trunkline.router.pml.tree import NAME_CHARACTERS_MAX
+from trunkline.router.request_context import request_name
 from trunkline.router.stores.model_text import ModelText
 from trunkline.router.stores.record_homes import (
     CALL_SECONDS,
@@ -79,7 +79,7 @@ class Definition(msgspec.Struct, kw_only=True, omit_defaults=True):
     ttl: float = 0.0
     """Seconds without use after which it is forgotten; 0: never."""
     request: bytes = b""
-    """Name of the request that made this version (`request_random.py`): sent again, it makes no other."""
+    """Name of the request that made this version (`request_context.py`): sent again, it makes no other."""
 
     def parse(self) -> pml.SchemaDocument:
         """The document.
@@ -106,7 +106,7 @@ class Compiled(NamedTuple):
     """What its author might like to know."""
 
 
-class Schema:
+class StoredSchema:
     """A schema as it is now, ready for prompts."""
 
     def __init__(self, salt: bytes, record: Record, definition: Definition, ready: Compiled) -> None:
@@ -174,7 +174,7 @@ class SchemaStore:
         self._homes = homes
         self._tokenizer = tokenizer
         self._on_error = on_error
-        self._cached: OrderedDict[str, Schema] = OrderedDict()
+        self._cached: OrderedDict[str, StoredSchema] = OrderedDict()
         self._bytes = 0
         self._compiling = asyncio.Lock()
         self._encoding: Counter[str] = Counter()
@@ -186,13 +186,13 @@ class SchemaStore:
         """The controller that keeps a schema, and its modules."""
         return self._homes.home_of(key)
 
-    def is_encoding(self, schema: Schema) -> bool:
+    def is_encoding(self, schema: StoredSchema) -> bool:
         """Whether this router has its modules computed at present."""
         return self._encoding[schema.key] > 0
 
     # -- records
 
-    async def put(self, name: str, salt: bytes, definition: Definition, ready: Compiled) -> Schema:
+    async def put(self, name: str, salt: bytes, definition: Definition, ready: Compiled) -> StoredSchema:
         """Store a schema; in place of the one with its name, if there is one.
 
         Raises:
@@ -211,7 +211,7 @@ class SchemaStore:
             reply = await self._ask(kind, name, "create", value=_pack(definition), ttl=definition.ttl)
             if reply.status != "exists":
                 record = _checked(reply, name).records[0]
-                return self._keep(Schema(salt, record, definition, ready))
+                return self._keep(StoredSchema(salt, record, definition, ready))
             try:
                 record, before = await self._change(kind, name, replaced)
             except ApiError as error:
@@ -220,10 +220,10 @@ class SchemaStore:
                 continue  # it has been deleted just now
             if before.pin and not definition.pin:
                 self.unpin(key_of(kind, name))
-            return self._keep(Schema(salt, record, definition, ready))
+            return self._keep(StoredSchema(salt, record, definition, ready))
         raise _contended(name)
 
-    async def get(self, name: str, salt: bytes, context: int) -> Schema:
+    async def get(self, name: str, salt: bytes, context: int) -> StoredSchema:
         """A schema as it is now.
 
         Args:
@@ -248,12 +248,14 @@ class SchemaStore:
         if ready is None:
             ready = await self.compile(definition, context)
         record = msgspec.structs.replace(record, value=b"")
-        schema = Schema(salt, record, definition, ready)
+        schema = StoredSchema(salt, record, definition, ready)
         if known is not None:
             schema.uses = known.uses
         return self._keep(schema)
 
-    async def change(self, name: str, salt: bytes, context: int, change: Callable[[Definition], None]) -> Schema:
+    async def change(
+        self, name: str, salt: bytes, context: int, change: Callable[[Definition], None]
+    ) -> StoredSchema:
         """Change what is done with a schema.
 
         Raises:
@@ -325,7 +327,7 @@ class SchemaStore:
         async with self._compiling:
             return await asyncio.to_thread(run)
 
-    def _keep(self, schema: Schema) -> Schema:
+    def _keep(self, schema: StoredSchema) -> StoredSchema:
         self._drop(schema.key)
         self._cached[schema.key] = schema
         self._bytes += schema.weight
@@ -340,7 +342,7 @@ class SchemaStore:
 
     # -- what the engine has of them
 
-    async def encode(self, schema: Schema, timeout_seconds: float | None) -> ModulesReply:
+    async def encode(self, schema: StoredSchema, timeout_seconds: float | None) -> ModulesReply:
         """Have all modules computed that are not there, and pinned if the schema says so. Given up when the caller
         is cancelled.
 
@@ -363,7 +365,7 @@ class SchemaStore:
             if not self._encoding[schema.key]:
                 del self._encoding[schema.key]
 
-    async def look(self, schema: Schema) -> ModulesReply:
+    async def look(self, schema: StoredSchema) -> ModulesReply:
         """Where its modules are.
 
         Raises:
@@ -376,7 +378,7 @@ class SchemaStore:
         )
         return _modules_reply(answer)
 
-    def keep_pinned(self, schema: Schema) -> None:
+    def keep_pinned(self, schema: StoredSchema) -> None:
         """Set a schema's pin again if the controller may not know of it; to be called with every use."""
         home = self.home_of(schema.key)
         if schema.definition.pin and home.ready and schema.pinned_on != home.connections:
@@ -388,7 +390,7 @@ class SchemaStore:
         self.home_of(key).tell(lambda ticket: ModulesCall(ticket, "unpin", holder=key))
 
     @staticmethod
-    def _encode_call(schema: Schema) -> Callable[[int], ModulesCall]:
+    def _encode_call(schema: StoredSchema) -> Callable[[int], ModulesCall]:
         definition = schema.definition
         holder, salt = schema.key if definition.pin else "", schema.salt
         return lambda ticket: ModulesCall(
@@ -433,7 +435,7 @@ def kind_of(salt: bytes, owner: str) -> str:
 
 
 def key_of(kind: str, name: str) -> str:
-    """See `Schema.key`."""
+    """See `StoredSchema.key`."""
     return f"{kind}/{name}"
 
 

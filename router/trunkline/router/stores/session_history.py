@@ -17,8 +17,8 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from trunkline.kvstore.int32_codec import pack_int32, unpack_int32
-from trunkline.router.text.detokenizer import Vocabulary, make_detokenizer
-from trunkline.router.text.truncation import RetentionPolicy, Span, clip_spans
+from trunkline.router.text.detokenizer import TokenVocabulary, make_detokenizer
+from trunkline.router.text.truncation import RetentionPolicy, TokenSpan, clip_spans
 
 Form = Literal["", "chat", "text"]
 """What a session is used for: not decided yet, conversations, plain completions."""
@@ -28,7 +28,7 @@ _TAKE_BACK_MAX = 256 << 10
 """A turn that replaced more characters and bytes of tokens than this cannot be taken back: records have limits."""
 
 
-class Mark(NamedTuple):
+class HistoryMark(NamedTuple):
     """A place in a history where its text and its tokens can be parted."""
 
     characters: int
@@ -52,7 +52,7 @@ class LastTurn(msgspec.Struct, frozen=True, array_like=True):
     that is still there."""
 
     request: bytes
-    """The request's name (`request_random.py`)."""
+    """The request's name (`request_context.py`)."""
     form: Form
     vocabulary: str
     messages: int
@@ -64,11 +64,11 @@ class LastTurn(msgspec.Struct, frozen=True, array_like=True):
     tokens: int
     """Likewise."""
     rest: bytes
-    marks: list[Mark]
-    discards: list[Span]
+    marks: list[HistoryMark]
+    discards: list[TokenSpan]
 
 
-class Session(msgspec.Struct, kw_only=True, omit_defaults=True):
+class SessionState(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A stored session: the value of its record, in MessagePack. Fields may be added, with defaults."""
 
     model: str
@@ -81,9 +81,9 @@ class Session(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The same as int32 ids."""
     vocabulary: str = ""
     """Fingerprint of the tokenizer that `tokens` belong to."""
-    marks: list[Mark] = []
+    marks: list[HistoryMark] = []
     """Ascending: where prompts and answers ended."""
-    discards: list[Span] = []
+    discards: list[TokenSpan] = []
     """Tokens that no later request sees, merged."""
     truncation: RetentionPolicy | None = None
     """None: requests that do not fit are refused."""
@@ -107,21 +107,25 @@ class Session(msgspec.Struct, kw_only=True, omit_defaults=True):
         ids: list[int] = unpack_int32(self.tokens).tolist()
         return ids
 
-    def remember(self, prompt: Known, answer: Sequence[int], vocabulary: Vocabulary) -> None:
+    def remember(self, prompt: KnownPrompt, answer: Sequence[int], vocabulary: TokenVocabulary) -> None:
         """The history is now a prompt and the answer to it. Discards stay where the prompt kept the tokens."""
         self.discards = list(clip_spans(self.discards, prompt.reused_tokens))
         kept = [mark for mark in self.marks if mark.tokens <= prompt.reused_tokens]
         self.text = prompt.text + text_of(answer, vocabulary)
         self.tokens = pack_int32([*prompt.tokens, *answer])
-        marks = [*kept, Mark(len(prompt.text), len(prompt.tokens)), Mark(len(self.text), self.token_count)]
+        marks = [
+            *kept,
+            HistoryMark(len(prompt.text), len(prompt.tokens)),
+            HistoryMark(len(self.text), self.token_count),
+        ]
         self.marks = _thinned([mark for mark in marks if mark.tokens])
 
-    def show(self, mark: Mark, text: str, rest: Sequence[int]) -> None:
+    def show(self, mark: HistoryMark, text: str, rest: Sequence[int]) -> None:
         """The history ends in `text` instead: the same up to `mark`, then `rest`, which is its tokens."""
         self.tokens = self.tokens[: 4 * mark.tokens] + pack_int32(list(rest))
         self.text = text
         self.marks = [each for each in self.marks if each.tokens <= mark.tokens]
-        self.marks.append(Mark(len(text), self.token_count))
+        self.marks.append(HistoryMark(len(text), self.token_count))
 
     def begin_turn(self, request: bytes) -> None:
         """A request is to be answered. If the last turn is its own, made when it came before, that is taken back.
@@ -139,7 +143,7 @@ class Session(msgspec.Struct, kw_only=True, omit_defaults=True):
         self.marks, self.discards = last.marks, last.discards
         self.turns -= 1
 
-    def end_turn(self, request: bytes, before: Session) -> None:
+    def end_turn(self, request: bytes, before: SessionState) -> None:
         """It was answered. `before`: the session as `begin_turn` left it."""
         self.turns += 1
         self.last = None
@@ -165,7 +169,7 @@ class Session(msgspec.Struct, kw_only=True, omit_defaults=True):
         self.tokens, self.marks, self.discards = b"", [], []
 
 
-class Known(msgspec.Struct):
+class KnownPrompt(msgspec.Struct):
     """A prompt made from a history."""
 
     text: str
@@ -174,7 +178,7 @@ class Known(msgspec.Struct):
     """First ones that are the history's own."""
 
 
-class Part(NamedTuple):
+class PromptPart(NamedTuple):
     """A piece of a prompt that is tokenised by itself."""
 
     text: str
@@ -190,7 +194,7 @@ class Split(NamedTuple):
     plain: bool
 
 
-def parts_behind(parts: Sequence[Part], mark: Mark) -> tuple[Split | None, list[int]]:
+def parts_behind(parts: Sequence[PromptPart], mark: HistoryMark) -> tuple[Split | None, list[int]]:
     """What follows a mark in the text of `parts`: the rest of one that it splits, and the others' tokens."""
     split: Split | None = None
     tokens: list[int] = []
@@ -205,7 +209,7 @@ def parts_behind(parts: Sequence[Part], mark: Mark) -> tuple[Split | None, list[
     return split, tokens
 
 
-def _thinned(marks: list[Mark]) -> list[Mark]:
+def _thinned(marks: list[HistoryMark]) -> list[HistoryMark]:
     unique = list(dict.fromkeys(marks))
     if len(unique) <= _MARKS_MAX:
         return unique
@@ -213,7 +217,7 @@ def _thinned(marks: list[Mark]) -> list[Mark]:
     return unique[:half:2] + unique[half:]
 
 
-def text_of(tokens: Sequence[int], vocabulary: Vocabulary) -> str:
+def text_of(tokens: Sequence[int], vocabulary: TokenVocabulary) -> str:
     """What tokens write behind other tokens, special ones included."""
     detokenizer = make_detokenizer(vocabulary, skip_special_tokens=False, at_start=False)
     return "".join([detokenizer.feed(token) for token in tokens]) + detokenizer.flush()
@@ -238,18 +242,20 @@ def _common_tokens(one: bytes, other: bytes) -> int:
     return int(differing[0]) if len(differing) else length
 
 
-def common_mark(session: Session, text: str, vocabulary: Vocabulary) -> Mark:
+def common_mark(session: SessionState, text: str, vocabulary: TokenVocabulary) -> HistoryMark:
     """As far as a history's tokens can stand for the beginning of `text`."""
-    end = Mark(len(session.text), session.token_count)
+    end = HistoryMark(len(session.text), session.token_count)
     if text.startswith(session.text):
         return end
     agreed = common_length(session.text, text)
-    marks = [Mark(0, 0), *session.marks, end]
+    marks = [HistoryMark(0, 0), *session.marks, end]
     last = max(index for index, mark in enumerate(marks) if mark.characters <= agreed)
     return _within(session, marks[last], marks[last + 1], agreed, vocabulary)
 
 
-def _within(session: Session, start: Mark, stop: Mark, agreed: int, vocabulary: Vocabulary) -> Mark:
+def _within(
+    session: SessionState, start: HistoryMark, stop: HistoryMark, agreed: int, vocabulary: TokenVocabulary
+) -> HistoryMark:
     """The last place between two marks, and before `agreed` characters, where a token's text ends whole."""
     ids = unpack_int32(session.tokens)[start.tokens : stop.tokens].tolist()
     detokenizer = make_detokenizer(vocabulary, skip_special_tokens=False, at_start=start.tokens == 0)
@@ -260,7 +266,7 @@ def _within(session: Session, start: Mark, stop: Mark, agreed: int, vocabulary: 
             break
         characters += len(piece)
         if piece:
-            found = Mark(characters, start.tokens + index + 1)
+            found = HistoryMark(characters, start.tokens + index + 1)
     # A token may end in the middle of a character: its text is not whole.
     whole = ids[: found.tokens - start.tokens]
     if text_of(whole, vocabulary).lstrip() != session.text[start.characters : found.characters].lstrip():
@@ -268,11 +274,11 @@ def _within(session: Session, start: Mark, stop: Mark, agreed: int, vocabulary: 
     return found
 
 
-def token_at(session: Session, characters: int, vocabulary: Vocabulary) -> int | None:
+def token_at(session: SessionState, characters: int, vocabulary: TokenVocabulary) -> int | None:
     """Index of the first of a history's tokens whose text begins at `characters` or later; None: there is none."""
     if characters >= len(session.text):
         return session.token_count
-    marks = [Mark(0, 0), *session.marks]
+    marks = [HistoryMark(0, 0), *session.marks]
     start = max((mark for mark in marks if mark.characters <= characters), key=lambda mark: mark.characters)
     position, ids = start.characters, unpack_int32(session.tokens)[start.tokens :].tolist()
     detokenizer = make_detokenizer(vocabulary, skip_special_tokens=False, at_start=start.tokens == 0)
@@ -286,18 +292,18 @@ def token_at(session: Session, characters: int, vocabulary: Vocabulary) -> int |
     return session.token_count
 
 
-def pack_session(session: Session) -> bytes:
+def pack_session(session: SessionState) -> bytes:
     """The record's value."""
     return msgspec.msgpack.encode(session)
 
 
-def unpack_session(value: bytes) -> Session:
+def unpack_session(value: bytes) -> SessionState:
     """From a record's value.
 
     Raises:
         ValueError: it is none (any more).
     """
     try:
-        return msgspec.msgpack.decode(value, type=Session)
+        return msgspec.msgpack.decode(value, type=SessionState)
     except msgspec.DecodeError as error:
         raise ValueError(f"not a session: {error}") from error

@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import msgspec
-from trunkline.router.request_random import draw_hex, request_name
 
 from trunkline.controller.messages import Prefetch, PromptLayout, RecordCall
 from trunkline.kvstore.int32_codec import pack_int32
 from trunkline.router.errors import ApiError, in_conflict, not_found, unavailable
 from trunkline.router.messages import Prefetched, Record, RecordReply
+from trunkline.router.request_context import draw_hex, request_name
 from trunkline.router.stores.record_homes import (
     CALL_SECONDS,
     RecordHomes,
@@ -25,10 +25,10 @@ from trunkline.router.stores.record_homes import (
     record_call,
     record_reply,
 )
-from trunkline.router.stores.session_history import Session, pack_session, unpack_session
+from trunkline.router.stores.session_history import SessionState, pack_session, unpack_session
 from trunkline.router.streams.link import ControllerLink
 from trunkline.router.tenancy.identity import current_identity
-from trunkline.router.text.truncation import Span
+from trunkline.router.text.truncation import TokenSpan
 
 SESSION_PREFIX: Final = "sess_"
 TTL_DEFAULT_S: Final = 24 * 3600.0
@@ -47,11 +47,11 @@ def is_stored(session_id: str) -> bool:
     return session_id.startswith(SESSION_PREFIX)
 
 
-class Stored(msgspec.Struct):
+class StoredSession(msgspec.Struct):
     """A session and its record."""
 
     record: Record
-    session: Session
+    session: SessionState
 
 
 class SessionStore:
@@ -75,16 +75,16 @@ class SessionStore:
             if not beside or self.home_of(drawn) is self.home_of(beside):
                 return drawn
 
-    async def create(self, session_id: str, session: Session) -> Stored:
+    async def create(self, session_id: str, session: SessionState) -> StoredSession:
         """Store a new one. One with this id that is there already is this request's own, made on its first try."""
         value = pack_session(session)
         create = _call_of("create", session_id, value=value, ttl=ttl_of(session))
         reply = await ask(self.home_of(session_id), create)
         if reply.status == "exists" and request_name():
             return await self.get(session_id)
-        return Stored(_checked(reply, session_id).records[0], session)
+        return StoredSession(_checked(reply, session_id).records[0], session)
 
-    async def get(self, session_id: str) -> Stored:
+    async def get(self, session_id: str) -> StoredSession:
         """As it was when it was last put, whoever has acquired it since.
 
         Raises:
@@ -92,7 +92,7 @@ class SessionStore:
         """
         return _read(await self._call(session_id, "get"))
 
-    async def peek(self, session_id: str) -> Stored:
+    async def peek(self, session_id: str) -> StoredSession:
         """As `get`, for those who only watch: it expires as if nobody had looked, and nobody is waited for.
 
         Raises:
@@ -150,7 +150,7 @@ class SessionStore:
         self,
         session_id: str,
         tokens: Sequence[int],
-        drops: Sequence[Span] = (),
+        drops: Sequence[TokenSpan] = (),
         *,
         salt: bytes = b"",
         layout: PromptLayout | None = None,
@@ -171,7 +171,7 @@ class SessionStore:
 class Lease:
     """A session that is acquired. Call `close` in the end, whatever happened."""
 
-    def __init__(self, home: ControllerLink, stored: Stored, token: str) -> None:
+    def __init__(self, home: ControllerLink, stored: StoredSession, token: str) -> None:
         self.record = stored.record
         self.session = stored.session
         """As it was acquired; changes of it are stored by `put` only."""
@@ -181,7 +181,7 @@ class Lease:
         self._timer: asyncio.TimerHandle | None = None
         self._renew_later()
 
-    async def put(self) -> Stored:
+    async def put(self) -> StoredSession:
         """Store the session as it is now and let go of it.
 
         Raises:
@@ -203,7 +203,7 @@ class Lease:
         except BaseException:  # cancellation included: the client left
             self._release()
             raise
-        return Stored(reply.records[0] if reply.records else self.record, self.session)
+        return StoredSession(reply.records[0] if reply.records else self.record, self.session)
 
     def close(self) -> None:
         """Let go of it; what was not put is forgotten. May be called again."""
@@ -227,7 +227,7 @@ class Lease:
         self._renew_later()
 
 
-def ttl_of(session: Session) -> float:
+def ttl_of(session: SessionState) -> float:
     """Seconds without use after which it is forgotten."""
     return session.ttl or TTL_DEFAULT_S
 
@@ -242,10 +242,10 @@ def _kind_of(owner: str) -> str:
     return f"{_KIND}:{owner}" if owner else _KIND
 
 
-def _read(reply: RecordReply) -> Stored:
+def _read(reply: RecordReply) -> StoredSession:
     record = reply.records[0]
     try:
-        return Stored(record, unpack_session(record.value))
+        return StoredSession(record, unpack_session(record.value))
     except ValueError as error:
         raise unavailable(f"session {record.id} cannot be read: {error}", code="session_unreadable") from None
 

@@ -14,13 +14,13 @@ from trunkline.router.jobs.job import Job
 from trunkline.router.messages import Hypothesis
 from trunkline.router.streams.streams import Batch
 from trunkline.router.streams.text import Delta, TextAssembler
-from trunkline.router.text.detokenizer import Vocabulary
+from trunkline.router.text.detokenizer import TokenVocabulary
 
 
 class Choices:
     """All samples of one request, or all results of its beam search."""
 
-    def __init__(self, job: Job, vocabulary: Vocabulary) -> None:
+    def __init__(self, job: Job, vocabulary: TokenVocabulary) -> None:
         self.output_tokens = 0
         """Tokens generated so far that count, over all samples."""
         self.all_over = False

@@ -10,7 +10,7 @@ import msgspec
 from trunkline.controller.messages import TopLogprobs
 from trunkline.router.jobs.job import Job
 from trunkline.router.messages import FinishReason
-from trunkline.router.text.detokenizer import Vocabulary, make_detokenizer
+from trunkline.router.text.detokenizer import TokenVocabulary, make_detokenizer
 from trunkline.router.text.stops import StopMatcher
 
 FinishName = Literal["stop", "length"]
@@ -47,7 +47,7 @@ class Delta(msgspec.Struct):
 class TextAssembler:
     """Turns the tokens of one sample into its text."""
 
-    def __init__(self, job: Job, vocabulary: Vocabulary, index: int = 0) -> None:
+    def __init__(self, job: Job, vocabulary: TokenVocabulary, index: int = 0) -> None:
         """`index`: the choice's, for its deltas."""
         self.index = index
         self._job = job

@@ -7,7 +7,7 @@ Two families of tokenizers cover practically every model, and both are streamabl
 - *Spaces* (SentencePiece: Llama 2, Mistral, Gemma, …): each token is text in which `▁` is a space, or one
   raw byte `<0x..>`. Some strip the space in front of the very first word.
 
-A `Vocabulary` knows the bytes of each token; a `Detokenizer` is the state of one text: at most three
+A `TokenVocabulary` knows the bytes of each token; a `Detokenizer` is the state of one text: at most three
 bytes of an unfinished character. Cost is O(1) per token whatever comes (re-decoding a window, the usual
 way, is quadratic when a model emits undecodable bytes). Other decoders fall back to such a window,
 bounded.
@@ -85,7 +85,7 @@ def classify_decoder(decoder: dict[str, Any] | None) -> DecoderKind:
     return DecoderKind("spaces", strip_leading_spaces=strip, byte_tokens="ByteFallback" in types)
 
 
-class Piece(NamedTuple):
+class TokenPiece(NamedTuple):
     """What one token stands for."""
 
     data: bytes
@@ -100,26 +100,26 @@ class TokenStrings(Protocol):
     def decode(self, ids: Any, skip_special_tokens: bool = True) -> str: ...
 
 
-class Vocabulary:
+class TokenVocabulary:
     """The bytes behind each token id of a tokenizer; filled as ids are met."""
 
     def __init__(self, tokens: TokenStrings, decoder: dict[str, Any] | None, special: Collection[int]) -> None:
         self.tokens = tokens
         self.kind = classify_decoder(decoder)
         self.special = frozenset(special)
-        self._pieces: dict[int, Piece] = {}
-        self._make: Callable[[str], Piece] = {
+        self._pieces: dict[int, TokenPiece] = {}
+        self._make: Callable[[str], TokenPiece] = {
             "byte_level": _byte_level_piece,
             "spaces": _spaces_piece_with_bytes if self.kind.byte_tokens else _spaces_piece,
             "other": _spaces_piece,
         }[self.kind.family]
 
-    def piece(self, token: int) -> Piece:
+    def piece(self, token: int) -> TokenPiece:
         """A token's bytes; empty for an id the tokenizer does not know (embeddings are often padded)."""
         piece = self._pieces.get(token)
         if piece is None:
             text = self.tokens.id_to_token(token) if token >= 0 else None
-            piece = self._pieces[token] = self._make(text) if text is not None else Piece(b"", False)
+            piece = self._pieces[token] = self._make(text) if text is not None else TokenPiece(b"", False)
         return piece
 
     def token_bytes(self, token: int) -> bytes:
@@ -131,20 +131,20 @@ class Vocabulary:
         return self.piece(token).data.decode("utf-8", "replace")
 
 
-def _byte_level_piece(text: str) -> Piece:
+def _byte_level_piece(text: str) -> TokenPiece:
     values = [_BYTE_LEVEL.get(character, -1) for character in text]
     if -1 in values:  # an added token with characters outside the alphabet stands for itself
-        return Piece(text.encode("utf-8", "replace"), True)
-    return Piece(bytes(values), True)
+        return TokenPiece(text.encode("utf-8", "replace"), True)
+    return TokenPiece(bytes(values), True)
 
 
-def _spaces_piece(text: str) -> Piece:
-    return Piece(text.replace(_SPACE_MARK, " ").encode("utf-8", "replace"), False)
+def _spaces_piece(text: str) -> TokenPiece:
+    return TokenPiece(text.replace(_SPACE_MARK, " ").encode("utf-8", "replace"), False)
 
 
-def _spaces_piece_with_bytes(text: str) -> Piece:
+def _spaces_piece_with_bytes(text: str) -> TokenPiece:
     match = _BYTE_TOKEN.fullmatch(text)
-    return Piece(bytes([int(match[1], 16)]), True) if match else _spaces_piece(text)
+    return TokenPiece(bytes([int(match[1], 16)]), True) if match else _spaces_piece(text)
 
 
 class Detokenizer(Protocol):
@@ -160,7 +160,7 @@ class Detokenizer(Protocol):
 class _ByteLevelDetokenizer:
     """Concatenated bytes through an incremental UTF-8 decoder."""
 
-    def __init__(self, vocabulary: Vocabulary, skip: frozenset[int]) -> None:
+    def __init__(self, vocabulary: TokenVocabulary, skip: frozenset[int]) -> None:
         self._piece = vocabulary.piece
         self._skip = skip
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -175,7 +175,7 @@ class _ByteLevelDetokenizer:
 class _SpacesDetokenizer:
     """Whole texts, with runs of raw bytes between them."""
 
-    def __init__(self, vocabulary: Vocabulary, skip: frozenset[int], *, at_start: bool) -> None:
+    def __init__(self, vocabulary: TokenVocabulary, skip: frozenset[int], *, at_start: bool) -> None:
         self._piece = vocabulary.piece
         self._skip = skip
         self._pending = b""
@@ -224,7 +224,7 @@ class _SpacesDetokenizer:
 class _WindowDetokenizer:
     """Any other decoder: decode a few tokens again and again and show what no longer changes."""
 
-    def __init__(self, vocabulary: Vocabulary, skip: frozenset[int]) -> None:
+    def __init__(self, vocabulary: TokenVocabulary, skip: frozenset[int]) -> None:
         self._decode = vocabulary.tokens.decode
         self._skip = skip
         self._context: list[int] = []
@@ -249,7 +249,7 @@ class _WindowDetokenizer:
 
 
 def make_detokenizer(
-    vocabulary: Vocabulary, *, skip_special_tokens: bool = True, at_start: bool = True
+    vocabulary: TokenVocabulary, *, skip_special_tokens: bool = True, at_start: bool = True
 ) -> Detokenizer:
     """A detokenizer for one text; `at_start` False where the text continues another (a completion), so
     that the space in front of its first word stays."""

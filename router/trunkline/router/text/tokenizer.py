@@ -21,7 +21,7 @@ import tokenizers
 from trunkline.router.errors import ApiError
 from trunkline.router.request_context import current
 from trunkline.router.text.chat_template import ChatRenderer, ChatTemplateError
-from trunkline.router.text.detokenizer import Vocabulary
+from trunkline.router.text.detokenizer import TokenVocabulary
 from trunkline.router.text.model_files import ModelFiles, read_model_files
 from trunkline.router.text.tool_styles import ToolStyle, detect_style
 
@@ -59,7 +59,7 @@ class Tokenizer:
         self.files: ModelFiles = read_model_files(folder)
         added = self._tokenizer.get_added_tokens_decoder()
         special = [token_id for token_id, token in added.items() if token.special]
-        self.vocabulary = Vocabulary(self._tokenizer, description.get("decoder"), special)
+        self.vocabulary = TokenVocabulary(self._tokenizer, description.get("decoder"), special)
         strings = self._tokenizer.get_vocab()
         self.vocab_size: int = self.files.vocab_size or max(strings.values()) + 1
         self._longest_token_characters = max(map(len, strings))
@@ -148,8 +148,8 @@ class Tokenizer:
             ids = await loop.run_in_executor(
                 self._threads, lambda: self.encode(text, add_special_tokens=add_special_tokens)
             )
-        if trace is not None:
-            trace.tokenized(began, len(text), len(ids))
+        if record is not None and record.trace is not None:
+            record.trace.tokenized(began, len(text), len(ids))
         return ids
 
     async def encode_rest(self, text: str) -> list[int]:

@@ -22,7 +22,7 @@ ROOM_SHARE: Final = 8
 free for it: a cut that left room for a single token would be of no use."""
 
 
-class Span(NamedTuple):
+class TokenSpan(NamedTuple):
     """Tokens `[start, stop)` of a prompt or a history."""
 
     start: int
@@ -40,10 +40,10 @@ class RetentionPolicy(msgspec.Struct, frozen=True):
     """First tokens that stay in any case: attention rests on them, whatever they say."""
 
 
-class Cut(msgspec.Struct, frozen=True):
+class PromptCut(msgspec.Struct, frozen=True):
     """What a request does not see of its prompt."""
 
-    drops: tuple[Span, ...] = ()
+    drops: tuple[TokenSpan, ...] = ()
     """Ascending, disjoint and not touching; the last token is in none."""
     asked: bool = False
     """Whether the request allows truncation, so that its answer says what came of it."""
@@ -58,25 +58,25 @@ class CutError(ValueError):
     """No cut makes it fit; the text says why."""
 
 
-def merge_spans(spans: Iterable[Span | Sequence[int]]) -> tuple[Span, ...]:
+def merge_spans(spans: Iterable[TokenSpan | Sequence[int]]) -> tuple[TokenSpan, ...]:
     """The same tokens in spans that are ascending, disjoint and not touching; empty ones vanish."""
-    merged: list[Span] = []
+    merged: list[TokenSpan] = []
     for start, stop in sorted((span[0], span[1]) for span in spans):
         if start >= stop:
             continue
         if merged and start <= merged[-1].stop:
-            merged[-1] = Span(merged[-1].start, max(stop, merged[-1].stop))
+            merged[-1] = TokenSpan(merged[-1].start, max(stop, merged[-1].stop))
         else:
-            merged.append(Span(start, stop))
+            merged.append(TokenSpan(start, stop))
     return tuple(merged)
 
 
-def clip_spans(spans: Iterable[Span | Sequence[int]], tokens: int) -> tuple[Span, ...]:
+def clip_spans(spans: Iterable[TokenSpan | Sequence[int]], tokens: int) -> tuple[TokenSpan, ...]:
     """What of `spans` lies among the first `tokens` tokens, merged."""
-    return merge_spans(Span(span[0], min(span[1], tokens)) for span in spans)
+    return merge_spans(TokenSpan(span[0], min(span[1], tokens)) for span in spans)
 
 
-def span_tokens(spans: Iterable[Span]) -> int:
+def span_tokens(spans: Iterable[TokenSpan]) -> int:
     """How many tokens merged spans hold."""
     return sum(span.stop - span.start for span in spans)
 
@@ -93,8 +93,8 @@ def plan_cut(
     policy: RetentionPolicy | None,
     *,
     head: int = 0,
-    discards: Sequence[Span] = (),
-) -> Cut:
+    discards: Sequence[TokenSpan] = (),
+) -> PromptCut:
     """What a prompt of so many tokens leaves out, so that the rest and `room` output tokens fit into `context`.
 
     Args:
@@ -105,7 +105,7 @@ def plan_cut(
     Raises:
         CutError: the head and the room leave no token for anything else.
     """
-    given = Cut(tuple(discards), policy is not None)
+    given = PromptCut(tuple(discards), policy is not None)
     if policy is None or tokens - given.dropped_tokens + room <= context:
         return given
     head = max(head, policy.sink_tokens)
@@ -118,15 +118,15 @@ def plan_cut(
         )
     unit = min(max(1, int((1 - policy.retention_ratio) * context)), spare)
     dropped = _first_multiple(unit, tokens, context - room, head, discards)
-    return Cut(merge_spans([Span(head, head + dropped), *discards]), True)
+    return PromptCut(merge_spans([TokenSpan(head, head + dropped), *discards]), True)
 
 
-def _first_multiple(unit: int, tokens: int, most: int, head: int, discards: Sequence[Span]) -> int:
+def _first_multiple(unit: int, tokens: int, most: int, head: int, discards: Sequence[TokenSpan]) -> int:
     """The smallest multiple D of `unit` such that dropping `[head, head + D)` besides `discards` leaves `most`."""
     low, high = 0, -(-tokens // unit)
     while low < high:  # what is left only shrinks as D grows
         middle = (low + high) // 2
-        drops = merge_spans([Span(head, head + middle * unit), *discards])
+        drops = merge_spans([TokenSpan(head, head + middle * unit), *discards])
         if tokens - span_tokens(clip_spans(drops, tokens)) <= most:
             high = middle
         else:

@@ -25,7 +25,7 @@ from trunkline.router.text.tool_styles import (
 )
 from trunkline.router.tools.call_object import ArgumentsReader, CallReader, ObjectReader
 from trunkline.router.tools.json_scan import WHITESPACE, Progress
-from trunkline.router.tools.pieces import CallArguments, CallStart, Piece, Text, ToolParser, joined
+from trunkline.router.tools.pieces import CallArguments, CallStart, Piece, TextPiece, ToolParser, joined
 
 _NAME_CHARACTERS: Final = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-")
 _SYNTAX_CHARACTERS_MAX: Final = 256
@@ -82,7 +82,7 @@ class _Parser:
         if not self._announced and self._held.strip(self.fillers):
             self._release()
         if self._bare and not self.calls and self._space:
-            self._pieces.append(Text(self._space))
+            self._pieces.append(TextPiece(self._space))
         self._held = self._space = ""
         return self._drain()
 
@@ -113,7 +113,7 @@ class _Parser:
                 return
             text, self._space, self._bare = self._space + stripped, "", False
         if text:
-            self._pieces.append(Text(text))
+            self._pieces.append(TextPiece(text))
 
     def _release(self) -> bool:
         """What is held back is text after all; the current character is looked at anew."""
@@ -309,10 +309,10 @@ class _CallsOnly:
         return self._parser.calls
 
     def feed(self, text: str) -> list[Piece]:
-        return [piece for piece in self._parser.feed(text) if not isinstance(piece, Text)]
+        return [piece for piece in self._parser.feed(text) if not isinstance(piece, TextPiece)]
 
     def finish(self) -> list[Piece]:
-        return [piece for piece in self._parser.finish() if not isinstance(piece, Text)]
+        return [piece for piece in self._parser.finish() if not isinstance(piece, TextPiece)]
 
 
 def make_parser(

@@ -7,7 +7,7 @@ from typing import Protocol
 import msgspec
 
 
-class Text(msgspec.Struct, frozen=True):
+class TextPiece(msgspec.Struct, frozen=True):
     """Text for the user."""
 
     text: str
@@ -29,7 +29,7 @@ class CallArguments(msgspec.Struct, frozen=True):
     text: str
 
 
-Piece = Text | CallStart | CallArguments
+Piece = TextPiece | CallStart | CallArguments
 
 
 class ToolParser(Protocol):
@@ -51,8 +51,8 @@ def joined(pieces: list[Piece]) -> list[Piece]:
     result: list[Piece] = []
     for piece in pieces:
         last = result[-1] if result else None
-        if isinstance(piece, Text) and isinstance(last, Text):
-            result[-1] = Text(last.text + piece.text)
+        if isinstance(piece, TextPiece) and isinstance(last, TextPiece):
+            result[-1] = TextPiece(last.text + piece.text)
         elif isinstance(piece, CallArguments) and isinstance(last, CallArguments) and last.index == piece.index:
             result[-1] = CallArguments(last.index, last.text + piece.text)
         else:

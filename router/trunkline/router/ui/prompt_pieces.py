@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 from trunkline.router.api.common import check_model
 from trunkline.router.api.module_prompts import Placed, has_modules, modules_job, placed_prompt
 from trunkline.router.api.prompting import Rendering, chat_job, completion_job
-from trunkline.router.api.turn import Turn
+from trunkline.router.api.turn import SessionTurn
 from trunkline.router.api.unsupported import check_supported
 from trunkline.router.errors import ApiError, bad_value
 from trunkline.router.http.body import parse_json_object, validate
@@ -23,9 +23,9 @@ from trunkline.router.jobs.job import Job
 from trunkline.router.jobs.request_models import ChatRequest, CompletionRequest, Message
 from trunkline.router.pml.compiled import PieceKind
 from trunkline.router.service import RouterService
-from trunkline.router.stores.session_store import Lease, Stored, is_stored
-from trunkline.router.text.detokenizer import Vocabulary, make_detokenizer
-from trunkline.router.text.truncation import Span
+from trunkline.router.stores.session_store import Lease, StoredSession, is_stored
+from trunkline.router.text.detokenizer import TokenVocabulary, make_detokenizer
+from trunkline.router.text.truncation import TokenSpan
 from trunkline.router.tools.plan import prepare_tools
 
 _T = TypeVar("_T")
@@ -62,11 +62,11 @@ class Label(NamedTuple):
 class _Glance(Lease):
     """A session that is looked at and not acquired: nothing of it can be changed."""
 
-    def __init__(self, stored: Stored) -> None:
+    def __init__(self, stored: StoredSession) -> None:
         self.record = stored.record
         self.session = stored.session
 
-    async def put(self) -> Stored:
+    async def put(self) -> StoredSession:
         """Not here."""
         raise NotImplementedError("a session that is only looked at is not stored")
 
@@ -88,13 +88,13 @@ async def prompt_pieces(service: RouterService, content: bytes) -> dict[str, Any
     turn = None
     if body.session_id is not None and is_stored(body.session_id):
         stored = await service.sessions.peek(body.session_id)
-        turn = Turn(service, _Glance(stored), "chat" if is_chat else "text")
+        turn = SessionTurn(service, _Glance(stored), "chat" if is_chat else "text")
     if isinstance(body, ChatRequest):
         return await _chat(service, body, turn)
     return await _completion(service, body, turn)
 
 
-async def _chat(service: RouterService, body: ChatRequest, turn: Turn | None) -> dict[str, Any]:
+async def _chat(service: RouterService, body: ChatRequest, turn: SessionTurn | None) -> dict[str, Any]:
     plan = prepare_tools(body.tools, body.tool_choice, body.parallel_tool_calls, service.tokenizer.tool_style)
     if has_modules(body, turn):
         placed, _, _ = await placed_prompt(service, body, plan, turn)
@@ -123,7 +123,7 @@ async def _frame(service: RouterService, rendering: Rendering, messages: list[Me
         return ""
 
 
-async def _completion(service: RouterService, body: CompletionRequest, turn: Turn | None) -> dict[str, Any]:
+async def _completion(service: RouterService, body: CompletionRequest, turn: SessionTurn | None) -> dict[str, Any]:
     if has_modules(body, turn):
         placed, _, _ = await placed_prompt(service, body, turn=turn)
         return await _of_modules(service, placed, await modules_job(service, body, turn=turn))
@@ -162,7 +162,7 @@ def _told(service: RouterService, job: Job, pieces: list[dict[str, Any]]) -> dic
     }
 
 
-def mark_seen(labels: Sequence[Label], session_tokens: int, drops: Sequence[Span]) -> list[Label]:
+def mark_seen(labels: Sequence[Label], session_tokens: int, drops: Sequence[TokenSpan]) -> list[Label]:
     """Labels of a prompt's tokens that also say what is a session's, and what is dropped."""
     told = list(labels)
     for index in range(min(session_tokens, len(told))):
@@ -173,7 +173,7 @@ def mark_seen(labels: Sequence[Label], session_tokens: int, drops: Sequence[Span
     return told
 
 
-def texts_of(tokens: Sequence[int], vocabulary: Vocabulary) -> list[str]:
+def texts_of(tokens: Sequence[int], vocabulary: TokenVocabulary) -> list[str]:
     """What each token adds to the text; of a character that several make up, all of it at the last one."""
     detokenizer = make_detokenizer(vocabulary, skip_special_tokens=False)
     texts = [detokenizer.feed(token) for token in tokens]
@@ -183,7 +183,7 @@ def texts_of(tokens: Sequence[int], vocabulary: Vocabulary) -> list[str]:
 
 
 def chat_labels(
-    tokens: Sequence[int], messages: Sequence[Message], frame: str, vocabulary: Vocabulary
+    tokens: Sequence[int], messages: Sequence[Message], frame: str, vocabulary: TokenVocabulary
 ) -> list[Label]:
     """Of each token of a conversation whether it is a message's or the template's.
 
@@ -249,7 +249,7 @@ def _written(content: str) -> tuple[str, ...]:
     return content, content.strip(), content.rstrip(), content.lstrip()
 
 
-def pieces_of(tokens: Sequence[int], labels: Sequence[Label], vocabulary: Vocabulary) -> list[dict[str, Any]]:
+def pieces_of(tokens: Sequence[int], labels: Sequence[Label], vocabulary: TokenVocabulary) -> list[dict[str, Any]]:
     """Neighbouring tokens with equal labels as pieces."""
     texts = texts_of(tokens, vocabulary)
     pieces = []

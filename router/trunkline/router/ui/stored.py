@@ -17,11 +17,12 @@ from typing import Any, Final, NamedTuple
 from trunkline.kvstore.names import root_name
 from trunkline.router.errors import ApiError
 from trunkline.router.messages import Record
+from trunkline.router.request_context import known
 from trunkline.router.routing.names import whole_chunks
 from trunkline.router.service import RouterService
-from trunkline.router.stores.session_history import Session
+from trunkline.router.stores.session_history import SessionState
 from trunkline.router.stores.session_store import is_stored
-from trunkline.router.tenancy.identity import Identity, current_identity, identified
+from trunkline.router.tenancy.identity import Identity, current_identity
 from trunkline.router.ui.live import wall_clock
 
 LIMIT_MAX: Final = 1000
@@ -151,7 +152,7 @@ class StoredSessions:
         try:
             if listed.owner:
                 identity = self._service.tenants.acting_for(current_identity(), listed.owner)
-            with identified(identity):
+            with known(identity=identity):
                 stored = await self._service.sessions.peek(listed.record.id)
         except ApiError:
             return  # it has just gone, or cannot be read
@@ -161,7 +162,7 @@ class StoredSessions:
         if len(self._known) > KNOWN_MAX:
             self._known.popitem(last=False)
 
-    def _read(self, version: int, session: Session, salt: bytes) -> Known:
+    def _read(self, version: int, session: SessionState, salt: bytes) -> Known:
         names: Sequence[bytes] = ()
         size = 0
         state = next((link.state for link in self._service.links if link.state and link.state.chunk_size), None)
