@@ -14,7 +14,7 @@ import httpx
 import pytest
 from cluster.harness import Cluster, wait_for
 
-from trunkline.controller.sequences.samples import sample_seed
+from trunkline.controller.sequences.beam_search import sample_seed
 
 pytestmark = pytest.mark.processes
 

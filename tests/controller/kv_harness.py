@@ -1,15 +1,15 @@
-"""A residence to try things on, one sequence and one plan at a time."""
+"""A kv to try things on, one sequence and one plan at a time."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from trunkline.controller.allocation.kv_manager import Admission, Residence
+from trunkline.controller.allocation.kv_manager import Admission, KVCacheManager
 from trunkline.controller.cache.block_pool import BlockPool
-from trunkline.controller.cache.radix_cache import ChunkTree
-from trunkline.controller.engine.integrity import check_residence
+from trunkline.controller.cache.radix_cache import RadixCache
+from trunkline.controller.engine.integrity import check_kv_cache
 from trunkline.controller.messages import BeamSearch
-from trunkline.controller.sequences.plan_builder import PlanDraft
+from trunkline.controller.sequences.plan_builder import PlanBuilder
 from trunkline.controller.sequences.sequence import Request, Sequence, SequenceGroup, TokenBuffer
 from trunkline.kvstore.directory import DirectoryConfig
 from trunkline.worker.messages import Sampling
@@ -17,10 +17,10 @@ from trunkline.worker.messages import Sampling
 CHUNK = 4
 
 
-def make_residence(num_blocks: int, host_slots: int, *, prefix_cache: bool = True) -> Residence:
+def make_kv_manager(num_blocks: int, host_slots: int, *, prefix_cache: bool = True) -> KVCacheManager:
     pool = BlockPool(num_blocks)
     tiers = DirectoryConfig(host_slots=host_slots if prefix_cache else 0)
-    return Residence(pool, ChunkTree(pool, CHUNK, tiers=tiers), prefix_cache=prefix_cache)
+    return KVCacheManager(pool, RadixCache(pool, CHUNK, tiers=tiers), prefix_cache=prefix_cache)
 
 
 def make_sequence(
@@ -51,39 +51,39 @@ class Bench:
     """One plan after the other for single sequences; a plan computes all that was admitted in it."""
 
     def __init__(self, num_blocks: int, host_slots: int) -> None:
-        self.residence = make_residence(num_blocks, host_slots)
-        self.tree = self.residence.tree
+        self.kv = make_kv_manager(num_blocks, host_slots)
+        self.tree = self.kv.tree
         self.step = 0
 
-    def plan(self) -> PlanDraft:
+    def plan(self) -> PlanBuilder:
         self.step += 1
-        return PlanDraft(self.step, CHUNK)
+        return PlanBuilder(self.step, CHUNK)
 
-    def admit(self, sequence: Sequence, draft: PlanDraft | None = None, *, tails: int = 0) -> PlanDraft:
+    def admit(self, sequence: Sequence, draft: PlanBuilder | None = None, *, tails: int = 0) -> PlanBuilder:
         draft = draft or self.plan()
-        assert self.residence.admit(sequence, 0, self.step, draft, tails=tails) is Admission.ADMITTED
+        assert self.kv.admit(sequence, 0, self.step, draft, tails=tails) is Admission.ADMITTED
         sequence.computed = sequence.tokens.count
-        self.residence.mark_ready(sequence, draft)
+        self.kv.mark_ready(sequence, draft)
         for source in draft.copy_sources:
             self.tree.release(source, self.step)
         draft.copy_sources = []
         return draft
 
     def leave(self, sequence: Sequence, *, claim: bool = False) -> None:
-        self.residence.leave(sequence, sequence.computed, self.step, claim=claim)
+        self.kv.leave(sequence, sequence.computed, self.step, claim=claim)
 
-    def cache(self, tokens: list[int], *, claim: bool = False, draft: PlanDraft | None = None) -> Sequence:
+    def cache(self, tokens: list[int], *, claim: bool = False, draft: PlanBuilder | None = None) -> Sequence:
         """A sequence that has come and gone."""
         sequence = make_sequence(tokens, request=self.step + 100)
         self.admit(sequence, draft)
         self.leave(sequence, claim=claim)
         return sequence
 
-    def squeeze(self, blocks: int) -> PlanDraft:
+    def squeeze(self, blocks: int) -> PlanBuilder:
         """A plan that needs so many blocks, and gives them back."""
         draft = self.plan()
-        assert self.residence.make_room(blocks, draft)
+        assert self.kv.make_room(blocks, draft)
         return draft
 
     def check(self, running: list[Sequence], waiting: list[Sequence]) -> None:
-        check_residence(self.residence, running, waiting)
+        check_kv_cache(self.kv, running, waiting)

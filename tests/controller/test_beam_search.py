@@ -52,7 +52,7 @@ def test_memory_is_the_prompt_once_and_what_beams_do_not_share(width: int) -> No
     held: list[tuple[int, int]] = []
     simulation.workers.observer = lambda _: held.append(simulation.workers.blocks_held)
     simulation.submit(prompt, limit, beam=BeamSearch(width))
-    pool = simulation.scheduler.residence.pool
+    pool = simulation.scheduler.kv.pool
     used = 0
     while simulation.step():
         running = simulation.scheduler.running()

@@ -266,7 +266,7 @@ def test_preempted_behind_a_cut() -> None:
         groups = [s.group for s in scheduler.running()]
         if groups:
             scheduler.preempt(groups[0], simulation.now)
-            scheduler.residence.make_room(60)
+            scheduler.kv.make_room(60)
         simulation.run()
         session.ended(request)
 
@@ -347,7 +347,7 @@ def test_what_is_seen_between_cuts_of_a_tail_is_computed_again_for_samples(
     scheduler = simulation.scheduler
     for running in {sequence.group.id: sequence.group for sequence in scheduler.running()}.values():
         scheduler.preempt(running, simulation.now)
-        scheduler.residence.make_room(6)
+        scheduler.kv.make_room(6)
     simulation.finish(300)
     assert cut_of(simulation.streams[request]) == kind
 

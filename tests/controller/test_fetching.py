@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from trunkline.controller.cache.node import Node
+from trunkline.controller.cache.radix_tree import Node
 from trunkline.controller.sequences.sequence import Request, SequenceGroup
 from trunkline.controller.tiers.costs import StepCosts
 from trunkline.controller.tiers.fetching import (

@@ -31,7 +31,7 @@ def test_full_chunks_are_saved_as_they_fill_and_tails_when_their_blocks_are_need
     squeezed = bench.squeeze(8)
     assert [block for block, _, _ in squeezed.saves] == [blocks[pack_int32(range(8, 11))]]
     assert not squeezed.loads
-    assert bench.residence.pool.free_count == 8
+    assert bench.kv.pool.free_count == 8
     bench.check([], [waiting])
 
 
@@ -65,7 +65,7 @@ def test_without_a_plan_nothing_can_be_saved() -> None:
     """The tail goes; full chunks have been saved already."""
     bench = Bench(8, 8)
     waiting = bench.cache(list(range(11)), claim=True)
-    assert bench.residence.make_room(8)
+    assert bench.kv.make_room(8)
     assert sorted(node.token_count for node in bench.tree.nodes()) == [4, 4]
     bench.check([], [waiting])
     assert len(bench.admit(waiting).loads) == 2
@@ -111,7 +111,7 @@ def test_copies_that_nobody_claims_make_room_on_the_host() -> None:
     bench = Bench(8, 2)
     first = bench.cache(list(range(8)), claim=True)
     bench.squeeze(8)
-    bench.residence.drop_claim(first)
+    bench.kv.drop_claim(first)
     second = bench.cache(list(range(50, 54)), claim=True)
     bench.squeeze(8)
     assert {node.key for node in bench.tree.nodes()} == {pack_int32(range(4)), pack_int32(range(50, 54))}, (
@@ -134,7 +134,7 @@ def test_a_slot_that_a_plan_loads_is_not_written_in_it() -> None:
     second = bench.cache(list(range(50, 54)), claim=True, draft=draft)
     assert second.claim is not None, "the first one's copy may be dropped from here on, but not in this plan"
     assert not draft.late_saves
-    assert bench.residence.make_room(3, draft)
+    assert bench.kv.make_room(3, draft)
     assert not draft.saves
     bench.check([first], [second])
     third = bench.cache(list(range(60, 64)), claim=True)
@@ -148,14 +148,14 @@ def test_a_chunk_that_found_no_slot_is_saved_later() -> None:
     first = bench.cache(list(range(8)), claim=True)
     second = bench.cache(list(range(50, 58)))
     assert not any(node.host_ready for node in second.path)
-    bench.residence.drop_claim(first)
+    bench.kv.drop_claim(first)
     bench.tree.flush()
     row = make_sequence(list(range(70, 74)), request=5)
     bench.admit(row)
-    row.private.append(bench.residence.pool.allocate())
+    row.private.append(bench.kv.pool.allocate())
     row.tokens.extend(np.arange(4, dtype=np.int32))
     row.computed = 8
-    bench.residence.seal(row, 8, 1.0)
+    bench.kv.seal(row, 8, 1.0)
     assert bench.tree.has_unsaved, "a row filled it: the next plan saves it"
     draft = bench.plan()
     bench.tree.save_waiting(draft)
@@ -168,7 +168,7 @@ def test_a_chunk_is_not_saved_before_the_plan_that_computes_it_has_run() -> None
     bench = Bench(8, 4)
     sequence = make_sequence(list(range(4)))
     draft = bench.plan()
-    bench.residence.admit(sequence, 0, 1.0, draft)
+    bench.kv.admit(sequence, 0, 1.0, draft)
     sequence.computed = 4
     sequence.path[0].ready_step = draft.step
     bench.tree.save_later(sequence.path[0])
@@ -223,9 +223,9 @@ def test_a_chunk_computed_again_returns_to_the_device() -> None:
     bench.squeeze(8)
     row = make_sequence(list(range(4)), request=5)
     bench.admit(row)
-    row.private.append(bench.residence.pool.allocate())
+    row.private.append(bench.kv.pool.allocate())
     row.tokens.extend(np.arange(4, 8, dtype=np.int32))
     row.computed = 8
-    assert bench.residence.seal(row, 8, 1.0) == []
+    assert bench.kv.seal(row, 8, 1.0) == []
     assert [node.on_device and node.host != NO_SLOT for node in row.path] == [True, True]
     bench.check([row], [waiting])

@@ -15,7 +15,7 @@ from simulation.traffic import Mix, Traffic
 
 from trunkline.controller.cache.block_pool import BlockPool
 from trunkline.controller.cache.kv_events import SNAPSHOT_SECONDS, SNAPSHOTS_MAX, Announced, KvEventLog
-from trunkline.controller.cache.radix_cache import ChunkTree
+from trunkline.controller.cache.radix_cache import RadixCache
 from trunkline.controller.config import EngineConfig
 from trunkline.controller.engine.integrity import IntegrityError, check_integrity
 from trunkline.controller.messages import EventsCall
@@ -134,7 +134,7 @@ class Chunks:
     def __init__(self, seed: int, blocks: int = 64) -> None:
         self.rng = random.Random(seed)
         self.pool = BlockPool(blocks)
-        self.tree = ChunkTree(self.pool, CHUNK)
+        self.tree = RadixCache(self.pool, CHUNK)
         self.now = 0.0
 
     def change(self, count: int = 1) -> None:

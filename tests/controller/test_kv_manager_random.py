@@ -1,6 +1,6 @@
-"""Random lives over `Residence` alone, with pools that are all too small.
+"""Random lives over `KVCacheManager` alone, with pools that are all too small.
 
-A little batch kept by hand does everything that a scheduler does to `Residence`, without a scheduler's order, over
+A little batch kept by hand does everything that a scheduler does to `KVCacheManager`, without a scheduler's order, over
 a pool that holds hashes: each token's context is read back from where the plans put it. Saves and loads are
 carried out as late as the fences let them.
 """
@@ -11,14 +11,14 @@ import random
 
 import numpy as np
 import pytest
-from controller.kv_harness import CHUNK, make_residence, make_sequence
+from controller.kv_harness import CHUNK, make_kv_manager, make_sequence
 from seeds import seeds
 from simulation.model import EMPTY, extend_hash
 from simulation.pool import Entry, SimulatedPool
 
 from trunkline.controller.allocation.kv_manager import Admission
-from trunkline.controller.engine.integrity import check_residence
-from trunkline.controller.sequences.plan_builder import PlanDraft
+from trunkline.controller.engine.integrity import check_kv_cache
+from trunkline.controller.sequences.plan_builder import PlanBuilder
 from trunkline.controller.sequences.sequence import Sequence, TokenBuffer
 from trunkline.kvstore.extents import BlockId
 
@@ -28,7 +28,7 @@ class Batch:
 
     def __init__(self, seed: int, *, blocks: int, slots: int, prefix_cache: bool) -> None:
         self.rng = random.Random(seed)
-        self.residence = make_residence(blocks, slots, prefix_cache=prefix_cache)
+        self.kv = make_kv_manager(blocks, slots, prefix_cache=prefix_cache)
         self.memory = SimulatedPool(blocks, CHUNK, slots, seed)
         self.waiting: list[Sequence] = []
         self.prefilling: list[Sequence] = []
@@ -49,22 +49,22 @@ class Batch:
         self._arrive()
         for sequence in [s for s in self.running if rng.random() < 0.03]:
             self._preempt(sequence, claim=rng.random() < 0.7)
-        draft = PlanDraft(self.step, CHUNK)
-        self.residence.pool.taken.clear()
+        draft = PlanBuilder(self.step, CHUNK)
+        self.kv.pool.taken.clear()
         self._grow(draft)
         sources = self._copy_tails(draft)
         work = [(sequence, sequence.computed, 1, 0) for sequence in self.rows]
         for sequence in self.rows:
             sequence.computed += 1
         work += self._prefill(draft)
-        self.residence.tree.save_waiting(draft)
+        self.kv.tree.save_waiting(draft)
         for source in draft.copy_sources:
-            self.residence.tree.release(source, float(self.step))
+            self.kv.tree.release(source, float(self.step))
         for block in sources:
-            self.residence.pool.release(block)
+            self.kv.pool.release(block)
         self._execute(draft, work)
         self._finish([item[0] for item in work])
-        check_residence(self.residence, self.running, self.waiting)
+        check_kv_cache(self.kv, self.running, self.waiting)
 
     def _arrive(self) -> None:
         rng = self.rng
@@ -78,29 +78,29 @@ class Batch:
             self.waiting.append(sequence)
         for sequence in self.waiting.copy():
             if rng.random() < 0.01:
-                self.residence.drop_claim(sequence)
+                self.kv.drop_claim(sequence)
                 self.waiting.remove(sequence)
         if rng.random() < 0.005:
-            self.residence.tree.flush()
+            self.kv.tree.flush()
 
     def _preempt(self, sequence: Sequence, *, claim: bool) -> None:
         (self.rows if sequence in self.rows else self.prefilling).remove(sequence)
         stored = max(sequence.computed, sequence.resident)
         if sequence.tails and not self.unforked.get(sequence.request):
             stored -= stored % CHUNK  # its own tail is not copied yet
-        self.residence.leave(sequence, min(stored, sequence.tokens.count), float(self.step), claim=claim)
+        self.kv.leave(sequence, min(stored, sequence.tokens.count), float(self.step), claim=claim)
         self.waiting.append(sequence)
 
-    def _grow(self, draft: PlanDraft) -> None:
+    def _grow(self, draft: PlanBuilder) -> None:
         for sequence in self.rows.copy():
             if sequence not in self.rows or sequence.computed < CHUNK * len(sequence.block_table()):
                 continue
-            while sequence in self.rows and not self.residence.make_room(1, draft):
+            while sequence in self.rows and not self.kv.make_room(1, draft):
                 self._preempt(self.running[-1], claim=self.rng.random() < 0.7)
             if sequence in self.rows:
-                sequence.private.append(self.residence.pool.allocate())
+                sequence.private.append(self.kv.pool.allocate())
 
-    def _copy_tails(self, draft: PlanDraft) -> list[BlockId]:
+    def _copy_tails(self, draft: PlanBuilder) -> list[BlockId]:
         sources = []
         for sequence in self.rows:
             if sequence.tails:
@@ -109,12 +109,12 @@ class Batch:
                 sources.append(source)
         return sources
 
-    def _prefill(self, draft: PlanDraft) -> list[tuple[Sequence, int, int, int]]:
+    def _prefill(self, draft: PlanBuilder) -> list[tuple[Sequence, int, int, int]]:
         self.rng.shuffle(self.waiting)
         for sequence in self.waiting.copy():
             left = self.unforked.get(sequence.request, 0)
             tails = left if sequence.tokens.count % CHUNK else 0
-            outcome = self.residence.admit(sequence, self.rng.randrange(2), float(self.step), draft, tails=tails)
+            outcome = self.kv.admit(sequence, self.rng.randrange(2), float(self.step), draft, tails=tails)
             if outcome is Admission.ADMITTED:
                 self.waiting.remove(sequence)
                 self.prefilling.append(sequence)
@@ -123,10 +123,10 @@ class Batch:
             start, total = sequence.computed, sequence.tokens.count
             count = min(self.rng.randrange(1, 9), total - start)
             work.append((sequence, start, count, sequence.resident))
-            fences = self.residence.tree.fences
+            fences = self.kv.tree.fences
             fences.reads(fences.ready_after(sequence.block_table()))
             sequence.computed = start + count
-            self.residence.mark_ready(sequence, draft)
+            self.kv.mark_ready(sequence, draft)
             if start + count == total:
                 self.prefilling.remove(sequence)
                 self.rows.append(sequence)
@@ -137,18 +137,18 @@ class Batch:
         for index in range(1, self.unforked.pop(parent.request, 0) + 1):
             partial = parent.tokens.count % CHUNK > 0
             child = Sequence(parent.group, index, TokenBuffer(parent.tokens.view()), parent.sampling)
-            self.residence.fork(parent, child, parent.tails.pop() if partial else None)
+            self.kv.fork(parent, child, parent.tails.pop() if partial else None)
             if partial:
-                self.residence.pool.share(parent.private[-1])
+                self.kv.pool.share(parent.private[-1])
                 child.tails = [parent.private[-1]]
             child.tokens.extend(np.array([self.rng.randrange(2)], np.int32))
             self.rows.append(child)
 
-    def _execute(self, draft: PlanDraft, work: list[tuple[Sequence, int, int, int]]) -> None:
+    def _execute(self, draft: PlanBuilder, work: list[tuple[Sequence, int, int, int]]) -> None:
         """As the workers do: saves, loads, copies; then each token reads its context and is stored."""
         moved = [BlockId(block) for source, target, _, _ in draft.copies for block in (source, target)]
-        taken = self.residence.pool.taken
-        save_fence, load_fence = self.residence.tree.fences.close(self.step, taken, moved)
+        taken = self.kv.pool.taken
+        save_fence, load_fence = self.kv.tree.fences.close(self.step, taken, moved)
         self.memory.order(self.step, draft.saves, draft.loads, save_fence, load_fence)
         self.memory.copy(draft.copies)
         for sequence, start, count, write_from in work:
@@ -175,12 +175,12 @@ class Batch:
             if sequence not in self.rows:
                 continue
             sequence.tokens.extend(np.array([self.rng.randrange(2)], np.int32))
-            if sequence.computed % CHUNK == 0 and self.residence.prefix_cache:
-                self.residence.seal(sequence, sequence.computed, float(self.step))
+            if sequence.computed % CHUNK == 0 and self.kv.prefix_cache:
+                self.kv.seal(sequence, sequence.computed, float(self.step))
             if self.rng.random() < 0.06 or sequence.tokens.count > 36:
                 self.rows.remove(sequence)
                 stored = sequence.computed - (sequence.computed % CHUNK if sequence.tails else 0)
-                self.residence.leave(sequence, stored, float(self.step))
+                self.kv.leave(sequence, stored, float(self.step))
                 self.ended += 1
 
 
@@ -193,15 +193,15 @@ def test_random_lives(blocks: int, slots: int, prefix_cache: bool, seed: int) ->
     batch = Batch(seed, blocks=blocks, slots=slots, prefix_cache=prefix_cache)
     for _ in range(400):
         batch.run_step()
-    tree = batch.residence.tree
+    tree = batch.kv.tree
     assert batch.ended > 20
     assert (tree.saved_blocks > 5, tree.loaded_blocks > 5) == (slots > 0 and prefix_cache,) * 2
     for sequence in batch.running:
-        batch.residence.leave(sequence, 0, 0.0)
+        batch.kv.leave(sequence, 0, 0.0)
     for sequence in batch.waiting:
-        batch.residence.drop_claim(sequence)
+        batch.kv.drop_claim(sequence)
     tree.flush()
-    check_residence(batch.residence, [], [])
-    assert batch.residence.pool.free_count == blocks
+    check_kv_cache(batch.kv, [], [])
+    assert batch.kv.pool.free_count == blocks
     assert tree.tiers.copies.host.used_count == tree.node_count == 0
     assert not list(tree.roots())

@@ -9,7 +9,7 @@ from simulation.oracle import expected_output
 
 from trunkline.controller.config import EngineConfig
 from trunkline.controller.messages import BeamSearch
-from trunkline.controller.sequences.samples import sample_seed
+from trunkline.controller.sequences.beam_search import sample_seed
 from trunkline.kvstore.extents import blocks_for
 from trunkline.kvstore.int32_codec import unpack_int32
 from trunkline.worker.messages import StepPlan
@@ -68,7 +68,7 @@ def test_memory_is_the_prompt_once_and_a_tail_each(simulation: Simulation, n: in
     simulation.step_until(lambda: simulation.streams[1].outputs[0])
     tails = n * (blocks_for(length + 1, 4) - length // 4)
     assert held[-1] == (length // 4 + tails, n * blocks_for(length + 1, 4))
-    pool = simulation.scheduler.residence.pool
+    pool = simulation.scheduler.kv.pool
     assert pool.num_blocks - pool.free_count <= length // 4 + 2 * n
     simulation.finish()
 
@@ -109,7 +109,7 @@ def test_without_a_cache_samples_share_all_the_same() -> None:
     simulation.submit(list(range(22)), 9, n=4)
     simulation.finish()
     assert simulation.workers.computed_tokens == 22 + 4 * 8
-    assert simulation.scheduler.residence.pool.free_count == 64
+    assert simulation.scheduler.kv.pool.free_count == 64
 
 
 @pytest.mark.parametrize("options", [{"n": 3}, {"beam": BeamSearch(4)}], ids=["samples", "beams"])
@@ -124,4 +124,4 @@ def test_abort_at_any_moment_frees_everything(simulation: Simulation, options: O
     assert simulation.tree.active_count == 0
     assert not simulation.scheduler.forks.searches
     simulation.flush_cache()
-    assert simulation.scheduler.residence.pool.free_count == 64
+    assert simulation.scheduler.kv.pool.free_count == 64

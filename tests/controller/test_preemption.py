@@ -11,7 +11,7 @@ from simulation.oracle import expected_output
 
 from trunkline.controller.config import EngineConfig
 from trunkline.controller.messages import BeamSearch
-from trunkline.controller.sequences.samples import sample_seed
+from trunkline.controller.sequences.beam_search import sample_seed
 from trunkline.kvstore.int32_codec import unpack_int32
 from trunkline.worker.messages import StepPlan
 
@@ -252,7 +252,7 @@ def test_aborted_while_preempted(kind: str) -> None:
             simulation.abort(request)
     simulation.finish()
     simulation.flush_cache()
-    assert simulation.scheduler.residence.pool.free_count == 24
+    assert simulation.scheduler.kv.pool.free_count == 24
     assert simulation.tree.tiers.copies.host.used_count == 0
 
 

@@ -9,17 +9,17 @@ from seeds import seeds
 from simulation.driver import Simulation, verify
 
 from trunkline.controller.config import EngineConfig
-from trunkline.controller.tiers.preload import Loading
+from trunkline.controller.tiers.preload import Preloads
 
 MOVE_US = 1000.0
 
 
-def loading(*blocks: int, now: float = 0.0) -> Loading:
+def loading(*blocks: int, now: float = 0.0) -> Preloads:
     """One sequence after the other, by stay from 1 on, whose loads plan 7 orders."""
-    loads = Loading()
-    for stay, count in enumerate(blocks, 1):
+    loads = Preloads()
+    for batch_seq_id, count in enumerate(blocks, 1):
         loads.ordered(count, now, MOVE_US)
-        loads.wait(stay, 7)
+        loads.wait(batch_seq_id, 7)
     return loads
 
 
@@ -43,7 +43,7 @@ def test_it_is_the_papers_rule(seed: int) -> None:
     bandwidth, block_bytes = rng.uniform(1e9, 1e10), rng.uniform(1e5, 1e7)
     blocks, compute_s = rng.randrange(1, 100), rng.uniform(0.0, 0.05)
     move_us = block_bytes / bandwidth * 1e6
-    loads = Loading()
+    loads = Preloads()
     loads.ordered(blocks, 5.0, move_us)
     loads.wait(1, 3)
     load_s = blocks * move_us / 1e6
@@ -88,7 +88,7 @@ def test_others_decode_while_a_session_comes_back() -> None:
     simulation = Simulation(config)
     first = simulation.submit([30 + i for i in range(24)], 4)
     simulation.run()
-    simulation.scheduler.residence.make_room(24)
+    simulation.scheduler.kv.make_room(24)
     other = simulation.submit(list(range(5)), 60)
     simulation.step_until(lambda: len(simulation.streams[other].output) >= 3)
     history = simulation.streams[first].prompt + simulation.streams[first].output

@@ -7,20 +7,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from controller.kv_harness import CHUNK, Bench, make_residence, make_sequence
+from controller.kv_harness import CHUNK, Bench, make_kv_manager, make_sequence
 from seeds import seeds
 
-from trunkline.controller.allocation.kv_manager import Admission, Residence
-from trunkline.controller.engine.integrity import check_residence
+from trunkline.controller.allocation.kv_manager import Admission, KVCacheManager
+from trunkline.controller.engine.integrity import check_kv_cache
 from trunkline.controller.messages import BeamSearch
-from trunkline.controller.sequences.plan_builder import PlanDraft
+from trunkline.controller.sequences.plan_builder import PlanBuilder
 from trunkline.controller.sequences.sequence import Request, Sequence, SequenceGroup, TokenBuffer
 from trunkline.worker.messages import Sampling
 
 
 def test_beams_name_a_block_that_they_share_once() -> None:
     bench = Bench(8, 0)
-    pool = bench.residence.pool
+    pool = bench.kv.pool
     first = make_sequence(list(range(4)))
     bench.admit(first)
     second = make_sequence(list(range(4)), request=2)
@@ -31,9 +31,9 @@ def test_beams_name_a_block_that_they_share_once() -> None:
         beam.private = [shared]
         beam.tokens.extend(np.arange(4, 8, dtype=np.int32))
     bench.check([first, second], [])
-    assert bench.residence.seal(first, 8, 1.0) == []
+    assert bench.kv.seal(first, 8, 1.0) == []
     bench.check([first, second], [])
-    assert bench.residence.seal(second, 8, 1.0) == []
+    assert bench.kv.seal(second, 8, 1.0) == []
     assert first.path == second.path
     assert pool.holders(shared) == 1
     bench.check([first, second], [])
@@ -42,39 +42,39 @@ def test_beams_name_a_block_that_they_share_once() -> None:
 @pytest.mark.parametrize("prefix_cache", [True, False])
 @pytest.mark.parametrize("length", [8, 10])
 def test_forked_sequences_share_all_but_the_tail(length: int, prefix_cache: bool) -> None:
-    residence = make_residence(12, 0, prefix_cache=prefix_cache)
+    kv = make_kv_manager(12, 0, prefix_cache=prefix_cache)
     parent = make_sequence(list(range(length)), n=3)
     partial = length % CHUNK > 0
-    draft = PlanDraft(1, CHUNK)
-    assert residence.admit(parent, 0, 0.0, draft, tails=2 * partial) is Admission.ADMITTED
+    draft = PlanBuilder(1, CHUNK)
+    assert kv.admit(parent, 0, 0.0, draft, tails=2 * partial) is Admission.ADMITTED
     assert len(parent.tails) == 2 * partial
-    check_residence(residence, [parent], [])
+    check_kv_cache(kv, [parent], [])
     parent.computed = length
-    residence.mark_ready(parent, draft)
+    kv.mark_ready(parent, draft)
     children = []
     for index in (1, 2):
         child = Sequence(parent.group, index, TokenBuffer(parent.tokens.view()), parent.sampling)
-        residence.fork(parent, child, parent.tails.pop() if partial else None)
+        kv.fork(parent, child, parent.tails.pop() if partial else None)
         assert child.block_table()[:2] == parent.block_table()[:2]
         assert len(child.block_table()) == len(parent.block_table())
         children.append(child)
     everyone = [parent, *children]
     assert len({block for s in everyone for block in s.block_table()}) == 2 + 3 * partial
-    check_residence(residence, everyone, [])
+    check_kv_cache(kv, everyone, [])
     for index, sequence in enumerate(everyone):
-        residence.leave(sequence, length - length % CHUNK * (index > 0), 1.0)
-        check_residence(residence, everyone[index + 1 :], [])
-    assert residence.available == 12
+        kv.leave(sequence, length - length % CHUNK * (index > 0), 1.0)
+        check_kv_cache(kv, everyone[index + 1 :], [])
+    assert kv.available == 12
 
 
 def test_tails_are_reserved_with_the_prompt_or_not_at_all() -> None:
-    residence = make_residence(4, 0)
+    kv = make_kv_manager(4, 0)
     parent = make_sequence(list(range(10)), n=3)
-    assert residence.admit(parent, 0, 0.0, PlanDraft(1, CHUNK), tails=2) is Admission.NO_BLOCKS
-    check_residence(residence, [], [])
-    assert residence.admit(parent, 0, 0.0, PlanDraft(1, CHUNK), tails=1) is Admission.ADMITTED
-    residence.leave(parent, 0, 0.0)
-    assert residence.pool.free_count == 4
+    assert kv.admit(parent, 0, 0.0, PlanBuilder(1, CHUNK), tails=2) is Admission.NO_BLOCKS
+    check_kv_cache(kv, [], [])
+    assert kv.admit(parent, 0, 0.0, PlanBuilder(1, CHUNK), tails=1) is Admission.ADMITTED
+    kv.leave(parent, 0, 0.0)
+    assert kv.pool.free_count == 4
 
 
 def test_a_tail_that_forks_still_copy_is_not_cached() -> None:
@@ -84,12 +84,12 @@ def test_a_tail_that_forks_still_copy_is_not_cached() -> None:
     bench.admit(parent)
     child = make_sequence(list(range(4)), request=2)
     bench.admit(child)
-    bench.residence.pool.share(parent.private[-1])
+    bench.kv.pool.share(parent.private[-1])
     child.tails = [parent.private[-1]]
     bench.leave(parent)
     bench.check([child], [])
     bench.leave(child)
-    assert bench.residence.available == 6
+    assert bench.kv.available == 6
 
 
 @pytest.mark.parametrize("kind", [{"beam": BeamSearch(2)}, {"n": 2}])
@@ -113,21 +113,21 @@ def test_a_scored_prompt_is_computed_from_its_start_and_stored_once() -> None:
     )
     scored = SequenceGroup(request, 3, 100, request.sampling).members[0]
     draft = bench.plan()
-    assert bench.residence.admit(scored, 0, 1.0, draft) is Admission.ADMITTED
+    assert bench.kv.admit(scored, 0, 1.0, draft) is Admission.ADMITTED
     assert (scored.computed, scored.resident) == (0, 10)
     assert (draft.joins[0].first, len(draft.joins[0].tokens)) == (0, 40)
 
 
-def admit_all(residence: Residence, members: list[Sequence], step: int) -> None:
+def admit_all(kv: KVCacheManager, members: list[Sequence], step: int) -> None:
     """One after the other, each computed before the next: nothing else runs."""
     for sequence in members:
         step += 1
-        draft = PlanDraft(step, CHUNK)
-        assert residence.admit(sequence, 0, float(step), draft) is Admission.ADMITTED
+        draft = PlanBuilder(step, CHUNK)
+        assert kv.admit(sequence, 0, float(step), draft) is Admission.ADMITTED
         for source in draft.copy_sources:
-            residence.tree.release(source, float(step))
+            kv.tree.release(source, float(step))
         sequence.computed = sequence.prefill_stop
-        residence.mark_ready(sequence, draft)
+        kv.mark_ready(sequence, draft)
 
 
 @pytest.mark.parametrize("seed", seeds(1))
@@ -136,13 +136,13 @@ def test_a_group_that_fits_can_be_admitted_member_by_member(seed: int) -> None:
     fitted = refused = 0
     for _ in range(300):
         bench = Bench(rng.randrange(6, 16), rng.randrange(0, 6))
-        residence = bench.residence
+        kv = bench.kv
         trunk = [rng.randrange(3) for _ in range(rng.randrange(1, 18))]
         waiting = [
             bench.cache([*trunk[: rng.randrange(1, len(trunk) + 1)], rng.randrange(3)], claim=rng.random() < 0.5)
             for _ in range(rng.randrange(4))
         ]
-        bench.squeeze(rng.randrange(residence.available + 1))
+        bench.squeeze(rng.randrange(kv.available + 1))
         runs = make_sequence(trunk[: rng.randrange(1, len(trunk) + 1)], request=500)
         running = [runs] if rng.random() < 0.5 else []
         for sequence in running:
@@ -154,12 +154,12 @@ def test_a_group_that_fits_can_be_admitted_member_by_member(seed: int) -> None:
             members.append(make_sequence(trunk + output, request=600, beam=beam, output=len(output)))
         worst = len({tuple(s.tokens.view(0, end)) for s in members for end in range(CHUNK, s.tokens.count, CHUNK)})
         worst += len(members)  # the last chunk of each
-        if not residence.fits_group(members, 0, bench.step + 1):
+        if not kv.fits_group(members, 0, bench.step + 1):
             refused += 1
-            assert running or worst > residence.pool.num_blocks, "nothing else is in the way"
+            assert running or worst > kv.pool.num_blocks, "nothing else is in the way"
             continue
         fitted += 1
-        admit_all(residence, members, bench.step)
-        check_residence(residence, running + members, waiting)
+        admit_all(kv, members, bench.step)
+        check_kv_cache(kv, running + members, waiting)
     assert fitted > 50
     assert refused > 5

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from seeds import seeds
 
-from trunkline.controller.sequences.sharing import shared_runs, text_runs, tree_order
+from trunkline.controller.sequences.decode_rows import shared_runs, text_runs, tree_order
 from trunkline.kvstore.extents import NO_BLOCK
 from trunkline.kvstore.int32_codec import Int32Array
 

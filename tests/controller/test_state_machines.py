@@ -22,9 +22,8 @@ from simulation.driver import Options, Simulation, verify
 from simulation.traffic import fits
 
 from trunkline.controller.cache.block_pool import BlockPool
-from trunkline.controller.cache.node import TOKEN_BYTES, Node
-from trunkline.controller.cache.radix_cache import ChunkTree
-from trunkline.controller.cache.radix_tree import SALT_ROOT
+from trunkline.controller.cache.radix_cache import RadixCache
+from trunkline.controller.cache.radix_tree import SALT_ROOT, TOKEN_BYTES, Node
 from trunkline.controller.config import EngineConfig
 from trunkline.controller.engine.integrity import check_integrity
 from trunkline.controller.messages import BeamSearch, Grammar
@@ -45,7 +44,7 @@ class TreeMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.pool = BlockPool(24)
-        self.tree = ChunkTree(self.pool, CHUNK)
+        self.tree = RadixCache(self.pool, CHUNK)
         self.held: list[Node] = []
         self.now = 0.0
 
@@ -243,7 +242,7 @@ class EngineMachine(RuleBasedStateMachine):
             verify(stream, CONTEXT)
         self.simulation.flush_cache()
         scheduler = self.simulation.scheduler
-        assert scheduler.residence.pool.free_count == self.config.num_blocks
+        assert scheduler.kv.pool.free_count == self.config.num_blocks
         assert not scheduler.forks.searches
 
 

@@ -7,8 +7,7 @@ from statistics import fmean, median
 
 import pytest
 
-from trunkline.controller.tiers.costs import PRIOR_US, StepCosts
-from trunkline.controller.tiers.pacing import prefill_budget
+from trunkline.controller.tiers.costs import PRIOR_US, StepCosts, prefill_budget
 
 LEAST = 64
 MOST = 1024

@@ -76,7 +76,7 @@ def test_a_chunk_of_which_one_rank_failed_is_not_published() -> None:
     outcomes = [MoveOutcome(move, 2 * (i == 0), 5) for i, move in enumerate(done)]
     engine.receive(MovesDone(1, 1, outcomes), simulation.now)
     assert on_disk(simulation) == {moves[move].name for move in done[1:]}
-    engine.scheduler.residence.tree.tiers.check()
+    engine.scheduler.kv.tree.tiers.check()
 
 
 def test_answers_of_a_group_that_was_given_up_count_nothing() -> None:
@@ -156,7 +156,7 @@ def test_full_tiers_stay_within_their_bounds_and_say_what_they_gave_up() -> None
     for session in sessions:
         session.turn(16, 1)
         settle(simulation)
-    simulation.scheduler.residence.make_room(24)
+    simulation.scheduler.kv.make_room(24)
     tree = simulation.tree
     assert tree.node_count <= 18
     stats = tree.tiers.stats()

@@ -50,8 +50,8 @@ def settle(simulation: Simulation) -> None:
 def sink(simulation: Simulation, tier: TierKind) -> None:
     """All chunks that can be are in this tier and below, and in none above."""
     settle(simulation)
-    residence, tree = simulation.scheduler.residence, simulation.tree
-    residence.make_room(simulation.engine.config.num_blocks)
+    kv, tree = simulation.scheduler.kv, simulation.tree
+    kv.make_room(simulation.engine.config.num_blocks)
     for node in sorted(tree.nodes(), key=lambda node: -node.depth):
         if tier > TierKind.HOST and node.host != NO_SLOT and (node.disk_ready or node.remote):
             tree.tiers.mover.drop_host(node)

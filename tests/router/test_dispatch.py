@@ -19,7 +19,7 @@ from router.harness import ANSWER, EOS, MESSAGES, RunningRouter, make_answer, ru
 from seeds import seeds
 
 from trunkline.controller.messages import Submit
-from trunkline.controller.sequences.samples import sample_seed
+from trunkline.controller.sequences.beam_search import sample_seed
 from trunkline.router.messages import Finished, FinishReason
 from trunkline.router.text.tokenizer import Tokenizer
 

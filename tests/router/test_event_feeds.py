@@ -18,7 +18,7 @@ from simulation.told import Mirror, truth
 
 from trunkline.controller.cache.block_pool import BlockPool
 from trunkline.controller.cache.kv_events import KvEventLog
-from trunkline.controller.cache.radix_cache import ChunkTree
+from trunkline.controller.cache.radix_cache import RadixCache
 from trunkline.controller.config import EngineConfig
 from trunkline.controller.messages import EventsCall
 from trunkline.controller.service.event_publisher import EventPublisher
@@ -95,7 +95,7 @@ class Source:
 
     def restart(self) -> None:
         self.pool = BlockPool(48)
-        self.tree = ChunkTree(self.pool, CHUNK)
+        self.tree = RadixCache(self.pool, CHUNK)
         self.log = KvEventLog(
             self.rng.randbytes(8), ring_bytes=self.rng.choice([300, 3000, 1 << 20]), page_chunks=6
         )
@@ -347,7 +347,7 @@ class Controller:
 
     @property
     def truth(self) -> dict[bytes, int]:
-        return truth(self.simulation.engine.scheduler.residence.tree)
+        return truth(self.simulation.engine.scheduler.kv.tree)
 
     def turn(self) -> None:
         self.publisher.turn(self.simulation.engine, asyncio.get_running_loop().time())

@@ -1,6 +1,6 @@
 """Beam searches in the simulated workers: candidates, the moves of beams, and the copies they leave to do.
 
-What every rank must do by the contract of `BeamSeat`, `Fork` and `StepPlan` (trunkline.worker.messages).
+What every rank must do by the contract of `BeamPosition`, `Fork` and `StepPlan` (trunkline.worker.messages).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from trunkline.controller.messages import BeamStep
 from trunkline.kvstore.beams import assign_tails, choose_beams
 from trunkline.kvstore.extents import blocks_for
 from trunkline.kvstore.int32_codec import pack_int32, unpack_int32
-from trunkline.worker.messages import BeamSeat, Sampling
+from trunkline.worker.messages import BeamPosition, Sampling
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Resident:
     """From position `first` on."""
     table: list[int]
     layout: Layout
-    seat: BeamSeat | None = None
+    beam_position: BeamPosition | None = None
     computed: int | None = None
     """Positions before this one were computed or found; None: nothing is planned for it yet."""
     reaches: Mapping[int, int] = field(default_factory=dict)
@@ -49,17 +49,21 @@ class Search:
     candidates: int
     stop_ids: bytes
     members: dict[int, int] = field(default_factory=dict)
-    """Index → stay."""
+    """Index → batch_seq_id."""
     scores: dict[int, np.float32] = field(default_factory=dict)
     copies: list[tuple[int, int, int, int]] = field(default_factory=list)
     """What the last move left to do at the start of the next step."""
 
-    def sit(self, stay: int, seat: BeamSeat) -> None:
-        assert (seat.width, seat.candidates, seat.stop_ids) == (self.width, self.candidates, self.stop_ids)
-        assert 0 <= seat.index < self.width
-        assert seat.index not in self.members, "two members have one seat"
-        self.members[seat.index] = stay
-        self.scores[seat.index] = np.float32(seat.score)
+    def sit(self, batch_seq_id: int, beam_position: BeamPosition) -> None:
+        assert (beam_position.width, beam_position.candidates, beam_position.stop_ids) == (
+            self.width,
+            self.candidates,
+            self.stop_ids,
+        )
+        assert 0 <= beam_position.index < self.width
+        assert beam_position.index not in self.members, "two members have one beam_position"
+        self.members[beam_position.index] = batch_seq_id
+        self.scores[beam_position.index] = np.float32(beam_position.score)
 
 
 class Searches:
@@ -71,17 +75,19 @@ class Searches:
         self._ended: set[int] = set()
         self.moves = 0
 
-    def sit(self, stay: int, seat: BeamSeat) -> None:
+    def sit(self, batch_seq_id: int, beam_position: BeamPosition) -> None:
         """A member joins or is forked."""
-        assert seat.group not in self._ended, "a search's id was used twice"
-        search = self.by_group.setdefault(seat.group, Search(seat.width, seat.candidates, seat.stop_ids))
-        search.sit(stay, seat)
+        assert beam_position.group not in self._ended, "a search's id was used twice"
+        search = self.by_group.setdefault(
+            beam_position.group, Search(beam_position.width, beam_position.candidates, beam_position.stop_ids)
+        )
+        search.sit(batch_seq_id, beam_position)
 
-    def leave(self, seats: list[BeamSeat]) -> None:
+    def leave(self, positions: list[BeamPosition]) -> None:
         """Members leave; all of a search at once, and the copies it had left to do are forgotten with it."""
-        for seat in seats:
-            del self.by_group[seat.group].members[seat.index]
-        for group in {seat.group for seat in seats}:
+        for beam_position in positions:
+            del self.by_group[beam_position.group].members[beam_position.index]
+        for group in {beam_position.group for beam_position in positions}:
             assert not self.by_group[group].members, "a part of a beam search left"
             del self.by_group[group]
             self._ended.add(group)
@@ -96,12 +102,16 @@ class Searches:
     def check_together(self, rows: list[int], residents: dict[int, Resident]) -> None:
         """All members of a search decode in the same steps."""
         present = set(rows)
-        groups = {seat.group for stay in rows if (seat := residents[stay].seat) is not None}
+        groups = {
+            beam_position.group
+            for batch_seq_id in rows
+            if (beam_position := residents[batch_seq_id].beam_position) is not None
+        }
         for group in groups:
             search = self.by_group[group]
             assert set(search.members) == set(range(search.width)), "a search decodes without some of its beams"
             assert set(search.members.values()) <= present, "a part of a beam search decodes"
-            assert len({residents[stay].total for stay in search.members.values()}) == 1
+            assert len({residents[batch_seq_id].total for batch_seq_id in search.members.values()}) == 1
 
     def advance(
         self, group: int, hashes: dict[int, bytes], residents: dict[int, Resident]
@@ -109,13 +119,13 @@ class Searches:
         """Choose the next beams and move contents of members accordingly.
 
         Args:
-            hashes: by stay, of all tokens so far: of every member, or of the first one where the prompt ends.
+            hashes: by batch_seq_id, of all tokens so far: of every member, or of the first one where the prompt ends.
 
         Returns:
-            the candidates; by stay, the token that its new content ends with.
+            the candidates; by batch_seq_id, the token that its new content ends with.
         """
         search = self.by_group[group]
-        indices = sorted(i for i, stay in search.members.items() if stay in hashes)
+        indices = sorted(i for i, batch_seq_id in search.members.items() if batch_seq_id in hashes)
         assert indices in ([0], list(range(search.width))), "candidates come from all beams or from the prompt"
         scores = np.stack(
             [log_probabilities(hashes[search.members[i]]) + search.scores[i] for i in indices], dtype=np.float32

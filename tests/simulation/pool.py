@@ -57,7 +57,7 @@ class SimulatedPool:
         self._chains: list[tuple[bytes, bytes] | None] = [None] * num_blocks
         """(hash after, hash before) of blocks known to hold one unbroken chain: they are walked in one step."""
         self._writers: dict[int, tuple[int, int]] = {}
-        """Block → (step, stay) of its last computed token: one step's sequences do not see each other's."""
+        """Block → (step, batch_seq_id) of its last computed token: one step's sequences do not see each other's."""
         self.host: dict[int, tuple[int, list[Entry | None]]] = {}
         """Slot → (generation, content)."""
         self._saves: deque[_Batch] = deque()
@@ -70,20 +70,20 @@ class SimulatedPool:
 
     # Tokens
 
-    def write(self, block: int, offset: int, entry: Entry, step: int, stay: int) -> None:
+    def write(self, block: int, offset: int, entry: Entry, step: int, batch_seq_id: int) -> None:
         """Store one computed token."""
         self._blocks[block][offset] = entry
         self._chains[block] = None
-        self._writers[block] = (step, stay)
+        self._writers[block] = (step, batch_seq_id)
 
-    def read(self, block: int, offset: int, step: int, stay: int) -> Entry:
+    def read(self, block: int, offset: int, step: int, batch_seq_id: int) -> Entry:
         written, writer = self._writers.get(block, (0, 0))
-        assert written < step or writer == stay, "a step reads what another sequence computes in it"
+        assert written < step or writer == batch_seq_id, "a step reads what another sequence computes in it"
         entry = self._blocks[block][offset]
         assert entry is not None, "a token attends to KV that nobody computed, or that is not loaded yet"
         return entry
 
-    def walk(self, table: list[int], count: int, step: int, stay: int) -> bytes:
+    def walk(self, table: list[int], count: int, step: int, batch_seq_id: int) -> bytes:
         """Attend over the first `count` positions of a block table; the hash of all their tokens."""
         assert count <= len(table) * self.chunk_size, "a sequence's table is too short for its tokens"
         current = b""
@@ -91,21 +91,21 @@ class SimulatedPool:
         for block in table[:whole]:
             chain = self._chains[block]
             written, writer = self._writers.get(block, (0, 0))
-            if chain is None or (written == step and writer != stay):
-                chain = self._chain(block, self.chunk_size, step, stay)
+            if chain is None or (written == step and writer != batch_seq_id):
+                chain = self._chain(block, self.chunk_size, step, batch_seq_id)
                 self._chains[block] = chain
             assert chain[1] == current, "a token attends to KV of another past"
             current = chain[0]
         if rest:
-            chain = self._chain(table[whole], rest, step, stay)
+            chain = self._chain(table[whole], rest, step, batch_seq_id)
             assert chain[1] == current, "a token attends to KV of another past"
             current = chain[0]
         return current
 
-    def _chain(self, block: int, count: int, step: int, stay: int) -> tuple[bytes, bytes]:
-        first = current = self.read(block, 0, step, stay)
+    def _chain(self, block: int, count: int, step: int, batch_seq_id: int) -> tuple[bytes, bytes]:
+        first = current = self.read(block, 0, step, batch_seq_id)
         for offset in range(1, count):
-            entry = self.read(block, offset, step, stay)
+            entry = self.read(block, offset, step, batch_seq_id)
             assert entry.before == current.after, "a token attends to KV of another past"
             current = entry
         return current.after, first.before

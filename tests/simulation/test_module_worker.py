@@ -25,8 +25,10 @@ def packed(*extents: tuple[int, int, int, int, int]) -> bytes:
     return pack_int32([value for extent in extents for value in extent])
 
 
-def join(stay: int, tokens: list[int], first: int, blocks: list[int], extents: bytes) -> Join:
-    return Join(stay, pack_int32(tokens), first, first + len(tokens), pack_int32(blocks), Sampling(), extents)
+def join(batch_seq_id: int, tokens: list[int], first: int, blocks: list[int], extents: bytes) -> Join:
+    return Join(
+        batch_seq_id, pack_int32(tokens), first, first + len(tokens), pack_int32(blocks), Sampling(), extents
+    )
 
 
 def encoded(city_base: int = 6) -> SimulatedWorkers:

@@ -12,7 +12,7 @@ from simulation.worker import SimulatedWorkers
 from trunkline.controller.messages import BeamSearch
 from trunkline.kvstore.beams import assign_tails, candidate_count
 from trunkline.kvstore.int32_codec import pack_int32, unpack_int32
-from trunkline.worker.messages import BeamSeat, Fork, Join, Sampling, StepPlan
+from trunkline.worker.messages import BeamPosition, Fork, Join, Sampling, StepPlan
 
 CHUNK = 4
 PROMPT = [11, 12, 13, 14, 15, 16]
@@ -22,8 +22,16 @@ def workers() -> SimulatedWorkers:
     return SimulatedWorkers(num_blocks=16, chunk_size=CHUNK, host_slots=4)
 
 
-def join(blocks: list[int], sampling: Sampling | None = None, seat: BeamSeat | None = None) -> Join:
-    return Join(1, pack_int32(PROMPT), 0, len(PROMPT), pack_int32(blocks), sampling or Sampling(seed=5), seat=seat)
+def join(blocks: list[int], sampling: Sampling | None = None, beam_position: BeamPosition | None = None) -> Join:
+    return Join(
+        1,
+        pack_int32(PROMPT),
+        0,
+        len(PROMPT),
+        pack_int32(blocks),
+        sampling or Sampling(seed=5),
+        beam_position=beam_position,
+    )
 
 
 def prompt_step(joined: Join, forks: list[Fork]) -> StepPlan:
@@ -79,7 +87,7 @@ def saved_pool(seed: int = 0) -> SimulatedPool:
 def test_host_slots_keep_generations_apart() -> None:
     pool = saved_pool()
     pool.order(3, [], [(5, 3, 1)], 2, 3)
-    assert pool.walk([5], CHUNK, step=4, stay=1) == prefix_hash(PROMPT[:CHUNK])
+    assert pool.walk([5], CHUNK, step=4, batch_seq_id=1) == prefix_hash(PROMPT[:CHUNK])
     for move, message in [
         ((0, 3, 1), "old generation"),
         ((0, 4, 1), "no 4"),
@@ -95,9 +103,9 @@ def test_a_load_is_not_there_before_a_fence_says_so() -> None:
     pool = saved_pool()
     pool.order(3, [], [(5, 3, 1)], 2, 0)
     with pytest.raises(AssertionError, match="not loaded yet"):
-        pool.walk([5], CHUNK, step=3, stay=1)
+        pool.walk([5], CHUNK, step=3, batch_seq_id=1)
     pool.order(4, [], [], 0, 3)
-    assert pool.walk([5], CHUNK, step=4, stay=1) == prefix_hash(PROMPT[:CHUNK])
+    assert pool.walk([5], CHUNK, step=4, batch_seq_id=1) == prefix_hash(PROMPT[:CHUNK])
 
 
 def test_a_block_that_is_written_again_before_its_save_is_saved_wrongly() -> None:
@@ -110,7 +118,7 @@ def test_a_block_that_is_written_again_before_its_save_is_saved_wrongly() -> Non
             pool.write(0, offset, Entry(b"other", b"", 1, offset, offset), 3, 9)
         pool.order(4, [], [(5, 3, 1)], 2, 4)
         try:
-            assert pool.walk([5], CHUNK, step=4, stay=1) == prefix_hash(PROMPT[:CHUNK])
+            assert pool.walk([5], CHUNK, step=4, batch_seq_id=1) == prefix_hash(PROMPT[:CHUNK])
         except AssertionError:
             assert not fence
             noticed += 1
@@ -140,13 +148,17 @@ def test_prompt_positions_are_scored_by_the_logits_before_them() -> None:
 def test_beams_move_with_their_blocks() -> None:
     """Four steps of a search of width 2; the workers copy tails themselves."""
     width, group = 2, workers()
-    seats = [BeamSeat(9, i, width, 0.0, candidate_count(width, 0)) for i in range(width)]
-    group.execute(prompt_step(join([0, 1], seat=seats[0]), [Fork(1, 2, pack_int32([0, 2]), 0, seats[1])]))
+    positions = [BeamPosition(9, i, width, 0.0, candidate_count(width, 0)) for i in range(width)]
+    group.execute(
+        prompt_step(join([0, 1], beam_position=positions[0]), [Fork(1, 2, pack_int32([0, 2]), 0, positions[1])])
+    )
     for step, blocks in ((2, ()), (3, ()), (4, (1, 2, 4, 2, 2, 5))):
         group.execute(decode(step, [2, 1], blocks=blocks))
     # Without stop tokens the beams after four steps are the hypotheses of four tokens.
     expected = beam_search(PROMPT, BeamSearch(width), 4, n=width).hypotheses
-    assert [group.residents[stay].tokens[len(PROMPT) :] for stay in (1, 2)] == [h.tokens for h in expected]
+    assert [group.residents[batch_seq_id].tokens[len(PROMPT) :] for batch_seq_id in (1, 2)] == [
+        h.tokens for h in expected
+    ]
     assert list(group.searches.by_group[9].scores.values()) == [h.logprob for h in expected]
     assert [len(resident.table) for resident in group.residents.values()] == [3, 3]
 
@@ -154,8 +166,12 @@ def test_beams_move_with_their_blocks() -> None:
 def test_a_part_of_a_search_cannot_leave_or_decode() -> None:
     for wrong in (decode(2, [1]), StepPlan(2, 1, leaves=pack_int32([2]))):
         group = workers()
-        seats = [BeamSeat(9, i, 2, 0.0, 4) for i in range(2)]
-        group.execute(prompt_step(join([0, 1], seat=seats[0]), [Fork(1, 2, pack_int32([0, 2]), 0, seats[1])]))
+        positions = [BeamPosition(9, i, 2, 0.0, 4) for i in range(2)]
+        group.execute(
+            prompt_step(
+                join([0, 1], beam_position=positions[0]), [Fork(1, 2, pack_int32([0, 2]), 0, positions[1])]
+            )
+        )
         with pytest.raises(AssertionError, match="a part of a beam search"):
             group.execute(wrong)
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from trunkline.controller.cache.kv_events import KvEventLog
-from trunkline.controller.cache.node import Node
-from trunkline.controller.cache.radix_cache import ChunkTree
-from trunkline.controller.cache.radix_tree import TEXT_ROOT
+from trunkline.controller.cache.radix_cache import RadixCache
+from trunkline.controller.cache.radix_tree import TEXT_ROOT, Node
 from trunkline.kvstore.extents import NO_BLOCK
 from trunkline.kvstore.names import NAME_BYTES, chain
 
 
-def truth(tree: ChunkTree) -> dict[bytes, int]:
+def truth(tree: RadixCache) -> dict[bytes, int]:
     """Name → tiers, of all that is to be told."""
     found: dict[bytes, int] = {}
     for root in tree.roots():
@@ -69,7 +68,7 @@ class Listener(Mirror):
         self.told: set[int] = set()
         """Values of tiers that came."""
 
-    def follow(self, tree: ChunkTree) -> None:
+    def follow(self, tree: RadixCache) -> None:
         for batch in self.log.follow(tree):
             self.apply(batch.names, batch.tiers)
             self.told.update(batch.tiers)

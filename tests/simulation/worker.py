@@ -98,8 +98,8 @@ class SimulatedWorkers:
         self.pool.order(plan.step, saves, loads, plan.save_fence, plan.load_fence)
         self.pool.copy(self.searches.take_copies())
         self.pool.copy(unpack_int32(plan.copies, 4).tolist())
-        for stay, index, block in unpack_int32(plan.blocks, 3).tolist():
-            table = self.residents[stay].table
+        for batch_seq_id, index, block in unpack_int32(plan.blocks, 3).tolist():
+            table = self.residents[batch_seq_id].table
             assert index <= len(table), "a block table has a hole"
             table[index : index + 1] = [block]
         if plan.rows is not None:
@@ -114,11 +114,15 @@ class SimulatedWorkers:
             self.observer(plan)
         return result
 
-    def _leave(self, stays: list[int]) -> None:
-        seats = [seat for stay in stays if (seat := self.residents[stay].seat) is not None]
-        for stay in stays:
-            del self.residents[stay]
-        self.searches.leave(seats)
+    def _leave(self, batch_seq_ids: list[int]) -> None:
+        positions = [
+            beam_position
+            for batch_seq_id in batch_seq_ids
+            if (beam_position := self.residents[batch_seq_id].beam_position) is not None
+        ]
+        for batch_seq_id in batch_seq_ids:
+            del self.residents[batch_seq_id]
+        self.searches.leave(positions)
 
     def _join(self, join: Join, reaches: Mapping[int, int] | None) -> None:
         assert join.sequence not in self.residents
@@ -134,15 +138,15 @@ class SimulatedWorkers:
                 unpack_int32(join.tokens).tolist(),
                 unpack_int32(join.blocks).tolist(),
                 Layout(join.extents, self.chunk_size, modules=reaches is not None),
-                join.seat,
+                join.beam_position,
                 reaches=reaches or {},
             ),
         )
 
-    def _enter(self, stay: int, resident: Resident) -> None:
-        self.residents[stay] = resident
-        if resident.seat is not None:
-            self.searches.sit(stay, resident.seat)
+    def _enter(self, batch_seq_id: int, resident: Resident) -> None:
+        self.residents[batch_seq_id] = resident
+        if resident.beam_position is not None:
+            self.searches.sit(batch_seq_id, resident.beam_position)
 
     def _check_batch(self) -> None:
         """What must hold before anything is computed."""
@@ -164,14 +168,14 @@ class SimulatedWorkers:
         for first, stop, start, end in self.runs.tolist():
             assert first < stop
             assert start < end
-            members = [self.residents[stay] for stay in self.rows[first:stop]]
+            members = [self.residents[batch_seq_id] for batch_seq_id in self.rows[first:stop]]
             assert len(members) == stop - first, "a run covers rows that are not there"
             assert all(len(member.table) >= end for member in members), "a run goes beyond a table"
             if stop - first == 1:
                 assert members[0].layout.has_modules, "a run of one row is of no use"
                 named |= {(first, index) for index in range(start, end)}
                 continue
-            tables = [member.table[start:end] for member in members if member.seat is None]
+            tables = [member.table[start:end] for member in members if member.beam_position is None]
             assert all(table == tables[0] for table in tables), "rows of a run read different blocks"
             cells = {(row, index) for row in range(first, stop) for index in range(start, end)}
             assert not cells & covered, "a block would be read twice for a row"
@@ -181,8 +185,8 @@ class SimulatedWorkers:
     def _check_shared(self, covered: set[tuple[int, int]]) -> None:
         """What several rows of prompts with modules read is in runs of all of them."""
         readers: dict[int, set[tuple[int, int]]] = {}
-        for row, stay in enumerate(self.rows):
-            resident = self.residents[stay]
+        for row, batch_seq_id in enumerate(self.rows):
+            resident = self.residents[batch_seq_id]
             if resident.layout.has_modules:
                 for index, block in enumerate(resident.table):
                     readers.setdefault(block, set()).add((row, index))
@@ -198,21 +202,21 @@ class SimulatedWorkers:
             "a sequence has two entries in one step"
         )
         hashes: dict[int, bytes] = {}
-        for stay in self.rows:
-            position = self.residents[stay].total - 1
-            hashes[stay] = self._run(stay, position, 1, position)
+        for batch_seq_id in self.rows:
+            position = self.residents[batch_seq_id].total - 1
+            hashes[batch_seq_id] = self._run(batch_seq_id, position, 1, position)
         scored: dict[int, PromptLogprobs] = {}
-        for stay, start, count, write_from, sample in prefill:
-            resident = self.residents[stay]
+        for batch_seq_id, start, count, write_from, sample in prefill:
+            resident = self.residents[batch_seq_id]
             assert count > 0
             assert start + count <= resident.total, "a prompt is computed beyond its end"
             assert not sample or start + count == resident.total, "a token is sampled inside of a prompt"
             assert not sample or resident.total > resident.layout.open_start, "nothing stands where it samples"
-            if resident.sampling.prompt_logprobs >= 0 and (report := self._score(stay, start, count)):
-                scored[stay] = report
-            last = self._run(stay, start, count, write_from)
+            if resident.sampling.prompt_logprobs >= 0 and (report := self._score(batch_seq_id, start, count)):
+                scored[batch_seq_id] = report
+            last = self._run(batch_seq_id, start, count, write_from)
             if sample:
-                hashes[stay] = last
+                hashes[batch_seq_id] = last
         tokens, beams = self._sample(plan, hashes)
         return StepResult(
             step=plan.step,
@@ -225,27 +229,27 @@ class SimulatedWorkers:
             moved_blocks=moved_blocks,
         )
 
-    def _run(self, stay: int, start: int, count: int, write_from: int) -> bytes:
+    def _run(self, batch_seq_id: int, start: int, count: int, write_from: int) -> bytes:
         """Compute positions from `start` on; the hash of all tokens up to the last."""
-        resident = self.residents[stay]
+        resident = self.residents[batch_seq_id]
         assert resident.computed in (None, start), "a sequence computes something twice or not at all"
         resident.computed = start + count
         if resident.layout.has_modules:
-            return self._run_modules(stay, start, count, write_from)
-        last = self._past(stay, start)
+            return self._run_modules(batch_seq_id, start, count, write_from)
+        last = self._past(batch_seq_id, start)
         for position in range(start, start + count):
-            last = self._position(stay, position, last, write=position >= write_from)
+            last = self._position(batch_seq_id, position, last, write=position >= write_from)
         return last
 
-    def _run_modules(self, stay: int, start: int, count: int, write_from: int) -> bytes:
+    def _run_modules(self, batch_seq_id: int, start: int, count: int, write_from: int) -> bytes:
         """Likewise with modules: each new token sees what acts at smaller positions, in that order."""
-        resident = self.residents[stay]
+        resident = self.residents[batch_seq_id]
         seen, new, positions = MODULES, start, 0
         for place, (number, cell) in enumerate(resident.layout.by_position(start + count)):
             positions += cell.acting
             block = resident.table[cell.entry]
             if number < start:
-                entry = self.pool.read(block, cell.offset, self.last_step, stay)
+                entry = self.pool.read(block, cell.offset, self.last_step, batch_seq_id)
                 assert entry.frame == cell.frame, "a key was rotated at another position than is assumed"
                 known = number < resident.first or entry.token == resident.tokens[number - resident.first]
                 assert known, "KV of other tokens is seen"
@@ -257,65 +261,67 @@ class SimulatedWorkers:
             token = resident.tokens[number - resident.first]
             reach = (place + 1) * cell.acting - positions
             entry = Entry(text_token(seen, token), seen, token, cell.frame, place, reach)
-            self._store(stay, block, cell.offset, entry, write=number >= write_from)
+            self._store(batch_seq_id, block, cell.offset, entry, write=number >= write_from)
             seen = extend_seen(seen, entry.after)
             new += 1
             if new == start + count:
                 return seen
         raise AssertionError("a layout has no place for a new token")
 
-    def _store(self, stay: int, block: int, offset: int, entry: Entry, *, write: bool) -> None:
+    def _store(self, batch_seq_id: int, block: int, offset: int, entry: Entry, *, write: bool) -> None:
         """Store (or, unstored, find) what was computed of a token."""
         if write:
             assert self.holders[block] == 1, "a sequence writes to a block that others refer to"
-            self.pool.write(block, offset, entry, self.last_step, stay)
+            self.pool.write(block, offset, entry, self.last_step, batch_seq_id)
             self.written_tokens += 1
         else:
-            stored = self.pool.read(block, offset, self.last_step, stay)
+            stored = self.pool.read(block, offset, self.last_step, batch_seq_id)
             same = stored == entry._replace(reach=stored.reach)  # texts may have moved since
             assert same, "a token that is not stored differs from the stored one"
         self.computed_tokens += 1
 
-    def _past(self, stay: int, count: int) -> bytes:
+    def _past(self, batch_seq_id: int, count: int) -> bytes:
         """Attend over a sequence's first `count` positions; the hash of what is seen there."""
-        resident = self.residents[stay]
+        resident = self.residents[batch_seq_id]
         if resident.layout.is_plain:
-            return self.pool.walk(resident.table, count, self.last_step, stay)
+            return self.pool.walk(resident.table, count, self.last_step, batch_seq_id)
         cells = resident.layout.cells(count)
         step = self.last_step
-        entries = [self.pool.read(resident.table[cell.entry], cell.offset, step, stay) for cell in cells]
+        entries = [self.pool.read(resident.table[cell.entry], cell.offset, step, batch_seq_id) for cell in cells]
         for entry, cell in zip(entries, cells, strict=True):
             assert entry.frame == cell.frame, "a key was rotated at another position than is assumed"
         known = resident.tokens[: max(0, count - resident.first)]
         assert [entry.token for entry in entries][resident.first :] == known, "KV of other tokens is seen"
         return seen_hash(entries)
 
-    def _position(self, stay: int, position: int, past: bytes, *, write: bool) -> bytes:
+    def _position(self, batch_seq_id: int, position: int, past: bytes, *, write: bool) -> bytes:
         """Compute a position after `past`, then store (or, unstored, find) its entry."""
-        resident = self.residents[stay]
+        resident = self.residents[batch_seq_id]
         token = resident.tokens[position - resident.first]
         current = extend_hash(past, token)
         index, offset, frame, _ = resident.layout.cell(position)
         block = resident.table[index]
         if write:
             assert self.holders[block] == 1, "a sequence writes to a block that others refer to"
-            self.pool.write(block, offset, Entry(current, past, token, frame, position), self.last_step, stay)
+            self.pool.write(
+                block, offset, Entry(current, past, token, frame, position), self.last_step, batch_seq_id
+            )
             self.written_tokens += 1
         else:
-            stored = self.pool.read(block, offset, self.last_step, stay)
+            stored = self.pool.read(block, offset, self.last_step, batch_seq_id)
             same = stored == Entry(current, past, token, frame, position)
             behind_cut = not resident.layout.is_plain and stored[2:4] == (token, frame)
             assert same or behind_cut, "a token that is not stored differs from the stored one"
         self.computed_tokens += 1
         return current
 
-    def _score(self, stay: int, start: int, count: int) -> PromptLogprobs | None:
+    def _score(self, batch_seq_id: int, start: int, count: int) -> PromptLogprobs | None:
         """Scores of the prompt tokens after positions `[start, start + count)`."""
-        resident = self.residents[stay]
+        resident = self.residents[batch_seq_id]
         stop = min(start + count + 1, resident.prompt_len)
         if stop <= start + 1:
             return None
-        past = self._past(stay, start)
+        past = self._past(batch_seq_id, start)
         scores = []
         for position in range(start, stop - 1):
             past = extend_hash(past, resident.tokens[position - resident.first])
@@ -340,17 +346,23 @@ class SimulatedWorkers:
             order.append(fork.child)
         forked = {fork.child: fork.parent for fork in plan.forks}
         sampled: dict[int, int] = {}
-        for stay in order:
-            if self.residents[stay].seat is None:
-                sampled[stay] = next_token(hashes[forked.get(stay, stay)], self.residents[stay].sampling.seed)
-        for stay, token in sampled.items():
-            self.residents[stay].tokens.append(token)
+        for batch_seq_id in order:
+            if self.residents[batch_seq_id].beam_position is None:
+                sampled[batch_seq_id] = next_token(
+                    hashes[forked.get(batch_seq_id, batch_seq_id)], self.residents[batch_seq_id].sampling.seed
+                )
+        for batch_seq_id, token in sampled.items():
+            self.residents[batch_seq_id].tokens.append(token)
         beams: dict[int, BeamStep] = {}
-        groups = {seat.group: None for stay in order if (seat := self.residents[stay].seat) is not None}
+        groups = {
+            beam_position.group: None
+            for batch_seq_id in order
+            if (beam_position := self.residents[batch_seq_id].beam_position) is not None
+        }
         for group in groups:
             beams[group], chosen = self.searches.advance(group, hashes, self.residents)
             sampled.update(chosen)
-        return [sampled[stay] for stay in order], beams
+        return [sampled[batch_seq_id] for batch_seq_id in order], beams
 
     def _fork(self, fork: Fork, hashes: dict[int, bytes]) -> None:
         parent = self.residents[fork.parent]
@@ -364,8 +376,8 @@ class SimulatedWorkers:
         assert len(table) <= whole + bool(rest), "a fork has blocks that nobody needs yet"
         assert all(self.holders[block] == 0 for block in table[whole:]), "a fork's tail is not its own"
         self.holders.update(table)
-        assert (parent.seat is None) == (fork.seat is None)
-        sampling = parent.sampling if fork.seat else _with_seed(parent.sampling, fork.seed)
+        assert (parent.beam_position is None) == (fork.beam_position is None)
+        sampling = parent.sampling if fork.beam_position else _with_seed(parent.sampling, fork.seed)
         child = Resident(
             sampling,
             parent.prompt_len,
@@ -373,7 +385,7 @@ class SimulatedWorkers:
             list(parent.tokens),
             table,
             parent.layout,
-            fork.seat,
+            fork.beam_position,
             parent.total,
             parent.reaches,
         )

@@ -82,7 +82,7 @@ class Submit(msgspec.Struct, array_like=True, frozen=True, tag="submit"):
     """Requests share KV only under the same salt."""
     n: int = 1
     """Samples to draw (or, of a beam search, hypotheses to return). Sample i > 0 has a seed derived from
-    `sampling.seed` and i (`trunkline.controller.sequences.samples.sample_seed`)."""
+    `sampling.seed` and i (`trunkline.controller.sequences.beam_search.sample_seed`)."""
     beam: BeamSearch | None = None
     priority: int = 0
     """Smaller goes first; equal ones in order of arrival."""

@@ -26,7 +26,7 @@ def pairs(packed: bytes) -> Ranges:
     return tuple((a, b) for a, b in unpack_int32(packed, columns=2).tolist())
 
 
-class Moves(Enum):
+class RelocationRule(Enum):
     """Where a text that was computed at one position may act."""
 
     ANYWHERE = auto()
@@ -36,15 +36,15 @@ class Moves(Enum):
     """There only: positions are learned."""
 
     @staticmethod
-    def of(positions_shift: bool, relocate: bool) -> Moves:
+    def of(positions_shift: bool, relocate: bool) -> RelocationRule:
         """
         Args:
             positions_shift: whether the model's keys can be turned.
             relocate: whether the request allows it.
         """
         if not positions_shift:
-            return Moves.NOWHERE
-        return Moves.ANYWHERE if relocate else Moves.WITH_ITS_PARENT
+            return RelocationRule.NOWHERE
+        return RelocationRule.ANYWHERE if relocate else RelocationRule.WITH_ITS_PARENT
 
 
 class TextNames(NamedTuple):
@@ -66,7 +66,11 @@ def modules_root(root: bytes) -> ChunkName:
 
 
 def text_names(
-    text: ModuleText, parent: tuple[ChunkName, int] | None, base: ChunkName, moves: Moves, chunk_bytes: int
+    text: ModuleText,
+    parent: tuple[ChunkName, int] | None,
+    base: ChunkName,
+    moves: RelocationRule,
+    chunk_bytes: int,
 ) -> TextNames:
     """
     Args:
@@ -76,8 +80,8 @@ def text_names(
     """
     above, origin = parent if parent is not None else (base, text.position)
     where = b""
-    if moves is not Moves.ANYWHERE:
-        where = (text.position - (origin if moves is Moves.WITH_ITS_PARENT else 0)).to_bytes(8, "little")
+    if moves is not RelocationRule.ANYWHERE:
+        where = (text.position - (origin if moves is RelocationRule.WITH_ITS_PARENT else 0)).to_bytes(8, "little")
     place = _digest(b"place", above, where, text.tokens[:chunk_bytes])
     return TextNames(place, _digest(b"content", above, where, text.tokens))
 

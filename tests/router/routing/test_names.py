@@ -38,7 +38,7 @@ class Controller:
 
     def predict(self, request: RouteRequest) -> Decision:
         """As a router that has just heard of everything."""
-        told = truth(self.simulation.engine.scheduler.residence.tree)
+        told = truth(self.simulation.engine.scheduler.kv.tree)
         core = RoutingCore(1)
         core.set_identity(0, self.identity)
         core.set_available(0, True, 0.0)

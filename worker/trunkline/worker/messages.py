@@ -76,7 +76,7 @@ class Sampling(msgspec.Struct, array_like=True, frozen=True):
         )
 
 
-class BeamSeat(msgspec.Struct, array_like=True, frozen=True):
+class BeamPosition(msgspec.Struct, array_like=True, frozen=True):
     """A sequence's place in a beam search (PagedAttention §4.4). Its members are sampled from together."""
 
     group: int
@@ -108,7 +108,7 @@ class Join(msgspec.Struct, array_like=True, frozen=True):
     sampling: Sampling
     extents: bytes = b""
     """int32 `[n, 5]` (`trunkline.kvstore.extents.Extent`); empty: `PLAIN_LAYOUT`."""
-    seat: BeamSeat | None = None
+    beam_position: BeamPosition | None = None
 
 
 class Fork(msgspec.Struct, array_like=True, frozen=True):
@@ -125,7 +125,7 @@ class Fork(msgspec.Struct, array_like=True, frozen=True):
     """int32 block table of the child: the parent's full blocks, then a block of its own for a tail."""
     seed: int
     """The child's; everything else of its sampling is the parent's."""
-    seat: BeamSeat | None = None
+    beam_position: BeamPosition | None = None
 
 
 class StepPlan(msgspec.Struct, array_like=True, frozen=True, tag="step"):

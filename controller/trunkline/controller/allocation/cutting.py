@@ -15,18 +15,23 @@ decoupled positions do it.
 
 from __future__ import annotations
 
-from trunkline.controller.cache.node import Node
-
-from trunkline.controller.cache.radix_cache import ChunkTree
-from trunkline.controller.cache.radix_tree import Match
+from trunkline.controller.cache.radix_cache import RadixCache
+from trunkline.controller.cache.radix_tree import Match, Node
 from trunkline.controller.config import EngineConfig
-from trunkline.controller.sequences.sequence import GroupCut, Place, Sequence, SequenceGroup, Stem, TokenBuffer
+from trunkline.controller.sequences.sequence import (
+    CutPrompt,
+    PrefixMatch,
+    Sequence,
+    SequenceGroup,
+    Stem,
+    TokenBuffer,
+)
 from trunkline.kvstore.cuts import ChunkRun, ContextCut, cut_name
 from trunkline.kvstore.extents import blocks_for
 from trunkline.kvstore.names import ChunkName
 
 
-def cut_group(group: SequenceGroup, tree: ChunkTree, config: EngineConfig) -> None:
+def cut_group(group: SequenceGroup, tree: RadixCache, config: EngineConfig) -> None:
     """Give a new group of one sequence the table and the limit that follow from what it drops.
 
     Where KV cannot be kept behind a cut, it is a plain prompt of what is left from the start.
@@ -38,7 +43,7 @@ def cut_group(group: SequenceGroup, tree: ChunkTree, config: EngineConfig) -> No
     group.prompt_len += len(table) - len(history)
     group.limit += cut.holes
     packed = history.astype("<i4", copy=False).tobytes()
-    group.cut = GroupCut(cut, packed, cut.chain(tree.root_name(group.request.salt), history))
+    group.cut = CutPrompt(cut, packed, cut.chain(tree.root_name(group.request.salt), history))
     blocks, shared = blocks_for(group.limit, config.chunk_size), group.prompt_len // config.chunk_size
     needed = shared + group.request.width * (blocks - shared)
     fits = blocks <= config.max_table_blocks and needed <= config.num_blocks
@@ -48,7 +53,7 @@ def cut_group(group: SequenceGroup, tree: ChunkTree, config: EngineConfig) -> No
         group.compact()
 
 
-def settle(tree: ChunkTree, sequence: Sequence, step: int) -> None:
+def settle(tree: RadixCache, sequence: Sequence, step: int) -> None:
     """Decide before an admission whether a group with a cut goes on with the KV it kept, or as a plain prompt of
     which the tree may have more (because it was computed so before)."""
     group = sequence.group
@@ -67,11 +72,11 @@ def settle(tree: ChunkTree, sequence: Sequence, step: int) -> None:
         group.compact()
 
 
-def _tokens(tree: ChunkTree, match: Match) -> int:
+def _tokens(tree: RadixCache, match: Match) -> int:
     return len(match.path) * tree.chunk_size + match.partial_tokens
 
 
-def behind_cut(tree: ChunkTree, sequence: Sequence, stop: int, step: int) -> Place | None:
+def behind_cut(tree: RadixCache, sequence: Sequence, stop: int, step: int) -> PrefixMatch | None:
     """Where the first `stop` tokens of a sequence are.
 
     None: something before the last segment is missing.
@@ -79,7 +84,7 @@ def behind_cut(tree: ChunkTree, sequence: Sequence, stop: int, step: int) -> Pla
     group_cut = sequence.group.cut
     if group_cut is None:
         root = tree.root(sequence.salt)
-        return Place(Stem(root), tree.match(root, sequence.tokens.to_bytes(0, stop), step))
+        return PrefixMatch(Stem(root), tree.match(root, sequence.tokens.to_bytes(0, stop), step))
     cut, size = group_cut.cut, tree.chunk_bytes
     path: list[Node] = []
     pins: list[Node] = []
@@ -91,7 +96,7 @@ def behind_cut(tree: ChunkTree, sequence: Sequence, stop: int, step: int) -> Pla
         tokens = group_cut.history[segment.start * size : segment.stop * size]
         match = tree.match(root, tokens, step)
         if match.pending is not None:
-            return Place(Stem(root), Match([], match.pending, None, 0))
+            return PrefixMatch(Stem(root), Match([], match.pending, None, 0))
         if len(match.path) < count:
             tree.prune_root(root)
             return None
@@ -104,10 +109,10 @@ def behind_cut(tree: ChunkTree, sequence: Sequence, stop: int, step: int) -> Pla
     if match.pending is None and _tokens(tree, match) < cut.closed_end:
         tree.prune_root(root)
         return None
-    return Place(Stem(root, len(path), tuple(pins), root.name), match)
+    return PrefixMatch(Stem(root, len(path), tuple(pins), root.name), match)
 
 
-def _segment_root(tree: ChunkTree, sequence: Sequence, cut: GroupCut, segment: ChunkRun, step: int) -> Node:
+def _segment_root(tree: RadixCache, sequence: Sequence, cut: CutPrompt, segment: ChunkRun, step: int) -> Node:
     if not segment.drops:
         return tree.root(sequence.salt)
     after = cut.chain[segment.start - 1] if segment.start else tree.root_name(sequence.salt)
@@ -121,7 +126,7 @@ def _segment_root(tree: ChunkTree, sequence: Sequence, cut: GroupCut, segment: C
     return root
 
 
-def _source(tree: ChunkTree, sequence: Sequence, cut: GroupCut, segment: ChunkRun, step: int) -> Node | None:
+def _source(tree: RadixCache, sequence: Sequence, cut: CutPrompt, segment: ChunkRun, step: int) -> Node | None:
     """The chunk of the history that is to move: behind the latest earlier cut that has it, or in the plain tree.
 
     What was computed while less could be seen than now is none.
@@ -144,7 +149,7 @@ def _within(before: list[tuple[int, int]], drops: tuple[tuple[int, int], ...]) -
     return all(any(a <= start and stop <= b for a, b in drops) for start, stop in before)
 
 
-def _walk(tree: ChunkTree, root: Node, history: bytes, start: int, chunk: int, step: int) -> Node | None:
+def _walk(tree: RadixCache, root: Node, history: bytes, start: int, chunk: int, step: int) -> Node | None:
     """The node of `chunk` that is reached from `root`, which stands before chunk `start`."""
     node, size = root, tree.chunk_bytes
     for index in range(start, chunk + 1):

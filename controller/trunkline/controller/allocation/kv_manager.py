@@ -20,11 +20,10 @@ import msgspec
 from trunkline.controller.allocation.modules import seen_tokens
 from trunkline.controller.allocation.prefix_match import locate
 from trunkline.controller.cache.block_pool import BlockPool
-from trunkline.controller.cache.node import PENDING, Node
-from trunkline.controller.cache.radix_cache import ChunkTree
-from trunkline.controller.cache.radix_tree import Match
-from trunkline.controller.sequences.plan_builder import PlanDraft
-from trunkline.controller.sequences.sequence import ALL_ENTRIES, Place, Sequence, Stem
+from trunkline.controller.cache.radix_cache import RadixCache
+from trunkline.controller.cache.radix_tree import PENDING, Match, Node
+from trunkline.controller.sequences.plan_builder import PlanBuilder
+from trunkline.controller.sequences.sequence import ALL_ENTRIES, PrefixMatch, Sequence, Stem
 from trunkline.kvstore.extents import BlockId
 from trunkline.kvstore.int32_codec import pack_int32
 from trunkline.worker.messages import Join, Sampling
@@ -44,10 +43,10 @@ class Admission(Enum):
     """Texts of its modules are nowhere, or too far away to be waited for; they must be encoded first."""
 
 
-class Residence:
+class KVCacheManager:
     """Moves blocks between the pool, the tree and sequences."""
 
-    def __init__(self, pool: BlockPool, tree: ChunkTree, *, prefix_cache: bool, ttl: float = 0.0) -> None:
+    def __init__(self, pool: BlockPool, tree: RadixCache, *, prefix_cache: bool, ttl: float = 0.0) -> None:
         """
         Args:
             prefix_cache: without it nothing that was let go of is ever found again; then the tree has no tiers.
@@ -58,14 +57,14 @@ class Residence:
         self.ttl = ttl
         self.chunk_size = tree.chunk_size
         self.prefix_cache = prefix_cache
-        self.next_stay = 1
+        self.next_batch_seq_id = 1
 
     @property
     def available(self) -> int:
         """Blocks that are free or can be made free without touching a running sequence."""
         return self.pool.free_count + self.tree.evictable
 
-    def make_room(self, blocks: int, draft: PlanDraft | None = None) -> bool:
+    def make_room(self, blocks: int, draft: PlanBuilder | None = None) -> bool:
         """Evict until `blocks` are free; False if that is not possible.
 
         With a draft, claimed chunks are saved in that plan before their blocks are used again; without, dropped.
@@ -124,7 +123,7 @@ class Residence:
         sequence: Sequence,
         spare: int,
         now: float,
-        draft: PlanDraft,
+        draft: PlanBuilder,
         *,
         tails: int = 0,
         wait_for: Callable[[list[Node]], bool] | None = None,
@@ -184,13 +183,13 @@ class Residence:
         found = len(match.path) * self.chunk_size + match.partial_tokens
         return cut is None or found >= max(cut.cut.closed_end, cut.cut.table_start * self.chunk_size)
 
-    def _find(self, sequence: Sequence, step: int) -> Place | None:
+    def _find(self, sequence: Sequence, step: int) -> PrefixMatch | None:
         if not self.prefix_cache:
-            return Place(Stem(self.tree.root(sequence.salt)), Match([], None, None, 0))
+            return PrefixMatch(Stem(self.tree.root(sequence.salt)), Match([], None, None, 0))
         return locate(self.tree, sequence, self._shareable_tokens(sequence), step)
 
     def _reserve(
-        self, sequence: Sequence, stem: Stem, match: Match, spare: int, now: float, draft: PlanDraft, tails: int
+        self, sequence: Sequence, stem: Stem, match: Match, spare: int, now: float, draft: PlanBuilder, tails: int
     ) -> Admission | None:
         """None: there is no room for a part of a chunk without which the sequence cannot go on as it is."""
         if not sequence.tokens.count % self.chunk_size:
@@ -240,7 +239,7 @@ class Residence:
         return match.partial_tokens == leaf.token_count < self.chunk_size and not others
 
     def _allocate(
-        self, match: Match, absent: list[Node], needed: int, adopt: bool, now: float, draft: PlanDraft
+        self, match: Match, absent: list[Node], needed: int, adopt: bool, now: float, draft: PlanBuilder
     ) -> list[BlockId]:
         """Blocks for what is matched but not on the device, and the sequence's own; returns its own, in order.
 
@@ -288,7 +287,7 @@ class Residence:
         sequence.private = new
         self.tree.hold(sequence.anchor)
 
-    def _enter(self, sequence: Sequence, draft: PlanDraft) -> None:
+    def _enter(self, sequence: Sequence, draft: PlanBuilder) -> None:
         total = sequence.tokens.count
         # With everything cached the last token is still computed, without storing it: its logits are needed.
         # So are the logits of a whole prompt whose tokens are scored.
@@ -297,8 +296,8 @@ class Residence:
             sequence.computed = max(sequence.computed, sequence.group.cut.cut.first_open)
         elif sequence.group.modules is not None:
             sequence.computed = max(sequence.computed, sequence.group.modules.entries * self.chunk_size)
-        sequence.stay = self.next_stay
-        self.next_stay += 1
+        sequence.batch_seq_id = self.next_batch_seq_id
+        self.next_batch_seq_id += 1
         sampling = sequence.sampling
         if sampling.prompt_logprobs >= 0 and not sequence.recompute_from_start:
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=-1)  # they have been reported
@@ -326,7 +325,7 @@ class Residence:
         for node in (*child.stem.pins, child.anchor):
             self.tree.hold(node)
 
-    def mark_ready(self, sequence: Sequence, draft: PlanDraft) -> None:
+    def mark_ready(self, sequence: Sequence, draft: PlanBuilder) -> None:
         """Publish the chunks whose last token is computed by the plan being made, and have them saved
         meanwhile."""
         for node in sequence.path[sequence.resident // self.chunk_size : sequence.computed // self.chunk_size]:
@@ -451,12 +450,12 @@ def _join(sequence: Sequence, sampling: Sampling) -> Join:
     elif modules is not None and not first:
         tokens = seen_tokens(modules, tokens)
     return Join(
-        sequence=sequence.stay,
+        sequence=sequence.batch_seq_id,
         tokens=pack_int32(tokens),
         first=first - holes if first else 0,
         prompt_len=sequence.prompt_len - holes,
         blocks=pack_int32(sequence.block_table()),
         sampling=sampling,
         extents=pack_int32([value for extent in extents for value in extent]) if extents else b"",
-        seat=sequence.seat,
+        beam_position=sequence.beam_position,
     )

@@ -25,19 +25,22 @@ from typing import NamedTuple
 
 import numpy as np
 
-from trunkline.controller.cache.node import TOKEN_BYTES, Node
-from trunkline.controller.cache.radix_cache import ChunkTree
-from trunkline.controller.cache.radix_tree import Match
+from trunkline.controller.cache.radix_cache import RadixCache
+from trunkline.controller.cache.radix_tree import TOKEN_BYTES, Match, Node
 from trunkline.controller.messages import ModuleText, PromptLayout
 from trunkline.controller.sequences.module_prompt import CachedText, ModulePrompt, Ranges
-from trunkline.controller.sequences.sequence import Place, Sequence, SequenceGroup, Stem, TokenBuffer
+from trunkline.controller.sequences.sequence import PrefixMatch, Sequence, SequenceGroup, Stem, TokenBuffer
 from trunkline.kvstore.extents import OPEN_COUNT, Extent, blocks_for
 from trunkline.kvstore.int32_codec import Int32Array
-from trunkline.kvstore.module_names import Moves, modules_root, pairs, prompt_root, text_names
+from trunkline.kvstore.module_names import RelocationRule, modules_root, pairs, prompt_root, text_names
 
 
 def name_texts(
-    tree: ChunkTree, salt: bytes, texts: AbstractSequence[ModuleText], moves: Moves, named: list[CachedText]
+    tree: RadixCache,
+    salt: bytes,
+    texts: AbstractSequence[ModuleText],
+    moves: RelocationRule,
+    named: list[CachedText],
 ) -> None:
     """Name texts whose parents come before them.
 
@@ -61,7 +64,7 @@ def chain_of(texts: AbstractSequence[CachedText], index: int) -> list[int]:
     return chain[::-1]
 
 
-def prompt_of(tree: ChunkTree, salt: bytes, layout: PromptLayout, moves: Moves) -> ModulePrompt:
+def prompt_of(tree: RadixCache, salt: bytes, layout: PromptLayout, moves: RelocationRule) -> ModulePrompt:
     """What the engine has to know of a request's layout."""
     texts: list[CachedText] = []
     name_texts(tree, salt, layout.texts, moves, texts)
@@ -113,7 +116,7 @@ class FoundText(NamedTuple):
     """The position at which its first token was computed."""
 
 
-def find_text(tree: ChunkTree, text: CachedText, stop: int, step: int) -> FoundText:
+def find_text(tree: RadixCache, text: CachedText, stop: int, step: int) -> FoundText:
     """Look for the first `stop` tokens of a text, for use in step `step`."""
     root = tree.find_text_root(text.place)
     if root is None:
@@ -132,7 +135,7 @@ def find_text(tree: ChunkTree, text: CachedText, stop: int, step: int) -> FoundT
     return FoundText(nodes, None, base)
 
 
-def _child(tree: ChunkTree, node: Node, key: bytes) -> Node | None:
+def _child(tree: RadixCache, node: Node, key: bytes) -> Node | None:
     """The chunk of a text's next tokens: for its last ones, any chunk that begins with them."""
     child = node.children.get(key)
     if child is None and len(key) < tree.chunk_bytes:
@@ -140,7 +143,7 @@ def _child(tree: ChunkTree, node: Node, key: bytes) -> Node | None:
     return child
 
 
-def place_modules(tree: ChunkTree, sequence: Sequence, stop: int, step: int) -> Place | None:
+def place_modules(tree: RadixCache, sequence: Sequence, stop: int, step: int) -> PrefixMatch | None:
     """Find the texts that a sequence sees, and what there is of its first `stop` own tokens (counted in its
     table).
 
@@ -155,7 +158,7 @@ def place_modules(tree: ChunkTree, sequence: Sequence, stop: int, step: int) -> 
         text = prompt.texts[part.text]
         found = find_text(tree, text, part.tokens(prompt), step)
         if found.pending is not None:
-            return Place(Stem(_root_of(found.pending)), Match([], found.pending, None, 0))
+            return PrefixMatch(Stem(_root_of(found.pending)), Match([], found.pending, None, 0))
         if not found.nodes:
             return None
         shift = text.position - found.base
@@ -172,7 +175,7 @@ def place_modules(tree: ChunkTree, sequence: Sequence, stop: int, step: int) -> 
     match = tree.match(root, sequence.tokens.to_bytes(len(path) * tree.chunk_size, stop), step)
     match.path = path + match.path
     extents += _own_extents(prompt, len(path), base, tree.chunk_size)
-    return Place(Stem(root, len(path), tuple(pins), root.name, tuple(extents)), match)
+    return PrefixMatch(Stem(root, len(path), tuple(pins), root.name, tuple(extents)), match)
 
 
 def _root_of(node: Node) -> Node:

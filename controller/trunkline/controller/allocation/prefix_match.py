@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from trunkline.controller.allocation.cutting import behind_cut
 from trunkline.controller.allocation.modules import find_text, place_modules
-from trunkline.controller.cache.node import Node
-from trunkline.controller.cache.radix_cache import ChunkTree
-from trunkline.controller.sequences.sequence import Place, Sequence, Stem
+from trunkline.controller.cache.radix_cache import RadixCache
+from trunkline.controller.cache.radix_tree import Node
+from trunkline.controller.sequences.sequence import PrefixMatch, Sequence, Stem
 from trunkline.kvstore.int32_codec import pack_int32
 
 
-def locate(tree: ChunkTree, sequence: Sequence, stop: int, step: int) -> Place | None:
+def locate(tree: RadixCache, sequence: Sequence, stop: int, step: int) -> PrefixMatch | None:
     """Find what the forest has of a sequence's first `stop` tokens (counted in its table).
 
     A group whose KV before its last cut is not all there is made compact first. None: texts of modules are
@@ -23,11 +23,11 @@ def locate(tree: ChunkTree, sequence: Sequence, stop: int, step: int) -> Place |
         sequence.group.compact()
         root = tree.root(sequence.salt)
         tokens = sequence.tokens.to_bytes(0, min(stop, sequence.tokens.count))
-        return Place(Stem(root), tree.match(root, tokens, step))
+        return PrefixMatch(Stem(root), tree.match(root, tokens, step))
     return place
 
 
-def expect(tree: ChunkTree, sequence: Sequence, step: int) -> tuple[list[Node], list[Node]]:
+def expect(tree: RadixCache, sequence: Sequence, step: int) -> tuple[list[Node], list[Node]]:
     """What a waiting sequence will use, as far as is known now: whole chunks (and the last ones of texts), and one
     of which it will use the head, if there is one."""
     prompt = sequence.group.modules
@@ -51,7 +51,7 @@ def expect(tree: ChunkTree, sequence: Sequence, step: int) -> tuple[list[Node], 
     return path, [head] if head is not None else []
 
 
-def _texts(tree: ChunkTree, sequence: Sequence, step: int) -> list[Node]:
+def _texts(tree: RadixCache, sequence: Sequence, step: int) -> list[Node]:
     """What there is of its texts while others of them are missing."""
     prompt = sequence.group.modules
     assert prompt is not None

@@ -24,9 +24,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Final, NamedTuple
 
-from trunkline.controller.cache.node import TOKEN_BYTES, Node
-
-from trunkline.controller.cache.radix_cache import ChunkTree
+from trunkline.controller.cache.radix_cache import RadixCache
+from trunkline.controller.cache.radix_tree import TOKEN_BYTES, Node
 from trunkline.controller.messages import EventsCall
 from trunkline.kvstore.extents import NO_BLOCK
 from trunkline.kvstore.names import NAME_BYTES, ChunkName
@@ -135,7 +134,7 @@ class KvEventLog:
         self.seq = 0
         """Number of the last batch."""
         self.announced = Announced()
-        self._tree: ChunkTree | None = None
+        self._tree: RadixCache | None = None
         self._ring: deque[Batch] = deque()
         """The last batches, without a gap."""
         self._ring_bytes = 0
@@ -146,7 +145,7 @@ class KvEventLog:
 
     # Telling
 
-    def follow(self, tree: ChunkTree, *, look_again: bool = False) -> list[Batch]:
+    def follow(self, tree: RadixCache, *, look_again: bool = False) -> list[Batch]:
         """What has changed since the last call, in order, in as many batches as it takes; often none.
 
         Args:
@@ -170,7 +169,7 @@ class KvEventLog:
         names = [name for name, tiers in before.items() if known.get(name, 0) != tiers]
         return [self._emit(names[at : at + self._page_chunks]) for at in range(0, len(names), self._page_chunks)]
 
-    def _begin(self, tree: ChunkTree) -> None:
+    def _begin(self, tree: RadixCache) -> None:
         self._tree = tree
         self.announced.clear()
         tree.changed.start()
@@ -260,7 +259,7 @@ class KvEventLog:
             del self._snapshots[upto]
 
 
-def _note_all(tree: ChunkTree) -> None:
+def _note_all(tree: RadixCache) -> None:
     for node in tree.nodes():
         tree.changed.note(node)
 
@@ -269,7 +268,7 @@ def _size(batch: Batch) -> int:
     return len(batch.names) + len(batch.tiers) + BATCH_BYTES
 
 
-def problem_of_log(tree: ChunkTree) -> str:
+def problem_of_log(tree: RadixCache) -> str:
     """What is wrong with what was told of a tree's chunks; "" if nothing is, or nobody follows it."""
     if not tree.changed.is_on:
         return ""

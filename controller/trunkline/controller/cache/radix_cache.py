@@ -27,11 +27,9 @@ from itertools import count
 from math import inf
 from typing import Final, Protocol
 
-from trunkline.controller.cache.node import PENDING, Node
-
 from trunkline.controller.cache.block_pool import BlockPool
 from trunkline.controller.cache.fences import Fences
-from trunkline.controller.cache.radix_tree import ChunkForest
+from trunkline.controller.cache.radix_tree import PENDING, Node, RadixTree
 from trunkline.kvstore.directory import Directory, DirectoryConfig
 from trunkline.kvstore.extents import NO_BLOCK, BlockId, SlotId
 from trunkline.kvstore.names import ChunkName
@@ -45,7 +43,7 @@ SAVES_PER_PLAN: Final = 64
 """Chunks that a plan saves at most beside those that it must: a burst must not fill the copy thread's queue."""
 
 
-class Moves(Protocol):
+class TierCopyPlan(Protocol):
     """The plan being made, as far as chunks move between device and host in it."""
 
     step: int
@@ -55,7 +53,7 @@ class Moves(Protocol):
     loads: list[tuple[int, int, int]]
 
 
-class ChunkTree(ChunkForest):
+class RadixCache(RadixTree):
     """The forest with its blocks and copies. Pure: time and step numbers are arguments."""
 
     def __init__(
@@ -118,15 +116,15 @@ class ChunkTree(ChunkForest):
         self.evictable += not node.active
         self._note_idle(node)
 
-    def read(self, node: Node, moves: Moves) -> tuple[SlotId, int]:
+    def read(self, node: Node, plan: TierCopyPlan) -> tuple[SlotId, int]:
         """The plan will load the host's copy of a chunk, which stays there until then (see `load`)."""
-        return self.tiers.load(node, moves.step)
+        return self.tiers.load(node, plan.step)
 
-    def load(self, read: tuple[SlotId, int], block: BlockId, moves: Moves) -> None:
+    def load(self, read: tuple[SlotId, int], block: BlockId, plan: TierCopyPlan) -> None:
         """Have what was announced by `read` loaded into `block`, whoever owns that."""
         slot, generation = read
-        self.fences.loaded(block, slot, moves.step)
-        moves.loads.append((block, slot, generation))
+        self.fences.loaded(block, slot, plan.step)
+        plan.loads.append((block, slot, generation))
         self.loaded_blocks += 1
 
     def add_remote(self, parent: Node, key: bytes, now: float, marker: bytes = b"") -> Node:
@@ -138,11 +136,11 @@ class ChunkTree(ChunkForest):
         self.tiers.add_remote(node)
         return node
 
-    def computed(self, node: Node, step: int, moves: Moves | None = None) -> None:
-        """A chunk is full, and can be read after the plan of `step`; with `moves`, which is that plan."""
+    def computed(self, node: Node, step: int, plan: TierCopyPlan | None = None) -> None:
+        """A chunk is full, and can be read after the plan of `step`; with `plan`, which is that plan."""
         node.ready_step = step
         self.absorb_prefixes(node)
-        if moves is not None and self._wants_copy(node) and self._reserve(node, moves, moves.late_saves):
+        if plan is not None and self._wants_copy(node) and self._reserve(node, plan, plan.late_saves):
             return
         self.save_later(node)
 
@@ -160,13 +158,13 @@ class ChunkTree(ChunkForest):
         """Whether some plan has still to copy something."""
         return bool(self._unsaved)
 
-    def save_waiting(self, moves: Moves) -> None:
+    def save_waiting(self, plan: TierCopyPlan) -> None:
         """Copy chunks that have filled, oldest first, as long as there is room for them."""
         for _ in range(min(len(self._unsaved), SAVES_PER_PLAN)):
             node = self._unsaved[0]
-            if node.ready_step >= moves.step and node.parent is not None:
+            if node.ready_step >= plan.step and node.parent is not None:
                 return  # this very plan computes it
-            if self._wants_copy(node) and not self._reserve(node, moves, moves.saves):
+            if self._wants_copy(node) and not self._reserve(node, plan, plan.saves):
                 if not self.tiers.mover.can_sink():
                     self._unsaved.popleft()  # it gets another chance when its block is needed
                 return  # else writes under way make room: without this one nothing below it would be saved
@@ -178,13 +176,15 @@ class ChunkTree(ChunkForest):
             return False
         return node.parent.parent is None or node.parent.is_stored
 
-    def _reserve(self, node: Node, moves: Moves, saves: list[tuple[int, int, int]], forced: bool = False) -> bool:
-        place = self.tiers.save(node, moves.step, forced=forced)
+    def _reserve(
+        self, node: Node, plan: TierCopyPlan, saves: list[tuple[int, int, int]], forced: bool = False
+    ) -> bool:
+        place = self.tiers.save(node, plan.step, forced=forced)
         if place is None:
             return False
         slot, generation = place
         self.drop_lost()
-        self.fences.saved(node.block, slot, moves.step)
+        self.fences.saved(node.block, slot, plan.step)
         saves.append((node.block, slot, generation))
         self.saved_blocks += 1
         return True
@@ -309,23 +309,23 @@ class ChunkTree(ChunkForest):
         last_use, _, node = entry
         return node.last_use == last_use and self._is_idle_leaf(node)
 
-    def evict(self, blocks: int, moves: Moves | None = None) -> int:
+    def evict(self, blocks: int, plan: TierCopyPlan | None = None) -> int:
         """Free up to `blocks` blocks of inactive chunks, least recently used leaves first; how many it was.
 
-        With `moves`, chunks without a copy are saved in that plan, if there is room. Otherwise they are dropped.
+        With `plan`, chunks without a copy are saved in that plan, if there is room. Otherwise they are dropped.
         """
         free, freed = self._pool.free_count, 0
         while freed < blocks and self._idle_leaves:
             entry = heapq.heappop(self._idle_leaves)
             if self._is_current(entry):
-                self._evict_chunk(entry[2], moves)
+                self._evict_chunk(entry[2], plan)
             freed = self._pool.free_count - free
         self.evicted_blocks += freed
         return freed
 
-    def _evict_chunk(self, node: Node, moves: Moves | None) -> None:
-        if moves is not None and self._wants_copy(node):
-            self._reserve(node, moves, moves.saves, forced=node.claims > 0 or node.pins > 0)
+    def _evict_chunk(self, node: Node, plan: TierCopyPlan | None) -> None:
+        if plan is not None and self._wants_copy(node):
+            self._reserve(node, plan, plan.saves, forced=node.claims > 0 or node.pins > 0)
         if node.is_stored:
             self._pool.release(self.unplace(node))
         else:
@@ -373,4 +373,4 @@ class ChunkTree(ChunkForest):
         return freed
 
 
-__all__ = ["PENDING", "ChunkTree", "Moves", "Node"]
+__all__ = ["PENDING", "RadixCache", "TierCopyPlan", "Node"]

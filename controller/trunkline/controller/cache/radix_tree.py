@@ -35,10 +35,71 @@ from typing import Final
 
 import numpy as np
 
-from trunkline.controller.cache.node import TOKEN_BYTES, Node
 from trunkline.kvstore.cuts import cut_name
+from trunkline.kvstore.directory import TieredChunk
 from trunkline.kvstore.extents import NO_BLOCK, BlockId
 from trunkline.kvstore.names import NAME_BYTES, ChunkName, chunk_name, root_name
+
+TOKEN_BYTES: Final = 4
+PENDING: Final = 1 << 62
+"""`ready_step` of a chunk whose computation is not planned yet."""
+
+
+class Node(TieredChunk):
+    """A chunk in the tree. Owned by `RadixCache`; others read it and pass it back."""
+
+    __slots__ = (
+        "active",
+        "block",
+        "children",
+        "device_children",
+        "exact",
+        "holders",
+        "key",
+        "ready_step",
+        "sorted_keys",
+        "text_name",
+        "told",
+    )
+
+    parent: Node | None
+
+    def __init__(self, parent: Node | None, key: bytes, name: ChunkName, block: BlockId) -> None:
+        super().__init__(parent, name)
+        self.key = key
+        """Little-endian int32 token ids; of a root, what it is the root of."""
+        self.block = block
+        """`NO_BLOCK`: not on the device."""
+        self.children: dict[bytes, Node] = {}
+        self.sorted_keys: list[bytes] = []
+        self.holders = 0
+        """Sequences (and plans) that hold exactly this node."""
+        self.active = 0
+        """Holders plus active children."""
+        self.device_children = 0
+        """Children that have a block."""
+        self.ready_step = PENDING
+        """Readable by every step after this one."""
+        self.exact = True
+        """Whether it was computed with all the tokens of its history in sight (False: behind a cut)."""
+        self.text_name: ChunkName | None = None
+        """In the tree of a text: the name under which routers are told of it (`trunkline.kvstore.names`)."""
+        self.told = 0
+        """In which tiers routers have been told that it is (`trunkline.controller.cache.kv_events`)."""
+
+    @property
+    def token_count(self) -> int:
+        return len(self.key) // TOKEN_BYTES
+
+    @property
+    def on_device(self) -> bool:
+        return self.block != NO_BLOCK
+
+    @property
+    def is_loadable(self) -> bool:
+        """Whether a plan made now may use it: it has a block, or can be loaded into one."""
+        return self.block != NO_BLOCK or self.host_ready
+
 
 SALT_ROOT: Final = b"s"
 """First byte of a root's key: the salt follows."""
@@ -91,7 +152,7 @@ def common_tokens(left: bytes, right: bytes) -> int:
     return low
 
 
-class ChunkForest:
+class RadixTree:
     """Trees of chunks. Pure: time and step numbers are arguments."""
 
     def __init__(self, chunk_size: int, fingerprint: bytes, dtype: str) -> None:
@@ -178,7 +239,7 @@ class ChunkForest:
     @staticmethod
     def first_chunk_name(place: ChunkName, position: int, key: bytes) -> ChunkName:
         """The name of the first chunk of a text that was computed at a position."""
-        root = ChunkForest.text_name(place, position)
+        root = RadixTree.text_name(place, position)
         return chunk_name(root, root + key)
 
     def prompt_root(self, name: ChunkName) -> Node:

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from trunkline.controller.allocation.cutting import cut_group
 from trunkline.controller.allocation.modules import lay_out, prompt_of
-from trunkline.controller.cache.radix_cache import ChunkTree
+from trunkline.controller.cache.radix_cache import RadixCache
 from trunkline.controller.config import EngineConfig
 from trunkline.controller.sequences.sequence import Request, SequenceGroup
-from trunkline.kvstore.module_names import Moves
+from trunkline.kvstore.module_names import RelocationRule
 from trunkline.worker.messages import Sampling
 
 
@@ -33,13 +33,13 @@ def limit_of(request: Request, config: EngineConfig) -> int:
     return min(prompt_length(request) - dropped + request.max_tokens, config.longest_sequence)
 
 
-def moves_of(config: EngineConfig, *, relocate: bool) -> Moves:
+def moves_of(config: EngineConfig, *, relocate: bool) -> RelocationRule:
     """Where texts of modules may act, if their client lets them `relocate`."""
-    return Moves.of(config.positions_shift, relocate)
+    return RelocationRule.of(config.positions_shift, relocate)
 
 
 def group_of(
-    request: Request, arrival: int, limit: int, sampling: Sampling, tree: ChunkTree, config: EngineConfig
+    request: Request, arrival: int, limit: int, sampling: Sampling, tree: RadixCache, config: EngineConfig
 ) -> SequenceGroup:
     """A new group of one sequence; what it does not see and texts of modules are in its table.
 

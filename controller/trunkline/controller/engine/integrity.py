@@ -24,12 +24,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from trunkline.controller.allocation.kv_manager import Residence
+from trunkline.controller.allocation.kv_manager import KVCacheManager
 from trunkline.controller.cache.block_pool import BlockPool
 from trunkline.controller.cache.kv_events import problem_of_log
-from trunkline.controller.cache.node import PENDING, Node
-from trunkline.controller.cache.radix_cache import ChunkTree
-from trunkline.controller.cache.radix_tree import SALT_ROOT
+from trunkline.controller.cache.radix_cache import RadixCache
+from trunkline.controller.cache.radix_tree import PENDING, SALT_ROOT, Node
 from trunkline.controller.scheduling.scheduler import Scheduler
 from trunkline.controller.sequences.sequence import Phase, Sequence
 from trunkline.kvstore.extents import BlockId
@@ -62,13 +61,13 @@ def check_integrity(scheduler: Scheduler) -> None:
         IntegrityError: with the first one that is broken.
     """
     running = running_sequences(scheduler)
-    check_residence(scheduler.residence, running, waiting_sequences(scheduler), scheduler.encoding.held)
+    check_kv_cache(scheduler.kv, running, waiting_sequences(scheduler), scheduler.encoding.held)
     _check_queue(scheduler)
     _check_rows(scheduler)
 
 
-def check_residence(
-    residence: Residence, running: list[Sequence], waiting: list[Sequence], held: Iterable[Node] = ()
+def check_kv_cache(
+    kv: KVCacheManager, running: list[Sequence], waiting: list[Sequence], held: Iterable[Node] = ()
 ) -> None:
     """Check what concerns blocks, chunks and slots (1 to 7).
 
@@ -78,16 +77,16 @@ def check_residence(
     Raises:
         IntegrityError: with the first one that is broken.
     """
-    _check_blocks(residence.pool, residence.tree, running)
-    _check_tree(residence.tree, running, held)
-    _check_device(residence.pool, residence.tree)
-    residence.tree.tiers.check()
-    _check_claims(residence.tree, running, waiting)
-    problem = problem_of_log(residence.tree)
+    _check_blocks(kv.pool, kv.tree, running)
+    _check_tree(kv.tree, running, held)
+    _check_device(kv.pool, kv.tree)
+    kv.tree.tiers.check()
+    _check_claims(kv.tree, running, waiting)
+    problem = problem_of_log(kv.tree)
     _check(not problem, problem)
 
 
-def _check_blocks(pool: BlockPool, tree: ChunkTree, running: list[Sequence]) -> None:
+def _check_blocks(pool: BlockPool, tree: RadixCache, running: list[Sequence]) -> None:
     owners = Counter(node.block for node in tree.nodes() if node.on_device)
     twice = [block for block, count in owners.items() if count > 1]
     _check(not twice, f"blocks of more than one chunk: {twice}")
@@ -105,7 +104,7 @@ def _check_blocks(pool: BlockPool, tree: ChunkTree, running: list[Sequence]) -> 
     _check(not free & owners.keys(), f"blocks are free and held: {free & owners.keys()}")
 
 
-def _check_tree(tree: ChunkTree, running: list[Sequence], held: Iterable[Node]) -> None:
+def _check_tree(tree: RadixCache, running: list[Sequence], held: Iterable[Node]) -> None:
     holders = Counter(id(node) for sequence in running for node in (*sequence.stem.pins, sequence.anchor))
     holders.update(id(node) for node in held)
     nodes = active = 0
@@ -140,7 +139,7 @@ def _check_path(sequence: Sequence) -> None:
     _check(not ends, f"request {sequence.request} holds chunks that are not in its path")
 
 
-def _check_node(tree: ChunkTree, node: Node, holders: int) -> None:
+def _check_node(tree: RadixCache, node: Node, holders: int) -> None:
     assert node.parent is not None
     _check(node.holders == holders, f"a chunk has {node.holders} holders, counted are {holders}")
     below = sum(child.active > 0 for child in node.children.values())
@@ -160,7 +159,7 @@ def _check_node(tree: ChunkTree, node: Node, holders: int) -> None:
         _check(waiting and node.on_device, "a ready chunk is below a pending one")
 
 
-def _check_device(pool: BlockPool, tree: ChunkTree) -> None:
+def _check_device(pool: BlockPool, tree: RadixCache) -> None:
     evictable = 0
     for node in [*tree.roots(), *tree.nodes()]:
         below = sum(child.on_device for child in node.children.values())
@@ -180,7 +179,7 @@ def _check_device(pool: BlockPool, tree: ChunkTree) -> None:
     _check(evictable == tree.evictable, f"the tree counts {tree.evictable} evictable blocks and has {evictable}")
 
 
-def _check_claims(tree: ChunkTree, running: list[Sequence], waiting: list[Sequence]) -> None:
+def _check_claims(tree: RadixCache, running: list[Sequence], waiting: list[Sequence]) -> None:
     _check(not any(sequence.claim for sequence in running), "a running sequence has a claim")
     claims = Counter(id(node) for sequence in waiting for node in sequence.claim or ())
     claimed = 0
@@ -206,12 +205,12 @@ def _check_rows(scheduler: Scheduler) -> None:
     rows = scheduler.rows
     for slot, sequence in enumerate(rows.sequences):
         if sequence is None:
-            _check(rows.stays[slot] == 0, f"free slot {slot} has a stay")
+            _check(rows.batch_seq_ids[slot] == 0, f"free slot {slot} has a stay")
             continue
         table = sequence.block_table()
         count = int(rows.block_counts[slot])
         _check(sequence.slot == slot, f"slot {slot} and its sequence disagree")
-        if sequence.seat is None:
+        if sequence.beam_position is None:
             _check(rows.tables[slot, :count].tolist() == table, f"the table of slot {slot} is not its sequence's")
         else:  # where beams are, the workers know first: the rows have a hint
             _check(count == len(table), f"slot {slot} has {count} blocks and its beam {len(table)}")

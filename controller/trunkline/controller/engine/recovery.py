@@ -16,12 +16,11 @@ import numpy as np
 
 from trunkline.controller.scheduling.forks import restore_output
 from trunkline.controller.scheduling.scheduler import Scheduler
-from trunkline.controller.sequences.beam_search import BeamHistory
+from trunkline.controller.sequences.beam_search import BeamHistory, sample_seed
 from trunkline.controller.sequences.decode_rows import DecodeRows
-from trunkline.controller.sequences.samples import sample_seed
 from trunkline.controller.sequences.sequence import (
     ALL_ENTRIES,
-    Found,
+    CacheReport,
     Request,
     Sequence,
     SequenceGroup,
@@ -40,7 +39,7 @@ class Survivor:
     preempted: bool
     """It goes before those that have never run."""
     started: bool
-    found: Found | None
+    found: CacheReport | None
     """As it was reported, if it has started."""
     scored: bool
     """The log-probabilities of its whole prompt have been reported, or were not asked for."""
@@ -115,7 +114,7 @@ def carry_totals(old: Scheduler, new: Scheduler) -> None:
     jobs, old_jobs = new.encoding.jobs, old.encoding.jobs
     jobs.started_texts, jobs.encoded_texts = old_jobs.started_texts, old_jobs.encoded_texts
     jobs.encoded_tokens = old_jobs.encoded_tokens
-    tree, old_tree = new.residence.tree, old.residence.tree
+    tree, old_tree = new.kv.tree, old.kv.tree
     tree.evicted_blocks = old_tree.evicted_blocks
     tree.saved_blocks, tree.loaded_blocks = old_tree.saved_blocks, old_tree.loaded_blocks
     tiers, old_tiers = tree.tiers, old_tree.tiers

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final
 
-from trunkline.controller.sequences.plan_builder import PlanDraft
+from trunkline.controller.sequences.plan_builder import PlanBuilder
 from trunkline.controller.sequences.sequence import Request, SequenceGroup
 from trunkline.router.messages import Finished
 
@@ -36,9 +36,9 @@ class Journey:
     """Of a traced one: when a part of its prompt was planned, the step, its tokens; …"""
     chunk_count: int = 0
     """… and how many there were."""
-    stays: set[int] = field(default_factory=set)
+    batch_seq_ids: set[int] = field(default_factory=set)
     """Of a traced one: its stays in the batch with these workers. A second one came after a preemption."""
-    past_stays: int = 0
+    past_batch_seq_ids: int = 0
     """With workers that were lost."""
     losses: list[float] = field(default_factory=list)
     """When its workers were lost."""
@@ -49,11 +49,11 @@ class Journey:
     @property
     def returns(self) -> int:
         """How often it came back to the batch, after a preemption or with other workers; of a traced one."""
-        return max(0, self.past_stays + len(self.stays) - 1)
+        return max(0, self.past_batch_seq_ids + len(self.batch_seq_ids) - 1)
 
-    def chunk(self, now: float, step: int, stay: int, tokens: int) -> None:
+    def chunk(self, now: float, step: int, batch_seq_id: int, tokens: int) -> None:
         """A part of its prompt is computed in a step."""
-        self.stays.add(stay)
+        self.batch_seq_ids.add(batch_seq_id)
         self.computed_tokens += tokens
         self.chunk_count += 1
         if len(self.chunks) < EVENTS_MAX:
@@ -76,7 +76,7 @@ class Journeys:
         return self._going.get(request)
 
     def started(self, group: SequenceGroup, now: float) -> None:
-        """The step that computes the end of its prompt is planned. Sets `Found.queued_s` at the first time."""
+        """The step that computes the end of its prompt is planned. Sets `CacheReport.queued_s` at the first time."""
         journey, found = self._going.get(group.id), group.found
         if journey is None or found is None or journey.planned >= 0:
             return
@@ -84,17 +84,17 @@ class Journeys:
         journey.cached_tokens, journey.tier_tokens = found.tokens, found.tier_tokens
         found.queued_s = found.at - journey.came
 
-    def planned(self, draft: PlanDraft) -> tuple[int, ...]:
+    def planned(self, draft: PlanBuilder) -> tuple[int, ...]:
         """A step computes parts of traced prompts. Those whose first token it brings."""
         first = []
         sampling = {sequence.group.id for sequence in draft.sampling}
-        for group, stay, tokens in draft.traced:
+        for group, batch_seq_id, tokens in draft.traced:
             journey = self._going.get(group.id)
             if journey is None:
                 continue
             if journey.admitted < 0:
                 journey.admitted = draft.now
-            journey.chunk(draft.now, draft.step, stay, tokens)
+            journey.chunk(draft.now, draft.step, batch_seq_id, tokens)
             if group.id in sampling and journey.first_token < 0:
                 first.append(group.id)
         return tuple(first)
@@ -107,8 +107,8 @@ class Journeys:
     def lost(self, now: float) -> None:
         """The workers are gone."""
         for journey in self._going.values():
-            journey.past_stays += len(journey.stays)
-            journey.stays.clear()
+            journey.past_batch_seq_ids += len(journey.batch_seq_ids)
+            journey.batch_seq_ids.clear()
             if len(journey.losses) < EVENTS_MAX:
                 journey.losses.append(now)
 

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import numpy as np
 
-from trunkline.controller.allocation.kv_manager import Residence
+from trunkline.controller.allocation.kv_manager import KVCacheManager
 from trunkline.controller.cache.radix_tree import SALT_ROOT
-from trunkline.controller.sequences.plan_builder import PlanDraft
-from trunkline.controller.sequences.sequence import Found, Sequence
+from trunkline.controller.sequences.plan_builder import PlanBuilder
+from trunkline.controller.sequences.sequence import CacheReport, Sequence
 from trunkline.controller.tiers.fetching import Fetching
 from trunkline.kvstore.names import chunk_name
 from trunkline.kvstore.tier import TierKind
 from trunkline.router.messages import MissReason
 
 
-def explain(residence: Residence, fetching: Fetching, sequence: Sequence, draft: PlanDraft) -> Found:
+def explain(kv: KVCacheManager, fetching: Fetching, sequence: Sequence, draft: PlanBuilder) -> CacheReport:
     """A sequence has been admitted for the first time, in the plan being made: the report for its client."""
-    group, size = sequence.group, residence.chunk_size
+    group, size = sequence.group, kv.chunk_size
     seen = sequence.prompt_len - group.holes
-    if sequence.recompute_from_start or not residence.prefix_cache:
-        return Found(miss=MissReason.OFF if seen > 1 else "", at=draft.now)
+    if sequence.recompute_from_start or not kv.prefix_cache:
+        return CacheReport(miss=MissReason.OFF if seen > 1 else "", at=draft.now)
     modules = group.modules
     exact = group.cut is None and modules is None
-    found = Found(tokens=max(0, min(sequence.resident - group.holes, seen - 1)), exact=exact, at=draft.now)
+    found = CacheReport(tokens=max(0, min(sequence.resident - group.holes, seen - 1)), exact=exact, at=draft.now)
     # Chunks that were on the device, or came from a tier below it; those to be computed are in the path, too.
     path = sequence.path[: sequence.resident // size]
     loaded = {block for block, _, _ in draft.loads}
@@ -40,11 +40,11 @@ def explain(residence: Residence, fetching: Fetching, sequence: Sequence, draft:
     if found.tokens < seen - 1:
         found.miss_token = found.tokens
         computed = modules.miss if modules is not None else ""
-        found.miss = computed or _reason(residence, fetching, sequence)
+        found.miss = computed or _reason(kv, fetching, sequence)
     return found
 
 
-def _balance(found: Found, last: TierKind) -> None:
+def _balance(found: CacheReport, last: TierKind) -> None:
     """The part of a chunk counts where the chunk before it was; what is not counted after all (holes, the last
     token) is taken from the nearest tiers."""
     difference = found.tokens - sum(found.tier_tokens)
@@ -59,9 +59,9 @@ def _balance(found: Found, last: TierKind) -> None:
             return
 
 
-def _reason(residence: Residence, fetching: Fetching, sequence: Sequence) -> MissReason:
+def _reason(kv: KVCacheManager, fetching: Fetching, sequence: Sequence) -> MissReason:
     """Why the first token that was not found was not."""
-    tree, size = residence.tree, residence.chunk_size
+    tree, size = kv.tree, kv.chunk_size
     index = sequence.resident // size
     is_known = index < len(sequence.path) and sequence.path[index].is_stored
     if fetching.gave_up(sequence.group) or is_known:

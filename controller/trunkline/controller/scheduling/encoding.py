@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from trunkline.controller.allocation.kv_manager import Residence
-from trunkline.controller.cache.node import Node
+from trunkline.controller.allocation.kv_manager import KVCacheManager
+from trunkline.controller.cache.radix_tree import Node
 from trunkline.controller.scheduling.module_calls import ModuleCalls
 from trunkline.controller.scheduling.module_jobs import ModuleJobs
 from trunkline.controller.scheduling.queue import RequestQueue
@@ -11,12 +11,12 @@ from trunkline.controller.sequences.sequence import Sequence, SequenceGroup
 from trunkline.controller.tiers.fetching import Fetching
 
 
-class Encoding:
+class ModuleEncoding:
     """See `trunkline.controller.scheduling.module_jobs` and `trunkline.controller.scheduling.module_calls`."""
 
-    def __init__(self, residence: Residence, queue: RequestQueue, fetching: Fetching) -> None:
-        self.jobs = ModuleJobs(residence.tree, queue, fetching)
-        self.calls = ModuleCalls(residence, self.jobs)
+    def __init__(self, kv: KVCacheManager, queue: RequestQueue, fetching: Fetching) -> None:
+        self.jobs = ModuleJobs(kv.tree, queue, fetching)
+        self.calls = ModuleCalls(kv, self.jobs)
         self.finishing: list[Sequence] = []
         """Texts whose last part is computed by the plan made last: they end with the next."""
 

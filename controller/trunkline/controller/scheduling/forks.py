@@ -1,6 +1,6 @@
 """Groups of several sequences: how samples and beams come out of one prompt, and how beams move.
 
-`fork` (here), `append` (`Scheduler._append_block`) and `free` (`Residence.leave`) are all that parallel sampling,
+`fork` (here), `append` (`Scheduler._append_block`) and `free` (`KVCacheManager.leave`) are all that parallel sampling,
 beam search and prefix sharing need of memory (PagedAttention §4.4, §5.2):
 
       prompt   [c0][c1][tail]          fork: c0, c1 shared; each child owns a tail, copied before it is written
@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import msgspec
 
-from trunkline.controller.allocation.kv_manager import Residence
-from trunkline.controller.sequences.beam_search import BeamHistory
+from trunkline.controller.allocation.kv_manager import KVCacheManager
+from trunkline.controller.sequences.beam_search import BeamHistory, sample_seed
 from trunkline.controller.sequences.decode_rows import DecodeRows
-from trunkline.controller.sequences.plan_builder import PlanDraft
-from trunkline.controller.sequences.samples import sample_seed
+from trunkline.controller.sequences.plan_builder import PlanBuilder
 from trunkline.controller.sequences.sequence import Phase, Sequence, SequenceGroup, TokenBuffer
 from trunkline.kvstore.beams import assign_tails
 from trunkline.kvstore.extents import BlockId, blocks_for
 from trunkline.kvstore.int32_codec import pack_int32
-from trunkline.worker.messages import BeamSeat, Fork
+from trunkline.worker.messages import BeamPosition, Fork
 
 
 class Forks:
@@ -35,7 +34,7 @@ class Forks:
         self._children: list[Sequence] = []
         """Whose tails the next plan copies."""
 
-    def take_seats(self, group: SequenceGroup) -> None:
+    def place_beams(self, group: SequenceGroup) -> None:
         """A search enters the batch: its present members get their places, under a new id."""
         if group.search is None:
             request = group.request
@@ -44,42 +43,42 @@ class Forks:
         search_id, self._next_search = self._next_search, self._next_search + 1
         self.searches[search_id] = group
         for sequence in group.members:
-            sequence.seat = self._seat(group.search, search_id, sequence.sample)
+            sequence.beam_position = self._position_of(group.search, search_id, sequence.sample)
 
-    def _seat(self, search: BeamHistory, search_id: int, index: int) -> BeamSeat:
-        return BeamSeat(
+    def _position_of(self, search: BeamHistory, search_id: int, index: int) -> BeamPosition:
+        return BeamPosition(
             search_id, index, search.width, float(search.scores[index]), search.candidates, search.stop_ids
         )
 
-    def end_stay(self, sequence: Sequence) -> None:
+    def leave_batch(self, sequence: Sequence) -> None:
         """The sequence has left the batch."""
-        sequence.stay = 0
-        if sequence.seat is not None:
-            self.searches.pop(sequence.seat.group, None)
-            sequence.seat = None
+        sequence.batch_seq_id = 0
+        if sequence.beam_position is not None:
+            self.searches.pop(sequence.beam_position.group, None)
+            sequence.beam_position = None
 
-    def fork(self, parent: Sequence, draft: PlanDraft, residence: Residence, rows: DecodeRows) -> None:
+    def fork(self, parent: Sequence, draft: PlanBuilder, kv: KVCacheManager, rows: DecodeRows) -> None:
         """The prompt of a group will have been computed after this step: its other sequences come out of it."""
-        group, chunk_size = parent.group, residence.chunk_size
+        group, chunk_size = parent.group, kv.chunk_size
         partial = parent.tokens.count % chunk_size > 0
         for index in range(1, group.request.width):
             seed = sample_seed(parent.sampling.seed, index)
             sampling = msgspec.structs.replace(parent.sampling, seed=seed, prompt_logprobs=-1)
             child = Sequence(group, index, TokenBuffer(parent.tokens.view()), sampling)
-            if parent.seat is not None and group.search is not None:
-                child.seat = self._seat(group.search, parent.seat.group, index)
-            residence.fork(parent, child, parent.tails.pop() if partial else None)
+            if parent.beam_position is not None and group.search is not None:
+                child.beam_position = self._position_of(group.search, parent.beam_position.group, index)
+            kv.fork(parent, child, parent.tails.pop() if partial else None)
             child.phase = Phase.DECODE
-            child.stay = residence.next_stay
-            residence.next_stay += 1
-            if partial and child.seat is None:
+            child.batch_seq_id = kv.next_batch_seq_id
+            kv.next_batch_seq_id += 1
+            if partial and child.beam_position is None:
                 # Held until the copy is planned: the parent may end with its first token.
-                residence.pool.share(parent.private[-1])
+                kv.pool.share(parent.private[-1])
                 child.tails = [parent.private[-1]]
                 self._children.append(child)
             rows.add(child)
             table = pack_int32(child.block_table())
-            draft.forks.append(Fork(parent.stay, child.stay, table, seed, child.seat))
+            draft.forks.append(Fork(parent.batch_seq_id, child.batch_seq_id, table, seed, child.beam_position))
             draft.forked.append(child)
             group.members.append(child)
             self.count += 1
@@ -87,7 +86,7 @@ class Forks:
         if group.search is not None:
             rows.read_alike(parent, group.members[1:], parent.tokens.count // chunk_size)
 
-    def copy_tails(self, draft: PlanDraft) -> list[BlockId]:
+    def copy_tails(self, draft: PlanBuilder) -> list[BlockId]:
         """Plan the copies that the forks of the last plan need, in one go (PagedAttention §4.3: fused block copy).
 
         A child that ends with its first token never writes, so it needs no copy.
@@ -115,7 +114,7 @@ def restore_output(sequence: Sequence) -> int:
     return search.length
 
 
-def move_beams(members: list[Sequence], parents: list[int], stored: int, residence: Residence, now: float) -> None:
+def move_beams(members: list[Sequence], parents: list[int], stored: int, kv: KVCacheManager, now: float) -> None:
     """Give beams the tables that they have after a step, by the workers' own rules (`trunkline.kvstore.beams`).
 
     Args:
@@ -126,8 +125,8 @@ def move_beams(members: list[Sequence], parents: list[int], stored: int, residen
     Blocks beyond `stored` have been appended for later steps and stay with their member.
     """
     tails = assign_tails(parents)
-    entries = blocks_for(stored, residence.chunk_size)
-    partial = stored % residence.chunk_size > 0
+    entries = blocks_for(stored, kv.chunk_size)
+    partial = stored % kv.chunk_size > 0
     old = [(sequence.path, sequence.private, sequence.anchor) for sequence in members]
     moved = [i for i, parent in enumerate(parents) if parent != i or tails[i] != i]
     for i in moved:
@@ -139,11 +138,11 @@ def move_beams(members: list[Sequence], parents: list[int], stored: int, residen
         own_path, own_private, _ = old[i]
         members[i].path = list(path)
         members[i].private = table + own_private[entries - len(own_path) :]
-        residence.tree.hold(anchor)
+        kv.tree.hold(anchor)
         for block in members[i].private:
-            residence.pool.share(block)
+            kv.pool.share(block)
     for i in moved:
         _, private, anchor = old[i]
         for block in private:
-            residence.pool.release(block)
-        residence.tree.release(anchor, now)
+            kv.pool.release(block)
+        kv.tree.release(anchor, now)

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from trunkline.controller.allocation.kv_manager import Residence
+from trunkline.controller.allocation.kv_manager import KVCacheManager
 from trunkline.controller.allocation.modules import find_text, name_texts
-from trunkline.controller.cache.node import Node
+from trunkline.controller.cache.radix_tree import Node
 from trunkline.controller.messages import ModuleText
 from trunkline.controller.scheduling.module_jobs import ModuleJobs, Wish
 from trunkline.controller.sequences.module_prompt import CachedText
 from trunkline.kvstore.extents import blocks_for
 from trunkline.kvstore.int32_codec import pack_int32
-from trunkline.kvstore.module_names import Moves
+from trunkline.kvstore.module_names import RelocationRule
 
 JOBS_AT_ONCE: Final = 32
 """Texts of all calls that are encoded at the same time (one of each call at least): enough to fill steps, few
@@ -34,7 +34,7 @@ class TextsCall:
     """Of nobody's call: negative. It gets no answer."""
     sources: Sequence[ModuleText]
     salt: bytes
-    moves: Moves
+    moves: RelocationRule
     encodes: bool
     holder: str = ""
     ttl: float = 0.0
@@ -62,9 +62,9 @@ class CallDone:
 class ModuleCalls:
     """Calls that are not done, and what is pinned."""
 
-    def __init__(self, residence: Residence, jobs: ModuleJobs) -> None:
-        self._residence = residence
-        self._tree = residence.tree
+    def __init__(self, kv: KVCacheManager, jobs: ModuleJobs) -> None:
+        self._residence = kv
+        self._tree = kv.tree
         self._jobs = jobs
         self._left = 0
         """Texts that may still be named or looked for before the next plan."""

@@ -18,8 +18,8 @@ from typing import Final
 import numpy as np
 
 from trunkline.controller.allocation.modules import encoding_of, find_text, lay_out
-from trunkline.controller.cache.node import Node
-from trunkline.controller.cache.radix_cache import ChunkTree
+from trunkline.controller.cache.radix_cache import RadixCache
+from trunkline.controller.cache.radix_tree import Node
 from trunkline.controller.scheduling.queue import RequestQueue
 from trunkline.controller.sequences.module_prompt import CachedText, ModulePrompt
 from trunkline.controller.sequences.sequence import Request, SequenceGroup
@@ -65,7 +65,7 @@ class Wish:
 class ModuleJobs:
     """The texts that are being encoded, by content."""
 
-    def __init__(self, tree: ChunkTree, queue: RequestQueue, fetching: Fetching) -> None:
+    def __init__(self, tree: RadixCache, queue: RequestQueue, fetching: Fetching) -> None:
         self._tree = tree
         self._queue = queue
         self._fetching = fetching
@@ -101,7 +101,7 @@ class ModuleJobs:
 
     # Waiting
 
-    def is_ready(self, group: SequenceGroup, step: int, *, is_first: bool = False) -> bool:
+    def encode_missing_texts(self, group: SequenceGroup, step: int, *, is_first: bool = False) -> bool:
         """Whether all texts that a group sees are somewhere. Those that are not are being encoded from now on, as
         many at once as is allowed.
 

@@ -28,7 +28,7 @@ DEADLY: Final = f"the workers were lost {LOSSES_MAX} times while they computed t
 """What is said of such an end."""
 
 
-class Suspects:
+class Quarantine:
     """They outlive workers and schedulers. Requests are named by their ids."""
 
     def __init__(self) -> None:

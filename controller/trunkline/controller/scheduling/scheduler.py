@@ -20,22 +20,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trunkline.controller.allocation.cutting import settle
-from trunkline.controller.allocation.kv_manager import Admission, Residence
+from trunkline.controller.allocation.kv_manager import Admission, KVCacheManager
 from trunkline.controller.cache.block_pool import BlockPool
-from trunkline.controller.cache.radix_cache import ChunkTree
+from trunkline.controller.cache.radix_cache import RadixCache
 from trunkline.controller.config import EngineConfig
 from trunkline.controller.scheduling.cache_report import explain
-from trunkline.controller.scheduling.encoding import Encoding
-from trunkline.controller.scheduling.entries import Entries
+from trunkline.controller.scheduling.encoding import ModuleEncoding
 from trunkline.controller.scheduling.forks import Forks, move_beams, restore_output
-from trunkline.controller.scheduling.queue import RequestQueue
+from trunkline.controller.scheduling.queue import AdmissionOrder, RequestQueue
 from trunkline.controller.sequences.decode_rows import NO_ROWS, DecodeRows
-from trunkline.controller.sequences.plan_builder import News, PlanDraft
+from trunkline.controller.sequences.plan_builder import PendingChanges, PlanBuilder
 from trunkline.controller.sequences.sequence import Phase, Sequence, SequenceGroup
-from trunkline.controller.tiers.costs import StepCosts
+from trunkline.controller.tiers.costs import StepCosts, prefill_budget
 from trunkline.controller.tiers.fetching import Fetching
-from trunkline.controller.tiers.pacing import prefill_budget
-from trunkline.controller.tiers.preload import Loading, load_entries
+from trunkline.controller.tiers.preload import Preloads, load_entries
 from trunkline.kvstore.extents import BlockId
 
 MATCHED_TOKENS_MAX: Final = 1 << 19
@@ -66,15 +64,15 @@ class Scheduler:
         self.config = config
         pool = BlockPool(config.num_blocks)
         tiers = config.tiers(first_disk_generation)
-        tree = ChunkTree(pool, config.chunk_size, config.model_fingerprint, config.dtype, tiers)
-        self.residence = Residence(pool, tree, prefix_cache=config.prefix_cache, ttl=config.session_ttl_s)
+        tree = RadixCache(pool, config.chunk_size, config.model_fingerprint, config.dtype, tiers)
+        self.kv = KVCacheManager(pool, tree, prefix_cache=config.prefix_cache, ttl=config.session_ttl_s)
         self.costs = StepCosts(config.swap_us_per_block)
-        self.loading = Loading()
+        self.preloads = Preloads()
         self.fetching = Fetching(tree.tiers, self.costs, config.chunk_size)
         self.rows = DecodeRows(config.max_rows, config.chunk_size, config.max_table_blocks)
         self.queue = RequestQueue()
-        self.entries = Entries(self.queue)
-        self.encoding = Encoding(self.residence, self.queue, self.fetching)
+        self.admission = AdmissionOrder(self.queue)
+        self.encoding = ModuleEncoding(self.kv, self.queue, self.fetching)
         self.prefilling: list[Sequence] = []
         """Admitted, prompt not wholly planned; in order of admission."""
         self.parked: list[Sequence] = []
@@ -82,7 +80,7 @@ class Scheduler:
         self.forks = Forks()
         self.counters = SchedulerCounters()
         self.row_set = NO_ROWS
-        self._news = News()
+        self._pending = PendingChanges()
 
     @property
     def running_count(self) -> int:
@@ -95,16 +93,16 @@ class Scheduler:
         """Requests of which a sequence waits."""
         return len(self.queue) - sum(group.queued for group in self.encoding.jobs.groups())
 
-    def plan(self, step: int, now: float) -> PlanDraft | None:
+    def plan(self, step: int, now: float) -> PlanBuilder | None:
         """The next step, or None if nothing can be computed."""
-        draft = PlanDraft(step, self.config.chunk_size, now)
-        residence, tree = self.residence, self.residence.tree
-        residence.pool.taken.clear()
+        draft = PlanBuilder(step, self.config.chunk_size, now)
+        kv, tree = self.kv, self.kv.tree
+        kv.pool.taken.clear()
         self._end_encoded(step, now)
         self._grow(draft, now)
         copied = self.forks.copy_tails(draft)
         self._unpark(draft)
-        if self._news.rows_changed:
+        if self._pending.rows_changed:
             self.row_set, draft.new_runs = self.rows.arrange(self.rows.active_slots())
         draft.rows = self.row_set
         self._prefill(draft, now)
@@ -112,28 +110,28 @@ class Scheduler:
         for source in draft.copy_sources:
             tree.release(source, now)
         for block in copied:
-            residence.pool.release(block)
+            kv.pool.release(block)
         if draft.is_empty:
             # The workers have not heard of the empty row set: the next plan will tell them.
             return None
         moved = [BlockId(block) for source, target, _, _ in draft.copies for block in (source, target)]
-        draft.save_fence, draft.load_fence = tree.fences.close(step, residence.pool.taken, moved)
-        self._news.rows_changed = False
+        draft.save_fence, draft.load_fence = tree.fences.close(step, kv.pool.taken, moved)
+        self._pending.rows_changed = False
         self._advance(draft)
-        draft.leaves, self._news.left = self._news.left, []
-        draft.blocks = self._news.merged + draft.blocks
-        self._news.merged = []
+        draft.leaves, self._pending.left = self._pending.left, []
+        draft.blocks = self._pending.merged + draft.blocks
+        self._pending.merged = []
         return draft
 
-    def _advance(self, draft: PlanDraft) -> None:
+    def _advance(self, draft: PlanBuilder) -> None:
         """Account for the tokens that this step computes."""
         slots = draft.rows.slots
         if len(slots):
             self.rows.planned[slots] += 1
             if (self.rows.planned[slots] + 1 >= self.rows.limit[slots]).any():
-                self._news.rows_changed = True  # these rows have sampled their last token with this step
+                self._pending.rows_changed = True  # these rows have sampled their last token with this step
         if draft.sampling:
-            self._news.rows_changed = True
+            self._pending.rows_changed = True
 
     def _end_encoded(self, step: int, now: float) -> None:
         for sequence in self.encoding.finishing.copy():
@@ -152,9 +150,9 @@ class Scheduler:
 
     # Growth and preemption
 
-    def _grow(self, draft: PlanDraft, now: float) -> None:
+    def _grow(self, draft: PlanBuilder, now: float) -> None:
         """Give every row that begins a new chunk in this step its block, oldest group first."""
-        slots = self.rows.active_slots() if self._news.rows_changed else self.row_set.slots
+        slots = self.rows.active_slots() if self._pending.rows_changed else self.row_set.slots
         starting = slots[
             self.rows.planned[slots] == self.rows.block_counts[slots] * np.int64(self.config.chunk_size)
         ]
@@ -165,7 +163,7 @@ class Scheduler:
             groups.setdefault(sequence.request, []).append(sequence)
         for members in groups.values():
             group = members[0].group
-            while members[0].slot >= 0 and not self.residence.make_room(len(members), draft):
+            while members[0].slot >= 0 and not self.kv.make_room(len(members), draft):
                 newest = self._newest()
                 going = any(sequence.group is not newest for sequence in self.running())
                 if not self.encoding.make_way(newest, now, going=going):
@@ -176,14 +174,14 @@ class Scheduler:
                 self._append_block(sequence, draft)
             if group.search is not None:
                 self.rows.read_alike(members[0], members[1:], int(self.rows.block_counts[members[0].slot]) - 1)
-                self._news.rows_changed = True
+                self._pending.rows_changed = True
 
-    def _append_block(self, sequence: Sequence, draft: PlanDraft) -> None:
-        block = self.residence.pool.allocate()
+    def _append_block(self, sequence: Sequence, draft: PlanBuilder) -> None:
+        block = self.kv.pool.allocate()
         index = int(self.rows.block_counts[sequence.slot])
         sequence.private.append(block)
         self.rows.set_block(sequence.slot, index, block)
-        draft.blocks.append((sequence.stay, index, block))
+        draft.blocks.append((sequence.batch_seq_id, index, block))
 
     def _sequences(self, slots: NDArray[np.intp]) -> Iterator[Sequence]:
         for slot in slots.tolist():
@@ -203,16 +201,16 @@ class Scheduler:
         """Take a group out whole; it resumes before anything new of its priority starts."""
         claim = self._swaps(group)
         for sequence in reversed(group.members):  # children first: a tail that they still share is not cached
-            if sequence.stay:
+            if sequence.batch_seq_id:
                 self.release(sequence, now, claim=claim)
             sequence.phase = Phase.WAITING
-        self.entries.left(group)
+        self.admission.left(group)
         whole = len(group.members) == group.request.width > 1
         if whole and group.members[0].tokens.count == group.prompt_len:
             # Nothing tells the samples apart yet: they will fork again. Not if one was
             # aborted: it would return.
             for sequence in group.members[1:]:
-                self.residence.drop_claim(sequence)
+                self.kv.drop_claim(sequence)
             del group.members[1:]
             group.forked = False
         if not group.queued:
@@ -227,7 +225,7 @@ class Scheduler:
             return False
         if self.config.preemption == "swap":
             return True
-        running = [s for s in group.members if s.stay]
+        running = [s for s in group.members if s.batch_seq_id]
         blocks = len({block for s in running for block in s.block_table()})
         return self.costs.prefers_swap(blocks * self.config.chunk_size, blocks)
 
@@ -246,9 +244,9 @@ class Scheduler:
             planned, known = int(self.rows.planned[sequence.slot]), int(self.rows.known[sequence.slot])
             kv_tokens = min(planned, known)
             self.rows.remove(sequence)
-            self._news.rows_changed = True
+            self._pending.rows_changed = True
             settled = not sequence.tails
-            if sequence.seat is not None:
+            if sequence.beam_position is not None:
                 output_tokens = restore_output(sequence)
                 goes_on = planned + 1 < sequence.group.limit  # else later steps may be on their way without it
                 settled = not ends and planned == known and goes_on and output_tokens > 0
@@ -263,24 +261,24 @@ class Scheduler:
         else:
             kv_tokens = max(sequence.computed, sequence.resident)
             self.prefilling.remove(sequence)
-        self._news.left.append(sequence.stay)
-        self.loading.left(sequence.stay)
-        self._news.merged = [change for change in self._news.merged if change[0] != sequence.stay]
-        self.residence.leave(sequence, kv_tokens, now, claim=claim)
-        self.forks.end_stay(sequence)
+        self._pending.left.append(sequence.batch_seq_id)
+        self.preloads.left(sequence.batch_seq_id)
+        self._pending.merged = [change for change in self._pending.merged if change[0] != sequence.batch_seq_id]
+        self.kv.leave(sequence, kv_tokens, now, claim=claim)
+        self.forks.leave_batch(sequence)
 
     def end(self, sequence: Sequence, now: float) -> None:
         """A sequence has ended, wherever it is; the group, if it was the last one, too."""
         group = sequence.group
-        if sequence.stay:
+        if sequence.batch_seq_id:
             self.release(sequence, now, ends=True)
-        self.residence.drop_claim(sequence)
+        self.kv.drop_claim(sequence)
         sequence.phase = Phase.ENDED
         group.members.remove(sequence)
         if not group.members:
             self.fetching.done(group)
             self.leave_jobs(group, now)
-        self.entries.note(group)
+        self.admission.note(group)
 
     def leave_jobs(self, waiter: Hashable, now: float) -> None:
         """Somebody does not wait for texts any more; what nobody waits for is not encoded."""
@@ -295,21 +293,21 @@ class Scheduler:
         self.rows.flush(slot)
         if not self.config.prefix_cache:
             return
-        fences = self.residence.tree.fences
-        for index, block in self.residence.seal(sequence, kv_tokens, now):
+        fences = self.kv.tree.fences
+        for index, block in self.kv.seal(sequence, kv_tokens, now):
             fences.reads(fences.ready_after([block]))  # the equal chunk may still be on its way from the host
             self.rows.set_block(slot, index, block)
-            self._news.merged.append((sequence.stay, index, block))
-            self._news.rows_changed = True
+            self._pending.merged.append((sequence.batch_seq_id, index, block))
+            self._pending.rows_changed = True
 
     def move_beams(self, group: SequenceGroup, parents: list[int], now: float) -> None:
         """The workers moved the beams of a search at the end of the step whose result came last."""
         stored = int(self.rows.known[group.members[0].slot]) - 1
-        move_beams(group.members, parents, stored, self.residence, now)
+        move_beams(group.members, parents, stored, self.kv, now)
 
     # Prefill and admission
 
-    def _prefill(self, draft: PlanDraft, now: float) -> None:
+    def _prefill(self, draft: PlanBuilder, now: float) -> None:
         budget = prefill_budget(
             self.costs,
             len(draft.rows),
@@ -326,20 +324,20 @@ class Scheduler:
             started = self.encoding.jobs.started_texts
             budget = self._start_waiting(budget, draft, now)
 
-    def _start_waiting(self, budget: int, draft: PlanDraft, now: float) -> int:
+    def _start_waiting(self, budget: int, draft: PlanBuilder, now: float) -> int:
         """Admit who waits, in order; returns what is left of the budget, 0 if nobody else may start."""
         matched, jobs = 0, self.encoding.jobs
         first = next((group for group in self.queue if not group.encodes), None)
         if len(jobs) or jobs.held:
             jobs.hold_for(first, draft.step)
-        for group in self.entries.candidates(self.residence.available, self.running_count, going=self._is_going):
+        for group in self.admission.candidates(self.kv.available, self.running_count, going=self._is_going):
             if budget <= 0 or matched >= MATCHED_TOKENS_MAX:
                 return 0
             if group.waits_for_grammar or self.fetching.is_probing(group, now):
                 continue
-            if self.entries.suspects.must_wait(group.id):
+            if self.admission.quarantine.must_wait(group.id):
                 return 0
-            if not jobs.is_ready(group, draft.step, is_first=group is first):
+            if not jobs.encode_missing_texts(group, draft.step, is_first=group is first):
                 continue
             while not self._may_start(group, draft.step):
                 if not self.encoding.make_way(group, now, going=self._is_going):
@@ -355,14 +353,14 @@ class Scheduler:
                 if outcome is Admission.LACKING:
                     jobs.too_far(group, draft.step)
                 if outcome is Admission.NO_BLOCKS:
-                    self.entries.blocked(group, self.residence.available, self.running_count)
+                    self.admission.blocked(group, self.kv.available, self.running_count)
                     return 0
                 if outcome is Admission.ADMITTED:
                     budget -= self._prefill_chunk(sequence, budget, draft, now)
                 if budget <= 0:
                     break
-            if self.entries.is_entering(group):
-                return 0  # see `Entries.candidates`
+            if self.admission.is_entering(group):
+                return 0  # see `AdmissionOrder.candidates`
         return budget
 
     @property
@@ -372,18 +370,18 @@ class Scheduler:
 
     def _may_start(self, group: SequenceGroup, step: int) -> bool:
         """Whether all of a group fits the rows and, if several sequences come back at once, the pool."""
-        if any(sequence.stay for sequence in group.members):
+        if any(sequence.batch_seq_id for sequence in group.members):
             return True  # the others of it were let in together with those that run
         if self.rows.free_count - self._rows_promised() < group.rows_needed:
             return False
         if len(group.members) == 1:
             return True
-        return self.residence.fits_group(group.members, self._spare_blocks(group), step)
+        return self.kv.fits_group(group.members, self._spare_blocks(group), step)
 
     def _rows_promised(self) -> int:
         """Rows that those who hold blocks, and the rest of their groups, will need beyond those they have."""
         groups = {s.group.id: s.group for s in (*self.prefilling, *self.parked)}
-        groups |= self.entries.entering()
+        groups |= self.admission.entering()
         return sum(g.rows_needed - sum(s.slot >= 0 for s in g.members) for g in groups.values())
 
     def _spare_blocks(self, group: SequenceGroup) -> int:
@@ -392,18 +390,18 @@ class Scheduler:
         A block for every fourth: with chunks of 64 tokens a row asks for one each 64 steps. Those of its own group
         do not count: what the group needs at its longest fits, but perhaps nothing beyond that.
         """
-        others = self.running_count - sum(sequence.stay > 0 for sequence in group.members)
+        others = self.running_count - sum(sequence.batch_seq_id > 0 for sequence in group.members)
         return -(-others // 4)
 
-    def _admit(self, sequence: Sequence, now: float, draft: PlanDraft) -> Admission:
-        group, tree = sequence.group, self.residence.tree
-        if not any(s.stay for s in group.members):
+    def _admit(self, sequence: Sequence, now: float, draft: PlanBuilder) -> Admission:
+        group, tree = sequence.group, self.kv.tree
+        if not any(s.batch_seq_id for s in group.members):
             if group.request.beam is not None:
-                self.forks.take_seats(group)
+                self.forks.place_beams(group)
             if self.config.prefix_cache:
                 settle(tree, sequence, draft.step)
         loads = len(draft.loads)
-        outcome = self.residence.admit(
+        outcome = self.kv.admit(
             sequence,
             self._spare_blocks(group),
             now,
@@ -413,42 +411,42 @@ class Scheduler:
             load_entries=load_entries(group, self.config, self.costs),
         )
         if outcome is not Admission.ADMITTED:
-            if not any(member.stay for member in group.members):
+            if not any(member.batch_seq_id for member in group.members):
                 for member in group.members:
-                    self.forks.end_stay(member)  # its search has not come in, after all
+                    self.forks.leave_batch(member)  # its search has not come in, after all
             return outcome
         if group.modules is not None:
             self.leave_jobs(group, now)
         if group.found is None:
-            group.found = explain(self.residence, self.fetching, sequence, draft)
+            group.found = explain(self.kv, self.fetching, sequence, draft)
             group.found.entries = sequence.resident // self.config.chunk_size
         self.fetching.done(group)
-        self.loading.ordered(len(draft.loads) - loads, now, self.costs.move_us)
+        self.preloads.ordered(len(draft.loads) - loads, now, self.costs.move_us)
         if step := tree.fences.ready_after(sequence.block_table()):
-            self.loading.wait(sequence.stay, step)
+            self.preloads.wait(sequence.batch_seq_id, step)
         sequence.phase = Phase.PREFILL
         self.prefilling.append(sequence)
-        self.entries.note(group)
-        self.entries.unblock()
+        self.admission.note(group)
+        self.admission.unblock()
         return outcome
 
-    def _prefill_chunk(self, sequence: Sequence, budget: int, draft: PlanDraft, now: float) -> int:
+    def _prefill_chunk(self, sequence: Sequence, budget: int, draft: PlanBuilder, now: float) -> int:
         """Plan the next part of a prompt, unless the KV before it is better waited for; returns its tokens."""
         group = sequence.group
         start, stop = sequence.computed, sequence.prefill_stop
         scored = sequence.recompute_from_start
         tokens = min(budget, stop - start, SCORED_TOKENS_MAX if scored else budget)
         step_us = self.costs.step_us(len(draft.rows), tokens)
-        if not self.loading.is_due(sequence.stay, now, step_us, not (draft.prefill or len(draft.rows))):
+        if not self.preloads.is_due(sequence.batch_seq_id, now, step_us, not (draft.prefill or len(draft.rows))):
             return 0
-        self.residence.tree.fences.reads(self.loading.begin(sequence.stay))
+        self.kv.tree.fences.reads(self.preloads.begin(sequence.batch_seq_id))
         last = start + tokens == stop
         samples = last and stop == sequence.tokens.count and not group.encodes
         if tokens:
             draft.compute(sequence, tokens, samples=samples, scored=scored)
         sequence.computed = start + tokens
         if self.config.prefix_cache:
-            self.residence.mark_ready(sequence, draft)
+            self.kv.mark_ready(sequence, draft)
         if not last:
             return tokens
         self.prefilling.remove(sequence)
@@ -467,10 +465,10 @@ class Scheduler:
         self.rows.add(sequence)
         draft.sampling.append(sequence)
         if not group.forked:
-            self.forks.fork(sequence, draft, self.residence, self.rows)
+            self.forks.fork(sequence, draft, self.kv, self.rows)
         return tokens
 
-    def _unpark(self, draft: PlanDraft) -> None:
+    def _unpark(self, draft: PlanBuilder) -> None:
         """Let the groups go on whose sequences have all come back."""
         if not self.parked:
             return
@@ -484,8 +482,8 @@ class Scheduler:
                 # The last token's KV is stored in this step: with it its chunk may be full.
                 sequence.computed = sequence.tokens.count
                 if self.config.prefix_cache:
-                    self.residence.mark_ready(sequence, draft)
+                    self.kv.mark_ready(sequence, draft)
             if group.search is not None:
                 full = (group.members[0].tokens.count - 1) // self.config.chunk_size
                 self.rows.read_alike(group.members[0], group.members[1:], full)
-            self._news.rows_changed = True
+            self._pending.rows_changed = True

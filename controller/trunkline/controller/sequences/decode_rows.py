@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trunkline.controller.sequences.sequence import Sequence
-from trunkline.controller.sequences.sharing import shared_runs, text_runs, tree_order
 from trunkline.kvstore.extents import NO_BLOCK, BlockId
 from trunkline.kvstore.int32_codec import Int32Array
 
@@ -33,7 +32,7 @@ class RowSet:
     """Slots that a step decodes, in tree order, with what was true of them then. All arrays are `[rows]`."""
 
     slots: NDArray[np.intp]
-    stays: Int64Array
+    batch_seq_ids: Int64Array
     requests: Int64Array
     samples: Int64Array
     """Which of its request's samples a row is; `BEAM` for a beam, whose tokens are not yet any's output."""
@@ -56,7 +55,7 @@ class DecodeRows:
     def __init__(self, capacity: int, chunk_size: int, max_blocks: int) -> None:
         self.chunk_size = chunk_size
         self.sequences: list[Sequence | None] = [None] * capacity
-        self.stays: Int64Array = np.zeros(capacity, np.int64)
+        self.batch_seq_ids: Int64Array = np.zeros(capacity, np.int64)
         self.requests: Int64Array = np.zeros(capacity, np.int64)
         self.samples: Int64Array = np.zeros(capacity, np.int64)
         self.known: Int64Array = np.zeros(capacity, np.int64)
@@ -65,7 +64,7 @@ class DecodeRows:
         self.tables: Int32Array = np.full((capacity, max_blocks), NO_BLOCK, np.int32)
         self.block_counts: Int32Array = np.zeros(capacity, np.int32)
         self.text_blocks: Int32Array = np.zeros(capacity, np.int32)
-        """Entries of texts of modules in each table: others may have the same ones elsewhere in theirs."""
+        """AdmissionOrder of texts of modules in each table: others may have the same ones elsewhere in theirs."""
         self._stop_ids: Int32Array = np.full((capacity, STOP_IDS_INLINE), -1, np.int32)
         self._many_stops: dict[int, frozenset[int]] = {}
         self._recent: Int32Array = np.zeros((capacity, 2 * chunk_size), np.int32)
@@ -82,9 +81,9 @@ class DecodeRows:
         slot = self._free.pop()
         sequence.slot = slot
         self.sequences[slot] = sequence
-        self.stays[slot] = sequence.stay
+        self.batch_seq_ids[slot] = sequence.batch_seq_id
         self.requests[slot] = sequence.request
-        self.samples[slot] = sequence.sample if sequence.seat is None else BEAM
+        self.samples[slot] = sequence.sample if sequence.beam_position is None else BEAM
         self.known[slot] = sequence.tokens.count
         self.planned[slot] = sequence.prefill_stop
         self.limit[slot] = sequence.group.limit
@@ -93,7 +92,7 @@ class DecodeRows:
         self.block_counts[slot] = len(table)
         self.text_blocks[slot] = sequence.stem.base if sequence.group.modules is not None else 0
         # A search decides itself what a stop token means.
-        stop_ids = sequence.group.request.stop_ids if sequence.seat is None else ()
+        stop_ids = sequence.group.request.stop_ids if sequence.beam_position is None else ()
         if len(stop_ids) <= STOP_IDS_INLINE:
             self._stop_ids[slot, : len(stop_ids)] = stop_ids
         else:
@@ -111,7 +110,7 @@ class DecodeRows:
         slot = sequence.slot
         self.flush(slot)
         self.sequences[slot] = None
-        self.stays[slot] = 0
+        self.batch_seq_ids[slot] = 0
         self.tables[slot, : self.block_counts[slot]] = NO_BLOCK
         self.block_counts[slot] = self.text_blocks[slot] = 0
         self._stop_ids[slot] = -1
@@ -135,7 +134,7 @@ class DecodeRows:
 
     def active_slots(self) -> NDArray[np.intp]:
         """Slots that have at least one more token to compute, as of the steps planned so far."""
-        return np.flatnonzero((self.stays > 0) & (self.planned + 1 < self.limit))
+        return np.flatnonzero((self.batch_seq_ids > 0) & (self.planned + 1 < self.limit))
 
     def arrange(self, slots: NDArray[np.intp]) -> tuple[RowSet, Int32Array]:
         """The row set of these slots in tree order, and its shared runs (`sharing.shared_runs`)."""
@@ -151,7 +150,7 @@ class DecodeRows:
 
     def row_set(self, slots: NDArray[np.intp]) -> RowSet:
         """The rows in these slots, in this order, as they are now."""
-        return RowSet(slots, self.stays[slots], self.requests[slots], self.samples[slots])
+        return RowSet(slots, self.batch_seq_ids[slots], self.requests[slots], self.samples[slots])
 
     def accept(self, rows: RowSet, tokens: Int32Array) -> tuple[BoolArray, NDArray[np.intp], BoolArray]:
         """Take in the tokens sampled for a row set.
@@ -160,7 +159,7 @@ class DecodeRows:
             valid `[rows]`: the row still has its stay, so that its token counts;
             slots `[valid rows]`; stopped `[valid rows]`: the token is one of the row's stop tokens.
         """
-        valid = self.stays[rows.slots] == rows.stays
+        valid = self.batch_seq_ids[rows.slots] == rows.batch_seq_ids
         slots = rows.slots
         if not valid.all():
             slots, tokens = slots[valid], tokens[valid]
@@ -171,3 +170,68 @@ class DecodeRows:
             for index in np.flatnonzero(slots == slot):
                 stopped[index] = int(tokens[index]) in self._many_stops[slot]
         return valid, slots, stopped
+
+
+def tree_order(tables: Int32Array) -> NDArray[np.intp]:
+    """Order of rows that puts equal prefixes of their block tables side by side.
+
+    Args:
+        tables: `[rows, blocks]`, padded with -1.
+
+    Returns:
+        `[rows]` indices. Rows are compared as byte strings, without the columns that all of them share
+        (docs/decisions/0002-tree-order.md).
+    """
+    rows, width = tables.shape
+    if rows < 2 or width == 0:
+        return np.arange(rows)
+    differs = (tables != tables[0]).any(axis=0)
+    common = int(differs.argmax()) if differs.any() else width - 1
+    keys = np.ascontiguousarray(tables[:, common:], dtype=">i4").view(f"S{4 * (width - common)}").reshape(rows)
+    return np.argsort(keys, kind="stable")
+
+
+def shared_runs(tables: Int32Array, block_counts: Int32Array) -> Int32Array:
+    """Runs shared by at least two rows that are in tree order.
+
+    Args:
+        tables: `[rows, blocks]` in tree order.
+        block_counts: `[rows]`, entries of each table that count.
+
+    Returns:
+        `[runs, 4]`: row_start, row_stop, table_start, table_stop; outer runs before the runs within them.
+    """
+    rows = len(tables)
+    if rows < 2:
+        return np.empty((0, 4), dtype=np.int32)
+    different = tables[1:] != tables[:-1]
+    agreed = np.where(different.any(axis=1), different.argmax(axis=1), tables.shape[1])
+    agreed = np.minimum(agreed, np.minimum(block_counts[1:], block_counts[:-1]))
+    runs: list[tuple[int, int, int, int]] = []
+    open_runs: list[tuple[int, int]] = []  # (first row, depth in blocks), depths strictly growing
+    for row, depth in enumerate([*agreed.tolist(), 0]):
+        first = row
+        while open_runs and open_runs[-1][1] > depth:
+            first, stop = open_runs.pop()
+            start = max(depth, open_runs[-1][1] if open_runs else 0)
+            runs.append((first, row + 1, start, stop))
+        if depth > (open_runs[-1][1] if open_runs else 0):
+            open_runs.append((first, depth))
+    runs.sort(key=lambda run: (run[0], -run[1]))
+    return np.array(runs, dtype=np.int32).reshape(-1, 4)
+
+
+def text_runs(text_blocks: Int32Array) -> Int32Array:
+    """Runs that cover the texts of modules: any rows may share any of these blocks, wherever in their tables, so
+    that the workers look for equal ones among all of them (`trunkline.kernels.plan.build_decode_plan`).
+
+    Args:
+        text_blocks: `[rows]`, entries of texts at the beginning of each table.
+
+    Returns:
+        `[runs, 4]` as `shared_runs`; none if fewer than two rows have texts.
+    """
+    rows = np.flatnonzero(text_blocks)
+    if len(rows) < 2:
+        return np.empty((0, 4), dtype=np.int32)
+    return np.stack([rows, rows + 1, np.zeros_like(rows), text_blocks[rows]], axis=1).astype(np.int32)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from trunkline.controller.cache.node import TOKEN_BYTES
+from trunkline.controller.cache.radix_tree import TOKEN_BYTES
 from trunkline.kvstore.extents import blocks_for
 from trunkline.kvstore.int32_codec import Int32Array
 from trunkline.kvstore.names import ChunkName

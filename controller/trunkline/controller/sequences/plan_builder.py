@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from trunkline.controller.cache.node import Node
+from trunkline.controller.cache.radix_tree import Node
 from trunkline.controller.sequences.decode_rows import NO_ROWS, RowSet
 from trunkline.controller.sequences.sequence import Sequence, SequenceGroup
 from trunkline.kvstore.int32_codec import Int32Array, pack_int32
@@ -14,7 +14,7 @@ from trunkline.worker.messages import Fork, Join, StepPlan
 
 
 @dataclass(slots=True)
-class PlanDraft:
+class PlanBuilder:
     """What step `step` will tell the workers. See `StepPlan` for the meaning and order of the fields."""
 
     step: int
@@ -42,7 +42,7 @@ class PlanDraft:
     scored: dict[int, int] = field(default_factory=dict)
     """Stay → request of the prompts whose tokens are scored in this step."""
     traced: list[tuple[SequenceGroup, int, int]] = field(default_factory=list)
-    """(group, stay, tokens) of traced prompts that this step computes parts of."""
+    """(group, batch_seq_id, tokens) of traced prompts that this step computes parts of."""
     copy_sources: list[Node] = field(default_factory=list)
     """Held until the plan is complete, so that no block of this plan is both a copy's source and reused."""
 
@@ -64,7 +64,7 @@ class PlanDraft:
             copies=pack_int32([x for copy in self.copies for x in copy]) if self.copies else b"",
             blocks=pack_int32([x for block in self.blocks for x in block]) if self.blocks else b"",
             prefill=pack_int32([x for item in self.prefill for x in item]) if self.prefill else b"",
-            rows=self.rows.stays.astype("<i4").tobytes() if changed else None,
+            rows=self.rows.batch_seq_ids.astype("<i4").tobytes() if changed else None,
             runs=pack_int32(self.new_runs) if self.new_runs is not None else None,
             forks=self.forks,
             late_saves=pack_int32([x for save in self.late_saves for x in save]) if self.late_saves else b"",
@@ -77,16 +77,16 @@ class PlanDraft:
         """The next tokens of a prompt are computed."""
         group, start = sequence.group, sequence.computed
         write_from, holes = max(start, sequence.resident), group.holes
-        self.prefill.append((sequence.stay, start - holes, tokens, write_from - holes, int(samples)))
+        self.prefill.append((sequence.batch_seq_id, start - holes, tokens, write_from - holes, int(samples)))
         if scored:
-            self.scored[sequence.stay] = group.id
+            self.scored[sequence.batch_seq_id] = group.id
         if group.request.trace is not None:
-            self.traced.append((group, sequence.stay, tokens))
+            self.traced.append((group, sequence.batch_seq_id, tokens))
 
     def _step_traces(self) -> Iterator[StepTrace]:
-        for group, stay, tokens in self.traced:
+        for group, batch_seq_id, tokens in self.traced:
             if (ids := group.request.trace) is not None:
-                yield StepTrace(ids.context(ids.prefill), ids.decode, stay, tokens)
+                yield StepTrace(ids.context(ids.prefill), ids.decode, batch_seq_id, tokens)
 
     @property
     def prefill_tokens(self) -> int:
@@ -95,14 +95,14 @@ class PlanDraft:
 
 
 @dataclass(slots=True)
-class News:
+class PendingChanges:
     """What the workers have not been told yet."""
 
     rows_changed: bool = False
     left: list[int] = field(default_factory=list)
     """Stays that are over."""
     merged: list[tuple[int, int, int]] = field(default_factory=list)
-    """(stay, index, block) of table entries that were replaced."""
+    """(batch_seq_id, index, block) of table entries that were replaced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +115,6 @@ class InflightStep:
     decode_rows: int
     prefill_tokens: int
     scored: dict[int, int]
-    """See `PlanDraft`."""
+    """See `PlanBuilder`."""
     traced_first: tuple[int, ...] = ()
     """Traced requests whose first token it brings."""

@@ -19,9 +19,8 @@ from enum import Enum, auto
 from typing import Final, NamedTuple
 
 import numpy as np
-from trunkline.controller.cache.node import Node
 
-from trunkline.controller.cache.radix_tree import Match
+from trunkline.controller.cache.radix_tree import Match, Node
 from trunkline.controller.messages import BeamSearch, Grammar, PromptLayout
 from trunkline.controller.sequences.beam_search import BeamHistory
 from trunkline.controller.sequences.module_prompt import ModulePrompt
@@ -31,7 +30,7 @@ from trunkline.kvstore.extents import BlockId, Extent, blocks_for
 from trunkline.kvstore.int32_codec import Int32Array
 from trunkline.kvstore.names import ChunkName
 from trunkline.kvstore.tier import TierKind
-from trunkline.worker.messages import BeamSeat, Sampling
+from trunkline.worker.messages import BeamPosition, Sampling
 
 ALL_ENTRIES: Final = 1 << 62
 """More than any block table has."""
@@ -129,7 +128,7 @@ class Stem(NamedTuple):
     """Its layout, with modules."""
 
 
-class Place(NamedTuple):
+class PrefixMatch(NamedTuple):
     """Where a sequence's tokens are found in the forest."""
 
     stem: Stem
@@ -138,7 +137,7 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class GroupCut:
+class CutPrompt:
     """What a group does not see, and what must be known to find the KV of the rest."""
 
     cut: ContextCut
@@ -149,7 +148,7 @@ class GroupCut:
 
 
 @dataclass(slots=True)
-class Found:
+class CacheReport:
     """What was found of a request's prompt at its first admission, for its `Started`."""
 
     tokens: int = 0
@@ -206,9 +205,9 @@ class SequenceGroup:
         self.forked = request.width == 1
         """Whether all sequences exist that ever will."""
         self.started = False
-        self.found: Found | None = None
+        self.found: CacheReport | None = None
         """Set at the first admission: a later one would find what the request computed itself."""
-        self.cut: GroupCut | None = None
+        self.cut: CutPrompt | None = None
         """Set if parts of the prompt are not seen while KV of the rest is kept: then prompt, limit and tokens
         count in the table (`trunkline.kvstore.cuts`)."""
         self.modules: ModulePrompt | None = None
@@ -293,9 +292,9 @@ class Sequence:
         "resident",
         "sample",
         "sampling",
-        "seat",
+        "beam_position",
         "slot",
-        "stay",
+        "batch_seq_id",
         "stem",
         "tails",
         "tokens",
@@ -308,14 +307,14 @@ class Sequence:
         """Index among the request's samples; of a beam search, of the beam."""
         self.tokens = tokens
         self.sampling = sampling
-        self.seat: BeamSeat | None = None
+        self.beam_position: BeamPosition | None = None
         """Its place in a beam search, for this stay."""
         self.stem: Stem
         """Set at admission."""
         self.waits_on: Node | None = None
         """The chunk somebody else is computing for us."""
         self.phase = Phase.WAITING
-        self.stay = 0
+        self.batch_seq_id = 0
         """Id under which the workers know it during this stay in the batch; 0 while it is not there."""
         self.slot = -1
         """Index in `DecodeRows` from its last prefill step on."""

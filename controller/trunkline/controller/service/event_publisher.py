@@ -65,7 +65,7 @@ class EventPublisher:
             # Of workers that were lost nobody may have noted every chunk.
             regrouped = engine.epoch != self._epoch
             self._epoch = engine.epoch
-            batches = self.log.follow(engine.scheduler.residence.tree, look_again=regrouped)
+            batches = self.log.follow(engine.scheduler.kv.tree, look_again=regrouped)
         if not batches and now < self._next_beat:
             return
         self.log.forget_old(now)

@@ -11,19 +11,19 @@ from trunkline.router.messages import TierState
 
 def state_of(engine: Engine) -> dict[str, Any]:
     """The fields of `State` that come from a running engine."""
-    scheduler, residence, config, counters = (
+    scheduler, kv, config, counters = (
         engine.scheduler,
-        engine.scheduler.residence,
+        engine.scheduler.kv,
         engine.config,
         engine.counters,
     )
-    tree = residence.tree
+    tree = kv.tree
     requests, queued_tokens = load_of(engine)
     return {
         "running": scheduler.running_count,
         "waiting": scheduler.waiting_count,
         "blocks_total": config.num_blocks,
-        "blocks_free": residence.pool.free_count,
+        "blocks_free": kv.pool.free_count,
         "blocks_cached": tree.evictable,
         "prompt_tokens": counters.prompt_tokens,
         "cached_tokens": counters.cached_tokens,
@@ -73,18 +73,18 @@ def _load_us(engine: Engine) -> list[float]:
     scheduler, size = engine.scheduler, engine.config.chunk_size
     move_us = scheduler.costs.move_us
     times = {TierKind.HOST: move_us}
-    for tier, health in scheduler.residence.tree.tiers.health.items():
+    for tier, health in scheduler.kv.tree.tiers.health.items():
         times[tier] = health.read_us + move_us  # it comes by way of host memory
     return [times.get(tier, 0.0) / size for tier in TierKind]
 
 
 def _tiers(engine: Engine) -> list[TierState]:
-    config, residence, hits = engine.config, engine.scheduler.residence, engine.counters.tier_tokens
-    tree = residence.tree
+    config, kv, hits = engine.config, engine.scheduler.kv, engine.counters.tier_tokens
+    tree = kv.tree
     device = TierState(
         name="device",
         slots=config.num_blocks,
-        used=config.num_blocks - residence.pool.free_count,
+        used=config.num_blocks - kv.pool.free_count,
         hit_tokens=hits[TierKind.DEVICE],
         writes=tree.loaded_blocks,
         reads=tree.saved_blocks,

@@ -19,7 +19,7 @@ class TierWarnings:
 
     def look(self, engine: Engine) -> None:
         """Say what is new."""
-        for tier, health in engine.scheduler.residence.tree.tiers.health.items():
+        for tier, health in engine.scheduler.kv.tree.tiers.health.items():
             before, self._problems[tier] = self._problems.get(tier, ""), health.problem
             if health.problem and not before:
                 log.warning(

@@ -18,9 +18,16 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final, NamedTuple
 
-from trunkline.controller.cache.node import PENDING, TOKEN_BYTES, Node
-from trunkline.controller.cache.radix_cache import ChunkTree
-from trunkline.controller.cache.radix_tree import CUT_ROOT, PROMPT_ROOT, SALT_ROOT, TEXT_ROOT
+from trunkline.controller.cache.radix_cache import RadixCache
+from trunkline.controller.cache.radix_tree import (
+    CUT_ROOT,
+    PENDING,
+    PROMPT_ROOT,
+    SALT_ROOT,
+    TEXT_ROOT,
+    TOKEN_BYTES,
+    Node,
+)
 from trunkline.controller.engine.engine import Engine
 from trunkline.controller.messages import DescribeTree
 from trunkline.controller.sequences.sequence import Sequence
@@ -68,7 +75,7 @@ class TreeWalk:
     """One description in the making. Pure: does a bounded share of the work each time it is asked to."""
 
     def __init__(
-        self, tree: ChunkTree, running: Iterable[Sequence], *, nodes_max: int, head_tokens: int, now: float
+        self, tree: RadixCache, running: Iterable[Sequence], *, nodes_max: int, head_tokens: int, now: float
     ) -> None:
         """
         Args:
@@ -270,7 +277,7 @@ class Descriptions:
         """
         if not self.is_busy:
             return
-        tree = None if engine is None else engine.scheduler.residence.tree
+        tree = None if engine is None else engine.scheduler.kv.tree
         if self._walk is None or self._walk.tree is not tree:  # new workers: the old tree is worth nothing
             self._served += self._asked
             self._asked.clear()
@@ -284,7 +291,7 @@ class Descriptions:
     def _begin(self, engine: Engine, now: float) -> TreeWalk:
         scheduler = engine.scheduler
         return TreeWalk(
-            scheduler.residence.tree,
+            scheduler.kv.tree,
             scheduler.running(),
             nodes_max=max(call.nodes_max for _, call in self._served),
             head_tokens=max(call.head_tokens for _, call in self._served),

@@ -4,7 +4,7 @@
     move time ≈ blocks · move
 
 With it the scheduler chooses between swapping and recomputation (PagedAttention §4.5, §7.3) and how much prefill
-fits beside running streams (`trunkline.controller.tiers.pacing`).
+fits beside running streams (`trunkline.controller.tiers.costs`).
 
 The three step costs are a random walk followed by a Kalman filter: what a step says nothing about keeps its
 estimate, however long ago it was seen, and becomes open to correction again. Machines are noisy and stall, so a
@@ -113,3 +113,22 @@ class StepCosts:
 
 def _dot(left: Sequence[float], right: tuple[float, float, float]) -> float:
     return left[0] * right[0] + left[1] * right[1] + left[2] * right[2]
+
+
+def prefill_budget(costs: StepCosts, rows: int, target_us: float, budget_max: int, least: int) -> int:
+    """Prompt tokens for a step with `rows` decoding rows, so that it takes about `target_us`.
+
+    Args:
+        target_us: 0 for no target.
+        budget_max: what the step can take at most, whatever it costs.
+        least: tokens below which no target takes the budget.
+    """
+    if rows == 0 or target_us <= 0.0:
+        return budget_max
+    room = target_us - costs.step_us(rows, 0)
+    least = min(least, budget_max)
+    if room <= 0.0:
+        return least
+    if room >= costs.token_us * budget_max:
+        return budget_max
+    return max(int(room / costs.token_us), least)

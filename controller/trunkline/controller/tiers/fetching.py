@@ -15,7 +15,7 @@ from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from trunkline.controller.cache.node import Node
+from trunkline.controller.cache.radix_tree import Node
 from trunkline.controller.sequences.sequence import SequenceGroup
 from trunkline.controller.tiers.costs import StepCosts
 from trunkline.kvstore.directory import Directory

@@ -11,12 +11,12 @@ from math import inf
 from typing import Final, NamedTuple
 
 from trunkline.controller.allocation.prefix_match import expect
-from trunkline.controller.cache.node import Node
-from trunkline.controller.cache.radix_cache import ChunkTree
+from trunkline.controller.cache.radix_cache import RadixCache
+from trunkline.controller.cache.radix_tree import Node
 from trunkline.controller.messages import Probed
 from trunkline.controller.sequences.sequence import Sequence, SequenceGroup
 from trunkline.controller.tiers.fetching import PROBE_PATIENCE_S, Fetching
-from trunkline.controller.tiers.tier_orders import TierTraffic
+from trunkline.controller.tiers.tier_orders import TierOrders
 from trunkline.kvstore.names import ChunkName, chunk_name
 
 PROBED_CHUNKS_MAX: Final = 4096
@@ -59,13 +59,13 @@ class _Probing:
     asked: float
 
 
-class Expectations:
+class Prefetcher:
     """Requests whose prefixes are looked for, and announcements."""
 
-    def __init__(self, tree: ChunkTree, fetching: Fetching, traffic: TierTraffic) -> None:
+    def __init__(self, tree: RadixCache, fetching: Fetching, orders: TierOrders) -> None:
         self._tree = tree
         self._fetching = fetching
-        self._traffic = traffic
+        self._orders = orders
         self._probes: dict[int, _Probing] = {}
         self._announced: dict[int, float] = {}
         """Job → when it is forgotten."""
@@ -118,7 +118,7 @@ class Expectations:
         for key in keys:
             name = chunk_name(name, origin.marker + key)
             names.append(name)
-        self._probes[self._traffic.probe(names)] = _Probing(group, known, above, keys, now)
+        self._probes[self._orders.probe(names)] = _Probing(group, known, above, keys, now)
         self._fetching.probing(group, now)
 
     def _origin(self, group: SequenceGroup) -> _Origin:
@@ -132,7 +132,7 @@ class Expectations:
 
     def probed(self, report: Probed, step: int, now: float) -> None:
         """A rank has said what its remote tier has."""
-        answer = self._traffic.probed(report)
+        answer = self._orders.probed(report)
         probing = self._probes.pop(answer.id, None) if answer is not None else None
         if answer is None or probing is None or not probing.group.members:
             return

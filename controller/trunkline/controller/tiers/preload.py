@@ -1,6 +1,6 @@
 """What of a sequence's KV is loaded, and when the sequence may begin to compute (CachedAttention §3.2.1). Pure.
 
-Loading starts as soon as blocks are reserved, while other sequences compute: the reserved blocks are the paper's
+Preloads starts as soon as blocks are reserved, while other sequences compute: the reserved blocks are the paper's
 read buffer. The first prefill step then overlaps with the rest of the loading, layer by layer. It waits for
 nothing if
 
@@ -45,7 +45,7 @@ def load_entries(group: SequenceGroup, config: EngineConfig, costs: StepCosts) -
     return ALL_ENTRIES if costs.load_pays(config.chunk_size) else 0
 
 
-class Loading:
+class Preloads:
     """Sequences that have been admitted and whose blocks are on their way, by stay."""
 
     def __init__(self) -> None:
@@ -57,20 +57,20 @@ class Loading:
         """A plan loads so many blocks."""
         self._link_free_at = max(self._link_free_at, now) + blocks * move_us / 1e6
 
-    def wait(self, stay: int, step: int) -> None:
+    def wait(self, batch_seq_id: int, step: int) -> None:
         """A sequence has been admitted, and needs what the plans up to `step` load."""
-        self._loads[stay] = _Load(step, self._link_free_at)
+        self._loads[batch_seq_id] = _Load(step, self._link_free_at)
 
-    def left(self, stay: int) -> None:
+    def left(self, batch_seq_id: int) -> None:
         """It has left the batch."""
-        self._loads.pop(stay, None)
+        self._loads.pop(batch_seq_id, None)
 
-    def is_due(self, stay: int, now: float, first_step_us: float, alone: bool) -> bool:
+    def is_due(self, batch_seq_id: int, now: float, first_step_us: float, alone: bool) -> bool:
         """Whether a sequence may compute in a step planned now that takes `first_step_us`."""
-        load = self._loads.get(stay)
+        load = self._loads.get(batch_seq_id)
         return load is None or alone or load.done_at - now <= first_step_us / 1e6
 
-    def begin(self, stay: int) -> int:
+    def begin(self, batch_seq_id: int) -> int:
         """It computes: the plan whose loads this step must wait for, layer by layer; 0: none."""
-        load = self._loads.pop(stay, None)
+        load = self._loads.pop(batch_seq_id, None)
         return load.step if load is not None else 0

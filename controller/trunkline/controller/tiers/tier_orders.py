@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from trunkline.controller.cache.radix_cache import ChunkTree
+from trunkline.controller.cache.radix_cache import RadixCache
 from trunkline.controller.messages import MovesDone, Probed
 from trunkline.kvstore.names import ChunkName
 from trunkline.kvstore.tier_moves import MoveStatus
@@ -36,10 +36,10 @@ class ProbeAnswer:
     detail: str
 
 
-class TierTraffic:
+class TierOrders:
     """Orders that are on their way."""
 
-    def __init__(self, tree: ChunkTree, ranks: int) -> None:
+    def __init__(self, tree: RadixCache, ranks: int) -> None:
         self._tree = tree
         self._ranks = ranks
         self._moves: dict[int, _Answers] = {}

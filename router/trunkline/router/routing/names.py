@@ -25,7 +25,7 @@ import numpy as np
 from trunkline.controller.messages import PromptLayout
 from trunkline.kvstore.cuts import ContextCut
 from trunkline.kvstore.extents import blocks_for
-from trunkline.kvstore.module_names import Moves, Ranges, modules_root, pairs, prompt_root, text_names
+from trunkline.kvstore.module_names import Ranges, RelocationRule, modules_root, pairs, prompt_root, text_names
 from trunkline.kvstore.names import NAME_BYTES, ChunkName, chain, chunk_name, root_name
 from trunkline.router.routing.request import RouteRequest
 
@@ -143,7 +143,7 @@ def _module_chains(
     """The chains, and how many tokens the prompt sees."""
     size = identity.chunk_size
     base = modules_root(root)
-    moves = Moves.of(identity.positions_shift, layout.relocate)
+    moves = RelocationRule.of(identity.positions_shift, layout.relocate)
     named: list[tuple[ChunkName, int]] = []
     shown: list[tuple[ChunkName, int, Ranges]] = []
     chains: list[Chain] = []

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import msgspec
 
 from trunkline.controller.messages import Submit
-from trunkline.controller.sequences.samples import sample_seed
+from trunkline.controller.sequences.beam_search import sample_seed
 from trunkline.kvstore.int32_codec import pack_int32
 from trunkline.router.jobs.job import Job
 from trunkline.router.messages import FinishReason

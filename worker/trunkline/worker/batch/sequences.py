@@ -16,7 +16,7 @@ from trunkline.kvstore.extents import Extent
 from trunkline.kvstore.int32_codec import Int32Array, unpack_int32
 from trunkline.worker.batch.extents import PLAIN, ContextLayout
 from trunkline.worker.errors import PlanError
-from trunkline.worker.messages import BeamSeat, Fork, Join, Sampling, StepPlan
+from trunkline.worker.messages import BeamPosition, Fork, Join, Sampling, StepPlan
 
 
 class Sequence:
@@ -31,7 +31,7 @@ class Sequence:
         "prompt_len",
         "rewritten",
         "sampling",
-        "seat",
+        "beam_position",
         "tokens",
     )
 
@@ -44,7 +44,7 @@ class Sequence:
         self.prompt_len = join.prompt_len
         self.blocks = array("i", unpack_int32(join.blocks).tobytes())
         self.sampling: Sampling = join.sampling
-        self.seat: BeamSeat | None = join.seat
+        self.beam_position: BeamPosition | None = join.beam_position
         """Its place in a beam search, None for a sequence that is drawn from by itself."""
         self.layout = _read_layout(join)
         self.rewritten = False
@@ -59,7 +59,7 @@ class Sequence:
 
     @classmethod
     def forked(cls, fork: Fork, parent: Sequence) -> Sequence:
-        """A sequence with the parent's tokens and parameters, but a seed, a seat and a block table of its own.
+        """A sequence with the parent's tokens and parameters, but a seed, a beam_position and a block table of its own.
 
         Raises:
             PlanError: output of the parent is known already, so it does not fork at the end of its prompt.
@@ -71,7 +71,15 @@ class Sequence:
             )
         sampling = msgspec.structs.replace(parent.sampling, seed=fork.seed)
         tokens = parent.tokens.tobytes()
-        join = Join(fork.child, tokens, parent.first, parent.prompt_len, fork.blocks, sampling, seat=fork.seat)
+        join = Join(
+            fork.child,
+            tokens,
+            parent.first,
+            parent.prompt_len,
+            fork.blocks,
+            sampling,
+            beam_position=fork.beam_position,
+        )
         child = cls(join)
         child.layout = parent.layout
         return child
