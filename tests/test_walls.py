@@ -43,14 +43,14 @@ FLOORS: Final[dict[str, tuple[str, ...]]] = {
             "tools",
             "pml",
             "routing",
+            "config",
             "tenancy",
-            "telemetry",
             "jobs",
+            "telemetry",
             "streams",
             "stores",
-            "service",
         ),
-        *("http", "api", "ui", "app", "server", "__main__"),
+        *("http", "service", "api", "ui", "app", "server", "__main__"),
     ),
     "worker": (
         *("root", "parallel", "batch", "tiers", "model", "grammar", "sampling"),
@@ -87,19 +87,6 @@ IMPURE: Final = frozenset(
 
 KNOWN_ARROWS: Final[frozenset[str]] = frozenset(
     {
-        "deploy.config.credentials -> deploy.supervisor.registry",
-        "deploy.config.member_configs -> deploy.supervisor.members",
-        "deploy.config.member_configs -> deploy.supervisor.statuses",
-        "deploy.launch.option_rules -> deploy.cli.node_cli",
-        "deploy.supervisor.display -> deploy.cli.chat",
-        "deploy.watch.source -> deploy.cli.chat",
-        "router.config -> router.tenancy.tenants",
-        "router.config -> router.text.tool_styles",
-        "router.service -> router.http.large_requests",
-        "router.telemetry.controller_metrics -> router.streams.link",
-        "router.telemetry.metrics -> router.streams.link",
-        "router.telemetry.request_record -> router.jobs.job",
-        "router.text.tokenizer -> router.telemetry.request_trace",
     }
 )
 """Imports that go up a floor: "package room/module -> room/module"."""

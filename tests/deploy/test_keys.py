@@ -15,22 +15,20 @@ from typer.testing import CliRunner
 
 from trunkline.deploy.cli.app import app
 from trunkline.deploy.cli.key_file import add_key, keys_of, revoke_key
-from trunkline.deploy.config.credentials import (
-    VARIABLE,
+from trunkline.deploy.config.credentials import VARIABLE, server_key, server_key_digest
+from trunkline.deploy.config.settings import ServeSettings
+from trunkline.deploy.config.tenant_options import keys_needed, parse_names
+from trunkline.deploy.errors import UserError
+from trunkline.deploy.supervisor.client_keys import (
     admin_key,
     admin_key_digest,
     client_headers,
     client_key,
     make_admin_key,
-    server_key,
-    server_key_digest,
 )
-from trunkline.deploy.config.settings import ServeSettings
-from trunkline.deploy.config.tenant_options import keys_needed, parse_names
-from trunkline.deploy.errors import UserError
+from trunkline.router.config import TenantLimits
 from trunkline.router.tenancy.auth import Role, hash_key
 from trunkline.router.tenancy.tenant_file import read_rules
-from trunkline.router.tenancy.tenants import TenantLimits
 from trunkline.runtime.wire_keys import PARTS, load
 from trunkline.runtime.wire_keys import Role as WireRole
 

@@ -12,8 +12,7 @@ from trunkline.deploy.config.settings import ServeSettings
 from trunkline.deploy.config.tenant_options import parse_tenant_limits
 from trunkline.deploy.errors import UserError
 from trunkline.deploy.supervisor.serve import children, plan_cluster
-from trunkline.router.config import load_config
-from trunkline.router.tenancy.tenants import TenantLimits
+from trunkline.router.config import TenantLimits, load_config
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ import pytest
 from kubernetes.cluster_api import FakeCluster, fake_cluster
 from kubernetes.rendering import Object, of_kind, only, render
 
+from trunkline.router.config import NO_LIMITS
 from trunkline.router.tenancy.auth import Role
 from trunkline.router.tenancy.tenant_file import parse_rules
-from trunkline.router.tenancy.tenants import NO_LIMITS
 from trunkline.runtime.wire_seed import keys_of
 
 pytestmark = pytest.mark.area("kubernetes")

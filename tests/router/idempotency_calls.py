@@ -16,7 +16,7 @@ from router.harness import JSON, MESSAGES, RunningRouter, running, wait_until
 from trunkline.controller.messages import RecordCall
 from trunkline.router.http.idempotency import RequestName, name_request
 from trunkline.router.messages import RecordReply
-from trunkline.router.tenancy.tenants import ANONYMOUS
+from trunkline.router.tenancy.auth import ANONYMOUS
 from trunkline.router.text.tokenizer import Tokenizer
 
 PATH = "/v1/chat/completions"

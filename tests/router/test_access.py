@@ -24,7 +24,7 @@ from trunkline.router.config import RouterConfig
 from trunkline.router.tenancy import tenant_file
 from trunkline.router.tenancy.auth import hash_key
 from trunkline.router.tenancy.identity import tenant_salt
-from trunkline.router.tenancy.metering import Tenants
+from trunkline.router.tenancy.tenants import Tenants
 from trunkline.router.text.tokenizer import Tokenizer
 
 CHAT: dict[str, Any] = {"messages": MESSAGES}

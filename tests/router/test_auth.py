@@ -17,11 +17,14 @@ from starlette.datastructures import Headers
 from trunkline.router.app import create_app
 from trunkline.router.errors import ApiError
 from trunkline.router.http.access import host_name, is_allowed_host, is_local_name
+from trunkline.router.request_context import known
 from trunkline.router.stores.schema_store import kind_of
 from trunkline.router.tenancy.auth import (
+    ANONYMOUS,
     Access,
     Key,
     Role,
+    TenantRules,
     access_needed,
     draw_key,
     hash_key,
@@ -34,11 +37,9 @@ from trunkline.router.tenancy.identity import (
     cache_salt,
     check_once,
     current_identity,
-    identified,
     salt_of,
     tenant_salt,
 )
-from trunkline.router.tenancy.tenants import ANONYMOUS, TenantRules
 
 OPEN = {"/", "/health", "/version", "/openapi.json", "/ui", "/ui/", "/ui/static/{name:path}"}
 ADMINS = {"/flush_cache", "/reset_prefix_cache"}
@@ -204,7 +205,7 @@ def test_salts() -> None:
     assert salt_of("both", RULES) != salt_of("a", RULES), "a tenant cannot have the name of a group's salt"
     assert current_identity() == Identity()
     assert cache_salt(None) == b""
-    with identified(Identity("a", salt=salt_of("a", RULES))):
+    with known(identity=Identity("a", salt=salt_of("a", RULES))):
         assert cache_salt("x") == salt_of("a", RULES) + b"x"
         assert cache_salt(None) != b""
     # No text of a client is another tenant's salt.

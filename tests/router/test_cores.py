@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from router.harness import EOS, VOCAB_SIZE
 
 from trunkline.controller.messages import TopLogprobs
-from trunkline.router.api.responses import TextEvents, event
 from trunkline.router.errors import finish_error
+from trunkline.router.http.json_response import TextEvents, event
 from trunkline.router.jobs.job import Job
 from trunkline.router.messages import FinishReason, Started
 from trunkline.router.streams.streams import Stream

@@ -24,7 +24,7 @@ from trunkline.controller.messages import RecordCall
 from trunkline.router.config import RouterConfig
 from trunkline.router.http import idempotency
 from trunkline.router.http.idempotency import IdempotencyStore, RequestName, Result
-from trunkline.router.request_random import Draws
+from trunkline.router.request_context import RequestRandom
 from trunkline.router.routing.rendezvous import rendezvous
 from trunkline.router.text.tokenizer import Tokenizer
 
@@ -233,7 +233,7 @@ def test_a_turn_counts_once(http: httpx.Client, fake: FakeController, chat: bool
     for _ in range(2):
         forget(fake, name)
         # It also still holds the session.
-        token = Draws(name.bytes, 0).draw("lease", 8).hex()
+        token = RequestRandom(name.bytes, 0).draw("lease", 8).hex()
         held = RecordCall(1, "acquire", "session", session, lease=token, lease_s=30.0)
         assert fake.behaviour.records.handle(held, 1, time.time())[0].status == "ok"
         again, _ = turn("second", "two")

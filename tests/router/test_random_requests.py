@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from router.fake_controller import FakeController
 from router.harness import MESSAGES, RunningRouter
 
-from trunkline.router.api.models import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from trunkline.router.api.schema_types import SchemaRequest
 from trunkline.router.api.session_types import SessionRequest
+from trunkline.router.jobs.request_models import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
 random = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 at_length = pytest.mark.parametrize("times", [1, pytest.param(50, marks=pytest.mark.soak)])

@@ -18,9 +18,8 @@ from router.fake_controller import FakeController
 from router.harness import ADMIN, DEMO_MODEL, MESSAGES, RunningRouter, free_port, make_answer, running, wait_until
 from router.process_calls import router_process
 
-from trunkline.router.config import RouterConfig
+from trunkline.router.config import RouterConfig, TenantLimits
 from trunkline.router.tenancy.auth import hash_key
-from trunkline.router.tenancy.tenants import TenantLimits
 from trunkline.router.text.tokenizer import Tokenizer
 
 CHAT: dict[str, Any] = {"messages": MESSAGES}

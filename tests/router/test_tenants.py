@@ -11,18 +11,11 @@ from pathlib import Path
 import pytest
 from seeds import seeds
 
+from trunkline.router.config import HEADER_NAME, TenantLimits
 from trunkline.router.errors import ApiError
-from trunkline.router.tenancy.auth import Key, hash_key
+from trunkline.router.tenancy.auth import Key, TenantRules, hash_key
 from trunkline.router.tenancy.tenant_file import TenantFile, parse_rules, read_rules
-from trunkline.router.tenancy.tenants import (
-    HEADER_NAME,
-    Admission,
-    Bucket,
-    TenantBook,
-    TenantLimits,
-    TenantRules,
-    duration,
-)
+from trunkline.router.tenancy.tenants import Admission, Bucket, TenantBook, duration
 
 PER_MINUTE = ("requests_per_minute", "tokens_per_minute")
 

@@ -153,7 +153,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 
 
 def _schema(app: FastAPI) -> dict[str, Any]:
-    """OpenAPI with the request bodies and errors, which FastAPI does not see (`http/body.py` reads and refuses)."""
+    """Return OpenAPI with request bodies and errors, which FastAPI does not see (`http/body.py` handles them)."""
     if app.openapi_schema is None:
         schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
         _, definitions = models_json_schema(

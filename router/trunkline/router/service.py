@@ -14,9 +14,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Final, NamedTuple
 
-import structlog
 import zmq
-from trunkline.router.tenancy.metering import Meter, Tenants, current_meter
 
 from trunkline.controller.messages import Prefetch
 from trunkline.router.config import RouterConfig
@@ -38,6 +36,7 @@ from trunkline.router.streams.link import ControllerLink
 from trunkline.router.streams.streams import Stream
 from trunkline.router.telemetry.metrics import Live, Metrics
 from trunkline.router.telemetry.request_record import RequestRecord, current_record
+from trunkline.router.tenancy.tenants import Meter, Tenants, current_meter
 from trunkline.router.text.tokenizer import Tokenizer
 from trunkline.runtime.wire_keys import Role
 from trunkline.runtime.wire_peer import WirePeer
@@ -287,5 +286,5 @@ def _scoped(job: Job) -> str:
 
 
 def _origin_of(job: Job) -> Origin:
-    request = structlog.contextvars.get_contextvars().get("request_id", "")
-    return Origin(request, current_meter().tenant, job.session)
+    record = current_record()
+    return Origin("" if record is None else record.id, current_meter().tenant, job.session)

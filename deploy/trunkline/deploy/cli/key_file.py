@@ -19,9 +19,9 @@ from typing import Any, Final
 import msgspec
 
 from trunkline.deploy.errors import UserError
+from trunkline.router.config import NO_LIMITS
 from trunkline.router.tenancy.auth import Role, draw_key, hash_key
 from trunkline.router.tenancy.tenant_file import BYTES_MAX, parse_rules, parse_time, write_private
-from trunkline.router.tenancy.tenants import NO_LIMITS
 
 _SPAN: Final = re.compile(r"([1-9][0-9]{0,5})([hdwy])")
 _HOURS: Final = {"h": 1, "d": 24, "w": 7 * 24, "y": 365 * 24}

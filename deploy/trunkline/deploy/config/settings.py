@@ -10,8 +10,15 @@ from trunkline.deploy.config.cores import available_cores
 from trunkline.deploy.config.tenant_options import check_exposure, check_tenants
 from trunkline.deploy.config.tier_options import DiskOption, check_remote_url
 from trunkline.deploy.errors import UserError
-from trunkline.router.config import HOST, ORIGIN, problem_of_model_name
-from trunkline.router.tenancy.tenants import HEADER_NAME, IDEMPOTENCY_TTL_S_MAX, NO_LIMITS, TenantLimits
+from trunkline.router.config import (
+    HEADER_NAME,
+    HOST,
+    IDEMPOTENCY_TTL_S_MAX,
+    NO_LIMITS,
+    ORIGIN,
+    TenantLimits,
+    problem_of_model_name,
+)
 from trunkline.runtime.process import LOG_FORMATS
 from trunkline.runtime.tracing import problem_of_endpoint
 

@@ -6,9 +6,9 @@ from typing import Final
 
 from trunkline.deploy.config.credentials import server_key
 from trunkline.deploy.errors import UserError
+from trunkline.router.config import NO_LIMITS, TenantLimits
 from trunkline.router.tenancy.auth import is_loopback
 from trunkline.router.tenancy.tenant_file import read_rules
-from trunkline.router.tenancy.tenants import NO_LIMITS, TenantLimits
 
 _NAMES: Final = TenantLimits.__struct_fields__
 

@@ -17,9 +17,9 @@ from trunkline.deploy.errors import UserError
 from trunkline.deploy.launch.fileformat import Security
 from trunkline.deploy.launch.plan import API_KEYS, WIRE_KEYS
 from trunkline.deploy.launch.records import launcher_folder
+from trunkline.router.config import NO_LIMITS
 from trunkline.router.tenancy.auth import Role, draw_key, hash_key
 from trunkline.router.tenancy.tenant_file import write_private
-from trunkline.router.tenancy.tenants import NO_LIMITS
 from trunkline.runtime import wire_keys
 
 _NEW_KEYS: Final = (("operators", Role.ADMIN), ("main", Role.USER))

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Literal
+from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
-from starlette.responses import Response
 
 from trunkline.router.streams.text import FinishName
 
 ChatFinishName = FinishName | Literal["tool_calls"]
-
-_encode = msgspec.json.Encoder().encode
 
 
 class CachedTokens(msgspec.Struct):
@@ -236,47 +233,3 @@ class Completion(msgspec.Struct, kw_only=True):
     usage: Usage | UnsetType | None = UNSET
     cache: CacheUse | UnsetType = UNSET
     truncation: TruncationResult | UnsetType = UNSET
-
-
-class JsonResponse(Response):
-    """A JSON body from a Struct, dict or list."""
-
-    media_type = "application/json"
-
-    def __init__(self, content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
-        super().__init__(_encode(content), status_code=status, headers=headers)
-
-
-def encoded(content: Any) -> msgspec.Raw:
-    """A part of an answer as JSON. An answer of many large parts is encoded part by part: while a single call
-    encodes, no other thread of the process runs."""
-    return msgspec.Raw(_encode(content))
-
-
-def event(content: Any) -> bytes:
-    """A server-sent event with a JSON payload."""
-    return b"data: " + _encode(content) + b"\n\n"
-
-
-class TextEvents:
-    """Events that differ in their text only, as nearly all of a stream do: all else is encoded once."""
-
-    def __init__(self, encode: Callable[[int, str], bytes]) -> None:
-        """`encode`: the whole event of a choice, by its index, with a text."""
-        self._encode = encode
-        self._around: dict[int, tuple[bytes, bytes]] = {}
-
-    def event(self, index: int, text: str) -> bytes:
-        """The event of a choice with a text."""
-        around = self._around.get(index)
-        if around is None:
-            head, _, tail = self._encode(index, _MARK).rpartition(_MARK_JSON)
-            around = self._around[index] = head, tail
-        return around[0] + _encode(text) + around[1]
-
-
-_MARK: Final = "\ue000the text goes here\ue000"
-_MARK_JSON: Final = _encode(_MARK)
-"""The text is the last of an event's fields that can hold anything a client or a model says."""
-
-DONE_EVENT = b"data: [DONE]\n\n"

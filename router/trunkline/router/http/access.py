@@ -17,12 +17,13 @@ import structlog
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from trunkline.router.api.responses import JsonResponse
 from trunkline.router.errors import ApiError
 from trunkline.router.http.error_forms import error_body
+from trunkline.router.http.json_response import JsonResponse
+from trunkline.router.request_context import known
 from trunkline.router.tenancy.auth import Access, access_needed, is_loopback
-from trunkline.router.tenancy.identity import Identity, check_once, identified
-from trunkline.router.tenancy.metering import Tenants
+from trunkline.router.tenancy.identity import Identity, check_once
+from trunkline.router.tenancy.tenants import Tenants
 
 _SAFE: Final = ("GET", "HEAD", "OPTIONS")
 _TENANT: Final = b"tenant="
@@ -81,7 +82,7 @@ class AccessMiddleware:
             return
         state = scope.setdefault("state", {})
         state["tenant"], state["role"] = identity.tenant, identity.role
-        with identified(identity), structlog.contextvars.bound_contextvars(**_for_logs(identity)):
+        with known(identity=identity), structlog.contextvars.bound_contextvars(**_for_logs(identity)):
             await self._app(scope, receive, send)
 
     def _enter(self, scope: Scope) -> Identity:

@@ -8,11 +8,11 @@ from typing import Any, Final
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from trunkline.router.api.responses import JsonResponse
 from trunkline.router.errors import ApiError
 from trunkline.router.http.error_forms import error_body
+from trunkline.router.http.json_response import JsonResponse
 from trunkline.router.tenancy.identity import current_identity
-from trunkline.router.tenancy.metering import Tenants, metered
+from trunkline.router.tenancy.tenants import Tenants, metered
 
 _TOKENIZING: Final = ("/tokenize", "/detokenize")
 

@@ -15,8 +15,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from trunkline.router.api.responses import event
 from trunkline.router.errors import ApiError
+from trunkline.router.http.json_response import event
 
 CLIENT_LEFT_STATUS: Final = 499
 """nginx's code for it; seen in metrics and logs only."""

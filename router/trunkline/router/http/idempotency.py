@@ -7,7 +7,7 @@
 
 The records are the controllers' (`record_homes.py`), so it does not matter which router a request comes to, nor
 whether the first one is still there. What is answered anew is answered the same: all that is drawn at random
-follows from the tenant, the key and the request (`request_random.py`). That is why a request goes on without its
+follows from the tenant, the key and the request (`request_context.py`). That is why a request goes on without its
 record where there is none to be had.
 """
 

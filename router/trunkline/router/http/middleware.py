@@ -13,12 +13,13 @@ import structlog
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from trunkline.router.api.responses import JsonResponse
 from trunkline.router.errors import ApiError
 from trunkline.router.http.error_forms import error_body
 from trunkline.router.http.event_stream import BODY_SEND, CLIENT_LEFT_STATUS, ClientLeftError
+from trunkline.router.http.json_response import JsonResponse
+from trunkline.router.request_context import known
 from trunkline.router.telemetry.metrics import Metrics
-from trunkline.router.telemetry.request_record import RequestRecord, recorded
+from trunkline.router.telemetry.request_record import RequestRecord
 from trunkline.router.telemetry.request_trace import PROVIDER, RequestTrace, operation_of
 from trunkline.runtime.spans import Value
 
@@ -76,7 +77,7 @@ class RequestMiddleware:
             await send(message)
 
         scope.setdefault(BODY_SEND, send)  # unless somebody further out knows a shorter way
-        with structlog.contextvars.bound_contextvars(**ids), recorded(record):
+        with structlog.contextvars.bound_contextvars(**ids), known(record=record):
             try:
                 await self._app(scope, receive, send_with_id)
                 if scope.get("state", {}).get("client_left"):

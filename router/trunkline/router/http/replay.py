@@ -16,7 +16,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from trunkline.router.api.responses import JsonResponse
 from trunkline.router.errors import ApiError
 from trunkline.router.http.body import SESSION_HEADER, read_body
 from trunkline.router.http.error_forms import error_body
@@ -29,8 +28,9 @@ from trunkline.router.http.idempotency import (
     Result,
     name_request,
 )
-from trunkline.router.request_random import Draws, created_at, drawing_from
-from trunkline.router.tenancy.metering import current_meter
+from trunkline.router.http.json_response import JsonResponse
+from trunkline.router.request_context import RequestRandom, created_at, known
+from trunkline.router.tenancy.tenants import current_meter
 
 _PATHS: Final = frozenset(
     {
@@ -130,7 +130,7 @@ class ReplayMiddleware:
         copy = _Copy(scope, claim, send, self._room)
         scope[BODY_SEND] = copy.send
         try:
-            with drawing_from(Draws(name.bytes, created_at() if claim is None else claim.created)):
+            with known(random=RequestRandom(name.bytes, created_at() if claim is None else claim.created)):
                 await self._app(scope, receive, copy.send)
         finally:
             copy.close()

@@ -1,4 +1,4 @@
-"""What controllers say of themselves, for Prometheus: their last `State`, read when somebody asks.
+"""What controllers say of themselves, for Prometheus: their last `State`, read at each scrape.
 
 It is the same whichever router tells it, so of several processes that are asked together one tells it.
 """
@@ -6,13 +6,29 @@ It is the same whichever router tells it, so of several processes that are asked
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final
+from typing import Final, Protocol
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from trunkline.router.messages import State, TierState
-from trunkline.router.streams.link import ControllerLink
 from trunkline.router.telemetry.metric_families import Family, FamilyCollector
+
+
+class MeasuredLink(Protocol):
+    """A connection to a controller (`ControllerLink`), as far as it is measured."""
+
+    index: int
+    state: State | None
+    connections: int
+
+    @property
+    def ready(self) -> bool:
+        """Whether the controller takes requests now."""
+
+    @property
+    def inflight(self) -> int:
+        """Return how many requests run there."""
+
 
 _GAUGES: Final = (
     ("running", "requests_running", "Requests in the controller's batch."),
@@ -122,7 +138,7 @@ def metric_of(family: Family) -> GaugeMetricFamily | CounterMetricFamily:
 class ControllerCollector(FamilyCollector):
     """What controllers have said last."""
 
-    def __init__(self, links: Callable[[], Sequence[ControllerLink]]) -> None:
+    def __init__(self, links: Callable[[], Sequence[MeasuredLink]]) -> None:
         self._links = links
 
     def families(self) -> Iterable[Family]:
@@ -183,7 +199,7 @@ def _of_tiers(
 class LinkCollector(FamilyCollector):
     """What a router knows of its connections."""
 
-    def __init__(self, links: Callable[[], Sequence[ControllerLink]]) -> None:
+    def __init__(self, links: Callable[[], Sequence[MeasuredLink]]) -> None:
         self._links = links
 
     def families(self) -> Iterable[Family]:

@@ -13,8 +13,7 @@ from prometheus_client import ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from trunkline.router.routing.request import Decision
-from trunkline.router.streams.link import ControllerLink
-from trunkline.router.telemetry.controller_metrics import ControllerCollector, LinkCollector
+from trunkline.router.telemetry.controller_metrics import ControllerCollector, LinkCollector, MeasuredLink
 from trunkline.router.telemetry.metric_families import (
     Exposition,
     Family,
@@ -168,7 +167,7 @@ class Metrics:
 
     def __init__(
         self,
-        links: Callable[[], Sequence[ControllerLink]],
+        links: Callable[[], Sequence[MeasuredLink]],
         live: Live = Live(),  # noqa: B008 (immutable)
         *,
         version: str = "",

@@ -6,7 +6,7 @@ from typing import Final
 
 from trunkline.router.telemetry.metric_families import FamilyRegistry
 from trunkline.router.telemetry.request_record import Ended
-from trunkline.router.tenancy.tenants import KEY_PREFIX
+from trunkline.router.tenancy.auth import KEY_PREFIX
 
 LATENCY_BUCKETS: Final = (
     *(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),

@@ -6,14 +6,12 @@ started, finds it with `current_record`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from trunkline.router.jobs.job import Job
-from trunkline.router.telemetry.request_trace import RequestTrace, current_trace
+from trunkline.router.request_context import current
+from trunkline.router.telemetry.request_trace import RequestTrace
 
 
 class Ended(Protocol):
@@ -107,20 +105,6 @@ class RequestRecord:
         return said
 
 
-_current: ContextVar[RequestRecord | None] = ContextVar("request_record", default=None)
-
-
 def current_record() -> RequestRecord | None:
-    """Of the request at hand; None: there is none (a probe of the router's own)."""
-    return _current.get()
-
-
-@contextmanager
-def recorded(record: RequestRecord) -> Iterator[None]:
-    """What is done within is done for this request."""
-    token, trace_token = _current.set(record), current_trace.set(record.trace)
-    try:
-        yield
-    finally:
-        _current.reset(token)
-        current_trace.reset(trace_token)
+    """Return the record of the request at hand; None: there is none (a probe of the router's own)."""
+    return current().record

@@ -13,7 +13,6 @@ what was asked or answered is among them.
 from __future__ import annotations
 
 import time
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Final
 
@@ -27,8 +26,6 @@ ROUTES_MAX: Final = 32
 PROVIDER: Final = "trunkline"
 _OPERATIONS: Final = {"/v1/completions": "text_completion"}
 """By endpoint; the others that generate are chats."""
-current_trace: ContextVar[RequestTrace | None] = ContextVar("request_trace", default=None)
-"""Of the request at hand; None: it is not traced."""
 
 
 @dataclass(slots=True)

@@ -18,9 +18,17 @@ from typing import Final
 
 import msgspec
 
+from trunkline.router.config import NO_LIMITS, TenantLimits
+
 KEY_TOKEN: Final = "tl-"
 """What keys that are drawn here begin with, so that people and scanners know one when they see it."""
 _KEY_BYTES: Final = 32
+ANONYMOUS: Final = "anonymous"
+"""The tenant of requests without a key."""
+KEY_PREFIX: Final = "key-"
+"""Of tenants that are known by nothing but their key."""
+NAME: Final = re.compile(r"[\x21-\x7e]{1,128}")
+"""What a tenant may be called."""
 
 
 class Role(StrEnum):
@@ -61,6 +69,24 @@ class Key(msgspec.Struct, frozen=True):
     def is_over(self, now: float) -> bool:
         """Whether it has expired. `now`: Unix time in seconds."""
         return self.expires is not None and now >= self.expires
+
+
+class TenantRules(msgspec.Struct, frozen=True):
+    """Everything that an operator has said of tenants."""
+
+    default: TenantLimits = NO_LIMITS
+    tenants: dict[str, TenantLimits] = {}
+    """By name; of the others `default` holds."""
+    keys: dict[str, Key] = {}
+    """By the SHA-256 of a key, in hexadecimal."""
+    salts: dict[str, str] = {}
+    """Names of the salts of tenants that do not have one for themselves."""
+    has_keys: bool = False
+    """Whether a key is needed, also if there is none (any more)."""
+
+    def limits_of(self, name: str) -> TenantLimits:
+        """A tenant's."""
+        return self.tenants.get(name, self.default)
 
 
 _EXACT: Final = {

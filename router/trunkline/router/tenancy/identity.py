@@ -10,16 +10,25 @@ not find them, and cannot tell by the time of an answer whether they are there. 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Mapping
 from typing import Final
 
 import msgspec
 
 from trunkline.router.errors import ApiError, bad_value
-from trunkline.router.tenancy.auth import Access, Key, Role, hash_key, key_of, may_enter
-from trunkline.router.tenancy.tenants import ANONYMOUS, KEY_PREFIX, NAME, TenantRules
+from trunkline.router.request_context import current
+from trunkline.router.tenancy.auth import (
+    ANONYMOUS,
+    KEY_PREFIX,
+    NAME,
+    Access,
+    Key,
+    Role,
+    TenantRules,
+    hash_key,
+    key_of,
+    may_enter,
+)
 
 DEFAULT: Final = "default"
 """The tenant of the one key that is given without a file. It owns what nobody else does."""
@@ -52,27 +61,16 @@ class Identity(msgspec.Struct, frozen=True):
 
 
 _NOBODY: Final = Identity()
-_current: ContextVar[Identity] = ContextVar("identity", default=_NOBODY)
 
 
 def current_identity() -> Identity:
-    """Of the request at hand."""
-    return _current.get()
-
-
-@contextmanager
-def identified(identity: Identity) -> Iterator[None]:
-    """Whatever is done within, and in tasks that are started within, is done for `identity`."""
-    token = _current.set(identity)
-    try:
-        yield
-    finally:
-        _current.reset(token)
+    """Return who sends the request at hand."""
+    return current().identity or _NOBODY
 
 
 def cache_salt(given: str | None) -> bytes:
     """What names KV of the request at hand: its tenant's salt, and `given`, its own."""
-    return _current.get().salt + (given or "").encode()
+    return current_identity().salt + (given or "").encode()
 
 
 def tenant_salt(name: str) -> bytes:

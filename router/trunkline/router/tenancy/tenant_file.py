@@ -28,8 +28,8 @@ import msgspec
 import structlog
 from msgspec import UNSET, UnsetType
 
-from trunkline.router.tenancy.auth import Key, Role
-from trunkline.router.tenancy.tenants import KEY_PREFIX, NAME, TenantLimits, TenantRules
+from trunkline.router.config import TenantLimits
+from trunkline.router.tenancy.auth import KEY_PREFIX, NAME, Key, Role, TenantRules
 
 BYTES_MAX: Final = 16 << 20
 CHECK_SECONDS: Final = 1.0

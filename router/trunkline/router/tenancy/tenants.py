@@ -1,8 +1,10 @@
-"""Who asks, and how much they may ask for: token buckets per tenant. Pure: time is an argument, seconds that only
-go forward.
+"""The tenants of a router, and how much each may ask for: token buckets per tenant.
 
     headers ─► Authenticator ─► tenant ─► TenantBook.admit ─► Admission ─► charge_prompt, charge_output, close
                (identity.py)                       └─ 429: which limit, and after how many seconds it would pass
+
+`Tenants` is what the router asks; it has the clock. All else is pure: time is an argument, in seconds that only go
+forward. `admission.py` lets a request in and makes its `Meter` the current one.
 
 A request needs a place among the tenant's running ones, one from the bucket of requests, and a bucket of tokens
 that is not empty. Its prompt is charged once its tokens are known, its output when it ends. So a bucket of tokens
@@ -15,76 +17,24 @@ Routers share nothing. Of several each grants an equal part of every limit.
 from __future__ import annotations
 
 import math
-import re
+import time
 from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Final
 
-import msgspec
-
+from trunkline.router.config import NO_LIMITS, RouterConfig
 from trunkline.router.errors import RETRY_AFTER_SECONDS, ApiError
-from trunkline.router.tenancy.auth import Key
+from trunkline.router.request_context import current, known
+from trunkline.router.tenancy.auth import ANONYMOUS, Access, TenantRules, is_loopback
+from trunkline.router.tenancy.identity import Authenticator, Identity
+from trunkline.router.tenancy.tenant_file import TenantFile
 
-ANONYMOUS: Final = "anonymous"
-"""The tenant of requests without a key."""
-KEY_PREFIX: Final = "key-"
-"""Of tenants that are known by nothing but their key."""
-NAME: Final = re.compile(r"[\x21-\x7e]{1,128}")
-"""What a tenant may be called."""
-HEADER_NAME: Final = re.compile(r"(?!(?i:authorization|x-api-key|cookie)\Z)[A-Za-z0-9!#$%&'*+.^_`|~-]{1,64}")
-"""What the header with a tenant's name may be called: none that holds a secret."""
-IDEMPOTENCY_TTL_S_MAX: Final = 86_400.0
-LIMIT_MAX: Final = 10**12
-"""What is beyond that is no limit."""
 TENANTS_MAX: Final = 10_000
 """Kept in memory; of more, those that have done nothing for the longest time are forgotten."""
 MINUTE_S: Final = 60.0
 _ROUNDING: Final = 1e-6
 """Of a token: who waited as long as they were told must not be turned away by the last bit."""
-
-
-class TenantLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a tenant may do; None: as much as it likes."""
-
-    requests: int | None = None
-    """At once."""
-    requests_per_minute: int | None = None
-    tokens_per_minute: int | None = None
-    """Prompts and answers together."""
-    priority: int | None = None
-    """Of requests that ask for none; none is more urgent. Smaller goes first."""
-
-    def problem(self) -> str:
-        """What is wrong with it; "": nothing."""
-        for name in ("requests", "requests_per_minute", "tokens_per_minute"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                return f"{name} is {value}; it must be at least 1, or null for no limit"
-            if value is not None and value > LIMIT_MAX:
-                return f"{name} has {len(str(value))} digits; allowed are 1 to {LIMIT_MAX}, or null for no limit"
-        if self.priority is not None and not -(2**31) <= self.priority < 2**31:
-            return f"priority is {self.priority}; it is a 32-bit integer"
-        return ""
-
-
-NO_LIMITS: Final = TenantLimits()
-
-
-class TenantRules(msgspec.Struct, frozen=True):
-    """Everything that an operator has said of tenants."""
-
-    default: TenantLimits = NO_LIMITS
-    tenants: dict[str, TenantLimits] = {}
-    """By name; of the others `default` holds."""
-    keys: dict[str, Key] = {}
-    """By the SHA-256 of a key, in hexadecimal."""
-    salts: dict[str, str] = {}
-    """Names of the salts of tenants that do not have one for themselves."""
-    has_keys: bool = False
-    """Whether a key is needed, also if there is none (any more)."""
-
-    def limits_of(self, name: str) -> TenantLimits:
-        """A tenant's."""
-        return self.tenants.get(name, self.default)
 
 
 # -- how much
@@ -329,3 +279,172 @@ def duration(seconds: float) -> str:
         return f"{math.ceil(seconds * 1000)}ms"
     minutes, rest = divmod(math.ceil(seconds * 1000) / 1000, 60)
     return f"{int(minutes)}m{round(rest, 3):g}s" if minutes else f"{round(rest, 3):g}s"
+
+
+# -- the running router
+
+
+class Meter:
+    """An `Admission` with a clock. Call `close` in the end, whatever happened."""
+
+    def __init__(self, admission: Admission, clock: Callable[[], float]) -> None:
+        self._admission = admission
+        self._clock = clock
+
+    @property
+    def tenant(self) -> str:
+        """The tenant's name."""
+        return self._admission.tenant
+
+    def priority(self, wanted: int | None) -> int:
+        """What a request gets that wants this one; None: any."""
+        return self._admission.priority(wanted)
+
+    def charge_prompt(self, tokens: int) -> None:
+        """To be called before a prompt is given to an engine, once.
+
+        Raises:
+            ApiError: 429, it must not be.
+        """
+        self._admission.charge_prompt(tokens, self._clock())
+
+    def charge_output(self, tokens: int) -> None:
+        """To be called when a generation is over, or for each part of its output."""
+        self._admission.charge_output(tokens, self._clock())
+
+    def headers(self) -> dict[str, str]:
+        """What an answer says of the tenant's limits."""
+        return self._admission.headers(self._clock())
+
+    def close(self) -> None:
+        """The request is over. May be called again."""
+        self._admission.close()
+
+
+class Tenants:
+    """Who asks, and how much they may ask for."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        """
+        Args:
+            wall_clock: Unix time in seconds, by which keys expire.
+
+        Raises:
+            ValueError: the file of tenants cannot be read, or is wrong; or others could use the server without
+                keys.
+        """
+        self._file = (
+            TenantFile(config.tenants, config.tenant_limits, config.tenants_kept) if config.tenants else None
+        )
+        rules = TenantRules(config.tenant_limits) if self._file is None else self._file.rules
+        self._book = TenantBook(rules, config.routers)
+        self._authenticator = Authenticator(
+            header=config.tenant_header,
+            single_key=config.api_key_digest,
+            admin_key=config.admin_key_digest,
+            needs_keys=config.needs_keys,
+        )
+        self._clock = clock
+        self._wall_clock = wall_clock
+        if not (self.needs_keys or config.allow_anonymous or is_loopback(config.host)):
+            raise ValueError(anonymous_problem(config.host))
+
+    @property
+    def needs_keys(self) -> bool:
+        """Whether requests need keys; else all that reach the server may use it."""
+        return self._authenticator.needs_keys(self._rules())
+
+    def identify(self, headers: Mapping[str, str], access: Access) -> Identity:
+        """Who sends a request that needs `access`.
+
+        Raises:
+            ApiError: 400, 401 or 403; see `Authenticator.admit`.
+        """
+        return self._authenticator.admit(headers, access, self._rules(), self._wall_clock())
+
+    def acting_for(self, identity: Identity, tenant: str) -> Identity:
+        """An admin, as a tenant; see `Authenticator.acting_for`."""
+        return self._authenticator.acting_for(identity, tenant, self._rules())
+
+    def owners(self) -> list[str]:
+        """All that may have sessions and are named by the file; "": what nobody else owns."""
+        return ["", *self._book.rules.tenants]
+
+    def enter(self, name: str) -> Meter:
+        """Let a request of a tenant in.
+
+        Raises:
+            OverLimitError: 429, a limit is reached.
+        """
+        now = self._clock()
+        self._rules()
+        try:
+            return Meter(self._book.admit(name, now), self._clock)
+        except ApiError as error:
+            raise OverLimitError(error, self._book.headers(name, now)) from None
+
+    def _rules(self) -> TenantRules:
+        """As the file has them now."""
+        if self._file is not None:
+            self._book.rules = self._file.poll(self._clock())
+        return self._book.rules
+
+    def running(self, name: str) -> int:
+        """Requests of a tenant that were let in and are not over."""
+        return self._book.running(name)
+
+    def reload(self) -> None:
+        """Read the file of tenants now, if there is one."""
+        if self._file is not None:
+            self._file.reload()
+
+
+def anonymous_problem(host: str) -> str:
+    """Why a server without keys does not listen on an address that others reach."""
+    return (
+        f"host: {host!r} is reached by others, and there are no API keys; make one with `trunkline key new`, "
+        "listen on 127.0.0.1, or say --allow-anonymous"
+    )
+
+
+class OverLimitError(ApiError):
+    """429, with what the tenant has left."""
+
+    def __init__(self, error: ApiError, headers: dict[str, str]) -> None:
+        super().__init__(
+            error.status,
+            error.message,
+            kind=error.kind,
+            code=error.code,
+            details=error.details,
+            retry_after=error.retry_after,
+        )
+        self._headers = headers
+
+    def headers(self) -> dict[str, str]:
+        """With `Retry-After`."""
+        return {**self._headers, **super().headers()}
+
+
+_FREE: Final = Meter(TenantBook(TenantRules()).admit(ANONYMOUS, 0.0), lambda: 0.0)
+"""Of what no tenant has asked for."""
+
+
+def current_meter() -> Meter:
+    """Return what the request at hand is charged to."""
+    return current().meter or _FREE
+
+
+@contextmanager
+def metered(meter: Meter) -> Iterator[None]:
+    """Charge what is done within, and in tasks that are started within, to `meter`, and close it."""
+    try:
+        with known(meter=meter):
+            yield
+    finally:
+        meter.close()

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import msgspec
-from trunkline.router.request_random import draw_bytes, draw_hex
 
 from trunkline.controller.messages import Grammar
+from trunkline.router.request_context import draw_bytes, draw_hex
 from trunkline.router.text.tool_styles import ToolStyle
 from trunkline.router.tools.definitions import Choice, FunctionTool, read_chat_tools, read_choice
 from trunkline.router.tools.grammar import make_grammar

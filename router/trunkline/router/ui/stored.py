@@ -156,8 +156,7 @@ class StoredSessions:
                 stored = await self._service.sessions.peek(listed.record.id)
         except ApiError:
             return  # it has just gone, or cannot be read
-        known = self._read(stored.record.version, stored.session, identity.salt)
-        self._known[listed.record.id] = known
+        self._known[listed.record.id] = self._read(stored.record.version, stored.session, identity.salt)
         self._known.move_to_end(listed.record.id)
         if len(self._known) > KNOWN_MAX:
             self._known.popitem(last=False)
