@@ -21,8 +21,8 @@ from report import Report, parse_arguments
 from trunkline.controller.config import EngineConfig
 from trunkline.controller.engine.engine import Engine
 from trunkline.controller.messages import StepResult
+from trunkline.controller.sequences.decode_rows import tree_order
 from trunkline.controller.sequences.sequence import Request
-from trunkline.controller.sequences.sharing import tree_order
 from trunkline.kvstore.int32_codec import Int32Array, pack_int32, unpack_int32
 from trunkline.router.messages import Outputs
 from trunkline.worker.messages import Sampling, StepPlan
@@ -47,7 +47,7 @@ class Loop:
         for i in range(batch):
             own = rng.integers(0, 30_000, context - shared - i % CHUNK)  # chunks fill at different times
             tokens = np.concatenate([prefix, own]).astype(np.int32)
-            self.engine.submit(Request(id=i + 1, tokens=tokens, max_tokens=1900, sampling=Sampling()), 0.0)
+            self.engine.receive(Request(id=i + 1, tokens=tokens, max_tokens=1900, sampling=Sampling()), 0.0)
         while self.engine.scheduler.waiting_count or self.engine.scheduler.prefilling:
             self.turn()
         for _ in range(4):
@@ -64,26 +64,21 @@ class Loop:
         """One step of the loop; seconds that the controller spent."""
         spent = 0.0
         start = time.perf_counter()
-        if self.inflight:
-            result = self.decoder.decode(self.inflight.popleft())
-            self.engine.step_done(result, 1.0)
-        spent += time.perf_counter() - start
+        events = [self.decoder.decode(self.inflight.popleft())] if self.inflight else []
         while True:
-            start = time.perf_counter()
-            plan = self.engine.next_step(1.0)
-            if plan is not None:
-                self.encoder.encode(plan)
+            ready = self.engine.step(events, 1.0)
+            if ready.plan is not None:
+                self.encoder.encode(ready.plan)
+            if (outputs := ready.outputs) is not None:
+                for requests, tokens in zip(outputs.requests, outputs.tokens, strict=True):
+                    packed = requests.astype("<u4").tobytes(), pack_int32(tokens)
+                    self.encoder.encode(Outputs(1, *packed, outputs.started, outputs.finished))
             spent += time.perf_counter() - start
-            if plan is None:
-                break
-            self.inflight.append(self.answer(plan))
-        start = time.perf_counter()
-        outputs = self.engine.outputs()
-        if outputs is not None:
-            for requests, tokens in zip(outputs.requests, outputs.tokens, strict=True):
-                packed = requests.astype("<u4").tobytes(), pack_int32(tokens)
-                self.encoder.encode(Outputs(1, *packed, outputs.started, outputs.finished))
-        return spent + time.perf_counter() - start
+            if ready.plan is not None:
+                self.inflight.append(self.answer(ready.plan))
+            if not ready.again:
+                return spent
+            start, events = time.perf_counter(), []
 
 
 def wire_only(batch: int, repeats: int) -> float:
@@ -126,13 +121,13 @@ def matching(report: Report, quick: bool) -> None:
         config = EngineConfig(num_blocks=2 * length // CHUNK, max_context=length + 64, token_budget=8192)
         engine = Engine(config)
         tokens = np.random.default_rng(1).integers(0, 30_000, length).astype(np.int32)
-        engine.submit(Request(id=1, tokens=tokens, max_tokens=1, sampling=Sampling()), 0.0)
+        engine.receive(Request(id=1, tokens=tokens, max_tokens=1, sampling=Sampling()), 0.0)
         while not engine.is_idle:
-            plan = engine.next_step(0.0)
+            plan = engine.step((), 0.0).plan
             assert plan is not None
             samples = int(unpack_int32(plan.prefill, 5)[:, 4].sum())
-            engine.step_done(StepResult(plan.step, plan.epoch, pack_int32([7] * samples), 1), 0.0)
-        tree = engine.scheduler.residence.tree
+            engine.receive(StepResult(plan.step, plan.epoch, pack_int32([7] * samples), 1), 0.0)
+        tree = engine.scheduler.kv.tree
         data = tokens.tobytes()
         times = []
         for _ in range(repeats):

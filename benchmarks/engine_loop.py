@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from trunkline.controller.engine.outcomes import EngineOutputs
 
 from trunkline.controller.config import EngineConfig
 from trunkline.controller.engine.engine import Engine
+from trunkline.controller.engine.events import DropCache, EngineOutputs, Event, Ready
 from trunkline.controller.messages import BeamSearch, StepResult
 from trunkline.controller.sequences.sequence import Request
 from trunkline.kvstore.int32_codec import unpack_int32
@@ -74,6 +74,9 @@ class EngineLoop:
         """Of the steps that only decoded."""
         self.prefilled = 0
         """Tokens of prompts, and of what came back, that were computed."""
+        self.waited_seconds = 0.0
+        """Of the steps, for copies."""
+        self.wake_at = float("inf")
         self._results: deque[StepResult] = deque()
         self._next_id = 1
 
@@ -97,9 +100,16 @@ class EngineLoop:
         self._next_id += 1
         now = time.perf_counter()
         self.requests[request.id] = Done(now)
-        self.engine.submit(request, now)
-        self._collect(now)
+        self.receive(request, now)
         return request.id
+
+    def receive(self, event: Event, now: float) -> None:
+        """Give the engine an event, and nothing to plan yet."""
+        self.engine.receive(event, now)
+        self._collect(self.engine.take_outputs(), now)
+
+    def flush_cache(self) -> None:
+        self.receive(DropCache(), time.perf_counter())
 
     def run(self, arrivals: Callable[[float], bool] = lambda now: False) -> float:
         """Until everything has ended and `arrivals` (called with the time, submits what is due) says that nothing
@@ -114,33 +124,43 @@ class EngineLoop:
         """Plan ahead, execute, take in one result; False: nothing was there to do."""
         start = time.perf_counter()
         planned, prefill = False, False
-        while (plan := self.engine.next_step(time.perf_counter())) is not None:
-            prefill |= bool(plan.prefill)
-            self.prefilled += int(unpack_int32(plan.prefill, 5)[:, 2].sum()) if plan.prefill else 0
-            result = self.runner.execute(plan)
-            assert result is not None
-            self._results.append(result)
-            planned = True
+        while True:
+            ready = self.engine.step((), time.perf_counter())
+            self._act(ready)
+            if (plan := ready.plan) is not None:
+                prefill |= bool(plan.prefill)
+                self.prefilled += int(unpack_int32(plan.prefill, 5)[:, 2].sum()) if plan.prefill else 0
+                planned = True
+            if not ready.again:
+                break
         if not self._results:
             return planned
-        now = time.perf_counter()
-        self.engine.step_done(self._results.popleft(), now)
-        self._collect(now)
+        result = self._results.popleft()
+        self.waited_seconds += result.waited_us / 1e6
+        self.receive(result, time.perf_counter())
         self._measure()
         if planned and not prefill:
             self.step_seconds.append(time.perf_counter() - start)
         return True
 
+    def _act(self, ready: Ready) -> None:
+        """Execute what the engine has planned."""
+        if ready.plan is not None:
+            result = self.runner.execute(ready.plan)
+            assert result is not None
+            self._results.append(result)
+        self._collect(ready.outputs, time.perf_counter())
+        self.wake_at = ready.wake_at
+
     def _measure(self) -> None:
         scheduler = self.engine.scheduler
         running = scheduler.running()
         if running:
-            residence = scheduler.residence
-            self.memory.physical.append(self.engine.config.num_blocks - residence.available)
+            kv = scheduler.kv
+            self.memory.physical.append(self.engine.config.num_blocks - kv.available)
             self.memory.logical.append(sum(len(s.path) + len(s.private) for s in running))
 
-    def _collect(self, now: float) -> None:
-        outputs = self.engine.outputs()
+    def _collect(self, outputs: EngineOutputs | None, now: float) -> None:
         if outputs is None:
             return
         self._count(outputs)

@@ -14,9 +14,9 @@ from typing import Any, Final, Literal, NamedTuple
 import numpy as np
 from engine_loop import Done
 from tiered_loop import TieredLoop
-from trunkline.controller.engine.outcomes import EngineOutputs
 
 from trunkline.controller.config import EngineConfig
+from trunkline.controller.engine.events import EngineOutputs
 from trunkline.controller.messages import ModuleText, PromptLayout
 from trunkline.controller.sequences.sequence import Request
 from trunkline.kvstore.int32_codec import pack_int32
@@ -102,8 +102,7 @@ class ModuleLoop(TieredLoop):
         self._next_id += 1
         now = time.perf_counter()
         self.requests[request.id] = Done(now)
-        self.engine.submit(request, now)
-        self._collect(now)
+        self.receive(request, now)
         return request.id
 
     def time_first(self, prompt: ModulePrompt | list[int]) -> tuple[float, Started]:

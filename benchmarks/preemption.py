@@ -49,7 +49,7 @@ def overhead(arguments: argparse.Namespace, report: Report) -> None:
         size = blocks * loop.runner.block_bytes
         source, target = torch.zeros(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
         for round_ in range(rounds + 1):
-            loop.engine.flush_cache()
+            loop.flush_cache()
             start = time.perf_counter()
             loop.submit(prompt, 1)
             loop.run()
@@ -135,7 +135,7 @@ def under_pressure(arguments: argparse.Namespace, mode: str, chunk_size: int, co
         "output_rate": sum(d.tokens for d in done) / seconds,
         "preemptions": scheduler.counters.preemptions,
         "prefilled": loop.prefilled,
-        "loaded": scheduler.residence.tree.loaded_blocks,
+        "loaded": scheduler.kv.tree.loaded_blocks,
     }
 
 

@@ -139,7 +139,7 @@ class Bench:
         library = Library(self._rng, n)
         for loop in (self._device, self._host):
             loop.settle()
-            loop.engine.flush_cache()
+            loop.flush_cache()
             library.encode_in(loop)
         self._device.time_first(library.usual(1).plain())
         found: Cases = {}

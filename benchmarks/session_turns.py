@@ -40,7 +40,7 @@ from small_model import VOCABULARY, small_model
 from tiered_loop import HeldLoading, TieredLoop, forget_all, redis_server
 
 from trunkline.controller.config import EngineConfig
-from trunkline.controller.tiers.preload import Loading
+from trunkline.controller.tiers.preload import Preloads
 from trunkline.kvstore.tier import TierKind
 from trunkline.worker.tiers.layer_gate import COMPUTE, LOAD, LayerSpan
 
@@ -146,7 +146,7 @@ def all_turns(
             history = text[: round(total * share)]
             found[f"{tier.name.lower()} {share}"] = one_turn(loop, texts, history, total - len(history), tier)
     loop.settle()
-    loop.engine.flush_cache()
+    loop.flush_cache()
     return found
 
 
@@ -223,7 +223,7 @@ def behind(loop: TieredLoop, history: list[int], texts: Texts, tier: TierKind, b
     started = time.perf_counter()
     request = loop.submit(history + texts.draw(NEW), 1)
     if buffer:
-        loop.engine.scheduler.loading = HeldLoading(loop, buffer)
+        loop.engine.scheduler.preloads = HeldLoading(loop, buffer)
         layers = copier.loads.submitted * copier.host.layers + buffer
         loop.step()  # the loads are ordered
         copier.loads.gate.wait(layers)
@@ -231,7 +231,7 @@ def behind(loop: TieredLoop, history: list[int], texts: Texts, tier: TierKind, b
     while not loop.requests[request].tokens:
         loop.step()
     seconds = time.perf_counter() - started
-    loop.engine.scheduler.loading = Loading()
+    loop.engine.scheduler.preloads = Preloads()
     if loop.engine.counters.tier_tokens[tier] - before != len(history):
         raise SystemExit(f"the history was not found in {tier.name.lower()} memory")
     return seconds
@@ -284,18 +284,18 @@ def decode_beside_saves(arguments: argparse.Namespace, report: Report) -> None:
                 for stream in range(STREAMS):  # they fill their chunks at different times
                     loop.submit(texts.draw(128 + stream * CHUNK // STREAMS), (rounds + 2) * CHUNK)
                 decode(loop, CHUNK)
-                loop.engine.waited_seconds = 0.0
+                loop.waited_seconds = 0.0
             times = Runs()
             for index in range(rounds):
                 order = list(loops.items())
                 for name, loop in order[index % 3 :] + order[: index % 3]:
                     times.add(name, decode(loop, CHUNK))
-            saved = to_host.engine.scheduler.residence.tree.saved_blocks
+            saved = to_host.engine.scheduler.kv.tree.saved_blocks
             if saved < STREAMS * rounds:
                 raise SystemExit(f"only {saved} chunks were saved")
     for name in loops:
         case = {"part": "saving", "impl": name, "what": "decode"}
-        waited = loops[name].engine.waited_seconds
+        waited = loops[name].waited_seconds
         report.add(case, "waited_per_step", 1e3 * waited / rounds / CHUNK, "ms", rounds)
         report.add(case, "rate", STREAMS * CHUNK / times.median(name), "tokens/s", rounds)
         report.add(case, "cost", 100 * (times.ratio(name, "off") - 1), "%", rounds)
@@ -323,14 +323,14 @@ def turn_beside_saves(arguments: argparse.Namespace, report: Report) -> None:
         loops = {"beside": beside, "waiting": before, "off": none}
         for run in range(runs + 1):
             for name, loop in loops.items():
-                waited, started = loop.engine.waited_seconds, time.perf_counter()
+                waited, started = loop.waited_seconds, time.perf_counter()
                 loop.submit(texts.draw(HISTORY), TURN_TOKENS)
                 loop.run()
                 if run:
                     times.add(name, time.perf_counter() - started)
-                    waits.add(name, loop.engine.waited_seconds - waited)
+                    waits.add(name, loop.waited_seconds - waited)
                 loop.settle()
-                loop.engine.flush_cache()
+                loop.flush_cache()
     for name in loops:
         case = {"part": "saving", "impl": name, "what": "turn"}
         report.add(case, "time", 1e3 * times.median(name), "ms", runs)

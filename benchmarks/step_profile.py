@@ -133,13 +133,12 @@ def steps_of(engine: Engine, ranks: Ranks) -> list[tuple[bool, float, dict[str, 
     """Run the engine dry; (whether it was a pure decode step, seconds, seconds by op) of each step."""
     encoder, steps = msgspec.msgpack.Encoder(), []
     while not engine.is_idle:
-        plan = engine.next_step(0.0)
+        plan = engine.step((), 0.0).plan
         if plan is None:
             raise SystemExit("the engine has nothing to do, but is not idle")
         result, seconds, by_op = ranks.execute(encoder.encode(plan))
         steps.append((not plan.prefill, seconds, by_op))
-        engine.step_done(result, 0.0)
-        engine.outputs()
+        engine.receive(result, 0.0)
     return steps
 
 
@@ -153,7 +152,7 @@ def cases(engine: Engine, ranks: Ranks, quick: bool) -> dict[str, list[tuple[flo
         nonlocal identity
         identity += 1
         sampling = Sampling(temperature=0.0)
-        engine.submit(
+        engine.receive(
             Request(id=identity, tokens=tokens.astype(np.int32), max_tokens=count, sampling=sampling), 0.0
         )
 

@@ -22,24 +22,15 @@ from engine_loop import EngineLoop
 
 from trunkline.controller.config import EngineConfig
 from trunkline.controller.engine.engine import Engine
-from trunkline.controller.messages import MoveOutcome, MovesDone, Probed, StepResult
-from trunkline.controller.tiers.preload import Loading
+from trunkline.controller.engine.events import Ready
+from trunkline.controller.messages import MoveOutcome, MovesDone, Probed
+from trunkline.controller.tiers.preload import Preloads
 from trunkline.kvstore.tier import TierKind
 from trunkline.worker.config import WorkerConfig
-from trunkline.worker.messages import Probe, TierMoves
+from trunkline.worker.messages import TierMoves
 from trunkline.worker.tiers.tier_service import TierService
 
 WAIT_SECONDS_MAX: Final = 0.25
-
-
-class ObservedEngine(Engine):
-    """One that adds up how long steps waited for copies."""
-
-    waited_seconds = 0.0
-
-    def step_done(self, result: StepResult, now: float) -> None:
-        self.waited_seconds += result.waited_us / 1e6
-        super().step_done(result, now)
 
 
 class TieredLoop(EngineLoop):
@@ -58,23 +49,26 @@ class TieredLoop(EngineLoop):
             disk_slots=self.tiers.disk_slots,
             remote=self.tiers.has_remote,
         )
-        self.engine: ObservedEngine = ObservedEngine(limits)
+        self.engine = Engine(limits)
 
     def step(self) -> bool:
         """As `EngineLoop.step`; if nothing can be computed now, wait for what is fetched."""
         self._take_reports(0.0)
         worked = super().step()
         now = time.perf_counter()
-        for order in self.engine.tier_messages(now):
-            if isinstance(order, TierMoves):
-                self.tiers.move(order)
-            elif isinstance(order, Probe):
-                self.tiers.probe(order)
         if not worked and not self.engine.is_idle:
-            left = self.engine.next_deadline(now) - now
+            left = self.wake_at - now
             self._take_reports(max(1e-4, min(left, WAIT_SECONDS_MAX)))
             return True
         return worked
+
+    def _act(self, ready: Ready) -> None:
+        super()._act(ready)
+        for order in ready.orders:
+            if isinstance(order, TierMoves):
+                self.tiers.move(order)
+            else:
+                self.tiers.probe(order)
 
     def _take_reports(self, seconds: float) -> None:
         """Give the engine what the tiers have done, waiting for the first of it."""
@@ -86,15 +80,15 @@ class TieredLoop(EngineLoop):
                 if isinstance(report, MoveOutcome):
                     outcomes.append(report)
                 else:
-                    self.engine.tier_report(report, time.perf_counter())
+                    self.engine.receive(report, time.perf_counter())
         except queue.Empty:
             pass
         if outcomes:
-            self.engine.tier_report(MovesDone(0, self.engine.epoch, outcomes), time.perf_counter())
+            self.engine.receive(MovesDone(0, self.engine.epoch, outcomes), time.perf_counter())
 
     def settle(self) -> None:
         """Run until everything is computed, and copied wherever it is going to be."""
-        tree = self.engine.scheduler.residence.tree
+        tree = self.engine.scheduler.kv.tree
         self.run()
         while tree.has_unsaved or tree.tiers.mover.has_unwritten or self.engine.traffic.in_flight:
             self.step()
@@ -116,7 +110,7 @@ class TieredLoop(EngineLoop):
 
         To the remote tier: the engine knows nothing of them any more, like one that never computed them.
         """
-        tree = self.engine.scheduler.residence.tree
+        tree = self.engine.scheduler.kv.tree
         if tier is TierKind.DEVICE:
             return
         if tier is TierKind.REMOTE:
@@ -135,7 +129,7 @@ class TieredLoop(EngineLoop):
         super().close()
 
 
-class HeldLoading(Loading):
+class HeldLoading(Preloads):
     """Lets a sequence compute once so many layers of its KV have arrived: a read buffer of a given size, filled
     while another job runs (CachedAttention §3.2.1)."""
 
@@ -151,7 +145,7 @@ class HeldLoading(Loading):
         self._until = copier.loads.submitted * copier.host.layers + layers
 
     def is_due(self, stay: int, now: float, first_step_us: float, alone: bool) -> bool:
-        """See `Loading`. The load that is waited for is the next one."""
+        """See `Preloads`. The load that is waited for is the next one."""
         return self._copier.loads.gate.passed >= self._until
 
 

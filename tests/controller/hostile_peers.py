@@ -218,7 +218,7 @@ class Group:
         service.config = msgspec.structs.replace(service.config, router_silence_seconds_max=1e8)
         for _ in range(1000):
             self.turn(wait_ms=1)
-            if service.engine.is_idle and not service.engine.modules_calls():
+            if service.engine.is_idle and not service.engine.open_calls():
                 break
         else:
             raise AssertionError("something of the hostile router goes on")

@@ -6,7 +6,7 @@ from simulation.driver import Simulation
 from simulation.oracle import expected_output
 
 from trunkline.controller.config import EngineConfig
-from trunkline.controller.sequences.samples import sample_seed
+from trunkline.controller.sequences.beam_search import sample_seed
 
 PROMPT = list(range(10))
 
@@ -26,7 +26,7 @@ def test_the_others_go_on() -> None:
     length = len(stream.outputs[1])
     assert 0 < length < 20
     held = simulation.engine.scheduler.running_count
-    simulation.engine.abort(request, simulation.now, sample=1)
+    simulation.abort(request, sample=1)
     assert simulation.engine.scheduler.running_count == held - 1
     while not simulation.engine.is_idle:
         simulation.step()
@@ -38,10 +38,10 @@ def test_the_others_go_on() -> None:
 
 def test_the_last_one_ends_the_request() -> None:
     simulation, request = start(2)
-    simulation.engine.abort(request, simulation.now, sample=0)
-    simulation.engine.abort(request, simulation.now, sample=0)
+    simulation.abort(request, sample=0)
+    simulation.abort(request, sample=0)
     assert simulation.engine.request_ids() == [request]
-    simulation.engine.abort(request, simulation.now, sample=1)
+    simulation.abort(request, sample=1)
     assert simulation.engine.request_ids() == []
     while not simulation.engine.is_idle:
         simulation.step()
@@ -52,7 +52,7 @@ def test_a_preempted_one_can_be_given_up() -> None:
     simulation, request = start(3)
     scheduler = simulation.engine.scheduler
     scheduler.preempt(scheduler.running()[0].group, simulation.now)
-    simulation.engine.abort(request, simulation.now, sample=2)
+    simulation.abort(request, sample=2)
     while not simulation.engine.is_idle:
         simulation.step()
     stream = simulation.streams[request]

@@ -13,8 +13,7 @@ from controller.service_harness import Router, group_config, run_controller
 from msgspec.structs import replace
 from simulation.traffic import Mix, Traffic
 
-from trunkline.controller.cache.node import PENDING, Node
-from trunkline.controller.cache.radix_tree import CUT_ROOT, PROMPT_ROOT, TEXT_ROOT
+from trunkline.controller.cache.radix_tree import CUT_ROOT, PENDING, PROMPT_ROOT, TEXT_ROOT, Node
 from trunkline.controller.config import EngineConfig
 from trunkline.controller.engine.engine import Engine
 from trunkline.controller.messages import DescribeTree, Ping
@@ -63,7 +62,7 @@ class Shown:
 
 def describe(engine: Engine, now: float, *, nodes_max: int = ALL, units: int = ALL, heads: int = 8) -> Shown:
     scheduler = engine.scheduler
-    tree, running = scheduler.residence.tree, scheduler.running()
+    tree, running = scheduler.kv.tree, scheduler.running()
     walk = TreeWalk(tree, running, nodes_max=nodes_max, head_tokens=heads, now=now)
     while not walk.advance(units):
         pass
@@ -89,7 +88,7 @@ def users_of(engine: Engine) -> Counter[Node]:
 
 def check_all(shown: Shown, engine: Engine, now: float) -> None:
     """It is the whole tree, as it is now."""
-    tree, users = engine.scheduler.residence.tree, users_of(engine)
+    tree, users = engine.scheduler.kv.tree, users_of(engine)
     nodes = {node.name: node for node in tree.nodes()}
     by_parent: dict[tuple[bytes, bytes], Node] = {
         (node.parent.name if node.parent else b"", node.name): node for node in tree.nodes()
@@ -156,7 +155,7 @@ def test_a_description_is_the_tree(name: str) -> None:
         check_all(shown, engine, now)
         # Blocks that running sequences have for themselves are in no tree.
         on_device = sum(c for c, t in zip(shown.chunks, shown.found.tiers, strict=True) if t & 1)
-        idle = sum(n.on_device and not n.active for n in engine.scheduler.residence.tree.nodes())
+        idle = sum(n.on_device and not n.active for n in engine.scheduler.kv.tree.nodes())
         assert idle == state_of(engine)["blocks_cached"] <= on_device <= engine.config.num_blocks
         shared += max(shown.users, default=0) > 1
         flagged += any(f & ~NodeFlag.COMPUTING for f in shown.found.flags)
@@ -208,7 +207,7 @@ def test_a_walk_in_traffic_shows_nothing_impossible(name: str) -> None:
         for _ in range(4):
             traffic.act()
             scheduler = simulation.engine.scheduler
-            tree = scheduler.residence.tree
+            tree = scheduler.kv.tree
             if walk is None or walk.tree is not tree:
                 walk = TreeWalk(tree, scheduler.running(), nodes_max=50, head_tokens=2, now=simulation.now)
             if walk.advance(5):
@@ -265,6 +264,7 @@ def ask(router: Router, call: DescribeTree) -> TreeDescription:
     return reply
 
 
+@pytest.mark.processes
 def test_a_controller_without_workers_describes_nothing(tmp_path: Path) -> None:
     with run_controller(group_config(tmp_path), tmp_path) as (_, router):
         assert ask(router, DescribeTree(4)).tiers == b""
@@ -278,7 +278,7 @@ def test_wild_numbers_are_brought_into_bounds() -> None:
     traffic.simulation.run()
     engine = traffic.simulation.engine
     for nodes_max, heads in ((0, 0), (-5, -1), (1 << 40, 1 << 40)):
-        tree = engine.scheduler.residence.tree
+        tree = engine.scheduler.kv.tree
         walk = TreeWalk(tree, [], nodes_max=nodes_max, head_tokens=heads, now=0.0)
         assert walk.advance(ALL)
         found = walk.description(1, 1)

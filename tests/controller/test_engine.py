@@ -14,7 +14,6 @@ from simulation.oracle import expected_output
 from trunkline.controller.allocation.kv_manager import Admission
 from trunkline.controller.config import EngineConfig
 from trunkline.controller.engine.engine import Engine
-from trunkline.controller.engine.step_results import ProtocolError
 from trunkline.controller.messages import StepResult, TopLogprobs
 from trunkline.controller.sequences.sequence import Request, Sequence
 from trunkline.kvstore.int32_codec import pack_int32
@@ -97,8 +96,8 @@ def test_salts_do_not_share_and_leave_no_trace() -> None:
     simulation.submit([1, 2, 3, 4, 5], 2, salt=b"b")
     simulation.run()
     assert simulation.streams[2].cached_tokens == 0
-    simulation.engine.flush_cache()
-    assert list(simulation.engine.scheduler.residence.tree.roots()) == []
+    simulation.flush_cache()
+    assert list(simulation.engine.scheduler.kv.tree.roots()) == []
 
 
 def test_aborted_producer_is_replaced_by_a_waiter() -> None:
@@ -141,13 +140,13 @@ def test_matching_is_spread_over_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trunkline.controller.scheduling.scheduler.MATCHED_TOKENS_MAX", 50)
     simulation = Simulation(SMALL)
     looked_up: list[int] = []
-    admit = simulation.engine.scheduler.residence.admit
+    admit = simulation.engine.scheduler.kv.admit
 
     def counting(sequence: Sequence, *args: Any, **options: Any) -> Admission:
         looked_up.append(sequence.tokens.count)
         return admit(sequence, *args, **options)
 
-    monkeypatch.setattr(simulation.engine.scheduler.residence, "admit", counting)
+    monkeypatch.setattr(simulation.engine.scheduler.kv, "admit", counting)
     for i in range(7):
         simulation.submit([*range(20), 20 + i], 2)
     while not simulation.engine.is_idle:
@@ -166,11 +165,11 @@ def test_matching_is_spread_over_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_impossible_results_are_refused(change: dict[str, Any]) -> None:
     engine = Engine(SMALL)
     request = Request(id=1, tokens=np.array([1, 2, 3], np.int32), max_tokens=2, sampling=Sampling())
-    engine.submit(request, 0.0)
-    assert engine.next_step(0.0) is not None
+    assert engine.step([request], 0.0).plan is not None
     result = StepResult(step=1, epoch=1, tokens=pack_int32([7]), elapsed_us=1)
-    with pytest.raises(ProtocolError):
-        engine.step_done(msgspec.structs.replace(result, **change), 0.0)
+    ready = engine.step([msgspec.structs.replace(result, **change)], 0.0)
+    assert ready.problem
+    assert ready.plan is None
 
 
 @pytest.mark.parametrize("given", [0, 1, 5, 11])
@@ -186,7 +185,7 @@ def test_resumed_stream_continues_the_same_text(given: int) -> None:
         prompt_len=len(prompt),
     )
     simulation.streams[1] = Stream(prompt, 0, 12, ())
-    simulation.engine.submit(request, 0.0)
+    simulation.receive(request)
     simulation.run()
     assert simulation.streams[1].output == text[given:]
     assert simulation.streams[1].reason == "length"
@@ -223,7 +222,7 @@ def test_cache_off_gives_the_same_text() -> None:
     simulation.run()
     verify_streams(simulation)
     assert simulation.workers.computed_tokens == 3 * (10 + 8)
-    assert simulation.engine.scheduler.residence.pool.free_count == 40
+    assert simulation.engine.scheduler.kv.pool.free_count == 40
 
 
 def test_chunk_that_somebody_else_still_computes_is_not_taken() -> None:
@@ -246,7 +245,7 @@ def test_equal_streams_merge_their_chunks() -> None:
         simulation.submit(prompt, 21)
     while simulation.streams[1].reason is None:
         simulation.step()
-    tree = simulation.engine.scheduler.residence.tree
+    tree = simulation.engine.scheduler.kv.tree
     simulation.run()
     verify_streams(simulation)
     # 26 tokens have KV (the last sampled one does not): six full chunks and a tail, once for all three.
@@ -258,11 +257,11 @@ def test_leaving_right_after_a_merge() -> None:
     for _ in range(2):
         simulation.submit([1, 2, 3, 4, 5, 6], 30)
     scheduler = simulation.engine.scheduler
-    while not scheduler._news.merged:
+    while not scheduler._pending.merged:
         simulation.plan()
         simulation.answer()
-    (stay, _, _), *_ = scheduler._news.merged
-    merged = next(s for s in scheduler.rows.sequences if s is not None and s.stay == stay)
+    (batch_seq_id, _, _), *_ = scheduler._pending.merged
+    merged = next(s for s in scheduler.rows.sequences if s is not None and s.batch_seq_id == batch_seq_id)
     simulation.abort(merged.request)
     simulation.run()
     verify_streams(simulation)
@@ -300,7 +299,7 @@ def test_random_traffic(seed: int, chunk_size: int) -> None:
         elif action < 0.18 and live:
             simulation.abort(live.pop(rng.randrange(len(live))))
         elif action < 0.19:
-            simulation.engine.flush_cache()
+            simulation.flush_cache()
         elif action < 0.6:
             simulation.plan()
         else:
@@ -312,7 +311,7 @@ def test_random_traffic(seed: int, chunk_size: int) -> None:
     simulation.run()
     verify_streams(simulation)
     assert all(s.reason is not None for s in simulation.streams.values())
-    tree = simulation.engine.scheduler.residence.tree
+    tree = simulation.engine.scheduler.kv.tree
     assert tree.active_count == 0
-    simulation.engine.flush_cache()
-    assert simulation.engine.scheduler.residence.pool.free_count == config.num_blocks
+    simulation.flush_cache()
+    assert simulation.engine.scheduler.kv.pool.free_count == config.num_blocks

@@ -20,6 +20,8 @@ from trunkline.kvstore.names import chain, root_name
 from trunkline.router.streams.kv_feed import EventFeeds
 from trunkline.router.streams.link import ControllerLink
 
+pytestmark = pytest.mark.processes
+
 
 class Index:
     """A `ChunkMap` of one controller."""

@@ -39,6 +39,8 @@ from trunkline.controller.messages import (
 from trunkline.controller.service.report_checks import BLOCKS_MAX, problem_of_report
 from trunkline.router.messages import RecordReply
 
+pytestmark = pytest.mark.processes
+
 MESSAGES = 1200
 REPORTS = 80
 

@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 import structlog
 
+from trunkline.controller.engine.disk_chunks import DiskChunk
 from trunkline.controller.storage.database import Database, DatabaseUnavailableError
-from trunkline.controller.storage.tier_index import INDEX, DiskChunk, TierIndex
+from trunkline.controller.storage.tier_index import INDEX, TierIndex
 
 FINGERPRINT = bytes(range(16))
 ROOT = b"r" * 16
@@ -302,6 +303,7 @@ def test_a_flipped_bit_in_a_row_costs_that_row_only(path: Path, column: str) -> 
     index.close()
 
 
+@pytest.mark.processes
 def test_an_index_in_use_is_not_shared(path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from trunkline.controller.storage.tier_index import TierIndex; "
@@ -369,6 +371,7 @@ for number in range(1, 10**9):
 """
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("rounds", [1, 4, 13])
 def test_killed_at_any_time_it_knows_what_was_committed(path: Path, rounds: int) -> None:
     command = [sys.executable, "-c", _WRITER, str(path)]

@@ -12,8 +12,10 @@ from simulation.driver import Simulation, Stream
 from simulation.traffic import Mix, Traffic
 
 from trunkline.controller.config import EngineConfig
+from trunkline.controller.engine.events import EndAll, Event
 from trunkline.controller.engine.timeline import Journey
 from trunkline.controller.messages import BeamSearch, Submit
+from trunkline.controller.sequences.sequence import Request
 from trunkline.controller.service.request_log import draw_ids, spans_of
 from trunkline.controller.service.validation import problem_of, request_of
 from trunkline.controller.trace_ids import TraceIds
@@ -42,21 +44,24 @@ class Traced:
         self.simulation = Simulation(config)
         self.ids = ids() if is_traced else None
         self.plans: list[StepPlan] = []
-        submit, execute = self.simulation.engine.submit, self.simulation._execute
+        receive, execute = self.simulation.engine.receive, self.simulation._execute
 
-        def submit_traced(request: Any, now: float) -> None:
-            submit(dataclasses.replace(request, trace=self.ids, request_id="mine"), now)
+        def receive_traced(event: Event, now: float) -> None:
+            if isinstance(event, Request):
+                event = dataclasses.replace(event, trace=self.ids, request_id="mine")
+            receive(event, now)
 
         def execute_kept(plan: StepPlan) -> Any:
             self.plans.append(plan)
             return execute(plan)
 
-        monkeypatch.setattr(self.simulation.engine, "submit", submit_traced)
+        monkeypatch.setattr(self.simulation.engine, "receive", receive_traced)
         monkeypatch.setattr(self.simulation, "_execute", execute_kept)
 
     def journey(self) -> Journey:
         """The only one that has ended."""
-        [journey] = self.simulation.engine.journeys()
+        self.simulation.plan()
+        [journey] = self.simulation.journeys
         return journey
 
     def spans(self, journey: Journey) -> dict[str, Span]:
@@ -111,7 +116,7 @@ def test_who_is_not_traced_is_told_of_in_no_plan(monkeypatch: pytest.MonkeyPatch
     traced.simulation.run()
     assert {plan.traces for plan in traced.plans} == {None}
     journey = traced.journey()
-    assert (journey.chunks, journey.stays, journey.output_tokens) == ([], set(), 12)
+    assert (journey.chunks, journey.batch_seq_ids, journey.output_tokens) == ([], set(), 12)
     assert msgspec.msgpack.encode(StepPlan(1, 1)).endswith(b"\xc0"), "traces cost such a step one byte"
 
 
@@ -172,7 +177,7 @@ def test_who_fails_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     traced = Traced(monkeypatch)
     traced.simulation.submit(PROMPT, 12)
     traced.simulation.step()
-    traced.simulation.engine.fail_all("the end")
+    traced.simulation.receive(EndAll("the end"))
     assert traced.spans(traced.journey())["generate"].error == FinishReason.ENGINE_FAILED
 
 
@@ -191,7 +196,8 @@ def test_each_request_has_one_journey_in_any_traffic(name: str, monkeypatch: pyt
 
     monkeypatch.setattr(simulation, "submit", submit_kept)
     traffic.run(60)
-    journeys = {journey.request.id: journey for journey in simulation.engine.journeys()}
+    simulation.plan()
+    journeys = {journey.request.id: journey for journey in simulation.journeys}
     ended = {request: stream for request, stream in streams.items() if stream.ended is not None}
     assert len(journeys) > 20
     assert set(journeys) <= set(ended)

@@ -7,10 +7,10 @@ from typing import Any
 
 import msgspec
 import pytest
-from controller.module_harness import ROOMY, ask, submit, text, words
+from controller.module_harness import ROOMY, ask, submit, words
 from msgspec.structs import replace
 from simulation.driver import Simulation
-from simulation.module_prompts import layout
+from simulation.module_prompts import layout, text
 
 from trunkline.controller.config import EngineConfig
 from trunkline.controller.messages import BeamSearch, ModulesCall, ModuleText, Prefetch, PromptLayout, Submit

@@ -18,14 +18,16 @@ from types import SimpleNamespace
 
 import pytest
 import structlog
-from controller.module_harness import ask, jobs_of, text, words
-from controller.tier_harness import CHUNK, TIERED, Session, settle, simulate, sink, tiers_of, tree_of
+from controller.module_harness import ask, jobs_of, words
+from controller.tier_harness import CHUNK, TIERED, Session, settle, simulate, sink, tiers_of
 from msgspec.structs import replace
 from simulation.driver import Simulation
+from simulation.module_prompts import text
 from simulation.traffic import Mix, Traffic
 from xxhash import xxh3_64_digest
 
 from trunkline.controller.config import EngineConfig
+from trunkline.controller.engine.disk_chunks import take_disk_changes
 from trunkline.controller.engine.engine import Engine
 from trunkline.controller.engine.integrity import check_integrity
 from trunkline.controller.messages import RecordCall
@@ -62,20 +64,37 @@ class Machine:
         """The engine begins with what the index says; a simulation that has run before gives its disks."""
         self.simulation = simulation
         self.persistence = Persistence(str(self.path), self.fingerprint, self.wall, simulation.now)
-        engine = simulation.engine = Engine(self.config, 1, self.persistence.first_generation)
-        for health in tree_of(simulation).tiers.health.values():
+        stored = self.persistence.load(self.config.disk_slots, simulation.now)
+        first = self.persistence.first_generation
+        engine = simulation.engine = Engine(self.config, 1, first, stored, simulation.now)
+        for health in simulation.tree.tiers.health.values():
             health.read_us = 1.0
-        self.restored = self.persistence.restore(engine.scheduler.residence.tree, simulation.now)
+        self.restored = sum(node.disk_ready for node in simulation.tree.nodes())
+        simulation.disk_changes.clear()
         check_integrity(engine.scheduler)
 
     def follow(self) -> None:
-        self.persistence.follow(tree_of(self.simulation))
+        """Write down what has changed on disk."""
+        self.persistence.note([*self.simulation.disk_changes, *take_disk_changes(self.simulation.tree)])
+        self.simulation.disk_changes.clear()
 
     def stop(self) -> None:
         """In order: what is known is written down."""
         settle(self.simulation)
         self.follow()
         self.persistence.close()
+
+    def take_turns(self, ttls: dict[Session, float]) -> None:
+        """Let sessions take a turn each, of which nothing is written before it has ended and its time is known."""
+        simulation = self.simulation
+        simulation.tier_pace = 0.0
+        for session, ttl in ttls.items():
+            request = session.send(20, ttl=ttl)
+            stream = simulation.streams[request]
+            while stream.ended is None:
+                simulation.step()
+            session.ended(request)
+        simulation.tier_pace = 0.5
 
     def restart(self, simulation: Simulation | None = None) -> Simulation:
         """On another day, by another clock."""
@@ -197,8 +216,7 @@ def test_a_smaller_disk_keeps_what_is_in_its_slots(tmp_path: Path) -> None:
 def test_time_to_live_goes_on_over_a_restart(tmp_path: Path) -> None:
     machine = Machine(tmp_path)
     short, long = Session(machine.simulation), Session(machine.simulation, 500)
-    short.turn(20, ttl=500.0)
-    long.turn(20, ttl=5000.0)
+    machine.take_turns({short: 500.0, long: 5000.0})
     machine.stop()
     machine.restart()  # a thousand seconds later
     settle(machine.simulation)
@@ -212,15 +230,14 @@ def test_what_was_over_before_this_machine_started_is_over(tmp_path: Path, later
     """By a clock that began when the machine did, it ended at a negative time; 0 would say never."""
     machine = Machine(tmp_path)
     short, ever = Session(machine.simulation), Session(machine.simulation, 500)
-    short.turn(20, ttl=500.0)
-    ever.turn(20)
+    machine.take_turns({short: 500.0, ever: 0.0})
     machine.stop()
     machine.wall += 1e6
     simulation = simulate(CONFIG)
     simulation.now = 3.0 if later else 0.0
     simulation.tiers.disk = machine.simulation.tiers.disk
     machine.start(simulation)
-    tree = tree_of(simulation)
+    tree = simulation.tree
     assert machine.restored == 10
     first = {node.key[:2]: node for node in tree.nodes() if node.depth == 1}
     ended, kept = first[(100).to_bytes(2, "little")], first[(500).to_bytes(2, "little")]
@@ -293,7 +310,7 @@ def test_old_generations_are_not_handed_out_again(tmp_path: Path) -> None:
 
 def whole(simulation: Simulation) -> set[bytes]:
     """Names of the chunks that the engine thinks to be on disk and that all disks have, with all that is above."""
-    tree = tree_of(simulation)
+    tree = simulation.tree
     slots = tree.tiers.copies.disk
     found: set[bytes] = {root.name for root in tree.roots()}
     for node in tree.nodes():  # parents first

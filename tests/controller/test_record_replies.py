@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import msgspec
+import pytest
 from controller.service_harness import Router, group_config, run_controller
 
 from trunkline.controller.config import ControllerConfig
@@ -32,6 +33,7 @@ def ask(router: Router, call: RecordCall) -> RecordReply:
     return reply
 
 
+@pytest.mark.processes
 def test_what_was_answered_outlives_a_kill(tmp_path: Path) -> None:
     config = with_records(tmp_path)
     for run in range(3):
@@ -46,6 +48,7 @@ def test_what_was_answered_outlives_a_kill(tmp_path: Path) -> None:
             process.wait()
 
 
+@pytest.mark.processes
 def test_answers_keep_their_order(tmp_path: Path) -> None:
     with run_controller(with_records(tmp_path), tmp_path) as (_, router):
         for ticket in range(50):
@@ -81,6 +84,7 @@ def limit_files(process: subprocess.Popen[bytes], size: int) -> None:
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (size, hard))
 
 
+@pytest.mark.processes
 def test_on_a_full_disk_what_was_answered_outlives_a_kill_and_the_rest_was_refused(tmp_path: Path) -> None:
     """`kill -9` at once, and a start on the disk that is still full."""
     config = with_records(tmp_path)
@@ -113,6 +117,7 @@ def test_on_a_full_disk_what_was_answered_outlives_a_kill_and_the_rest_was_refus
     assert statuses == {"ok", "failed"}
 
 
+@pytest.mark.processes
 def test_calls_wait_for_a_change_of_the_same_record(tmp_path: Path) -> None:
     """Sent at once: nobody sees what may yet be taken back, and each finds what the one before has left."""
     with run_controller(with_records(tmp_path), tmp_path) as (process, router):

@@ -31,6 +31,8 @@ from trunkline.worker.messages import (
     Sampling,
 )
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture
 def config(tmp_path: Path) -> ControllerConfig:

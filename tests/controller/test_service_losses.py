@@ -20,6 +20,8 @@ from trunkline.controller.config import ControllerConfig
 from trunkline.controller.messages import StepResult
 from trunkline.worker.messages import LEAVE_TOPIC, Leave
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture
 def config(tmp_path: Path) -> ControllerConfig:

@@ -30,6 +30,8 @@ import msgspec, sys, time, zmq
 from trunkline.worker import messages
 from trunkline.runtime.wire_keys import Role
 from trunkline.runtime.wire_peer import WirePeer
+
+pytestmark = pytest.mark.processes
 socket = zmq.Context().socket(zmq.SUB)
 WirePeer(sys.argv[3], Role.WORKER).connect(socket, sys.argv[1])
 incarnation = bytes.fromhex(sys.argv[2])

@@ -10,14 +10,16 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from controller.module_harness import ROOMY, call, jobs_of, submit, text, tiers_in, verify_all, words
+from controller.module_harness import ROOMY, call, jobs_of, submit, tiers_in, words
 from controller.test_soak import ENGINES, MIXES
-from controller.tier_harness import TIERED, Session, settle, simulate, tiers_of, tree_of
+from controller.tier_harness import TIERED, Session, settle, simulate, tiers_of
 from msgspec.structs import replace
 from simulation.driver import Options, Simulation, verify
+from simulation.module_prompts import text
 from simulation.traffic import Mix, Traffic
 
 from trunkline.controller.config import EngineConfig
+from trunkline.controller.engine.events import EndWaiting
 from trunkline.controller.engine.integrity import check_integrity
 from trunkline.controller.messages import BeamSearch, Grammar
 from trunkline.controller.service.status import state_of
@@ -98,8 +100,8 @@ def test_lost_after_every_number_of_steps(kind: str) -> None:
         assert after.output_tokens == before.output_tokens
         assert after.prompt_tokens == before.prompt_tokens
         assert sum(after.misses.values()) == sum(before.misses.values())
-        simulation.engine.flush_cache()
-        assert simulation.engine.scheduler.residence.pool.free_count == SMALL.num_blocks
+        simulation.flush_cache()
+        assert simulation.engine.scheduler.kv.pool.free_count == SMALL.num_blocks
 
 
 def test_nothing_is_planned_while_nobody_is_there() -> None:
@@ -113,8 +115,8 @@ def test_nothing_is_planned_while_nobody_is_there() -> None:
     assert not simulation.step()
     assert not simulation.grammars
     assert not simulation.engine.is_idle
-    assert simulation.engine.next_deadline(simulation.now) == float("inf")
-    assert simulation.engine.prefetch(simulation.engine._live.groups[first].request, simulation.now) == (0, 0)
+    assert simulation.wake_at == float("inf")
+    assert simulation.expect(simulation.engine._requests.groups[first].request) == (0, 0)
     counts = state_of(simulation.engine)
     assert (counts["running"], counts["waiting"]) == (0, 3)
     simulation.abort(third)
@@ -141,7 +143,7 @@ def test_those_who_ran_come_first_and_in_their_order() -> None:
         simulation.step()
         started += [r for r in simulation.take_ended() if r not in started]
     assert started == [*requests, urgent]
-    verify_all(simulation)
+    simulation.finish()
 
 
 def test_samples_that_have_ended_stay_ended() -> None:
@@ -151,11 +153,11 @@ def test_samples_that_have_ended_stay_ended() -> None:
     while not stream.reasons:
         simulation.step()
     assert stream.ended is None, "this seed is of no use"
-    simulation.engine.abort(request, simulation.now, sample=next(i for i in range(4) if i not in stream.reasons))
-    rest = len(simulation.engine._live.groups[request].members)
+    simulation.abort(request, sample=next(i for i in range(4) if i not in stream.reasons))
+    rest = len(simulation.engine._requests.groups[request].members)
     simulation.lose_workers()
     simulation.replace_workers()
-    assert len(simulation.engine._live.groups[request].members) == rest
+    assert len(simulation.engine._requests.groups[request].members) == rest
     while not simulation.engine.is_idle:
         simulation.step()
     assert len(stream.reasons) == 3
@@ -168,17 +170,17 @@ def test_a_search_goes_on_where_it_was() -> None:
     request = simulation.submit(PROMPT, 20, beam=BeamSearch(3, early_stopping=None), n=3)
     for _ in range(14):
         simulation.step()
-    search = simulation.engine._live.groups[request].search
+    search = simulation.engine._requests.groups[request].search
     assert search is not None
     length = search.length
     assert length > 5
     simulation.lose_workers()
     simulation.replace_workers()
-    revived = simulation.engine._live.groups[request].search
+    revived = simulation.engine._requests.groups[request].search
     assert revived is not None
     assert revived.length == length
     simulation.run()
-    verify_all(simulation)
+    simulation.finish()
 
 
 def test_fewer_blocks_than_before() -> None:
@@ -202,8 +204,8 @@ def test_fewer_blocks_than_before() -> None:
     simulation.run()
     verify(simulation.streams[short], smaller.longest_sequence)
     assert simulation.engine.config.num_blocks == 12
-    simulation.engine.flush_cache()
-    assert simulation.engine.scheduler.residence.pool.free_count == 12
+    simulation.flush_cache()
+    assert simulation.engine.scheduler.kv.pool.free_count == 12
 
 
 def test_more_host_memory_than_before() -> None:
@@ -231,11 +233,11 @@ def test_what_is_on_disk_is_found_again(tmp_path: Path) -> None:
         simulation.step()
     computed = simulation.workers.computed_tokens
     simulation.lose_workers()
-    assert tree_of(simulation).node_count == 0
+    assert simulation.tree.node_count == 0
     simulation.replace_workers()
-    for health in tree_of(simulation).tiers.health.values():
+    for health in simulation.tree.tiers.health.values():
         health.read_us = 1.0
-    assert tree_of(simulation).node_count >= 8
+    assert simulation.tree.node_count >= 8
     simulation.run()
     verify(simulation.streams[request], config.longest_sequence)
     assert simulation.workers.computed_tokens - computed < 25, "32 tokens of its prompt are on disk"
@@ -259,9 +261,9 @@ def test_with_recompute_what_is_left_on_disk_is_loaded_all_the_same(tmp_path: Pa
     computed = simulation.workers.computed_tokens
     simulation.lose_workers()
     simulation.replace_workers()
-    for health in tree_of(simulation).tiers.health.values():
+    for health in simulation.tree.tiers.health.values():
         health.read_us = 1.0
-    assert tree_of(simulation).node_count >= 10
+    assert simulation.tree.node_count >= 10
     simulation.run()
     verify(simulation.streams[request], config.longest_sequence)
     assert simulation.workers.computed_tokens - computed <= 4 + 12, "40 tokens are on disk"
@@ -275,9 +277,9 @@ def test_a_cache_that_was_to_be_dropped_meanwhile_is(tmp_path: Path) -> None:
     settle(simulation)
     simulation.move_chunks()
     simulation.lose_workers()
-    simulation.engine.flush_cache()
+    simulation.flush_cache()
     simulation.replace_workers()
-    assert tree_of(simulation).node_count == 0
+    assert simulation.tree.node_count == 0
     simulation.persistence.close()
 
 
@@ -291,12 +293,12 @@ def test_what_was_pinned_is_pinned_again() -> None:
     calls = simulation.engine.scheduler.encoding.calls
     assert calls.pinned_count == 3 + 2 + 3
     simulation.lose_workers()
-    simulation.engine.unpin("schema/b", simulation.now)  # its record is deleted
+    simulation.unpin("schema/b")  # its record is deleted
     simulation.replace_workers()
     simulation.run()
     assert simulation.engine.scheduler.encoding.calls.pinned_count == 3 + 2
     assert tiers_in(call(simulation, "look", SCHEMA)) == [0, 0]
-    simulation.engine.unpin("schema/a", simulation.now)
+    simulation.unpin("schema/a")
     assert simulation.engine.scheduler.encoding.calls.pinned_count == 0
     assert jobs_of(simulation).encoded_texts == 3 + 2
 
@@ -326,7 +328,7 @@ def test_calls_and_requests_with_modules_go_on() -> None:
         assert look not in simulation.replies, "what is there is not known before others have come"
         simulation.replace_workers()
         simulation.run()
-        verify_all(simulation)
+        simulation.finish()
         assert simulation.replies[ticket].status == "ok"
         assert look in simulation.replies
         assert simulation.engine.scheduler.encoding.calls.pinned_count == 5
@@ -337,7 +339,7 @@ def test_a_drain_sends_those_away_who_have_not_begun() -> None:
     running = simulation.submit(PROMPT, 12)
     simulation.step()
     waiting = simulation.submit([1, 2, 3], 4)
-    simulation.engine.end_waiting(FinishReason.DRAINING, "the controller is stopping", simulation.now)
+    simulation.receive(EndWaiting(FinishReason.DRAINING, "the controller is stopping"))
     simulation.run()
     verify(simulation.streams[running], SMALL.longest_sequence)
     ended = simulation.streams[waiting].ended
@@ -407,7 +409,7 @@ def test_a_request_that_kills_ends_and_takes_nobody_with_it(max_rows: int, culpr
         else:
             assert stream.reason in (FinishReason.STOP, FinishReason.LENGTH)
             verify(stream, SMALL.longest_sequence)
-    assert not simulation.engine._live.suspects
+    assert not simulation.engine._requests.quarantine
     check_integrity(simulation.engine.scheduler)
 
 
@@ -449,5 +451,5 @@ def test_a_suspect_that_its_client_leaves_lets_the_next_one_in() -> None:
         simulation.abort(request)
         while simulation.answer():
             pass  # at most two steps are unanswered
-    assert simulation.engine._live.suspects.lost([]) == []
-    assert not simulation.engine._live.suspects
+    assert simulation.engine._requests.quarantine.lost([]) == []
+    assert not simulation.engine._requests.quarantine

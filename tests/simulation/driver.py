@@ -19,12 +19,25 @@ from simulation.oracle import beam_search, expected_output
 from simulation.tiers import SimulatedTiers
 from simulation.told import Listener
 from simulation.worker import SimulatedWorkers
-from trunkline.controller.engine.outcomes import EngineOutputs
 
-from trunkline.controller.cache.radix_cache import ChunkTree
+from trunkline.controller.cache.radix_cache import RadixCache
 from trunkline.controller.config import EngineConfig
+from trunkline.controller.engine.disk_chunks import DiskChange
 from trunkline.controller.engine.engine import Engine
+from trunkline.controller.engine.events import (
+    AbortRequest,
+    CallTexts,
+    DropCache,
+    EngineOutputs,
+    Event,
+    ExpectRequest,
+    Ready,
+    UnpinTexts,
+    WorkersBack,
+    WorkersLost,
+)
 from trunkline.controller.engine.integrity import check_integrity
+from trunkline.controller.engine.timeline import Journey
 from trunkline.controller.messages import (
     BeamSearch,
     Grammar,
@@ -38,12 +51,12 @@ from trunkline.controller.messages import (
 from trunkline.controller.scheduling.module_calls import CallDone
 from trunkline.controller.scheduling.quarantine import DEADLY
 from trunkline.controller.scheduling.scheduler import Scheduler
-from trunkline.controller.sequences.samples import sample_seed
+from trunkline.controller.sequences.beam_search import sample_seed
 from trunkline.controller.sequences.sequence import Request
 from trunkline.controller.storage.persistence import Persistence
 from trunkline.kvstore.int32_codec import unpack_int32
 from trunkline.router.messages import Finished, FinishReason, Hypothesis, Started
-from trunkline.worker.messages import CompileGrammar, Sampling, StepPlan
+from trunkline.worker.messages import CompileGrammar, Probe, Sampling, StepPlan, TierMoves
 
 
 class Options(TypedDict, total=False):
@@ -138,6 +151,13 @@ class Simulation:
         self.tiers = SimulatedTiers(self.workers.pool, config.ranks, seed)
         self.persistence: Persistence | None = None
         """What is on disk is found again by other workers if it is there."""
+        self.disk_changes: list[DiskChange] = []
+        """Not noted, because there is no `persistence`."""
+        self.orders: list[TierMoves | Probe] = []
+        """Not given to the tiers yet."""
+        self.journeys: list[Journey] = []
+        """Of requests that have ended."""
+        self.wake_at = float("inf")
         self.pace_s = 1.0
         """Time from step to step."""
         self.tier_pace = 0.5
@@ -148,6 +168,7 @@ class Simulation:
         """Sent to the workers, not yet compiled."""
         self.replies: dict[int, CallDone] = {}
         """To calls about texts of modules."""
+        self._expected = (0, 0)
         self.now = 0.0
         self.listener = Listener() if check else None
         """A router that hears where chunks are; None: nothing is checked."""
@@ -182,13 +203,27 @@ class Simulation:
             grammar=options.get("grammar"),
             layout=layout,
         )
-        self.engine.submit(request, self.now)
-        self._collect()
+        self.receive(request)
         return request_id
 
-    def abort(self, request_id: int) -> None:
-        self.engine.abort(request_id, self.now)
+    def receive(self, event: Event) -> None:
+        """Give the engine one event, and nothing to plan yet."""
+        self.engine.receive(event, self.now)
         self._collect()
+
+    def abort(self, request_id: int, sample: int = -1) -> None:
+        self.receive(AbortRequest(request_id, sample))
+
+    def flush_cache(self) -> None:
+        self.receive(DropCache())
+
+    def unpin(self, holder: str) -> None:
+        self.receive(UnpinTexts(holder))
+
+    def expect(self, request: Request) -> tuple[int, int]:
+        """Announce a request; return the tokens of it that are known, and those that have to be fetched."""
+        self.receive(ExpectRequest((0, 0), request))
+        return self._expected
 
     def modules_call(self, op: str, texts: list[ModuleText], **options: Unpack[CallOptions]) -> int:
         """Ask something about texts; the answer comes to `replies` under the number that is returned."""
@@ -202,16 +237,14 @@ class Simulation:
         self._call(ticket, ModulesCall(ticket, "cancel"))
 
     def _call(self, ticket: int, call: ModulesCall) -> None:
-        self.engine.modules_call(ticket, call, self.now)
-        self._collect()
+        self.receive(CallTexts(ticket, call))
 
     def compiled(self, grammar: int, problem: str = "") -> None:
         """The workers report a grammar."""
         del self.grammars[grammar]
         if not problem and grammar in self.workers.grammars:
             self.workers.grammars[grammar] = True
-        self.engine.grammar_ready(GrammarReady(grammar, problem), self.now)
-        self._collect()
+        self.receive(GrammarReady(grammar, problem))
 
     def step(self) -> bool:
         """Plan as far ahead as allowed, then answer the oldest step; False when nothing is left to do."""
@@ -222,70 +255,74 @@ class Simulation:
 
     def move_chunks(self) -> bool:
         """Give the tiers their orders, and the engine some of their answers; False: nothing is under way."""
-        messages = self.engine.tier_messages(self.now)
-        if self.persistence is not None:
-            self.persistence.follow(self.engine.scheduler.residence.tree)
-        for message in messages:
-            self.tiers.receive(message)
+        for order in self.orders:
+            self.tiers.receive(order)
+        self.orders.clear()
         busy = self.tiers.is_busy
         for report in self.tiers.work(self.tier_pace):
-            self.engine.tier_report(report, self.now)
+            self.engine.receive(report, self.now)
             self._verify()
         return busy
 
     def plan(self) -> bool:
         planned = False
         while True:
-            self._send_grammars()
-            plan = self.engine.next_step(self.now)
+            ready = self.engine.step((), self.now)
             self._verify()
-            if plan is None:
-                self._collect()  # calls may have been answered
+            self._act(ready)
+            planned |= ready.plan is not None
+            if not ready.again:
                 return planned
-            self.results.append(self._execute(plan))
-            planned = True
+
+    def _act(self, ready: Ready) -> None:
+        """Do what the engine asks for."""
+        assert not ready.problem
+        for message in ready.grammars:
+            self.workers.prepare(message)
+            if isinstance(message, CompileGrammar):
+                self.grammars[message.grammar] = message
+        if ready.plan is not None:
+            self.results.append(self._execute(ready.plan))
+        if self.persistence is not None:
+            self.persistence.note(ready.disk_changes)
+        else:
+            self.disk_changes += ready.disk_changes
+        self.orders += ready.orders
+        if ready.outputs is not None:
+            self._collect_from(ready.outputs)
+        self.journeys += ready.ended
+        self.wake_at = ready.wake_at
 
     def _execute(self, plan: StepPlan) -> StepResult:
         """Besides what a plan says, the simulated workers are told which sequences have modules."""
         modules = joining_modules(self.engine.scheduler, plan)
         if not modules:
             return self.workers.execute(plan)
-        reaches = {stay: expected_reaches(sequence) for stay, sequence in modules.items()}
+        reaches = {batch_seq_id: expected_reaches(sequence) for batch_seq_id, sequence in modules.items()}
         result = self.workers.execute(plan, reaches)
-        for stay, sequence in modules.items():
-            check_places(sequence, self.workers.residents[stay].layout, self.engine.config)
+        for batch_seq_id, sequence in modules.items():
+            check_places(sequence, self.workers.residents[batch_seq_id].layout, self.engine.config)
         return result
-
-    def _send_grammars(self) -> None:
-        for message in self.engine.grammar_messages():
-            self.workers.prepare(message)
-            if isinstance(message, CompileGrammar):
-                self.grammars[message.grammar] = message
 
     def answer(self) -> bool:
         if not self.results:
             return False
-        self.engine.step_done(self.results.popleft(), self.now)
-        self._collect()
+        self.receive(self.results.popleft())
         self._verify()
         return True
 
     def lose_workers(self) -> None:
         """They are gone, with all that was in their memory. What they had said comes late, and counts nothing."""
         engine = self.engine
-        if self.persistence is not None:
-            self.persistence.follow(self.tree)
-        engine.workers_lost(engine.epoch + 1, self.now)
+        self.receive(WorkersLost(engine.epoch + 1))
         self._verify()
-        for result in self.results:
-            engine.step_done(result, self.now)
-        for report in self.tiers.work(1.0):
-            engine.tier_report(report, self.now)
-        for grammar in self.grammars:
-            engine.grammar_ready(GrammarReady(grammar, "nobody waits for this"), self.now)
+        late = [GrammarReady(grammar, "nobody waits for this") for grammar in self.grammars]
+        for event in (*self.results, *self.tiers.work(1.0), *late):
+            self.receive(event)
         self.results.clear()
         self.grammars.clear()
-        self._collect()
+        self.orders.clear()
+        self._act(engine.step((), self.now))
         assert not engine.scheduler.running_count
 
     def replace_workers(self, config: EngineConfig | None = None) -> None:
@@ -301,21 +338,17 @@ class Simulation:
         )
         self.tiers = SimulatedTiers(self.workers.pool, config.ranks, self.seed + epoch, epoch)
         self.tiers.faults, self.tiers.disk, self.tiers.remote = tiers.faults, tiers.disk, tiers.remote
-        self.engine.workers_back(config, self._restore, self.now)
-        self._collect()
+        stored = self.persistence.load(config.disk_slots, self.now) if self.persistence is not None else None
+        self.receive(WorkersBack(config, stored))
         self._verify()
-
-    def _restore(self, tree: ChunkTree) -> None:
-        if self.persistence is not None:
-            self.persistence.restore(tree, self.now)
 
     @property
     def scheduler(self) -> Scheduler:
         return self.engine.scheduler
 
     @property
-    def tree(self) -> ChunkTree:
-        return self.engine.scheduler.residence.tree
+    def tree(self) -> RadixCache:
+        return self.engine.scheduler.kv.tree
 
     def ask(self, prompt: list[int], max_tokens: int = 8, **options: Unpack[Options]) -> Stream:
         """Send a request, run until everything has ended, and compare all streams with their oracles."""
@@ -332,7 +365,7 @@ class Simulation:
     def step_until(self, condition: Callable[[], object]) -> None:
         """Go on until a condition holds; fail if nothing is left to do before that."""
         while not condition():
-            assert self.step() or self.engine.next_deadline(self.now) < float("inf"), "nothing is left to do"
+            assert self.step() or self.wake_at < float("inf"), "nothing is left to do"
 
     def events(self, count: int) -> None:
         """Cause single events: two plans, an answer, two plans, …"""
@@ -355,7 +388,7 @@ class Simulation:
                 self.compiled(next(iter(self.grammars)))
             elif self.engine.is_idle:
                 return
-            elif self.engine.next_deadline(self.now) < float("inf"):
+            elif self.wake_at < float("inf"):
                 continue
             else:
                 # Only a result, a request or a grammar makes the service plan again: it would wait for ever.
@@ -370,14 +403,15 @@ class Simulation:
     def _verify(self) -> None:
         if self.listener is not None:
             check_integrity(self.engine.scheduler)
-            self.listener.follow(self.engine.scheduler.residence.tree)
+            self.listener.follow(self.engine.scheduler.kv.tree)
 
     # Collecting
 
     def _collect(self) -> None:
-        outputs = self.engine.outputs()
-        if outputs is None:
-            return
+        if (outputs := self.engine.take_outputs()) is not None:
+            self._collect_from(outputs)
+
+    def _collect_from(self, outputs: EngineOutputs) -> None:
         for started in outputs.started:
             stream = self.streams[started.request]
             if stream.started is not None:
@@ -401,6 +435,8 @@ class Simulation:
         for done in outputs.modules:
             assert done.call not in self.replies, "a call is answered twice"
             self.replies[done.call] = done
+        for _, *found_tokens in outputs.expected:
+            self._expected = (found_tokens[0], found_tokens[1])
         for finished in outputs.finished:
             self._collect_end(self.streams[finished.request], finished)
 

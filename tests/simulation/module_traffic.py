@@ -84,7 +84,7 @@ class ModuleCallers:
         elif op == "look":
             self._ask(simulation.modules_call(op, texts, salt=salt, relocate=relocate), texts)
         elif op == "unpin":
-            simulation.engine.unpin(rng.choice(HOLDERS), simulation.now)
+            simulation.unpin(rng.choice(HOLDERS))
         elif self._asked:
             simulation.cancel_call(rng.choice(list(self._asked)))
         self._check()
@@ -111,6 +111,6 @@ class ModuleCallers:
     def end(self) -> None:
         """Nothing is pinned any more, and all calls have been answered."""
         for holder in HOLDERS:
-            self._simulation.engine.unpin(holder, self._simulation.now)
+            self._simulation.unpin(holder)
         self._check()
         assert not self._asked, "a call was not answered"

@@ -2,7 +2,7 @@
 
 `Traffic` submits, aborts, flushes and steps; each request that ends is compared with its oracle and forgotten, so
 that hundreds of thousands of them run in bounded memory. Progress is bounded, too: what is computed more than once
-must stay in proportion.
+must batch_seq_id in proportion.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ class Traffic:
         elif self.live and self._chance(self.mix.aborts):
             simulation.abort(rng.choice(simulation.engine.request_ids()))
         elif self._chance(0.002):
-            simulation.engine.flush_cache()
+            simulation.flush_cache()
         elif simulation.grammars and self._chance(0.3):
             grammar = simulation.grammars[rng.choice(list(simulation.grammars))]
             simulation.compiled(grammar.grammar, "it is bad" if grammar.text == BAD_GRAMMAR else "")
@@ -259,7 +259,7 @@ class Traffic:
             if engine.is_away:
                 simulation.replace_workers()
             if not simulation.step():
-                waiting = simulation.grammars or engine.next_deadline(simulation.now) < float("inf")
+                waiting = simulation.grammars or simulation.wake_at < float("inf")
                 assert waiting, f"requests {engine.request_ids()} wait, and nothing runs"
             for message in list(simulation.grammars.values()):
                 simulation.compiled(message.grammar, "it is bad" if message.text == BAD_GRAMMAR else "")
@@ -273,7 +273,7 @@ class Traffic:
         """What the engine remembers is in proportion to the pools and to who is there; little work is repeated."""
         scheduler, workers = self.simulation.engine.scheduler, self.simulation.workers
         check_integrity(scheduler)
-        tree, config = scheduler.residence.tree, self.config
+        tree, config = scheduler.kv.tree, self.config
         chunks = config.num_blocks + config.host_slots + config.disk_slots
         assert config.remote or tree.node_count <= chunks
         assert len(tree._idle_leaves) <= 4 * chunks + 65
@@ -295,8 +295,8 @@ class Traffic:
         assert not encoding.is_working
         assert not encoding.finishing
         assert not encoding.held
-        assert engine.scheduler.residence.tree.active_count == 0
-        engine.flush_cache()
-        assert engine.scheduler.residence.tree.node_count == 0
-        assert engine.scheduler.residence.pool.free_count == self.config.num_blocks
+        assert engine.scheduler.kv.tree.active_count == 0
+        self.simulation.flush_cache()
+        assert engine.scheduler.kv.tree.node_count == 0
+        assert engine.scheduler.kv.pool.free_count == self.config.num_blocks
         assert not engine.scheduler.forks.searches

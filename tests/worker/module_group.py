@@ -7,7 +7,7 @@ and asks `transformers`; chunks, tables, shifts and tiers are unknown to it.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -17,14 +17,15 @@ import numpy as np
 from engine_loop import Done
 from msgspec.structs import replace
 from router.pml.words import PLAIN, SPECIAL, Words
-from tiered_loop import ObservedEngine, TieredLoop
-from trunkline.controller.engine.outcomes import EngineOutputs
+from tiered_loop import TieredLoop
 from worker.block_masks import BlockMaskedModel, TextJudge
 from worker.cuts import CHUNK, Logprobs
 from worker.driver import VOCAB_SIZE, Driver, dense_logprobs
 from worker.module_driver import ModulePrompt, Modules, Part, Text
 
 from trunkline.controller.config import EngineConfig
+from trunkline.controller.engine.engine import Engine
+from trunkline.controller.engine.events import CallTexts, EngineOutputs, Event, Ready
 from trunkline.controller.engine.integrity import check_integrity
 from trunkline.controller.messages import ModulesCall, ModuleText, PromptLayout, StepResult
 from trunkline.controller.scheduling.module_calls import CallDone
@@ -34,7 +35,7 @@ from trunkline.kvstore.int32_codec import pack_int32, unpack_int32
 from trunkline.router import pml
 from trunkline.router.messages import Started
 from trunkline.router.pml.compiled import Scope
-from trunkline.worker.messages import Sampling, StepPlan
+from trunkline.worker.messages import Sampling
 
 GREEDY: Final = Sampling(temperature=0.0, logprobs=VOCAB_SIZE)
 ENGINE: Final = EngineConfig(num_blocks=200, chunk_size=CHUNK, max_context=256, token_budget=64, max_rows=16)
@@ -69,26 +70,27 @@ class Answer:
         return started.tier_tokens
 
 
-class CountingEngine(ObservedEngine):
+class CountingEngine(Engine):
     """Notes what its plans compute and what its results read."""
 
-    def __init__(self, config: EngineConfig, epoch: int = 1, first_disk_generation: int = 0) -> None:
-        super().__init__(config, epoch, first_disk_generation)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self.computed_tokens = 0
         """By prefills."""
         self.bytes_read: list[int] = []
         """By decode attention, of each step."""
 
-    def next_step(self, now: float) -> StepPlan | None:
-        plan = super().next_step(now)
+    def step(self, events: Iterable[Event], now: float) -> Ready:
+        ready = super().step(events, now)
         check_integrity(self.scheduler)
-        if plan is not None and plan.prefill:
-            self.computed_tokens += int(unpack_int32(plan.prefill, columns=5)[:, 2].sum())
-        return plan
+        if ready.plan is not None and ready.plan.prefill:
+            self.computed_tokens += int(unpack_int32(ready.plan.prefill, columns=5)[:, 2].sum())
+        return ready
 
-    def step_done(self, result: StepResult, now: float) -> None:
-        self.bytes_read.append(result.kv_bytes_read)
-        super().step_done(result, now)
+    def receive(self, event: Event, now: float) -> None:
+        if isinstance(event, StepResult):
+            self.bytes_read.append(event.kv_bytes_read)
+        super().receive(event, now)
 
 
 class ModuleGroup(TieredLoop):
@@ -108,8 +110,9 @@ class ModuleGroup(TieredLoop):
         now = time.perf_counter()
         self.persistence = Persistence(str(index or ""), b"00", time.time(), now)
         limits: EngineConfig = replace(self.engine.config, preemption=engine.preemption)
-        self.engine: CountingEngine = CountingEngine(limits, 1, self.persistence.first_generation)
-        self.restored = self.persistence.restore(self.engine.scheduler.residence.tree, now)
+        stored = self.persistence.load(limits.disk_slots, now)
+        self.engine: CountingEngine = CountingEngine(limits, 1, self.persistence.first_generation, stored, now)
+        self.restored = sum(node.disk_ready for node in self.engine.scheduler.kv.tree.nodes())
         """Chunks found on disk."""
         self.answers: dict[int, Answer] = {}
         self.replies: list[CallDone] = []
@@ -130,8 +133,7 @@ class ModuleGroup(TieredLoop):
         answer = self.answers[request.id] = Answer(prompt, [[] for _ in range(n)], [[] for _ in range(n)])
         now = time.perf_counter()
         self.requests[request.id] = Done(now)
-        self.engine.submit(request, now)
-        self._collect(now)
+        self.receive(request, now)
         return answer
 
     def ask(self, prompt: Prompt | list[int], max_tokens: int = 8) -> Answer:
@@ -144,9 +146,8 @@ class ModuleGroup(TieredLoop):
         """What a call about texts is answered."""
         ticket = self._next_id
         self._next_id += 1
-        self.engine.modules_call(ticket, ModulesCall(ticket, op, list(texts), holder=holder), time.perf_counter())
+        self.receive(CallTexts(ticket, ModulesCall(ticket, op, list(texts), holder=holder)), time.perf_counter())
         self.run()
-        self._collect(time.perf_counter())
         reply = self.replies.pop()
         assert reply.call == ticket
         return reply
@@ -159,9 +160,13 @@ class ModuleGroup(TieredLoop):
 
     def close(self) -> None:
         """As when it is stopped in order."""
-        self.persistence.follow(self.engine.scheduler.residence.tree)
+        self._act(self.engine.step((), time.perf_counter()))
         self.persistence.close()
         super().close()
+
+    def _act(self, ready: Ready) -> None:
+        self.persistence.note(ready.disk_changes)
+        super()._act(ready)
 
     def _count(self, outputs: EngineOutputs) -> None:
         super()._count(outputs)

@@ -1,33 +1,64 @@
-"""The requests that have not ended, and what is to be said of them: where they start and where they end. Pure."""
+"""The requests that have not ended, and what routers have to be told of them: where they start and end. Pure."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
+from trunkline.controller.engine.events import EngineOutputs
 from trunkline.controller.engine.grammars import GrammarBook
-from trunkline.controller.engine.outcomes import EngineCounters, EngineOutputs
 from trunkline.controller.engine.prompt_scores import ScoreLedger
 from trunkline.controller.engine.timeline import Journeys
-from trunkline.controller.scheduling.quarantine import Suspects
+from trunkline.controller.scheduling.quarantine import Quarantine
 from trunkline.controller.scheduling.scheduler import Scheduler
-from trunkline.controller.sequences.sequence import Sequence, SequenceGroup
+from trunkline.controller.sequences.sequence import CacheReport, Sequence, SequenceGroup
+from trunkline.kvstore.tier import TierKind
 from trunkline.router.messages import Finished, FinishReason, Started
 
 
-class LiveRequests:
-    """They outlive the scheduler that they are in, which goes with its workers."""
+@dataclass(slots=True)
+class EngineCounters:
+    """Totals since the start."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    steps: int = 0
+    row_set_changes: int = 0
+    """Steps that carried a new row set; all others copy no plan (ChunkAttention §3.3)."""
+    plan_copies: int = 0
+    """Steps for which the workers rebuilt their decode plan: new rows, or a row that filled its block."""
+    kv_bytes_read: int = 0
+    """By decode attention on rank 0."""
+    tier_tokens: list[int] = field(default_factory=lambda: [0] * len(TierKind))
+    """`cached_tokens` by tier."""
+    misses: dict[str, int] = field(default_factory=dict)
+    """Requests by reason."""
+
+    def found(self, found: CacheReport) -> None:
+        """Add what was found in the cache for a request that starts."""
+        self.cached_tokens += found.tokens
+        for tier, tokens in enumerate(found.tier_tokens):
+            self.tier_tokens[tier] += tokens
+        if found.miss:
+            self.misses[found.miss] = self.misses.get(found.miss, 0) + 1
+
+
+class RequestTable:
+    """The requests that have not ended. They outlive their scheduler, which ends with its workers."""
 
     def __init__(self) -> None:
         self.groups: dict[int, SequenceGroup] = {}
-        """By request, in the order of their coming."""
+        """By request, in the order of arrival."""
         self.grammars = GrammarBook()
         self.scores = ScoreLedger()
-        self.suspects = Suspects()
+        self.quarantine = Quarantine()
         self.journeys = Journeys()
         self.counters = EngineCounters()
-        self.said = EngineOutputs()
-        """Since the last `take_said`."""
+        self.pending_outputs = EngineOutputs()
+        """Since the last `take_outputs`."""
 
     def started(self, group: SequenceGroup, now: float) -> None:
-        """Its prompt will have been computed after the step that is being planned."""
+        """Report a request whose prompt is computed with the step that is being planned."""
         found = group.found
         assert found is not None
         self.journeys.started(group, now)
@@ -39,7 +70,7 @@ class LiveRequests:
         elif cut == found.cut or not cut:
             return  # it comes back from a preemption, or from workers that are gone
         found.cut = cut
-        self.said.started.append(
+        self.pending_outputs.started.append(
             Started(
                 group.id,
                 found.tokens,
@@ -54,7 +85,7 @@ class LiveRequests:
         )
 
     def end_sequence(self, scheduler: Scheduler, sequence: Sequence, reason: FinishReason, now: float) -> None:
-        """A sample has ended by itself; the request with its last one."""
+        """End a sample that has come to its own end; the request ends with its last one."""
         group = sequence.group
         if len(group.members) == 1:
             sample = -1 if group.request.n == 1 else sequence.sample
@@ -62,10 +93,11 @@ class LiveRequests:
             return
         self.journeys.sampled(group.id, _output_tokens(scheduler, sequence))
         scheduler.end(sequence, now)
-        self.said.finished.append(Finished(group.id, reason, sample=sequence.sample))
+        self.pending_outputs.finished.append(Finished(group.id, reason, sample=sequence.sample))
 
     def end(self, scheduler: Scheduler, group: SequenceGroup, finished: Finished, now: float) -> None:
-        """The one place where a request ends: everything it holds is released exactly once."""
+        """End a request and release everything that it holds, exactly once: all requests that hold anything end
+        here."""
         del self.groups[group.id]
         for sequence in reversed(group.members.copy()):
             self.journeys.sampled(group.id, _output_tokens(scheduler, sequence))
@@ -75,18 +107,18 @@ class LiveRequests:
         self.gone(finished)
 
     def gone(self, finished: Finished) -> None:
-        """One that holds nothing any more has ended."""
+        """Report the end of a request that holds nothing any more."""
         self.scores.ended(finished.request)
-        self.suspects.ended(finished.request)
+        self.quarantine.ended(finished.request)
         self.journeys.ended(finished)
-        self.said.finished.append(finished)
+        self.pending_outputs.finished.append(finished)
 
-    def take_said(self) -> EngineOutputs | None:
-        """What is to be said since the last call, if anything."""
-        if not self.said:
+    def take_outputs(self) -> EngineOutputs | None:
+        """Return what routers have to be told since the last call, if anything."""
+        if not self.pending_outputs:
             return None
-        said, self.said = self.said, EngineOutputs()
-        return said
+        outputs, self.pending_outputs = self.pending_outputs, EngineOutputs()
+        return outputs
 
 
 def _output_tokens(scheduler: Scheduler, sequence: Sequence) -> int:

@@ -6,11 +6,11 @@ from typing import Final
 
 import numpy as np
 
-from trunkline.controller.engine.requests import LiveRequests
+from trunkline.controller.engine.requests import RequestTable
 from trunkline.controller.messages import BeamStep, PromptLogprobs, StepResult, TopLogprobs
 from trunkline.controller.scheduling.scheduler import Scheduler
-from trunkline.controller.sequences.decode_rows import BEAM, RowSet
-from trunkline.controller.sequences.plan_builder import InflightStep
+from trunkline.controller.sequences.decode_rows import BEAM, DecodeRows, RowSet
+from trunkline.controller.sequences.plan_builder import InflightStep, PlanBuilder
 from trunkline.kvstore.int32_codec import Int32Array, unpack_int32
 from trunkline.router.messages import BeamsFound, Finished, FinishReason, PromptScored
 
@@ -22,11 +22,25 @@ class ProtocolError(RuntimeError):
     """The workers answered something that no correct worker answers; the group cannot be trusted."""
 
 
+def result_rows(draft: PlanBuilder, rows: DecodeRows) -> RowSet:
+    """Return the rows that a plan's result has a token for: those that decode, then those that begin to."""
+    if not draft.sampling:
+        return draft.rows
+    new = [sequence.slot for sequence in draft.sampling + draft.forked]
+    added, old = rows.row_set(np.array(new, np.intp)), draft.rows
+    return RowSet(
+        np.append(old.slots, added.slots),
+        np.append(old.batch_seq_ids, added.batch_seq_ids),
+        np.append(old.requests, added.requests),
+        np.append(old.samples, added.samples),
+    )
+
+
 class Answers:
     """Takes them in."""
 
-    def __init__(self, live: LiveRequests) -> None:
-        self._live = live
+    def __init__(self, requests: RequestTable) -> None:
+        self._requests = requests
 
     def take(self, scheduler: Scheduler, step: InflightStep, result: StepResult, now: float) -> None:
         """The answer to the oldest step.
@@ -35,8 +49,8 @@ class Answers:
             ProtocolError: what it brings does not fit the step. What was taken in before that is sound.
         """
         rows = step.rows
-        self._live.counters.plan_copies += result.plan_copies
-        self._live.counters.kv_bytes_read += result.kv_bytes_read
+        self._requests.counters.plan_copies += result.plan_copies
+        self._requests.counters.kv_bytes_read += result.kv_bytes_read
         costs = scheduler.costs
         if step.prefill_tokens or result.waited_us or step.step % PLAIN_STEPS_PER_OBSERVATION == 0:
             elapsed_us = result.elapsed_us - result.waited_us
@@ -56,14 +70,16 @@ class Answers:
             self._advance_searches(scheduler, result.beams, now)
 
     def _score(self, step: InflightStep, scores: dict[int, PromptLogprobs]) -> None:
-        for stay, logprobs in scores.items():
-            request = step.scored.get(stay)
+        for batch_seq_id, logprobs in scores.items():
+            request = step.scored.get(batch_seq_id)
             if request is None:
                 raise ProtocolError(
-                    f"step {step.step} scores a prompt of sequence {stay}, which asked for nothing"
+                    f"step {step.step} scores a prompt of sequence {batch_seq_id}, which asked for nothing"
                 )
-            if request in self._live.groups and (news := self._live.scores.news(request, logprobs)) is not None:
-                self._live.said.prompt_logprobs.append(PromptScored(request, news))
+            if request not in self._requests.groups:
+                continue
+            if (news := self._requests.scores.news(request, logprobs)) is not None:
+                self._requests.pending_outputs.prompt_logprobs.append(PromptScored(request, news))
 
     def _accept(
         self,
@@ -88,12 +104,12 @@ class Answers:
             requests, samples, tokens = requests[counts], samples[counts], tokens[counts]
         if not len(slots):
             return
-        self._live.suspects.got_tokens(requests)
-        self._live.said.requests.append(requests)
-        self._live.said.samples.append(samples)
-        self._live.said.tokens.append(tokens)
-        self._live.said.logprobs.append(logprobs)
-        self._live.counters.output_tokens += len(slots)
+        self._requests.quarantine.got_tokens(requests)
+        self._requests.pending_outputs.requests.append(requests)
+        self._requests.pending_outputs.samples.append(samples)
+        self._requests.pending_outputs.tokens.append(tokens)
+        self._requests.pending_outputs.logprobs.append(logprobs)
+        self._requests.counters.output_tokens += len(slots)
         known = state.known[slots]
         ended = stopped | (known >= state.limit[slots])
         for index in np.flatnonzero(((known - 1) % scheduler.config.chunk_size == 0) & ~ended).tolist():
@@ -101,7 +117,7 @@ class Answers:
         for index in np.flatnonzero(ended).tolist():
             sequence = state.sequences[slots[index]]
             assert sequence is not None
-            self._live.end_sequence(
+            self._requests.end_sequence(
                 scheduler, sequence, FinishReason.STOP if stopped[index] else FinishReason.LENGTH, now
             )
 
@@ -114,12 +130,12 @@ class Answers:
                 parents = group.search.advance(step)
             except ValueError as error:
                 raise ProtocolError(f"search {search_id}: {error}") from error
-            self._live.counters.output_tokens += group.search.width
-            self._live.suspects.ended(group.id)
+            self._requests.counters.output_tokens += group.search.width
+            self._requests.quarantine.ended(group.id)
             if parents:
                 scheduler.move_beams(group, parents, now)
             if not group.search.done:
                 continue
             hypotheses = group.search.hypotheses()
-            self._live.said.beams.append(BeamsFound(group.id, hypotheses))
-            self._live.end(scheduler, group, Finished(group.id, hypotheses[0].reason), now)
+            self._requests.pending_outputs.beams.append(BeamsFound(group.id, hypotheses))
+            self._requests.end(scheduler, group, Finished(group.id, hypotheses[0].reason), now)

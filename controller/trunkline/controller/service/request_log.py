@@ -52,10 +52,10 @@ class Teller:
         """Of a request that comes with this context (`Submit.trace`); None: nothing is to be told of it."""
         return draw_ids(packed) if packed and self._tracer.is_on else None
 
-    def look(self, engine: Engine, now: float) -> None:
-        """Once in each turn."""
+    def look(self, engine: Engine, ended: Iterable[Journey], now: float) -> None:
+        """Log what a step of the engine has brought: tiers that fail, requests that have ended."""
         self._tier_warnings.look(engine)
-        for journey in engine.journeys():
+        for journey in ended:
             self._log(journey, now)
             if (ids := journey.request.trace) is not None:
                 for span in spans_of(journey, ids, self._group, now):

@@ -14,8 +14,8 @@ import msgspec
 import numpy as np
 import zmq
 from msgspec.structs import replace
-from trunkline.controller.engine.outcomes import EngineOutputs
 
+from trunkline.controller.engine.events import EngineOutputs
 from trunkline.controller.messages import RouterRequest, TopLogprobs
 from trunkline.controller.service.validation import NUMBER_BITS
 from trunkline.kvstore.int32_codec import pack_int32

@@ -1,10 +1,12 @@
 """The controller process: one thread, one poll loop around the pure engine.
 
-    reports (PULL) ──► step_done ─► next_step ──► plans (XPUB)
-    routers (ROUTER) ► submit, abort             └► outputs (ROUTER)
+    reports (PULL) ───►┐                          ┌─► plans, orders (XPUB)
+    routers (ROUTER) ─►├─ [event, …] ─► step ─► Ready ─► disk changes (index file)
+    signals, deadlines ┘                          └─► outputs (ROUTER), log
 
-When a result arrives, the next plan goes out before the outputs do: the workers never wait for routers.
-Idle, the loop sleeps in `poll`; it wakes once a second to look for silent routers.
+A turn of the loop collects what has arrived as events, gives them to `Engine.step`, and does what its `Ready` says
+in the order of its fields: when a result arrives, the next plan goes out before the outputs do. Idle, the loop
+sleeps in `poll`; it wakes once a second to look for silent routers.
 """
 
 from __future__ import annotations
@@ -21,25 +23,35 @@ import zmq
 
 from trunkline.controller.config import ConfigError, ControllerConfig
 from trunkline.controller.engine.engine import Engine
+from trunkline.controller.engine.events import (
+    AbortRequest,
+    CallTexts,
+    DropCache,
+    EndAll,
+    EndWaiting,
+    EngineOutputs,
+    Event,
+    ExpectRequest,
+    Ready,
+    UnpinTexts,
+    WorkersBack,
+    WorkersLost,
+)
 from trunkline.controller.engine.integrity import check_integrity
-from trunkline.controller.engine.step_results import ProtocolError
 from trunkline.controller.messages import (
     Abort,
     DescribeTree,
     EventsCall,
     FlushCache,
-    GrammarReady,
     ModulesCall,
-    MovesDone,
     Ping,
     Prefetch,
-    Probed,
     RecordCall,
     RouterRequest,
-    StepResult,
     Submit,
 )
 from trunkline.controller.scheduling.module_calls import CallDone
+from trunkline.controller.sequences.sequence import Request
 from trunkline.controller.service.event_publisher import EventPublisher
 from trunkline.controller.service.layout_checks import problem_of_call
 from trunkline.controller.service.membership import GroupLostError
@@ -114,7 +126,13 @@ class ControllerService:
         )
         self.record_replies = RecordReplies(self.clients, self.persistence)
         self.engine: Engine | None = None
+        self._events: list[Event] = []
+        """For the engine's next step."""
+        self._wake_at = math.inf
+        """When the engine wants its next step even if nothing happens."""
         self.status = Status.STARTING
+        self._state_is_news = False
+        """Whether all routers are to be told after this turn."""
         self.detail = ""
         self._drain_deadline = float("inf")
         self._settle_deadline = float("inf")
@@ -162,10 +180,10 @@ class ControllerService:
             now = time.monotonic()
             self._drain_deadline = now + self.config.drain_seconds
             if self.engine is not None:
-                for call in self.engine.modules_calls():  # nobody's answer depends on them
-                    self._cancel(call, now)
-                # Others may begin with them at once.
-                self.engine.end_waiting(FinishReason.DRAINING, _STOPPING, now)
+                for call in self.engine.open_calls():  # no request's answer depends on them
+                    self._cancel(call)
+                # Other controllers can begin with the waiting requests at once.
+                self._events.append(EndWaiting(FinishReason.DRAINING, _STOPPING))
             self._set_status(Status.DRAINING, _STOPPING)
         else:
             self._drain_deadline = 0.0
@@ -184,8 +202,8 @@ class ControllerService:
                 return True
         if time.monotonic() < self._drain_deadline:
             return False
-        self.engine.fail_all("the controller was stopped before the request ended", FinishReason.DRAINING)
-        self._publish()
+        self._events.append(EndAll("the controller was stopped before the request ended", FinishReason.DRAINING))
+        self._step(time.monotonic())
         return True
 
     def _poll_ms(self) -> int:
@@ -194,72 +212,80 @@ class ControllerService:
             return 0
         until = min(self._drain_deadline, self._settle_deadline, self.events.next_deadline)
         until = min(until, now + self.group.patience_s, self.record_replies.next_deadline)
-        if self.engine is not None:
-            until = min(until, self.engine.next_deadline(now))
+        until = min(until, self._wake_at)
         return int(max(0, min(POLL_MS_MAX, math.ceil((until - now) * 1000) if until < math.inf else POLL_MS_MAX)))
 
     def _turn(self) -> None:
-        """Handle everything that has arrived, then plan, then publish."""
+        """Collect everything that has arrived, let the engine take a step, and do what follows from it."""
         for number in self._wake_ups.read():
             if number in (signal.SIGTERM, signal.SIGINT):
                 self._stop_requested()
         now = time.monotonic()
         try:
-            self._take_reports(now)
-        except (GroupLostError, ProtocolError) as error:
+            self.group.membership_events(now)
+            reports = self.group.receive(now)
+            self._events += reports if self.engine is not None else ()
+            self.group.check_loss(now)
+        except GroupLostError as error:
             self._lose(str(error), now)
         self.group.reform(now)
         self._try_start(now)
-        for client, message in self.clients.receive(now):
-            self._handle(client, message, now)
+        pinging = [client for client, message in self.clients.receive(now) if self._handle(client, message, now)]
         for client in self.clients.silent(now, self.config.router_silence_seconds_max):
-            self._forget(client, now)
+            self._forget(client)
         self._forget_pins(now)
-        try:
-            self._plan(now)
-        except GroupLostError as error:
-            self._lose(str(error), now)
-        self._publish()
-        if self.engine is not None:
-            self._teller.look(self.engine, time.monotonic())
+        self._step(now)
+        self._send_state(pinging)
         self.record_replies.turn(now)
         self.events.turn(self.engine, now)
         self.events.descriptions.turn(self.engine, now, self.clients.answer)
 
-    def _forget_pins(self, now: float) -> None:
-        """What was pinned for a record goes with it."""
-        self.persistence.records.expire(self.persistence.wall(now))
-        for kind, id_ in self.persistence.records.take_gone():
-            if self.engine is not None:
-                self.engine.unpin(f"{kind}/{id_}", now)
-
-    def _take_reports(self, now: float) -> None:
-        """Everything that workers have said and done.
-
-        Raises:
-            GroupLostError: a rank is gone, or hangs.
-            ProtocolError: a rank talks nonsense.
-        """
-        self.group.membership_events(now)
-        for result in self.group.receive(now):
-            if self.engine is None:
-                continue
-            match result:
-                case StepResult():
-                    self.engine.step_done(result, now)
-                case GrammarReady():
-                    self.engine.grammar_ready(result, now)
-                case MovesDone() | Probed():
-                    self.engine.tier_report(result, now)
-        self.group.check_loss(now)
-        if self.engine is not None:
+    def _step(self, now: float) -> None:
+        """Give the engine what has happened, and do what it says until it can plan no more."""
+        while self.engine is not None:
+            events, self._events = self._events, []
+            ready = self.engine.step(events, now)
+            try:
+                self._act(self.engine, ready)
+                reason = ready.problem or self._outage.hangs(self.engine, now)
+            except GroupLostError as error:
+                reason = str(error)
             if self.config.debug_checks:
                 check_integrity(self.engine.scheduler)
-            if problem := self._outage.hangs(self.engine, now):
-                raise GroupLostError(problem)
+            if reason:
+                self._lose(reason, now)
+            if not (ready.again or self._events):
+                self._wake_at = ready.wake_at
+                return
+
+    def _act(self, engine: Engine, ready: Ready) -> None:
+        """Do what a step of the engine asks for, in its order.
+
+        Raises:
+            GroupLostError: a rank takes no more messages; all else has been done.
+        """
+        try:
+            for grammar in ready.grammars:
+                self.group.send(grammar)
+            if ready.plan is not None:
+                self.group.send(ready.plan)
+            self.persistence.note(ready.disk_changes)
+            for order in ready.orders:
+                self.group.send(order)
+        finally:
+            if ready.outputs is not None:
+                self._publish(ready.outputs)
+            self._teller.look(engine, ready.ended, time.monotonic())
+
+    def _forget_pins(self, now: float) -> None:
+        """Unpin what was pinned for records that are gone."""
+        self.persistence.records.expire(self.persistence.wall(now))
+        gone = self.persistence.records.take_gone()
+        if self.engine is not None:
+            self._events += [UnpinTexts(f"{kind}/{id_}") for kind, id_ in gone]
 
     def _lose(self, reason: str, now: float) -> None:
-        """The workers are worth nothing any more: others are waited for, and requests with them."""
+        """Give up the workers: requests wait for new ones."""
         if not self.group.is_formed:
             self.clients.rare.warning("nonsense from no worker of this group", now, reason=reason)
             return
@@ -267,20 +293,24 @@ class ControllerService:
         self.group.lose(now)
         self._outage.began(reason, now)
         if self.engine is not None:
-            self.persistence.follow(self.engine.scheduler.residence.tree)
-            self.engine.workers_lost(self.group.epoch, now)
+            self._events.append(WorkersLost(self.group.epoch))
         if self.status is Status.READY:
             self._set_status(Status.STARTING, reason)
 
     def _set_status(self, status: Status, detail: str) -> None:
         self.status, self.detail = status, detail
         report_status(self.config.status_path, status, detail, epoch=self.group.epoch)
-        self._broadcast_state()
+        self._state_is_news = True
 
     def _try_start(self, now: float) -> None:
+        """Start or go on if all ranks are ready; end the requests if that takes too long.
+
+        Raises:
+            ConfigError: the ranks hold too little to work with.
+        """
         has_waiting = self.engine is not None and self.engine.is_away and not self.engine.is_idle
-        if has_waiting and self.engine is not None and self._outage.is_too_long(now):
-            self.engine.fail_all(f"{self._outage.reason}; no others have come in time")
+        if has_waiting and self._outage.is_too_long(now):
+            self._events.append(EndAll(f"{self._outage.reason}; no others have come in time"))
         if self.status is not Status.STARTING:
             return
         self.detail = "; ".join(filter(None, [self._outage.reason, self.group.describe()]))
@@ -292,36 +322,29 @@ class ControllerService:
         limits = self.config.engine(
             group.num_blocks, group.host_slots, group.swap_us_per_block, group.disk_slots, group.has_remote
         )
+        limits.validate()
+        stored = self.persistence.load(limits.disk_slots if limits.prefix_cache else 0, now)
         if self.engine is None:
-            self.engine = Engine(limits, group.epoch, self.persistence.first_generation)
-            self.persistence.restore(self.engine.scheduler.residence.tree, now)
+            self.engine = Engine(limits, group.epoch, self.persistence.first_generation, stored, now)
         else:
-            self.engine.workers_back(limits, lambda tree: self.persistence.restore(tree, now), now)
+            self._events.append(WorkersBack(limits, stored))
         self._outage.ended()
         log.info("ready", epoch=group.epoch, blocks=group.num_blocks, max_context=limits.longest_sequence)
         self._set_status(Status.READY, "")
 
-    def _plan(self, now: float) -> None:
-        if self.engine is None:
-            return
-        for message in self.engine.grammar_messages():
-            self.group.send(message)
-        while (plan := self.engine.next_step(now)) is not None:
-            self.group.send(plan)
-        orders = self.engine.tier_messages(now)
-        # First: a slot that is about to be overwritten must not be said to hold what it held.
-        self.persistence.follow(self.engine.scheduler.residence.tree)
-        for order in orders:
-            self.group.send(order)
-
-    def _publish(self) -> None:
-        if self.engine is None or (outputs := self.engine.outputs()) is None:
-            return
+    def _publish(self, outputs: EngineOutputs) -> None:
+        """Send the routers their parts of what happened, and the answers to their calls."""
         self.clients.publish(outputs)
         for done in outputs.modules:
             client = self.clients.find(done.call >> CLIENT_SHIFT)
             if client is not None:
                 self.clients.send(client, self._modules_reply(client, done))
+        for (index, ticket), blocks in outputs.dropped:
+            if (client := self.clients.find(index)) is not None:
+                self.clients.send(client, Flushed(client.next_seq(), ticket, blocks))
+        for (index, ticket), known, coming in outputs.expected:
+            if (client := self.clients.find(index)) is not None:
+                self.clients.send(client, Prefetched(client.next_seq(), ticket, known, coming))
 
     def _modules_reply(self, client: Client, done: CallDone) -> ModulesReply:
         return ModulesReply(
@@ -335,47 +358,50 @@ class ControllerService:
             sum(rank.block_bytes for rank in self.group.ready.values()),
         )
 
-    def _handle(self, client: Client, message: RouterRequest, now: float) -> None:
+    def _handle(self, client: Client, message: RouterRequest, now: float) -> bool:
+        """Answer a router, or note what it wants of the engine; return whether it wants to be told the state."""
         match message:
             case Submit():
-                self._submit(client, message, now)
+                self._submit(client, message)
             case Abort():
                 if self.engine is not None and is_request_number(message.request):
-                    self.engine.abort(client.index << CLIENT_SHIFT | message.request, now, message.sample)
+                    self._events.append(
+                        AbortRequest(client.index << CLIENT_SHIFT | message.request, message.sample)
+                    )
             case Ping():
-                self.clients.send(client, self._state(client))
+                return True
+            case FlushCache() if self.engine is None:
+                self.clients.send(client, Flushed(client.next_seq(), message.ticket, 0))
             case FlushCache():
-                freed = self.engine.flush_cache() if self.engine is not None else 0
-                self.clients.send(client, Flushed(client.next_seq(), message.ticket, freed))
+                self._events.append(DropCache((client.index, message.ticket)))
             case RecordCall():
                 self.record_replies.handle(client.index, message, now)
             case Prefetch():
-                self._prefetch(client, message, now)
+                self._prefetch(client, message)
             case ModulesCall():
-                self._modules_call(client, message, now)
+                self._modules_call(client, message)
             case EventsCall():
                 self.clients.send(client, self.events.answer(message, client.next_seq(), now))
             case DescribeTree():
                 self.events.descriptions.ask(client.index, message)
+        return False
 
-    def _submit(self, client: Client, message: Submit, now: float) -> None:
+    def _submit(self, client: Client, message: Submit) -> None:
         refusal = self._refusal(message)
         if refusal is not None:
             self._teller.refused(message.request_id, refusal.reason, refusal.detail)
             self.clients.send(client, Outputs(client.next_seq(), finished=[refusal]))
             return
-        assert self.engine is not None
         trace = self._teller.ids(message.trace)
-        request = request_of(message, client.index << CLIENT_SHIFT | message.request, trace)
-        self.engine.submit(request, now)
+        self._events.append(request_of(message, client.index << CLIENT_SHIFT | message.request, trace))
 
-    def _prefetch(self, client: Client, message: Prefetch, now: float) -> None:
-        known = coming = 0
-        if self.engine is not None and not problem_of_prefetch(message, self.config.vocab_size):
-            known, coming = self.engine.prefetch(request_of_prefetch(message), now)
-        self.clients.send(client, Prefetched(client.next_seq(), message.ticket, known, coming))
+    def _prefetch(self, client: Client, message: Prefetch) -> None:
+        if self.engine is None or problem_of_prefetch(message, self.config.vocab_size):
+            self.clients.send(client, Prefetched(client.next_seq(), message.ticket, 0, 0))
+        else:
+            self._events.append(ExpectRequest((client.index, message.ticket), request_of_prefetch(message)))
 
-    def _modules_call(self, client: Client, call: ModulesCall, now: float) -> None:
+    def _modules_call(self, client: Client, call: ModulesCall) -> None:
         problem = problem_of_call(call, self.config.vocab_size)
         if not is_request_number(call.ticket):
             return
@@ -385,11 +411,10 @@ class ControllerService:
         if problem:
             self.clients.send(client, ModulesReply(client.next_seq(), call.ticket, "failed", problem))
             return
-        assert self.engine is not None
         kind, slash, id_ = call.holder.partition("/")
         if call.op == "encode" and slash and not self.persistence.records.has(kind, id_):
             call = msgspec.structs.replace(call, holder="")  # what it was to be pinned for is gone already
-        self.engine.modules_call(client.index << CLIENT_SHIFT | call.ticket, call, now)
+        self._events.append(CallTexts(client.index << CLIENT_SHIFT | call.ticket, call))
 
     def _refusal(self, message: Submit) -> Finished | None:
         if self.status is Status.DRAINING:
@@ -402,22 +427,25 @@ class ControllerService:
             return Finished(message.request, FinishReason.INVALID, problem)
         return None
 
-    def _forget(self, client: Client, now: float) -> None:
-        """A router died: nobody reads its streams any more."""
+    def _forget(self, client: Client) -> None:
+        """Abort the requests and calls of a router that is gone."""
         if self.engine is None:
             return
-        mine = [i for i in self.engine.request_ids() if i >> CLIENT_SHIFT == client.index]
-        for request in mine:
-            self.engine.abort(request, now)
-        for call in self.engine.modules_calls():
+        requests = [
+            *self.engine.request_ids(),
+            *(event.id for event in self._events if isinstance(event, Request)),
+        ]
+        calls = [*self.engine.open_calls(), *(event.id for event in self._events if isinstance(event, CallTexts))]
+        mine = [request for request in requests if request >> CLIENT_SHIFT == client.index]
+        self._events += [AbortRequest(request) for request in mine]
+        for call in calls:
             if call >> CLIENT_SHIFT == client.index:
-                self._cancel(call, now)
+                self._cancel(call)
         if mine:
             log.warning("a router is gone; its requests were aborted", requests=len(mine))
 
-    def _cancel(self, call: int, now: float) -> None:
-        assert self.engine is not None
-        self.engine.modules_call(call, ModulesCall(call & NUMBER_MASK, "cancel"), now)
+    def _cancel(self, call: int) -> None:
+        self._events.append(CallTexts(call, ModulesCall(call & NUMBER_MASK, "cancel")))
 
     def _state(self, client: Client) -> State:
         counts = state_of(self.engine) if self.engine is not None else dict.fromkeys(_STATE_COUNTS, 0)
@@ -431,19 +459,22 @@ class ControllerService:
             **counts,
         )
 
-    def _broadcast_state(self) -> None:
-        for client in self.clients.all():
+    def _send_state(self, asking: list[Client]) -> None:
+        """Send the state to those that ask, and to all routers after a change of status."""
+        for client in self.clients.all() if self._state_is_news else asking:
             self.clients.send(client, self._state(client))
+        self._state_is_news = False
 
     def _fail(self, reason: str) -> None:
         """Tell every router, whose clients get an error; the exit code tells the supervisor."""
         log.error("this group cannot work", reason=reason)
         self._set_status(Status.FAILED, reason)
-        if self.engine is not None:
-            self.engine.fail_all(reason)
-            self._publish()
-        for client, message in self.clients.receive(time.monotonic()):
-            self._handle(client, message, time.monotonic())  # what had arrived unread gets its answer, too
+        self._events.append(EndAll(reason))
+        now = time.monotonic()
+        for client, message in self.clients.receive(now):
+            self._handle(client, message, now)  # what had arrived unread gets its answer, too
+        self._step(now)
+        self._send_state([])
 
 
 _STATE_COUNTS = tuple(

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple, TypeVar
 
@@ -20,6 +19,15 @@ import msgspec
 import structlog
 from xxhash import xxh3_64_digest
 
+from trunkline.controller.engine.disk_chunks import (
+    ChunkReparented,
+    ChunkTouched,
+    DiskChange,
+    DiskChunk,
+    RootNoted,
+    SlotFreed,
+    StoredChunks,
+)
 from trunkline.controller.storage.database import Database, Form
 from trunkline.controller.storage.salvage import Row, Table
 
@@ -36,28 +44,6 @@ INDEX_VERSION: Final = 2
 log = structlog.get_logger()
 
 
-class DiskChunk(NamedTuple):
-    """A chunk in a slot of the disk tier."""
-
-    slot: int
-    generation: int
-    name: bytes
-    parent: bytes
-    """Name of the chunk or root above."""
-    tokens: bytes
-    """Little-endian int32 token ids."""
-    last_use: float
-    expires: float = 0.0
-    """When it is to be forgotten; 0: never."""
-
-    @property
-    def digest(self) -> bytes:
-        """Of what must be right together. SQLite notices a torn page, but not a flipped bit inside of a row: other
-        tokens beside this name would be another prompt's KV. (A wrong parent is one that does not exist.)"""
-        numbers = b"%d,%d," % (self.slot, self.generation)
-        return xxh3_64_digest(numbers + self.name + self.tokens)
-
-
 class _Root(NamedTuple):
     name: bytes
     key: bytes
@@ -68,19 +54,6 @@ class _Root(NamedTuple):
 
 
 RowT = TypeVar("RowT", DiskChunk, _Root)
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """What was found at the start."""
-
-    roots: dict[bytes, bytes]
-    """Key by name (see `TierIndex.root`), of the roots that have chunks."""
-    chunks: list[DiskChunk]
-    """Parents first. Some may have expired; `last_use` is never in the future."""
-    dropped: int
-    """Chunks that nobody could reach any more (what stood above them is gone), that are in slots which the tier no
-    longer has, or whose row is damaged. They are out of the file, too."""
 
 
 class TierIndex:
@@ -115,7 +88,7 @@ class TierIndex:
         """Why it is not being written at present; "" if it is."""
         return self.database.problem
 
-    def load(self, slots: int, now: float) -> Loaded:
+    def load(self, slots: int, now: float) -> StoredChunks:
         """Everything known, in an order in which a tree can be built. Before anything is written, or after a
         `flush`.
 
@@ -146,7 +119,22 @@ class TierIndex:
         used = {chunk.parent for chunk in chunks}
         for name in keys.keys() - used:
             self.database.write(("root", name), "DELETE FROM roots WHERE name = ?", (name,))
-        return Loaded({name: key for name, key in keys.items() if name in used}, chunks, len(gone))
+        return StoredChunks({name: key for name, key in keys.items() if name in used}, chunks, len(gone))
+
+    def note(self, changes: Iterable[DiskChange]) -> None:
+        """Write changes down, in order."""
+        for change in changes:
+            match change:
+                case DiskChunk():
+                    self.stored(change)
+                case SlotFreed(slot):
+                    self.freed(slot)
+                case ChunkTouched(name, last_use, expires):
+                    self.touch([name], last_use, expires)
+                case RootNoted(name, key):
+                    self.root(name, key)
+                case ChunkReparented(name, parent):
+                    self.reparented(name, parent)
 
     def root(self, name: bytes, key: bytes) -> None:
         """A root that chunks stand below. To say so again does no harm; without chunks it is gone after a restart.

@@ -1,0 +1,198 @@
+"""Chunks on disk: what the index has to note of a tree's changes, and how a tree is built again from it. Pure.
+
+    tree ── take_disk_changes ──► [DiskChange, …] ──► index file (`storage/tier_index.py`)
+    tree ◄── restore_chunks ───── StoredChunks ◄───── index file
+
+What a slot really holds is known when it is read; anything else than what the index says is a miss.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from xxhash import xxh3_64_digest
+
+from trunkline.controller.cache.radix_cache import RadixCache
+from trunkline.controller.cache.radix_tree import SALT_ROOT, Node
+from trunkline.kvstore.extents import NO_BLOCK, SlotId
+from trunkline.kvstore.names import ChunkName, chunk_name
+
+_LONG_AGO: Final = 1e-9
+"""A time, in seconds, that is over on any controller's clock."""
+
+
+class DiskChunk(NamedTuple):
+    """A chunk in a slot of the disk tier."""
+
+    slot: int
+    generation: int
+    name: bytes
+    parent: bytes
+    """Name of the chunk or root above."""
+    tokens: bytes
+    """Little-endian int32 token ids."""
+    last_use: float
+    expires: float = 0.0
+    """When it is to be forgotten; 0: never."""
+
+    @property
+    def digest(self) -> bytes:
+        """Digest of the fields that must be right together.
+
+        SQLite notices a torn page, but not a flipped bit inside of a row: other tokens beside this name would be
+        another prompt's KV. (A wrong parent is one that does not exist.)
+        """
+        numbers = b"%d,%d," % (self.slot, self.generation)
+        return xxh3_64_digest(numbers + self.name + self.tokens)
+
+
+class RootNoted(NamedTuple):
+    """A root that chunks stand below. To note it again does no harm; without chunks it is gone after a restart."""
+
+    name: bytes
+    key: bytes
+    """Makes the root again (`RadixCache.restore_root`)."""
+
+
+class SlotFreed(NamedTuple):
+    """A slot holds nothing any more."""
+
+    slot: int
+
+
+class ChunkReparented(NamedTuple):
+    """A chunk stands below another chunk or root than before."""
+
+    name: bytes
+    parent: bytes
+
+
+class ChunkTouched(NamedTuple):
+    """A chunk was used."""
+
+    name: bytes
+    last_use: float
+    expires: float
+    """As in `DiskChunk`."""
+
+
+DiskChange = DiskChunk | RootNoted | SlotFreed | ChunkReparented | ChunkTouched
+"""A `DiskChunk`: all ranks have the chunk in its slot, and no other slot has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredChunks:
+    """The chunks that the index lists."""
+
+    roots: dict[bytes, bytes]
+    """Key by name (`RootNoted`), of the roots that have chunks."""
+    chunks: list[DiskChunk]
+    """Parents first. Some may have expired; `last_use` is never in the future."""
+    dropped: int
+    """Chunks that cannot be reached (what stood above them is gone), that are in slots which the tier no longer
+    has, or whose row is damaged. They are out of the file, too."""
+
+
+def take_disk_changes(tree: RadixCache) -> Sequence[DiskChange]:
+    """Return what has changed on disk since the last call, in order."""
+    events = tree.tiers.index_events()
+    grafted, touched = tree.grafted, tree.touched
+    if not (events or grafted or touched):
+        return ()
+    tree.grafted, tree.touched = [], {}
+    if not tree.tiers.config.disk_slots:
+        return ()
+    changes: list[DiskChange] = []
+    for node in grafted:
+        if node.parent is not None and node.disk_ready:
+            _note_root(changes, node.parent)
+            changes.append(ChunkReparented(node.name, node.parent.name))
+    for event in events:
+        stored = event.item
+        if stored is None or stored.parent is None:
+            changes.append(SlotFreed(event.slot))
+            continue
+        _note_root(changes, stored.parent)
+        changes.append(
+            DiskChunk(
+                slot=int(event.slot),
+                generation=event.generation,
+                name=stored.name,
+                parent=stored.parent.name,
+                tokens=stored.key,
+                last_use=stored.last_use,
+                expires=_expiry(stored),
+            )
+        )
+    changes += [ChunkTouched(node.name, node.last_use, _expiry(node)) for node in touched if node.disk_ready]
+    return changes
+
+
+def _note_root(changes: list[DiskChange], node: Node) -> None:
+    if node.parent is None:
+        changes.append(RootNoted(node.name, node.key))
+
+
+def _expiry(node: Node) -> float:
+    """Return when the chunk expires, in the index's form: 0 is never."""
+    return node.expires if math.isfinite(node.expires) else 0.0
+
+
+def restore_chunks(tree: RadixCache, stored: StoredChunks, now: float) -> list[SlotFreed]:
+    """Put the chunks on disk into an empty tree; return the slots of those that do not fit into it."""
+    nodes: dict[bytes, Node] = {}
+    for name, key in stored.roots.items():
+        above = tree.restore_root(key)
+        if above is not None and above.name == name:  # else the file is wrong: nothing would match
+            nodes[name] = above
+    freed: list[SlotFreed] = []
+    for chunk in stored.chunks:
+        node = _restored(tree, nodes.get(chunk.parent), chunk)
+        last_use = min(chunk.last_use, now)
+        if node is None:
+            freed.append(SlotFreed(chunk.slot))
+        elif not tree.tiers.restore(node, SlotId(chunk.slot), chunk.generation, last_use):
+            freed.append(SlotFreed(chunk.slot))
+            tree.remove(node)
+        else:
+            nodes[chunk.name] = node
+            # What was over before this machine started is over: 0 would say never.
+            tree.tiers.keep([node], max(chunk.expires, _LONG_AGO) if chunk.expires else math.inf)
+    _keep_above(tree, list(nodes.values()))
+    for root in list(tree.roots()):
+        tree.prune_root(root)
+    return freed
+
+
+def _keep_above(tree: RadixCache, nodes: list[Node]) -> None:
+    """Let each chunk count as used no less recently, and as wanted no shorter, than those below it.
+
+    Args:
+        nodes: all there are, parents before their children.
+    """
+    for node in reversed(nodes):
+        parent = node.parent
+        if parent is not None and parent.parent is not None:
+            parent.last_use = max(parent.last_use, node.last_use)
+            tree.tiers.keep([parent], node.expires)
+
+
+def _restored(tree: RadixCache, parent: Node | None, chunk: DiskChunk) -> Node | None:
+    """Attach the node of a chunk, if the chunk is what its name says and can stand there."""
+    if parent is None or chunk.tokens in parent.children or len(chunk.tokens) > tree.chunk_bytes:
+        return None
+    exact = chunk.name == chunk_name(parent.name, chunk.tokens)
+    if not exact and _sees_all(parent):
+        return None  # a prompt that sees everything must not find it
+    node = tree.attach(parent, chunk.tokens, NO_BLOCK, 0)
+    node.name, node.exact = ChunkName(chunk.name), exact
+    return node
+
+
+def _sees_all(node: Node) -> bool:
+    while node.parent is not None:
+        node = node.parent
+    return node.key.startswith(SALT_ROOT)
