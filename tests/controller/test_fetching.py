@@ -171,7 +171,7 @@ def test_chunks_are_fetched_while_their_request_waits_and_not_after() -> None:
     waiting = group()
     desk.fetching.expect(waiting, desk.path)
     moves = desk.tiers.moves(0.0)
-    assert [move.item for move in moves] == desk.path
+    assert [move.chunk for move in moves] == desk.path
     desk.tiers.done(moves[0].id, MoveStatus.DONE, 0.1)
     desk.fetching.done(waiting)
     assert all(not node.wants for node in desk.path)

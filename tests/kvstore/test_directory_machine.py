@@ -246,7 +246,7 @@ class Life:
             self.read(move, is_flipped=fault == "flipped")
 
     def write(self, move: Move[Chunk]) -> None:
-        name = bytes(move.item.name)
+        name = bytes(move.chunk.name)
         assert self.world.host.get(move.host_slot) == (name, move.host_generation), "wrote the KV of another chunk"
         if move.tier is TierKind.DISK:
             self.world.disk[move.slot] = name, move.generation
@@ -255,7 +255,7 @@ class Life:
         self.executed.append((move, MoveStatus.DONE))
 
     def read(self, move: Move[Chunk], *, is_flipped: bool) -> None:
-        name = bytes(move.item.name)
+        name = bytes(move.chunk.name)
         if move.tier is TierKind.DISK:
             found = self.world.disk.get(move.slot) == (name, move.generation) and not is_flipped
             assert found or is_flipped or self.was_damaged(move), "it was there"

@@ -19,12 +19,12 @@ def test_write_behind_fills_free_disk_slots_only() -> None:
     assert bench.settle() == [">a0", ">b0"]
     assert where(*chunks) == "bbhh"
     events = bench.directory.index_events()
-    assert [(e.item, e.generation) for e in events] == [(chunks[0], 1), (chunks[1], 1)]
+    assert [(e.chunk, e.generation) for e in events] == [(chunks[0], 1), (chunks[1], 1)]
     bench.directory.forget(chunks[0])
     assert bench.settle() == [">c0"]
     freed, stored = bench.directory.index_events()
-    assert (freed.item, freed.slot) == (None, events[0].slot)
-    assert (stored.item, stored.slot, stored.generation) == (chunks[2], events[0].slot, 2)
+    assert (freed.chunk, freed.slot) == (None, events[0].slot)
+    assert (stored.chunk, stored.slot, stored.generation) == (chunks[2], events[0].slot, 2)
 
 
 def test_orders_are_bounded_and_reads_come_first() -> None:
@@ -50,7 +50,7 @@ def test_what_a_read_does_not_bring_back_is_forgotten() -> None:
     bench.end(moves[1:])
     assert where(*path) == "-b"
     assert bench.directory.lost() == [path[0]]
-    assert [e.item for e in bench.directory.index_events()] == [None]
+    assert [e.chunk for e in bench.directory.index_events()] == [None]
     assert bench.directory.predicted_us(path) == math.inf
     assert bench.directory.stats()[TierKind.DISK].failures == 1
 
@@ -192,7 +192,7 @@ def test_a_restart_finds_what_was_on_disk_and_uses_new_generations() -> None:
     (b,) = bench.path("b")
     assert bench.save(b)
     bench.settle()
-    assert all(e.generation > 1 << 32 for e in bench.directory.index_events() if e.item is not None)
+    assert all(e.generation > 1 << 32 for e in bench.directory.index_events() if e.chunk is not None)
 
 
 def test_a_prediction_counts_what_is_missing_and_what_goes_first() -> None:

@@ -71,7 +71,7 @@ class Bench:
         """Carry out whatever is ordered until nothing is; what it was."""
         said = []
         while moves := self.orders():
-            said += [f"{'>' if move.is_write else '<'}{move.item!r}" for move in moves]
+            said += [f"{'>' if move.is_write else '<'}{move.chunk!r}" for move in moves]
             self.end(moves)
         return said
 

@@ -105,13 +105,13 @@ class ChangeLog(Generic[ChunkT]):
     def is_on(self) -> bool:
         return self._items is not None
 
-    def note(self, item: ChunkT) -> None:
+    def note(self, chunk: ChunkT) -> None:
         """It may be in other tiers than before; once too often does no harm."""
         if self._items is not None:
-            self._items[item] = None
+            self._items[chunk] = None
 
-    def __contains__(self, item: ChunkT) -> bool:
-        return self._items is not None and item in self._items
+    def __contains__(self, chunk: ChunkT) -> bool:
+        return self._items is not None and chunk in self._items
 
     def take(self) -> dict[ChunkT, None]:
         """Those since the last call, in the order in which they were noted first."""

@@ -34,7 +34,7 @@ class IndexEvent(NamedTuple, Generic[ChunkT]):
     """A change of what the disk tier holds, for the index that survives restarts; in order."""
 
     slot: SlotId
-    item: ChunkT | None
+    chunk: ChunkT | None
     """What the slot holds now, written and verified by every rank; None: nothing any more."""
     generation: int = 0
 
@@ -47,21 +47,21 @@ class HostState(Enum):
     DIRTY = "it is the only copy"
 
 
-def may_leave(item: TieredChunk) -> bool:
+def may_leave(chunk: TieredChunk) -> bool:
     """Whether the last copy of a chunk may be given up now."""
-    return not (item.busy or item.claims or item.pins or item.stored_below)
+    return not (chunk.busy or chunk.claims or chunk.pins or chunk.stored_below)
 
 
-def host_state(item: TieredChunk, *, may_sink: bool) -> HostState:
+def host_state(chunk: TieredChunk, *, may_sink: bool) -> HostState:
     """
     Args:
         may_sink: there are tiers below, so what has come into host memory is to get there. If there are none, a
         copy
             on the device counts if the chunk may leave: it may be gone tomorrow.
     """
-    if item.busy or item.claims:
+    if chunk.busy or chunk.claims:
         return HostState.HELD
-    if item.disk_ready or item.remote or (item.on_device and not may_sink and may_leave(item)):
+    if chunk.disk_ready or chunk.remote or (chunk.on_device and not may_sink and may_leave(chunk)):
         return HostState.CLEAN
     return HostState.DIRTY
 
@@ -106,158 +106,158 @@ class Copies(Generic[ChunkT]):
         self.doubles: LazyHeap[ChunkT] = LazyHeap(key)
         self.settled: LazyHeap[ChunkT] = LazyHeap(key)
         self.distant: LazyHeap[ChunkT] = LazyHeap(key)
-        self.expiring: LazyHeap[ChunkT] = LazyHeap(lambda item: (item.expires, -item.depth))
+        self.expiring: LazyHeap[ChunkT] = LazyHeap(lambda chunk: (chunk.expires, -chunk.depth))
         self.changes: CopyChanges[ChunkT] = CopyChanges()
         self.evictions = {TierKind.HOST: 0, TierKind.DISK: 0, TierKind.REMOTE: 0}
         self.unsaved_claims = 0
         """Claimed chunks without a host slot: so many may be saved any moment."""
         self._arrivals = count(1)
 
-    def reserve_host(self, item: ChunkT, step: int = 0) -> SlotId | None:
+    def reserve_host(self, chunk: ChunkT, step: int = 0) -> SlotId | None:
         """A host slot for a copy that is not there yet."""
-        slot = self.host.allocate(item, step)
+        slot = self.host.allocate(chunk, step)
         if slot is not None:
-            item.host = slot
-            self.unsaved_claims -= item.claims > 0
+            chunk.host = slot
+            self.unsaved_claims -= chunk.claims > 0
         return slot
 
-    def host_arrived(self, item: ChunkT) -> None:
+    def host_arrived(self, chunk: ChunkT) -> None:
         """The reserved host slot may be read from now on."""
-        self._arriving(item)
-        item.host_ready = True
-        self.changes.log.note(item)
-        self.distant.discard(item)
-        self.offer(item)
+        self._arriving(chunk)
+        chunk.host_ready = True
+        self.changes.log.note(chunk)
+        self.distant.discard(chunk)
+        self.offer(chunk)
 
-    def drop_host(self, item: ChunkT) -> None:
+    def drop_host(self, chunk: ChunkT) -> None:
         """Give up the host copy, or the slot that was reserved for one."""
-        self.host.release(item.host)
-        item.host = NO_SLOT
-        self.unsaved_claims += item.claims > 0
-        self.clean.discard(item)
-        self.dirty.discard(item)
-        if item.host_ready:
-            item.host_ready = False
-            self.changes.log.note(item)
-            self._gone(item)
+        self.host.release(chunk.host)
+        chunk.host = NO_SLOT
+        self.unsaved_claims += chunk.claims > 0
+        self.clean.discard(chunk)
+        self.dirty.discard(chunk)
+        if chunk.host_ready:
+            chunk.host_ready = False
+            self.changes.log.note(chunk)
+            self._gone(chunk)
 
-    def reserve_disk(self, item: ChunkT) -> SlotId | None:
+    def reserve_disk(self, chunk: ChunkT) -> SlotId | None:
         """A free disk slot for a copy that is not there yet."""
-        slot = self.disk.allocate(item)
+        slot = self.disk.allocate(chunk)
         if slot is not None:
-            item.disk = slot
+            chunk.disk = slot
         return slot
 
-    def disk_arrived(self, item: ChunkT) -> None:
+    def disk_arrived(self, chunk: ChunkT) -> None:
         """What was written into the reserved disk slot is verified."""
-        self._arriving(item)
-        item.disk_ready = True
-        self.changes.log.note(item)
-        self.distant.discard(item)
-        self.changes.events.append(IndexEvent(item.disk, item, self.disk.generation(item.disk)))
-        self.offer(item)
+        self._arriving(chunk)
+        chunk.disk_ready = True
+        self.changes.log.note(chunk)
+        self.distant.discard(chunk)
+        self.changes.events.append(IndexEvent(chunk.disk, chunk, self.disk.generation(chunk.disk)))
+        self.offer(chunk)
 
-    def restore_disk(self, item: ChunkT, slot: SlotId, generation: int) -> bool:
+    def restore_disk(self, chunk: ChunkT, slot: SlotId, generation: int) -> bool:
         """The copy is there since an earlier run; False if there is no such slot, or it is another's."""
-        if item.disk != NO_SLOT or not self.disk.take(item, slot, generation):
+        if chunk.disk != NO_SLOT or not self.disk.take(chunk, slot, generation):
             return False
-        self._arriving(item)
-        item.disk, item.disk_ready = slot, True
-        self.changes.log.note(item)
-        self.distant.discard(item)
-        self.offer(item)
+        self._arriving(chunk)
+        chunk.disk, chunk.disk_ready = slot, True
+        self.changes.log.note(chunk)
+        self.distant.discard(chunk)
+        self.offer(chunk)
         return True
 
-    def drop_disk(self, item: ChunkT) -> None:
+    def drop_disk(self, chunk: ChunkT) -> None:
         """Give up the disk copy, or the slot that was reserved for one."""
-        slot = item.disk
+        slot = chunk.disk
         self.disk.release(slot)
-        item.disk = NO_SLOT
-        self.doubles.discard(item)
-        self.settled.discard(item)
-        if item.disk_ready:
-            item.disk_ready = False
-            self.changes.log.note(item)
+        chunk.disk = NO_SLOT
+        self.doubles.discard(chunk)
+        self.settled.discard(chunk)
+        if chunk.disk_ready:
+            chunk.disk_ready = False
+            self.changes.log.note(chunk)
             self.changes.events.append(IndexEvent(slot, None))
-            self._gone(item)
+            self._gone(chunk)
 
-    def remote_arrived(self, item: ChunkT) -> None:
+    def remote_arrived(self, chunk: ChunkT) -> None:
         """The remote tier has it."""
-        self._arriving(item)
-        item.remote = True
-        self.offer(item)
+        self._arriving(chunk)
+        chunk.remote = True
+        self.offer(chunk)
 
-    def drop_remote(self, item: ChunkT) -> None:
+    def drop_remote(self, chunk: ChunkT) -> None:
         """Do not rely on the remote tier for it any more."""
-        self.distant.discard(item)
-        if item.remote:
-            item.remote = False
-            self._gone(item)
+        self.distant.discard(chunk)
+        if chunk.remote:
+            chunk.remote = False
+            self._gone(chunk)
 
-    def forget(self, item: ChunkT) -> None:
+    def forget(self, chunk: ChunkT) -> None:
         """Its owner removed it. Slots that moves still use stay reserved (`free_slots_of`)."""
         for heap in (self.clean, self.dirty, self.doubles, self.settled, self.distant, self.expiring):
-            heap.discard(item)
-        stored = item.is_stored
-        if item.disk_ready:
-            self.changes.events.append(IndexEvent(item.disk, None))
-        item.host_ready = item.disk_ready = item.remote = False
-        self.changes.log.note(item)
-        item.arrived = 0
-        item.expires = 0.0
-        self.unsaved_claims -= item.claims > 0 and item.host == NO_SLOT
-        item.claims = item.pins = 0
-        item.is_forgotten = True
+            heap.discard(chunk)
+        stored = chunk.is_stored
+        if chunk.disk_ready:
+            self.changes.events.append(IndexEvent(chunk.disk, None))
+        chunk.host_ready = chunk.disk_ready = chunk.remote = False
+        self.changes.log.note(chunk)
+        chunk.arrived = 0
+        chunk.expires = 0.0
+        self.unsaved_claims -= chunk.claims > 0 and chunk.host == NO_SLOT
+        chunk.claims = chunk.pins = 0
+        chunk.is_forgotten = True
         if stored:
-            self._absent_below(item)
-        if not item.busy:
-            self.free_slots_of(item)
+            self._absent_below(chunk)
+        if not chunk.busy:
+            self.free_slots_of(chunk)
 
-    def free_slots_of(self, item: ChunkT) -> None:
+    def free_slots_of(self, chunk: ChunkT) -> None:
         """Its slots are free again: it is forgotten, and no move uses them."""
-        if item.host != NO_SLOT:
-            self.host.release(item.host)
-        if item.disk != NO_SLOT:
-            self.disk.release(item.disk)
-        item.host = item.disk = NO_SLOT
+        if chunk.host != NO_SLOT:
+            self.host.release(chunk.host)
+        if chunk.disk != NO_SLOT:
+            self.disk.release(chunk.disk)
+        chunk.host = chunk.disk = NO_SLOT
 
-    def offer(self, item: ChunkT) -> None:
+    def offer(self, chunk: ChunkT) -> None:
         """Put a chunk where its state says, because it may go now, or sooner than before."""
-        if 0.0 < item.expires < math.inf and item not in self.expiring:
-            self.expiring.push(item)
-        if item.busy:
+        if 0.0 < chunk.expires < math.inf and chunk not in self.expiring:
+            self.expiring.push(chunk)
+        if chunk.busy:
             return
-        if item.host_ready:
-            state = host_state(item, may_sink=self.rules.may_sink)
+        if chunk.host_ready:
+            state = host_state(chunk, may_sink=self.rules.may_sink)
             if state is HostState.CLEAN:
-                self.clean.push(item)
+                self.clean.push(chunk)
             elif state is HostState.DIRTY:
-                self.dirty.push(item)
-        if item.disk_ready:
-            (self.doubles if item.host_ready else self.settled).push(item)
-        elif item.remote and not item.host_ready:
-            self.distant.push(item)
+                self.dirty.push(chunk)
+        if chunk.disk_ready:
+            (self.doubles if chunk.host_ready else self.settled).push(chunk)
+        elif chunk.remote and not chunk.host_ready:
+            self.distant.push(chunk)
 
     def clean_victim(self, judge: Callable[[ChunkT], HeapVerdict]) -> ChunkT | None:
         """The first host copy that can be dropped without loss and that `judge` takes."""
-        return self.clean.search(lambda item: self._check_host(item, HostState.CLEAN, self.dirty, judge))
+        return self.clean.search(lambda chunk: self._check_host(chunk, HostState.CLEAN, self.dirty, judge))
 
     def dirty_victim(self, judge: Callable[[ChunkT], HeapVerdict]) -> ChunkT | None:
         """The first host copy that is the only one and that `judge` takes."""
-        return self.dirty.search(lambda item: self._check_host(item, HostState.DIRTY, self.clean, judge))
+        return self.dirty.search(lambda chunk: self._check_host(chunk, HostState.DIRTY, self.clean, judge))
 
     def _check_host(
-        self, item: ChunkT, wanted: HostState, other: LazyHeap[ChunkT], judge: Callable[[ChunkT], HeapVerdict]
+        self, chunk: ChunkT, wanted: HostState, other: LazyHeap[ChunkT], judge: Callable[[ChunkT], HeapVerdict]
     ) -> HeapVerdict:
-        state = host_state(item, may_sink=self.rules.may_sink)
+        state = host_state(chunk, may_sink=self.rules.may_sink)
         if state is wanted:
-            return judge(item)
+            return judge(chunk)
         if state is not HostState.HELD:
-            other.push(item)
+            other.push(chunk)
         return HeapVerdict.PARK
 
-    def make_disk_room(self, item: ChunkT, gone: Callable[[ChunkT], None], *, lossless: bool) -> bool:
-        """See that a disk slot is free for `item` by dropping what is worth less; if exclusive, what loses nothing
+    def make_disk_room(self, chunk: ChunkT, gone: Callable[[ChunkT], None], *, lossless: bool) -> bool:
+        """See that a disk slot is free for `chunk` by dropping what is worth less; if exclusive, what loses nothing
         goes before it, whatever it is worth.
 
         A pinned chunk is worth more than any other.
@@ -268,7 +268,7 @@ class Copies(Generic[ChunkT]):
         """
         if self.disk.free_count:
             return True
-        floor = None if item.pins else self.key(item)
+        floor = None if chunk.pins else self.key(chunk)
         victim = self.doubles.search(lambda double: self._judge_double(double, floor))
         if not (self.rules.exclusive and (victim is not None or lossless)):
             settled = self.settled.search(lambda settled: self._judge_settled(settled, floor))
@@ -282,23 +282,23 @@ class Copies(Generic[ChunkT]):
         gone(victim)
         return True
 
-    def _judge_double(self, item: ChunkT, floor: VictimKey | None) -> HeapVerdict:
-        if item.busy:
+    def _judge_double(self, chunk: ChunkT, floor: VictimKey | None) -> HeapVerdict:
+        if chunk.busy:
             return HeapVerdict.PARK
-        if not item.host_ready:
-            self.settled.push(item)
+        if not chunk.host_ready:
+            self.settled.push(chunk)
             return HeapVerdict.PARK
-        if not self.rules.exclusive and floor is not None and self.key(item) >= floor:
+        if not self.rules.exclusive and floor is not None and self.key(chunk) >= floor:
             return HeapVerdict.STOP
         return HeapVerdict.TAKE
 
-    def _judge_settled(self, item: ChunkT, floor: VictimKey | None) -> HeapVerdict:
-        if item.host_ready and not item.busy:
-            self.doubles.push(item)
+    def _judge_settled(self, chunk: ChunkT, floor: VictimKey | None) -> HeapVerdict:
+        if chunk.host_ready and not chunk.busy:
+            self.doubles.push(chunk)
             return HeapVerdict.PARK
-        if item.busy or not (item.remote or may_leave(item)):
+        if chunk.busy or not (chunk.remote or may_leave(chunk)):
             return HeapVerdict.PARK
-        if floor is not None and self.key(item) >= floor:
+        if floor is not None and self.key(chunk) >= floor:
             return HeapVerdict.STOP
         return HeapVerdict.TAKE
 
@@ -311,37 +311,37 @@ class Copies(Generic[ChunkT]):
             self.evictions[TierKind.REMOTE] += 1
             self.drop_remote(victim)
 
-    def _judge_distant(self, item: ChunkT) -> HeapVerdict:
-        if item.host_ready or item.disk_ready:
+    def _judge_distant(self, chunk: ChunkT) -> HeapVerdict:
+        if chunk.host_ready or chunk.disk_ready:
             return HeapVerdict.PARK
-        return HeapVerdict.TAKE if may_leave(item) else HeapVerdict.SKIP
+        return HeapVerdict.TAKE if may_leave(chunk) else HeapVerdict.SKIP
 
-    def _arriving(self, item: ChunkT) -> None:
+    def _arriving(self, chunk: ChunkT) -> None:
         """Before a chunk gets a ready copy: if it has none yet, it comes into the system."""
-        if item.is_stored:
+        if chunk.is_stored:
             return
-        parent = item.parent
+        parent = chunk.parent
         if parent is not None and parent.arrived and not parent.stored_below:
-            item.arrived = parent.arrived  # a session that grows does not become younger
+            chunk.arrived = parent.arrived  # a session that grows does not become younger
         else:
-            item.arrived = next(self._arrivals)
-        if not item.stored_below:
+            chunk.arrived = next(self._arrivals)
+        if not chunk.stored_below:
             self._one_more_below(parent)
 
-    def _gone(self, item: ChunkT) -> None:
+    def _gone(self, chunk: ChunkT) -> None:
         """After a ready copy went."""
-        if item.is_stored:
-            self.offer(item)
+        if chunk.is_stored:
+            self.offer(chunk)
             return
-        item.arrived = 0
-        self.changes.lost.append(item)
-        self._absent_below(item)
+        chunk.arrived = 0
+        self.changes.lost.append(chunk)
+        self._absent_below(chunk)
 
-    def moved(self, item: TieredChunk, before: TieredChunk) -> None:
+    def moved(self, chunk: TieredChunk, before: TieredChunk) -> None:
         """A chunk, with all that is below it, hangs from another parent than before."""
-        if item.is_stored or item.stored_below:
+        if chunk.is_stored or chunk.stored_below:
             self._one_less_below(before)
-            self._one_more_below(item.parent)
+            self._one_more_below(chunk.parent)
 
     def _one_more_below(self, parent: TieredChunk | None) -> None:
         while parent is not None:
@@ -350,9 +350,9 @@ class Copies(Generic[ChunkT]):
                 break
             parent = parent.parent
 
-    def _absent_below(self, item: TieredChunk) -> None:
-        if not item.stored_below:
-            self._one_less_below(item.parent)
+    def _absent_below(self, chunk: TieredChunk) -> None:
+        if not chunk.stored_below:
+            self._one_less_below(chunk.parent)
 
     def _one_less_below(self, parent: TieredChunk | None) -> None:
         while parent is not None:

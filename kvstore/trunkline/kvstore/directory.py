@@ -101,7 +101,7 @@ class Directory(Generic[ChunkT]):
 
     # Device side: synchronous with step plans.
 
-    def save(self, item: ChunkT, step: int, *, forced: bool = False) -> tuple[SlotId, int] | None:
+    def save(self, chunk: ChunkT, step: int, *, forced: bool = False) -> tuple[SlotId, int] | None:
         """The plan of `step` is to save a chunk that has no host copy; the copy is ready for every later use.
 
         If no slot is free, a host copy goes that loses nothing; if there is none, and no tier below takes
@@ -113,29 +113,29 @@ class Directory(Generic[ChunkT]):
         Returns:
             (host slot, generation), or None: no room, or a copy is already being fetched.
         """
-        assert not item.host_ready, "it has a copy"
-        if item.host != NO_SLOT:
+        assert not chunk.host_ready, "it has a copy"
+        if chunk.host != NO_SLOT:
             return None
-        slot = self.copies.reserve_host(item, step)
+        slot = self.copies.reserve_host(chunk, step)
         if slot is None:
-            victim = self._victim_for(item, step, forced)
+            victim = self._victim_for(chunk, step, forced)
             if victim is None:
                 return None
             self.mover.drop_host(victim)
-            slot = self.copies.reserve_host(item, step)
+            slot = self.copies.reserve_host(chunk, step)
             if slot is None:
                 return None
         self.saves += 1
-        self.copies.host_arrived(item)
-        self.mover.saved(item)
+        self.copies.host_arrived(chunk)
+        self.mover.saved(chunk)
         return slot, self.copies.host.generation(slot)
 
-    def _victim_for(self, item: ChunkT, step: int, forced: bool) -> ChunkT | None:
+    def _victim_for(self, chunk: ChunkT, step: int, forced: bool) -> ChunkT | None:
         """The host copy that goes for a save in the plan of `step`."""
         copies = self.copies
         outranks = forced or self.config.policy is EvictionPolicy.FIFO  # by arrival a newcomer is the last to go
-        worth = copies.key(item)
-        above = item.parent
+        worth = copies.key(chunk)
+        above = chunk.parent
         # Without a copy of the chunk above, whose block may go in this very plan, nobody would find this one.
         only_above = above if above is not None and not (above.disk_ready or above.remote) else None
 
@@ -156,18 +156,18 @@ class Directory(Generic[ChunkT]):
             victim = copies.dirty_victim(judge_dirty)
         return victim
 
-    def load(self, item: ChunkT, step: int) -> tuple[SlotId, int]:
+    def load(self, chunk: ChunkT, step: int) -> tuple[SlotId, int]:
         """The plan of `step` reads the host copy: (host slot, generation)."""
-        assert item.host_ready, "there is nothing to load"
-        self.copies.host.touch(item.host, step)
+        assert chunk.host_ready, "there is nothing to load"
+        self.copies.host.touch(chunk.host, step)
         self.loads += 1
-        self.copies.offer(item)
-        return item.host, self.copies.host.generation(item.host)
+        self.copies.offer(chunk)
+        return chunk.host, self.copies.host.generation(chunk.host)
 
-    def left_device(self, item: ChunkT) -> None:
+    def left_device(self, chunk: ChunkT) -> None:
         """Its block was given up: if a waiting job wants it, its copy here may have to be fetched."""
-        self.jobs.note(item)
-        self.copies.offer(item)
+        self.jobs.note(chunk)
+        self.copies.offer(chunk)
 
     # Use and wishes.
 
@@ -178,25 +178,25 @@ class Directory(Generic[ChunkT]):
             hit: they were found, not made: count by the fastest tier that has them, so call it before they are
                 loaded.
         """
-        for item in path:
-            item.last_use = max(item.last_use, now)
+        for chunk in path:
+            chunk.last_use = max(chunk.last_use, now)
             if hit:
-                tier = self.tier_of(item)
+                tier = self.tier_of(chunk)
                 if tier is not None:
-                    self.hit_tokens[tier] += item.token_count
+                    self.hit_tokens[tier] += chunk.token_count
 
     @staticmethod
-    def tier_of(item: TieredChunk) -> TierKind | None:
+    def tier_of(chunk: TieredChunk) -> TierKind | None:
         """The fastest tier that has the chunk ready; None: no tier has."""
-        if item.on_device:
+        if chunk.on_device:
             return TierKind.DEVICE
-        if item.host_ready:
+        if chunk.host_ready:
             return TierKind.HOST
-        if item.disk_ready:
+        if chunk.disk_ready:
             return TierKind.DISK
-        return TierKind.REMOTE if item.remote else None
+        return TierKind.REMOTE if chunk.remote else None
 
-    def want(self, job: int, key: QueueKey, items: Sequence[ChunkT]) -> None:
+    def want(self, job: int, key: QueueKey, chunks: Sequence[ChunkT]) -> None:
         """A waiting job will use these chunks (those of a path, in its order). A job known already is replaced.
 
         Args:
@@ -204,62 +204,62 @@ class Directory(Generic[ChunkT]):
         """
         if job in self.jobs:
             self.unwant(job)
-        self.jobs.add(job, key, items)
+        self.jobs.add(job, key, chunks)
 
     def unwant(self, job: int) -> None:
         """The job waits no more. An unknown one is fine."""
         if job in self.jobs:
-            for item in self.jobs.remove(job):
-                if not item.is_forgotten:
-                    self.copies.offer(item)
+            for chunk in self.jobs.remove(job):
+                if not chunk.is_forgotten:
+                    self.copies.offer(chunk)
 
-    def claim(self, item: ChunkT) -> bool:
+    def claim(self, chunk: ChunkT) -> bool:
         """A preempted sequence wants to find the chunk in host memory once it has lost its block; False: more
         chunks would be claimed than host memory has slots."""
-        if not item.claims:
+        if not chunk.claims:
             if self.claimed_count >= self.config.host_slots:
                 return False
             self.claimed_count += 1
-            self.copies.unsaved_claims += item.host == NO_SLOT
-        item.claims += 1
+            self.copies.unsaved_claims += chunk.host == NO_SLOT
+        chunk.claims += 1
         return True
 
-    def unclaim(self, item: ChunkT) -> None:
+    def unclaim(self, chunk: ChunkT) -> None:
         """Undo one `claim`; of a forgotten chunk it is undone already."""
-        if not item.claims:
+        if not chunk.claims:
             return
-        item.claims -= 1
-        if not item.claims:
+        chunk.claims -= 1
+        if not chunk.claims:
             self.claimed_count -= 1
-            self.copies.unsaved_claims -= item.host == NO_SLOT
-            self.copies.offer(item)
+            self.copies.unsaved_claims -= chunk.host == NO_SLOT
+            self.copies.offer(chunk)
 
-    def pin(self, items: Sequence[ChunkT]) -> bool:
+    def pin(self, chunks: Sequence[ChunkT]) -> bool:
         """Keep chunks (a path, from its beginning) in the system; False: over the quota, and nothing is pinned."""
-        fresh = sum(not item.pins for item in items)
+        fresh = sum(not chunk.pins for chunk in chunks)
         if self.pinned_count + fresh > self.config.pins_max:
             return False
         self.pinned_count += fresh
-        for item in items:
-            item.pins += 1
+        for chunk in chunks:
+            chunk.pins += 1
         return True
 
-    def unpin(self, items: Sequence[ChunkT]) -> None:
+    def unpin(self, chunks: Sequence[ChunkT]) -> None:
         """Undo one `pin`; forgotten chunks are undone already."""
-        for item in items:
-            if item.pins:
-                item.pins -= 1
-                if not item.pins:
+        for chunk in chunks:
+            if chunk.pins:
+                chunk.pins -= 1
+                if not chunk.pins:
                     self.pinned_count -= 1
-                    self.copies.offer(item)
+                    self.copies.offer(chunk)
 
     def keep(self, path: Sequence[ChunkT], until: float) -> None:
         """The copies of a path are given up at `until` (infinity: never) unless another `keep` says later."""
-        for item in path:
-            if until > item.expires:
-                item.expires = until
-                if until < math.inf and item not in self.copies.expiring:
-                    self.copies.expiring.push(item)
+        for chunk in path:
+            if until > chunk.expires:
+                chunk.expires = until
+                if until < math.inf and chunk not in self.copies.expiring:
+                    self.copies.expiring.push(chunk)
 
     def expire(self, now: float) -> list[ChunkT]:
         """Give up the copies of chunks whose time is over, leaf first; they count as evicted.
@@ -271,24 +271,24 @@ class Directory(Generic[ChunkT]):
         """
         expired: list[ChunkT] = []
         expiring = self.copies.expiring
-        while (item := expiring.first()) is not None and item.expires <= now:
-            expiring.discard(item)
-            if item.wants or not may_leave(item):
+        while (chunk := expiring.first()) is not None and chunk.expires <= now:
+            expiring.discard(chunk)
+            if chunk.wants or not may_leave(chunk):
                 continue  # offered again when the reason ends
-            item.expires = 0.0
-            self._drop_copies(item)
-            expired.append(item)
+            chunk.expires = 0.0
+            self._drop_copies(chunk)
+            expired.append(chunk)
         return expired
 
-    def _drop_copies(self, item: ChunkT) -> None:
-        if item.host != NO_SLOT:
-            self.mover.drop_host(item)
-        if item.disk != NO_SLOT:
+    def _drop_copies(self, chunk: ChunkT) -> None:
+        if chunk.host != NO_SLOT:
+            self.mover.drop_host(chunk)
+        if chunk.disk != NO_SLOT:
             self.copies.evictions[TierKind.DISK] += 1
-            self.copies.drop_disk(item)
-        if item.remote:
+            self.copies.drop_disk(chunk)
+        if chunk.remote:
             self.copies.evictions[TierKind.REMOTE] += 1
-            self.copies.drop_remote(item)
+            self.copies.drop_remote(chunk)
 
     # Background.
 
@@ -308,25 +308,25 @@ class Directory(Generic[ChunkT]):
         Raises:
             KeyError: no such move is in flight.
         """
-        item = self.mover.in_flight[move_id].item
+        chunk = self.mover.in_flight[move_id].chunk
         self.mover.ended(move_id, status, now, elapsed_us, detail)
-        return None if item.is_forgotten else item
+        return None if chunk.is_forgotten else chunk
 
-    def forget(self, item: ChunkT) -> None:
+    def forget(self, chunk: ChunkT) -> None:
         """The owner removes a chunk: its slots are freed, those that moves use when these end.
 
         Call it before the chunk is taken from its parent, and the deepest first.
         """
-        assert not item.stored_below, "what is below a chunk is removed first"
-        self.claimed_count -= item.claims > 0
-        self.pinned_count -= item.pins > 0
-        self.jobs.forget(item)
-        self.mover.forget(item)
-        self.copies.forget(item)
+        assert not chunk.stored_below, "what is below a chunk is removed first"
+        self.claimed_count -= chunk.claims > 0
+        self.pinned_count -= chunk.pins > 0
+        self.jobs.forget(chunk)
+        self.mover.forget(chunk)
+        self.copies.forget(chunk)
 
-    def moved(self, item: ChunkT, before: ChunkT) -> None:
+    def moved(self, chunk: ChunkT, before: ChunkT) -> None:
         """The owner has hung a chunk, with all that is below it, from another parent than `before`."""
-        self.copies.moved(item, before)
+        self.copies.moved(chunk, before)
 
     def lost(self) -> list[ChunkT]:
         """Chunks that lost their last copy since the last call and have none now, in that order.
@@ -335,23 +335,23 @@ class Directory(Generic[ChunkT]):
         """
         lost = dict.fromkeys(self.copies.changes.lost)
         self.copies.changes.lost.clear()
-        return [item for item in lost if not (item.is_stored or item.is_forgotten)]
+        return [chunk for chunk in lost if not (chunk.is_stored or chunk.is_forgotten)]
 
     def index_events(self) -> list[IndexEvent[ChunkT]]:
         """What changed on disk since the last call, in order; forgotten chunks are not said to be stored."""
         events, self.copies.changes.events = self.copies.changes.events, []
-        return [event for event in events if event.item is None or not event.item.is_forgotten]
+        return [event for event in events if event.chunk is None or not event.chunk.is_forgotten]
 
-    def restore(self, item: ChunkT, slot: SlotId, generation: int, last_use: float) -> bool:
+    def restore(self, chunk: ChunkT, slot: SlotId, generation: int, last_use: float) -> bool:
         """An earlier run left this chunk on disk; in any order. False: there is no such slot, or it is taken."""
-        item.last_use = max(item.last_use, last_use)
-        return self.copies.restore_disk(item, slot, generation)
+        chunk.last_use = max(chunk.last_use, last_use)
+        return self.copies.restore_disk(chunk, slot, generation)
 
-    def add_remote(self, item: ChunkT) -> None:
+    def add_remote(self, chunk: ChunkT) -> None:
         """A probe found it in the remote tier."""
-        if TierKind.REMOTE in self.health and not item.remote:
-            self.copies.remote_arrived(item)
-            self.jobs.note(item)
+        if TierKind.REMOTE in self.health and not chunk.remote:
+            self.copies.remote_arrived(chunk)
+            self.jobs.note(chunk)
 
     def workers_lost(self) -> None:
         """Host memory is gone with the workers, and nobody will answer the moves in flight."""
@@ -359,29 +359,29 @@ class Directory(Generic[ChunkT]):
 
     # What to expect.
 
-    def is_coming(self, item: ChunkT) -> bool:
+    def is_coming(self, chunk: ChunkT) -> bool:
         """Whether it is being read into host memory, or stands in line for it and nothing is in the way."""
-        if item.host != NO_SLOT:
-            return not item.host_ready
-        source = self.jobs.source(item)
+        if chunk.host != NO_SLOT:
+            return not chunk.host_ready
+        source = self.jobs.source(chunk)
         if source is None or self.health[source].is_paused or self.mover.is_starved:
             return False
-        if not (self.config.prefetches or self.jobs.is_next(item)):
+        if not (self.config.prefetches or self.jobs.is_next(chunk)):
             return False
-        return self.jobs.is_lacking(item)
+        return self.jobs.is_lacking(chunk)
 
-    def predicted_us(self, items: Sequence[ChunkT]) -> float:
-        """Time until those of `items` that are neither on the device nor in host memory would be in host memory;
+    def predicted_us(self, chunks: Sequence[ChunkT]) -> float:
+        """Time until those of `chunks` that are neither on the device nor in host memory would be in host memory;
         infinite if they cannot come. The reads in flight go first."""
         missing = dict.fromkeys(self.health, 0)
         is_coming = False
-        for item in items:
-            tier = self.tier_of(item)
+        for chunk in chunks:
+            tier = self.tier_of(chunk)
             if tier is None:
                 return math.inf
             if tier in missing:
-                missing[tier] += item.host == NO_SLOT
-                is_coming = is_coming or item.host != NO_SLOT
+                missing[tier] += chunk.host == NO_SLOT
+                is_coming = is_coming or chunk.host != NO_SLOT
         slowest = 0.0
         for tier, health in self.health.items():
             if missing[tier] and health.is_paused:

@@ -29,18 +29,18 @@ VictimKey = tuple[float, ...]
 """Of two chunks the one with the smaller key goes first."""
 
 
-def _look_ahead(item: TieredChunk) -> VictimKey:
-    if item.wants:
-        return (1.0, *[-part for part in item.wants[0][0]], -item.depth)
-    return (0.0, item.last_use, -item.depth)
+def _look_ahead(chunk: TieredChunk) -> VictimKey:
+    if chunk.wants:
+        return (1.0, *[-part for part in chunk.wants[0][0]], -chunk.depth)
+    return (0.0, chunk.last_use, -chunk.depth)
 
 
-def _lru(item: TieredChunk) -> VictimKey:
-    return (item.last_use, -item.depth)
+def _lru(chunk: TieredChunk) -> VictimKey:
+    return (chunk.last_use, -chunk.depth)
 
 
-def _fifo(item: TieredChunk) -> VictimKey:
-    return (item.arrived, -item.depth)
+def _fifo(chunk: TieredChunk) -> VictimKey:
+    return (chunk.arrived, -chunk.depth)
 
 
 def victim_key(policy: EvictionPolicy) -> Callable[[TieredChunk], VictimKey]:

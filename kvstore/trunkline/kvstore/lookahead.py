@@ -20,15 +20,15 @@ from trunkline.kvstore.lazy_heap import HeapVerdict, LazyHeap
 from trunkline.kvstore.tier import TierKind
 
 
-def wanted_later(item: ChunkT, other: ChunkT) -> bool:
-    """Whether no waiting job wants `item` before one wants `other`, or deeper in the same job's path."""
-    if not item.wants:
+def wanted_later(chunk: ChunkT, other: ChunkT) -> bool:
+    """Whether no waiting job wants `chunk` before one wants `other`, or deeper in the same job's path."""
+    if not chunk.wants:
         return True
-    return bool(other.wants) and _wanted_first(item) > _wanted_first(other)
+    return bool(other.wants) and _wanted_first(chunk) > _wanted_first(other)
 
 
-def _wanted_first(item: ChunkT) -> tuple[float, ...]:
-    return (*item.wants[0][0], item.depth) if item.wants else ()
+def _wanted_first(chunk: ChunkT) -> tuple[float, ...]:
+    return (*chunk.wants[0][0], chunk.depth) if chunk.wants else ()
 
 
 class WaitingJobs(Generic[ChunkT]):
@@ -50,31 +50,31 @@ class WaitingJobs(Generic[ChunkT]):
     def __contains__(self, job: int) -> bool:
         return job in self._jobs
 
-    def add(self, job: int, key: QueueKey, items: Sequence[ChunkT]) -> None:
-        """A job waits that will use `items`."""
-        self._jobs[job] = key, tuple(items)
+    def add(self, job: int, key: QueueKey, chunks: Sequence[ChunkT]) -> None:
+        """A job waits that will use `chunks`."""
+        self._jobs[job] = key, tuple(chunks)
         heapq.heappush(self._heads, (key, job))
-        for item in items:
-            insort(item.wants, (key, job))
-            self.note(item)
+        for chunk in chunks:
+            insort(chunk.wants, (key, job))
+            self.note(chunk)
 
     def remove(self, job: int) -> tuple[ChunkT, ...]:
         """The job waits no more; returns the chunks it wanted."""
-        key, items = self._jobs.pop(job)
-        for item in items:
-            at = bisect_left(item.wants, (key, job))
-            if at < len(item.wants) and item.wants[at] == (key, job):
-                del item.wants[at]
+        key, chunks = self._jobs.pop(job)
+        for chunk in chunks:
+            at = bisect_left(chunk.wants, (key, job))
+            if at < len(chunk.wants) and chunk.wants[at] == (key, job):
+                del chunk.wants[at]
         if len(self._heads) > 2 * len(self._jobs) + 64:
             self._heads = [(key, job) for job, (key, _) in self._jobs.items()]
             heapq.heapify(self._heads)
-        return items
+        return chunks
 
-    def forget(self, item: ChunkT) -> None:
+    def forget(self, chunk: ChunkT) -> None:
         """The chunk is no more."""
-        item.wants.clear()
+        chunk.wants.clear()
         for heap in self._lacking.values():
-            heap.discard(item)
+            heap.discard(chunk)
 
     def head(self) -> int | None:
         """The job that is next."""
@@ -86,42 +86,42 @@ class WaitingJobs(Generic[ChunkT]):
             heapq.heappop(self._heads)
         return None
 
-    def is_next(self, item: ChunkT) -> bool:
+    def is_next(self, chunk: ChunkT) -> bool:
         """Whether the job that is next wants it."""
-        return bool(item.wants) and item.wants[0][1] == self.head()
+        return bool(chunk.wants) and chunk.wants[0][1] == self.head()
 
-    def note(self, item: ChunkT) -> None:
+    def note(self, chunk: ChunkT) -> None:
         """A wanted chunk may have to be fetched: somebody wants it now, or its nearer copies have gone."""
-        tier = self.source(item)
+        tier = self.source(chunk)
         if tier is not None:
-            self._lacking[tier].push(item)
+            self._lacking[tier].push(chunk)
 
-    def source(self, item: ChunkT) -> TierKind | None:
+    def source(self, chunk: ChunkT) -> TierKind | None:
         """The tier from which it must be fetched; None: it is not wanted, or need not or cannot be fetched."""
-        if not item.wants or item.host >= 0 or item.on_device:
+        if not chunk.wants or chunk.host >= 0 or chunk.on_device:
             return None
-        if item.disk_ready:
+        if chunk.disk_ready:
             return TierKind.DISK
-        return TierKind.REMOTE if item.remote else None
+        return TierKind.REMOTE if chunk.remote else None
 
-    def is_lacking(self, item: ChunkT) -> bool:
+    def is_lacking(self, chunk: ChunkT) -> bool:
         """Whether it stands in line to be fetched."""
-        tier = self.source(item)
-        return tier is not None and item in self._lacking[tier]
+        tier = self.source(chunk)
+        return tier is not None and chunk in self._lacking[tier]
 
     def next_lacking(self, tiers: Sequence[TierKind]) -> ChunkT | None:
         """The chunk wanted first of those to be fetched from one of `tiers`."""
         best: ChunkT | None = None
         for tier in tiers:
-            item = self._lacking[tier].search(partial(self._judge, tier))
-            if item is not None and (best is None or _wanted_first(item) < _wanted_first(best)):
-                best = item
+            chunk = self._lacking[tier].search(partial(self._judge, tier))
+            if chunk is not None and (best is None or _wanted_first(chunk) < _wanted_first(best)):
+                best = chunk
         return best
 
-    def _judge(self, tier: TierKind, item: ChunkT) -> HeapVerdict:
-        source = self.source(item)
+    def _judge(self, tier: TierKind, chunk: ChunkT) -> HeapVerdict:
+        source = self.source(chunk)
         if source is tier:
             return HeapVerdict.TAKE
         if source is not None:
-            self._lacking[source].push(item)
+            self._lacking[source].push(chunk)
         return HeapVerdict.PARK

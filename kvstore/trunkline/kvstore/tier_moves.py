@@ -56,7 +56,7 @@ class Move(Generic[ChunkT]):
     id: int
     tier: TierKind
     is_write: bool
-    item: ChunkT
+    chunk: ChunkT
     host_slot: SlotId
     host_generation: int
     slot: SlotId
@@ -125,30 +125,30 @@ class TierMover(Generic[ChunkT]):
         orders.sort(key=lambda move: move.is_write)
         return orders
 
-    def saved(self, item: ChunkT) -> None:
+    def saved(self, chunk: ChunkT) -> None:
         """A chunk has come into host memory from the device."""
         if self._config.write_behind:
             for tier, queue in self.unsaved.items():
-                if not (item.disk != NO_SLOT if tier is TierKind.DISK else item.remote):
-                    queue[item] = None
+                if not (chunk.disk != NO_SLOT if tier is TierKind.DISK else chunk.remote):
+                    queue[chunk] = None
 
-    def drop_host(self, item: ChunkT) -> None:
+    def drop_host(self, chunk: ChunkT) -> None:
         """Give up the host copy of a chunk that no move uses."""
         self._copies.evictions[TierKind.HOST] += 1
-        self.release_host(item)
+        self.release_host(chunk)
 
-    def release_host(self, item: ChunkT) -> None:
+    def release_host(self, chunk: ChunkT) -> None:
         """As `drop_host`, but it was no eviction."""
         for queue in self.unsaved.values():
-            queue.pop(item, None)
-        self._copies.drop_host(item)
-        self._jobs.note(item)
+            queue.pop(chunk, None)
+        self._copies.drop_host(chunk)
+        self._jobs.note(chunk)
 
-    def forget(self, item: ChunkT) -> None:
+    def forget(self, chunk: ChunkT) -> None:
         """Its owner removed the chunk."""
         for queue in self.unsaved.values():
-            queue.pop(item, None)
-        self._read_failures.pop(item, None)
+            queue.pop(chunk, None)
+        self._read_failures.pop(chunk, None)
 
     @property
     def has_unwritten(self) -> bool:
@@ -168,39 +168,39 @@ class TierMover(Generic[ChunkT]):
         self.is_starved = False
         while True:
             tiers = [tier for tier, health in self._health.items() if health.may_read()]
-            item = self._jobs.next_lacking(tiers) if tiers else None
-            if item is None or not (self._config.prefetches or self._jobs.is_next(item)):
+            chunk = self._jobs.next_lacking(tiers) if tiers else None
+            if chunk is None or not (self._config.prefetches or self._jobs.is_next(chunk)):
                 return
-            item.busy += 1  # its copy must not be what makes room
-            room = self._room_for(item, now)
-            item.busy -= 1
-            self._copies.offer(item)
+            chunk.busy += 1  # its copy must not be what makes room
+            room = self._room_for(chunk, now)
+            chunk.busy -= 1
+            self._copies.offer(chunk)
             if room is Room.NONE or room is Room.LATER:
                 # What is in the way later goes by a move in flight, or not at all.
                 self.is_starved = room is Room.NONE or not self.in_flight
                 return
-            slot = self._copies.reserve_host(item)
+            slot = self._copies.reserve_host(chunk)
             assert slot is not None, "room was made"
-            source = TierKind.DISK if item.disk_ready else TierKind.REMOTE
-            self._order(item, source, is_write=False, now=now, borrows=room is Room.BORROWED)
+            source = TierKind.DISK if chunk.disk_ready else TierKind.REMOTE
+            self._order(chunk, source, is_write=False, now=now, borrows=room is Room.BORROWED)
 
-    def _room_for(self, item: ChunkT, now: float) -> Room:
+    def _room_for(self, chunk: ChunkT, now: float) -> Room:
         """See that a host slot is free for a fetch, and that the buffer is no smaller for it in the end.
 
         No chunk leaves the system for a fetch: if all of disk is needed, the chunk that is to make room waits
         until it can have the disk slot of the one that has come.
         """
         host = self._copies.host
-        reserve = 0 if item.claims else self._copies.unsaved_claims
+        reserve = 0 if chunk.claims else self._copies.unsaved_claims
         if host.free_count > reserve and host.free_count + self._freeing > self._config.host_buffer:
             return Room.MADE
         if host.free_count <= reserve and self._freeing:
             return Room.LATER
-        room = self._make_room(now, replaced_by=item)
+        room = self._make_room(now, replaced_by=chunk)
         if room is Room.MADE:
             return Room.MADE if host.free_count > reserve else Room.LATER
-        spare = 0 if self._jobs.is_next(item) else self._config.host_buffer // 2
-        may_borrow = room is Room.LATER or self._jobs.is_next(item)  # for the next job the buffer is there
+        spare = 0 if self._jobs.is_next(chunk) else self._config.host_buffer // 2
+        may_borrow = room is Room.LATER or self._jobs.is_next(chunk)  # for the next job the buffer is there
         return Room.BORROWED if may_borrow and host.free_count > reserve + spare else room
 
     def _refill(self, now: float) -> None:
@@ -217,10 +217,10 @@ class TierMover(Generic[ChunkT]):
         copies, refused = self._copies, set[ChunkT]()
         not_worth_it = HeapVerdict.STOP if self._config.policy is EvictionPolicy.LOOK_AHEAD else HeapVerdict.SKIP
 
-        def judge(item: ChunkT) -> HeapVerdict:
-            if item in refused or self._jobs.is_next(item):
+        def judge(chunk: ChunkT) -> HeapVerdict:
+            if chunk in refused or self._jobs.is_next(chunk):
                 return HeapVerdict.SKIP
-            if replaced_by is not None and not wanted_later(item, replaced_by):
+            if replaced_by is not None and not wanted_later(chunk, replaced_by):
                 return not_worth_it
             return HeapVerdict.TAKE
 
@@ -244,29 +244,29 @@ class TierMover(Generic[ChunkT]):
         """Whether a tier that works takes no more writes just now."""
         return any(not (health.is_paused or health.may_write()) for health in self._health.values())
 
-    def _sink(self, item: ChunkT, now: float, *, lossless: bool) -> bool:
+    def _sink(self, chunk: ChunkT, now: float, *, lossless: bool) -> bool:
         """Write the only copy of a chunk to a tier below, or let it leave if it is worth less than all there."""
         for tier, health in self._health.items():
             if not health.may_write():
                 continue
-            if tier is TierKind.REMOTE or self._copies.make_disk_room(item, self._jobs.note, lossless=lossless):
-                self._order(item, tier, is_write=True, now=now, evicts=True)
+            if tier is TierKind.REMOTE or self._copies.make_disk_room(chunk, self._jobs.note, lossless=lossless):
+                self._order(chunk, tier, is_write=True, now=now, evicts=True)
                 return True
-        if lossless or not may_leave(item) or not all(health.may_write() for health in self._health.values()):
+        if lossless or not may_leave(chunk) or not all(health.may_write() for health in self._health.values()):
             return False
-        self.drop_host(item)
+        self.drop_host(chunk)
         return True
 
     def _write_unsaved(self, tier: TierKind, now: float) -> None:
         queue, health = self.unsaved[tier], self._health[tier]
         while queue and health.may_write() and (tier is TierKind.REMOTE or self._copies.disk.free_count):
-            item, _ = queue.popitem(last=False)
-            if not (item.remote if tier is TierKind.REMOTE else item.disk != NO_SLOT):
-                self._order(item, tier, is_write=True, now=now)
+            chunk, _ = queue.popitem(last=False)
+            if not (chunk.remote if tier is TierKind.REMOTE else chunk.disk != NO_SLOT):
+                self._order(chunk, tier, is_write=True, now=now)
 
     def _order(
         self,
-        item: ChunkT,
+        chunk: ChunkT,
         tier: TierKind,
         *,
         is_write: bool,
@@ -276,15 +276,15 @@ class TierMover(Generic[ChunkT]):
     ) -> None:
         copies, slot, generation = self._copies, NO_SLOT, 0
         if is_write:
-            self.unsaved[tier].pop(item, None)
+            self.unsaved[tier].pop(chunk, None)
         if tier is TierKind.DISK:
             if is_write:
-                reserved = copies.reserve_disk(item)
+                reserved = copies.reserve_disk(chunk)
                 assert reserved is not None, "room was made"
-            slot = item.disk
+            slot = chunk.disk
             generation = copies.disk.generation(slot)
-        evicts = evicts or (is_write and not item.wants and not item.busy)
-        item.busy += 1
+        evicts = evicts or (is_write and not chunk.wants and not chunk.busy)
+        chunk.busy += 1
         self._freeing += evicts
         self._borrowed += borrows
         self._health[tier].ordered(is_write)
@@ -292,9 +292,9 @@ class TierMover(Generic[ChunkT]):
             id=next(self._ids),
             tier=tier,
             is_write=is_write,
-            item=item,
-            host_slot=item.host,
-            host_generation=copies.host.generation(item.host),
+            chunk=chunk,
+            host_slot=chunk.host,
+            host_generation=copies.host.generation(chunk.host),
             slot=slot,
             generation=generation,
             ordered=now,
@@ -319,70 +319,70 @@ class TierMover(Generic[ChunkT]):
             health.failures += status is MoveStatus.MISS
         self._freeing -= move.evicts
         self._borrowed -= move.borrows
-        move.item.busy -= 1
+        move.chunk.busy -= 1
         self._settle(move, status)
 
     def _settle(self, move: Move[ChunkT], status: MoveStatus) -> None:
-        item = move.item
-        if item.is_forgotten:
-            if not item.busy:
-                self._copies.free_slots_of(item)
+        chunk = move.chunk
+        if chunk.is_forgotten:
+            if not chunk.busy:
+                self._copies.free_slots_of(chunk)
             return
         if move.is_write:
             self._wrote(move, status)
         else:
             self._read(move, status)
-        self._copies.offer(item)
-        self._jobs.note(item)
+        self._copies.offer(chunk)
+        self._jobs.note(chunk)
 
     def _wrote(self, move: Move[ChunkT], status: MoveStatus) -> None:
-        item = move.item
+        chunk = move.chunk
         if status is MoveStatus.DONE:
-            self._arrived(item, move.tier)
+            self._arrived(chunk, move.tier)
             return
         if move.tier is TierKind.DISK:
-            self._copies.drop_disk(item)
+            self._copies.drop_disk(chunk)
         if status is MoveStatus.FAILED:
-            if self._config.write_behind and item.host_ready:
-                self.unsaved[move.tier][item] = None
-        elif item.host_ready and not item.busy:
-            self.release_host(item)  # its bytes are not there
+            if self._config.write_behind and chunk.host_ready:
+                self.unsaved[move.tier][chunk] = None
+        elif chunk.host_ready and not chunk.busy:
+            self.release_host(chunk)  # its bytes are not there
 
-    def _arrived(self, item: ChunkT, tier: TierKind) -> None:
+    def _arrived(self, chunk: ChunkT, tier: TierKind) -> None:
         if tier is TierKind.DISK:
-            self._copies.disk_arrived(item)
+            self._copies.disk_arrived(chunk)
         else:
-            self._copies.remote_arrived(item)
+            self._copies.remote_arrived(chunk)
 
     def _read(self, move: Move[ChunkT], status: MoveStatus) -> None:
-        item = move.item
+        chunk = move.chunk
         if status is MoveStatus.DONE:
-            self._read_failures.pop(item, None)
-            self._copies.host_arrived(item)
+            self._read_failures.pop(chunk, None)
+            self._copies.host_arrived(chunk)
             return
-        self._copies.drop_host(item)
-        failures = self._read_failures[item] = self._read_failures.get(item, 0) + 1
+        self._copies.drop_host(chunk)
+        failures = self._read_failures[chunk] = self._read_failures.get(chunk, 0) + 1
         if status is MoveStatus.MISS or failures >= READ_FAILURES_MAX:
-            del self._read_failures[item]
+            del self._read_failures[chunk]
             if move.tier is TierKind.DISK:
-                self._copies.drop_disk(item)
+                self._copies.drop_disk(chunk)
             else:
-                self._copies.drop_remote(item)
+                self._copies.drop_remote(chunk)
 
     def abandon(self) -> None:
         """No move in flight will be answered: the workers are gone, and host memory with them."""
         moves, self.in_flight = self.in_flight, {}
         for move in moves.values():
             self._health[move.tier].withdrawn(move.is_write)
-            move.item.busy -= 1
+            move.chunk.busy -= 1
         self._freeing = self._borrowed = 0
         for move in moves.values():
-            item = move.item
-            if item.is_forgotten:
-                if not item.busy:
-                    self._copies.free_slots_of(item)
+            chunk = move.chunk
+            if chunk.is_forgotten:
+                if not chunk.busy:
+                    self._copies.free_slots_of(chunk)
             elif move.is_write and move.tier is TierKind.DISK:
-                self._copies.drop_disk(item)
-        for item in list(self._copies.host.owners.values()):
-            self.release_host(item)
-            self._copies.offer(item)
+                self._copies.drop_disk(chunk)
+        for chunk in list(self._copies.host.owners.values()):
+            self.release_host(chunk)
+            self._copies.offer(chunk)

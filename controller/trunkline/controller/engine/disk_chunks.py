@@ -111,7 +111,7 @@ def take_disk_changes(tree: RadixCache) -> Sequence[DiskChange]:
             _note_root(changes, node.parent)
             changes.append(ChunkReparented(node.name, node.parent.name))
     for event in events:
-        stored = event.item
+        stored = event.chunk
         if stored is None or stored.parent is None:
             changes.append(SlotFreed(event.slot))
             continue

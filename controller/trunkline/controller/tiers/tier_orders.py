@@ -75,7 +75,7 @@ class TierOrders:
                     move.host_generation,
                     move.slot,
                     move.generation,
-                    move.item.name,
+                    move.chunk.name,
                 )
                 for move in moves
             ]
