@@ -1,1 +1,1 @@
-"""Sessions and schemas, kept as records of controllers."""
+"""Stores of sessions and schemas, which are records of the controllers."""

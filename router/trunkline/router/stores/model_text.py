@@ -1,4 +1,4 @@
-"""A model's tokenizer and chat template, as the PML compiler asks for them (`pml.PmlTokenizer`)."""
+"""`ModelText`: a model's tokenizer and chat template in the interface that the PML compiler needs."""
 
 from __future__ import annotations
 
@@ -12,41 +12,41 @@ from trunkline.router.text.tokenizer import Tokenizer
 
 _PLACEHOLDERS: Final = ("unk_token", "pad_token")
 _CHARACTERS_AT_ONCE: Final = 1 << 20
-"""Encoding takes hundreds of bytes a character; a text that is longer fits into hardly any context anyway."""
+"""Longer texts are encoded in pieces, because encoding needs hundreds of bytes per character."""
 
 
 class ModelText:
-    """See `pml.PmlTokenizer`."""
+    """An implementation of `pml.PmlTokenizer`."""
 
     def __init__(self, tokenizer: Tokenizer, switches: Mapping[str, Any] | None = None) -> None:
-        """`switches`: the template's own (`chat_template_kwargs`)."""
+        """`switches`: extra variables of the chat template (`chat_template_kwargs`)."""
         self._tokenizer = tokenizer
         self._switches = switches
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether roles can be written."""
+        """Whether the model has a chat template, so that roles can be written."""
         return self._tokenizer.has_chat_template
 
     @property
     def bos_ids(self) -> list[int]:
-        """What stands in front of every plain text."""
+        """Token ids that the tokenizer puts in front of every plain text."""
         return list(self._tokenizer.leading_ids)
 
     def encode_plain(self, text: str) -> list[int]:
-        """Token ids of a text from a client: special tokens in it are plain text."""
+        """Encode a client's text, in which special tokens count as plain text."""
         ids: list[int] = []
         for start in range(0, len(text), _CHARACTERS_AT_ONCE):
             ids += self._tokenizer.encode_plain(text[start : start + _CHARACTERS_AT_ONCE])
         return ids
 
     def encode_special(self, text: str) -> list[int]:
-        """Token ids of a template's own text: special tokens in it are tokens."""
+        """Encode a template's text, in which special tokens are tokens."""
         return self._tokenizer.encode(text, add_special_tokens=False) if text else []
 
     def placeholder_ids(self, fill: str | None, count: int) -> list[int]:
-        """So many tokens to compute where an argument may stand later: `fill` over and over, or the token for what
-        is unknown, for padding, or a blank: the first that the model has."""
+        """Return `count` placeholder tokens for an argument: `fill` repeated, or else the model's unknown token,
+        its padding token or a blank, whichever it has first."""
         unit = self.encode_plain(fill) if fill else []
         if not unit:
             unit = [self._filler]
@@ -59,10 +59,10 @@ class ModelText:
         return known if known is not None else (self.encode_plain(" ") or [0])[-1]
 
     def render_chat(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
-        """The text of a conversation.
+        """Return a conversation's text in the model's chat template.
 
         Raises:
-            RoleTemplateError: there is no template, or it refused the messages.
+            RoleTemplateError: There is no template, or it refused the messages.
         """
         try:
             return self._tokenizer.render_chat(

@@ -1,7 +1,8 @@
-"""Small documents that several routers share: records of the controllers (`controller/storage/records.py`), which
-sessions and schemas are made of.
+"""Calls to the controllers' records (`controller/storage/records.py`), which store sessions and schemas for all
+routers.
 
-Every record has a home, the controller that keeps it (rendezvous hash of a key over the configured controllers).
+Every record has a home, the controller that stores it: the rendezvous hash of its key over the configured
+controllers.
 """
 
 from __future__ import annotations
@@ -20,23 +21,25 @@ from trunkline.router.routing.rendezvous import rendezvous
 from trunkline.router.streams.link import Answer, Call, ControllerLink
 
 VALUE_BYTES_MAX: Final = 15 << 20
-"""A controller takes a little more; what would be larger than this is refused before work is spent on it."""
+"""Largest value of a record. Controllers take slightly more; larger values are refused before work is spent on
+them."""
 CALL_SECONDS: Final = 10.0
 
 
 class RecordHomes:
-    """All records of all controllers. Calls that are not answered raise `ApiError` 503."""
+    """The records of all controllers. Calls that no controller answers raise `ApiError` 503."""
 
     def __init__(self, links: Sequence[ControllerLink]) -> None:
-        """`links`: the controllers, by index; they may be added later."""
+        """`links`: the controllers by index; the list may grow later."""
         self._links = links
 
     def home_of(self, key: str) -> ControllerLink:
-        """The controller that keeps what has this key."""
+        """Return the controller that stores the record with this key."""
         return self._links[rendezvous(key, len(self._links))]
 
     async def page(self, kind: str, after: str, limit: int) -> list[Record]:
-        """Records of a kind without their values, `limit` at most, in the order of their ids, behind `after`."""
+        """Return up to `limit` records of a kind whose ids follow `after`, in the order of ids, without their
+        values."""
         if not self._links:
             return []
         pages = await asyncio.gather(*(_page(link, kind, after, limit) for link in self._links))
@@ -46,20 +49,20 @@ class RecordHomes:
 async def _page(link: ControllerLink, kind: str, after: str, limit: int) -> list[Record]:
     reply = await ask(link, record_call("list", kind, after, limit=limit))
     if reply.status != "ok":
-        raise unavailable(f"what is stored cannot be listed: {reply.detail}", code="not_listed")
+        raise unavailable(f"stored records cannot be listed: {reply.detail}", code="not_listed")
     return reply.records
 
 
 def record_call(op: str, kind: str, record_id: str, **fields: Any) -> Callable[[int], RecordCall]:
-    """A call but for its ticket."""
+    """Return a function that makes the call, given its ticket."""
     return lambda ticket: RecordCall(ticket, op, kind, record_id, **fields)
 
 
 async def ask(home: ControllerLink, call: Callable[[int], RecordCall]) -> RecordReply:
-    """The answer to a call, whatever it is. If the controller dies meanwhile, it is asked again when it is back.
+    """Return a controller's answer to a call. If the controller dies meanwhile, ask again once it is back.
 
     Raises:
-        ApiError: 503, there is none.
+        ApiError: 503, no answer came.
     """
     answer, is_second = await call_persistently(home, call, CALL_SECONDS)
     reply = record_reply(answer)
@@ -73,13 +76,13 @@ async def call_persistently(
     *,
     give_up: Callable[[int], Call] | None = None,
 ) -> tuple[Answer, bool]:
-    """As `ControllerLink.call`, but what is lost with its connection is sent again over the next one.
+    """Call like `ControllerLink.call`, but send the call again if the connection was lost.
 
     Returns:
-        the answer, and whether the call may have been carried out before, too.
+        The answer, and whether the call was sent twice, so that it may have been carried out before.
 
     Raises:
-        ApiError: 503, there is none.
+        ApiError: 503, no answer came.
     """
     deadline = asyncio.get_running_loop().time() + home.patience
     is_second = False
@@ -95,8 +98,10 @@ async def call_persistently(
 
 
 async def _first_answer(home: ControllerLink, call: RecordCall, reply: RecordReply) -> RecordReply:
-    """What the first of two equal calls was, or would have been, answered with, from the second's answer: a change
-    that is refused may have been made by the first one."""
+    """Return the answer that the first of two equal calls got or would have got, given the second one's answer.
+
+    A change may be refused the second time because the first call made it.
+    """
     if call.op == "delete" and reply.status == "missing":
         return msgspec.structs.replace(reply, status="ok")
     refused = {"create": "exists", "put": "conflict"}
@@ -109,10 +114,10 @@ async def _first_answer(home: ControllerLink, call: RecordCall, reply: RecordRep
 
 
 def record_reply(answer: Answer) -> RecordReply:
-    """An answer that is one to a `RecordCall`.
+    """Return an answer as the `RecordReply` that it must be.
 
     Raises:
-        ApiError: 503, it is not.
+        ApiError: 503, the answer has another type.
     """
     if not isinstance(answer, RecordReply):
         raise unavailable("the engine gave another answer than the one to the question")

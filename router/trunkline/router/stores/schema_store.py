@@ -1,17 +1,17 @@
-"""Schemas (Prompt Cache §3.2): where they are kept, and what a router has ready of them.
+"""The store of schemas (Prompt Cache §3.2), with a cache of compiled ones.
 
-    POST /v1/schemas ─► compiled ─► record: source, version ─► its texts are computed at its home, and pinned
-    a request ─────────► which version is it now? ─► compiled schema, from the cache ─► layout of the prompt
+    POST /v1/schemas ─► compiled ─► record: source, version ─► its home controller computes and pins its texts
+    a request ─────────► current version? ─► compiled schema from the cache ─► layout of the prompt
 
-A schema is a record (`record_homes.py`) whose id is its name. Every request asks for it, so that what another
-router has changed or deleted is seen at once; the record of a version that this router has compiled already comes
-without its source.
+A schema is a record (`record_homes.py`) whose id is its name. Every request reads the record, so that changes by
+other routers are seen at once. If this router has compiled that version already, the record comes without its
+source.
 
-Names live per tenant and `cache_salt`, like the KV: the same name with another salt is another schema, and nobody
-finds it without the salt.
+Names belong to a tenant and a `cache_salt`, like KV: the same name with another salt is another schema, and a
+request without the salt cannot find it.
 
-Pins are the controller's, in memory. The first use of a pinned schema over a new connection sets its pin again,
-because the controller may have been another process before.
+Controllers hold pins in memory. The first use of a pinned schema over a new connection sets the pin again, because
+the controller may have been restarted.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ Scope = Literal["ancestors", "self"]
 UNKNOWN: Final = "E_SCHEMA_UNKNOWN"
 CACHED_MAX: Final = 1024
 CACHED_BYTES_MAX: Final = 256 << 20
-"""Of sources and what is compiled of them, about."""
+"""Approximate size of all cached sources and compiled schemas."""
 _PART_BYTES: Final = 600
-"""Of a module, a text or a parameter, compiled: 25 times its source if that is short."""
+"""Approximate size of a compiled module, text or parameter; up to 25 times its source."""
 _TRIES: Final = 8
-"""Of a change that others get in the way of."""
+"""Attempts to change a schema that other requests change at the same time."""
 _OFF_LOOP_CHARACTERS: Final = 16 << 10
 """Longer sources are compiled in a thread, one at a time."""
 _MANY_TEXTS: Final = 512
@@ -64,98 +64,98 @@ _USES_MAX: Final = 4096
 
 
 class Definition(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """A stored schema: the value of its record, in MessagePack. Fields may be added, with defaults."""
+    """A schema as its record stores it, in MessagePack. New fields need a default: old records lack them."""
 
     model: str
     source: str
-    """As it was sent …"""
+    """The source as the client sent it …"""
     form: Literal["xml", "json"] = "xml"
-    """… and what it is."""
+    """… and its format."""
     scope: Scope = "ancestors"
     relocate: bool = True
     version: int = 1
-    """One more with each source."""
+    """Counts the sources stored under this name."""
     pin: bool = False
     ttl: float = 0.0
-    """Seconds without use after which it is forgotten; 0: never."""
+    """Seconds without use after which the schema is deleted; 0: never."""
     request: bytes = b""
-    """Name of the request that made this version (`request_context.py`): sent again, it makes no other."""
+    """Name of the request that made this version (`request_context.py`); sent again, it makes no new version."""
 
     def parse(self) -> pml.SchemaDocument:
-        """The document.
+        """Parse the source.
 
         Raises:
-            PmlError: the source is none.
+            PmlError: The source is wrong.
         """
         if self.form == "xml":
             return pml.parse_schema(self.source)
         return pml.schema_from_json(msgspec.json.decode(self.source))
 
     def compiles_like(self, other: Definition) -> bool:
-        """Whether both are the same but for what is done with them."""
+        """Return whether both definitions compile to the same schema."""
         return (self.source, self.form, self.scope) == (other.source, other.form, other.scope)
 
 
 class Compiled(NamedTuple):
-    """A source made ready."""
+    """A compiled source, with what is sent to controllers and told to clients."""
 
     schema: pml.CompiledSchema
     texts: list[ModuleText]
-    """All of its texts, as they travel."""
+    """All texts of the schema, as messages to a controller."""
     warnings: list[str]
-    """What its author might like to know."""
+    """Advice to the schema's author."""
 
 
 class StoredSchema:
-    """A schema as it is now, ready for prompts."""
+    """The current version of a schema, compiled and ready for prompts."""
 
     def __init__(self, salt: bytes, record: Record, definition: Definition, ready: Compiled) -> None:
         self.salt = salt
         self.kind = kind_of(salt, current_identity().owner)
-        """Of its record."""
+        """Kind of the schema's record."""
         self.record = record
         self.definition = definition
         self.ready = ready
         self.weight = _weight(definition, ready)
-        """Bytes that it is worth in the cache."""
+        """Bytes counted for this schema in the cache."""
         self.uses: Counter[str] = Counter()
-        """How often this router has seen each module imported, by path."""
+        """Recent imports of each module, by path, as seen by this router."""
         self.pinned_on = 0
-        """The connection of its home over which it was pinned."""
+        """Number of the home controller's connection over which the pin was set."""
         self._hinted_at = float("-inf")
 
     @property
     def name(self) -> str:
-        """Of the schema; also its id."""
+        """Name of the schema, which is also its id."""
         return self.record.id
 
     @property
     def key(self) -> str:
-        """Says where its record is kept, and who holds its pins."""
+        """Key that determines the schema's home controller and names the holder of its pins."""
         return key_of(self.kind, self.name)
 
     @property
     def compiled(self) -> pml.CompiledSchema:
-        """What prompts are made with."""
+        """The compiled schema, for `pml.compile_prompt`."""
         return self.ready.schema
 
     @property
     def is_large(self) -> bool:
-        """Whether what is done with all of it should not be done in the event loop."""
+        """Whether work on the whole schema is too long for the event loop."""
         return len(self.ready.texts) > _MANY_TEXTS or len(self.definition.source) > _OFF_LOOP_CHARACTERS
 
     def used(self, paths: Iterable[str]) -> None:
-        """A prompt has imported these modules."""
+        """Count the modules that a prompt imports."""
         self.uses.update(paths)
-        if self.uses.total() > _USES_MAX:  # what was used lately counts more
+        if self.uses.total() > _USES_MAX:  # recent imports count more
             self.uses = Counter({path: count // 2 for path, count in self.uses.items() if count > 1})
 
     def hint(self, prompt: pml.CompiledPrompt, now: float) -> PromptLayout | None:
-        """What requests of this schema will likely want next; at most once in a while.
+        """Return texts that the next requests will probably need; None if a hint was given within the last second.
 
         Args:
-            prompt: the request at hand.
-            now: loop time, seconds.
+            prompt: The prompt of the current request.
+            now: Loop time in seconds.
         """
         if now - self._hinted_at < _HINT_SECONDS:
             return None
@@ -167,10 +167,10 @@ class StoredSchema:
 
 
 class SchemaStore:
-    """All schemas of all controllers. Calls that are not answered raise `ApiError` 503."""
+    """The schemas of all controllers. Calls that no controller answers raise `ApiError` 503."""
 
     def __init__(self, homes: RecordHomes, tokenizer: Tokenizer, on_error: Callable[[str], None]) -> None:
-        """`on_error(code)`: a source or a prompt is wrong."""
+        """`on_error(code)` is called for each wrong source or prompt."""
         self._homes = homes
         self._tokenizer = tokenizer
         self._on_error = on_error
@@ -183,20 +183,20 @@ class SchemaStore:
         return len(self._cached)
 
     def home_of(self, key: str) -> ControllerLink:
-        """The controller that keeps a schema, and its modules."""
+        """Return the controller that stores a schema and computes its modules."""
         return self._homes.home_of(key)
 
     def is_encoding(self, schema: StoredSchema) -> bool:
-        """Whether this router has its modules computed at present."""
+        """Return whether this router is waiting for the schema's modules to be computed."""
         return self._encoding[schema.key] > 0
 
     # -- records
 
     async def put(self, name: str, salt: bytes, definition: Definition, ready: Compiled) -> StoredSchema:
-        """Store a schema; in place of the one with its name, if there is one.
+        """Store a schema, replacing the one of this name.
 
         Raises:
-            ApiError: 409, others change it all the time; 503, it was not stored.
+            ApiError: 409, other requests keep changing it; 503, it was not stored.
         """
         kind = kind_of(salt, current_identity().owner)
         definition.request = request_name()
@@ -217,21 +217,21 @@ class SchemaStore:
             except ApiError as error:
                 if error.code != UNKNOWN:
                     raise
-                continue  # it has been deleted just now
+                continue  # another request has just deleted it
             if before.pin and not definition.pin:
                 self.unpin(key_of(kind, name))
             return self._keep(StoredSchema(salt, record, definition, ready))
         raise _contended(name)
 
     async def get(self, name: str, salt: bytes, context: int) -> StoredSchema:
-        """A schema as it is now.
+        """Return the current version of a schema.
 
         Args:
-            context: of the model, in tokens.
+            context: The model's context in tokens.
 
         Raises:
-            ApiError: 404, there is none; 503.
-            PmlError: it does not fit into the context (any more).
+            ApiError: 404, there is no such schema; 503, its controller is away.
+            PmlError: It does not fit into the context, which may have been larger when it was stored.
         """
         kind = kind_of(salt, current_identity().owner)
         key = key_of(kind, name)
@@ -242,7 +242,7 @@ class SchemaStore:
                 self._cached.move_to_end(key)
                 known.record = record
                 return known
-            record = await self._record(kind, name, 0)  # deleted and made anew
+            record = await self._record(kind, name, 0)  # deleted and created again: the version says nothing
         definition = _unpack(record)
         ready = known.ready if known is not None and definition.compiles_like(known.definition) else None
         if ready is None:
@@ -256,10 +256,10 @@ class SchemaStore:
     async def change(
         self, name: str, salt: bytes, context: int, change: Callable[[Definition], None]
     ) -> StoredSchema:
-        """Change what is done with a schema.
+        """Change the definition of a schema but for its source.
 
         Raises:
-            ApiError: 404; 409, others change it all the time; 503.
+            ApiError: 404, there is no such schema; 409, other requests keep changing it; 503, it was not stored.
         """
         kind = kind_of(salt, current_identity().owner)
 
@@ -271,10 +271,10 @@ class SchemaStore:
         return await self.get(name, salt, context)
 
     async def delete(self, name: str, salt: bytes) -> None:
-        """Forget a schema. Requests that run are not disturbed.
+        """Delete a schema. Running requests are not disturbed.
 
         Raises:
-            ApiError: 404.
+            ApiError: 404, there is no such schema.
         """
         kind = kind_of(salt, current_identity().owner)
         _checked(await self._ask(kind, name, "delete"), name)
@@ -282,13 +282,13 @@ class SchemaStore:
         self.unpin(key_of(kind, name))
 
     async def page(self, salt: bytes, after: str, limit: int) -> list[Record]:
-        """Records without their values, `limit` at most, in the order of their names, behind `after`."""
+        """Return up to `limit` records whose names follow `after`, in the order of names, without their values."""
         return await self._homes.page(kind_of(salt, current_identity().owner), after, limit)
 
     async def _change(
         self, kind: str, name: str, change: Callable[[Definition], Definition]
     ) -> tuple[Record, Definition]:
-        """The new record, and what was there before."""
+        """Store a changed definition; return its record and the definition before."""
         for _ in range(_TRIES):
             record = await self._record(kind, name, 0)
             before, after = _unpack(record), change(_unpack(record))
@@ -308,10 +308,10 @@ class SchemaStore:
     # -- compiled schemas
 
     async def compile(self, definition: Definition, context: int) -> Compiled:
-        """Compile a source; a long one beside the event loop.
+        """Compile a source, in a thread if it is long.
 
         Raises:
-            PmlError: it is wrong.
+            PmlError: The source is wrong.
         """
         text = ModelText(self._tokenizer)
 
@@ -343,11 +343,11 @@ class SchemaStore:
     # -- what the engine has of them
 
     async def encode(self, schema: StoredSchema, timeout_seconds: float | None) -> ModulesReply:
-        """Have all modules computed that are not there, and pinned if the schema says so. Given up when the caller
-        is cancelled.
+        """Have the controller compute the modules it lacks, and pin all if the schema asks for it. Cancelling the
+        caller stops the computation.
 
         Raises:
-            ApiError: 503.
+            ApiError: 503, the controller is away.
         """
         home, make = self.home_of(schema.key), self._encode_call(schema)
         schema.pinned_on = home.connections
@@ -366,10 +366,10 @@ class SchemaStore:
                 del self._encoding[schema.key]
 
     async def look(self, schema: StoredSchema) -> ModulesReply:
-        """Where its modules are.
+        """Ask the controller in which tiers a schema's modules are.
 
         Raises:
-            ApiError: 503.
+            ApiError: 503, the controller is away.
         """
         home, salt, relocate = self.home_of(schema.key), schema.salt, schema.definition.relocate
         texts = schema.ready.texts
@@ -379,14 +379,14 @@ class SchemaStore:
         return _modules_reply(answer)
 
     def keep_pinned(self, schema: StoredSchema) -> None:
-        """Set a schema's pin again if the controller may not know of it; to be called with every use."""
+        """Set a schema's pin again if the controller may have been restarted. Call it with every use."""
         home = self.home_of(schema.key)
         if schema.definition.pin and home.ready and schema.pinned_on != home.connections:
             schema.pinned_on = home.connections
             home.tell(self._encode_call(schema))
 
     def unpin(self, key: str) -> None:
-        """Let go of a schema's modules: they stay for as long as others do."""
+        """Remove a schema's pin, so that its modules may be evicted."""
         self.home_of(key).tell(lambda ticket: ModulesCall(ticket, "unpin", holder=key))
 
     @staticmethod
@@ -401,7 +401,7 @@ class SchemaStore:
 
     @contextmanager
     def errors_of(self, param: str) -> Iterator[None]:
-        """Errors of PML, within, as answers that name `param`."""
+        """Turn PML errors raised within the block into answers that name `param`."""
         try:
             yield
         except pml.PmlError as error:
@@ -415,7 +415,7 @@ class SchemaStore:
 
 
 def _weight(definition: Definition, ready: Compiled) -> int:
-    """Bytes of a schema in memory, about."""
+    """Return the approximate size of a schema in memory, in bytes."""
     parts = len(ready.texts)
     size = len(definition.source) + sum(len(text.tokens) for text in ready.texts)
     for module in ready.schema.modules:
@@ -425,29 +425,29 @@ def _weight(definition: Definition, ready: Compiled) -> int:
 
 
 def kind_of(salt: bytes, owner: str) -> str:
-    """The kind of the records of all schemas with a salt, of an owner (`identity.py`). The salt itself is nobody's
-    business."""
+    """Return the kind of an owner's schema records with a salt (`identity.py`). It holds a hash, not the salt
+    itself."""
     if not (salt or owner):
         return _KIND
-    # Owners are printable: behind the zero none ends where another's salt begins.
+    # Owners are printable, so the zero byte separates owner and salt unambiguously.
     said = b"\0" + owner.encode() + b"\0" + salt if owner else salt
     return f"{_KIND}:{hashlib.blake2b(said, digest_size=16).hexdigest()}"
 
 
 def key_of(kind: str, name: str) -> str:
-    """See `StoredSchema.key`."""
+    """Return the key of a schema (see `StoredSchema.key`)."""
     return f"{kind}/{name}"
 
 
 def pml_error(error: pml.PmlError, param: str) -> ApiError:
-    """A compiler's error as an answer."""
+    """Return a PML error as an answer to the client."""
     details = {"line": error.line, "column": error.column, "path": error.path, **error.extra}
     status = 404 if error.code == UNKNOWN else 400
     return ApiError(status, error.message, param=param, code=error.code, details=details)
 
 
 def schema_unknown(name: str) -> ApiError:
-    """404: there is no schema with this name."""
+    """Return the error 404 for a schema that does not exist."""
     return not_found(
         "schema",
         f"schema {name[:80]!r} does not exist (any more) with this `cache_salt`; see GET /v1/schemas",
@@ -456,9 +456,9 @@ def schema_unknown(name: str) -> ApiError:
 
 
 def _contended(name: str) -> ApiError:
-    """409: nothing can be done with a schema, because others do."""
+    """Return the error 409 for a schema that other requests keep changing."""
     return in_conflict(
-        "schema", f"schema {name!r} is changed by others all the time; try again", code="schema_conflict"
+        "schema", f"other requests keep changing schema {name!r}; try again", code="schema_conflict"
     )
 
 
@@ -477,10 +477,10 @@ def _unpack(record: Record) -> Definition:
 
 
 def _checked(reply: RecordReply, name: str) -> RecordReply:
-    """The answer, if it is a good one.
+    """Return a successful answer.
 
     Raises:
-        ApiError: what it says.
+        ApiError: The error that the answer reports.
     """
     if reply.status == "ok":
         return reply

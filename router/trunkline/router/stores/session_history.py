@@ -1,12 +1,13 @@
-"""What a session remembers, and how its next prompt is put together from it. Pure.
+"""The history of a stored session, and how the next prompt reuses its token ids. Pure.
 
-A session keeps its messages and, of its last turn, the text of prompt and answer with the very token ids that the
-engine saw. The next prompt's text is rendered anew from all messages; as far as it begins with the remembered text
-its tokens are the remembered ones, and only the rest is tokenised. So an answer whose tokens are not the ones that
-tokenising its text would give (they often are not) still hits the cache.
+A session keeps its messages. Of its last turn it also keeps the text of prompt and answer, with the token ids that
+the engine saw. The next prompt is rendered from all messages. Where it begins with the stored text, the stored ids
+are used, and only the rest is tokenised. This way an answer hits the cache even if tokenising its text would give
+other tokens than the model chose, which is common.
 
-Where a template rewrites what it showed before (the reasoning of earlier turns, say), the texts part; then the
-tokens up to that place are kept, found by *marks* and by the text of the tokens behind the last mark.
+A template may rewrite what it showed before, for example the reasoning of earlier turns. Then the texts differ
+from some place on, and the tokens up to that place are reused. *Marks* and the text of the tokens after the last
+mark show where that place is.
 """
 
 from __future__ import annotations
@@ -21,94 +22,97 @@ from trunkline.router.text.detokenizer import TokenVocabulary, make_detokenizer
 from trunkline.router.text.truncation import RetentionPolicy, TokenSpan, clip_spans
 
 Form = Literal["", "chat", "text"]
-"""What a session is used for: not decided yet, conversations, plain completions."""
+"""What a session is used for: "" not decided yet, "chat" conversations, "text" plain completions."""
 _MARKS_MAX = 4096
-"""Of a longer history the oldest are thinned out."""
+"""In a history with more marks, every second one of the older half is dropped."""
 _TAKE_BACK_MAX = 256 << 10
-"""A turn that replaced more characters and bytes of tokens than this cannot be taken back: records have limits."""
+"""Characters and token bytes that undoing a turn may need. Beyond this a turn cannot be undone: records are
+bounded."""
 
 
 class HistoryMark(NamedTuple):
-    """A place in a history where its text and its tokens can be parted."""
+    """A place in a history where a token begins exactly where a character does."""
 
     characters: int
     tokens: int
 
 
 class SessionModules(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A prompt of a schema's modules, which stands in front of every turn."""
+    """The prompt of modules that precedes every turn of a session."""
 
     source: str | dict[str, Any]
-    """PML, or the object that says the same."""
+    """PML, or the equivalent JSON object."""
     trailing: Literal["fixed", "compact"] = "fixed"
     salt: str = ""
-    """With which the schema is found, and KV shared."""
+    """`cache_salt` under which the schema is found and KV is shared."""
     schema: str = ""
-    """Its name, as it is told."""
+    """Name of the schema, for answers to clients."""
 
 
 class LastTurn(msgspec.Struct, frozen=True, array_like=True):
-    """How a session's last turn is taken back: what its request found. The history mostly only grew, so most of
-    that is still there."""
+    """What is needed to undo a session's last turn: the state before it, as a difference to the state after it."""
 
     request: bytes
-    """The request's name (`request_context.py`)."""
+    """Name of the turn's request (`request_context.py`)."""
     form: Form
     vocabulary: str
     messages: int
-    """There were so many."""
+    """Number of messages before the turn."""
     characters: int
-    """The text's first ones that are the same …"""
+    """Length of the common beginning of both texts …"""
     text: str
-    """… and what followed them."""
+    """… and the old text after it."""
     tokens: int
-    """Likewise."""
+    """Length of the common beginning of both token lists …"""
     rest: bytes
+    """… and the old tokens after it, as int32."""
     marks: list[HistoryMark]
     discards: list[TokenSpan]
 
 
 class SessionState(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """A stored session: the value of its record, in MessagePack. Fields may be added, with defaults."""
+    """A stored session: the value of its record, in MessagePack. New fields need a default: old records lack
+    them."""
 
     model: str
     form: Form = ""
     messages: list[dict[str, Any]] = []
-    """In OpenAI's form, answers included; of a conversation only."""
+    """Messages in OpenAI's form, answers included. Empty for plain completions."""
     text: str = ""
-    """Of the last prompt and its answer, special tokens written out; what `modules` bring is not part of it."""
+    """Text of the last prompt and its answer, with special tokens written out and without the text of
+    `modules`."""
     tokens: bytes = b""
-    """The same as int32 ids."""
+    """Token ids of `text`, as int32."""
     vocabulary: str = ""
     """Fingerprint of the tokenizer that `tokens` belong to."""
     marks: list[HistoryMark] = []
-    """Ascending: where prompts and answers ended."""
+    """Ends of prompts and answers, ascending."""
     discards: list[TokenSpan] = []
     """Tokens that no later request sees, merged."""
     truncation: RetentionPolicy | None = None
-    """None: requests that do not fit are refused."""
+    """How to cut a prompt that does not fit; None: it is refused."""
     ttl: float = 0.0
-    """Seconds without use after which it is forgotten, as the client wanted it; 0: it did not say."""
+    """Seconds without use after which the session is deleted; 0: the client gave none."""
     metadata: dict[str, str] = {}
     turns: int = 0
     parent: str = ""
-    """The session that it was forked from."""
+    """Id of the session that this one was forked from."""
     modules: SessionModules | None = None
     last: LastTurn | None = None
-    """Of a request that may come again."""
+    """The last turn, if its request has a name under which it may be sent again."""
 
     @property
     def token_count(self) -> int:
-        """Of the history."""
+        """Tokens of the history."""
         return len(self.tokens) // 4
 
     def ids(self) -> list[int]:
-        """The history's tokens."""
+        """Return the token ids of the history."""
         ids: list[int] = unpack_int32(self.tokens).tolist()
         return ids
 
     def remember(self, prompt: KnownPrompt, answer: Sequence[int], vocabulary: TokenVocabulary) -> None:
-        """The history is now a prompt and the answer to it. Discards stay where the prompt kept the tokens."""
+        """Replace the history by a prompt and its answer. Discards within the reused tokens are kept."""
         self.discards = list(clip_spans(self.discards, prompt.reused_tokens))
         kept = [mark for mark in self.marks if mark.tokens <= prompt.reused_tokens]
         self.text = prompt.text + text_of(answer, vocabulary)
@@ -121,17 +125,17 @@ class SessionState(msgspec.Struct, kw_only=True, omit_defaults=True):
         self.marks = _thinned([mark for mark in marks if mark.tokens])
 
     def show(self, mark: HistoryMark, text: str, rest: Sequence[int]) -> None:
-        """The history ends in `text` instead: the same up to `mark`, then `rest`, which is its tokens."""
+        """Replace the history by `text`: the same tokens up to `mark`, then the tokens `rest`."""
         self.tokens = self.tokens[: 4 * mark.tokens] + pack_int32(list(rest))
         self.text = text
         self.marks = [each for each in self.marks if each.tokens <= mark.tokens]
         self.marks.append(HistoryMark(len(text), self.token_count))
 
     def begin_turn(self, request: bytes) -> None:
-        """A request is to be answered. If the last turn is its own, made when it came before, that is taken back.
+        """Prepare for a request's turn. If the request was sent before and made the last turn, undo that turn.
 
         Args:
-            request: its name; b"": it has none.
+            request: The request's name; b"" if it has none.
         """
         last = self.last
         if last is None or not request or last.request != request:
@@ -144,7 +148,8 @@ class SessionState(msgspec.Struct, kw_only=True, omit_defaults=True):
         self.turns -= 1
 
     def end_turn(self, request: bytes, before: SessionState) -> None:
-        """It was answered. `before`: the session as `begin_turn` left it."""
+        """Count a turn that was answered, and store how to undo it. `before`: the session as `begin_turn` left
+        it."""
         self.turns += 1
         self.last = None
         characters = common_length(before.text, self.text)
@@ -165,37 +170,38 @@ class SessionState(msgspec.Struct, kw_only=True, omit_defaults=True):
             )
 
     def forget_tokens(self) -> None:
-        """They are another tokenizer's: only messages and text stay."""
+        """Drop token ids of another tokenizer. Messages and text stay."""
         self.tokens, self.marks, self.discards = b"", [], []
 
 
 class KnownPrompt(msgspec.Struct):
-    """A prompt made from a history."""
+    """A prompt whose first tokens come from a history."""
 
     text: str
     tokens: list[int]
     reused_tokens: int
-    """First ones that are the history's own."""
+    """Number of first tokens taken from the history."""
 
 
 class PromptPart(NamedTuple):
-    """A piece of a prompt that is tokenised by itself."""
+    """A part of a prompt that is tokenised on its own."""
 
     text: str
     tokens: list[int]
     plain: bool
-    """Whether special tokens that are written in it are text."""
+    """Whether special tokens written in `text` count as plain text."""
 
 
 class Split(NamedTuple):
-    """A part of which a history holds the beginning."""
+    """The rest of a prompt part whose beginning is in the history."""
 
     rest: str
     plain: bool
 
 
 def parts_behind(parts: Sequence[PromptPart], mark: HistoryMark) -> tuple[Split | None, list[int]]:
-    """What follows a mark in the text of `parts`: the rest of one that it splits, and the others' tokens."""
+    """Return what follows a mark in `parts`: the rest of the part that the mark splits, and the tokens of later
+    ones."""
     split: Split | None = None
     tokens: list[int] = []
     place = 0
@@ -218,13 +224,13 @@ def _thinned(marks: list[HistoryMark]) -> list[HistoryMark]:
 
 
 def text_of(tokens: Sequence[int], vocabulary: TokenVocabulary) -> str:
-    """What tokens write behind other tokens, special ones included."""
+    """Return the text of tokens that follow other tokens, special tokens included."""
     detokenizer = make_detokenizer(vocabulary, skip_special_tokens=False, at_start=False)
     return "".join([detokenizer.feed(token) for token in tokens]) + detokenizer.flush()
 
 
 def common_length(one: str, other: str) -> int:
-    """Length of the longest text with which both begin."""
+    """Return the length of the common beginning of two texts."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2
@@ -236,14 +242,14 @@ def common_length(one: str, other: str) -> int:
 
 
 def _common_tokens(one: bytes, other: bytes) -> int:
-    """With how many tokens both begin."""
+    """Return the number of tokens in the common beginning of two packed lists."""
     length = min(len(one), len(other)) // 4
     differing = (unpack_int32(one)[:length] != unpack_int32(other)[:length]).nonzero()[0]
     return int(differing[0]) if len(differing) else length
 
 
 def common_mark(session: SessionState, text: str, vocabulary: TokenVocabulary) -> HistoryMark:
-    """As far as a history's tokens can stand for the beginning of `text`."""
+    """Return how much of the beginning of `text` the history's tokens can replace."""
     end = HistoryMark(len(session.text), session.token_count)
     if text.startswith(session.text):
         return end
@@ -256,7 +262,8 @@ def common_mark(session: SessionState, text: str, vocabulary: TokenVocabulary) -
 def _within(
     session: SessionState, start: HistoryMark, stop: HistoryMark, agreed: int, vocabulary: TokenVocabulary
 ) -> HistoryMark:
-    """The last place between two marks, and before `agreed` characters, where a token's text ends whole."""
+    """Return the last place between two marks, within `agreed` characters, where a token ends between
+    characters."""
     ids = unpack_int32(session.tokens)[start.tokens : stop.tokens].tolist()
     detokenizer = make_detokenizer(vocabulary, skip_special_tokens=False, at_start=start.tokens == 0)
     found, characters = start, start.characters
@@ -275,7 +282,8 @@ def _within(
 
 
 def token_at(session: SessionState, characters: int, vocabulary: TokenVocabulary) -> int | None:
-    """Index of the first of a history's tokens whose text begins at `characters` or later; None: there is none."""
+    """Return the index of the first token whose text begins at `characters` or later; None if text and tokens
+    differ."""
     if characters >= len(session.text):
         return session.token_count
     marks = [HistoryMark(0, 0), *session.marks]
@@ -293,15 +301,15 @@ def token_at(session: SessionState, characters: int, vocabulary: TokenVocabulary
 
 
 def pack_session(session: SessionState) -> bytes:
-    """The record's value."""
+    """Return a session as the value of a record."""
     return msgspec.msgpack.encode(session)
 
 
 def unpack_session(value: bytes) -> SessionState:
-    """From a record's value.
+    """Return the session in the value of a record.
 
     Raises:
-        ValueError: it is none (any more).
+        ValueError: The value is not a session.
     """
     try:
         return msgspec.msgpack.decode(value, type=SessionState)

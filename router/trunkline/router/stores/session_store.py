@@ -1,7 +1,7 @@
-"""Where stored sessions live: records of the controllers (`record_homes.py`), which a router only borrows.
+"""The store of sessions: each is a record of a controller (`record_homes.py`), leased by a router that changes it.
 
-Whoever changes a session acquires it first: until it is put back or let go of, everybody else is told that it is
-busy. A lease runs out by itself if its router dies, and is renewed while a long answer is made.
+While a request holds the lease of a session, other requests get the error "busy". The lease ends when the session
+is stored or released. It expires if its router dies, and is renewed while a long answer is generated.
 """
 
 from __future__ import annotations
@@ -32,43 +32,44 @@ from trunkline.router.text.truncation import TokenSpan
 
 SESSION_PREFIX: Final = "sess_"
 TTL_DEFAULT_S: Final = 24 * 3600.0
-"""A session that nobody has touched for a day is forgotten, if its client did not say otherwise."""
+"""Time to live of a session whose client gave none."""
 _KIND: Final = "session"
 _LEASE_SECONDS: Final = 10.0
-"""How long a session stays busy after its router has died."""
+"""Duration of a lease, and so the time that a session stays busy after its router has died."""
 PEEK_SECONDS: Final = 2.0
-"""That a controller has to answer those who only watch."""
+"""How long the dashboard waits for a controller's answer."""
 _RENEWALS: Final = 3
-"""Per lease: two may get lost."""
+"""Renewals during one lease: two messages may be lost."""
 
 
 def is_stored(session_id: str) -> bool:
-    """Whether an id means a stored session; others are labels, which group requests and nothing more."""
+    """Return whether an id belongs to a stored session. Other ids are labels that only group requests for
+    routing."""
     return session_id.startswith(SESSION_PREFIX)
 
 
 class StoredSession(msgspec.Struct):
-    """A session and its record."""
+    """A session together with its record."""
 
     record: Record
     session: SessionState
 
 
 class SessionStore:
-    """All sessions of all controllers. Calls that are not answered raise `ApiError` 503."""
+    """The sessions of all controllers. Calls that no controller answers raise `ApiError` 503."""
 
     def __init__(self, homes: RecordHomes) -> None:
         self._homes = homes
 
     def home_of(self, session_id: str) -> ControllerLink:
-        """The controller that keeps it."""
+        """Return the controller that stores a session."""
         return self._homes.home_of(session_id)
 
     def draw_id(self, beside: str = "") -> str:
-        """A new session's id; with the same home as `beside`, so that they share what is cached.
+        """Draw the id of a new session, on the same controller as `beside` so that both share cached KV.
 
         Args:
-            beside: another session's id, or the key of another kind of record.
+            beside: The id of another session, or the key of another kind of record; "": any controller will do.
         """
         while True:
             drawn = SESSION_PREFIX + draw_hex("session", 16)
@@ -76,7 +77,8 @@ class SessionStore:
                 return drawn
 
     async def create(self, session_id: str, session: SessionState) -> StoredSession:
-        """Store a new one. One with this id that is there already is this request's own, made on its first try."""
+        """Store a new session. If its id exists, the request was sent twice, and the stored session is
+        returned."""
         value = pack_session(session)
         create = _call_of("create", session_id, value=value, ttl=ttl_of(session))
         reply = await ask(self.home_of(session_id), create)
@@ -85,29 +87,30 @@ class SessionStore:
         return StoredSession(_checked(reply, session_id).records[0], session)
 
     async def get(self, session_id: str) -> StoredSession:
-        """As it was when it was last put, whoever has acquired it since.
+        """Return a session as it was last stored, even if another request holds its lease.
 
         Raises:
-            ApiError: 404.
+            ApiError: 404, there is no such session.
         """
         return _read(await self._call(session_id, "get"))
 
     async def peek(self, session_id: str) -> StoredSession:
-        """As `get`, for those who only watch: it expires as if nobody had looked, and nobody is waited for.
+        """Return a session like `get`, without prolonging its life and without waiting for a controller that is
+        away.
 
         Raises:
-            ApiError: 404; 503, its home is away.
+            ApiError: 404, there is no such session; 503, its controller is away.
         """
         reply = record_reply(await self.home_of(session_id).call(_call_of("peek", session_id), PEEK_SECONDS))
         return _read(_checked(reply, session_id))
 
     async def acquire(self, session_id: str) -> Lease:
-        """Have it for oneself.
+        """Acquire the lease of a session.
 
         Raises:
-            ApiError: 404; 409, somebody else has it.
+            ApiError: 404, there is no such session; 409, another request holds its lease.
         """
-        token = draw_hex("lease", 8)  # who takes a dead router's request over has its session, too
+        token = draw_hex("lease", 8)  # the same for the router that takes over a dead router's request
         try:
             reply = await self._call(session_id, "acquire", lease=token, lease_s=_LEASE_SECONDS)
             return Lease(self.home_of(session_id), _read(reply), token)
@@ -117,33 +120,32 @@ class SessionStore:
             raise
 
     async def delete(self, session_id: str) -> None:
-        """Forget it.
+        """Delete a session.
 
         Raises:
-            ApiError: 404; 409, it is in use.
+            ApiError: 404, there is no such session; 409, it is in use.
         """
         await self._call(session_id, "delete")
 
     async def page(self, after: str, limit: int) -> list[Record]:
-        """Records without their values, `limit` at most, in the order of their ids, behind `after`."""
+        """Return up to `limit` records whose ids follow `after`, in the order of ids, without their values."""
         return await self._homes.page(_kind_of(current_identity().owner), after, limit)
 
     async def page_of_all(self, owners: Sequence[str], after: str, limit: int) -> list[tuple[str, Record]]:
-        """As `page`, of all these owners (`identity.py`), each record with its owner."""
+        """Return a page like `page` for several owners (`identity.py`), each record with its owner."""
         pages = await asyncio.gather(*(self._homes.page(_kind_of(owner), after, limit) for owner in owners))
         found = [(owner, record) for owner, page in zip(owners, pages, strict=True) for record in page]
         return sorted(found, key=lambda pair: pair[1].id)[:limit]
 
     async def page_at(self, home: ControllerLink, owner: str, limit: int) -> list[Record]:
-        """What one controller has of an owner, `limit` records at most, without their values. If it is away, it is
-        not waited for.
+        """Return up to `limit` of an owner's records on one controller, without values and without waiting.
 
         Raises:
-            ApiError: 503, that one is.
+            ApiError: 503, the controller is away.
         """
         reply = record_reply(await home.call(record_call("list", _kind_of(owner), "", limit=limit), PEEK_SECONDS))
         if reply.status != "ok":
-            raise unavailable(f"what is stored cannot be listed: {reply.detail}", code="not_listed")
+            raise unavailable(f"stored records cannot be listed: {reply.detail}", code="not_listed")
         return reply.records
 
     async def prefetch(
@@ -155,7 +157,8 @@ class SessionStore:
         salt: bytes = b"",
         layout: PromptLayout | None = None,
     ) -> Prefetched:
-        """Have its home fetch what it knows of a prompt. `layout`: of one with modules."""
+        """Ask a session's controller to fetch the KV of a prompt from slow tiers. `layout`: of a prompt with
+        modules."""
         packed, cut = pack_int32(list(tokens)), pack_int32([end for span in drops for end in span])
         answer, _ = await call_persistently(
             self.home_of(session_id), lambda ticket: Prefetch(ticket, packed, salt, cut, layout), CALL_SECONDS
@@ -169,12 +172,12 @@ class SessionStore:
 
 
 class Lease:
-    """A session that is acquired. Call `close` in the end, whatever happened."""
+    """An acquired session. Call `close` at the end in any case."""
 
     def __init__(self, home: ControllerLink, stored: StoredSession, token: str) -> None:
         self.record = stored.record
         self.session = stored.session
-        """As it was acquired; changes of it are stored by `put` only."""
+        """The session as it was acquired; only `put` stores changes."""
         self._home = home
         self._token = token
         self._loop = asyncio.get_running_loop()
@@ -182,10 +185,11 @@ class Lease:
         self._renew_later()
 
     async def put(self) -> StoredSession:
-        """Store the session as it is now and let go of it.
+        """Store the session and release its lease.
 
         Raises:
-            ApiError: 404 or 409, it was deleted or taken over after the lease ran out; 503, it was not stored.
+            ApiError: 404 or 409, the lease had expired and the session was deleted or changed; 503, it was not
+            stored.
         """
         self._stop()
         value = pack_session(self.session)
@@ -206,7 +210,7 @@ class Lease:
         return StoredSession(reply.records[0] if reply.records else self.record, self.session)
 
     def close(self) -> None:
-        """Let go of it; what was not put is forgotten. May be called again."""
+        """Release the lease; changes that were not stored are lost. Calling it again has no effect."""
         if self._timer is not None:
             self._stop()
             self._release()
@@ -228,17 +232,18 @@ class Lease:
 
 
 def ttl_of(session: SessionState) -> float:
-    """Seconds without use after which it is forgotten."""
+    """Return the seconds without use after which a session is deleted."""
     return session.ttl or TTL_DEFAULT_S
 
 
 def _call_of(op: str, session_id: str, **fields: Any) -> Callable[[int], RecordCall]:
-    """A call but for its ticket, for the owner of the request at hand."""
+    """Return a function that makes a call, given its ticket, for the owner of the current request."""
     return record_call(op, _kind_of(current_identity().owner), session_id, **fields)
 
 
 def _kind_of(owner: str) -> str:
-    """Each owner's sessions are records of a kind of their own: nobody else's id finds them."""
+    """Return the kind of an owner's session records. Each owner has a kind, so ids of other owners find
+    nothing."""
     return f"{_KIND}:{owner}" if owner else _KIND
 
 
@@ -251,10 +256,10 @@ def _read(reply: RecordReply) -> StoredSession:
 
 
 def _checked(answer: RecordReply, session_id: str) -> RecordReply:
-    """The answer, if it is a good one.
+    """Return a successful answer.
 
     Raises:
-        ApiError: what it says.
+        ApiError: The error that the answer reports.
     """
     if answer.status == "ok":
         return answer
@@ -270,7 +275,7 @@ def _checked(answer: RecordReply, session_id: str) -> RecordReply:
     if answer.status in ("conflict", "exists"):
         raise in_conflict(
             "session_id",
-            f"{name} was changed by somebody else meanwhile; nothing was stored",
+            f"{name} was changed by another request meanwhile; nothing was stored",
             code="session_conflict",
         )
     raise unavailable(f"{name} could not be stored: {answer.detail}", code="session_not_stored")
