@@ -18,7 +18,7 @@ from enum import Enum, auto
 import msgspec
 
 from trunkline.controller.allocation.modules import seen_tokens
-from trunkline.controller.allocation.prefix_match import locate
+from trunkline.controller.allocation.prefix_match import match_prefix
 from trunkline.controller.cache.block_pool import BlockPool
 from trunkline.controller.cache.radix_cache import RadixCache
 from trunkline.controller.cache.radix_tree import PENDING, Match, Node
@@ -186,7 +186,7 @@ class KVCacheManager:
     def _find(self, sequence: Sequence, step: int) -> PrefixMatch | None:
         if not self.prefix_cache:
             return PrefixMatch(Stem(self.tree.root(sequence.salt)), Match([], None, None, 0))
-        return locate(self.tree, sequence, self._shareable_tokens(sequence), step)
+        return match_prefix(self.tree, sequence, self._shareable_tokens(sequence), step)
 
     def _reserve(
         self, sequence: Sequence, stem: Stem, match: Match, spare: int, now: float, draft: PlanBuilder, tails: int

@@ -1,9 +1,9 @@
-"""Prompts made of modules: where their texts' KV is, and the layout that follows (Prompt Cache §3.3, §3.4).
+"""Find the KV of a prompt that is made of modules, and lay out its block table (Prompt Cache §3.3, §3.4).
 
-Each text of a schema has a tree of its own in the forest, whose root is named by all that the text sees before
-itself and by its own first tokens. So a text is found wherever it stands, in whichever schema, if the texts above
-it are the same: it acts at another position than that at which it was computed by a shift (design.md, idea 5).
-What hangs below such a root is chunks like all others, but the last of a text may be partial and still shared.
+Each text of a schema has its own radix tree. The root is named after everything that the text sees before itself
+and after its own first tokens. So a text is found at any position and in any schema, if the texts above it are the
+same; where it stands at another position than that at which it was computed, its keys are shifted (design.md, idea
+5). Below such a root are ordinary chunks, except that the last chunk of a text may be partial and still shared.
 
       root of a text      [64]─[64]─[17]          "miami", behind the schema's first text
       root of a text      [64]─[9]                the schema's first text
@@ -11,11 +11,11 @@ What hangs below such a root is chunks like all others, but the last of a text m
 
       table   |first text: 64, 9 of 64|miami: 64, 64, 17 of 64|own: 64, 64, …|
 
-A request's table is the chunks of the texts that it sees, one text behind the other, and then its own tokens. As
-behind a cut (`trunkline.kvstore.cuts`), tokens of the table that it does not see (placeholders, the empty rest
-of a chunk) are *holes*, all of them before its own.
+A request's block table has the chunks of the texts that it sees, one text behind the other, and then its own
+tokens. As behind a cut (`trunkline.kvstore.cuts`), tokens of the table that it does not see (placeholders, the
+empty rest of a chunk) are *holes*; all of them come before its own tokens.
 
-To *encode* a text is to compute it as the own tokens of a sequence that sees the texts above it.
+To *encode* a text means to compute it as the own tokens of a sequence that sees the texts above it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from trunkline.controller.cache.radix_tree import TOKEN_BYTES, Match, Node
 from trunkline.controller.messages import ModuleText, PromptLayout
 from trunkline.controller.sequences.module_prompt import CachedText, ModulePrompt, Ranges
 from trunkline.controller.sequences.sequence import PrefixMatch, Sequence, SequenceGroup, Stem, TokenBuffer
-from trunkline.kvstore.extents import OPEN_COUNT, Extent, blocks_for
+from trunkline.kvstore.extents import OPEN_COUNT, Extent
 from trunkline.kvstore.int32_codec import Int32Array
 from trunkline.kvstore.module_names import RelocationRule, modules_root, pairs, prompt_root, text_names
 
@@ -39,23 +39,23 @@ def name_texts(
     tree: RadixCache,
     salt: bytes,
     texts: AbstractSequence[ModuleText],
-    moves: RelocationRule,
+    rule: RelocationRule,
     named: list[CachedText],
 ) -> None:
-    """Name texts whose parents come before them.
+    """Append texts with their cache names to `named`; each text's parent comes before it.
 
     Args:
-        named: the texts before these; they come behind them.
+        named: the texts before these.
     """
     base = modules_root(tree.root_name(salt))
     for text in texts:
         parent = (named[text.parent].content, named[text.parent].position) if text.parent >= 0 else None
-        names = text_names(text, parent, base, moves, tree.chunk_bytes)
+        names = text_names(text, parent, base, rule, tree.chunk_bytes)
         named.append(CachedText(text.tokens, text.position, text.parent, pairs(text.seen), *names))
 
 
 def chain_of(texts: AbstractSequence[CachedText], index: int) -> list[int]:
-    """What a text sees besides itself: the texts above it, the first one first."""
+    """Return the indices of the texts that a text sees besides itself, the topmost first."""
     chain: list[int] = []
     parent = texts[index].parent
     while parent >= 0:
@@ -64,10 +64,10 @@ def chain_of(texts: AbstractSequence[CachedText], index: int) -> list[int]:
     return chain[::-1]
 
 
-def prompt_of(tree: RadixCache, salt: bytes, layout: PromptLayout, moves: RelocationRule) -> ModulePrompt:
-    """What the engine has to know of a request's layout."""
+def prompt_of(tree: RadixCache, salt: bytes, layout: PromptLayout, rule: RelocationRule) -> ModulePrompt:
+    """Return a request's layout in the form that the engine uses, with the names of its texts."""
     texts: list[CachedText] = []
-    name_texts(tree, salt, layout.texts, moves, texts)
+    name_texts(tree, salt, layout.texts, rule, texts)
     shown = sorted((i for i, text in enumerate(texts) if text.seen), key=lambda i: texts[i].position)
     runs = pairs(layout.runs)
     seen = [(texts[i].content, texts[i].position, texts[i].seen) for i in shown]
@@ -79,7 +79,7 @@ def prompt_of(tree: RadixCache, salt: bytes, layout: PromptLayout, moves: Reloca
 
 
 def encoding_of(texts: list[CachedText], index: int, chunk_size: int) -> ModulePrompt:
-    """The layout in which a text is computed: it sees all of the texts above it."""
+    """Return the layout in which a text is encoded: it sees all of the texts above it."""
     shown = chain_of(texts, index)
     text = texts[index]
     ranges: list[Ranges] = [((0, texts[i].token_count),) for i in shown]
@@ -89,10 +89,11 @@ def encoding_of(texts: list[CachedText], index: int, chunk_size: int) -> ModuleP
 
 
 def lay_out(group: SequenceGroup, prompt: ModulePrompt, max_context: int) -> None:
-    """Give a new group of one sequence its table and its limit: both count in the table from now on.
+    """Set the block table and the limit of a new group of one sequence; both count tokens of the table from now
+    on.
 
     Args:
-        max_context: positions that there are.
+        max_context: positions that the model has.
     """
     own = group.members[0].tokens.view()
     table = prompt.table_tokens(own)
@@ -106,18 +107,18 @@ def lay_out(group: SequenceGroup, prompt: ModulePrompt, max_context: int) -> Non
 
 
 class FoundText(NamedTuple):
-    """What the forest has of a text."""
+    """What the radix tree has of a text."""
 
     nodes: list[Node]
-    """Its chunks, all of them, wherever they are; empty if some are missing."""
+    """All of its chunks, in whichever tier; empty if a chunk is missing."""
     pending: Node | None
-    """The first chunk that is being computed now."""
+    """The first chunk that is being computed now, if any."""
     base: int
     """The position at which its first token was computed."""
 
 
 def find_text(tree: RadixCache, text: CachedText, stop: int, step: int) -> FoundText:
-    """Look for the first `stop` tokens of a text, for use in step `step`."""
+    """Return the chunks of the first `stop` tokens of a text that step `step` can use."""
     root = tree.find_text_root(text.place)
     if root is None:
         return FoundText([], None, text.position)
@@ -136,21 +137,24 @@ def find_text(tree: RadixCache, text: CachedText, stop: int, step: int) -> Found
 
 
 def _child(tree: RadixCache, node: Node, key: bytes) -> Node | None:
-    """The chunk of a text's next tokens: for its last ones, any chunk that begins with them."""
+    """Return the chunk of a text's next tokens; for the text's end, any chunk that begins with these tokens."""
     child = node.children.get(key)
     if child is None and len(key) < tree.chunk_bytes:
         child = tree.covered_by_sibling(node, key)
     return child
 
 
-def place_modules(tree: RadixCache, sequence: Sequence, stop: int, step: int) -> PrefixMatch | None:
-    """Find the texts that a sequence sees, and what there is of its first `stop` own tokens (counted in its
-    table).
+def match_modules(
+    tree: RadixCache, sequence: Sequence, prompt: ModulePrompt, stop: int, step: int
+) -> PrefixMatch | None:
+    """Return the chunks of the texts that a sequence sees, and what is cached of its own tokens.
 
-    None: a text is missing, or a part of one.
+    Args:
+        stop: how many of its tokens to look for, counted in its block table.
+
+    Returns:
+        None if a text, or a part of one, is missing.
     """
-    prompt = sequence.group.modules
-    assert prompt is not None
     path: list[Node] = []
     pins: list[Node] = []
     extents: list[Extent] = []
@@ -185,9 +189,10 @@ def _root_of(node: Node) -> Node:
 
 
 def _own_extents(prompt: ModulePrompt, entries: int, base: int, chunk_size: int) -> list[Extent]:
-    """
+    """Return the positions of a request's own tokens.
+
     Args:
-        base: the position at which its first own token is computed.
+        base: the position at which the first own token is computed.
     """
     shift = prompt.runs[0][0] - base
     extents, index = [], 0
@@ -199,22 +204,6 @@ def _own_extents(prompt: ModulePrompt, entries: int, base: int, chunk_size: int)
     return extents
 
 
-def blocks_of_prompt(prompt: ModulePrompt, own_tokens: int, chunk_size: int) -> int:
-    """Table entries with so many own tokens."""
-    return prompt.entries + blocks_for(own_tokens, chunk_size)
-
-
-def widest_encoding(texts: list[CachedText], chunk_size: int) -> tuple[int, int]:
-    """The most blocks that encoding one of these texts takes, and the index of that text (0, -1 without texts)."""
-    above: list[int] = []
-    worst = (0, -1)
-    for index, text in enumerate(texts):
-        blocks = blocks_for(text.token_count, chunk_size) + (above[text.parent] if text.parent >= 0 else 0)
-        above.append(blocks)
-        worst = max(worst, (blocks, index))
-    return worst
-
-
 def seen_tokens(prompt: ModulePrompt, table: Int32Array) -> Int32Array:
-    """What a sequence sees of its table's tokens, its own included."""
+    """Return those tokens of a sequence's table that it sees, its own included."""
     return np.concatenate([table[prompt.seen_indices], table[prompt.entries * prompt.chunk_size :]])

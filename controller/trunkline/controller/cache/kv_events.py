@@ -6,9 +6,9 @@
                              announced: name → tiers ──snapshot───┘
 
 Nobody who moves a chunk decides what is told: it only notes that the chunk *may* be elsewhere now
-(`trunkline.kvstore.chunks.ChangeLog`). Once per turn the tiers of those chunks are compared with what was told last
-(`Node.told`), and the differences are the next batch. So nothing is told twice, and nothing is told that was over
-before the turn ended.
+(`trunkline.kvstore.chunks.ChangeLog`). Once per turn the tiers of those chunks are compared with what was told
+last (`Node.told`), and the differences are the next batch. So nothing is told twice, and nothing is told that was
+over before the turn ended.
 
 Told are full chunks, under their names, and all chunks of texts (`trunkline.kvstore.names`). A chunk that is being
 computed counts as on the device: a second request with it would wait for it. Two chunks may have one name, one of

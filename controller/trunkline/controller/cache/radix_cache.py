@@ -373,4 +373,4 @@ class RadixCache(RadixTree):
         return freed
 
 
-__all__ = ["PENDING", "RadixCache", "TierCopyPlan", "Node"]
+__all__ = ["PENDING", "Node", "RadixCache", "TierCopyPlan"]

@@ -328,7 +328,7 @@ class RadixTree:
                 best, best_rank = child, rank
         return best, best_rank[0]
 
-    def likest(self, node: Node, rest: bytes, step: int) -> tuple[Node | None, int]:
+    def most_similar_child(self, node: Node, rest: bytes, step: int) -> tuple[Node | None, int]:
         """As `best_partial`, but of all children, wherever they are."""
         best, best_agreed = None, 0
         for child in self._neighbours(node, rest):

@@ -68,7 +68,7 @@ def _reason(kv: KVCacheManager, fetching: Fetching, sequence: Sequence) -> MissR
         return MissReason.SLOW
     above = sequence.path[index - 1] if index > sequence.stem.base else sequence.stem.root
     key = sequence.tokens.to_bytes(index * size, min((index + 1) * size, sequence.tokens.count))
-    if tree.likest(above, key, 1 << 62)[1] > sequence.resident - index * size:
+    if tree.most_similar_child(above, key, 1 << 62)[1] > sequence.resident - index * size:
         return MissReason.SLOW  # a part of a chunk that is far away is not waited for
     departed = tree.departed(chunk_name(above.name, sequence.stem.marker + key))
     if departed is not None:

@@ -1,7 +1,7 @@
 """Groups of several sequences: how samples and beams come out of one prompt, and how beams move.
 
-`fork` (here), `append` (`Scheduler._append_block`) and `free` (`KVCacheManager.leave`) are all that parallel sampling,
-beam search and prefix sharing need of memory (PagedAttention §4.4, §5.2):
+`fork` (here), `append` (`Scheduler._append_block`) and `free` (`KVCacheManager.leave`) are all that parallel
+sampling, beam search and prefix sharing need of memory (PagedAttention §4.4, §5.2):
 
       prompt   [c0][c1][tail]          fork: c0, c1 shared; each child owns a tail, copied before it is written
                  └──┴──[tail'] …       beams: after each step new tables out of old ones, blocks counted

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from trunkline.controller.allocation.cutting import settle
+from trunkline.controller.allocation.cuts import keep_or_compact
 from trunkline.controller.allocation.kv_manager import Admission, KVCacheManager
 from trunkline.controller.cache.block_pool import BlockPool
 from trunkline.controller.cache.radix_cache import RadixCache
@@ -399,7 +399,7 @@ class Scheduler:
             if group.request.beam is not None:
                 self.forks.place_beams(group)
             if self.config.prefix_cache:
-                settle(tree, sequence, draft.step)
+                keep_or_compact(tree, sequence, draft.step)
         loads = len(draft.loads)
         outcome = self.kv.admit(
             sequence,

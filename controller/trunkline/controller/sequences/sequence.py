@@ -113,7 +113,7 @@ class TokenBuffer:
 
 
 class Stem(NamedTuple):
-    """From where a sequence's chunks hang: one tree, or, behind cuts (`trunkline.controller.allocation.cutting`)
+    """From where a sequence's chunks hang: one tree, or, behind cuts (`trunkline.controller.allocation.cuts`)
     and with modules (`trunkline.controller.allocation.modules`), several."""
 
     root: Node
@@ -283,6 +283,8 @@ class Sequence:
     """One stream of tokens. State is changed by the scheduler and the engine only."""
 
     __slots__ = (
+        "batch_seq_id",
+        "beam_position",
         "claim",
         "computed",
         "group",
@@ -292,9 +294,7 @@ class Sequence:
         "resident",
         "sample",
         "sampling",
-        "beam_position",
         "slot",
-        "batch_seq_id",
         "stem",
         "tails",
         "tokens",

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Final, NamedTuple
 
-from trunkline.controller.allocation.prefix_match import expect
+from trunkline.controller.allocation.prefix_match import expected_chunks
 from trunkline.controller.cache.radix_cache import RadixCache
 from trunkline.controller.cache.radix_tree import Node
 from trunkline.controller.messages import Probed
@@ -74,13 +74,13 @@ class Prefetcher:
 
     def known_tokens(self, group: SequenceGroup, step: int) -> int:
         """Of a group's own tokens, those whose chunks are in some tier."""
-        path, _ = expect(self._tree, group.members[0], step)
+        path, _ = expected_chunks(self._tree, group.members[0], step)
         return _tokens(path[_entries(group) :])
 
     def came(self, group: SequenceGroup, step: int, now: float) -> int:
         """A request waits from now on; returns its `known_tokens`."""
         sequence = group.members[0]
-        path, head = expect(self._tree, sequence, step)
+        path, head = expected_chunks(self._tree, sequence, step)
         self._fetching.expect(group, path + head)
         plain = group.cut is None and group.modules is None
         if self._tree.tiers.config.remote and (plain or group.encodes) and self._may_probe(now):
@@ -143,7 +143,7 @@ class Prefetcher:
             self._learn(probing, answer.present, now)
         if waits:
             self._fetching.probed(probing.group)
-            path, head = expect(self._tree, probing.group.members[0], step)
+            path, head = expected_chunks(self._tree, probing.group.members[0], step)
             self._fetching.expect(probing.group, path + head)
 
     def _learn(self, probing: _Probing, present: int, now: float) -> None:
@@ -171,7 +171,7 @@ class Prefetcher:
         Returns:
             tokens of it that are known, and those of them that are not near yet.
         """
-        path, head = expect(self._tree, group.members[0], step)
+        path, head = expected_chunks(self._tree, group.members[0], step)
         if path:
             job, self._next_job = self._next_job, self._next_job - 1
             # Behind all that wait already, in the order of their coming.

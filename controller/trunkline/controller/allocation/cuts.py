@@ -1,16 +1,16 @@
-"""Finding the KV that a sequence keeps behind a cut (CachedAttention §3.4, design.md "Names after a cut").
+"""Find the KV of a prompt from which parts were cut off (CachedAttention §3.4, design.md "Names after a cut").
 
-What is left of a history after a cut hangs from a root of its own, named by the history and by what of it is
-dropped. The first request that is cut so *grafts* it there: the first kept chunk moves, with all that is below
-it, from the tree in which it was computed to that root. Nothing is computed, copied or turned; what was cut off
-stays behind, and as nothing hangs from it any more it is the first to go.
+What is left of a history behind a cut has its own root, named after the history and after the dropped ranges. The
+first request with that cut *grafts* the chunks there: the first kept chunk moves, with everything below it, from
+the tree in which it was computed to the new root. Nothing is computed, copied or rotated. The part that was cut
+off stays behind; as nothing hangs from it any more, it is evicted first.
 
       before  root─[0]─[1]─[2]─[3]─[4]               a session
       after   root─[0]─[1]        cut─[2]─[3]─[4]─…  chunks 0 (kept head) and 2… are in its table, chunk 1 is idle
 
-Where that is not possible, because somebody else holds these chunks now or because they have gone, the prompt is
-computed again, as a plain one of what is left (`SequenceGroup.compact`): token truncation, as engines without
-decoupled positions do it.
+Where that is not possible, because another request holds these chunks or because they were evicted, the prompt is
+computed again as a plain prompt of what is left (`SequenceGroup.compact`). That is token truncation, as engines
+without decoupled positions do it.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from trunkline.kvstore.names import ChunkName
 
 
 def cut_group(group: SequenceGroup, tree: RadixCache, config: EngineConfig) -> None:
-    """Give a new group of one sequence the table and the limit that follow from what it drops.
+    """Set the block table and the limit of a new group of one sequence that drops parts of its prompt.
 
-    Where KV cannot be kept behind a cut, it is a plain prompt of what is left from the start.
+    Where KV cannot be kept behind a cut, the group becomes a plain prompt of what is left at once.
     """
     history = group.members[0].tokens.view()
     cut = ContextCut(group.request.drops, config.chunk_size)
@@ -47,28 +47,28 @@ def cut_group(group: SequenceGroup, tree: RadixCache, config: EngineConfig) -> N
     blocks, shared = blocks_for(group.limit, config.chunk_size), group.prompt_len // config.chunk_size
     needed = shared + group.request.width * (blocks - shared)
     fits = blocks <= config.max_table_blocks and needed <= config.num_blocks
-    # What is seen before the last cut may be in a tail, which only one of several samples that come back finds.
+    # What is seen before the last cut may be in a tail, which only one of several resumed samples would find.
     in_tail = group.request.width > 1 and cut.closed_end > cut.table_start * config.chunk_size
     if not (config.positions_shift and config.prefix_cache and fits) or in_tail:
         group.compact()
 
 
-def settle(tree: RadixCache, sequence: Sequence, step: int) -> None:
-    """Decide before an admission whether a group with a cut goes on with the KV it kept, or as a plain prompt of
-    which the tree may have more (because it was computed so before)."""
+def keep_or_compact(tree: RadixCache, sequence: Sequence, step: int) -> None:
+    """Decide before an admission how a group with a cut goes on: with the KV kept behind the cut, or as a plain
+    prompt of what is left, if the tree has more of that (because it was computed so before)."""
     group = sequence.group
     if group.cut is None:
         return
-    place = behind_cut(tree, sequence, sequence.tokens.count, step)
-    if place is not None and place.match.pending is not None:
+    found = match_behind_cut(tree, sequence, group.cut, sequence.tokens.count, step)
+    if found is not None and found.match.pending is not None:
         return
-    kept = _tokens(tree, place.match) - group.holes if place is not None else 0
+    kept = _tokens(tree, found.match) - group.holes if found is not None else 0
     plain = group.cut.cut.seen(sequence.tokens.view()).astype("<i4", copy=False).tobytes()
     root = tree.find_root(sequence.salt)
     again = _tokens(tree, tree.match(root, plain, step)) if root is not None else 0
     if kept <= again:
-        if place is not None:
-            tree.prune_root(place.stem.root)
+        if found is not None:
+            tree.prune_root(found.stem.root)
         group.compact()
 
 
@@ -76,15 +76,14 @@ def _tokens(tree: RadixCache, match: Match) -> int:
     return len(match.path) * tree.chunk_size + match.partial_tokens
 
 
-def behind_cut(tree: RadixCache, sequence: Sequence, stop: int, step: int) -> PrefixMatch | None:
-    """Where the first `stop` tokens of a sequence are.
+def match_behind_cut(
+    tree: RadixCache, sequence: Sequence, group_cut: CutPrompt, stop: int, step: int
+) -> PrefixMatch | None:
+    """Return the chunks of the first `stop` tokens of a sequence whose prompt has cuts.
 
-    None: something before the last segment is missing.
+    Returns:
+        None if a chunk before the last piece is missing.
     """
-    group_cut = sequence.group.cut
-    if group_cut is None:
-        root = tree.root(sequence.salt)
-        return PrefixMatch(Stem(root), tree.match(root, sequence.tokens.to_bytes(0, stop), step))
     cut, size = group_cut.cut, tree.chunk_bytes
     path: list[Node] = []
     pins: list[Node] = []
@@ -127,9 +126,9 @@ def _segment_root(tree: RadixCache, sequence: Sequence, cut: CutPrompt, segment:
 
 
 def _source(tree: RadixCache, sequence: Sequence, cut: CutPrompt, segment: ChunkRun, step: int) -> Node | None:
-    """The chunk of the history that is to move: behind the latest earlier cut that has it, or in the plain tree.
+    """Return the chunk of the history that is to move: from behind the latest earlier cut, or from the plain tree.
 
-    What was computed while less could be seen than now is none.
+    KV that was computed while less could be seen than now is of no use.
     """
     chunk, drops = segment.start, cut.cut.drops[: segment.drops]
     for start in range(chunk, -1, -1):
@@ -145,12 +144,12 @@ def _source(tree: RadixCache, sequence: Sequence, cut: CutPrompt, segment: Chunk
 
 
 def _within(before: list[tuple[int, int]], drops: tuple[tuple[int, int], ...]) -> bool:
-    """Whether all that was dropped before is dropped now."""
+    """Return whether everything that was dropped before is dropped now."""
     return all(any(a <= start and stop <= b for a, b in drops) for start, stop in before)
 
 
 def _walk(tree: RadixCache, root: Node, history: bytes, start: int, chunk: int, step: int) -> Node | None:
-    """The node of `chunk` that is reached from `root`, which stands before chunk `start`."""
+    """Return the node of chunk `chunk`, going down from `root`, which stands before chunk `start`."""
     node, size = root, tree.chunk_bytes
     for index in range(start, chunk + 1):
         child = node.children.get(history[index * size : (index + 1) * size])
