@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -10,7 +11,9 @@ from importlib.metadata import version
 import pytest
 from typer.testing import CliRunner, Result
 
-from trunkline.deploy.cli.app import app
+from trunkline.deploy.cli.app import ORDER, app
+from trunkline.deploy.cli.commands import HINTS
+from trunkline.deploy.config.options import NODE_OPTIONS, SERVE_OPTIONS
 
 
 def trunkline(*arguments: str, stdin: str = "", columns: int = 120) -> Result:
@@ -25,7 +28,9 @@ def test_version(word: str) -> None:
 
 
 def test_help_lists_commands_and_options_with_examples() -> None:
-    assert all(word in trunkline("--help").stdout for word in ("serve", "chat", "drain", "Examples"))
+    text = trunkline("--help", columns=80).stdout
+    assert re.findall(r"(?m)^│ ([a-z]+)  ", text) == [*ORDER, "version"], "in the order in which they are needed"
+    assert "Examples" in text
     text = trunkline("serve", "--help").stdout
     options = "groups tp dtype device host port chunk-size kv-memory max-context max-batch token-budget"
     options += " max-waiting served-model-name kernels no-prefix-cache drain-seconds threads log-level"
@@ -36,6 +41,14 @@ def test_help_lists_commands_and_options_with_examples() -> None:
     assert "Examples" in text
     assert "--no-wait" in trunkline("restart", "--help").stdout
     assert "/reset" in trunkline("chat", "--help").stdout
+
+
+def test_hints_name_options_that_exist_for_options_that_do_not() -> None:
+    options = [option for option in (*SERVE_OPTIONS, *NODE_OPTIONS) if not option.is_argument]
+    known = {flag for option in options for flag in option.flag.split("/")}
+    assert not known & set(HINTS)
+    named = {word for hint in HINTS.values() for word in re.findall(r"--[a-z-]+", hint)}
+    assert named <= known
 
 
 @pytest.mark.parametrize(
@@ -51,6 +64,10 @@ def test_help_lists_commands_and_options_with_examples() -> None:
         (["serve", "--routers", "0"], "--routers is 0; allowed are 1 to 64"),
         (["serve", "--resume-seconds", "-1"], "--resume-seconds is -1"),
         (["serve", "--no-such-option"], "No such option"),
+        (["serve", "--max-model-len=4096"], "No such option: --max-model-len. Did you mean --max-context?"),
+        (["serve", "demo", "-tp", "2"], "No such option: -tp. Did you mean --tp?"),
+        (["router", "--model", "demo"], "Give the model as the first argument"),
+        (["group", "--enable-prefix-caching"], "are always cached, unless --no-prefix-cache"),
     ],
 )
 def test_errors_are_one_line_and_code_2(arguments: list[str], message: str) -> None:

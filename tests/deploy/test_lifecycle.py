@@ -350,9 +350,9 @@ def check_a_life(seed: int) -> None:
             now = min(now + rng.random(), max(now, life.deadline))
             actions = life.tick(now)
         for action in actions:
-            is_heard = isinstance(action, Send) and action.name in life.alive
-            if is_heard and (action.number == KILL or action.name not in stubborn):
-                dying[action.name] = -action.number
+            match action:
+                case Send(name, number) if name in life.alive and (number == KILL or name not in stubborn):
+                    dying[name] = -number
         if began is None and life.phase not in (Phase.STARTING, Phase.SERVING):
             began = now
         if life.phase is Phase.STOPPED:

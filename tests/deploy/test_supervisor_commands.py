@@ -106,12 +106,15 @@ def test_what_is_killed_is_started_again(tmp_path: Path) -> None:
 
     def script(run: Run) -> None:
         for victim in victims:
-            old = run.rows()[victim]["pid"]
-            os.kill(old, signal.SIGKILL)
-            wait_for(lambda victim=victim, old=old: run.rows()[victim]["pid"] not in (None, old))
-            row = run.rows()[victim]
-            assert row["restarts"] == 1
-            assert psutil.pid_exists(row["pid"])
+            kill(run, victim)
+
+    def kill(run: Run, victim: str) -> None:
+        old = run.rows()[victim]["pid"]
+        os.kill(old, signal.SIGKILL)
+        wait_for(lambda: run.rows()[victim]["pid"] not in (None, old))
+        row = run.rows()[victim]
+        assert row["restarts"] == 1
+        assert psutil.pid_exists(row["pid"])
 
     run = Run(tmp_path, script)
     run.go()

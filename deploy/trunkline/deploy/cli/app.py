@@ -1,11 +1,12 @@
-"""The `trunkline` command. Light on purpose: what needs the network stack or torch runs in child processes."""
+"""The `trunkline` command. It imports little: the network stack and torch are for the processes that it starts."""
 
 from __future__ import annotations
 
 from importlib.metadata import version as package_version
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
+from typer.core import TyperGroup
 
 from trunkline.deploy.cli import chat as chat_client
 from trunkline.deploy.cli import (
@@ -19,25 +20,46 @@ from trunkline.deploy.cli import (
     sizing_cli,
     top_cli,
 )
-from trunkline.deploy.config.options import SERVE_OPTIONS, command
+from trunkline.deploy.cli.commands import HintingCommand, command
+from trunkline.deploy.config.listening import DEFAULT_URL
+from trunkline.deploy.config.options import SERVE_OPTIONS
 from trunkline.deploy.config.settings import ServeSettings
 from trunkline.deploy.reporting import run
 from trunkline.deploy.supervisor.serve import serve as run_cluster
 
+START: Final = "To begin with"
+RUNNING: Final = "A cluster that runs on this machine"
+FILES: Final = "Keys, sizes, prompt schemas"
+HOSTS: Final = "A cluster on several hosts"
+ORDER: Final = """serve chat ui
+    status top doctor restart drain undrain flush
+    key size schema
+    launch group workers router""".split()
+"""Commands in the order in which a newcomer needs them."""
+
+
+class OrderedGroup(TyperGroup):
+    """The commands of `trunkline --help`, in their order."""
+
+    def list_commands(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]
+        """Return the names in `ORDER`, then the others."""
+        return sorted(super().list_commands(ctx), key=lambda name: (name not in ORDER, (*ORDER, name).index(name)))
+
+
 app = typer.Typer(
     name="trunkline",
+    cls=OrderedGroup,
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.add_typer(schema_cli.app, name="schema", rich_help_panel="Commands")
-app.add_typer(keys_cli.app, name="key", rich_help_panel="Commands")
-app.add_typer(launch_cli.app, name="launch", rich_help_panel="Commands")
-app.command("size", rich_help_panel="Commands")(sizing_cli.command)
-app.command("top", rich_help_panel="Commands")(top_cli.command)
-app.command("doctor", rich_help_panel="Commands")(doctor_cli.command)
+app.add_typer(keys_cli.app, name="key", rich_help_panel=FILES)
+app.add_typer(schema_cli.app, name="schema", rich_help_panel=FILES)
+app.add_typer(launch_cli.app, name="launch", rich_help_panel=HOSTS)
+app.command("size", rich_help_panel=FILES)(sizing_cli.command)
+app.command("top", rich_help_panel=RUNNING)(top_cli.command)
+app.command("doctor", rich_help_panel=RUNNING)(doctor_cli.command)
 
 
 def _print_version(wanted: bool) -> None:
@@ -53,57 +75,60 @@ def root(
         typer.Option("--version", help="Print the installed version.", callback=_print_version, is_eager=True),
     ] = False,
 ) -> None:
-    """A distributed LLM serving cluster that never computes, stores or moves the same KV twice.
+    """Serve large language models; never compute, store or move the same KV twice.
 
     [bold]Examples[/]
 
-    trunkline serve  [dim]# the embedded demo model[/]
+    trunkline serve [dim]# the demo model, on this machine[/]
 
-    trunkline serve ./my-llama --tp 4  [dim]# a folder, over four workers[/]
+    trunkline serve ./my-llama --tp 4 [dim]# a folder, split over four workers[/]
 
-    trunkline serve OWNER/NAME --groups 2  [dim]# a hub model, twice[/]
-
-    trunkline chat  [dim]# talk to a running server[/]
-
-    trunkline restart  [dim]# a running cluster, without losing a request[/]
-
-    trunkline schema lint trip.pml  [dim]# prompts made of cached modules[/]
+    trunkline chat [dim]# talk to the served model[/]
     """
 
 
-@app.command(rich_help_panel="Commands")
-@command(ServeSettings, SERVE_OPTIONS)
+@app.command(rich_help_panel=START, cls=HintingCommand)
+@command(SERVE_OPTIONS)
 def serve(given: dict[str, Any]) -> None:
-    """Serve a model over an OpenAI-compatible API: starts and supervises router, controllers and workers.
+    """Serve a model over an OpenAI-compatible HTTP API.
 
-    Ctrl-C or SIGTERM stops it: running requests finish (see --drain-seconds), new ones get 503; a second
-    Ctrl-C stops at once. A process that dies is started again; its streams go on. Exit code: 0 after a stop that
-    was asked for, 1 if the cluster failed, 2 if what was asked for is impossible (nothing was started then).
+    Starts a router, and a controller with workers for each copy of the model. A
+    process that dies is started again, and its requests go on. Ctrl-C or
+    SIGTERM stops the cluster: running requests finish within --drain-seconds,
+    new ones get HTTP 503; a second Ctrl-C stops at once.
+
+    Exit code: 0 after such a stop, 1 if the cluster failed, 2 if it cannot work
+    as asked (nothing was started).
 
     [bold]Examples[/]
 
-    trunkline serve
+    trunkline serve [dim]# the demo model[/]
 
     trunkline serve ./my-llama --tp 4 --dtype bfloat16 --kv-memory 4GiB
 
-    trunkline serve --groups 2 --tp 1 --port 9000 --served-model-name mine
+    trunkline serve OWNER/NAME --groups 2 --tp 1 --port 9000
     """
     raise typer.Exit(run(lambda: run_cluster(ServeSettings(**given))))
 
 
-@app.command(rich_help_panel="Commands")
+@app.command(rich_help_panel=START)
 def chat(
-    url: Annotated[str, typer.Option(help="Where the server is.")] = chat_client.DEFAULT_URL,
-    model: Annotated[str | None, typer.Option(help="Model name. Default: the first that is served.")] = None,
+    url: Annotated[str, typer.Option(help="Address of the server.")] = DEFAULT_URL,
+    model: Annotated[
+        str | None, typer.Option(help="Name of the model. Default: the first that is served.")
+    ] = None,
     system: Annotated[str, typer.Option(help="System prompt.")] = "",
     max_tokens: Annotated[int | None, typer.Option(help="Longest answer, in tokens.")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 always takes the likeliest token.")] = None,
-    api_key_file: Annotated[str, typer.Option(metavar="FILE", help="File with a key; or TRUNKLINE_API_KEY.")] = "",
+    api_key_file: Annotated[
+        str, typer.Option(metavar="FILE", help="File with an API key. Default: TRUNKLINE_API_KEY, if set.")
+    ] = "",
 ) -> None:
     """Talk to a running server in the terminal.
 
-    Commands inside: /reset forgets the conversation, /system TEXT sets the system prompt, /quit leaves.
-    Ctrl-C stops the answer. Input may also be piped: every line is a message.
+    In the chat, /reset forgets the conversation, /system TEXT sets the system
+    prompt, /quit leaves, and Ctrl-C stops an answer. Input may also be piped:
+    every line is a message.
 
     [bold]Examples[/]
 
@@ -122,12 +147,13 @@ def chat(
     raise typer.Exit(run(lambda: chat_client.chat(options)))
 
 
-cluster_cli.add_to(app, "Commands")
-local_cli.add_to(app, "Commands")
-node_cli.add_to(app, "Parts of a cluster, on several hosts or in pods")
+app.command(rich_help_panel=START)(local_cli.ui)
+app.command(rich_help_panel=RUNNING)(local_cli.flush)
+cluster_cli.add_to(app, RUNNING)
+node_cli.add_to(app, HOSTS)
 
 
-@app.command(rich_help_panel="Commands")
+@app.command(rich_help_panel="Other")
 def version() -> None:
     """Print the installed version."""
     _print_version(True)

@@ -17,13 +17,13 @@ from typing import Any, Final
 import httpx
 from rich.console import Console
 
-from trunkline.deploy.config.credentials import client_headers
+from trunkline.deploy.config.listening import DEFAULT_URL
 from trunkline.deploy.errors import DeployError
+from trunkline.deploy.supervisor.client_keys import client_headers
 
 with contextlib.suppress(ImportError):
     import readline  # noqa: F401  (importing it gives `input` history and line editing)
 
-DEFAULT_URL: Final = "http://127.0.0.1:8000"
 _PROMPT: Final = "> "
 
 

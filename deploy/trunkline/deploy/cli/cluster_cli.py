@@ -18,9 +18,7 @@ from trunkline.deploy.supervisor.control_client import ControlError, ask
 from trunkline.deploy.supervisor.control_commands import Command, Reply
 from trunkline.deploy.supervisor.registry import Running, control_path, find_cluster
 
-_Port = Annotated[
-    int | None, typer.Option(help="Port of the cluster. Default: that of the only one that runs here.")
-]
+_Port = Annotated[int | None, typer.Option(help="Port of the cluster. Default: the only cluster that runs here.")]
 _Wait = Annotated[bool, typer.Option("--wait/--no-wait", help="Wait until it is done.")]
 _STYLES = {
     "ready": "green",
@@ -66,9 +64,11 @@ def drain(
     port: _Port = None,
     wait: _Wait = True,
 ) -> None:
-    """Stop a group without losing a request: its streams finish, or go on elsewhere.
+    """Stop a group without losing a request: its streams finish, or go on
+    elsewhere.
 
-    It stays down until `trunkline undrain`. The other groups take its requests; if there is none, they wait.
+    It stays down until `trunkline undrain`. The other groups take its requests;
+    if there is none, they wait.
 
     [bold]Examples[/]
 
@@ -103,8 +103,9 @@ def restart(
 ) -> None:
     """Restart a cluster unit by unit, without losing a request.
 
-    A group stops, starts and is ready again before the next one stops; then each router hands over to a new one.
-    The first unit that does not come back ends it: the others stay as they are. Drained groups stay down.
+    A group stops, starts and is ready again before the next one stops; then
+    each router hands over to a new one. The first unit that does not come back
+    ends it: the others stay as they are. Drained groups stay down.
 
     [bold]Examples[/]
 

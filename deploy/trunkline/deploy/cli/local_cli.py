@@ -1,4 +1,4 @@
-"""`trunkline ui` and `flush`: what a cluster's operator asks it over HTTP, with the key from its run folder."""
+"""`trunkline ui` and `flush`: requests of an operator over HTTP, with the key from the cluster's run folder."""
 
 from __future__ import annotations
 
@@ -7,34 +7,28 @@ from typing import Annotated
 import httpx
 import typer
 
-from trunkline.deploy.config.credentials import admin_key, client_key
 from trunkline.deploy.errors import DeployError, UserError
 from trunkline.deploy.reporting import run
+from trunkline.deploy.supervisor.client_keys import admin_key, client_key
 from trunkline.deploy.supervisor.registry import find_cluster
 
-_Port = Annotated[
-    int | None, typer.Option(help="Port of the cluster. Default: that of the only one that runs here.")
-]
+_Port = Annotated[int | None, typer.Option(help="Port of the cluster. Default: the only cluster that runs here.")]
 _Url = Annotated[
-    str, typer.Option(help="A server elsewhere, with the key from --api-key-file or TRUNKLINE_API_KEY.")
+    str,
+    typer.Option(help="Address of a server elsewhere; its key comes from --api-key-file or TRUNKLINE_API_KEY."),
 ]
-_KeyFile = Annotated[str, typer.Option(metavar="FILE", help="File with an admin's key.")]
+_KeyFile = Annotated[str, typer.Option(metavar="FILE", help="File with a key of role admin.")]
 
 
 class FlushError(DeployError):
-    """The server cannot be reached, or did not do it."""
-
-
-def add_to(app: typer.Typer, panel: str) -> None:
-    """Make these commands known."""
-    for command in (ui, flush):
-        app.command(rich_help_panel=panel)(command)
+    """The server cannot be reached, or refused to empty its cache."""
 
 
 def ui(port: _Port = None, url: _Url = "", api_key_file: _KeyFile = "") -> None:
     """Print the address of the dashboard, with the key that it needs.
 
-    The key stands behind a #, which browsers send to nobody. Still, who sees the address may do everything.
+    The key stands behind a #, which browsers do not send to servers. But
+    whoever has the address may do everything.
 
     [bold]Example[/]
 
@@ -45,7 +39,7 @@ def ui(port: _Port = None, url: _Url = "", api_key_file: _KeyFile = "") -> None:
 
 
 def flush(port: _Port = None, url: _Url = "", api_key_file: _KeyFile = "") -> None:
-    """Drop all cached KV that no running request holds.
+    """Empty the KV cache, but for what running requests use.
 
     [bold]Example[/]
 

@@ -11,12 +11,12 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from trunkline.deploy.cli.chat import DEFAULT_URL
 from trunkline.deploy.cli.pml_sources import Source, counting, read_source
 from trunkline.deploy.cli.schema_view import show_compiled, show_list, show_prompt, show_schema
-from trunkline.deploy.config.credentials import client_key
+from trunkline.deploy.config.listening import DEFAULT_URL
 from trunkline.deploy.errors import DeployError, UserError
 from trunkline.deploy.reporting import run
+from trunkline.deploy.supervisor.client_keys import client_key
 from trunkline.prompts import Client, PmlRequestError, TrunklineError
 from trunkline.router import pml
 

@@ -1,38 +1,33 @@
-"""Where keys come from: a cluster's own at its start, and the one that a command on this machine sends.
+"""The key that all clients of a server share, as it is given in a file or in the environment.
 
-Never from the command line, which every user of a machine can read.
+Never on the command line, which every user of a machine can read.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 from pathlib import Path
 from typing import Final
-from urllib.parse import urlsplit
 
 from trunkline.deploy.errors import UserError
-from trunkline.deploy.supervisor.registry import running_clusters
-from trunkline.router.tenancy.auth import draw_key, hash_key, is_loopback
-from trunkline.router.tenancy.tenant_file import write_private
+from trunkline.router.tenancy.auth import hash_key
 
 VARIABLE: Final = "TRUNKLINE_API_KEY"
-_ADMIN_FILE: Final = "admin.key"
 _KEY: Final = re.compile(r"[\x21-\x7e]{16,512}")
 _FILE_BYTES_MAX: Final = 4096
 
 
 def server_key(api_key_file: str) -> str:
-    """The one key that a server's clients share; "": there is none.
+    """Return the one key that a server's clients share; "" if there is none.
 
     Args:
-        api_key_file: where it is; "": in the environment, if anywhere.
+        api_key_file: The file with the key; "" to look in the environment.
 
     Raises:
-        UserError: it cannot be read, or is no key.
+        UserError: The file cannot be read, or does not hold a key.
     """
-    key, where = _given(api_key_file)
+    key, where = given_key(api_key_file)
     if key and not _KEY.fullmatch(key):  # it is not shown
         raise UserError(
             f"{where} is no key: 16 to 512 printable ASCII characters without spaces are; `trunkline key draw` "
@@ -42,73 +37,21 @@ def server_key(api_key_file: str) -> str:
 
 
 def server_key_digest(api_key_file: str) -> str:
-    """Of `server_key`, as routers are told; "": there is none.
+    """Return the digest of the shared key, as routers are told it; "" if there is none.
 
     Raises:
-        UserError: as `server_key`.
+        UserError: As `server_key`.
     """
     key = server_key(api_key_file)
     return hash_key(key) if key else ""
 
 
-def client_key(url: str, api_key_file: str = "") -> str:
-    """The key that a command sends to a server; "": none is known.
-
-    From the file, or the environment, or else from the run folder of the cluster here that serves there.
+def given_key(api_key_file: str) -> tuple[str, str]:
+    """Return the key, "" if there is none, and where it was found: in the file, or else in the environment.
 
     Raises:
-        UserError: the file cannot be read.
+        UserError: The file cannot be read, or is empty.
     """
-    key, _ = _given(api_key_file)
-    if key:
-        return key
-    with contextlib.suppress(ValueError):
-        address = urlsplit(url)
-        if is_loopback(address.hostname or ""):
-            return _local_admin_key(address.port or 80)
-    return ""
-
-
-def client_headers(url: str, api_key_file: str = "") -> dict[str, str]:
-    """What a command sends with each request to a server.
-
-    Raises:
-        UserError: as `client_key`.
-    """
-    key = client_key(url, api_key_file)
-    return {"Authorization": f"Bearer {key}"} if key else {}
-
-
-def make_admin_key(folder: Path) -> None:
-    """Draw the key of a cluster's own commands, into its run folder; it lasts as long as that."""
-    path = folder / _ADMIN_FILE
-    if not path.exists():
-        write_private(path, f"{draw_key()}\n".encode())
-
-
-def admin_key(folder: Path) -> str:
-    """The key in a run folder; "": there is none."""
-    try:
-        return (folder / _ADMIN_FILE).read_text().strip()
-    except OSError:
-        return ""
-
-
-def admin_key_digest(folder: Path) -> str:
-    """Of `admin_key`; "": there is none."""
-    key = admin_key(folder)
-    return hash_key(key) if key else ""
-
-
-def _local_admin_key(port: int) -> str:
-    for folder, running in running_clusters().items():
-        if running.port == port:
-            return admin_key(folder)
-    return ""
-
-
-def _given(api_key_file: str) -> tuple[str, str]:
-    """The key, and where it was found."""
     if not api_key_file:
         return os.environ.get(VARIABLE, "").strip(), VARIABLE
     try:

@@ -1,4 +1,4 @@
-"""The port that a cluster serves on."""
+"""Open the port that a cluster serves on, or say why that is not possible."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Final
 
 from trunkline.deploy.errors import UserError
 
+DEFAULT_URL: Final = "http://127.0.0.1:8000"
+"""Where a server is unless its options say otherwise."""
 _BACKLOG: Final = 2048
 """Connections that wait while all routers are busy, or being started again."""
 

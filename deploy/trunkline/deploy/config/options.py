@@ -1,30 +1,31 @@
-"""The options of `serve`, `group`, `workers` and `router`: one table, of which each command has the part it needs.
+"""The options of `serve`, `group`, `workers` and `router`, as one table, and which of them each command takes.
 
 To add an option: a field with its default in `ServeSettings` (or `NodeSettings`), and a line in the table, at the
-place where `--help` should show it. Its type is the field's, unless what is typed has to be parsed first.
+place where `--help` should show it. Its type is the field's, unless the typed text has to be parsed first.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
-from functools import wraps
-from typing import Annotated, Any, Final, get_type_hints
+import types
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, Final, get_type_hints
 
-import typer
-
-from trunkline.deploy.config.settings import POLICIES
+from trunkline.deploy.config.node_settings import Kind, NodeSettings
+from trunkline.deploy.config.settings import POLICIES, TOOL_CALL_PARSERS, ServeSettings
 from trunkline.deploy.config.sizes import parse_bytes
 from trunkline.deploy.config.tenant_options import parse_names, parse_tenant_limits
 from trunkline.deploy.config.tier_options import parse_disk_tier
-from trunkline.deploy.reporting import run
 
 MODEL: Final = "Model"
 CLUSTER: Final = "Cluster"
-MEMORY: Final = "Memory and batching"
-SERVER: Final = "Server"
+MEMORY: Final = "Memory for the KV cache"
+SERVER: Final = "Server and API keys"
 NODE: Final = "This part of the cluster"
+TUNING: Final = "Rarely needed: scheduling"
+OPERATION: Final = "Rarely needed: operation"
+SWITCHES: Final = "Rarely needed: switches"
 
 
 @dataclass(frozen=True)
@@ -35,35 +36,43 @@ class CliOption:
     help: str
     panel: str
     name: str = ""
-    """Of the parameter, if it is not the field's."""
+    """The parameter's name where it differs from the field's."""
     flags: tuple[str, ...] = ()
-    """As in `--on/--off`, if the name does not say it."""
+    """The flags where the name does not give them, as in `--on/--off`."""
     metavar: str | None = None
     parse: Callable[[str], Any] | None = None
-    """From the text that is typed. Raises `UserError`."""
+    """Make a value of the typed text, or raise `UserError`."""
     is_argument: bool = False
     variable: str | None = None
-    """Of the environment, that means the same: for what others should not read on a command line."""
+    """An environment variable that means the same, for a value that other users must not see on a command line."""
 
     @property
     def parameter(self) -> str:
+        """The name of the command's parameter."""
         return self.name or self.field
 
-    def annotation(self, field_type: Any) -> Any:
-        """For a command's signature."""
-        if self.is_argument:
-            return Annotated[str, typer.Argument(help=self.help, metavar=self.metavar)]
-        shown = (str | None) if self.parse is not None else field_type
-        return Annotated[
-            shown,
-            typer.Option(
-                *self.flags,
-                help=self.help,
-                metavar=self.metavar,
-                rich_help_panel=self.panel,
-                envvar=self.variable,
-            ),
-        ]
+    @property
+    def flag(self) -> str:
+        """The flag, and behind a slash the one that turns a switch off."""
+        return self.flags[0] if self.flags else f"--{self.parameter.replace('_', '-')}"
+
+    @property
+    def kind(self) -> type:
+        """The type of a typed value: `int` for a field of `int | None`, `str` for a text that is parsed."""
+        found = FIELD_TYPES[self.field]
+        if self.parse is not None:
+            return str
+        if isinstance(found, types.UnionType):
+            found = next(each for each in typing.get_args(found) if each is not type(None))
+        return found if isinstance(found, type) else str
+
+
+FIELD_TYPES: Final = {**get_type_hints(ServeSettings), **get_type_hints(NodeSettings)}
+"""The types of the settings' fields."""
+FIELD_DEFAULTS: Final = {
+    field.name: field.default for record in (ServeSettings, NodeSettings) for field in fields(record)
+}
+"""The defaults of the settings' fields."""
 
 
 def _parse_host_tier(text: str) -> int:
@@ -73,206 +82,264 @@ def _parse_host_tier(text: str) -> int:
 SERVE_OPTIONS: Final = (
     CliOption(
         "model",
-        "'demo', a local Hugging Face folder, or a hub name OWNER/NAME.",
+        "What to serve: 'demo' (it comes with Trunkline), a folder in Hugging Face format, or a hub name "
+        "OWNER/NAME.",
         MODEL,
         metavar="MODEL",
         is_argument=True,
     ),
-    CliOption("groups", "Independent copies of the model, each with a controller.", CLUSTER),
+    CliOption("served_model_name", "Name of the model in the API. Default: its folder's or hub name.", MODEL),
+    CliOption("max_context", "Longest prompt and answer together, in tokens. Default: the model's limit.", MODEL),
+    CliOption(
+        "dtype",
+        "Number format of weights and KV: float32, bfloat16, float16, or auto (the model's own on GPUs, "
+        "float32 on "
+        "CPUs).",
+        MODEL,
+    ),
+    CliOption(
+        "quantization", "int8 keeps the weights in 8 bits, to save memory; none keeps them as they are.", MODEL
+    ),
+    CliOption(
+        "tool_call_parser",
+        f"How the model writes tool calls: {', '.join(TOOL_CALL_PARSERS[1:])}, or auto (as its files say).",
+        MODEL,
+    ),
+    CliOption("groups", "Copies of the model, which share the requests. Each has workers of its own.", CLUSTER),
     CliOption(
         "tp",
-        "Tensor-parallel workers per group. Default: on GPUs as many as each group can have one for and the model "
-        "can be split over, on CPUs 2.",
+        "Workers that compute one copy together (tensor parallelism). Default on GPUs: one for each GPU that a "
+        "copy "
+        "can have, as far as the model can be split; on CPUs 2.",
         CLUSTER,
     ),
-    CliOption("routers", "Router processes that share the port.", CLUSTER),
-    CliOption("policy", f"How a group is chosen: {', '.join(POLICIES)}.", CLUSTER),
-    CliOption(
-        "restart",
-        "Start processes again that die; else the cluster stops with the first.",
-        CLUSTER,
-        flags=("--restart/--no-restart",),
-    ),
-    CliOption(
-        "resume_seconds",
-        "How long requests and streams wait for a group when there is none; 0: they fail.",
-        CLUSTER,
-    ),
-    CliOption("device", "auto (cuda where there is a GPU), cpu or cuda.", CLUSTER),
-    CliOption("threads", "CPU threads per worker. Default: the cores, shared equally.", CLUSTER),
-    CliOption("dtype", "auto (the checkpoint's), float32, bfloat16 or float16.", MODEL),
-    CliOption("max_context", "Longest prompt + answer, in tokens. Default: what the model allows.", MODEL),
-    CliOption("served_model_name", "The name that clients use for the model.", MODEL),
-    CliOption("kernels", "auto (the device's own), cpu, cuda or reference (slow).", MODEL),
-    CliOption("quantization", "none, or int8 weights (activations stay as they are).", MODEL),
-    CliOption("tool_call_parser", "How the model writes tool calls: auto, hermes, llama3_json, mistral.", MODEL),
-    CliOption("chunk_size", "Tokens per KV chunk.", MEMORY),
+    CliOption("routers", "Processes that answer HTTP requests, all on the same port.", CLUSTER),
+    CliOption("device", "Where to compute: cpu, cuda, or auto (cuda if there is a GPU).", CLUSTER),
+    CliOption("threads", "CPU threads of each worker. Default: this machine's cores, shared equally.", CLUSTER),
     CliOption(
         "kv_memory_bytes",
-        "KV memory per worker, such as 512MiB or 1GiB.",
+        "KV cache of each worker, such as 512MiB or 1GiB. Default: what is free on a GPU; 1 GiB on CPUs.",
         MEMORY,
         name="kv_memory",
         parse=lambda text: parse_bytes(text, "--kv-memory"),
     ),
     CliOption(
         "gpu_memory_fraction",
-        "Share of each GPU's memory that a worker may use, 0.9 by default. Given, groups may share GPUs as far as "
-        "the shares fit.",
+        "Part of a GPU's memory that a worker may use. Default: 0.9. If given, copies may share GPUs, as far as "
+        "their parts fit.",
         MEMORY,
     ),
     CliOption(
         "host_tier_bytes",
-        "Host memory per worker for KV that is not on the device, such as 1GiB; 0: none.",
+        "RAM of each worker for KV that the device has no room for, such as 8GiB; 0: none. Default: 4 GiB with "
+        "GPUs, as much as --kv-memory on CPUs.",
         MEMORY,
         name="host_tier",
         parse=_parse_host_tier,
     ),
     CliOption(
         "disk_tier",
-        "Disk space of all workers together for KV that survives restarts, such as /data/kv:50GiB; 0: "
-        "none. Default: a tenth of what is free, 10 GiB at most, in the user's cache folder.",
+        "Disk space of all workers together for KV that survives restarts, such as 50GiB or /data/kv:50GiB; 0: "
+        "none. Default: a tenth of the free space, at most 10 GiB, in the user's cache folder.",
         MEMORY,
-        metavar="PATH:SIZE|SIZE|0",
+        metavar="PATH:SIZE",
         parse=parse_disk_tier,
     ),
     CliOption(
         "remote_tier",
-        "Redis or Valkey server for KV that several clusters share (rediss: with TLS; unix:///PATH?db=DB: a "
-        "socket of this host).",
+        "Redis or Valkey server for KV that several clusters share: redis://HOST:PORT/DB, rediss:// with TLS, or "
+        "unix:///PATH?db=DB.",
         MEMORY,
-        metavar="redis://HOST:PORT/DB",
+        metavar="URL",
         variable="TRUNKLINE_REMOTE_TIER",
     ),
+    CliOption("host", "Address to listen on; 0.0.0.0 lets other machines connect, which needs API keys.", SERVER),
+    CliOption("port", "Port to listen on; 0: any free one.", SERVER),
     CliOption(
-        "tier_policy", "What leaves host and disk first: look-ahead (goes by the queue), lru or fifo.", MEMORY
-    ),
-    CliOption("session_ttl", "Seconds without use after which KV is forgotten; 0: no limit.", MEMORY),
-    CliOption("preemption", "How preempted requests come back: auto (what is faster), swap or recompute.", MEMORY),
-    CliOption(
-        "target_itl_ms",
-        "Time between tokens that prompts should not push streams beyond; 0: no target.",
-        MEMORY,
-    ),
-    CliOption("max_batch", "Sequences that decode in one step at most.", MEMORY),
-    CliOption("token_budget", "Tokens computed in one step at most.", MEMORY),
-    CliOption("max_waiting", "Requests that may wait per group; more get HTTP 429.", MEMORY),
-    CliOption("prefix_cache", "Reuse KV of equal prefixes.", MEMORY, flags=("--prefix-cache/--no-prefix-cache",)),
-    CliOption("host", "Address to listen on; 0.0.0.0 lets other machines connect.", SERVER),
-    CliOption("port", "Port to listen on; 0 takes any free one.", SERVER),
-    CliOption(
-        "tenants",
-        "JSON file with tenants, their keys (`trunkline key`) and limits; followed while the cluster runs.",
+        "api_key_file",
+        "File with one API key that all clients share. TRUNKLINE_API_KEY in the environment does the same.",
         SERVER,
         metavar="FILE",
     ),
     CliOption(
-        "api_key_file",
-        "File with the one key that all clients share; or TRUNKLINE_API_KEY in the environment.",
+        "tenants",
+        "JSON file of tenants, with their API keys (`trunkline key`) and limits. Changes take effect at once.",
         SERVER,
         metavar="FILE",
     ),
     CliOption(
         "allow_anonymous",
-        "Let everybody who reaches the server use it without a key.",
+        "Answer requests without an API key even where other machines can connect.",
         SERVER,
         flags=("--allow-anonymous",),
     ),
+    CliOption("drain_seconds", "Seconds for running requests to finish when the cluster stops.", SERVER),
+    CliOption("log_level", "Log lines to show: debug, info (one for each request), warning or error.", SERVER),
+    CliOption(
+        "policy",
+        f"How a copy is chosen for a request: {', '.join(POLICIES)}. prefix takes the one that has most of the "
+        f"prompt "
+        "cached.",
+        TUNING,
+    ),
+    CliOption("max_batch", "Answers that are generated at the same time, at most, by one copy.", TUNING),
+    CliOption(
+        "token_budget",
+        "Tokens computed in one step, at most. Fewer: answers flow evenly; more: long prompts are done sooner.",
+        TUNING,
+    ),
+    CliOption("max_waiting", "Requests that may wait for one copy; more of them get HTTP 429.", TUNING),
+    CliOption(
+        "target_itl_ms",
+        "Target for the time between two tokens of an answer, in milliseconds: prompts are computed in smaller "
+        "parts "
+        "to keep it. 0: no target.",
+        TUNING,
+    ),
+    CliOption(
+        "preemption",
+        "How a request goes on that had to give its memory to others: swap (its KV was moved to RAM), "
+        "recompute, or "
+        "auto (the faster one).",
+        TUNING,
+    ),
+    CliOption("chunk_size", "Tokens in a block of the KV cache.", TUNING),
+    CliOption(
+        "tier_policy",
+        "What leaves RAM and disk first when they are full: look-ahead (what waiting requests do not need), "
+        "lru or "
+        "fifo.",
+        TUNING,
+    ),
+    CliOption("session_ttl", "Seconds after which unused KV is forgotten; 0: only when there is no room.", TUNING),
+    CliOption("kernels", "Code for attention: cpu, cuda, reference (slow), or auto (the device's own).", TUNING),
+    CliOption(
+        "resume_seconds", "Seconds that requests wait while no copy of the model is up; 0: they fail.", OPERATION
+    ),
+    CliOption(
+        "tenant_limits",
+        "Limits of tenants that the file does not name, such as requests=8,priority=1. Names: requests (at once), "
+        "requests_per_minute, tokens_per_minute, priority.",
+        OPERATION,
+        metavar="NAME=N,…",
+        parse=parse_tenant_limits,
+    ),
+    CliOption(
+        "tenant_header",
+        "HTTP header in which a gateway names the tenant. Default: a tenant is known by its API key.",
+        OPERATION,
+        metavar="NAME",
+    ),
+    CliOption(
+        "idempotency_ttl",
+        "Seconds for which an answer is kept for retries with the same Idempotency-Key header; 0: none is kept.",
+        OPERATION,
+    ),
     CliOption(
         "allowed_hosts",
-        "Names under which browsers reach a server without keys, with commas between them.",
-        SERVER,
+        "Host names by which browsers may reach a server without API keys, with commas between them.",
+        OPERATION,
         name="allowed_host",
         metavar="NAME,…",
         parse=parse_names,
     ),
     CliOption(
         "cors_origins",
-        "Pages of other servers that may use this one from a browser, as https://chat.example.com.",
-        SERVER,
+        "Web pages of other servers that may use this one, such as https://chat.example.com, with commas between.",
+        OPERATION,
         name="cors_origin",
         metavar="ORIGIN,…",
         parse=parse_names,
     ),
-    CliOption(
-        "tenant_limits",
-        "Limits of other tenants: requests (at once), requests_per_minute, tokens_per_minute, priority.",
-        SERVER,
-        metavar="NAME=N,…",
-        parse=parse_tenant_limits,
-    ),
-    CliOption(
-        "tenant_header",
-        "Header in which a gateway names the tenant. Default: keys tell tenants apart.",
-        SERVER,
-        metavar="NAME",
-    ),
-    CliOption(
-        "idempotency_ttl",
-        "Seconds for which answers are kept for retries with an Idempotency-Key; 0: none are.",
-        SERVER,
-    ),
-    CliOption("drain_seconds", "How long running requests may finish after a stop or drain.", SERVER),
-    CliOption("log_level", "debug, info (a line for each request), warning or error.", SERVER),
-    CliOption("log_format", "text for people, json for a log collector; auto: text.", SERVER),
+    CliOption("log_format", "Form of log lines: text, json (for a log collector), or auto (text).", OPERATION),
     CliOption(
         "otlp_endpoint",
-        "Collector that traces are sent to, by OTLP over HTTP. Default: as OTEL_EXPORTER_OTLP_ENDPOINT says.",
-        SERVER,
+        "OpenTelemetry collector to send traces to, over HTTP. Default: as OTEL_EXPORTER_OTLP_ENDPOINT says.",
+        OPERATION,
         metavar="URL",
     ),
-    CliOption("trace_sample", "Part of requests that is traced, 0 to 1. Default: all.", SERVER),
+    CliOption("trace_sample", "Part of the requests that is traced, from 0 to 1. Default: all.", OPERATION),
+    CliOption(
+        "prefix_cache",
+        "Reuse the KV of prompts that begin alike.",
+        SWITCHES,
+        flags=("--prefix-cache/--no-prefix-cache",),
+    ),
+    CliOption(
+        "restart",
+        "Start a process again when it dies. With --no-restart the cluster stops instead.",
+        SWITCHES,
+        flags=("--restart/--no-restart",),
+    ),
 )
-"""Of `ServeSettings`."""
+"""The options for fields of `ServeSettings`, in the order of `--help`."""
+
+NODE_OPTIONS: Final = (
+    CliOption(
+        "listen",
+        "Address and first of the five ports in a row on which the group takes requests, sends KV events and, if "
+        "--ranks leaves ranks to other hosts, coordinates them.",
+        NODE,
+        metavar="HOST:PORT",
+    ),
+    CliOption("leader", "Address on which the group's rank 0 listens (its --listen).", NODE, metavar="HOST:PORT"),
+    CliOption(
+        "controllers",
+        "Addresses on which the groups listen, with ranges as in group-{0..3}.group:7400. A group may start "
+        "later.",
+        NODE,
+        metavar="HOST:PORT,…",
+    ),
+    CliOption(
+        "ranks",
+        "Ranks that run here, such as 0-1; the others join by `trunkline workers`. Default for a group: all. With "
+        "it, --tp is 2 unless given.",
+        NODE,
+        metavar="A-B",
+    ),
+    CliOption(
+        "wire_keys",
+        "File with the keys of connections between hosts; `trunkline key wire FILE` makes one.",
+        NODE,
+        metavar="FILE",
+    ),
+    CliOption(
+        "plain_tcp",
+        "Connect hosts without keys: for tests, and for networks that no other machine can reach.",
+        NODE,
+        flags=("--plain-tcp",),
+    ),
+    CliOption("health_host", "Address to listen on for --health-port.", NODE),
+    CliOption("health_port", "Port for /livez, /readyz and /startupz of this part; 0: none.", NODE),
+)
+"""The options for fields of `NodeSettings`."""
+
+_CLUSTER_ONLY: Final = frozenset({"groups", "ranks_here"})
+"""Fields that only `serve` makes use of."""
+_ROUTER_ONLY: Final = frozenset(
+    """served_model_name tool_call_parser routers policy resume_seconds host port tenants tenant_limits
+    tenant_header idempotency_ttl api_key_file allow_anonymous allowed_hosts cors_origins""".split()
+)
+_ENGINE_ONLY: Final = frozenset(
+    """tp dtype device threads kernels quantization chunk_size kv_memory_bytes gpu_memory_fraction host_tier_bytes
+    disk_tier remote_tier tier_policy session_ttl preemption target_itl_ms max_batch token_budget max_waiting
+    prefix_cache""".split()
+)
+_CONTROLLER_ONLY: Final = frozenset(
+    {"tier_policy", "preemption", "target_itl_ms", "max_batch", "token_budget", "max_waiting"}
+)
+_KEYS: Final = ("wire_keys", "plain_tcp", "health_host", "health_port")
 
 
-def command(
-    settings: type | tuple[type, ...], options: Sequence[CliOption]
-) -> Callable[[Callable[[dict[str, Any]], None]], Callable[..., None]]:
-    """Make a function a command with these options.
-
-    Args:
-        settings: the dataclass, or several, whose fields they are, with their types and defaults.
-
-    The function gets the fields' values by name, and its docstring is the command's help.
-    """
-    records = settings if isinstance(settings, tuple) else (settings,)
-    types = {name: hint for record in records for name, hint in get_type_hints(record).items()}
-    defaults = {field.name: field.default for record in records for field in fields(record)}
-
-    def make(action: Callable[[dict[str, Any]], None]) -> Callable[..., None]:
-        @wraps(action)
-        def call(**typed: Any) -> None:
-            action(run(lambda: values(options, defaults, typed)))
-
-        parameters = []
-        for option in options:
-            default = None if option.parse is not None else defaults[option.field]
-            parameters.append(
-                inspect.Parameter(
-                    option.parameter,
-                    inspect.Parameter.POSITIONAL_OR_KEYWORD,
-                    default=inspect.Parameter.empty if default is MISSING else default,
-                    annotation=option.annotation(types[option.field]),
-                )
-            )
-        # What Typer looks at: without it, it would see the parameters of `action`.
-        vars(call)["__signature__"] = inspect.Signature(parameters)
-        call.__annotations__ = {}
-        return call
-
-    return make
+def _options(without: frozenset[str], *own: str) -> tuple[CliOption, ...]:
+    chosen = tuple(option for option in SERVE_OPTIONS if option.field not in without | _CLUSTER_ONLY)
+    own_options = tuple(option for option in NODE_OPTIONS if option.field in (*own, *_KEYS))
+    return (*chosen[:1], *own_options, *chosen[1:])  # MODEL comes first
 
 
-def values(options: Sequence[CliOption], defaults: Mapping[str, Any], typed: Mapping[str, Any]) -> dict[str, Any]:
-    """Values of the settings' fields.
-
-    Raises:
-        UserError: a text cannot be parsed.
-    """
-    found = {}
-    for option in options:
-        value = typed[option.parameter]
-        if option.parse is not None:
-            value = defaults[option.field] if value is None else option.parse(value)
-        found[option.field] = value
-    return found
+OPTIONS_OF: Final = {
+    Kind.GROUP: _options(_ROUTER_ONLY, "listen", "ranks"),
+    Kind.WORKERS: _options(_ROUTER_ONLY | _CONTROLLER_ONLY, "leader", "ranks"),
+    Kind.ROUTER: _options(_ENGINE_ONLY, "controllers"),
+}
+"""The options of the commands that run a part of a cluster."""

@@ -5,19 +5,12 @@ Nothing is said twice: names, types and defaults are those of the commands.
 
 from __future__ import annotations
 
-import inspect
-import types
-import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
-from typer.models import OptionInfo
-
-from trunkline.deploy.cli import node_cli
+from trunkline.deploy.config.options import OPTIONS_OF, CliOption
 from trunkline.deploy.launch.fileformat import Scalar
-
-_COMMANDS: Final = {"group": node_cli.group, "workers": node_cli.workers, "router": node_cli.router}
 
 _FIELDS: Final = {
     "tp": "a group's tp",
@@ -92,26 +85,13 @@ def reserved(name: str) -> str:
 
 
 def command_rules() -> dict[str, dict[str, Rule]]:
-    """Of the commands as they are installed here."""
-    return {command: _rules_of(function) for command, function in _COMMANDS.items()}
+    """Return the rules of each command, as it is installed here."""
+    return {
+        kind.value: {plain(option.parameter): _rule(option) for option in options if not option.is_argument}
+        for kind, options in OPTIONS_OF.items()
+    }
 
 
-def _rules_of(function: Callable[..., None]) -> dict[str, Rule]:
-    rules = {}
-    for name, parameter in inspect.signature(function).parameters.items():
-        shown, info = typing.get_args(parameter.annotation)
-        if not isinstance(info, OptionInfo):
-            continue  # an argument: the model
-        kind = _kind(shown)
-        # In an annotation Typer takes the first flag for a default.
-        flags = [word for word in (info.default, *(info.param_decls or ())) if isinstance(word, str)]
-        flag, _, off = (flags or [f"--{plain(name)}"])[0].partition("/")
-        rules[plain(name)] = Rule(flag, off, kind is bool, str(info.envvar or ""), kind)
-    return rules
-
-
-def _kind(shown: Any) -> type:
-    """`int` of `int | None`."""
-    if isinstance(shown, types.UnionType):
-        shown = next(kind for kind in typing.get_args(shown) if kind is not type(None))
-    return shown if isinstance(shown, type) else str
+def _rule(option: CliOption) -> Rule:
+    flag, _, off = option.flag.partition("/")
+    return Rule(flag, off, option.kind is bool, option.variable or "", option.kind)

@@ -19,7 +19,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from trunkline.deploy.cli.chat import DEFAULT_URL
+from trunkline.deploy.config.listening import DEFAULT_URL
 from trunkline.deploy.supervisor.last_words import parse_log_line
 from trunkline.deploy.supervisor.lifecycle import Phase
 

@@ -9,10 +9,11 @@ from pathlib import Path
 import msgspec
 
 from trunkline.controller.config import ControllerConfig
-from trunkline.deploy.config.credentials import admin_key_digest, server_key_digest
+from trunkline.deploy.config.credentials import server_key_digest
 from trunkline.deploy.config.disk_folders import INDEX_NAME, DiskFolders
 from trunkline.deploy.config.plans import ClusterPlan, Meeting, local_endpoint
 from trunkline.deploy.config.tenant_options import keys_needed
+from trunkline.deploy.supervisor.client_keys import admin_key_digest
 from trunkline.deploy.supervisor.members import Member, Role
 from trunkline.deploy.supervisor.statuses import SOCKET_NAME as STATUS_SOCKET
 from trunkline.router.config import RouterConfig

@@ -20,7 +20,6 @@ from rich.console import Console
 
 from trunkline.controller.config import ConfigError
 from trunkline.deploy.config import models
-from trunkline.deploy.config.credentials import make_admin_key
 from trunkline.deploy.config.disk_folders import DiskFolders, disk_folders, plan_disk
 from trunkline.deploy.config.listening import free_port, open_listener
 from trunkline.deploy.config.placement import settle
@@ -28,6 +27,7 @@ from trunkline.deploy.config.plans import ClusterPlan, NodePlan
 from trunkline.deploy.config.settings import ServeSettings
 from trunkline.deploy.config.sizes import format_bytes
 from trunkline.deploy.errors import UserError
+from trunkline.deploy.supervisor.client_keys import make_admin_key
 from trunkline.deploy.supervisor.display import TerminalReporter
 from trunkline.deploy.supervisor.json_reporter import JsonReporter
 from trunkline.deploy.supervisor.member_configs import configs_of, expected_folders

@@ -10,10 +10,10 @@ from typing import Any, Final
 
 import httpx
 
-from trunkline.deploy.cli.chat import DEFAULT_URL
-from trunkline.deploy.config.credentials import client_headers
+from trunkline.deploy.config.listening import DEFAULT_URL
 from trunkline.deploy.config.node_settings import Kind
 from trunkline.deploy.errors import DeployError
+from trunkline.deploy.supervisor.client_keys import client_headers
 from trunkline.deploy.supervisor.registry import running_clusters
 
 _TIMEOUT_S: Final = 10.0

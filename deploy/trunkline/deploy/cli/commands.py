@@ -1,0 +1,120 @@
+"""How a table of options becomes a command, and what a command says to the options of other servers."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING
+from functools import wraps
+from typing import Annotated, Any, Final
+
+import typer
+from typer.core import TyperCommand
+
+from trunkline.deploy.config.options import FIELD_DEFAULTS, FIELD_TYPES, CliOption
+from trunkline.deploy.reporting import run
+
+_MODEL: Final = "Give the model as the first argument, as in `trunkline serve MODEL`."
+_ON_BY_DEFAULT: Final = "Prefixes are always cached, unless --no-prefix-cache is given."
+HINTS: Final = {
+    "--max-model-len": "Did you mean --max-context?",
+    "--context-length": "Did you mean --max-context?",
+    "--ctx-size": "Did you mean --max-context?",
+    "--tensor-parallel-size": "Did you mean --tp?",
+    "--tp-size": "Did you mean --tp?",
+    "-tp": "Did you mean --tp?",
+    "--data-parallel-size": "Did you mean --groups?",
+    "--dp-size": "Did you mean --groups?",
+    "-dp": "Did you mean --groups?",
+    "--gpu-memory-utilization": "Did you mean --gpu-memory-fraction?",
+    "--mem-fraction-static": "Did you mean --gpu-memory-fraction?",
+    "--kv-cache-memory-bytes": "Did you mean --kv-memory?",
+    "--max-num-seqs": "Did you mean --max-batch?",
+    "--max-running-requests": "Did you mean --max-batch?",
+    "--max-num-batched-tokens": "Did you mean --token-budget?",
+    "--chunked-prefill-size": "Did you mean --token-budget?",
+    "--block-size": "Did you mean --chunk-size?",
+    "--page-size": "Did you mean --chunk-size?",
+    "--swap-space": "Did you mean --host-tier?",
+    "--enable-prefix-caching": _ON_BY_DEFAULT,
+    "--no-enable-prefix-caching": "Did you mean --no-prefix-cache?",
+    "--disable-radix-cache": "Did you mean --no-prefix-cache?",
+    "--api-key": "Did you mean --api-key-file? Other users of a machine can read command lines.",
+    "--model": _MODEL,
+    "--model-path": _MODEL,
+}
+"""What to say to options of vLLM, SGLang and llama.cpp, by the option."""
+
+
+class HintingCommand(TyperCommand):
+    """A command that answers options of other servers with the name that they have here."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        """Parse the words; end with a hint if one of them is an option of another server."""
+        for word in args:
+            option = word.partition("=")[0]
+            if option in HINTS:
+                ctx.fail(f"No such option: {option}. {HINTS[option]}")
+        return super().parse_args(ctx, args)
+
+
+def command(options: Sequence[CliOption]) -> Callable[[Callable[[dict[str, Any]], None]], Callable[..., None]]:
+    """Return a decorator that makes a function a command with these options.
+
+    The function gets the values of the settings' fields by name, and its docstring is the command's help.
+    """
+
+    def make(action: Callable[[dict[str, Any]], None]) -> Callable[..., None]:
+        @wraps(action)
+        def call(**typed: Any) -> None:
+            action(run(lambda: values(options, typed)))
+
+        parameters = []
+        for option in options:
+            default = None if option.parse is not None else FIELD_DEFAULTS[option.field]
+            parameters.append(
+                inspect.Parameter(
+                    option.parameter,
+                    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+                    default=inspect.Parameter.empty if default is MISSING else default,
+                    annotation=_annotation(option),
+                )
+            )
+        # What Typer looks at: without it, it would see the parameters of `action`.
+        vars(call)["__signature__"] = inspect.Signature(parameters)
+        call.__annotations__ = {}
+        return call
+
+    return make
+
+
+def _annotation(option: CliOption) -> Any:
+    """Return what Typer needs to know of an option."""
+    if option.is_argument:
+        return Annotated[str, typer.Argument(help=option.help, metavar=option.metavar)]
+    shown = (str | None) if option.parse is not None else FIELD_TYPES[option.field]
+    return Annotated[
+        shown,
+        typer.Option(
+            *option.flags,
+            help=option.help,
+            metavar=option.metavar,
+            rich_help_panel=option.panel,
+            envvar=option.variable,
+        ),
+    ]
+
+
+def values(options: Sequence[CliOption], typed: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of the settings' fields.
+
+    Raises:
+        UserError: A text cannot be parsed.
+    """
+    found = {}
+    for option in options:
+        value = typed[option.parameter]
+        if option.parse is not None:
+            value = FIELD_DEFAULTS[option.field] if value is None else option.parse(value)
+        found[option.field] = value
+    return found
