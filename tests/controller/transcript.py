@@ -107,7 +107,7 @@ class Transcript:
         assert command == "step", f"unknown command: {command}"
         self.now += float(words[1]) if words[:1] == ["after"] else PACE_S
         ready = self.engine.step([self._event(line.split()) for line in lines[1:]], self.now)
-        said = list(shown(ready, self.now)) or ["nothing to do"]
+        said = list(shown(ready, self.now, has_rows=bool(len(self.engine.scheduler.row_set)))) or ["nothing to do"]
         return "\n".join([told, "----", *said])
 
     def _event(self, words: list[str]) -> Event:
@@ -147,7 +147,8 @@ class Transcript:
 
     def _result(self, step: int, said: dict[str, str]) -> StepResult:
         tokens = pack_int32(numbers(said["tokens"])) if "tokens" in said else b""
-        result = StepResult(step, int(said.get("epoch", self.engine.epoch)), tokens, 1000)
+        elapsed_us = int(1000 * float(said.get("ms", 1)))
+        result = StepResult(step, int(said.get("epoch", self.engine.epoch)), tokens, elapsed_us)
         if "search" in said:
             scores = np.array([float(score) for score in said["scores"].split(",")], "<f4").tobytes()
             found = BeamStep(pack_int32(numbers(said["parents"])), pack_int32(numbers(said["next"])), scores)
@@ -180,15 +181,19 @@ def request_of(number: int, said: dict[str, str]) -> Request:
     )
 
 
-def shown(ready: Ready, now: float) -> Iterator[str]:
-    """Tell what has to be done, in order."""
+def shown(ready: Ready, now: float, *, has_rows: bool) -> Iterator[str]:
+    """Tell what has to be done, in order.
+
+    Args:
+        has_rows: whether any sequence decodes.
+    """
     for message in ready.grammars:
         if isinstance(message, CompileGrammar):
             yield f"workers compile grammar {message.grammar}: {message.kind} {message.text}"
         else:
             yield f"workers forget grammar {message.grammar}"
     if ready.plan is not None:
-        yield from plan_shown(ready.plan)
+        yield from plan_shown(ready.plan, has_rows=has_rows)
     yield from (f"index: {line}" for change in ready.disk_changes for line in disk_shown(change))
     for order in ready.orders:
         yield from order_shown(order)
@@ -209,7 +214,7 @@ def rows_of(packed: bytes, columns: int) -> list[list[int]]:
     return [list(row) for row in unpack_int32(packed, columns).tolist()]
 
 
-def plan_shown(plan: StepPlan) -> Iterator[str]:
+def plan_shown(plan: StepPlan, *, has_rows: bool) -> Iterator[str]:
     """Tell a plan in the order in which workers apply it."""
     yield f"plan {plan.step}" if plan.epoch == 1 else f"plan {plan.step} of epoch {plan.epoch}"
     if plan.leaves:
@@ -228,9 +233,9 @@ def plan_shown(plan: StepPlan) -> Iterator[str]:
         stored = f", stored from {write_from} on" if write_from > start else ""
         sampled = ", then sample" if sample else ""
         yield f"  sequence {sequence}: compute tokens {ranges(range(start, start + count))}{stored}{sampled}"
-    if plan.rows is None:
-        yield "  decode the same rows"
-    else:
+    if plan.rows is None and has_rows:
+        yield "  decode the same sequences"
+    elif plan.rows is not None:
         yield f"  decode sequences {','.join(map(str, unpack_int32(plan.rows).tolist())) or 'none'}"
         for first, last, start, stop in rows_of(plan.runs or b"", 4):
             yield f"    rows {ranges(range(first, last))} share their blocks {ranges(range(start, stop))}"
