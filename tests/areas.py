@@ -52,6 +52,12 @@ AREAS: Final[dict[str, tuple[str, ...]]] = {
         "deploy/[gp]r*",
         "tests/kubernetes/*",
     ),
+    # Clusters over several hosts, long chaos, cut cables, slow disks: what is slow to test of what survives.
+    "survival": (
+        *("controller/trunkline/controller/service/*", "router/trunkline/router/streams/*", "runtime/*"),
+        *("worker/trunkline/worker/service.py", "worker/trunkline/worker/parallel/*", "deploy/trunkline/deploy/*"),
+        *("tests/cluster/*",),
+    ),
     # `trunkline launch` over ssh.
     "ssh": ("deploy/trunkline/deploy/launch/*", "tests/deploy/launch/*"),
     # The longest turn of a router's event loop over every hostile body.

@@ -13,7 +13,7 @@ from cluster.chaos import Audience, Chaos, View, flush
 from cluster.crowd import ALL_KINDS, Crowd, Script, compare, scripts
 from cluster.harness import Cluster
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.area("survival")]
 
 CONCURRENCY = 20
 HITS_MIN = 3

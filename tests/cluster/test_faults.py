@@ -148,6 +148,7 @@ def test_processes_are_frozen_for_long(tmp_path: Path) -> None:
         assert cluster.stop() == 0
 
 
+@pytest.mark.area("survival")
 def test_a_slow_disk(faulty: Faulty, shim: Shim) -> None:
     hits = shim.hits
     with shim.fault(delay_ms=150):
@@ -173,6 +174,7 @@ def test_a_full_disk_is_reported_and_used_again_when_there_is_room(faulty: Fault
     wait_for(lambda: faulty.cluster.metric("tier_writes_total", tier="disk") > writes, 20)
 
 
+@pytest.mark.area("survival")
 def test_a_clock_that_jumps(faulty: Faulty, shim: Shim) -> None:
     def jump() -> None:
         for clock_s in (DAY_S, -DAY_S):
@@ -235,6 +237,7 @@ def spread(network: Network, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         assert cluster.stop() == 0
 
 
+@pytest.mark.area("survival")
 @pytest.mark.parametrize("cable", [0, 1], ids=["router-controller", "controller-workers"])
 def test_a_cable_is_cut(spread: Faulty, network: Network, cable: int) -> None:
     def cut() -> None:
@@ -249,6 +252,7 @@ def test_a_cable_is_cut(spread: Faulty, network: Network, cable: int) -> None:
         assert spread.view.restarts() >= restarts + 2  # whom nobody could reach has made room for others
 
 
+@pytest.mark.area("survival")
 def test_nothing_of_the_network_is_left(network: Network) -> None:
     names = list(network.names)
     network.close()

@@ -22,7 +22,7 @@ from cluster.harness import Cluster, wait_for
 
 from trunkline.runtime import wire_keys
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.area("survival")]
 
 PROMPT = "def read_lines(path):\n"
 TOKENS = 160
@@ -208,7 +208,7 @@ def test_the_other_host_dies_and_comes_back(hosts: Hosts, expected: str) -> None
     wait_for(lambda: hosts.health("group")[0] == 503, 20)
     assert hosts.health("group", "livez")[0] == 200  # to restart it would help nobody
     assert hosts.health("router", "livez")[0] == 200
-    assert hosts.health("router")[0] == 503
+    wait_for(lambda: hosts.health("router")[0] == 503, 20)
     # First by somebody who has not the leader's options.
     hosts.start("workers", 1, "--ranks", "1", "--leader", f"{LEADER}:7400", "--chunk-size", "32")
     refusal = "rank 1 has another chunk_size (32) than the group (64)"

@@ -28,7 +28,7 @@ from trunkline.deploy.launch.protocol import UnitState
 
 SECONDS_MAX = 120.0
 # several starts of a cluster in one test, on a machine that may be busy
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.processes, pytest.mark.area("survival"), pytest.mark.timeout(400)]
 COMMON = {"dtype": "float32", "threads": 1, "max-context": 512, "log-level": "warning"}
 TIERS = {"kv_memory": "64MiB", "host": 0, "disk": 0}
 

@@ -115,6 +115,7 @@ def test_on_a_full_disk_nothing_that_was_answered_is_lost(tmp_path: Path) -> Non
         assert send(cluster, "POST", "/v1/chat/completions", turn).status_code == 200  # there is room again
 
 
+@pytest.mark.area("survival")
 def test_sessions_outlive_other_configurations_in_a_small_disk_tier(tmp_path: Path) -> None:
     """Their KV goes, to make room."""
     base = tmp_path / "kv"
