@@ -288,10 +288,12 @@ def test_invariant_mode_ignores_the_batch(level: str, variant: int) -> None:
 def test_a_broken_row_is_not_empty(merge: Literal["in_place", "buffer"], level: str) -> None:
     """Its first pieces are out of its window, the scores of the last are NaN."""
     spec, forest = make_spec(4, 2, 64, window=30), Forest(16, [one_row(16, 800)], no_runs(), 51)
-    pool = KvPool.wrap(pool_data(forest, spec, torch.float32, 0))
-    q, out = torch.full((1, 4, 64), float("nan")), torch.zeros(1, 4, 64)
-    CpuKernels(isa=level, threads=3, merge=merge).decode_attention(forest.decode_plan(), q, pool, 1, spec, out)
-    assert bool(out.isnan().all())
+    for dtype in DTYPES:
+        pool = KvPool.wrap(pool_data(forest, spec, dtype, 0))
+        q, out = torch.full((1, 4, 64), float("nan"), dtype=dtype), torch.zeros(1, 4, 64, dtype=dtype)
+        kernels = CpuKernels(isa=level, threads=3, merge=merge)
+        kernels.decode_attention(forest.decode_plan(), q, pool, 1, spec, out)
+        assert bool(out.isnan().all())
 
 
 @pytest.mark.skipif(not NATIVE, reason="the compiled kernels are not installed")
