@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from controller.test_soak import ENGINES, MIXES
 from simulation.driver import Simulation, Stream
+from simulation.engines import ENGINES, MIXES
 from simulation.traffic import Mix, Traffic
 
 from trunkline.controller.config import EngineConfig
@@ -181,7 +181,7 @@ def test_who_fails_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     assert traced.spans(traced.journey())["generate"].error == FinishReason.ENGINE_FAILED
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("name", ["tiny, both", "tiers", "modules, tiers"])
 def test_each_request_has_one_journey_in_any_traffic(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mix = dataclasses.replace(MIXES.get(name, Mix()), losses=0.02, crowd=20)
     traffic = Traffic(ENGINES[name], mix, seed=5, check=False)

@@ -23,6 +23,7 @@ from trunkline.controller.service.workers import WorkerGroup
 from trunkline.runtime import wire_keys
 from trunkline.runtime.wire_gate import Gate
 
+pytestmark = pytest.mark.processes
 Context = zmq.Context[zmq.Socket[bytes]]
 
 SUBSCRIBER = """
@@ -31,7 +32,6 @@ from trunkline.worker import messages
 from trunkline.runtime.wire_keys import Role
 from trunkline.runtime.wire_peer import WirePeer
 
-pytestmark = pytest.mark.processes
 socket = zmq.Context().socket(zmq.SUB)
 WirePeer(sys.argv[3], Role.WORKER).connect(socket, sys.argv[1])
 incarnation = bytes.fromhex(sys.argv[2])

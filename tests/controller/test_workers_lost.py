@@ -1,7 +1,7 @@
 """Workers that are lost and replaced: no request notices more than a pause (design.md §3 "Worker lost").
 
 What a stream says is compared with its oracle, by token, score and hypothesis; the driver asserts that nothing is
-said twice. Seeds are the tests' parameters, so a failure repeats.
+said twice.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 from controller.module_harness import ROOMY, call, jobs_of, submit, tiers_in, words
-from controller.test_soak import ENGINES, MIXES
 from controller.tier_harness import TIERED, Session, settle, simulate, tiers_of
 from msgspec.structs import replace
+from seeds import seeds
 from simulation.driver import Options, Simulation, verify
+from simulation.engines import ENGINES, MIXES
 from simulation.module_prompts import text
 from simulation.traffic import Mix, Traffic
 
@@ -42,37 +43,27 @@ KINDS: dict[str, Options] = {
 }
 
 
+@pytest.mark.parametrize("seed", seeds(1))
 @pytest.mark.parametrize("name", ENGINES)
-def test_traffic(name: str) -> None:
+def test_traffic(name: str, seed: int) -> None:
     """Requests of all kinds; workers are lost at any moment, also before the last ones are replaced."""
-    mix = dataclasses.replace(MIXES.get(name, Mix()), losses=0.03, crowd=20)
-    traffic = Traffic(ENGINES[name], mix, seed=7, check=name == "tiny, both")
-    traffic.run(90)
-    assert traffic.losses > 5
+    mix = dataclasses.replace(MIXES.get(name, Mix()), losses=0.1, crowd=20)
+    traffic = Traffic(ENGINES[name], mix, seed, check=name == "tiny, both")
+    while not traffic.losses:
+        traffic.run(40)
     streams = traffic.simulation.streams.values()
-    ended = [stream for stream in streams if stream.reason == FinishReason.ENGINE_FAILED]
-    assert all(stream.is_cut_off for stream in ended)
-    assert len(ended) < 10, "bad luck three times in a row is rare"
+    assert all(stream.is_cut_off for stream in streams if stream.reason == FinishReason.ENGINE_FAILED)
 
 
 @pytest.mark.parametrize("name", ["tiers", "little host memory, cuts", "modules, tiers"])
 def test_traffic_whose_chunks_are_found_on_disk(name: str, tmp_path: Path) -> None:
-    mix = dataclasses.replace(MIXES[name], losses=0.02, crowd=20)
+    mix = dataclasses.replace(MIXES[name], losses=0.1, crowd=20)
     traffic = Traffic(ENGINES[name], mix, seed=8, check=False)
     traffic.simulation.persistence = Persistence(str(tmp_path / "index"), b"a model", 0.0, 0.0)
-    traffic.run(100)
-    assert traffic.losses > 5
+    traffic.run(60)
+    assert traffic.losses
     assert traffic.simulation.engine.counters.tier_tokens[TierKind.DISK] > 0
     traffic.simulation.persistence.close()
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("seed", range(2, 8))
-@pytest.mark.parametrize("name", ENGINES)
-def test_much_traffic(name: str, seed: int) -> None:
-    mix = dataclasses.replace(MIXES.get(name, Mix()), losses=0.01)
-    Traffic(ENGINES[name], mix, seed, check=False).run(2000)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -81,7 +72,7 @@ def test_lost_after_every_number_of_steps(kind: str) -> None:
     undisturbed = Simulation(SMALL)
     undisturbed.submit(PROMPT, 12, **KINDS[kind])
     undisturbed.run()
-    for steps in range(18):
+    for steps in range(0 if kind in ("samples", "beams", "plain") else 1, 18, 1 if kind == "beams" else 2):
         simulation = Simulation(SMALL)
         request = simulation.submit(PROMPT, 12, **KINDS[kind])
         for _ in range(steps):
@@ -388,8 +379,9 @@ def run_with_culprits(simulation: Simulation, culprits: set[int], losses_max: in
     return losses
 
 
-@pytest.mark.parametrize("culprits", [{1}, {3}, {6}, {2, 5}, {1, 3, 4}], ids=str)
-@pytest.mark.parametrize("max_rows", [2, 8])
+@pytest.mark.parametrize(
+    ("max_rows", "culprits"), [(2, {1}), (2, {2, 5}), (8, {3}), (8, {6}), (8, {1, 3, 4})], ids=str
+)
 def test_a_request_that_kills_ends_and_takes_nobody_with_it(max_rows: int, culprits: set[int]) -> None:
     """Others run beside it each time, in the same first step, and get no token before it kills again."""
     simulation = Simulation(replace(SMALL, max_rows=max_rows, token_budget=200))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trunkline.controller.allocation.cutting import cut_group
+from trunkline.controller.allocation.cuts import cut_group
 from trunkline.controller.allocation.modules import lay_out, prompt_of
 from trunkline.controller.cache.radix_cache import RadixCache
 from trunkline.controller.config import EngineConfig
