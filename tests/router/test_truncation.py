@@ -19,7 +19,8 @@ from router.api_calls import payloads
 from router.fake_controller import FakeController, drops_of, prompt_of
 from router.harness import DEMO_MODEL
 
-from trunkline.router.api.prompting import Rendering, instruction_tokens
+from trunkline.router.api.common import Rendering
+from trunkline.router.api.prompting import instruction_tokens
 from trunkline.router.jobs.request_models import Message
 from trunkline.router.messages import Started
 from trunkline.router.text.tokenizer import Tokenizer

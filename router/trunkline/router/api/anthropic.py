@@ -22,14 +22,13 @@ from trunkline.router.api.blocks import (
     Block,
     BlockChange,
     as_chat,
-    job_of,
     named_event,
-    prompt_of,
     renamed,
     session_label,
 )
-from trunkline.router.api.common import check_length, check_model, service_of, start
-from trunkline.router.errors import unsupported
+from trunkline.router.api.common import Rendering, check_length, check_model, encode_text, service_of, start
+from trunkline.router.api.prompting import chat_job
+from trunkline.router.api.unsupported import MESSAGES
 from trunkline.router.http.body import beside_loop, read_request
 from trunkline.router.http.error_forms import anthropic_error
 from trunkline.router.http.event_stream import EventStream, while_connected
@@ -48,23 +47,6 @@ _NAMES: Final = {
     "stop": "stop_sequences",
     "response_format.json_schema": "output_config.format",
 }
-_NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
-    "thinking": ({"type": "disabled"}, {"type": "adaptive"}),
-    "mcp_servers": ([],),
-    "container": (),
-    "context_management": ({},),
-    "output_format": (),
-    "session_id": (),
-    "cache_salt": (),
-    "pml": (),
-    "prompt": (),
-    "truncation": ("disabled",),
-}
-"""Parameters that are known and not supported, with the values that ask for nothing."""
-_REASONS: Final = dict.fromkeys(
-    ("pml", "prompt"), "prompts of modules belong to /v1/chat/completions and /v1/completions; send `messages`"
-)
-
 Object = dict[str, Any]
 _Text = WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]})
 _ToolList = WithJsonSchema({"type": "array", "items": {"type": "object"}})
@@ -103,7 +85,7 @@ class OutputConfig(BaseModel):
 
 
 class MessagesRequest(CountTokensRequest):
-    """`POST /v1/messages`. What is not declared is ignored, unless `check_fields` knows it."""
+    """`POST /v1/messages`. What is not declared is ignored, unless `unsupported.py` lists it."""
 
     max_tokens: Count
     stop_sequences: Stops = []
@@ -122,25 +104,13 @@ class MessagesRequest(CountTokensRequest):
         return {"type": "json_schema", "json_schema": {"name": "answer", "schema": form.schema_}}
 
 
-def check_fields(fields: Object) -> None:
-    """Look through a request's raw fields.
-
-    Raises:
-        ApiError: 400, naming the first parameter that asks for something unsupported.
-    """
-    for name, neutral in _NEUTRAL.items():
-        value = fields.get(name)
-        if value is not None and value not in neutral:
-            raise unsupported(name, _REASONS.get(name, f"`{name}` is not supported"))
-
-
 @routes.post("/v1/messages")
 async def messages(request: Request) -> Response:
     """Answer a conversation, streamed or not."""
     service = service_of(request)
     arrived_at = asyncio.get_running_loop().time()
     service.check_admission()
-    body = await read_request(request, MessagesRequest, service.config.max_body_bytes, check_fields)
+    body = await read_request(request, MessagesRequest, service.config.max_body_bytes, MESSAGES.check)
     fields = {
         "max_completion_tokens": body.max_tokens,
         "stop": body.stop_sequences,
@@ -153,7 +123,7 @@ async def messages(request: Request) -> Response:
     }
     with renamed(_NAMES):
         chat, plan = await beside_loop(request, lambda: _translated(service, body, fields))
-        job = await job_of(service, chat, plan)
+        job = await chat_job(service, chat, plan)
         generation = await while_connected(request, start(service, job, arrived_at))
     writer = _Writer(body.model or service.config.model_name, generation, plan)
     if body.stream:
@@ -168,10 +138,12 @@ async def messages(request: Request) -> Response:
 async def count_tokens(request: Request) -> Response:
     """Tokens of the prompt that a conversation comes to."""
     service = service_of(request)
-    body = await read_request(request, CountTokensRequest, service.config.max_body_bytes, check_fields)
+    body = await read_request(request, CountTokensRequest, service.config.max_body_bytes, MESSAGES.check)
     chat, plan = await beside_loop(request, lambda: _translated(service, body, {}))
     check_length(sum(map(_characters, chat.messages)), "messages")
-    return JsonResponse({"input_tokens": len(await prompt_of(service, chat, plan, None))})
+    text = await Rendering(True, tools=plan.template_tools).text(service, chat.messages)
+    tokens = await encode_text(service.tokenizer, text, None, add_special_tokens=False, param="messages")
+    return JsonResponse({"input_tokens": len(tokens)})
 
 
 def _characters(message: Message) -> int:

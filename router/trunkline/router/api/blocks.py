@@ -15,16 +15,12 @@ import msgspec
 from pydantic_core import from_json
 from starlette.requests import Request
 
-from trunkline.router.api.common import encode_messages
-from trunkline.router.api.prompting import chat_job
 from trunkline.router.errors import ApiError, bad_value
 from trunkline.router.http.body import SESSION_HEADER, session_header, validate
-from trunkline.router.jobs.job import Job, Limits
 from trunkline.router.jobs.request_models import ChatRequest
-from trunkline.router.service import RouterService
 from trunkline.router.stores.session_store import is_stored
+from trunkline.router.streams.choices import FinishName
 from trunkline.router.streams.generation import Generation
-from trunkline.router.streams.text import FinishName
 from trunkline.router.tools.pieces import CallStart, Piece, TextPiece
 from trunkline.router.tools.plan import ToolPlan
 
@@ -199,31 +195,6 @@ def as_chat(fields: dict[str, Any]) -> ChatRequest:
         ApiError: 400 naming a chat completion's parameter.
     """
     return validate(ChatRequest, {name: value for name, value in fields.items() if value is not None})
-
-
-async def prompt_of(service: RouterService, chat: ChatRequest, plan: ToolPlan, limits: Limits | None) -> list[int]:
-    """A translated request's prompt.
-
-    Raises:
-        ApiError: 400, the template refuses it or it is too long for `limits`.
-    """
-    return await encode_messages(
-        service,
-        chat.messages,
-        limits,
-        add_generation_prompt=True,
-        extra=chat.chat_template_kwargs,
-        tools=plan.template_tools,
-    )
-
-
-async def job_of(service: RouterService, chat: ChatRequest, plan: ToolPlan) -> Job:
-    """What the engine is asked for a translated request.
-
-    Raises:
-        ApiError: 400 naming a chat completion's parameter.
-    """
-    return await chat_job(service, chat, plan)
 
 
 def named_event(name: str, content: Any) -> bytes:

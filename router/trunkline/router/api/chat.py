@@ -10,6 +10,7 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
+from trunkline.router.api import unsupported
 from trunkline.router.api.caching import cache_use, truncation_result
 from trunkline.router.api.common import (
     LOGPROBS_OFF_LOOP,
@@ -42,15 +43,14 @@ from trunkline.router.api.responses import (
     Usage,
 )
 from trunkline.router.api.turn import SessionTurn, Together, open_turn
-from trunkline.router.api.unsupported import check_supported
 from trunkline.router.errors import bad_value
 from trunkline.router.http.body import read_request
 from trunkline.router.http.event_stream import EventStream, while_connected
 from trunkline.router.http.json_response import DONE_EVENT, JsonResponse, TextEvents, encoded, event
 from trunkline.router.jobs.request_models import ChatRequest
 from trunkline.router.service import RouterService
+from trunkline.router.streams.choices import Delta, FinishName
 from trunkline.router.streams.generation import Generation
-from trunkline.router.streams.text import Delta, FinishName
 from trunkline.router.tools.pieces import CallArguments, CallStart, Piece, TextPiece, ToolParser
 from trunkline.router.tools.plan import ToolPlan, prepare_tools
 
@@ -63,9 +63,7 @@ async def chat_completions(request: Request) -> Response:
     service = service_of(request)
     arrived_at = asyncio.get_running_loop().time()
     service.check_admission()
-    body = await read_request(
-        request, ChatRequest, service.config.max_body_bytes, lambda fields: check_supported(fields, chat=True)
-    )
+    body = await read_request(request, ChatRequest, service.config.max_body_bytes, unsupported.CHAT.check)
     check_model(service, body.model)
     plan = prepare_tools(body.tools, body.tool_choice, body.parallel_tool_calls, service.tokenizer.tool_style)
     if plan.active and body.use_beam_search:

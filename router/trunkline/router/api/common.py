@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+import time
 from collections.abc import Iterable
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -19,8 +21,8 @@ from trunkline.router.jobs.request_models import ChatRequest, CompletionRequest,
 from trunkline.router.jobs.structured import owned
 from trunkline.router.request_context import created_at, draw_hex, draw_seed
 from trunkline.router.service import RouterService
+from trunkline.router.streams.choices import FinishName, TokenLogprob
 from trunkline.router.streams.generation import Generation
-from trunkline.router.streams.text import FinishName, TokenLogprob
 from trunkline.router.tenancy.identity import cache_salt
 from trunkline.router.tenancy.tenants import current_meter
 from trunkline.router.text.chat_template import ChatTemplateError
@@ -38,6 +40,8 @@ LOGPROBS_OFF_LOOP: Final = 20_000
 """An answer with more is written in a thread."""
 LOGPROBS_OF_PROMPTS_MAX: Final = 1 << 18
 """Of one request. Each takes some hundred bytes until the answer is written."""
+_TURN_S: Final = 0.005
+"""How long work may keep the event loop; threads wait as long for Python's lock."""
 
 
 class Head(msgspec.Struct, frozen=True):
@@ -67,6 +71,19 @@ class Collected(msgspec.Struct):
         known = [entry.logprobs.token_logprob for entry in self.logprobs if entry.logprobs is not None]
         mean = sum(known) / len(known) if known else -math.inf
         return mean if math.isfinite(mean) else -math.inf
+
+
+class LoopTurns:
+    """Limits how long a piece of work keeps the event loop: other tasks run in between."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+
+    async def others(self) -> None:
+        """Let other tasks run if this one has kept the loop for long; call it between small steps."""
+        if time.monotonic() - self._began >= _TURN_S:
+            await asyncio.sleep(0)
+            self._began = time.monotonic()
 
 
 def service_of(request: Request) -> RouterService:
@@ -141,64 +158,40 @@ async def encode_text(
     return await tokenizer.encode_async(text, add_special_tokens=add_special_tokens)
 
 
-async def encode_messages(
-    service: RouterService,
-    messages: list[Message],
-    limits: Limits | None,
-    *,
-    add_generation_prompt: bool,
-    extra: dict[str, Any] | None,
-    add_special_tokens: bool = False,
-    keep: int | None = None,
-    tools: list[dict[str, Any]] | None = None,
-) -> list[int]:
-    """Token ids of a conversation, in the model's chat template.
+class Rendering(NamedTuple):
+    """How a conversation is written for the model: the options of its chat template."""
 
-    Args:
-        keep: as in `encode_text`.
-        tools: as in `ToolPlan.template_tools`.
+    add_generation_prompt: bool = False
+    add_special_tokens: bool = False
+    extra: dict[str, Any] | None = None
+    """Extra variables of the template (`chat_template_kwargs`)."""
+    tools: list[dict[str, Any]] | None = None
+    """Functions to show (`ToolPlan.template_tools`)."""
 
-    Raises:
-        ApiError: 400, the template refuses the messages or they are far too long.
-    """
-    text = await render_messages(
-        service, messages, add_generation_prompt=add_generation_prompt, extra=extra, tools=tools
-    )
-    return await encode_text(
-        service.tokenizer, text, limits, add_special_tokens=add_special_tokens, param="messages", keep=keep
-    )
+    async def text(self, service: RouterService, messages: list[Message]) -> str:
+        """Return the text of a conversation, in the model's chat template.
 
+        Raises:
+            ApiError: 400, the template refuses the messages or they are too long.
+        """
 
-async def render_messages(
-    service: RouterService,
-    messages: list[Message],
-    *,
-    add_generation_prompt: bool,
-    extra: dict[str, Any] | None = None,
-    tools: list[dict[str, Any]] | None = None,
-) -> str:
-    """The text of a conversation (see `encode_messages`).
-
-    Raises:
-        ApiError: 400, the template refuses the messages.
-    """
-    tokenizer = service.tokenizer
-
-    def render() -> str:
-        turns = [message.for_template() for message in messages]
-        return tokenizer.render_chat(turns, add_generation_prompt=add_generation_prompt, extra=extra, tools=tools)
-
-    try:
-        size = sum(len(message.content) for message in messages) + 64 * len(messages)
-        if size > RENDER_CHARACTERS_MAX:
-            raise bad_value(
-                "messages",
-                f"`messages` have {size} characters; {RENDER_CHARACTERS_MAX} are allowed. Please shorten them.",
-                code="string_above_max_length",
+        def render() -> str:
+            turns = [message.for_template() for message in messages]
+            return service.tokenizer.render_chat(
+                turns, add_generation_prompt=self.add_generation_prompt, extra=self.extra, tools=self.tools
             )
-        return await service.large_requests.run(render) if size > OFF_LOOP_CHARACTERS else render()
-    except ChatTemplateError as error:
-        raise bad_value("messages", str(error)[:1000]) from None
+
+        try:
+            size = sum(len(message.content) for message in messages) + 64 * len(messages)
+            if size > RENDER_CHARACTERS_MAX:
+                raise bad_value(
+                    "messages",
+                    f"`messages` have {size} characters; at most {RENDER_CHARACTERS_MAX} are allowed.",
+                    code="string_above_max_length",
+                )
+            return await service.large_requests.run(render) if size > OFF_LOOP_CHARACTERS else render()
+        except ChatTemplateError as error:
+            raise bad_value("messages", str(error)[:1000]) from None
 
 
 async def start(service: RouterService, job: Job, arrived_at: float) -> Generation:
@@ -214,17 +207,6 @@ async def start(service: RouterService, job: Job, arrived_at: float) -> Generati
         generation.close()
         raise
     return generation
-
-
-async def collect(service: RouterService, job: Job, arrived_at: float) -> tuple[Generation, Collected]:
-    """The only choice of a job, whole. `arrived_at`: the request's loop time in seconds.
-
-    Raises:
-        ApiError: it failed; nothing of it is shown.
-    """
-    generation = await start(service, job, arrived_at)
-    [answer] = await collect_choices(generation)
-    return generation, answer
 
 
 def logprobs_of(answers: Iterable[Collected], count: int) -> int:

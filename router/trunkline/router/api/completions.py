@@ -13,11 +13,13 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
+from trunkline.router.api import unsupported
 from trunkline.router.api.caching import cache_use, truncation_result
 from trunkline.router.api.common import (
     LOGPROBS_OFF_LOOP,
     Collected,
     Head,
+    LoopTurns,
     check_model,
     check_scores,
     encode_text,
@@ -29,7 +31,6 @@ from trunkline.router.api.common import (
     service_of,
     usage_of,
 )
-from trunkline.router.api.fairness import LoopTurns
 from trunkline.router.api.logprobs import (
     both_logprobs,
     completion_logprobs,
@@ -47,7 +48,6 @@ from trunkline.router.api.responses import (
     Usage,
 )
 from trunkline.router.api.turn import SessionTurn, Together, open_turn
-from trunkline.router.api.unsupported import check_supported
 from trunkline.router.errors import ApiError, bad_value
 from trunkline.router.http.body import read_request
 from trunkline.router.http.event_stream import EventStream, while_connected
@@ -58,8 +58,8 @@ from trunkline.router.jobs.request_models import CompletionRequest
 from trunkline.router.request_context import draw_seed
 from trunkline.router.service import RouterService
 from trunkline.router.stores.session_store import is_stored
+from trunkline.router.streams.choices import Delta, FinishName
 from trunkline.router.streams.generation import Generation
-from trunkline.router.streams.text import Delta, FinishName
 from trunkline.router.text.detokenizer import make_detokenizer
 
 routes = APIRouter()
@@ -79,7 +79,7 @@ async def completions(request: Request) -> Response:
         request,
         CompletionRequest,
         service.config.max_body_bytes,
-        lambda fields: check_supported(fields, chat=False),
+        unsupported.COMPLETIONS.check,
     )
     check_model(service, body.model)
     check_choices(max(len(body.prompts), 1), decoding_of(body, service.limits.max_rows))

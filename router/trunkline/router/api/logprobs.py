@@ -17,7 +17,7 @@ from trunkline.router.api.responses import (
     TokenLogprobContent,
     TopLogprob,
 )
-from trunkline.router.streams.text import TokenLogprob
+from trunkline.router.streams.choices import TokenLogprob
 from trunkline.router.text.detokenizer import TokenVocabulary
 
 _LOWEST = -9999.0

@@ -2,37 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.json_schema import WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from trunkline.router.api.blocks import Block
-from trunkline.router.errors import ApiError, bad_value, unsupported
+from trunkline.router.errors import ApiError, bad_value
 from trunkline.router.jobs.parameters import Count, ToolChoice, Whitespace
-
-_NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
-    "previous_response_id": (),
-    "conversation": (),
-    "background": (False,),
-    "prompt": (),
-    "pml": (),
-    "session_id": (),
-    "cache_salt": (),
-    "reasoning": ({},),
-    "top_logprobs": (0,),
-    "context_management": ([],),
-}
-"""Parameters that are known and not supported, with the values that ask for nothing."""
-_REASONS: Final = {
-    "previous_response_id": "responses are not stored; send the whole conversation as `input`",
-    "conversation": "conversations are not stored; send all of it as `input`",
-    "background": "responses are not stored, so they cannot be made in the background",
-    "session_id": "stored sessions belong to /v1/chat/completions and /v1/completions",
-    "prompt": "prompts of modules belong to /v1/chat/completions and /v1/completions; send `input`",
-    "pml": "prompts of modules belong to /v1/chat/completions and /v1/completions; send `input`",
-}
 
 Object = dict[str, Any]
 
@@ -66,7 +44,7 @@ class TextOptions(BaseModel):
 
 
 class ResponsesRequest(BaseModel):
-    """`POST /v1/responses`. What is not declared is ignored, unless `check_fields` knows it."""
+    """`POST /v1/responses`. What is not declared is ignored, unless `unsupported.py` lists it."""
 
     model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
 
@@ -108,24 +86,6 @@ class ResponsesRequest(BaseModel):
                 "text.format.schema", "`text.format.schema` is required", code="missing_required_parameter"
             )
         return {"type": "json_schema", "json_schema": {"name": form.name or "answer", "schema": form.schema_}}
-
-
-def check_fields(fields: dict[str, Any]) -> None:
-    """Look through a request's raw fields.
-
-    Raises:
-        ApiError: 400, naming the first parameter that asks for something unsupported.
-    """
-    for name, neutral in _NEUTRAL.items():
-        value = fields.get(name)
-        if isinstance(value, dict):
-            value = {key: inner for key, inner in value.items() if inner is not None}
-        same = any(value == allowed and isinstance(value, type(allowed)) for allowed in neutral)
-        if value is not None and not same:
-            raise unsupported(name, _REASONS.get(name, f"`{name}` is not supported"))
-    included = fields.get("include")
-    if isinstance(included, list) and "message.output_text.logprobs" in included:
-        raise unsupported("include", "log-probabilities are not supported here; use /v1/chat/completions")
 
 
 def text_part(text: str) -> Object:

@@ -21,7 +21,6 @@ from trunkline.router.api.blocks import (
     Block,
     BlockChange,
     as_chat,
-    job_of,
     named_event,
     renamed,
     session_label,
@@ -33,12 +32,13 @@ from trunkline.router.api.openai_items import to_messages
 from trunkline.router.api.openai_response_types import (
     Object,
     ResponsesRequest,
-    check_fields,
     error_object,
     output_item,
     text_part,
     usage_object,
 )
+from trunkline.router.api.prompting import chat_job
+from trunkline.router.api.unsupported import check_responses
 from trunkline.router.errors import ApiError
 from trunkline.router.http.body import beside_loop, read_request
 from trunkline.router.http.event_stream import EventStream, while_connected
@@ -65,7 +65,7 @@ async def responses(request: Request) -> Response:
     service = service_of(request)
     arrived_at = asyncio.get_running_loop().time()
     service.check_admission()
-    body = await read_request(request, ResponsesRequest, service.config.max_body_bytes, check_fields)
+    body = await read_request(request, ResponsesRequest, service.config.max_body_bytes, check_responses)
     check_model(service, body.model)
     functions = read_flat_tools(body.tools)
     choice = read_choice(body.tool_choice, functions)
@@ -91,7 +91,7 @@ async def responses(request: Request) -> Response:
 
     with renamed(_NAMES):
         chat = await beside_loop(request, translate)
-        job = await job_of(service, chat, plan)
+        job = await chat_job(service, chat, plan)
         generation = await while_connected(request, start(service, job, arrived_at))
     writer = _Writer(body, body.model or service.config.model_name, generation, plan)
     if body.stream:

@@ -1,9 +1,11 @@
-"""Lists, page by page: what a request for one says."""
+"""What `/v1/sessions` and `/v1/schemas` share: pages of lists, and their answers in the OpenAPI document."""
 
 from __future__ import annotations
 
-from typing import Any, Final, NamedTuple
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple, TypeVar
 
+import msgspec
 from starlette.requests import Request
 
 from trunkline.router.errors import bad_value
@@ -18,11 +20,14 @@ PAGE_PARAMETERS: Final[list[dict[str, Any]]] = [
 """For the OpenAPI document."""
 
 
+ListOf = TypeVar("ListOf", bound=msgspec.Struct)
+
+
 class Page(NamedTuple):
-    """A part of a list."""
+    """The part of a list that a request asks for."""
 
     after: str
-    """The id before its first one."""
+    """Id of the entry before the first one."""
     limit: int
 
 
@@ -36,3 +41,25 @@ def page_of(request: Request) -> Page:
     if not (given.isascii() and given.isdigit() and len(given) < 9 and 1 <= int(given) <= _PAGE_MAX):
         raise bad_value("limit", f"`limit` must be a number from 1 to {_PAGE_MAX}")
     return Page(request.query_params.get("after", "")[:_AFTER_CHARACTERS_MAX], int(given))
+
+
+def make_page(kind: type[ListOf], found: Sequence[Any], limit: int) -> ListOf:
+    """Return a page of a list; `found`: its entries, and one more if others follow."""
+    data = list(found[:limit])
+    return kind(
+        data=data,
+        first_id=data[0].id if data else None,
+        last_id=data[-1].id if data else None,
+        has_more=len(found) > limit,
+    )
+
+
+def components_of(*answers: type[msgspec.Struct]) -> dict[str, Any]:
+    """Return the JSON schemas of answers, for the OpenAPI document."""
+    return msgspec.json.schema_components(answers, ref_template="#/components/schemas/{name}")[1]
+
+
+def answer_of(answer: type[msgspec.Struct], status: int = 200) -> dict[int | str, dict[str, Any]]:
+    """Return the `responses` of an endpoint, for the OpenAPI document."""
+    reference = {"schema": {"$ref": f"#/components/schemas/{answer.__name__}"}}
+    return {status: {"description": answer.__name__, "content": {"application/json": reference}}}

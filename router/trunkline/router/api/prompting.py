@@ -8,11 +8,11 @@ earlier turns have left in the cache.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from typing import Final
 
 from msgspec.structs import replace
 
-from trunkline.router.api.common import check_length, encode_text, job_for, render_messages
+from trunkline.router.api.common import Rendering, check_length, encode_text, job_for
 from trunkline.router.api.turn import SessionTurn
 from trunkline.router.errors import ApiError, bad_value
 from trunkline.router.jobs.job import COMPLETION_TOKENS_DEFAULT, Job, Prompt, wanted_tokens
@@ -183,25 +183,6 @@ def _cut(
         raise bad_value(
             prompt, f"`{prompt}` cannot be truncated: {error}", code="context_length_exceeded"
         ) from None
-
-
-class Rendering(NamedTuple):
-    """How a conversation is shown to the model."""
-
-    add_generation_prompt: bool = False
-    add_special_tokens: bool = False
-    extra: dict[str, Any] | None = None
-    tools: list[dict[str, Any]] | None = None
-
-    async def text(self, service: RouterService, messages: list[Message]) -> str:
-        """The text of `messages` (see `render_messages`)."""
-        return await render_messages(
-            service,
-            messages,
-            add_generation_prompt=self.add_generation_prompt,
-            extra=self.extra,
-            tools=self.tools,
-        )
 
 
 async def instruction_tokens(

@@ -6,13 +6,12 @@ import asyncio
 from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from typing import Any, Final, TypeVar
 
-from trunkline.router.api.common import Collected, collect_choices
-from trunkline.router.api.fairness import LoopTurns
+from trunkline.router.api.common import Collected, LoopTurns, collect_choices
 from trunkline.router.errors import ApiError
 from trunkline.router.jobs.job import Job
 from trunkline.router.service import RouterService
+from trunkline.router.streams.choices import Delta
 from trunkline.router.streams.generation import Generation
-from trunkline.router.streams.text import Delta
 
 _T = TypeVar("_T")
 _TASKS_PER_TURN: Final = 64

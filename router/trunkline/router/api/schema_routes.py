@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Final
 
-import msgspec
 from fastapi import APIRouter
 from pydantic_core import to_json
 from starlette.requests import Request
@@ -21,7 +20,7 @@ from trunkline.kvstore.int32_codec import unpack_int32
 from trunkline.kvstore.tier import TierKind
 from trunkline.router import pml
 from trunkline.router.api.common import check_model, service_of
-from trunkline.router.api.paging import PAGE_PARAMETERS, page_of
+from trunkline.router.api.paging import PAGE_PARAMETERS, answer_of, components_of, make_page, page_of
 from trunkline.router.api.schema_types import (
     ModuleObject,
     ParamObject,
@@ -45,10 +44,7 @@ from trunkline.router.tenancy.identity import cache_salt
 
 routes = APIRouter()
 
-_ANSWERS: Final = (SchemaObject, SchemaList, SchemaDeleted)
-SCHEMAS: Final[dict[str, Any]] = msgspec.json.schema_components(
-    _ANSWERS, ref_template="#/components/schemas/{name}"
-)[1]
+SCHEMAS: Final[dict[str, Any]] = components_of(SchemaObject, SchemaList, SchemaDeleted)
 """For the OpenAPI document."""
 _OFF_LOOP_WEIGHT: Final = 64 << 10
 _SALT: Final = {
@@ -59,12 +55,7 @@ _SALT: Final = {
 _INCLUDE: Final = {"name": "include", "in": "query", "schema": {"type": "string", "enum": ["pml"]}}
 
 
-def _answers(answer: type[msgspec.Struct], status: int = 200) -> dict[int | str, dict[str, Any]]:
-    reference = {"schema": {"$ref": f"#/components/schemas/{answer.__name__}"}}
-    return {status: {"description": answer.__name__, "content": {"application/json": reference}}}
-
-
-@routes.post("/v1/schemas", status_code=201, responses=_answers(SchemaObject, 201))
+@routes.post("/v1/schemas", status_code=201, responses=answer_of(SchemaObject, 201))
 async def create_schema(request: Request) -> JsonResponse:
     """Make a schema, or a new version of it, and have its modules computed."""
     service = service_of(request)
@@ -90,25 +81,21 @@ async def create_schema(request: Request) -> JsonResponse:
     return await _told(service, *await _encode(request, service, schema), status=201)
 
 
-@routes.get("/v1/schemas", responses=_answers(SchemaList), openapi_extra={"parameters": [*PAGE_PARAMETERS, _SALT]})
+@routes.get(
+    "/v1/schemas", responses=answer_of(SchemaList), openapi_extra={"parameters": [*PAGE_PARAMETERS, _SALT]}
+)
 async def list_schemas(request: Request) -> JsonResponse:
     """All schemas with a salt (or none), page by page, in the order of their names."""
     page = page_of(request)
     store = service_of(request).schemas
     found = await store.page(_salt_asked(request), page.after, page.limit + 1)
-    data = [_summary(record) for record in found[: page.limit]]
-    return JsonResponse(
-        SchemaList(
-            data=data,
-            first_id=data[0].id if data else None,
-            last_id=data[-1].id if data else None,
-            has_more=len(found) > page.limit,
-        )
-    )
+    return JsonResponse(make_page(SchemaList, [_summary(record) for record in found], page.limit))
 
 
 @routes.get(
-    "/v1/schemas/{schema_id}", responses=_answers(SchemaObject), openapi_extra={"parameters": [_SALT, _INCLUDE]}
+    "/v1/schemas/{schema_id}",
+    responses=answer_of(SchemaObject),
+    openapi_extra={"parameters": [_SALT, _INCLUDE]},
 )
 async def get_schema(request: Request, schema_id: str) -> JsonResponse:
     """A schema, and where its modules are; with its source if `include=pml` is asked for."""
@@ -119,7 +106,7 @@ async def get_schema(request: Request, schema_id: str) -> JsonResponse:
     return await _told(service, schema, await service.schemas.look(schema), source=source)
 
 
-@routes.patch("/v1/schemas/{schema_id}", responses=_answers(SchemaObject))
+@routes.patch("/v1/schemas/{schema_id}", responses=answer_of(SchemaObject))
 async def update_schema(request: Request, schema_id: str) -> JsonResponse:
     """Change how long a schema is kept, and whether its modules are pinned."""
     service = service_of(request)
@@ -145,7 +132,9 @@ async def update_schema(request: Request, schema_id: str) -> JsonResponse:
     return await _told(service, schema, await service.schemas.look(schema))
 
 
-@routes.delete("/v1/schemas/{schema_id}", responses=_answers(SchemaDeleted), openapi_extra={"parameters": [_SALT]})
+@routes.delete(
+    "/v1/schemas/{schema_id}", responses=answer_of(SchemaDeleted), openapi_extra={"parameters": [_SALT]}
+)
 async def delete_schema(request: Request, schema_id: str) -> JsonResponse:
     """Forget a schema. Requests that run go on; its KV goes when others need the room."""
     store = service_of(request).schemas

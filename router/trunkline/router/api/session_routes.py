@@ -9,17 +9,16 @@ from __future__ import annotations
 
 from typing import Any, Final, Literal
 
-import msgspec
 from fastapi import APIRouter
 from msgspec import UNSET
 from msgspec.structs import replace
 from starlette.requests import Request
 
 from trunkline.kvstore.int32_codec import pack_int32
-from trunkline.router.api.common import check_length, check_model, render_messages, service_of
+from trunkline.router.api.common import Rendering, check_length, check_model, service_of
 from trunkline.router.api.module_prompts import as_roles, place
-from trunkline.router.api.paging import PAGE_PARAMETERS, page_of
-from trunkline.router.api.prompting import Rendering, instruction_tokens
+from trunkline.router.api.paging import PAGE_PARAMETERS, answer_of, components_of, make_page, page_of
+from trunkline.router.api.prompting import instruction_tokens
 from trunkline.router.api.session_types import (
     DISCARDS_MAX,
     DiscardRequest,
@@ -65,19 +64,11 @@ from trunkline.router.text.truncation import (
 
 routes = APIRouter()
 
-_ANSWERS: Final = (SessionObject, SessionList, SessionDeleted, SessionPrefetch)
-SCHEMAS: Final[dict[str, Any]] = msgspec.json.schema_components(
-    _ANSWERS, ref_template="#/components/schemas/{name}"
-)[1]
+SCHEMAS: Final[dict[str, Any]] = components_of(SessionObject, SessionList, SessionDeleted, SessionPrefetch)
 """For the OpenAPI document."""
 
 
-def _answers(answer: type[msgspec.Struct]) -> dict[int | str, dict[str, Any]]:
-    reference = {"schema": {"$ref": f"#/components/schemas/{answer.__name__}"}}
-    return {200: {"description": answer.__name__, "content": {"application/json": reference}}}
-
-
-@routes.post("/v1/sessions", responses=_answers(SessionObject))
+@routes.post("/v1/sessions", responses=answer_of(SessionObject))
 async def create_session(request: Request) -> JsonResponse:
     """Begin a session."""
     service = service_of(request)
@@ -112,7 +103,7 @@ async def _begin(service: RouterService, session: SessionState, messages: list[M
     session.messages = [message.model_dump(exclude_none=True) for message in messages]
     if session.modules is not None:  # their tokens are those of the first turn
         return
-    text = await render_messages(service, messages, add_generation_prompt=False)
+    text = await Rendering().text(service, messages)
     check_length(len(text), "messages")
     if 8 * len(text.encode()) > VALUE_BYTES_MAX:
         raise bad_value("messages", "`messages` are too long to be kept", code="session_too_long")
@@ -122,35 +113,26 @@ async def _begin(service: RouterService, session: SessionState, messages: list[M
     session.marks = [HistoryMark(len(text), len(tokens))] if tokens else []
 
 
-@routes.get("/v1/sessions", responses=_answers(SessionList), openapi_extra={"parameters": PAGE_PARAMETERS})
+@routes.get("/v1/sessions", responses=answer_of(SessionList), openapi_extra={"parameters": PAGE_PARAMETERS})
 async def list_sessions(request: Request) -> JsonResponse:
     """All sessions of the tenant, page by page, in the order of their ids; to an admin those of all tenants."""
     page, service = page_of(request), service_of(request)
     if current_identity().is_all:
         owners = service.tenants.owners()
         found = await service.sessions.page_of_all(owners, page.after, page.limit + 1)
-        data = [_summary(record, owner) for owner, record in found[: page.limit]]
     else:
-        own = await service.sessions.page(page.after, page.limit + 1)
-        data, found = [_summary(record) for record in own[: page.limit]], [("", record) for record in own]
-    return JsonResponse(
-        SessionList(
-            data=data,
-            first_id=data[0].id if data else None,
-            last_id=data[-1].id if data else None,
-            has_more=len(found) > page.limit,
-        )
-    )
+        found = [("", record) for record in await service.sessions.page(page.after, page.limit + 1)]
+    return JsonResponse(make_page(SessionList, [_summary(record, owner) for owner, record in found], page.limit))
 
 
-@routes.get("/v1/sessions/{session_id}", responses=_answers(SessionObject))
+@routes.get("/v1/sessions/{session_id}", responses=answer_of(SessionObject))
 async def get_session(request: Request, session_id: str) -> JsonResponse:
     """A session; with its messages if `include=messages` is asked for."""
     stored = await service_of(request).sessions.get(_checked(session_id))
     return _told(stored, messages="messages" in request.query_params.get("include", "").split(","))
 
 
-@routes.patch("/v1/sessions/{session_id}", responses=_answers(SessionObject))
+@routes.patch("/v1/sessions/{session_id}", responses=answer_of(SessionObject))
 async def update_session(request: Request, session_id: str) -> JsonResponse:
     """Change what a session's requests do by default, or its metadata, which are replaced as a whole."""
     service = service_of(request)
@@ -163,14 +145,14 @@ async def update_session(request: Request, session_id: str) -> JsonResponse:
         lease.close()
 
 
-@routes.delete("/v1/sessions/{session_id}", responses=_answers(SessionDeleted))
+@routes.delete("/v1/sessions/{session_id}", responses=answer_of(SessionDeleted))
 async def delete_session(request: Request, session_id: str) -> JsonResponse:
     """Forget a session. Its KV goes when others need the room."""
     await service_of(request).sessions.delete(_checked(session_id))
     return JsonResponse(SessionDeleted(id=session_id))
 
 
-@routes.post("/v1/sessions/{session_id}/fork", responses=_answers(SessionObject))
+@routes.post("/v1/sessions/{session_id}/fork", responses=answer_of(SessionObject))
 async def fork_session(request: Request, session_id: str) -> JsonResponse:
     """A copy that goes on by itself. Both have the same tokens, so they share all KV up to here."""
     service = service_of(request)
@@ -186,7 +168,7 @@ async def fork_session(request: Request, session_id: str) -> JsonResponse:
     return _told(await service.sessions.create(service.sessions.draw_id(beside=session_id), fork))
 
 
-@routes.post("/v1/sessions/{session_id}/prefetch", responses=_answers(SessionPrefetch))
+@routes.post("/v1/sessions/{session_id}/prefetch", responses=answer_of(SessionPrefetch))
 async def prefetch_session(request: Request, session_id: str) -> JsonResponse:
     """Say that a request of this session is expected soon: its KV is fetched from slow tiers."""
     service = service_of(request)
@@ -239,7 +221,7 @@ async def _drops(service: RouterService, session: SessionState, tokens: list[int
         return discards
 
 
-@routes.post("/v1/sessions/{session_id}/discard", responses=_answers(SessionObject))
+@routes.post("/v1/sessions/{session_id}/discard", responses=answer_of(SessionObject))
 async def discard_tokens(request: Request, session_id: str) -> JsonResponse:
     """Take parts of the history out of sight of all later requests. They still count as `tokens`."""
     service = service_of(request)
@@ -298,7 +280,7 @@ async def _message_span(service: RouterService, session: SessionState, index: in
 async def _tokens_before(
     service: RouterService, session: SessionState, messages: list[Message], index: int
 ) -> int:
-    before = await render_messages(service, messages[:index], add_generation_prompt=False)
+    before = await Rendering().text(service, messages[:index])
     found = None
     if common_length(before, session.text) == len(before):
         found = token_at(session, len(before), service.tokenizer.vocabulary)

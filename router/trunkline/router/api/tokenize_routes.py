@@ -14,9 +14,8 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from trunkline.router.api.common import check_length, check_model, encode_messages, encode_text, service_of
-from trunkline.router.api.fairness import LoopTurns
-from trunkline.router.api.unsupported import check_tokenize
+from trunkline.router.api.common import LoopTurns, Rendering, check_length, check_model, encode_text, service_of
+from trunkline.router.api.unsupported import TOKENIZE
 from trunkline.router.http.body import read_request
 from trunkline.router.http.json_response import JsonResponse
 from trunkline.router.jobs.job import check_ids
@@ -37,28 +36,19 @@ _encode = msgspec.json.Encoder().encode
 async def tokenize(request: Request) -> Response:
     """Token ids of a text or a conversation, exactly as a completion would use them."""
     service = service_of(request)
-    body = await read_request(request, TokenizeRequest, service.config.max_body_bytes, check_tokenize)
+    body = await read_request(request, TokenizeRequest, service.config.max_body_bytes, TOKENIZE.check)
     check_model(service, body.model)
     if body.messages is not None:
         check_length(sum(len(message.content) for message in body.messages), "messages")
-        tokens = await encode_messages(
-            service,
-            body.messages,
-            None,
-            add_generation_prompt=body.add_generation_prompt,
-            extra=body.chat_template_kwargs,
-            add_special_tokens=bool(body.add_special_tokens),
-            tools=prepare_tools(body.tools, None, None, service.tokenizer.tool_style).template_tools,
-        )
+        tools = prepare_tools(body.tools, None, None, service.tokenizer.tool_style).template_tools
+        rendering = Rendering(body.add_generation_prompt, extra=body.chat_template_kwargs, tools=tools)
+        text, param, add_special_tokens = await rendering.text(service, body.messages), "messages", False
     else:
-        check_length(len(body.prompt or ""), "prompt")
-        tokens = await encode_text(
-            service.tokenizer,
-            body.prompt or "",
-            None,
-            add_special_tokens=body.add_special_tokens is not False,
-            param="prompt",
-        )
+        text, param, add_special_tokens = body.prompt or "", "prompt", True
+        check_length(len(text), param)
+    if body.add_special_tokens is not None:
+        add_special_tokens = body.add_special_tokens
+    tokens = await encode_text(service.tokenizer, text, None, add_special_tokens=add_special_tokens, param=param)
     head = {"count": len(tokens), "max_model_len": service.limits.max_context}
     tokenizer = service.tokenizer if body.return_token_strs else None
     if len(tokens) > _SLICED_TOKENS:

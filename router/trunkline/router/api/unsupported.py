@@ -1,23 +1,53 @@
-"""Parameters that are known, would change the answer, and are not supported: refused rather than ignored.
+"""Parameters that would change the answer and are not supported: refused with 400 rather than ignored.
 
-For each, the values that ask for nothing and may therefore be sent. Everything else that is not declared
-in `models.py` is ignored (`user`, `metadata`, `store`, `service_tier`, …).
+For each endpoint, a table of such parameters with the values that ask for nothing and may therefore be sent. All
+other undeclared parameters are ignored (`user`, `metadata`, `store`, `service_tier`, …).
 """
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-from trunkline.router.errors import ApiError, unsupported
+from trunkline.router.errors import unsupported
 
-_COMMON: Final[dict[str, tuple[Any, ...]]] = {
+Neutral = dict[str, tuple[Any, ...]]
+"""By parameter, the values that ask for nothing."""
+
+
+class Refused(NamedTuple):
+    """The parameters that an endpoint refuses."""
+
+    neutral: Neutral
+    reasons: dict[str, str] = {}  # noqa: RUF012 (a NamedTuple's default, never changed)
+    """By parameter, a message more helpful than "is not supported"."""
+
+    def check(self, fields: dict[str, Any]) -> None:
+        """Look through the raw fields of a request.
+
+        Raises:
+            ApiError: 400, naming the first parameter that asks for something unsupported.
+        """
+        for name, neutral in self.neutral.items():
+            value = fields.get(name)
+            if isinstance(value, dict):
+                value = {key: inner for key, inner in value.items() if inner is not None}
+            if value is not None and not any(_same(value, allowed) for allowed in neutral):
+                raise unsupported(name, self.reasons.get(name, f"`{name}` is not supported"))
+
+
+def _same(given: Any, neutral: Any) -> bool:
+    # 1 == True in Python, but `"n": true` is not a request for one choice.
+    return isinstance(given, bool) == isinstance(neutral, bool) and bool(given == neutral)
+
+
+_COMMON: Final[Neutral] = {
     "logits_processors": ([],),
     "prompt_embeds": (),
     "return_tokens_as_token_ids": (False,),
     "guided_whitespace_pattern": (),
     "guided_decoding_backend": (),
 }
-_CHAT: Final[dict[str, tuple[Any, ...]]] = {
+_CHAT: Final[Neutral] = {
     **_COMMON,
     "best_of": (1,),
     "echo": (False,),
@@ -30,13 +60,6 @@ _CHAT: Final[dict[str, tuple[Any, ...]]] = {
     "chat_template": (),
     "continue_final_message": (False,),
 }
-_COMPLETIONS: Final[dict[str, tuple[Any, ...]]] = {**_COMMON, "suffix": ("",)}
-
-_SESSION: Final[dict[str, tuple[Any, ...]]] = {"cache_salt": ()}
-SESSION_MODULES: Final = ("schema", "prompt", "pml")
-"""Parameters that give a session modules; then it has a salt."""
-_TOKENIZE: Final = {name: _CHAT[name] for name in ("documents", "chat_template", "continue_final_message")}
-
 _REASONS: Final = {
     "best_of": "`best_of` is a parameter of /v1/completions only",
     "functions": "`functions` is not supported; use `tools`",
@@ -47,40 +70,68 @@ _REASONS: Final = {
 }
 
 
-def _same(given: Any, neutral: Any) -> bool:
-    # 1 == True in Python, but `"n": true` is not a request for one choice.
-    if isinstance(given, bool) != isinstance(neutral, bool):
-        return False
-    return bool(given == neutral)
+CHAT: Final = Refused(_CHAT, _REASONS)
+COMPLETIONS: Final = Refused({**_COMMON, "suffix": ("",)}, _REASONS)
+TOKENIZE: Final = Refused({name: _CHAT[name] for name in ("documents", "chat_template", "continue_final_message")})
+SESSIONS: Final = Refused({"cache_salt": ()}, _REASONS)
+MESSAGES: Final = Refused(
+    {
+        "thinking": ({"type": "disabled"}, {"type": "adaptive"}),
+        "mcp_servers": ([],),
+        "container": (),
+        "context_management": ({},),
+        "output_format": (),
+        "session_id": (),
+        "cache_salt": (),
+        "pml": (),
+        "prompt": (),
+        "truncation": ("disabled",),
+    },
+    dict.fromkeys(
+        ("pml", "prompt"), "prompts of modules belong to /v1/chat/completions and /v1/completions; send `messages`"
+    ),
+)
+RESPONSES: Final = Refused(
+    {
+        "previous_response_id": (),
+        "conversation": (),
+        "background": (False,),
+        "prompt": (),
+        "pml": (),
+        "session_id": (),
+        "cache_salt": (),
+        "reasoning": ({},),
+        "top_logprobs": (0,),
+        "context_management": ([],),
+    },
+    {
+        "previous_response_id": "responses are not stored; send the whole conversation as `input`",
+        "conversation": "conversations are not stored; send all of it as `input`",
+        "background": "responses are not stored, so they cannot be made in the background",
+        "session_id": "stored sessions belong to /v1/chat/completions and /v1/completions",
+        "prompt": "prompts of modules belong to /v1/chat/completions and /v1/completions; send `input`",
+        "pml": "prompts of modules belong to /v1/chat/completions and /v1/completions; send `input`",
+    },
+)
 
 
-def check_supported(fields: dict[str, Any], *, chat: bool) -> None:
-    """Look through a request's raw fields.
+def check_session(fields: dict[str, Any]) -> None:
+    """Check the raw fields of a new session; one with modules may have a `cache_salt`.
 
     Raises:
         ApiError: 400, naming the first parameter that asks for something unsupported.
     """
-    _check(fields, _CHAT if chat else _COMPLETIONS)
+    if not any(fields.get(name) for name in ("schema", "prompt", "pml")):
+        SESSIONS.check(fields)
 
 
-def check_tokenize(fields: dict[str, Any]) -> None:
-    """`check_supported` for `/tokenize`."""
-    _check(fields, _TOKENIZE)
+def check_responses(fields: dict[str, Any]) -> None:
+    """Check the raw fields of a request to `/v1/responses`.
 
-
-def check_session(fields: dict[str, Any]) -> None:
-    """`check_supported` for a new session."""
-    if not any(fields.get(name) for name in SESSION_MODULES):
-        _check(fields, _SESSION)
-
-
-def _check(fields: dict[str, Any], table: dict[str, tuple[Any, ...]]) -> None:
-    for name, neutral in table.items():
-        value = fields.get(name)
-        if value is None or any(_same(value, allowed) for allowed in neutral):
-            continue
-        raise _refusal(name)
-
-
-def _refusal(name: str) -> ApiError:
-    return unsupported(name, _REASONS.get(name, f"`{name}` is not supported"))
+    Raises:
+        ApiError: 400, naming the first parameter that asks for something unsupported.
+    """
+    RESPONSES.check(fields)
+    included = fields.get("include")
+    if isinstance(included, list) and "message.output_text.logprobs" in included:
+        raise unsupported("include", "log-probabilities are not supported here; use /v1/chat/completions")

@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any, Final, NamedTuple, TypeVar
 
-from trunkline.router.api.common import check_model
+from trunkline.router.api.common import Rendering, check_model
 from trunkline.router.api.module_prompts import Placed, has_modules, modules_job, placed_prompt
-from trunkline.router.api.prompting import Rendering, chat_job, completion_job
+from trunkline.router.api.prompting import chat_job, completion_job
 from trunkline.router.api.turn import SessionTurn
-from trunkline.router.api.unsupported import check_supported
+from trunkline.router.api.unsupported import CHAT, COMPLETIONS
 from trunkline.router.errors import ApiError, bad_value
 from trunkline.router.http.body import parse_json_object, validate
 from trunkline.router.jobs.job import Job
@@ -82,7 +82,7 @@ async def prompt_pieces(service: RouterService, content: bytes) -> dict[str, Any
     """
     fields = parse_json_object(content)
     is_chat = "messages" in fields
-    check_supported(fields, chat=is_chat)
+    (CHAT if is_chat else COMPLETIONS).check(fields)
     body = validate(ChatRequest, fields) if is_chat else validate(CompletionRequest, fields)
     check_model(service, body.model)
     turn = None
