@@ -79,7 +79,7 @@ class Launched:
         state = str(self.folder / "state" / "trunkline")
         hosts = {label: structs.replace(host, state=state) for label, host in loaded.plan().hosts.items()}
         with Hosts(loaded.name, hosts) as reached:
-            reached.connect_all()
+            assert reached.connect() == {}
             return {name: state for (_, name), state in reached.states()[0].items()}
 
     def pids(self) -> dict[str, int]:

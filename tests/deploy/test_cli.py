@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from trunkline.deploy.cli.app import ORDER, app
-from trunkline.deploy.cli.commands import HINTS
+from trunkline.deploy.cli.option_commands import HINTS
 from trunkline.deploy.config.options import NODE_OPTIONS, SERVE_OPTIONS
 
 

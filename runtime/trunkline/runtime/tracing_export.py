@@ -61,14 +61,7 @@ class _Batch(SpanProcessor):
 class SpanExport:
     """The queue and its thread."""
 
-    def __init__(
-        self,
-        url: str | None,
-        role: str,
-        instance: str,
-        wall_offset_ns: int,
-        exporter: OTLPSpanExporter | None = None,
-    ) -> None:
+    def __init__(self, url: str | None, role: str, instance: str, wall_offset_ns: int) -> None:
         """
         Args:
             url: where spans are sent; None: as OpenTelemetry's environment variables say.
@@ -88,7 +81,7 @@ class SpanExport:
         # Theirs would be plain lines among ours; what they say is in the counts, and in a line a minute.
         logging.getLogger("opentelemetry").addHandler(logging.NullHandler())
         logging.getLogger("opentelemetry").propagate = False
-        self._exporter = exporter or OTLPSpanExporter(endpoint=url)
+        self._exporter = OTLPSpanExporter(endpoint=url)
         provider = TracerProvider(
             sampler=ALWAYS_ON, resource=_resource(role, instance), shutdown_on_exit=False, id_generator=self._ids
         )

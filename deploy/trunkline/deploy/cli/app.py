@@ -20,7 +20,7 @@ from trunkline.deploy.cli import (
     sizing_cli,
     top_cli,
 )
-from trunkline.deploy.cli.commands import HintingCommand, command
+from trunkline.deploy.cli.option_commands import HintingCommand, command
 from trunkline.deploy.config.listening import DEFAULT_URL
 from trunkline.deploy.config.options import SERVE_OPTIONS
 from trunkline.deploy.config.settings import ServeSettings

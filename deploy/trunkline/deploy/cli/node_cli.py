@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from trunkline.deploy.cli.commands import HintingCommand, command
+from trunkline.deploy.cli.option_commands import HintingCommand, command
 from trunkline.deploy.config.node_settings import Kind, NodeSettings
 from trunkline.deploy.config.options import OPTIONS_OF
 from trunkline.deploy.config.settings import ServeSettings

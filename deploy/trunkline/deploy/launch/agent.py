@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import http.client
 import os
 import re
 import select
@@ -41,7 +42,6 @@ from trunkline.deploy.launch.folders import (
     write_private,
 )
 from trunkline.deploy.launch.keeper import BUSY
-from trunkline.deploy.launch.probing import probe
 from trunkline.deploy.launch.protocol import (
     Begin,
     CheckPorts,
@@ -73,6 +73,8 @@ _FOLLOW_S: Final = 0.25
 _KEEPER_S: Final = 20.0
 """Within which a keeper has taken the lock, or has failed."""
 _PROBES_MAX: Final = 16
+_PROBE_S_MAX: Final = 5.0
+_PROBE_BYTES_MAX: Final = 2000
 _LINES_MAX: Final = 100_000
 
 
@@ -259,7 +261,7 @@ def _look_at(unit: UnitFolder, with_probe: bool) -> UnitState | None:
     if held and state in ("stopped", "failed"):
         state, detail = "stopping", "its keeper ends"  # as long as the lock is held, it cannot be started again
     elif state == "running":
-        state, detail = probe(record.health_port) if with_probe else ("starting", "")
+        state, detail = _probe(record.health_port) if with_probe else ("starting", "")
     elif state == "waiting":
         detail = "it died, and is started again soon"
     alive = held and said_unit is not None
@@ -276,6 +278,33 @@ def _look_at(unit: UnitFolder, with_probe: bool) -> UnitState | None:
         version=record.version,
         argv=record.argv,
     )
+
+
+def _probe(port: int) -> tuple[str, str]:
+    """Return `ready`, `unready` or `starting`, and why, by what a unit's health port answers."""
+    status, reason = _get(port, "/readyz")
+    if status == 200:
+        return "ready", ""
+    if status == 0:
+        return "starting", reason
+    started, _ = _get(port, "/startupz")
+    return ("unready" if started == 200 else "starting"), reason
+
+
+def _get(port: int, path: str) -> tuple[int, str]:
+    """Return the status, 0 if there is no answer, and the first line of the answer."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_PROBE_S_MAX)
+    try:
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        text = answer.read(_PROBE_BYTES_MAX).decode(errors="replace").strip()
+        return answer.status, text.partition("\n")[0]
+    except ConnectionRefusedError:
+        return 0, "its health port does not answer yet"
+    except (OSError, http.client.HTTPException) as error:
+        return 0, f"its health port does not answer: {error or type(error).__name__}"
+    finally:
+        connection.close()
 
 
 def _gpu_names(count: int, visible: str | None) -> list[str]:

@@ -56,14 +56,6 @@ class Hosts:
                 self._connections[label] = found
         return failed
 
-    def connect_all(self) -> None:
-        """
-        Raises:
-            HostError: one cannot be reached.
-        """
-        for error in self.connect().values():
-            raise error
-
     def each(
         self, action: Callable[[Connection], T], labels: Iterable[str] | None = None
     ) -> dict[str, T | HostError]:

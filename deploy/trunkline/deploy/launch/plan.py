@@ -22,13 +22,21 @@ from typing import Final
 from msgspec import structs
 
 from trunkline.deploy.config.credentials import VARIABLE as SINGLE_KEY
-from trunkline.deploy.launch.addresses import LOOPBACK, address_of, is_any, is_loopback, joined
+from trunkline.deploy.config.node_addresses import GROUP_PORTS
 from trunkline.deploy.launch.document import Document, Path
 from trunkline.deploy.launch.fileformat import Cluster, Environment, Host, Router, Security
 from trunkline.deploy.launch.folders import STATE
 from trunkline.deploy.launch.groups import GroupPlan, host_named, plan_groups
 from trunkline.deploy.launch.option_rules import Rules, plain
-from trunkline.deploy.launch.ports import GROUP_PORTS, Ports, group_ports
+from trunkline.deploy.launch.ports import (
+    LOOPBACK,
+    Ports,
+    address_of,
+    group_ports,
+    is_any,
+    is_loopback,
+    joined,
+)
 from trunkline.deploy.launch.shares import Facts, Shares, merged, share
 from trunkline.deploy.launch.words import Words
 

@@ -1,16 +1,18 @@
-"""Who listens on which port of a host: what the file says, and the next free ones for the rest. Pure."""
+"""At which addresses and ports units listen: what the file says, and the next free ports for the rest. Pure."""
 
 from __future__ import annotations
 
+import ipaddress
 from collections import defaultdict
 from typing import Final
 
+from trunkline.deploy.config.node_addresses import GROUP_PORTS
 from trunkline.deploy.launch import fileformat
 from trunkline.deploy.launch.document import Document, Path
+from trunkline.deploy.launch.fileformat import Host, Ssh
 from trunkline.deploy.launch.groups import GroupPlan
 
-GROUP_PORTS: Final = 5
-"""Of a controller: requests, events, plans, reports, and the ranks' rendezvous."""
+LOOPBACK: Final = "127.0.0.1"
 _PORT_MAX: Final = 65535
 
 
@@ -67,3 +69,29 @@ def group_ports(ports: Ports, groups: list[GroupPlan]) -> dict[str, int]:
         if group.name not in found:
             found[group.name] = ports.group(group.leader, group.name)
     return found
+
+
+def joined(address: str, port: int) -> str:
+    """`HOST:PORT`, with brackets where they are needed."""
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only the machine itself can reach it there."""
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return address == "localhost" or address.endswith(".localhost")
+
+
+def is_any(address: str) -> bool:
+    """Whether it stands for all addresses of a machine."""
+    return address in ("0.0.0.0", "::")
+
+
+def address_of(host: Host) -> str:
+    """Where the cluster's other hosts reach it."""
+    if host.address or host.ssh is None:
+        return host.address or LOOPBACK
+    target = host.ssh.host if isinstance(host.ssh, Ssh) else host.ssh
+    return target.rpartition("@")[2].strip("[]")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import os
 import socket
-import sys
 from contextlib import ExitStack, closing
 from dataclasses import replace
 
@@ -27,12 +26,10 @@ from trunkline.deploy.config.settings import ServeSettings
 from trunkline.deploy.errors import UserError
 from trunkline.deploy.node.health_server import open_health_port, serving
 from trunkline.deploy.node.node_health import NodeHealth, probe_of
-from trunkline.deploy.supervisor.display import TerminalReporter
-from trunkline.deploy.supervisor.json_reporter import JsonReporter
 from trunkline.deploy.supervisor.members import Limits
 from trunkline.deploy.supervisor.registry import Running, announced
 from trunkline.deploy.supervisor.rundir import run_folder
-from trunkline.deploy.supervisor.serve import announce, check_configs, children, plan_cluster
+from trunkline.deploy.supervisor.serve import announce, check_configs, children, plan_cluster, reporter_of
 from trunkline.deploy.supervisor.supervisor import Supervisor, Surroundings
 from trunkline.runtime.process import enter_role
 
@@ -64,7 +61,7 @@ def run_node(kind: Kind, settings: ServeSettings, node_settings: NodeSettings) -
         enter_role("supervisor", log_level=settings.log_level, log_format=settings.log_format)
         disk = stack.enter_context(disk_folders(plan.disk))
         title = _title(kind, plan)
-        reporter = stack.enter_context(closing(_reporter(console, title, settings)))
+        reporter = stack.enter_context(closing(reporter_of(settings, console, title)))
         if kind is not Kind.ROUTER:
             announce(plan, disk, reporter)
         folder = stack.enter_context(run_folder())
@@ -121,22 +118,6 @@ def plan_routers(settings: ServeSettings, node: NodePlan, listener: socket.socke
     )
     check_configs(plan)
     return plan
-
-
-def _reporter(console: Console, title: str, settings: ServeSettings) -> TerminalReporter | JsonReporter:
-    if settings.log_format == "json":
-        return JsonReporter(sys.stderr, title=title, url="", log_level=settings.log_level)
-    return NodeReporter(console, title, settings.log_level)
-
-
-class NodeReporter(TerminalReporter):
-    """Shows all lines at once: there is no moment from which on such a part is complete."""
-
-    def __init__(self, console: Console, title: str, log_level: str) -> None:
-        super().__init__(console, title=title, url="", model_name="", log_level=log_level)
-
-    def _announce(self) -> None:
-        """Each process says itself when it is ready."""
 
 
 def _title(kind: Kind, plan: ClusterPlan) -> str:

@@ -114,6 +114,8 @@ class TerminalReporter:
         self._live.stop()
 
     def _announce(self) -> None:
+        if not self._url:  # of a part of a cluster each process says itself when it is ready
+            return
         seconds = time.monotonic() - self._started
         self._console.print(f"Ready after {seconds:.1f} s: [bold]{self._url}[/]")
         # Written as plain text without wrapping, so that what is selected and pasted works.

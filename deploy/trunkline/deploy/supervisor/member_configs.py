@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, Final
 
 import msgspec
 
@@ -21,13 +22,20 @@ from trunkline.worker.config import WorkerConfig
 
 Config = RouterConfig | ControllerConfig | WorkerConfig
 
+# Settings that a process gets as they were given, under their own names.
+_OF_ROUTERS: Final = """policy routers host resume_seconds drain_seconds tool_call_parser tenant_limits
+    tenant_header allow_anonymous trace_sample"""
+_OF_CONTROLLERS: Final = """chunk_size token_budget max_waiting prefix_cache preemption target_itl_ms tier_policy
+    drain_seconds"""
+_OF_WORKERS: Final = "kernels chunk_size"
+
 
 def configs_of(plan: ClusterPlan, folder: Path, disk: DiskFolders) -> dict[Member, Config]:
-    """Of everything that is to run here.
+    """Return the configuration of each process that is to run here.
 
     Args:
-        folder: of this run.
-        disk: where the disk tier is.
+        folder: The run folder.
+        disk: Where the disk tier is.
     """
     settings, node = plan.settings, plan.node
     configs: dict[Member, Config] = {}
@@ -35,8 +43,8 @@ def configs_of(plan: ClusterPlan, folder: Path, disk: DiskFolders) -> dict[Membe
         for group in range(settings.groups):
             meeting = plan.meeting(folder, group)
             if node is None or node.listen is not None:
-                member, controller = _controller_config(plan, group, meeting, folder, disk)
-                configs[member] = controller
+                member = Member(f"controller{_suffix(plan, group)}", Role.CONTROLLER, group)
+                configs[member] = _controller_config(plan, group, meeting, folder, disk)
             configs.update(_worker_configs(plan, group, meeting, folder, disk))
     if node is None or node.controllers:
         router = _router_config(plan, folder)
@@ -44,6 +52,21 @@ def configs_of(plan: ClusterPlan, folder: Path, disk: DiskFolders) -> dict[Membe
             name = f"router-{number}" if settings.routers > 1 else "router"
             configs[Member(name, Role.ROUTER, -1)] = msgspec.structs.replace(router, number=number)
     return configs
+
+
+def _as_given(plan: ClusterPlan, names: str) -> dict[str, Any]:
+    """Return some settings by their names, and what processes of every role are told alike."""
+    settings, node = plan.settings, plan.node
+    return {
+        **{name: getattr(settings, name) for name in names.split()},
+        "max_context": plan.max_context,
+        "parent_pid": os.getpid(),
+        "log_level": settings.log_level,
+        "log_format": "json",
+        "otlp_endpoint": settings.otlp_endpoint,
+        "wire_keys": node.wire_keys if node else "",
+        "plain_tcp": node.plain_tcp if node else False,
+    }
 
 
 def _router_config(plan: ClusterPlan, folder: Path) -> RouterConfig:
@@ -56,39 +79,23 @@ def _router_config(plan: ClusterPlan, folder: Path) -> RouterConfig:
         controllers = [address.endpoint(0) for address in node.controllers]
         events = [address.endpoint(1) for address in node.controllers]
     return RouterConfig(
+        **_as_given(plan, _OF_ROUTERS),
         model_path=str(plan.folder),
         controllers=controllers,
         events=events,
-        policy=settings.policy,
-        routers=settings.routers,
         metrics_path=str(folder / "metrics"),
         tenants=str(Path(settings.tenants).absolute()) if settings.tenants else "",
         tenants_kept=str(folder / "tenants") if settings.tenants else "",
-        tenant_limits=settings.tenant_limits,
-        tenant_header=settings.tenant_header,
         api_key_digest=server_key_digest(settings.api_key_file),
         admin_key_digest=admin_key_digest(folder),
         needs_keys=keys_needed(settings.tenants, settings.api_key_file),
-        allow_anonymous=settings.allow_anonymous,
         allowed_hosts=list(settings.allowed_hosts),
         cors_origins=list(settings.cors_origins),
         idempotency_ttl_seconds=settings.idempotency_ttl,
-        host=settings.host,
         port=plan.port,
         listen_fd=plan.listen_fd,
         status_path=str(folder / STATUS_SOCKET),
-        resume_seconds=settings.resume_seconds,
         served_model_name=plan.model_name,
-        max_context=plan.max_context,
-        tool_call_parser=settings.tool_call_parser,
-        drain_seconds=settings.drain_seconds,
-        parent_pid=os.getpid(),
-        log_level=settings.log_level,
-        log_format="json",
-        otlp_endpoint=settings.otlp_endpoint,
-        trace_sample=settings.trace_sample,
-        wire_keys=node.wire_keys if node else "",
-        plain_tcp=node.plain_tcp if node else False,
     )
 
 
@@ -98,47 +105,29 @@ def _suffix(plan: ClusterPlan, group: int) -> str:
 
 def _controller_config(
     plan: ClusterPlan, group: int, meeting: Meeting, folder: Path, disk: DiskFolders
-) -> tuple[Member, ControllerConfig]:
-    settings, node = plan.settings, plan.node
+) -> ControllerConfig:
+    settings = plan.settings
     kept = disk.groups[group] if disk.groups else None
-    has_tiers = bool(kept or settings.remote_tier)
-    return (
-        Member(f"controller{_suffix(plan, group)}", Role.CONTROLLER, group),
-        ControllerConfig(
-            group=group,
-            tp=settings.ranks,
-            plan_endpoint=meeting.plan,
-            report_endpoint=meeting.report,
-            router_endpoint=meeting.router,
-            events_endpoint=meeting.events,
-            local_endpoint=local_endpoint(folder) if node else "",
-            status_path=str(folder / STATUS_SOCKET),
-            model_fingerprint=plan.fingerprint,
-            dtype=plan.dtype,
-            chunk_size=settings.chunk_size,
-            max_context=plan.max_context,
-            token_budget=settings.token_budget,
-            max_rows=settings.max_batch,
-            max_waiting=settings.max_waiting,
-            prefix_cache=settings.prefix_cache,
-            preemption=settings.preemption,
-            target_itl_ms=settings.target_itl_ms,
-            index_path=str(kept / INDEX_NAME) if kept else "",
-            records_path=str(disk.records[group]) if disk.records else "",
-            tier_fingerprint=plan.tier_fingerprint if has_tiers else "",
-            remote_tier=bool(settings.remote_tier),
-            tier_policy=settings.tier_policy,
-            session_ttl_s=settings.session_ttl,
-            positions_shift=plan.positions_shift,
-            vocab_size=plan.vocab_size,
-            drain_seconds=settings.drain_seconds,
-            parent_pid=os.getpid(),
-            log_level=settings.log_level,
-            log_format="json",
-            otlp_endpoint=settings.otlp_endpoint,
-            wire_keys=node.wire_keys if node else "",
-            plain_tcp=node.plain_tcp if node else False,
-        ),
+    return ControllerConfig(
+        **_as_given(plan, _OF_CONTROLLERS),
+        group=group,
+        tp=settings.ranks,
+        plan_endpoint=meeting.plan,
+        report_endpoint=meeting.report,
+        router_endpoint=meeting.router,
+        events_endpoint=meeting.events,
+        local_endpoint=local_endpoint(folder) if plan.node else "",
+        status_path=str(folder / STATUS_SOCKET),
+        model_fingerprint=plan.fingerprint,
+        dtype=plan.dtype,
+        max_rows=settings.max_batch,
+        index_path=str(kept / INDEX_NAME) if kept else "",
+        records_path=str(disk.records[group]) if disk.records else "",
+        tier_fingerprint=plan.tier_fingerprint if kept or settings.remote_tier else "",
+        remote_tier=bool(settings.remote_tier),
+        session_ttl_s=settings.session_ttl,
+        positions_shift=plan.positions_shift,
+        vocab_size=plan.vocab_size,
     )
 
 
@@ -147,13 +136,13 @@ def _worker_configs(
 ) -> Iterator[tuple[Member, WorkerConfig]]:
     settings, node = plan.settings, plan.node
     kept = disk.groups[group] if disk.groups else None
-    has_tiers = bool(kept or settings.remote_tier)
     is_spread = node is not None and node.is_spread(settings.ranks)
     suffix = _suffix(plan, group)
     for here, rank in enumerate(node.ranks if node else range(settings.ranks)):
         yield (
             Member(f"worker{suffix}{'.' if suffix else '-'}{rank}", Role.WORKER, group),
             WorkerConfig(
+                **_as_given(plan, _OF_WORKERS),
                 model=str(plan.folder),
                 rank=rank,
                 tp=settings.ranks,
@@ -162,17 +151,14 @@ def _worker_configs(
                 gpu=plan.placement.gpu(group, here),
                 gpu_memory_fraction=plan.placement.fraction,
                 dtype=plan.dtype,
-                kernels=settings.kernels,
                 quantisation="int8" if settings.quantization == "int8" else "",
-                chunk_size=settings.chunk_size,
                 kv_memory_bytes=settings.kv_memory_per_worker(plan.device),
                 host_memory_bytes=settings.host_tier_per_worker(plan.device),
                 disk_path=str(kept / f"rank-{rank}.slab") if kept else "",
                 disk_bytes=disk.rank_bytes if kept else 0,
                 remote_url=settings.remote_tier,
                 remote_ttl_s=settings.session_ttl,
-                tier_fingerprint=plan.tier_fingerprint if has_tiers else "",
-                max_context=plan.max_context,
+                tier_fingerprint=plan.tier_fingerprint if kept or settings.remote_tier else "",
                 plan_endpoint=meeting.plan_at,
                 report_endpoint=meeting.report_at,
                 rendezvous=meeting.rendezvous,
@@ -181,18 +167,12 @@ def _worker_configs(
                 model_fingerprint=plan.fingerprint,
                 status_path=str(folder / STATUS_SOCKET) if node and node.leader else "",
                 threads=settings.threads_per_worker(),
-                parent_pid=os.getpid(),
-                log_level=settings.log_level,
-                log_format="json",
-                otlp_endpoint=settings.otlp_endpoint,
-                wire_keys=node.wire_keys if node else "",
-                plain_tcp=node.plain_tcp if node else False,
             ),
         )
 
 
 def expected_folders(plan: ClusterPlan) -> DiskFolders:
-    """As they will be if nobody else uses them, for checks before anything is made."""
+    """Return the disk tier's folders as they will be if no other server uses them, to check before any is made."""
     if plan.disk is None:
         return DiskFolders()
     groups = [plan.disk.group_folder(group) for group in range(plan.settings.groups)]

@@ -175,13 +175,7 @@ def serve(settings: ServeSettings) -> int:
 
 def _supervise(plan: ClusterPlan, disk: DiskFolders, listener: socket.socket, console: Console) -> int:
     settings = plan.settings
-    reporter: TerminalReporter | JsonReporter
-    if settings.log_format == "json":
-        reporter = JsonReporter(sys.stderr, title=plan.title, url=plan.url, log_level=settings.log_level)
-    else:
-        reporter = TerminalReporter(
-            console, title=plan.title, url=plan.url, model_name=plan.model_name, log_level=settings.log_level
-        )
+    reporter = reporter_of(settings, console, plan.title, plan.url, plan.model_name)
     try:
         announce(plan, disk, reporter)
         running = Running(plan.port, plan.url, plan.title, os.getpid())
@@ -198,6 +192,19 @@ def _supervise(plan: ClusterPlan, disk: DiskFolders, listener: socket.socket, co
             return supervisor.run()
     finally:
         reporter.close()
+
+
+def reporter_of(
+    settings: ServeSettings, console: Console, title: str, url: str = "", model_name: str = ""
+) -> TerminalReporter | JsonReporter:
+    """Return what shows the cluster's state in the form of `--log-format`.
+
+    Args:
+        url: Where the cluster serves; "" for a part of one, which has no moment from which on it is complete.
+    """
+    if settings.log_format == "json":
+        return JsonReporter(sys.stderr, title=title, url=url, log_level=settings.log_level)
+    return TerminalReporter(console, title=title, url=url, model_name=model_name, log_level=settings.log_level)
 
 
 def announce(plan: ClusterPlan, disk: DiskFolders, reporter: TerminalReporter | JsonReporter) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Final
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -204,19 +204,3 @@ def _rate(value: float | None) -> str:
 
 def _share(value: float | None) -> str:
     return _UNKNOWN if value is None else f"{value:.0%}"
-
-
-def alerts(overview: Mapping[str, Any]) -> list[str]:
-    """What somebody should look at, one line each."""
-    told = [
-        f"group {group['group']} is {group['status']}: {group.get('detail') or 'no reason given'}"
-        for group in overview["groups"]
-        if group["status"] != "ready"
-    ]
-    for group in overview["groups"]:
-        told += [
-            f"group {group['group']}, tier {tier['name']}: {tier['problem']}"
-            for tier in group.get("tiers", [])
-            if tier["problem"]
-        ]
-    return told
