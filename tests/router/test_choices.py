@@ -24,9 +24,8 @@ from trunkline.controller.messages import BeamSearch, Submit
 from trunkline.router.jobs.decoding import Decoding
 from trunkline.router.jobs.job import Job
 from trunkline.router.messages import Finished, FinishReason
-from trunkline.router.streams.choices import Choices
+from trunkline.router.streams.choices import Choices, TextAssembler
 from trunkline.router.streams.streams import Stream
-from trunkline.router.streams.text import TextAssembler
 from trunkline.router.text.tokenizer import Tokenizer
 from trunkline.worker.messages import Sampling
 
@@ -358,7 +357,7 @@ def test_mixed_tokens_give_each_sample_its_own_text(tokenizer: Tokenizer, data: 
 
     while any(rest) and not choices.all_over:
         sample = data.draw(st.sampled_from([index for index in range(count) if rest[index]]))
-        stream.push_sample(rest[sample].pop(0), None, sample)
+        stream.push(rest[sample].pop(0), None, sample)
         if not rest[sample]:
             stream.finish_sample(sample, FinishReason.STOP)
         if data.draw(st.booleans()) or not any(rest):
@@ -375,6 +374,6 @@ def test_a_sample_that_is_not_there() -> None:
     stream = Stream(1, Books().release, samples=2)
     for wrong in (2, -1):
         with pytest.raises(ValueError, match="sample"):
-            stream.push_sample(5, None, wrong)
+            stream.push(5, None, wrong)
         with pytest.raises(ValueError, match="sample"):
             stream.finish_sample(wrong, FinishReason.STOP)

@@ -13,9 +13,9 @@ from trunkline.controller.messages import TopLogprobs
 from trunkline.router.errors import finish_error
 from trunkline.router.http.json_response import TextEvents, event
 from trunkline.router.jobs.job import Job
-from trunkline.router.messages import FinishReason, Started
+from trunkline.router.messages import Finished, FinishReason, Started
+from trunkline.router.streams.choices import TextAssembler
 from trunkline.router.streams.streams import Stream
-from trunkline.router.streams.text import TextAssembler
 from trunkline.router.text.tokenizer import Tokenizer
 from trunkline.worker.messages import Sampling
 
@@ -108,7 +108,7 @@ def test_a_stream_is_released_exactly_once(calls: list[str]) -> None:
     for call in calls:
         match call:
             case "finish":
-                stream.finish(FinishReason.STOP)
+                stream.receive(Finished(3, FinishReason.STOP))
             case "close":
                 stream.close()
             case "cut":
@@ -116,7 +116,7 @@ def test_a_stream_is_released_exactly_once(calls: list[str]) -> None:
             case "push":
                 stream.push(1, None)
             case "start":
-                stream.start(Started(1, 0))
+                stream.receive(Started(1, 0))
     ends = [call for call in calls if call in ("finish", "close", "cut")]
     assert books.releases == ([(3, ends[0] != "finish")] if ends else [])
     assert stream.ended == bool(ends)
@@ -127,7 +127,7 @@ def test_a_reader_wakes_for_each_batch() -> None:
         stream = Stream(1, Books().release)
         reader = asyncio.create_task(stream.next())
         await asyncio.sleep(0)
-        stream.start(Started(1, 4))
+        stream.receive(Started(1, 4))
         await asyncio.sleep(0)
         assert not reader.done(), "admission alone is nothing to read"
         stream.push(5, None)
@@ -135,8 +135,8 @@ def test_a_reader_wakes_for_each_batch() -> None:
         batch = await reader
         assert (batch.tokens, batch.reason, stream.cached_tokens) == ([5, 6], None, 4)
         await stream.wait_first()
-        stream.finish(FinishReason.LENGTH, "d")
-        stream.finish(FinishReason.ENGINE_FAILED, "later")
+        stream.receive(Finished(1, FinishReason.LENGTH, "d"))
+        stream.receive(Finished(1, FinishReason.ENGINE_FAILED, "later"))
         assert stream.failure == (FinishReason.LENGTH, "d", "")
         assert (await stream.next()).reason == FinishReason.LENGTH
 
@@ -162,8 +162,8 @@ def test_events_that_differ_in_their_text_only() -> None:
 
 def test_a_cut_that_is_computed_anew_on_the_way() -> None:
     stream = Stream(1, Books().release)
-    stream.start(Started(1, 40, cut="kept", exact=False))
-    stream.start(Started(1, 0, cut="kept"))
+    stream.receive(Started(1, 40, cut="kept", exact=False))
+    stream.receive(Started(1, 0, cut="kept"))
     assert stream.started == Started(1, 40, cut="kept", exact=False), "the first counts"
-    stream.start(Started(1, 0, cut="recomputed"))
+    stream.receive(Started(1, 0, cut="recomputed"))
     assert stream.started == Started(1, 40, cut="recomputed")

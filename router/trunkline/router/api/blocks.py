@@ -1,7 +1,7 @@
-"""Answers as a sequence of blocks, each a text or a call: what `/v1/responses` and `/v1/messages` have in common.
+"""Answers as a sequence of blocks, each a text or a tool call, for `/v1/responses` and `/v1/messages`.
 
-Both are translated into a chat completion's request and run as one. Its deltas become *changes* of blocks (one
-opens, grows, closes), which each endpoint writes in its own words, as they come or all at once.
+Both endpoints translate their requests into chat completions. The deltas of the answer become *changes* of blocks:
+a block opens, grows or closes. Each endpoint writes the changes in its own format, as a stream or as a whole.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Block(msgspec.Struct):
-    """A part of an answer: a text or, if it has a name, a call."""
+    """A part of an answer: a text, or a call if it has a name."""
 
     index: int
     text: str = ""
-    """The text, or the JSON of the arguments."""
+    """The text, or the arguments of a call as JSON."""
     name: str = ""
     call_id: str = ""
 
     @property
     def is_call(self) -> bool:
-        """Whether it is a call."""
+        """Whether the block is a call."""
         return bool(self.name)
 
     def arguments(self) -> dict[str, Any] | None:
-        """A call's arguments; None if they are no JSON object: the model was cut off, or wrote nonsense."""
+        """Return a call's arguments; None if the model did not write a complete JSON object."""
         try:
             fields = from_json(self.text, allow_inf_nan=False)
         except ValueError:
@@ -51,16 +51,16 @@ class Block(msgspec.Struct):
 
 
 class BlockChange(msgspec.Struct, frozen=True):
-    """What happens to a block."""
+    """A change of a block."""
 
     kind: Literal["open", "grow", "close"]
     block: Block
     text: str = ""
-    """What it grows by."""
+    """The text that is added, if it grows."""
 
 
 class Blocks:
-    """The blocks of one answer, made from its pieces."""
+    """Turns the pieces of one answer into blocks."""
 
     def __init__(self) -> None:
         self.all: list[Block] = []
@@ -68,11 +68,11 @@ class Blocks:
 
     @property
     def calls(self) -> list[Block]:
-        """The calls among them."""
+        """The blocks that are calls."""
         return [block for block in self.all if block.is_call]
 
     def feed(self, pieces: list[Piece]) -> Iterator[BlockChange]:
-        """What the next pieces change."""
+        """Add pieces of the answer; yield the changes."""
         for piece in pieces:
             if isinstance(piece, CallStart):
                 yield from self._begin(Block(len(self.all), "", piece.name, piece.id))
@@ -84,7 +84,8 @@ class Blocks:
             yield BlockChange("grow", self._open, piece.text)
 
     def finish(self, *, at_least_one: bool) -> Iterator[BlockChange]:
-        """The last change. `at_least_one`: whether an answer without anything gets an empty text."""
+        """Close the open block; yield the changes. `at_least_one`: an empty answer gets a block with an empty
+        text."""
         if at_least_one and not self.all:
             yield from self._begin(Block(0))
         if self._open is not None:
@@ -99,23 +100,23 @@ class Blocks:
 
 
 class AnswerBlocks:
-    """A running answer."""
+    """A running answer, read as blocks."""
 
     def __init__(self, generation: Generation, plan: ToolPlan, *, at_least_one: bool, id_prefix: str) -> None:
-        """`at_least_one`: as in `Blocks.finish`; `id_prefix`: of the ids of calls."""
+        """`at_least_one`: as in `Blocks.finish`; `id_prefix`: prefix of the ids of calls."""
         self.generation = generation
         self.blocks = Blocks()
         self.finish: FinishName = "length"
         self.stop: str | None = None
-        """The stop string that ended it."""
+        """The stop string that ended the answer."""
         self._at_least_one = at_least_one
         self._parser = plan.make_parser(lambda: plan.draw_id(id_prefix))
 
     async def changes(self) -> AsyncIterator[list[BlockChange]]:
-        """How its blocks change, at least one change at a time.
+        """Yield the changes of the blocks as they come, at least one at a time.
 
         Raises:
-            ApiError: the generation failed on the way.
+            ApiError: The generation failed.
         """
         async for delta in self.generation.deltas():
             changes = list(self.blocks.feed(self._pieces(delta.text, over=delta.finish is not None)))
@@ -131,10 +132,10 @@ class AnswerBlocks:
         return self._parser.feed(text) + (self._parser.finish() if over else [])
 
     async def whole(self) -> list[Block]:
-        """All its blocks.
+        """Return all blocks of the finished answer.
 
         Raises:
-            ApiError: the generation failed.
+            ApiError: The generation failed.
         """
         async for _ in self.changes():
             pass
@@ -143,10 +144,10 @@ class AnswerBlocks:
 
 @contextmanager
 def renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """Errors that name parameters of a chat completion name the client's own instead.
+    """Rename parameters in errors raised within the block, from those of chat completions to the endpoint's own.
 
     Args:
-        names: the client's, by a chat completion's; what is below either keeps its name (`messages[0]`).
+        names: The endpoint's parameters by those of chat completions. What follows a name is kept (`messages[0]`).
     """
     try:
         yield
@@ -155,7 +156,7 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def with_names(error: ApiError, names: Mapping[str, str]) -> ApiError:
-    """The same error with other parameters (see `renamed`)."""
+    """Return an error with other names of parameters (see `renamed`)."""
     param, message = error.param, error.message
     for old, new in names.items():
         message = message.replace(f"`{old}", f"`{new}")
@@ -173,10 +174,11 @@ def with_names(error: ApiError, names: Mapping[str, str]) -> ApiError:
 
 
 def session_label(request: Request) -> str | None:
-    """What the client calls the conversation, in endpoints that keep none: it goes where its last turn went.
+    """Return the label of the conversation from the request's header. Requests with one label go to one
+    controller.
 
     Raises:
-        ApiError: 400, it names a stored session, or is no name.
+        ApiError: 400, the header names a stored session, or the label is too long.
     """
     label = session_header(request)
     if label is not None and is_stored(label):
@@ -189,14 +191,14 @@ def session_label(request: Request) -> str | None:
 
 
 def as_chat(fields: dict[str, Any]) -> ChatRequest:
-    """A chat completion's request from translated fields; None stands for what the client did not say.
+    """Return translated fields as the request of a chat completion. Fields that are None are left out.
 
     Raises:
-        ApiError: 400 naming a chat completion's parameter.
+        ApiError: 400, naming the parameter of the chat completion that is wrong.
     """
     return validate(ChatRequest, {name: value for name, value in fields.items() if value is not None})
 
 
 def named_event(name: str, content: Any) -> bytes:
-    """A server-sent event with a name and a JSON payload."""
+    """Return a server-sent event with a name and a JSON payload."""
     return b"event: " + name.encode() + b"\ndata: " + _encode(content) + b"\n\n"

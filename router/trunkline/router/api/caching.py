@@ -1,4 +1,4 @@
-"""`cache` and `truncation` of an answer: what the engine found of its prompt, and what it was not shown."""
+"""The fields `cache` and `truncation` of an answer: KV found for its prompt, and tokens left out of it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _KEPT: dict[str, Literal["cached", "recomputed"]] = {"kept": "cached", "recomput
 
 
 def cache_use(*generations: Generation) -> CacheUse | UnsetType:
-    """What was found of the prompts, all together; left out where the engine has said nothing of them."""
+    """Return the KV found for the prompts together; UNSET if no engine has reported it."""
     found = [generation.started for generation in generations]
     known = [started for started in found if started is not None]
     if not known:
@@ -42,7 +42,7 @@ def cache_use(*generations: Generation) -> CacheUse | UnsetType:
 
 
 def truncation_result(generation: Generation) -> TruncationResult | UnsetType:
-    """What was left out; nothing is said of a request that neither allows a cut nor has one."""
+    """Return what was left out of a prompt; UNSET if the request has no cut and allows none."""
     job, started = generation.job, generation.started
     if not (job.cut.asked or job.cut.drops):
         return UNSET

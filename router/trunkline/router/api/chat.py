@@ -89,7 +89,7 @@ async def chat_completions(request: Request) -> Response:
 
 
 class _Answer:
-    """How one request's answer is written."""
+    """Writes the answer to one chat completion, whole or as a stream."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class _Answer:
     # -- whole
 
     async def whole(self) -> Response:
-        """The answer at once."""
+        """Return the whole answer."""
         answers = await collect_choices(self._generation)
         if self._turn is not None:
             [choice] = [self._choice(index, answer) for index, answer in enumerate(answers)]
@@ -166,7 +166,7 @@ class _Answer:
     # -- streamed
 
     async def events(self) -> AsyncIterator[bytes]:
-        """The answer as server-sent events."""
+        """Yield the answer as server-sent events."""
         samples = self._generation.job.decoding.samples
         parsers = [self._plan.make_parser() for _ in range(samples)]
         unopened = set(range(samples))
@@ -197,9 +197,9 @@ class _Answer:
             for choice in choices:
                 is_end = not going and choice is choices[-1]
                 if is_end and self._turn is not None:
-                    if parts:  # all text, before it is known whether the turn is kept
+                    if parts:  # send all text before it is known whether the turn can be stored
                         yield parts
-                    # Before the end is told: the next request may follow at once.
+                    # Store the turn before the end is sent: the next request may follow at once.
                     await self._turn.store_chat(_message(said), tokens)
                     parts = b""
                 parts += self._chunk(choice, last=is_end and not self._body.include_usage)
@@ -210,7 +210,7 @@ class _Answer:
         yield DONE_EVENT
 
     def _parts(self, delta: Delta, pieces: list[Piece], parser: ToolParser | None) -> list[ChatChunkChoice]:
-        """What a delta becomes: its text or calls, with what belongs to its tokens, then its end."""
+        """Return a delta as parts of a choice: text or calls with their log-probabilities, then the end."""
         logprobs = self._logprobs(delta)
         token_ids = delta.tokens if self._body.return_token_ids and delta.tokens else UNSET
         additions = [_addition(piece) for piece in pieces]
@@ -250,7 +250,7 @@ class _Answer:
 
 
 def _pieces(delta: Delta, parser: ToolParser | None) -> list[Piece]:
-    """What a delta of a choice says; `parser`: the choice's, None if it cannot have calls."""
+    """Return the text and calls in a delta. `parser`: the choice's parser; None if it cannot have calls."""
     if parser is None:
         return [TextPiece(delta.text)] if delta.text else []
     return parser.feed(delta.text) + (parser.finish() if delta.finish is not None else [])
@@ -261,7 +261,7 @@ def _finish(finish: FinishName, parser: ToolParser | None) -> ChatFinishName:
 
 
 def _addition(piece: Piece) -> ChatDelta:
-    """A piece of an answer as a stream tells it."""
+    """Return a piece of an answer as the `delta` of a stream's chunk."""
     if isinstance(piece, TextPiece):
         return ChatDelta(content=piece.text)
     if isinstance(piece, CallStart):
@@ -273,7 +273,7 @@ def _addition(piece: Piece) -> ChatDelta:
 
 
 def _message(pieces: list[Piece]) -> ChatMessage:
-    """A whole answer's message. Content is null where there is nothing but calls."""
+    """Return the message of a whole answer. Its content is null if it consists of calls only."""
     text = "".join(piece.text for piece in pieces if isinstance(piece, TextPiece))
     starts = [piece for piece in pieces if isinstance(piece, CallStart)]
     if not starts:

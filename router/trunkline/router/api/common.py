@@ -1,4 +1,5 @@
-"""What the generating endpoints share: the request's way from a body to a running generation."""
+"""Steps that the generating endpoints share: encode, make a job, start it, collect its choices, count its
+usage."""
 
 from __future__ import annotations
 
@@ -33,19 +34,20 @@ from trunkline.router.tools.plan import ToolPlan
 _Value = TypeVar("_Value")
 
 TOKENIZE_CHARACTERS_MAX: Final = 4 << 20
-"""Of a text that is tokenised whatever its length; `TEXT_BYTES_MAX` bounds every text."""
+"""Longest text that is tokenised although it cannot fit the context; `TEXT_BYTES_MAX` bounds every text."""
 RENDER_CHARACTERS_MAX: Final = 8 << 20
-"""Of a conversation: a template joins them in single calls, during which no other thread runs."""
+"""Longest conversation: a template joins its texts in single calls, during which no other thread runs."""
 LOGPROBS_OFF_LOOP: Final = 20_000
-"""An answer with more is written in a thread."""
+"""An answer with more log-probabilities is written in a thread."""
 LOGPROBS_OF_PROMPTS_MAX: Final = 1 << 18
-"""Of one request. Each takes some hundred bytes until the answer is written."""
+"""Log-probabilities of prompt tokens in one request. Each takes about a hundred bytes until the answer is
+written."""
 _TURN_S: Final = 0.005
 """How long work may keep the event loop; threads wait as long for Python's lock."""
 
 
 class Head(msgspec.Struct, frozen=True):
-    """What every chunk of an answer repeats."""
+    """Fields that every chunk of an answer repeats."""
 
     id: str
     created: int
@@ -54,20 +56,20 @@ class Head(msgspec.Struct, frozen=True):
 
 
 class Collected(msgspec.Struct):
-    """A choice, whole."""
+    """A whole choice of an answer, collected from its deltas."""
 
     text: str
     logprobs: list[TokenLogprob]
     finish: FinishName = "length"
     tokens: list[int] = []
     score: float | None = None
-    """Of a beam search's result, as the engine ranked it, …"""
+    """Score by which a beam search ranked this result, …"""
     cumulative_logprob: float | None = None
-    """… and the sum it was made from."""
+    """… and the sum of log-probabilities it was computed from."""
 
     @property
     def mean_logprob(self) -> float:
-        """Per token; what `best_of` ranks by. Minus infinity for a text of no tokens or of impossible ones."""
+        """Mean log-probability per token, by which `best_of` ranks; minus infinity without tokens."""
         known = [entry.logprobs.token_logprob for entry in self.logprobs if entry.logprobs is not None]
         mean = sum(known) / len(known) if known else -math.inf
         return mean if math.isfinite(mean) else -math.inf
@@ -87,22 +89,22 @@ class LoopTurns:
 
 
 def service_of(request: Request) -> RouterService:
-    """The service behind the application that got this request."""
+    """Return the service of the application that received a request."""
     service = request.app.state.service
     assert isinstance(service, RouterService)
     return service
 
 
 def make_head(prefix: str, service: RouterService, model: str | None) -> Head:
-    """A fresh id, the time, and the model's name as the client wrote it."""
+    """Return a new id, the time, and the model's name as the client wrote it."""
     return Head(f"{prefix}-{draw_hex('id', 16)}", created_at(), model or service.config.model_name)
 
 
 def check_length(characters: int, param: str) -> None:
-    """Refuse a text that is tokenised whatever its length, if that would take too long.
+    """Refuse a text that takes too long to tokenise.
 
     Raises:
-        ApiError: 400.
+        ApiError: 400, naming `param`.
     """
     if characters > TOKENIZE_CHARACTERS_MAX:
         raise bad_value(
@@ -114,7 +116,7 @@ def check_length(characters: int, param: str) -> None:
 
 
 def check_model(service: RouterService, model: str | None) -> None:
-    """Refuse names of models that are not served; none at all means the one that is.
+    """Refuse the name of a model that is not served. None stands for the served model.
 
     Raises:
         ApiError: 404.
@@ -137,10 +139,10 @@ async def encode_text(
     param: str,
     keep: int | None = None,
 ) -> list[int]:
-    """Token ids of a text; of so many of the last ones only, if `keep` is given.
+    """Return the token ids of a text; with `keep`, only the last `keep` of them.
 
     Raises:
-        ApiError: 400, it is so long that it need not be tokenised to know that it does not fit.
+        ApiError: 400, the text is so long that it certainly does not fit `limits`; it was not tokenised.
     """
     if keep is not None:
         check_length(len(text), param)
@@ -195,10 +197,10 @@ class Rendering(NamedTuple):
 
 
 async def start(service: RouterService, job: Job, arrived_at: float) -> Generation:
-    """Submit a job and wait until it was taken on. `arrived_at`: the request's loop time in seconds.
+    """Submit a job and wait until an engine accepts it. `arrived_at`: loop time of the request, in seconds.
 
     Raises:
-        ApiError: it was not.
+        ApiError: No engine accepted it.
     """
     generation = service.generate(job, arrived_at)
     try:
@@ -210,15 +212,16 @@ async def start(service: RouterService, job: Job, arrived_at: float) -> Generati
 
 
 def logprobs_of(answers: Iterable[Collected], count: int) -> int:
-    """How many log-probabilities answers have, with `count` alternatives for each token; -1: none at all."""
+    """Return the number of log-probabilities in answers. `count`: alternatives for each token; -1: no
+    log-probabilities."""
     return (count + 1) * sum(len(answer.tokens) for answer in answers)
 
 
 async def collect_choices(generation: Generation) -> list[Collected]:
-    """Every choice of a started generation, whole: the best ones first where more were drawn than are wanted.
+    """Return all choices of a started generation; if more were drawn than asked for, the best ones, best first.
 
     Raises:
-        ApiError: it failed; nothing of it is shown.
+        ApiError: The generation failed.
     """
     decoding = generation.job.decoding
     answers = [Collected("", [], tokens=[]) for _ in range(decoding.samples)]
@@ -238,7 +241,7 @@ async def collect_choices(generation: Generation) -> list[Collected]:
 
 
 def usage_of(*generations: Generation) -> Usage:
-    """What generations have used so far: each prompt once, all samples that were drawn."""
+    """Return the token counts of generations so far: each prompt once, and all samples that were drawn."""
     return make_usage(
         sum(generation.job.seen_tokens for generation in generations),
         sum(generation.output_tokens for generation in generations),
@@ -255,10 +258,10 @@ def _session_tokens(job: Job) -> int:
 
 
 def prompt_scores_of(generation: Generation) -> PromptScores | None:
-    """What the engine said of a prompt, if it was asked; to be called once a token has come.
+    """Return the scores of a prompt's tokens; None if the job did not ask for them. Call it after the first token.
 
     Raises:
-        ApiError: 503, it did not say everything.
+        ApiError: 503, the engine left some out.
     """
     count = generation.job.sampling.prompt_logprobs
     if count < 0:
@@ -270,7 +273,7 @@ def prompt_scores_of(generation: Generation) -> PromptScores | None:
 
 
 def check_scores(job: Job, tokens: int) -> None:
-    """Refuse what says too much of its prompts, which have so many `tokens` together.
+    """Refuse a request for too many log-probabilities of prompts that have `tokens` tokens together.
 
     Raises:
         ApiError: 400.
@@ -285,7 +288,7 @@ def check_scores(job: Job, tokens: int) -> None:
 
 
 def optional(value: _Value | None) -> _Value | UnsetType:
-    """A field that is left out where there is nothing to say."""
+    """Return the value of a field that is left out of the answer if it is None."""
     return UNSET if value is None else value
 
 
@@ -296,10 +299,10 @@ def job_for(
     *,
     tools: ToolPlan | None = None,
 ) -> Job:
-    """What the engine is asked for a prompt of a request (see `make_job`).
+    """Make the job for a prompt of a request (see `make_job`), with the tenant's salt, priority and grammar owner.
 
     Raises:
-        ApiError: 400 naming the parameter.
+        ApiError: 400, naming the parameter that is wrong.
     """
     job = make_job(
         body,

@@ -64,9 +64,9 @@ from trunkline.router.text.detokenizer import make_detokenizer
 
 routes = APIRouter()
 _ECHO_OFF_LOOP_TOKENS: Final = 20_000
-"""An answer that repeats a longer prompt is written in a thread, …"""
+"""An answer that repeats a prompt of more tokens is written in a thread, …"""
 _ANSWERS_OFF_LOOP: Final = 32
-"""… and one to more prompts."""
+"""… and so is an answer to more prompts."""
 
 
 @routes.post("/v1/completions")
@@ -104,10 +104,10 @@ async def completions(request: Request) -> Response:
 
 
 def _check_one_prompt(body: CompletionRequest) -> None:
-    """Refuse several prompts with what is meant for one.
+    """Refuse several prompts where a parameter is available for a single prompt only.
 
     Raises:
-        ApiError: 400.
+        ApiError: 400, naming the parameter.
     """
     if len(body.prompts) <= 1:
         return
@@ -118,7 +118,7 @@ def _check_one_prompt(body: CompletionRequest) -> None:
 
 
 async def _jobs(service: RouterService, body: CompletionRequest, turn: SessionTurn | None) -> list[Job]:
-    """What the engine is asked, for each prompt. The other parameters are looked at once only."""
+    """Return a job for each prompt. Parameters that all prompts share are checked once."""
     if has_modules(body, turn):
         return [await modules_job(service, body, turn=turn)]
     if len(body.prompts) == 1:
@@ -131,7 +131,7 @@ async def _jobs(service: RouterService, body: CompletionRequest, turn: SessionTu
         prompt = Prompt(await _encode(service, body, given, param), param)
         if jobs:
             jobs.append(another_job(jobs[0], body, prompt, limits, draw_seed))
-            await turns.others()  # many short prompts are a long one
+            await turns.others()  # many short prompts take as long as a long one
         else:
             jobs.append(job_for(service, body, prompt))
             check_repeated(jobs[0], len(body.prompts))
@@ -156,7 +156,7 @@ async def _encode(
 
 
 class _Echo(NamedTuple):
-    """What an answer says of its prompt before anything else."""
+    """The part of an answer that repeats its prompt (`echo`, `prompt_logprobs`)."""
 
     text: str = ""
     logprobs: CompletionLogprobs | None = None
@@ -164,7 +164,7 @@ class _Echo(NamedTuple):
 
 
 class _Answer:
-    """How one request's answer is written."""
+    """Writes the answer to one plain completion, whole or as a stream."""
 
     def __init__(
         self,
@@ -186,7 +186,7 @@ class _Answer:
     # -- whole
 
     async def whole(self) -> Response:
-        """The answer at once."""
+        """Return the whole answer."""
         answers = await self._batch.collect()
         if self._turn is not None:
             await self._turn.store_text(answers[0][0].text, answers[0][0].tokens)
@@ -196,7 +196,7 @@ class _Answer:
         return self._write(answers)
 
     def _is_large(self, prompt: int) -> bool:
-        """Whether what is said of a prompt takes long to write."""
+        """Return whether repeating a prompt takes long."""
         job = self._batch.generations[prompt].job
         scores = len(job.prompt) * (job.sampling.prompt_logprobs + 1)
         return scores > LOGPROBS_OFF_LOOP or bool(self._body.echo and len(job.prompt) > _ECHO_OFF_LOOP_TOKENS)
@@ -230,7 +230,7 @@ class _Answer:
     # -- streamed
 
     async def events(self) -> AsyncIterator[bytes]:
-        """The answer as server-sent events."""
+        """Yield the answer as server-sent events."""
         echoes: dict[int, _Echo] = {}
         opened: set[int] = set()
         going = sum(generation.job.decoding.choices for generation in self._batch.generations)
@@ -253,11 +253,11 @@ class _Answer:
             if self._turn is not None:
                 text += delta.text
                 tokens += delta.tokens
-                if not going:  # before the end is told: the next request may follow at once
+                if not going:  # store the turn before the end is sent: the next request may follow at once
                     try:
                         await self._turn.store_text(text, tokens)
                     except ApiError:
-                        if delta.text:  # all text, though the turn is not kept
+                        if delta.text:  # send all text although the turn is not stored
                             yield self._chunk(CompletionChoice(index=0, text=delta.text))
                         raise
             index = prompt * self._batch.generations[prompt].job.decoding.choices + delta.index
@@ -275,7 +275,8 @@ class _Answer:
         yield DONE_EVENT
 
     def _opening(self, index: int, prompt: int, echo: _Echo) -> bytes:
-        """The chunk in front of a choice's own text, if there is anything to say."""
+        """Return the chunk before a choice's text, which repeats the prompt; b"" if the client did not ask for
+        that."""
         if not self._body.echo and not self._body.return_token_ids:
             return b""
         choice = CompletionChoice(index=index, text=echo.text, logprobs=echo.logprobs)
@@ -299,7 +300,7 @@ class _Answer:
     # -- both
 
     def _part(self, index: int, answer: Collected | Delta, offset: int) -> CompletionChoice:
-        """A choice's text without its prompt, whole or in part."""
+        """Return a choice, or a part of it, without its prompt."""
         if self._prompt_only:
             empty: list[int] | None = [] if self._body.return_token_ids else None
             finish: FinishName | None = None if answer.finish is None else "length"
@@ -323,7 +324,7 @@ class _Answer:
         choice.prompt_logprobs = optional(echo.scores)
 
     def _echo(self, index: int) -> _Echo:
-        """What there is to say of a prompt; to be called once it was computed."""
+        """Return the part of the answer that repeats a prompt. Call it once the prompt has been computed."""
         generation = self._batch.generations[index]
         scores = prompt_scores_of(generation)
         if not self._body.echo and scores is None:
@@ -340,7 +341,7 @@ class _Answer:
         return _Echo(text, logprobs, listed)
 
     def _prompt_text(self, generation: Generation, given: str | list[int]) -> tuple[str, list[int]]:
-        """A prompt's text, as it was given if it was one, and where in it each of its tokens begins."""
+        """Return a prompt's text, as the client wrote it if it was a text, and the offset of each token in it."""
         detokenizer = make_detokenizer(
             self._vocabulary, skip_special_tokens=generation.job.skip_special_tokens, at_start=True
         )
@@ -355,6 +356,6 @@ class _Answer:
 
     def _usage(self) -> Usage:
         usage = usage_of(*self._batch.generations)
-        if self._prompt_only:  # the token that the engine had to draw is nobody's
+        if self._prompt_only:  # the engine had to draw a token, which the client does not get
             usage.completion_tokens, usage.total_tokens = 0, usage.prompt_tokens
         return usage

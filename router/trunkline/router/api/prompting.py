@@ -1,8 +1,8 @@
-"""From a checked request to its job: the prompt's text and tokens, with a stored session's history in front, and
-the cut that makes them fit (CachedAttention §3.4).
+"""Make the job of a request: render and encode the prompt, put a stored session's history in front, and cut the
+prompt if it does not fit the context (CachedAttention §3.4).
 
-The whole prompt goes to the engine, with the ranges that the model is not to see: only so does it find what
-earlier turns have left in the cache.
+The engine gets the whole prompt, together with the ranges that the model does not see. It needs the whole prompt
+to find the KV of earlier turns in the cache.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _INSTRUCTION_ROLES: Final = ("system", "developer")
 
 
 def policy_of(body: ChatRequest | CompletionRequest, turn: SessionTurn | None) -> RetentionPolicy | None:
-    """What a request wants of a prompt that does not fit; None: that it is refused. Its session's default counts
-    where it does not say.
+    """Return how to cut a prompt that does not fit; None if it is refused then. The session's policy is the
+    default.
 
     Raises:
-        ApiError: 400, it also wants something that contradicts truncation.
+        ApiError: 400, another parameter contradicts truncation.
     """
     policy = None if turn is None else turn.session.truncation
     if body.truncation is not None:
@@ -55,13 +55,13 @@ def policy_of(body: ChatRequest | CompletionRequest, turn: SessionTurn | None) -
 async def chat_job(
     service: RouterService, body: ChatRequest, plan: ToolPlan, turn: SessionTurn | None = None
 ) -> Job:
-    """What the engine is asked for a conversation.
+    """Make the job of a chat completion.
 
     Args:
-        turn: of the stored session whose history stands in front of the messages.
+        turn: Turn of the stored session whose history precedes the messages.
 
     Raises:
-        ApiError: 400 naming the parameter.
+        ApiError: 400, naming the parameter that is wrong.
     """
     policy = policy_of(body, turn)
     messages = body.messages if turn is None else await turn.messages(body.messages)
@@ -82,10 +82,10 @@ async def chat_job(
 async def completion_job(
     service: RouterService, body: CompletionRequest, given: str | list[int], turn: SessionTurn | None = None
 ) -> Job:
-    """What the engine is asked for the only prompt of a completion. `turn`: as in `chat_job`.
+    """Make the job of a plain completion with a single prompt. `turn`: as in `chat_job`.
 
     Raises:
-        ApiError: 400 naming the parameter.
+        ApiError: 400, naming the parameter that is wrong.
     """
     policy = policy_of(body, turn)
     if turn is not None:
@@ -188,11 +188,11 @@ def _cut(
 async def instruction_tokens(
     service: RouterService, rendering: Rendering, messages: list[Message], text: str, tokens: Sequence[int]
 ) -> int:
-    """How many of a prompt's first tokens are its leading system messages, and tools, as the template shows them.
+    """Return how many first tokens of a prompt are its instructions: leading system messages and tools.
 
     Args:
-        messages: the conversation …
-        text: … as `rendering` shows it, …
+        messages: The conversation …
+        text: … its text, made with `rendering`, …
         tokens: … and its token ids.
     """
     others = (i for i, message in enumerate(messages) if message.role not in _INSTRUCTION_ROLES)
@@ -218,7 +218,7 @@ async def _instruction_characters(
             return end
     if count == len(messages):
         return len(text)
-    # Everything that does not depend on what the first other message says.
+    # The instructions are the text that does not depend on what the first other message says.
     first = messages[count]
     changed = first.model_copy(update={"content": "1" if first.content.startswith("0") else "0"})
     return common_length(await rendering.text(service, [*messages[:count], changed, *messages[count + 1 :]]), text)

@@ -1,4 +1,4 @@
-"""Several prompts of one HTTP request: generations that are started, read and given up together."""
+"""`PromptBatch`: the generations of several prompts in one HTTP request, started, read and aborted together."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TASKS_PER_TURN: Final = 64
 
 
 async def _gather(work: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
-    """All results; if one fails the others are cancelled."""
+    """Return all results. If one fails, cancel the others."""
     tasks: list[asyncio.Future[_T]] = []
     try:
         await _begin_all(tasks, work)
@@ -28,7 +28,8 @@ async def _gather(work: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
 
 
 async def _begin_all(tasks: list[asyncio.Future[_T]], work: Iterable[Coroutine[Any, Any, _T]]) -> None:
-    """Put a task for each piece of work into `tasks`: a few at a time, as all that are new run in one turn."""
+    """Start a task for each piece of work and put it into `tasks`. All new tasks run in one turn of the loop, so
+    only a few are started in each."""
     for each in work:
         tasks.append(asyncio.ensure_future(each))
         if len(tasks) % _TASKS_PER_TURN == 0:
@@ -45,19 +46,19 @@ async def _end_all(tasks: Sequence[asyncio.Future[Any]]) -> None:
 
 
 class PromptBatch:
-    """All generations of one request, in the order of its prompts. Call `close` in the end, whatever happened."""
+    """The generations of one request, in the order of its prompts. Call `close` at the end in any case."""
 
     def __init__(self) -> None:
         self.generations: list[Generation] = []
 
     async def submit(self, service: RouterService, jobs: Sequence[Job], arrived_at: float) -> None:
-        """Submit all jobs or none. Others get their turn in between: a thousand take a fifth of a second.
+        """Submit all jobs or none. Other tasks run in between: a thousand jobs take a fifth of a second.
 
         Args:
-            arrived_at: the request's loop time in seconds.
+            arrived_at: Loop time of the request, in seconds.
 
         Raises:
-            ApiError: 503 or 429, they cannot be taken on now.
+            ApiError: 503 or 429, the router or its engines cannot accept them now.
         """
         service.check_admission(len(jobs))
         turns = LoopTurns()
@@ -70,15 +71,15 @@ class PromptBatch:
             raise
 
     def close(self) -> None:
-        """Let go of all: what still runs is aborted. May be called again."""
+        """Abort all generations that still run. Calling it again has no effect."""
         for generation in self.generations:
             generation.close()
 
     async def begin(self) -> None:
-        """Wait until the engine has taken on the first of them to be planned.
+        """Wait until an engine accepts the first of them.
 
         Raises:
-            ApiError: one was refused; all are given up.
+            ApiError: An engine refused one; all are aborted.
         """
         tasks: list[asyncio.Future[None]] = []
         try:
@@ -93,10 +94,10 @@ class PromptBatch:
             await _end_all(tasks)
 
     async def collect(self) -> list[list[Collected]]:
-        """The choices of each prompt, whole.
+        """Return the whole choices of each prompt.
 
         Raises:
-            ApiError: one failed; all are given up.
+            ApiError: A generation failed; all are aborted.
         """
         try:
             return await _gather(map(self._collect, range(len(self.generations))))
@@ -104,16 +105,16 @@ class PromptBatch:
             self.close()
 
     async def deltas(self) -> AsyncIterator[tuple[int, Delta]]:
-        """What comes next of any prompt, with the prompt's index.
+        """Yield the deltas of all prompts as they come, each with its prompt's index.
 
         Raises:
-            ApiError: one failed; all are given up.
+            ApiError: A generation failed; all are aborted.
         """
         if len(self.generations) == 1:
             async for delta in self.generations[0].deltas():
                 yield 0, delta
             return
-        # A small queue: tokens that nobody reads yet wait in their streams, where they become one delta.
+        # A small queue: tokens that are not read yet wait in their streams, where they become one delta.
         queue: asyncio.Queue[tuple[int, Delta] | Exception | None] = asyncio.Queue(len(self.generations))
         tasks: list[asyncio.Future[None]] = []
         running = len(self.generations)
@@ -145,7 +146,7 @@ class PromptBatch:
             raise self._located(error, index) from None
 
     async def _pump(self, index: int, queue: asyncio.Queue[tuple[int, Delta] | Exception | None]) -> None:
-        """Put a generation's deltas into `queue`, then None or what went wrong."""
+        """Put a generation's deltas into `queue`, then None or the error."""
         try:
             async for delta in self.generations[index].deltas():
                 await queue.put((index, delta))
@@ -157,7 +158,7 @@ class PromptBatch:
             await queue.put(None)
 
     def _located(self, error: ApiError, index: int) -> ApiError:
-        """The error of one prompt of several says which."""
+        """Return the error with the index of its prompt, if the request has several."""
         if len(self.generations) == 1 or error.status != 400 or error.param not in (None, "prompt"):
             return error
         param = f"prompt[{index}]"

@@ -1,7 +1,7 @@
-"""One turn of a stored session: what a request adds to a conversation, kept only if its answer comes to an end.
+"""A turn of a stored session: the request's messages and the answer, stored only if the answer is complete.
 
-open_turn ─► history in front of the request ─► generation ─► store: messages and answer are appended
-     └──────────────── anything goes wrong, or the client leaves: close, the session is as before
+open_turn ─► history + request = prompt ─► generation ─► store: messages and answer are appended
+     └──────────────── an error, or the client leaves: close, the session stays as it was
 """
 
 from __future__ import annotations
@@ -33,33 +33,33 @@ from trunkline.router.text.truncation import TokenSpan, clip_spans
 
 _FORMS: Final = {"chat": "conversations (/v1/chat/completions)", "text": "texts (/v1/completions)"}
 _MESSAGES_OFF_LOOP: Final = 500
-"""More are read in a thread: each takes some 10 microseconds."""
+"""More messages are validated in a thread: each takes about 10 microseconds."""
 _MESSAGE_BYTES: Final = 256
-"""Of a message in a record, besides its text."""
+"""Size of a message in a record, without its text."""
 
 
 class Together:
-    """Several pieces of work that are let go of together."""
+    """Several pieces of work with one `close`."""
 
     def __init__(self, *works: Closable | None) -> None:
         self._works = [work for work in works if work is not None]
 
     def close(self) -> None:
-        """Let go of all. May be called again."""
+        """Close all of them. Calling it again has no effect."""
         for work in self._works:
             work.close()
 
 
 class SessionTurn:
-    """A session acquired for a request. Call `close` in the end, whatever happened."""
+    """A stored session acquired for a request. Call `close` at the end in any case."""
 
     def __init__(self, service: RouterService, lease: Lease, form: Form) -> None:
         """
         Raises:
-            ApiError: 400, the session is used for something else than `form`.
+            ApiError: 400, the session is used for another kind of request than `form`.
         """
         self.session = lease.session
-        """As it was before; changed by `store_chat` and `store_text` only."""
+        """The session before this turn; only `store_chat` and `store_text` change it."""
         self._service = service
         self._tokenizer = service.tokenizer
         self._lease = lease
@@ -76,21 +76,22 @@ class SessionTurn:
 
     @property
     def reused_tokens(self) -> int:
-        """First tokens of the prompt that are the history's own."""
+        """Number of first tokens of the prompt that come from the history."""
         return self._known.reused_tokens
 
     @property
     def discards(self) -> tuple[TokenSpan, ...]:
-        """Tokens of the prompt that the session's client does not want to be seen any more."""
+        """Ranges of the prompt that the client has discarded."""
         return clip_spans(self.session.discards, min(self.reused_tokens, len(self._known.tokens) - 1))
 
     async def messages(self, new: list[Message]) -> list[Message]:
-        """The whole conversation: the history and what the request adds."""
+        """Return the whole conversation: the session's messages and the request's."""
         self._new = new
         return await stored_messages(self._service, self.session) + new
 
     async def tokens_of(self, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of a conversation's text: the history's own as far as it begins with the history."""
+        """Return the token ids of a conversation's text, reusing the history's tokens where it begins with
+        them."""
         mark = common_mark(self.session, text, self._tokenizer.vocabulary)
         rest = text[mark.characters :]
         check_length(len(rest), param)
@@ -102,7 +103,7 @@ class SessionTurn:
         return tokens
 
     async def tokens_of_parts(self, parts: Sequence[PromptPart]) -> list[int]:
-        """Token ids of a prompt in parts: the history's own as far as it begins with the history."""
+        """Return the token ids of a prompt in parts, reusing the history's tokens where it begins with them."""
         text = "".join([part.text for part in parts])
         mark = common_mark(self.session, text, self._tokenizer.vocabulary)
         split, rest = parts_behind(parts, mark)
@@ -115,9 +116,9 @@ class SessionTurn:
         return self._known.tokens
 
     async def continued(self, given: str | list[int], *, add_special_tokens: bool) -> list[int]:
-        """Token ids of the history with a text, or with tokens, behind it."""
+        """Return the token ids of the history, followed by those of a text or by given ones."""
         history = self.session.ids()
-        if self.session.text and not history:  # another tokenizer's, so far
+        if self.session.text and not history:  # its tokens were another tokenizer's
             history = await self._tokenizer.encode_async(self.session.text, add_special_tokens=add_special_tokens)
         if not isinstance(given, str):
             new, text = given, text_of(given, self._tokenizer.vocabulary)
@@ -132,12 +133,12 @@ class SessionTurn:
         return self._known.tokens
 
     def check_size(self, param: str) -> None:
-        """Refuse what could not be stored in the end.
+        """Refuse a turn that would be too large to store.
 
         Raises:
             ApiError: 400.
         """
-        # The text stands there twice, as messages and as it was rendered.
+        # The record holds the text twice: as messages, and as it was rendered.
         messages = _MESSAGE_BYTES * (len(self.session.messages) + len(self._new))
         size = 2 * len(self._known.text.encode()) + 4 * len(self._known.tokens) + messages
         if size > VALUE_BYTES_MAX:
@@ -149,7 +150,7 @@ class SessionTurn:
             )
 
     async def store_chat(self, answer: ChatMessage, tokens: Sequence[int]) -> None:
-        """Append the request's messages and the answer, which are the session's from now on.
+        """Append the request's messages and the answer to the session.
 
         Raises:
             ApiError: 503 or 409, they could not be stored.
@@ -160,10 +161,14 @@ class SessionTurn:
         await self._put()
 
     async def store_text(self, shown: str, tokens: Sequence[int]) -> None:
-        """Append the prompt and `shown`, the answer without what ended it, made of `tokens`.
+        """Append the prompt and the answer to the session.
+
+        Args:
+            shown: Text of the answer, without what ended it.
+            tokens: Tokens of the answer.
 
         Raises:
-            ApiError: as `store_chat`.
+            ApiError: As in `store_chat`.
         """
         session, vocabulary = self.session, self._tokenizer.vocabulary
         session.remember(self._known, tokens, vocabulary)
@@ -180,18 +185,17 @@ class SessionTurn:
         await self._lease.put()
 
     def close(self) -> None:
-        """Let go of the session; without a `store_…` it is as before. May be called again."""
+        """Release the session; if nothing was stored, it stays as it was. Calling it again has no effect."""
         self._lease.close()
 
 
 async def open_turn(
     service: RouterService, body: ChatRequest | CompletionRequest, form: Form
 ) -> SessionTurn | None:
-    """Acquire a request's session; None if it has no stored one.
+    """Acquire the stored session of a request; None if it has none.
 
     Raises:
-        ApiError: 404, there is none with that id; 409, it is in use; 400, the request asks for what a session
-            cannot have.
+        ApiError: 404, there is no such session; 409, it is in use; 400, a parameter is not available in sessions.
     """
     session_id = body.session_id
     if session_id is None or not is_stored(session_id):
@@ -207,7 +211,7 @@ async def open_turn(
     lease = await service.sessions.acquire(session_id)
     try:
         if lease.session.model not in service.config.model_names:
-            lease.session.model = service.config.model_name  # served under another name than when it began
+            lease.session.model = service.config.model_name  # the model had another name when the session began
         return SessionTurn(service, lease, form)
     except BaseException:
         lease.close()
@@ -215,7 +219,7 @@ async def open_turn(
 
 
 async def stored_messages(service: RouterService, session: SessionState) -> list[Message]:
-    """The messages of a session."""
+    """Return the messages of a session."""
 
     def read() -> list[Message]:
         return [Message.model_validate(message) for message in session.messages]

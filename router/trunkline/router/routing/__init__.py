@@ -4,7 +4,7 @@
       State ─────► loads.py: what each has to do ──────────────┤
                    breaker.py: which of them have just failed ─┼─► policies.py ──► Decision
       request ───► names.py: its chunks ───────────────────────┤
-                   sessions.py: where its session was ─────────┘
+                      loads.py: where its session was ─────────┘
 
 `core.py` puts them together.
 """

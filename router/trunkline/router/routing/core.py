@@ -19,11 +19,10 @@ from trunkline.kvstore.extents import blocks_for
 from trunkline.router.routing.breaker import Breaker
 from trunkline.router.routing.decision_log import DecisionLog
 from trunkline.router.routing.index import TIERS, ChunkIndex, IntArray
-from trunkline.router.routing.loads import FloatArray, Live, Loads
+from trunkline.router.routing.loads import FloatArray, Live, Loads, SessionPlaces
 from trunkline.router.routing.names import Chain, Identity, Names, prompt_names
 from trunkline.router.routing.policies import POLICIES, Policy, RoutingSettings, Turns, View
 from trunkline.router.routing.request import Decision, RouteRequest, Weighed
-from trunkline.router.routing.sessions import SessionPlaces
 
 __all__ = ["Decision", "NoControllerError", "RouteRequest", "RoutingCore", "RoutingSettings"]
 

@@ -7,6 +7,7 @@ on. Its own load is the set of its live tickets: each is released exactly once, 
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass
 
 import numpy as np
@@ -109,3 +110,25 @@ class Loads:
         if not live.started:
             self.own_queued[live.controller] -= live.new_tokens
         return live
+
+
+class SessionPlaces:
+    """Where this router has last sent each session; bounded in number."""
+
+    def __init__(self, sessions_max: int) -> None:
+        self._places: OrderedDict[str, int] = OrderedDict()
+        self._sessions_max = sessions_max
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def find(self, session: str) -> int:
+        """Return the session's controller; -1: not known."""
+        return self._places.get(session, -1)
+
+    def sent(self, session: str, controller: int) -> None:
+        """Note that a request of the session was sent to a controller."""
+        self._places[session] = controller
+        self._places.move_to_end(session)
+        if len(self._places) > self._sessions_max:
+            self._places.popitem(last=False)

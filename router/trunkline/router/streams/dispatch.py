@@ -1,15 +1,15 @@
-"""Streams and the controllers that work on them: where each goes, and where it goes on if that controller is lost.
+"""Send each request to a controller, and on to another one if that controller is lost.
 
-    submit ──► route ──► ControllerLink.submit ──► Dispatch ──► Stream ──► reader
+    submit ──► route ──► ControllerLink.submit ──► Attempt ──► Stream ──► reader
                  ▲                                    │ lost, drained, full
-                 └──── what the stream has so far ◄───┘   or wait until a controller is there
+                 └──── tokens that have come so far ◄─┘   or wait until a controller is ready
 
-A *dispatch* is one sending of a stream, or of one of its samples, to one controller. A stream that loses its
-dispatch is sent again: before its first token as it was, later as a continuation (`continuation.py`). If no
-controller takes requests it waits, up to `resume_seconds`. Its reader sees a pause.
+An *attempt* is one sending of a request, or of one of its samples, to one controller (`attempts.py`). A request
+that loses its attempt is sent again: before its first token as it was, later as a continuation. If no controller
+takes requests it waits, up to `resume_seconds`. Its reader sees a pause.
 
-What would fail everywhere is not tried everywhere: a stream that loses `FAILURES_MAX` dispatches in a row, without
-a token between them, ends with the last one's error.
+A request that would fail everywhere is not tried everywhere: after `FAILURES_MAX` lost attempts in a row, without
+a token between them, it ends with the error of the last one.
 """
 
 from __future__ import annotations
@@ -33,30 +33,29 @@ from trunkline.router.messages import FinishReason, State
 from trunkline.router.routing.core import NoControllerError, RoutingCore
 from trunkline.router.routing.names import Identity
 from trunkline.router.routing.request import Decision, RouteRequest
-from trunkline.router.streams.attempts import Dispatch, Flow
-from trunkline.router.streams.continuation import ALL, continuation, end_of, submission
+from trunkline.router.streams.attempts import ALL, Attempt, RoutedRequest, continuation, end_of, submission
 from trunkline.router.streams.health import describe
 from trunkline.router.streams.link import ControllerLink
 from trunkline.router.streams.streams import End, Stream
 from trunkline.router.telemetry.request_record import current_record
 
 FAILURES_MAX: Final = 3
-"""Lost in a row, without a token between them; …"""
+"""Attempts of a request that may be lost in a row, without a token between them."""
 WAITING_LOSSES: Final = 3
-"""… so many count as one where the connection was lost while the prompt had not been computed: a request that only
-waits in a queue is not what kills a controller, but it may be."""
+"""So many lost attempts count as one if the connection was lost before the prompt was computed: a request that
+only waits in a queue is hardly what kills a controller, but it may be."""
 MOVE_SECONDS: Final = 3.0
-"""For so long a controller whose workers are lost may get new ones before its streams go elsewhere."""
+"""How long a controller that has lost its workers may take to get new ones before its requests go elsewhere."""
 FULL_AGAIN_SECONDS: Final = 0.25
-"""A stream that is to go on, and meets full queues everywhere, tries again so much later."""
+"""When a continued request that has met full queues everywhere tries again."""
 _REGULAR: Final = (FinishReason.STOP, FinishReason.LENGTH)
 _ELSEWHERE: Final = (FinishReason.ENGINE_FAILED, FinishReason.DRAINING, FinishReason.QUEUE_FULL)
-"""Ends that say nothing of the request: another controller may take it."""
+"""Ends that say nothing about the request itself: another controller may take it."""
 _log = structlog.get_logger("trunkline.router.streams.dispatch")
 
 
 class Dispatcher:
-    """All streams of a router. All calls from the event loop's thread."""
+    """The requests of a router that are not over. All calls come from the event loop's thread."""
 
     def __init__(
         self,
@@ -89,15 +88,15 @@ class Dispatcher:
         self._on_event = on_event
         self._on_route = on_route
         self._ids = itertools.count(1)
-        self._flows: dict[int, Flow] = {}
-        self._waiting: dict[int, Flow] = {}
+        self._routed: dict[int, RoutedRequest] = {}
+        self._waiting: dict[int, RoutedRequest] = {}
         self._starting_since: dict[int, float] = {}
         self._overdue: set[int] = set()
-        """Streams whose time to wait is over, and which no controller has admitted yet."""
+        """Requests whose time to wait is over, and which no controller has admitted yet."""
 
     @staticmethod
     def now() -> float:
-        """Loop time in seconds."""
+        """Return the loop's time in seconds."""
         return asyncio.get_running_loop().time()
 
     @property
@@ -107,7 +106,7 @@ class Dispatcher:
 
     @property
     def waiting_count(self) -> int:
-        """Streams that no controller has at present."""
+        """How many requests no controller has at present."""
         return len(self._waiting)
 
     # -- from above
@@ -125,23 +124,25 @@ class Dispatcher:
             wants_logprobs=job.sampling.logprobs >= 0,
             samples=job.decoding.samples if job.decoding.beam is None else 1,
         )
-        flow = self._flows[stream.request] = Flow(stream.request, job, route, stream, record=current_record())
+        routed = self._routed[stream.request] = RoutedRequest(
+            stream.request, job, route, stream, record=current_record()
+        )
         try:
-            self._send(flow, ALL)
+            self._send(routed, ALL)
         except ApiError:
-            del self._flows[flow.id]
+            del self._routed[routed.id]
             raise
         return stream
 
     def link_of(self, stream: Stream) -> ControllerLink | None:
-        """The controller that works on a stream, if one does."""
-        flow = self._flows.get(stream.request)
-        return next((dispatch.link for dispatch in flow.dispatches.values()), None) if flow else None
+        """Return the controller that works on a request; None: it waits for one, or is over."""
+        routed = self._routed.get(stream.request)
+        return next((attempt.link for attempt in routed.attempts.values()), None) if routed else None
 
     # -- from the links
 
     def link_changed(self, link: ControllerLink) -> None:
-        """A controller has said how it is, or its connection was lost."""
+        """Take note that a controller has reported its state, or that its connection was lost."""
         core, now, state = self.core, self.now(), link.state
         core.set_available(link.index, link.ready, now)
         if state is not None:
@@ -157,7 +158,7 @@ class Dispatcher:
         self._move_from(link, now)
 
     def load_changed(self, controller: int, requests: int, queued_tokens: int) -> None:
-        """A controller has said what it has to do for all routers (`State`, or `KvEvents`)."""
+        """Take note of a controller's load from all routers (`State`, or `KvEvents`)."""
         state = self._links[controller].state
         if state is None:
             return
@@ -171,115 +172,115 @@ class Dispatcher:
         )
 
     def _move_from(self, link: ControllerLink, now: float) -> None:
-        """Streams of a controller that does not get new workers go elsewhere, if there is anybody."""
+        """Move the requests of a controller that does not get new workers, if another controller is ready."""
         if link.state is None or link.state.status != "starting" or not link.inflight:
             self._starting_since.pop(link.index, None)
             return
         since = self._starting_since.setdefault(link.index, now)
         if now - since < MOVE_SECONDS or not any(other.ready for other in self._links):
             return
-        for flow in list(self._flows.values()):
-            for dispatch in [d for d in flow.dispatches.values() if d.link is link]:
-                dispatch.link.release(dispatch.request, abort=True)
-                self.finished(dispatch, End(FinishReason.DRAINING, link.why_not_ready()))
+        for routed in list(self._routed.values()):
+            for attempt in [d for d in routed.attempts.values() if d.link is link]:
+                attempt.link.release(attempt.request, abort=True)
+                self.finished(attempt, End(FinishReason.DRAINING, link.why_not_ready()))
 
-    def started(self, dispatch: Dispatch) -> None:
-        """A dispatch's prompt is computed, or as good as."""
-        self.core.started(dispatch.ticket, self.now())
-        if not dispatch.flow.waiting:
-            self._stop_timer(dispatch.flow)
-        if dispatch.names:
+    def started(self, attempt: Attempt) -> None:
+        """See `Owner`."""
+        self.core.started(attempt.ticket, self.now())
+        if not attempt.routed.waiting:
+            self._stop_timer(attempt.routed)
+        if attempt.names:
             self.core.index.apply(
-                dispatch.link.index, b"".join(dispatch.names), bytes([1 << TierKind.DEVICE]) * len(dispatch.names)
+                attempt.link.index, b"".join(attempt.names), bytes([1 << TierKind.DEVICE]) * len(attempt.names)
             )
 
-    def finished(self, dispatch: Dispatch, end: End) -> None:
-        """A dispatch is over, one way or another."""
-        flow = dispatch.flow
-        if flow.dispatches.get(dispatch.ticket) is not dispatch:
+    def finished(self, attempt: Attempt, end: End) -> None:
+        """See `Owner`."""
+        routed = attempt.routed
+        if routed.attempts.get(attempt.ticket) is not attempt:
             return
-        dispatch.over(end.reason, is_failure=end.reason in _ELSEWHERE)
-        self._let_go(dispatch, failed=end.reason == FinishReason.ENGINE_FAILED)
-        if end.reason in _REGULAR and dispatch.sample != ALL:
-            flow.stream.finish_sample(dispatch.sample, end.reason)
+        attempt.over(end.reason, is_failure=end.reason in _ELSEWHERE)
+        self._let_go(attempt, failed=end.reason == FinishReason.ENGINE_FAILED)
+        if end.reason in _REGULAR and attempt.sample != ALL:
+            routed.stream.finish_sample(attempt.sample, end.reason)
         elif end.reason not in _ELSEWHERE or (not self._resume_seconds and len(self._links) < 2):
-            flow.stream.finish(*end)
+            routed.stream.finish(*end)
         else:
-            self._go_on(flow, dispatch, end)
+            self._go_on(routed, attempt, end)
 
-    # -- on and on
+    # -- going on after a loss
 
-    def _go_on(self, flow: Flow, dispatch: Dispatch, end: End) -> None:
-        """Send what a dispatch leaves behind to somebody else."""
-        flow.last_failure = end
-        failures = flow.failures.pop(dispatch.sample, 0)
-        begun = any(flow.stream.outputs)
+    def _go_on(self, routed: RoutedRequest, attempt: Attempt, end: End) -> None:
+        """Send what a lost attempt leaves to do to another controller."""
+        routed.last_failure = end
+        failures = routed.failures.pop(attempt.sample, 0)
+        begun = any(routed.stream.outputs)
         if end.reason == FinishReason.QUEUE_FULL:
-            flow.full.add(dispatch.link.index)
+            routed.full.add(attempt.link.index)
         else:
             if end.reason == FinishReason.ENGINE_FAILED:
-                only_waited = dispatch.link.state is None and not dispatch.has_started
+                only_waited = attempt.link.state is None and not attempt.has_started
                 failures += 1 if only_waited else WAITING_LOSSES
-            flow.failed.add(dispatch.link.index)
-            if not flow.waiting:
-                self._stop_timer(flow)  # it was in somebody's hands: a new wait begins, if one does
+            routed.failed.add(attempt.link.index)
+            if not routed.waiting:
+                self._stop_timer(routed)  # a controller had it: if it waits now, that is a new wait
             if begun and not self._resume_seconds:
-                flow.stream.finish(*end)
+                routed.stream.finish(*end)
                 return
-            tokens = sum(map(len, flow.stream.outputs))
+            tokens = sum(map(len, routed.stream.outputs))
             _log.info(
                 "stream_goes_on",
-                request_id=flow.request_id,
-                group=dispatch.link.index,
+                request_id=routed.request_id,
+                group=attempt.link.index,
                 reason=end.reason,
                 tokens=tokens,
             )
         if failures >= FAILURES_MAX * WAITING_LOSSES:
             self._on_event("gave_up")
-            flow.stream.finish(*end)
+            routed.stream.finish(*end)
             return
         self._on_event("resumed" if begun else "retried")
-        samples = [dispatch.sample]
-        if dispatch.sample == ALL and begun:
-            samples = sorted(flow.stream.running)
-        elif dispatch.sample == ALL:
-            flow.stream.restart()
+        samples = [attempt.sample]
+        if attempt.sample == ALL and begun:
+            samples = sorted(routed.stream.running)
+        elif attempt.sample == ALL:
+            routed.stream.restart()
         for sample in samples:
             if failures:
-                flow.failures[sample] = failures
-            self._send_or_end(flow, sample)
+                routed.failures[sample] = failures
+            self._send_or_end(routed, sample)
 
-    def _send_or_end(self, flow: Flow, sample: int) -> None:
-        """Send it again, unless it is over already and only word of that was lost, or nobody can have it."""
-        if flow.stream.ended:
+    def _send_or_end(self, routed: RoutedRequest, sample: int) -> None:
+        """Send it again, unless it is over and only the message of its end was lost, or no controller takes it."""
+        if routed.stream.ended:
             return
         if sample != ALL:
-            reason = end_of(flow.job, flow.stream.outputs[sample], self._max_context())
+            reason = end_of(routed.job, routed.stream.outputs[sample], self._max_context())
             if reason is not None:
-                flow.stream.finish_sample(sample, reason)
+                routed.stream.finish_sample(sample, reason)
                 return
         try:
-            self._send(flow, sample)
+            self._send(routed, sample)
         except ApiError as error:
             self._on_event("gave_up")
-            cause, detail, _ = flow.last_failure
-            flow.stream.finish(cause, detail or error.message)
+            cause, detail, _ = routed.last_failure
+            routed.stream.finish(cause, detail or error.message)
 
-    def _send(self, flow: Flow, sample: int) -> None:
-        """Send it to the controller of choice, or let it wait.
+    def _send(self, routed: RoutedRequest, sample: int) -> None:
+        """Send it to the controller that routing chooses, or let it wait.
 
         Raises:
-            ApiError: nobody takes it, and it must not wait.
+            ApiError: no controller takes it, and it must not wait.
         """
-        output = [] if sample == ALL else flow.stream.outputs[sample]
+        output = [] if sample == ALL else routed.stream.outputs[sample]
         refused: set[int] = set()
         again_in = inf
         while True:
-            exclude = frozenset(flow.failed | flow.full | refused)
-            route = flow.route
+            exclude = frozenset(routed.failed | routed.full | refused)
+            route = routed.route
             if output or exclude:
                 route = msgspec.structs.replace(route, tokens=route.tokens + pack_int32(output), exclude=exclude)
-            trace, began = None if flow.record is None else flow.record.trace, time.monotonic()
+            trace, began = None if routed.record is None else routed.record.trace, time.monotonic()
             try:
                 decision = self.core.route(route, self.now())
             except NoControllerError as error:
@@ -289,130 +290,130 @@ class Dispatcher:
                 trace.routed(began, decision)
             if decision.controller in refused:
                 break
-            if decision.controller in flow.full:
-                self._all_full(flow, sample)
+            if decision.controller in routed.full:
+                self._all_full(routed, sample)
                 return
-            if self._try(flow, sample, decision, route, output):
+            if self._try(routed, sample, decision, route, output):
                 return
             refused.add(decision.controller)
         if not self.can_wait:
             raise unavailable(f"no engine is ready: {describe(self._links)}")
-        self._wait(flow, sample)
+        self._wait(routed, sample)
         if again_in < inf:
-            asyncio.get_running_loop().call_later(again_in, self._retry_flow, flow)
+            asyncio.get_running_loop().call_later(again_in, self._retry_one, routed)
 
     def _try(
-        self, flow: Flow, sample: int, decision: Decision, route: RouteRequest, output: Sequence[int]
+        self, routed: RoutedRequest, sample: int, decision: Decision, route: RouteRequest, output: Sequence[int]
     ) -> bool:
         link = self._links[decision.controller]
-        dispatch = Dispatch(self, flow, link, next(self._ids), sample)
+        attempt = Attempt(self, routed, link, next(self._ids), sample)
 
         def make(request: int) -> Submit:
             if sample == ALL:
-                return dispatch.marked(submission(flow.job, request))
-            return dispatch.marked(continuation(flow.job, request, sample, output))
+                return attempt.marked(submission(routed.job, request))
+            return attempt.marked(continuation(routed.job, request, sample, output))
 
         try:
-            dispatch.request = link.submit(make, dispatch)
+            attempt.request = link.submit(make, attempt)
         except ApiError:
-            dispatch.over("not_sent", is_failure=True)
+            attempt.over("not_sent", is_failure=True)
             return False
-        if flow.record is not None:
-            flow.record.sent(link.index)
-        flow.dispatches[dispatch.ticket] = dispatch
+        if routed.record is not None:
+            routed.record.sent(link.index)
+        routed.attempts[attempt.ticket] = attempt
         if self._learns:
-            dispatch.names = decision.names
-        self.core.sent(dispatch.ticket, decision, route, self.now())
+            attempt.names = decision.names
+        self.core.sent(attempt.ticket, decision, route, self.now())
         self._on_route(decision)
         return True
 
-    def _all_full(self, flow: Flow, sample: int) -> None:
-        """No queue takes it: a new request is turned away. One that a controller had, and lost or handed over, was
-        let in before, so it tries again a little later."""
-        is_known = bool(flow.failed) or any(flow.stream.outputs)
+    def _all_full(self, routed: RoutedRequest, sample: int) -> None:
+        """Handle full queues everywhere: turn a new request away. One that a controller had, and lost or handed
+        over, was let in before, so it tries again a little later."""
+        is_known = bool(routed.failed) or any(routed.stream.outputs)
         if not is_known or not self._resume_seconds:
-            end = flow.last_failure
-            asyncio.get_running_loop().call_soon(flow.stream.finish, *end)
+            end = routed.last_failure
+            asyncio.get_running_loop().call_soon(routed.stream.finish, *end)
             return
-        flow.full.clear()
-        self._wait(flow, sample)
-        asyncio.get_running_loop().call_later(FULL_AGAIN_SECONDS, self._retry_flow, flow)
+        routed.full.clear()
+        self._wait(routed, sample)
+        asyncio.get_running_loop().call_later(FULL_AGAIN_SECONDS, self._retry_one, routed)
 
     # -- waiting
 
-    def _wait(self, flow: Flow, sample: int) -> None:
-        flow.waiting.add(sample)
-        self._waiting[flow.id] = flow
-        if flow.id in self._overdue:
-            asyncio.get_running_loop().call_soon(self._waited_enough, flow)
-        elif flow.timer is None:
+    def _wait(self, routed: RoutedRequest, sample: int) -> None:
+        routed.waiting.add(sample)
+        self._waiting[routed.id] = routed
+        if routed.id in self._overdue:
+            asyncio.get_running_loop().call_soon(self._waited_enough, routed)
+        elif routed.timer is None:
             self._on_event("waited")
             loop = asyncio.get_running_loop()
-            flow.timer = loop.call_later(self._resume_seconds, self._waited_enough, flow)
+            routed.timer = loop.call_later(self._resume_seconds, self._waited_enough, routed)
 
-    def _waited_enough(self, flow: Flow) -> None:
-        if flow.stream.ended:
+    def _waited_enough(self, routed: RoutedRequest) -> None:
+        if routed.stream.ended:
             return
-        if not flow.waiting:
-            # It is in a controller's queue, which is no reason to end it; should that refuse it, time is over.
-            self._overdue.add(flow.id)
+        if not routed.waiting:
+            # A controller has it in its queue, so it may go on; if that controller refuses it, its time is over.
+            self._overdue.add(routed.id)
             return
         self._on_event("gave_up")
         detail = f"no engine was ready within {self._resume_seconds:.0f} s: {describe(self._links)}"
-        flow.stream.finish(FinishReason.ENGINE_FAILED, detail)
+        routed.stream.finish(FinishReason.ENGINE_FAILED, detail)
 
     def _retry(self) -> None:
-        for flow in list(self._waiting.values()):
-            self._retry_flow(flow)
+        for routed in list(self._waiting.values()):
+            self._retry_one(routed)
 
-    def _retry_flow(self, flow: Flow) -> None:
-        if flow.id not in self._waiting:
+    def _retry_one(self, routed: RoutedRequest) -> None:
+        if routed.id not in self._waiting:
             return
-        samples, flow.waiting = sorted(flow.waiting), set()
-        self._waiting.pop(flow.id, None)
+        samples, routed.waiting = sorted(routed.waiting), set()
+        self._waiting.pop(routed.id, None)
         for sample in samples:
-            self._send_or_end(flow, sample)
+            self._send_or_end(routed, sample)
 
-    def _stop_timer(self, flow: Flow) -> None:
-        self._overdue.discard(flow.id)
-        if flow.timer is not None:
-            flow.timer.cancel()
-            flow.timer = None
+    def _stop_timer(self, routed: RoutedRequest) -> None:
+        self._overdue.discard(routed.id)
+        if routed.timer is not None:
+            routed.timer.cancel()
+            routed.timer = None
 
     # -- letting go
 
-    def _let_go(self, dispatch: Dispatch, *, failed: bool = False, abort: bool = False) -> None:
-        """Take a dispatch off all books; exactly once, since it is in its flow exactly until then."""
-        dispatch.over("released")
-        del dispatch.flow.dispatches[dispatch.ticket]
-        dispatch.link.release(dispatch.request, abort=abort)
-        self.core.ended(dispatch.ticket, self.now(), failed=failed)
+    def _let_go(self, attempt: Attempt, *, failed: bool = False, abort: bool = False) -> None:
+        """Take an attempt off all books. Called exactly once: until then it is among its request's attempts."""
+        attempt.over("released")
+        del attempt.routed.attempts[attempt.ticket]
+        attempt.link.release(attempt.request, abort=abort)
+        self.core.ended(attempt.ticket, self.now(), failed=failed)
 
     def _release(self, stream: int, abort: bool) -> None:
-        flow = self._flows.pop(stream, None)
-        if flow is None:
+        routed = self._routed.pop(stream, None)
+        if routed is None:
             return
-        self._waiting.pop(flow.id, None)
-        self._stop_timer(flow)
-        flow.waiting.clear()
-        for dispatch in list(flow.dispatches.values()):
+        self._waiting.pop(routed.id, None)
+        self._stop_timer(routed)
+        routed.waiting.clear()
+        for attempt in list(routed.attempts.values()):
             # Samples that go on for themselves run to the last, whatever ended the stream.
-            self._let_go(dispatch, abort=abort or dispatch.sample != ALL)
+            self._let_go(attempt, abort=abort or attempt.sample != ALL)
 
     def _drop_sample(self, stream: int, sample: int) -> None:
         """The reader wants no more of one of several samples."""
-        flow = self._flows.get(stream)
-        if flow is None:
+        routed = self._routed.get(stream)
+        if routed is None:
             return
-        flow.waiting.discard(sample)
-        if not flow.waiting:
-            self._waiting.pop(flow.id, None)
-            self._stop_timer(flow)
-        for dispatch in list(flow.dispatches.values()):
-            if dispatch.sample == ALL:
-                dispatch.link.drop_sample(dispatch.request, sample)
-            elif dispatch.sample == sample:
-                self._let_go(dispatch, abort=True)
+        routed.waiting.discard(sample)
+        if not routed.waiting:
+            self._waiting.pop(routed.id, None)
+            self._stop_timer(routed)
+        for attempt in list(routed.attempts.values()):
+            if attempt.sample == ALL:
+                attempt.link.drop_sample(attempt.request, sample)
+            elif attempt.sample == sample:
+                self._let_go(attempt, abort=True)
 
 
 def _identity(state: State) -> Identity:

@@ -11,9 +11,8 @@ from trunkline.controller.messages import PromptLogprobs
 from trunkline.router.errors import TIMED_OUT, ApiError, finish_error, unavailable
 from trunkline.router.jobs.job import Job
 from trunkline.router.messages import FinishReason, Started
-from trunkline.router.streams.choices import Choices
+from trunkline.router.streams.choices import Choices, Delta
 from trunkline.router.streams.streams import Batch, End, Stream
-from trunkline.router.streams.text import Delta
 from trunkline.router.telemetry.metrics import Metrics
 
 _FIRST_EVENT_SECONDS_MAX: Final = 10.0

@@ -10,7 +10,7 @@ import msgspec
 
 from trunkline.router.errors import ApiError, finish_error
 from trunkline.router.jobs.job import Job
-from trunkline.router.streams.continuation import submission
+from trunkline.router.streams.attempts import submission
 from trunkline.router.streams.link import ControllerLink
 from trunkline.router.streams.streams import Stream
 from trunkline.worker.messages import Sampling

@@ -1,7 +1,7 @@
 """A router's connection to one controller: a DEALER socket, the requests that run over it, its health.
 
     submit/abort/call ──► DEALER ──────────► controller (ROUTER)
-    streams ◄── dispatch ◄─┘ Outputs, State, answers to calls: one sequence number over all of them
+    streams ◄── attempts ◄─┘ Outputs, State, answers to calls: one sequence number over all of them
     monitor ──► the peer closed the connection: it is dead, at once
     timer   ──► a ping each second; silence for `silence_seconds`: it is dead as well
 
@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import msgspec
@@ -43,6 +43,7 @@ from trunkline.router.errors import unavailable
 from trunkline.router.messages import (
     PROTOCOL,
     EventsReply,
+    Finished,
     FinishReason,
     Flushed,
     ModulesReply,
@@ -54,7 +55,7 @@ from trunkline.router.messages import (
     TreeDescription,
 )
 from trunkline.router.streams.reply_checks import problem_of_reply
-from trunkline.router.streams.streams import Receiver
+from trunkline.router.streams.streams import Event, Receiver
 from trunkline.runtime.rare_log import RareLog
 from trunkline.runtime.wire_keys import WireKeysError, is_network
 from trunkline.runtime.wire_peer import HANDSHAKE_FAILED, WirePeer
@@ -230,8 +231,8 @@ class ControllerLink:
 
     def _fail_all(self, detail: str) -> None:
         receivers, self._receivers = self._receivers, {}
-        for receiver in receivers.values():
-            receiver.finish(FinishReason.ENGINE_FAILED, detail)
+        for request, receiver in receivers.items():
+            receiver.receive(Finished(request, FinishReason.ENGINE_FAILED, detail))
         for future in list(self._calls.values()):
             if not future.done():
                 future.set_exception(unavailable(detail))
@@ -297,9 +298,9 @@ class ControllerLink:
     # -- messages
 
     def receive(self, message: RouterMessage) -> None:
-        """Dispatch a message whose sequence number was in order."""
+        """Take a message whose sequence number was in order."""
         if isinstance(message, Outputs):
-            self._dispatch(message)
+            self._pass_on(message)
         elif isinstance(message, State):
             self._update_state(message)
         else:
@@ -307,16 +308,9 @@ class ControllerLink:
             if future is not None and not future.done():
                 future.set_result(message)
 
-    def _dispatch(self, outputs: Outputs) -> None:
-        receivers = self._receivers
-        for started in outputs.started:
-            receiver = receivers.get(started.request)
-            if receiver is not None:
-                receiver.start(started)
-        for scored in outputs.prompt_logprobs:
-            receiver = receivers.get(scored.request)
-            if receiver is not None:
-                receiver.score(scored.logprobs)
+    def _pass_on(self, outputs: Outputs) -> None:
+        self._tell_each(outputs.started)
+        self._tell_each(outputs.prompt_logprobs)
         if outputs.tokens:
             self.last_token_at = self._loop.time()
             requests = np.frombuffer(outputs.requests, dtype="<u4").tolist()
@@ -324,35 +318,28 @@ class ControllerLink:
             if outputs.samples or outputs.logprobs:
                 self._push_each(requests, tokens, outputs)
             else:  # the usual step
+                receivers = self._receivers
                 for request, token in zip(requests, tokens, strict=True):
                     receiver = receivers.get(request)
                     if receiver is not None:  # else it was aborted while this token was on its way
                         receiver.push(token)
-        if outputs.beams or outputs.finished:
-            self._dispatch_ends(outputs)
+        self._tell_each(outputs.beams)
+        self._tell_each(outputs.finished)
+
+    def _tell_each(self, events: Sequence[Event]) -> None:
+        for event in events:
+            receiver = self._receivers.get(event.request)
+            if receiver is not None:
+                receiver.receive(event)
 
     def _push_each(self, requests: list[int], tokens: list[int], outputs: Outputs) -> None:
-        """Tokens with all that may belong to them."""
+        """Pass on tokens with their samples and log-probabilities."""
         samples = np.frombuffer(outputs.samples, dtype="<u2").tolist() if outputs.samples else [0] * len(tokens)
         logprobs = outputs.logprobs or {}
         for index, (request, token, sample) in enumerate(zip(requests, tokens, samples, strict=True)):
             receiver = self._receivers.get(request)
             if receiver is not None:
-                receiver.push_sample(token, logprobs.get(index), sample)
-
-    def _dispatch_ends(self, outputs: Outputs) -> None:
-        for found in outputs.beams:
-            receiver = self._receivers.get(found.request)
-            if receiver is not None:
-                receiver.found(found.hypotheses)
-        for finished in outputs.finished:
-            receiver = self._receivers.get(finished.request)
-            if receiver is None:
-                continue
-            if finished.sample >= 0:
-                receiver.finish_sample(finished.sample, finished.reason)
-            else:
-                receiver.finish(finished.reason, finished.detail, finished.param)
+                receiver.push(token, logprobs.get(index), sample)
 
     def _update_state(self, state: State) -> None:
         if self.state is None or self.state.status != state.status:

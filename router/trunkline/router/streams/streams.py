@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from trunkline.controller.messages import PromptLogprobs, TopLogprobs
-from trunkline.router.messages import Hypothesis, Started
+from trunkline.router.messages import BeamsFound, Finished, Hypothesis, PromptScored, Started
 
 
 class End(NamedTuple):
@@ -50,29 +50,18 @@ class Batch(msgspec.Struct):
         return None if self.end is None else self.end.reason
 
 
+Event = Started | PromptScored | BeamsFound | Finished
+"""What a controller says of a request besides its tokens."""
+
+
 class Receiver(Protocol):
-    """Who is told what a controller says of a request. `ControllerLink` calls it in the order of its messages."""
+    """The end of a request's way back. `ControllerLink` calls it in the order of the controller's messages."""
 
-    def start(self, started: Started) -> None:
-        """It was admitted."""
+    def push(self, token: int, logprobs: TopLogprobs | None = None, sample: int = 0) -> None:
+        """Take the next token of a sample. Tokens have a method of their own: nearly all calls are theirs."""
 
-    def score(self, logprobs: PromptLogprobs) -> None:
-        """Something was said of the prompt."""
-
-    def push(self, token: int, logprobs: TopLogprobs | None = None) -> None:
-        """A token arrived for the only sample, or for sample 0."""
-
-    def push_sample(self, token: int, logprobs: TopLogprobs | None, sample: int) -> None:
-        """A token arrived for one of several samples."""
-
-    def found(self, hypotheses: list[Hypothesis]) -> None:
-        """A beam search's results arrived."""
-
-    def finish_sample(self, sample: int, reason: str) -> None:
-        """One sample ended regularly."""
-
-    def finish(self, reason: str, detail: str = "", param: str = "") -> None:
-        """The request ended; nothing follows."""
+    def receive(self, event: Event) -> None:
+        """Take any other news of the request. After a `Finished` of the whole request nothing follows."""
 
 
 class Stream:
@@ -127,44 +116,35 @@ class Stream:
         """Prompt tokens whose KV was found; 0 until it was admitted."""
         return 0 if self.started is None else self.started.cached_tokens
 
-    def start(self, started: Started) -> None:
-        """The controller admitted the request. If that happens again, here or elsewhere, the first time counts.
-        But KV behind a cut that is lost on the way is computed anew, seeing less: its reader is to know."""
-        if self.started is None:
-            self.started = started
-            self._wake()
-        elif started.cut == "recomputed":
-            self.started = msgspec.structs.replace(self.started, cut=started.cut, exact=started.exact)
+    def receive(self, event: Event) -> None:
+        """Take news of the request.
 
-    def score(self, logprobs: PromptLogprobs) -> None:
-        """Something was said of the prompt."""
-        self.prompt_logprobs.append(logprobs)
+        Raises:
+            ValueError: a sample has ended that the request does not have.
+        """
+        if isinstance(event, Started):
+            self._start(event)
+        elif isinstance(event, PromptScored):
+            self.prompt_logprobs.append(event.logprobs)
+        elif isinstance(event, BeamsFound):
+            self._batch.hypotheses = event.hypotheses  # the end follows
+        elif event.sample >= 0:
+            self.finish_sample(event.sample, event.reason)
+        else:
+            self.finish(event.reason, event.detail, event.param)
 
     def restart(self) -> None:
-        """Nothing has come that a reader keeps, and it begins again: forget what was said of the prompt."""
+        """Forget what was said of the prompt: the request begins again, and its reader has kept nothing yet."""
         self.prompt_logprobs.clear()
 
-    def push(self, token: int, logprobs: TopLogprobs | None = None) -> None:
-        """A token arrived for the only sample, or for sample 0."""
-        batch = self._batch
-        batch.tokens.append(token)
-        self.outputs[0].append(token)
-        if self._wants_logprobs:
-            batch.logprobs.append(logprobs)
-        if batch.samples is not None:
-            batch.samples.append(0)
-        waiter = self._waiter  # as `_wake`, without the call: this runs for every token
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
-
-    def push_sample(self, token: int, logprobs: TopLogprobs | None, sample: int) -> None:
-        """A token arrived for one of several samples.
+    def push(self, token: int, logprobs: TopLogprobs | None = None, sample: int = 0) -> None:
+        """Take the next token of a sample.
 
         Raises:
             ValueError: there is no such sample.
         """
-        if not 0 <= sample < self._samples:
-            raise ValueError(f"a token for sample {sample} of {self._samples}")
+        if sample:
+            self._check(sample, "a token for")
         batch = self._batch
         batch.tokens.append(token)
         self.outputs[sample].append(token)
@@ -172,20 +152,17 @@ class Stream:
             batch.logprobs.append(logprobs)
         if batch.samples is not None:
             batch.samples.append(sample)
-        self._wake()
-
-    def found(self, hypotheses: list[Hypothesis]) -> None:
-        """A beam search's results arrived; its end follows."""
-        self._batch.hypotheses = hypotheses
+        waiter = self._waiter  # as `_wake`, without the call: this runs for every token
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
     def finish_sample(self, sample: int, reason: str) -> None:
-        """One sample ended regularly; the request does with its last one.
+        """End one sample regularly; the request ends with its last one.
 
         Raises:
             ValueError: there is no such sample.
         """
-        if not 0 <= sample < self._samples:
-            raise ValueError(f"the end of sample {sample} of {self._samples}")
+        self._check(sample, "the end of")
         if self._batch.ended is not None:
             self._batch.ended[sample] = reason
         self._running.discard(sample)
@@ -229,6 +206,19 @@ class Stream:
     def failure(self) -> End | None:
         """An end that has arrived and was not read yet."""
         return self._batch.end
+
+    def _start(self, started: Started) -> None:
+        """Note that the controller admitted the request. If that happens again, the first time counts. But KV
+        behind a cut that is lost on the way is computed anew, and sees less: the reader is told."""
+        if self.started is None:
+            self.started = started
+            self._wake()
+        elif started.cut == "recomputed":
+            self.started = msgspec.structs.replace(self.started, cut=started.cut, exact=started.exact)
+
+    def _check(self, sample: int, what: str) -> None:
+        if not 0 <= sample < self._samples:
+            raise ValueError(f"{what} sample {sample} of {self._samples}")
 
     def _fresh(self) -> Batch:
         return Batch([], []) if self._samples == 1 else Batch([], [], [], {})

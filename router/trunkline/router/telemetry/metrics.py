@@ -22,8 +22,12 @@ from trunkline.router.telemetry.metric_families import (
     exposition,
     joined,
 )
-from trunkline.router.telemetry.request_metrics import LATENCY_BUCKETS, TOKEN_TIME_BUCKETS, RequestMetrics
-from trunkline.router.telemetry.token_metrics import TokenMetrics
+from trunkline.router.telemetry.request_metrics import (
+    LATENCY_BUCKETS,
+    TOKEN_TIME_BUCKETS,
+    RequestMetrics,
+    TokenMetrics,
+)
 from trunkline.runtime.tracing import OFF, Tracer
 
 _PROCESS: Final = (

@@ -29,7 +29,7 @@ _OPERATIONS: Final = {"/v1/completions": "text_completion"}
 
 
 @dataclass(slots=True)
-class DispatchTrace:
+class AttemptTrace:
     """A dispatch that is not over."""
 
     context: SpanContext
@@ -86,7 +86,7 @@ class RequestTrace:
             attributes["trunkline.candidates"] = len(weighed.candidates)
         self._child("route", start, attributes)
 
-    def dispatch(self, group: int, sample: int, continues: list[SpanContext], output_tokens: int) -> DispatchTrace:
+    def attempt(self, group: int, sample: int, continues: list[SpanContext], output_tokens: int) -> AttemptTrace:
         """It is sent to a controller.
 
         Args:
@@ -94,29 +94,29 @@ class RequestTrace:
             output_tokens: those that it has already.
         """
         context = child_of(self.context)
-        return DispatchTrace(context, time.monotonic(), group, sample, continues, output_tokens)
+        return AttemptTrace(context, time.monotonic(), group, sample, continues, output_tokens)
 
-    def dispatched(self, dispatch: DispatchTrace, reason: str, *, is_failure: bool, has_started: bool) -> None:
+    def attempted(self, attempt: AttemptTrace, reason: str, *, is_failure: bool, has_started: bool) -> None:
         """It is over."""
         attributes: dict[str, Value] = {
-            "trunkline.group": dispatch.group,
+            "trunkline.group": attempt.group,
             "trunkline.finish": reason,
             "trunkline.started": has_started,
         }
-        if dispatch.sample >= 0:
-            attributes["trunkline.sample"] = dispatch.sample
-        if dispatch.continues:
-            attributes["trunkline.continued_tokens"] = dispatch.output_tokens
+        if attempt.sample >= 0:
+            attributes["trunkline.sample"] = attempt.sample
+        if attempt.continues:
+            attributes["trunkline.continued_tokens"] = attempt.output_tokens
         self._tracer.emit(
             Span(
                 "dispatch",
-                dispatch.context,
+                attempt.context,
                 self.context.span_id,
-                dispatch.start,
+                attempt.start,
                 time.monotonic(),
                 attributes,
                 Kind.CLIENT,
-                links=dispatch.continues,
+                links=attempt.continues,
                 error=reason if is_failure else "",
             )
         )

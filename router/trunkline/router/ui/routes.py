@@ -6,14 +6,15 @@ them. They are made for the page of the same version and may change with it.
 
 from __future__ import annotations
 
-from typing import Any, Final
+import math
+from typing import Any, Final, TypeVar
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
 from trunkline.router.api.common import service_of
-from trunkline.router.errors import not_found
+from trunkline.router.errors import bad_value, not_found
 from trunkline.router.http.access import UI_HEADERS
 from trunkline.router.http.body import read_body
 from trunkline.router.http.json_response import JsonResponse
@@ -23,10 +24,10 @@ from trunkline.router.ui.chunk_tree import NODES_DEFAULT, NODES_MAX
 from trunkline.router.ui.dashboard import Dashboard
 from trunkline.router.ui.live import decisions, requests
 from trunkline.router.ui.overview import overview
-from trunkline.router.ui.parameters import number_of
 from trunkline.router.ui.prompt_pieces import prompt_pieces
 from trunkline.router.ui.stored import LIMIT_MAX
 
+_Number = TypeVar("_Number", int, float)
 routes = APIRouter(include_in_schema=False)
 _assets = Assets()
 _READ: Final = ["GET", "HEAD"]
@@ -135,3 +136,22 @@ async def post_prompt(request: Request) -> Response:
     service = service_of(request)
     content = await read_body(request, service.config.max_body_bytes)
     return _answer(await prompt_pieces(service, content))
+
+
+def number_of(request: Request, name: str, default: _Number, low: _Number, high: _Number) -> _Number:
+    """Return a number of the query that lies between `low` and `high`; `default` if it is not given.
+
+    Raises:
+        ApiError: 400, it is something else.
+    """
+    given = request.query_params.get(name)
+    if given is None:
+        return default
+    try:
+        number = type(default)(given) if len(given) <= 32 else None
+    except ValueError:
+        number = None
+    if number is None or not math.isfinite(number) or not low <= number <= high:
+        kind = "a whole number" if isinstance(default, int) else "a number"
+        raise bad_value(name, f"`{name}`: {given[:40]!r} is not {kind} between {low:g} and {high:g}")
+    return number
