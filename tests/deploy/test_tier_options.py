@@ -18,13 +18,13 @@ from trunkline.deploy.errors import UserError
         (" 2 GB ", DiskOption(2 * 10**9)),
         ("/data/kv:512MiB", DiskOption(512 << 20, Path("/data/kv"))),
         ("/data/a:b:1GiB", DiskOption(1 << 30, Path("/data/a:b"))),
-        ("~/kv:1GiB", DiskOption(1 << 30, Path("/the/home/kv"))),
+        ("~/kv:1GiB", DiskOption(1 << 30, Path("/h/kv"))),
         ("kv:1GiB", DiskOption(1 << 30, Path("/kv"))),
     ],
 )
 def test_disk_options(text: str, option: DiskOption, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir("/")
-    monkeypatch.setenv("HOME", "/the/home")
+    monkeypatch.setenv("HOME", "/h")
     assert parse_disk_tier(text) == option
 
 
