@@ -1,1 +1,1 @@
-"""Text to tokens and back: templates, tokenizers, stop strings, truncation."""
+"""Text to tokens and back: chat templates, tokenizers, stop strings, truncation."""

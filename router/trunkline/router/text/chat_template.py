@@ -1,11 +1,11 @@
 """Chat templates: the Jinja programs in checkpoints that turn messages into the text a model was trained on.
 
-They come with the model and are run in Jinja's immutable sandbox, with their steps counted (`template_limits`).
-The environment offers what templates
-written for `transformers` rely on: trimmed blocks, `raise_exception`, `strftime_now`, a `tojson` that
-escapes nothing, `break`/`continue` and the `generation` block (which only marks a region for training).
+They come with the model and run in Jinja's immutable sandbox, which counts their steps (`template_limits.py`). The
+environment offers what templates for `transformers` rely on: trimmed blocks, `raise_exception`, `strftime_now`, a
+`tojson` that escapes nothing, `break`/`continue` and the `generation` block (which only marks a region for
+training).
 
-`ChatRenderer` is what the router uses: a model's templates, and what is done for conversations with tools.
+`ChatRenderer` renders conversations for the router. It also prepares conversations with tools (`tool_turns.py`).
 """
 
 from __future__ import annotations
@@ -75,16 +75,16 @@ class ChatTemplate:
     """A compiled chat template with the special tokens it may name."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """Compile it.
+        """Compile a template.
 
         Raises:
-            ChatTemplateError: it is not valid Jinja.
+            ChatTemplateError: The source is not valid Jinja.
         """
         environment = _environment()
         try:
             syntax = environment.parse(source)
             self.uses_tools = any(name.name == "tools" for name in syntax.find_all(nodes.Name))
-            """Whether it says anything about tools."""
+            """Whether the template uses the variable `tools`."""
             self._template = environment.from_string(with_counting(syntax))
         except jinja2.TemplateError as error:
             raise ChatTemplateError(f"the model's chat template is broken: {error}") from error
@@ -98,16 +98,16 @@ class ChatTemplate:
         extra: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """The prompt's text.
+        """Return the text of a prompt.
 
         Args:
-            messages: as the template expects them.
-            add_generation_prompt: whether the text ends where an answer begins.
-            extra: the template's own switches (`chat_template_kwargs`).
-            tools: the functions that may be called, in OpenAI's form.
+            messages: Messages in the form that the template expects.
+            add_generation_prompt: Whether the text ends where an answer begins.
+            extra: Extra variables of the template (`chat_template_kwargs`).
+            tools: Functions that may be called, in OpenAI's form.
 
         Raises:
-            ChatTemplateError: the template refused the messages; its text is meant for the client.
+            ChatTemplateError: The template refused the messages; the error's text is meant for the client.
         """
         variables: dict[str, Any] = dict(extra or {})
         variables |= self._special_tokens
@@ -131,15 +131,19 @@ class ChatTemplate:
 
 
 class ChatRenderer:
-    """A model's chat templates: one for conversations, maybe another for those with tools."""
+    """A model's chat templates: one for conversations, and maybe another for conversations with tools."""
 
     def __init__(
         self, source: str, special_tokens: Mapping[str, str], style: ToolStyle, *, tool_source: str | None = None
     ) -> None:
-        """`style`: how the model writes calls; `tool_source`: the template for tools, if there is one of its own.
+        """Compile the templates.
+
+        Args:
+            style: How the model writes calls.
+            tool_source: The template for conversations with tools, if the model has a separate one.
 
         Raises:
-            ChatTemplateError: a template is not valid Jinja.
+            ChatTemplateError: A template is not valid Jinja.
         """
         self._plain = ChatTemplate(source, special_tokens)
         self._with_tools = self._plain if tool_source is None else ChatTemplate(tool_source, special_tokens)
@@ -153,10 +157,10 @@ class ChatRenderer:
         extra: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """The text of a conversation. `messages`, `tools`: in OpenAI's form.
+        """Return the text of a conversation. `messages`, `tools`: in OpenAI's form.
 
         Raises:
-            ChatTemplateError: the template refused the messages, or a tool's result answers no call.
+            ChatTemplateError: The template refused the messages, or the result of a tool answers no call.
         """
 
         def run(template: ChatTemplate, turns: Sequence[Mapping[str, Any]], shown: Any = None) -> str:
@@ -175,5 +179,5 @@ class ChatRenderer:
         except ChatTemplateError:
             if not tools or any(turn["role"] == "system" for turn in turns):
                 raise
-            # Some templates refuse a system message; here it is ours, not the client's.
+            # Some templates refuse a system message. Here the router added it, not the client.
             return run(self._plain, for_plain_template(turns, tools, self._style, system=False))

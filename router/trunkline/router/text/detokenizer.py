@@ -1,20 +1,19 @@
-"""Tokens to text, one by one: each piece of text is final and never ends inside a character.
+"""Turn tokens into text one by one. Each piece of text is final and never ends inside a character.
 
-Two families of tokenizers cover practically every model, and both are streamable exactly:
+Two families of tokenizers cover nearly every model, and the text of both can be streamed exactly:
 
 - *Byte-level* (GPT-2, Llama 3, Qwen, …): each token is a string of bytes; text is their concatenation
   read as UTF-8, undecodable parts replaced by U+FFFD.
 - *Spaces* (SentencePiece: Llama 2, Mistral, Gemma, …): each token is text in which `▁` is a space, or one
   raw byte `<0x..>`. Some strip the space in front of the very first word.
 
-A `TokenVocabulary` knows the bytes of each token; a `Detokenizer` is the state of one text: at most three
-bytes of an unfinished character. Cost is O(1) per token whatever comes (re-decoding a window, the usual
-way, is quadratic when a model emits undecodable bytes). Other decoders fall back to such a window,
-bounded.
+A `TokenVocabulary` knows the bytes of each token. A `Detokenizer` holds the state of one text: at most three bytes
+of an unfinished character. The cost per token is constant, while decoding a window again and again, the usual way,
+is quadratic when a model emits undecodable bytes. Other decoders use such a window, of bounded length.
 
-For byte tokens in the spaces family `tokenizers.decode` turns a whole run of consecutive byte tokens into
-replacement characters if any byte of it is bad. Text already sent cannot be taken back, so here good
-characters of such a run stay and only bad bytes are replaced. Runs that are valid give equal text.
+In the spaces family, `tokenizers.decode` replaces a whole run of byte tokens if one of its bytes is bad. Text that
+was sent cannot be changed, so here good characters of such a run stay and only bad bytes are replaced. Valid runs
+give the same text.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ REPLACEMENT: Final = "\ufffd"
 _SPACE_MARK: Final = "▁"
 _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _WINDOW_TOKENS_MAX: Final = 16
-"""In the fallback, text that stays undecodable for so many tokens is let through as it is."""
+"""In the window, text that stays undecodable for this many tokens is shown as it is."""
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-ins for the 256 bytes: printable Latin-1 stands for itself, the rest follows
-    from U+0100 on in byte order."""
+    """Return GPT-2's printable characters for the 256 bytes: printable Latin-1 stands for itself, and the other
+    bytes follow from U+0100 on, in order."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {
@@ -47,11 +46,11 @@ Family = Literal["byte_level", "spaces", "other"]
 
 
 class DecoderKind(NamedTuple):
-    """How a tokenizer's `decoder` joins tokens."""
+    """How a tokenizer's `decoder` joins tokens to text."""
 
     family: Family
     strip_leading_spaces: int = 0
-    """Spaces taken off the front of a text, at most (spaces family)."""
+    """Spaces removed from the front of a text, at most (spaces family)."""
     drop_first_marks: bool = False
     """Whether the first token loses all its space marks (the `Metaspace` decoder)."""
     byte_tokens: bool = False
@@ -59,7 +58,7 @@ class DecoderKind(NamedTuple):
 
 
 def classify_decoder(decoder: dict[str, Any] | None) -> DecoderKind:
-    """The kind of the `decoder` section of a `tokenizer.json`."""
+    """Return the kind of a decoder, given the `decoder` section of a `tokenizer.json`."""
     if decoder is None:
         return DecoderKind("other")
     parts: list[dict[str, Any]] = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
@@ -86,7 +85,7 @@ def classify_decoder(decoder: dict[str, Any] | None) -> DecoderKind:
 
 
 class TokenPiece(NamedTuple):
-    """What one token stands for."""
+    """The bytes of one token."""
 
     data: bytes
     raw: bool
@@ -94,14 +93,14 @@ class TokenPiece(NamedTuple):
 
 
 class TokenStrings(Protocol):
-    """The part of `tokenizers.Tokenizer` that is needed here."""
+    """The part of `tokenizers.Tokenizer` that detokenizers need."""
 
     def id_to_token(self, id: int) -> str | None: ...
     def decode(self, ids: Any, skip_special_tokens: bool = True) -> str: ...
 
 
 class TokenVocabulary:
-    """The bytes behind each token id of a tokenizer; filled as ids are met."""
+    """The bytes of each token of a tokenizer, looked up when a token is first met."""
 
     def __init__(self, tokens: TokenStrings, decoder: dict[str, Any] | None, special: Collection[int]) -> None:
         self.tokens = tokens
@@ -115,7 +114,7 @@ class TokenVocabulary:
         }[self.kind.family]
 
     def piece(self, token: int) -> TokenPiece:
-        """A token's bytes; empty for an id the tokenizer does not know (embeddings are often padded)."""
+        """Return a token's bytes; none for an unknown id (embeddings are often padded)."""
         piece = self._pieces.get(token)
         if piece is None:
             text = self.tokens.id_to_token(token) if token >= 0 else None
@@ -123,11 +122,11 @@ class TokenVocabulary:
         return piece
 
     def token_bytes(self, token: int) -> bytes:
-        """A token's bytes on their own, as log-probabilities report them."""
+        """Return a token's bytes, as log-probabilities report them."""
         return self.piece(token).data
 
     def token_text(self, token: int) -> str:
-        """A token on its own as text; bytes that are no characters become U+FFFD."""
+        """Return a single token as text; bytes that are no characters become U+FFFD."""
         return self.piece(token).data.decode("utf-8", "replace")
 
 
@@ -151,14 +150,14 @@ class Detokenizer(Protocol):
     """The state of one text."""
 
     def feed(self, token: int) -> str:
-        """Take the next token; the text that is certain now."""
+        """Take the next token; return the text that is final now."""
 
     def flush(self) -> str:
-        """What an unfinished character at the end comes to, once nothing follows."""
+        """Return the text of an unfinished character at the end of the tokens."""
 
 
 class _ByteLevelDetokenizer:
-    """Concatenated bytes through an incremental UTF-8 decoder."""
+    """Concatenates bytes and decodes them as UTF-8."""
 
     def __init__(self, vocabulary: TokenVocabulary, skip: frozenset[int]) -> None:
         self._piece = vocabulary.piece
@@ -173,7 +172,7 @@ class _ByteLevelDetokenizer:
 
 
 class _SpacesDetokenizer:
-    """Whole texts, with runs of raw bytes between them."""
+    """Joins whole texts with runs of raw bytes between them."""
 
     def __init__(self, vocabulary: TokenVocabulary, skip: frozenset[int], *, at_start: bool) -> None:
         self._piece = vocabulary.piece
@@ -222,7 +221,8 @@ class _SpacesDetokenizer:
 
 
 class _WindowDetokenizer:
-    """Any other decoder: decode a few tokens again and again and show what no longer changes."""
+    """Works with any decoder: decodes the last few tokens again and again and shows text that no longer
+    changes."""
 
     def __init__(self, vocabulary: TokenVocabulary, skip: frozenset[int]) -> None:
         self._decode = vocabulary.tokens.decode
@@ -251,8 +251,11 @@ class _WindowDetokenizer:
 def make_detokenizer(
     vocabulary: TokenVocabulary, *, skip_special_tokens: bool = True, at_start: bool = True
 ) -> Detokenizer:
-    """A detokenizer for one text; `at_start` False where the text continues another (a completion), so
-    that the space in front of its first word stays."""
+    """Make the detokenizer for one text.
+
+    Args:
+        at_start: False if the text continues another one, as a completion does: then its leading space stays.
+    """
     skip = vocabulary.special if skip_special_tokens else frozenset[int]()
     if vocabulary.kind.family == "byte_level":
         return _ByteLevelDetokenizer(vocabulary, skip)

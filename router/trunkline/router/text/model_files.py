@@ -1,7 +1,8 @@
-"""What the router reads of a Hugging Face model folder besides `tokenizer.json`.
+"""Read the configuration files of a Hugging Face model folder: limits, end tokens, default sampling, chat
+template.
 
-Limits, end tokens, default sampling and the chat template. The files are read once, at the start; a
-missing optional file means defaults, a broken one is an error that names it.
+The files are read once, at the start. A missing optional file means defaults; a broken file is an error that names
+it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _FALLBACK_CONTEXT: Final = 2048
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True):
-    """What `generation_config.json` says where a request says nothing."""
+    """Sampling parameters of `generation_config.json`, for requests that do not give them."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -28,20 +29,20 @@ class SamplingDefaults(msgspec.Struct, frozen=True):
 
 
 class ModelFiles(msgspec.Struct, frozen=True):
-    """Facts about a model that its configuration files tell."""
+    """A model's properties in its configuration files."""
 
     max_context: int
     """Positions the model was trained for."""
     vocab_size: int
-    """Rows of the embedding; 0 where the configuration does not say."""
+    """Rows of the embedding; 0 if the configuration does not give them."""
     eos_ids: tuple[int, ...]
     """Ids that end a text, without the tokenizer's own end token (`special_tokens["eos_token"]`)."""
     defaults: SamplingDefaults
     special_tokens: dict[str, str]
-    """By the names templates use: `bos_token`, `eos_token`, …"""
+    """Special tokens by the names that templates use: `bos_token`, `eos_token`, …"""
     chat_template: str | None
     tool_chat_template: str | None = None
-    """Of its own for conversations with tools; few models have one."""
+    """Separate template for conversations with tools; few models have one."""
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -57,7 +58,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _token_text(value: object) -> str | None:
-    """A special token's text: given as a string or as an `AddedToken` object."""
+    """Return a special token's text, given as a string or as an `AddedToken` object."""
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) else None
@@ -74,7 +75,8 @@ def _special_tokens(folder: Path, tokenizer_config: dict[str, Any]) -> dict[str,
 
 
 def _chat_templates(folder: Path, tokenizer_config: dict[str, Any]) -> dict[str, str]:
-    """By name: "default", "tool_use". Files beside the tokenizer win over the field inside its configuration."""
+    """Return the templates by name: "default", "tool_use". Files take precedence over the tokenizer's
+    configuration."""
     template = tokenizer_config.get("chat_template")
     found: dict[str, Any] = {"default": template}
     if isinstance(template, list):  # several named ones: [{"name": …, "template": …}, …]
@@ -99,7 +101,7 @@ def _defaults(generation: dict[str, Any]) -> SamplingDefaults:
     known = {
         name: generation[name] for name in SamplingDefaults.__struct_fields__ if generation.get(name) is not None
     }
-    if generation.get("do_sample") is False:  # said, not left out: the model is meant to answer greedily
+    if generation.get("do_sample") is False:  # given as false, not left out: the model is meant to answer greedily
         known["temperature"] = 0.0
     try:
         return msgspec.convert(known, SamplingDefaults)
@@ -111,7 +113,7 @@ def read_model_files(folder: Path) -> ModelFiles:
     """Read the configuration files of a model folder.
 
     Raises:
-        ValueError: a file is there but cannot be understood; the text names it.
+        ValueError: A file cannot be read; the text names it.
     """
     config = _read_json(folder / "config.json")
     text_config = config.get("text_config") if isinstance(config.get("text_config"), dict) else {}

@@ -1,8 +1,7 @@
-"""Stop strings: found in text that arrives in pieces, across any boundary between tokens.
+"""Find stop strings in text that arrives in pieces, across boundaries of tokens. Pure.
 
-Pure. The result does not depend on how the text is cut into pieces: the match that is complete first
-(at the smallest end position) wins, the longest of those that end there. Text is held back only while it
-may still become the beginning of a stop string.
+The result does not depend on how the text is cut into pieces. The match with the smallest end position wins; of
+several that end there, the longest. Text is held back only while it may be the beginning of a stop string.
 """
 
 from __future__ import annotations
@@ -12,22 +11,22 @@ from typing import NamedTuple
 
 
 class StopText(NamedTuple):
-    """What `StopMatcher.feed` lets through."""
+    """The result of `StopMatcher.feed`."""
 
     text: str
     """Text that may be shown now."""
     stop: str | None
-    """The stop string that was found; the matcher must not be fed again."""
+    """The stop string that was found; after that the matcher must not be fed again."""
 
 
 class StopMatcher:
-    """Watches one text for several stop strings."""
+    """Looks for several stop strings in one text."""
 
     def __init__(self, stops: Sequence[str] = (), *, include: bool = False) -> None:
-        """`include`: whether the stop string itself is part of the text.
+        """`include`: whether the text shown includes the stop string.
 
         Raises:
-            ValueError: a stop string is empty (it would match everywhere).
+            ValueError: A stop string is empty; it would match everywhere.
         """
         if any(not stop for stop in stops):
             raise ValueError("a stop string must not be empty")
@@ -38,7 +37,7 @@ class StopMatcher:
         self._held = ""
 
     def feed(self, text: str) -> StopText:
-        """Take the next piece of text."""
+        """Take the next piece of text; return the text that may be shown."""
         if not self._stops:
             return StopText(text, None)
         text = self._held + text
@@ -53,7 +52,7 @@ class StopMatcher:
         return StopText(text[:cut], None)
 
     def flush(self) -> str:
-        """The text held back, once nothing follows."""
+        """Return the text held back, at the end of the text."""
         held, self._held = self._held, ""
         return held
 
@@ -67,7 +66,7 @@ class StopMatcher:
         return best
 
     def _held_length(self, text: str) -> int:
-        """Length of the longest end of `text` that begins a stop string."""
+        """Return the length of the longest end of `text` that begins a stop string."""
         for length in range(min(self._longest - 1, len(text)), 0, -1):
             position = len(text) - length
             if text[position] in self._first_characters and any(

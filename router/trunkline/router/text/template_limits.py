@@ -1,11 +1,10 @@
-"""How much a chat template may do: the sandbox in which it runs, with every loop and macro counted.
+"""Limit the work of a chat template: a sandbox that counts the steps of every loop and macro.
 
-Templates come with checkpoints, are run for each request, and nothing can end a thread that runs one. So a
-template counts for itself: each turn of a loop, each call of a macro and each number that `range` makes costs
-steps, and what joins, repeats or pads texts must not make longer ones than a prompt could ever be. The counting is
-part of the template as it is compiled. It is there for templates that run away, by mistake or by what a request
-has in it; the author of a model's files can still keep a processor busy (with lists of lists of lists that are
-compared, for example).
+Templates come with checkpoints and run for each request, and a thread that runs one cannot be stopped. So the
+template counts its own steps: each turn of a loop, each call of a macro and each number of `range` is a step, and
+operations that join, repeat or pad texts must not make longer texts than a prompt could be. The counting is
+compiled into the template. It stops templates that run away by mistake or because of a request's content. It does
+not stop the author of a model's files, who can still keep a processor busy, for example by comparing nested lists.
 """
 
 from __future__ import annotations
@@ -22,24 +21,24 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 STEPS_MAX: Final = 1_000_000
-"""Of one rendering: some seconds. Templates take a few steps per message."""
+"""Steps of one rendering, which take some seconds. Templates need a few steps per message."""
 TEXT_MAX: Final = 64 << 20
-"""Characters of one text: several times what the largest request has."""
+"""Characters of one text: several times the largest request."""
 LIST_MAX: Final = 1 << 20
 """Entries of one list."""
 _CALL_STEPS: Final = 20
-"""Of a macro, or of anything else that may call itself: Jinja builds a context for each call."""
+"""Steps for calling a macro or anything else that may call itself: Jinja builds a context for each call."""
 _TEXT_PER_STEP: Final = 4096
-"""Characters whose handling costs about as much as a step."""
+"""Characters that take about as long as one step."""
 _FREE: Final = 64
-"""Numbers up to this one cost nothing as arguments (indents and the like)."""
+"""Arguments up to this number cost no steps (widths of indents, for example)."""
 _NUMBER_BITS_MAX: Final = 4096
 _WIDE_FORMAT: Final = re.compile(r"[0-9]{4,}|\*|\{[^{}]*\{")
-"""Of a format: a width of thousands, or one that an argument gives."""
+"""Matches a format with a width of four digits, or with a width given by an argument."""
 
 
 class TemplateLimitError(Exception):
-    """A template does more than a rendering may. The message is for people."""
+    """A template exceeds a limit. The message says which."""
 
 
 class _Spent:
@@ -52,7 +51,7 @@ _spent: ContextVar[_Spent | None] = ContextVar("template steps", default=None)
 
 @contextmanager
 def counted() -> Iterator[None]:
-    """A rendering: what is done within is counted from the beginning."""
+    """Count the steps of one rendering, from zero."""
     token = _spent.set(_Spent())
     try:
         yield
@@ -68,15 +67,15 @@ class CountingEnvironment(ImmutableSandboxedEnvironment):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.globals["range"] = self.numbers
-        del self.globals["lipsum"]  # random text: of no use to a prompt, and as long as one likes
+        del self.globals["lipsum"]  # random text of any length, useless in a prompt
         self.filters = {name: _bounded(self, function) for name, function in self.filters.items()}
         self.concat = _join  # type: ignore[method-assign]
 
     def spend(self, steps: int = 1) -> bool:
-        """Count steps; True, so that it can stand in a condition.
+        """Count steps. Return True, so that the call can be part of a condition.
 
         Raises:
-            TemplateLimitError: these are too many.
+            TemplateLimitError: The rendering has used too many steps.
         """
         spent = _spent.get()
         if spent is not None:
@@ -88,17 +87,17 @@ class CountingEnvironment(ImmutableSandboxedEnvironment):
         return True
 
     def numbers(self, *limits: int) -> range:
-        """`range`."""
+        """Implement `range`, counting its numbers."""
         made = range(*limits)
         self.spend(len(made))
         return made
 
     def joined(self, *parts: object) -> str:
-        """`a ~ b`."""
+        """Implement `a ~ b`, with a limit for the length."""
         return _join(map(str, parts))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """`left + right` and the like, where the result has a size that is allowed."""
+        """Compute `left + right` and other operations, if the size of the result is allowed."""
         if operator == "%" and isinstance(left, str):
             _check_format(left)
         elif operator == "**" or (operator == "*" and isinstance(left, int) and isinstance(right, int)):
@@ -112,14 +111,14 @@ class CountingEnvironment(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """`text.format`, if the text asks for no wide padding."""
+        """Return `text.format`, if the text asks for no wide padding."""
         wrapped = super().wrap_str_format(value)
         if wrapped is not None:
             _check_format(value.__self__)
         return wrapped
 
     def call(self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """A function or method, whose arguments and result are bounded, too."""
+        """Call a function or method, with limits for methods of texts."""
         if isinstance(getattr(__obj, "__self__", None), str):
             self._check_arguments(__obj.__self__, getattr(__obj, "__name__", ""), args, kwargs)
         return super().call(__context, __obj, *args, **kwargs)
@@ -136,7 +135,7 @@ class CountingEnvironment(ImmutableSandboxedEnvironment):
 
 
 def with_counting(syntax: nodes.Template) -> nodes.Template:
-    """The template with its steps counted, in place."""
+    """Add the counting of steps to a template, in place."""
     repeated: list[nodes.For | nodes.Macro | nodes.CallBlock | nodes.Block] = [
         *syntax.find_all(nodes.For),
         *syntax.find_all(nodes.Macro),
@@ -163,7 +162,7 @@ def _call(method: str, arguments: list[nodes.Expr], near: nodes.Node) -> nodes.C
 
 
 def _replace_joins(node: nodes.Node) -> None:
-    """`a ~ b` is compiled to a call, which looks at the length."""
+    """Replace each `a ~ b` by a call that checks the length."""
     for name in node.fields:
         value = getattr(node, name)
         if isinstance(value, nodes.Concat):
@@ -180,13 +179,13 @@ def _replace_joins(node: nodes.Node) -> None:
 
 
 def _bounded(environment: CountingEnvironment, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter whose arguments and texts are bounded."""
+    """Return a filter with limits for its arguments and texts."""
 
-    piped = int(hasattr(function, "jinja_pass_arg"))  # behind what Jinja itself hands over
+    piped = int(hasattr(function, "jinja_pass_arg"))  # Jinja may pass an argument of its own first
 
     @functools.wraps(function)
     def bounded(*args: Any, **kwargs: Any) -> Any:
-        # The value itself is not a width or a count, however large a number it is.
+        # The filtered value is not a width or a count, however large a number it is.
         text = args[piped] if len(args) > piped and isinstance(args[piped], str) else ""
         environment._check_arguments(text, _name(function), args[piped + 1 :], kwargs)
         return function(*args, **kwargs)

@@ -1,7 +1,7 @@
 """A model's tokenizer: text and messages to token ids, token ids to text.
 
-Built on the `tokenizers` library and an own sandboxed Jinja environment, so that a router process needs
-neither torch nor transformers (it starts in half a second and stays small).
+It uses the `tokenizers` library and a sandboxed Jinja environment instead of transformers and torch, so a router
+starts in half a second and stays small.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from trunkline.router.text.model_files import ModelFiles, read_model_files
 from trunkline.router.text.tool_styles import ToolStyle, detect_style
 
 OFF_LOOP_CHARACTERS: Final = 64 << 10
-"""Texts longer than this are tokenised in a thread: they would stop all streams for over 10 ms."""
+"""Longer texts are tokenised in a thread: in the event loop they would stop all streams for over 10 ms."""
 TEXT_BYTES_MAX: Final = 6 << 20
-"""Of one text, in UTF-8. It may become as many tokens, and each takes a hundred bytes while it is encoded."""
+"""Bytes of one text in UTF-8. Each may become a token, which takes a hundred bytes while the text is encoded."""
 TOKENS_MAX: Final = 1 << 20
-"""Of one text. Python's lock is held while their list is made: 20 to 40 ms for so many."""
+"""Tokens of one text. Making the list of so many holds Python's lock for 20 to 40 ms."""
 _LINE_END: Final = "\n"
 
 
 class Tokenizer:
-    """Tokenizer of one model folder."""
+    """The tokenizer and chat template of one model folder."""
 
     def __init__(self, folder: str | Path, tool_call_parser: str = "auto") -> None:
-        """Load it. `tool_call_parser`: as in `RouterConfig`.
+        """Load the files. `tool_call_parser`: as in `RouterConfig`.
 
         Raises:
-            ValueError: a file is missing or broken; the text names it.
+            ValueError: A file is missing or broken; the text names it.
         """
         folder = Path(folder)
         path = folder / "tokenizer.json"
@@ -52,8 +52,8 @@ class Tokenizer:
         except Exception as error:
             raise ValueError(f"{path} cannot be loaded: {error}") from error
         self.fingerprint: str = hashlib.blake2b(source.encode(), digest_size=8).hexdigest()
-        """Token ids of another one mean other texts."""
-        # Serving never wants a checkpoint's training-time cut or padding.
+        """Identifies the tokenizer: token ids of tokenizers with another fingerprint mean other texts."""
+        # Truncation and padding of the checkpoint are meant for training.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.files: ModelFiles = read_model_files(folder)
@@ -85,49 +85,49 @@ class Tokenizer:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def special_token_id(self, name: str) -> int | None:
-        """Id of "bos_token", "eos_token", …, if the model has it."""
+        """Return the id of "bos_token", "eos_token", …; None if the model has no such token."""
         text = self.files.special_tokens.get(name)
         return None if text is None else self._tokenizer.token_to_id(text)
 
     @property
     def eos_ids(self) -> frozenset[int]:
-        """Tokens that end a text: the generation configuration's and the tokenizer's own."""
+        """Tokens that end a text: those of the generation configuration and of the tokenizer."""
         own = self.special_token_id("eos_token")
         return frozenset(self.files.eos_ids) | (frozenset() if own is None else {own})
 
     def fewest_tokens(self, text: str) -> int:
-        """A lower bound of the text's length in tokens, without tokenising it."""
-        # Byte-level vocabularies write a byte as one character and a character has at least one byte;
-        # normalisers may shorten text (NFC joins up to three characters), hence the margin.
+        """Return a lower bound for the number of tokens in a text, without tokenising it."""
+        # In byte-level vocabularies a character of a token is one byte, and a character of text has at least one.
+        # The factor 4 is a margin for normalisers that shorten text (NFC joins up to three characters).
         return len(text) // (4 * self._longest_token_characters)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids; `add_special_tokens` adds what the tokenizer's post-processor says (often BOS).
+        """Encode a text. `add_special_tokens`: add the tokens of the tokenizer's post-processor (often BOS).
 
         Raises:
-            ApiError: 400, it is too long, or becomes too many tokens.
+            ApiError: 400, the text is too long or has too many tokens.
         """
         return _encode(self._tokenizer, text, add_special_tokens=add_special_tokens)
 
     @functools.cached_property
     def _plain(self) -> tokenizers.Tokenizer:
-        # Of its own, because the switch is the tokenizer's and not a call's; made when it is first needed, because
-        # a large vocabulary takes a second and a hundred megabytes.
+        # A second tokenizer, because the switch belongs to the tokenizer and not to a call. It is made when it is
+        # first needed: with a large vocabulary it takes a second and a hundred megabytes.
         plain = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
         plain.encode_special_tokens = True
         return plain
 
     def encode_plain(self, text: str) -> list[int]:
-        """Token ids of a text in which special tokens are what is written there, like everything else.
+        """Encode a text in which special tokens count as plain text.
 
         Raises:
-            ApiError: as `encode`.
+            ApiError: As in `encode`.
         """
         return _encode(self._plain, text, add_special_tokens=False)
 
     @functools.cached_property
     def leading_ids(self) -> tuple[int, ...]:
-        """What the post-processor puts in front of a text: often BOS, often nothing."""
+        """Tokens that the post-processor puts in front of a text: often BOS, often none."""
         text = "a"
         alone, whole = (self.encode(text, add_special_tokens=added) for added in (False, True))
         found = (start for start in range(len(whole)) if whole[start : start + len(alone)] == alone)
@@ -135,11 +135,11 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether there is one."""
+        """Whether the model has a chat template."""
         return self._chat is not None
 
     async def encode_async(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """`encode`, in a thread if the text is long."""
+        """Encode a text like `encode`, in a thread if it is long."""
         record, began = current().record, time.monotonic()
         if len(text) < OFF_LOOP_CHARACTERS:
             ids = self.encode(text, add_special_tokens=add_special_tokens)
@@ -153,15 +153,15 @@ class Tokenizer:
         return ids
 
     async def encode_rest(self, text: str) -> list[int]:
-        """Token ids of a text that goes on where others stopped: without what marks the beginning of one."""
+        """Encode a text that continues another one, without the tokens that mark the beginning of a text."""
         if not text:
             return []
-        # Some tokenizers put a space in front of whatever they are given; in front of the line end, here.
+        # Some tokenizers put a space in front of every text. Here it stands before the line end, which is cut off.
         line_end = self.encode(_LINE_END, add_special_tokens=False)
         ids = await self.encode_async(_LINE_END + text, add_special_tokens=False)
         if ids[: len(line_end)] == line_end:
             return ids[len(line_end) :]
-        return await self.encode_async(text, add_special_tokens=False)  # the two grew together
+        return await self.encode_async(text, add_special_tokens=False)  # a token joins the line end and the text
 
     def render_chat(
         self,
@@ -171,28 +171,28 @@ class Tokenizer:
         extra: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """The text of a conversation. It carries its special tokens: encode it without adding any.
+        """Return the text of a conversation. It includes special tokens, so encode it without adding any.
 
         Args:
-            messages: in OpenAI's form, calls and their results included.
-            add_generation_prompt: whether it ends where an answer begins.
-            extra: the template's own switches.
-            tools: what may be called (`ToolPlan.template_tools`).
+            messages: Messages in OpenAI's form, including calls and their results.
+            add_generation_prompt: Whether the text ends where an answer begins.
+            extra: Extra variables of the template.
+            tools: Functions that may be called (`ToolPlan.template_tools`).
 
         Raises:
-            ChatTemplateError: there is no template, or it refused the messages.
+            ChatTemplateError: There is no template, or it refused the messages.
         """
         if self._chat is None:
             raise ChatTemplateError("this model has no chat template; use /v1/completions")
         return self._chat.render(messages, add_generation_prompt=add_generation_prompt, extra=extra, tools=tools)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of a whole list of ids; ids without a token give nothing."""
+        """Decode a whole list of ids; unknown ids are skipped."""
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
 
     def token_string(self, token: int) -> str:
-        """The tokenizer's own writing of a token ("Ġthe", "▁the"); empty if there is none."""
+        """Return a token as the vocabulary writes it ("Ġthe", "▁the"); "" for an unknown id."""
         return self._tokenizer.id_to_token(token) or ""
 
 

@@ -1,4 +1,4 @@
-"""The ways in which models write tool calls, and how to tell which one a model was trained on.
+"""The formats in which models write tool calls, and how to detect the one that a model was trained on.
 
 - `hermes` (Hermes, Qwen): `<tool_call>\n{"name": …, "arguments": {…}}\n</tool_call>`, any number, among text;
 - `llama3_json` (Llama 3.1 and later): `{"name": …, "parameters": {…}}`, several separated by `;`, maybe after
@@ -32,30 +32,31 @@ MARKERS: Final[dict[StyleName, tuple[str, ...]]] = {
 
 
 class ToolStyle(msgspec.Struct, frozen=True):
-    """How one model writes calls."""
+    """The format in which one model writes calls."""
 
     name: StyleName = "hermes"
     special: frozenset[str] = frozenset()
-    """Its markers that are special tokens of the tokenizer: the detokeniser must not skip them."""
+    """Markers that are special tokens of the tokenizer. The detokenizer must not skip them."""
     newer: bool = False
-    """`mistral` only: name and arguments stand apart."""
+    """`mistral` only: whether the name is written before the arguments instead of in one object with them."""
 
     @property
     def arguments_field(self) -> str:
-        """What the object of a call names its arguments."""
+        """Name of the field for the arguments in a call's object."""
         return "parameters" if self.name == "llama3_json" else "arguments"
 
 
 def detect_style(
     option: str, template: str | None, tokens: Collection[str], special: Collection[str]
 ) -> ToolStyle:
-    """A model's style: the one that `option` names or, if it is "auto", the one its files speak of.
+    """Return a model's style: the one that `option` names or, for "auto", the one that its files suggest.
 
     Args:
         option: "auto" or one of `STYLE_NAMES`.
-        template: text of the chat template, the best evidence: many models keep the tokens of their ancestors.
-        tokens: added tokens of the tokenizer.
-        special: those of them that are special.
+        template: Text of the chat template, the best evidence: many models keep tokens of the model they derive
+        from.
+        tokens: Added tokens of the tokenizer.
+        special: The special ones among `tokens`.
     """
     name = next((name for name in STYLE_NAMES if name == option), None) or _guess(template or "", tokens)
     return ToolStyle(

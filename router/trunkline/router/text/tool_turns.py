@@ -1,9 +1,9 @@
-"""Conversations with calls in them, made ready for chat templates.
+"""Prepare conversations with tool calls for chat templates.
 
-They come in OpenAI's form: an assistant's `tool_calls`, whose arguments are JSON texts, and messages with role
-"tool". Templates that know tools want the arguments as objects, some as text (`Arguments` is both). For templates
-that know none, the functions are described in the system message and calls and results become text in ordinary
-messages, in the style's own writing, so that every model with a chat template can be offered tools.
+Conversations come in OpenAI's form: an assistant's `tool_calls`, whose arguments are JSON texts, and messages with
+role "tool". Templates that support tools need the arguments as objects, some of them as text (`Arguments` is
+both). For other templates, the system message describes the functions, and calls and results become text in
+ordinary messages, in the style of the model. This way tools work with every model that has a chat template.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ from trunkline.router.text.tool_styles import (
 )
 
 Turn = dict[str, Any]
-"""A message as chat templates get it."""
+"""A message in the form that chat templates expect."""
 _MISTRAL_ID: Final = re.compile(r"[A-Za-z0-9]{9}")
 
 
 class TurnError(ValueError):
-    """A conversation that makes no sense; the text is meant for the client."""
+    """A tool result answers no call; the text is meant for the client."""
 
 
 class Arguments(dict[str, Any]):
-    """A call's arguments: an object for templates that serialise it, its JSON text for those that write it out."""
+    """A call's arguments: a dict for templates that use `tojson`, and their JSON text for templates that join
+    texts."""
 
     def __init__(self, fields: Mapping[str, Any], text: str) -> None:
         super().__init__(fields)
@@ -51,15 +52,15 @@ class Arguments(dict[str, Any]):
 
 
 def has_calls(turns: Iterable[Mapping[str, Any]]) -> bool:
-    """Whether anything was called in a conversation."""
+    """Return whether a conversation has calls or their results."""
     return any(turn["role"] == "tool" or turn.get("tool_calls") for turn in turns)
 
 
 def for_tool_template(turns: Iterable[Mapping[str, Any]], style: ToolStyle) -> list[Turn]:
-    """For a template that knows tools: arguments as objects, results with the name of their function.
+    """Return a conversation for a template that supports tools: arguments as objects, results with their function.
 
     Raises:
-        TurnError: a result answers no call that was made before it.
+        TurnError: A result answers no call that was made before it.
     """
     names: dict[str, str] = {}
     result: list[Turn] = []
@@ -89,7 +90,7 @@ def _call(call: Mapping[str, Any], style: ToolStyle) -> dict[str, Any]:
 
 
 def _arguments(text: str) -> Arguments | str:
-    """Text that is no JSON object (a model may have been cut off) stays text."""
+    """Parse a call's arguments. Text that is no JSON object stays text: the model may have been cut off."""
     try:
         fields = from_json(text, allow_inf_nan=False)
     except ValueError:
@@ -98,7 +99,7 @@ def _arguments(text: str) -> Arguments | str:
 
 
 def _id(call_id: str, style: ToolStyle) -> str:
-    """Mistral's templates refuse ids that are not nine letters and digits."""
+    """Return the id of a call. Mistral's templates refuse ids other than nine letters and digits."""
     if style.name != "mistral" or _MISTRAL_ID.fullmatch(call_id):
         return call_id
     return hashlib.blake2b(call_id.encode("utf-8", "replace"), digest_size=5).hexdigest()[:9]
@@ -111,14 +112,13 @@ def for_plain_template(
     *,
     system: bool,
 ) -> list[Turn]:
-    """For a template that knows no tools.
+    """Return a conversation for a template that does not support tools.
 
     Args:
-        turns: as `for_tool_template` returns them.
-        tools: the functions to describe.
-        style: how the model is asked to write calls.
-        system: whether the description goes to the system message or, where there cannot be one, to the first
-            message of the user.
+        turns: Messages as `for_tool_template` returns them.
+        tools: Functions to describe.
+        style: The format in which the model is asked to write calls.
+        system: Whether the description goes into the system message; else into the user's first message.
     """
     result: list[Turn] = []
     after_result = False
@@ -150,7 +150,7 @@ def _describe(turns: list[Turn], text: str, role: str) -> None:
 
 
 def preamble(tools: Sequence[Mapping[str, Any]], style: ToolStyle) -> str:
-    """What a model is told of tools if its template tells it nothing."""
+    """Return the description of tools for a model whose template does not support them."""
     described = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     example = calls_text(style, [("function_name", '{"parameter_name": "value"}')])
     return (
@@ -162,7 +162,7 @@ def preamble(tools: Sequence[Mapping[str, Any]], style: ToolStyle) -> str:
 
 
 def calls_text(style: ToolStyle, calls: Sequence[tuple[str, str]]) -> str:
-    """Calls (name, JSON text of the arguments) as a model of that style writes them."""
+    """Return calls (name, JSON text of the arguments) as a model of a style writes them."""
     if style.name == "mistral" and style.newer:
         return "".join(f"{TOOL_CALLS}{name}{ARGS}{arguments}" for name, arguments in calls)
     objects = [f'{{"name": "{name}", "{style.arguments_field}": {arguments}}}' for name, arguments in calls]

@@ -1,13 +1,13 @@
-"""Which tokens of a prompt are left out when it outgrows the context (CachedAttention §3.4). Pure.
+"""Choose the tokens that are left out of a prompt that does not fit the context (CachedAttention §3.4). Pure.
 
     tokens  0 ─ head ─ h ──── dropped ──── h + D ──────── the rest ──────── n
             instructions,     D: a multiple of one unit
             attention sinks
 
-The client goes on sending, or a session goes on keeping, the whole history; what is dropped is worked out anew for
-every request. Cuts are stable: the unit is (1 - retention) × context and D is the smallest multiple that makes the
-rest fit, so D stays as it is until the next overflow, and the KV kept behind the cut is found again. The engine
-keeps that KV valid by shifting positions; it is not computed again.
+The client keeps sending the whole history, or a session keeps storing it; the cut is computed for every request.
+Cuts are stable: the unit is (1 - retention) × context, and D is the smallest multiple that makes the rest fit. So
+D stays the same until the next overflow, and the KV after the cut is found again. The engine shifts the positions
+of that KV instead of computing it again.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Final, NamedTuple
 import msgspec
 
 ROOM_SHARE: Final = 8
-"""Where a request does not say how long its answer may be, at least one part in so many of the context is kept
-free for it: a cut that left room for a single token would be of no use."""
+"""If a request does not limit its answer, this fraction of the context (1/8) is kept free for it. A cut that left
+room for a single token would be useless."""
 
 
 class TokenSpan(NamedTuple):
@@ -30,36 +30,36 @@ class TokenSpan(NamedTuple):
 
 
 class RetentionPolicy(msgspec.Struct, frozen=True):
-    """How to cut. The defaults are what `"auto"` means."""
+    """How to cut a prompt. The defaults are the policy "auto"."""
 
     retention_ratio: float = 0.5
-    """Share of the context that an overflow leaves, above 0 and below 1."""
+    """Share of the context that stays after an overflow, above 0 and below 1."""
     keep_instructions: bool = True
     """Whether the leading system messages stay."""
     sink_tokens: int = 4
-    """First tokens that stay in any case: attention rests on them, whatever they say."""
+    """First tokens that always stay: attention sinks."""
 
 
 class PromptCut(msgspec.Struct, frozen=True):
-    """What a request does not see of its prompt."""
+    """The tokens of a prompt that the model does not see."""
 
     drops: tuple[TokenSpan, ...] = ()
-    """Ascending, disjoint and not touching; the last token is in none."""
+    """Ascending, disjoint and not adjacent spans; the last token is in none."""
     asked: bool = False
-    """Whether the request allows truncation, so that its answer says what came of it."""
+    """Whether the request allows truncation, so that its answer reports it."""
 
     @property
     def dropped_tokens(self) -> int:
-        """How many."""
+        """Number of tokens left out."""
         return span_tokens(self.drops)
 
 
 class CutError(ValueError):
-    """No cut makes it fit; the text says why."""
+    """No cut makes a prompt fit; the text says why."""
 
 
 def merge_spans(spans: Iterable[TokenSpan | Sequence[int]]) -> tuple[TokenSpan, ...]:
-    """The same tokens in spans that are ascending, disjoint and not touching; empty ones vanish."""
+    """Return the same tokens as ascending, disjoint and not adjacent spans, without empty ones."""
     merged: list[TokenSpan] = []
     for start, stop in sorted((span[0], span[1]) for span in spans):
         if start >= stop:
@@ -72,17 +72,18 @@ def merge_spans(spans: Iterable[TokenSpan | Sequence[int]]) -> tuple[TokenSpan, 
 
 
 def clip_spans(spans: Iterable[TokenSpan | Sequence[int]], tokens: int) -> tuple[TokenSpan, ...]:
-    """What of `spans` lies among the first `tokens` tokens, merged."""
+    """Return the part of `spans` within the first `tokens` tokens, merged."""
     return merge_spans(TokenSpan(span[0], min(span[1], tokens)) for span in spans)
 
 
 def span_tokens(spans: Iterable[TokenSpan]) -> int:
-    """How many tokens merged spans hold."""
+    """Return the number of tokens in merged spans."""
     return sum(span.stop - span.start for span in spans)
 
 
 def room_for(wanted: int | None, context: int) -> int:
-    """Tokens to keep free for an answer of at most `wanted` tokens; None: not said."""
+    """Return the tokens to keep free for an answer of at most `wanted` tokens. None: the request gives no
+    limit."""
     return max(1, context // ROOM_SHARE) if wanted is None else max(1, wanted)
 
 
@@ -95,21 +96,22 @@ def plan_cut(
     head: int = 0,
     discards: Sequence[TokenSpan] = (),
 ) -> PromptCut:
-    """What a prompt of so many tokens leaves out, so that the rest and `room` output tokens fit into `context`.
+    """Choose what a prompt leaves out so that the rest and `room` output tokens fit into `context`.
 
     Args:
-        policy: None: nothing but `discards`, whether it fits or not.
-        head: first tokens that stay (the instructions); `policy.sink_tokens` if that is more.
-        discards: tokens that are left out in any case, merged; the prompt's last one is not among them.
+        tokens: Length of the prompt.
+        policy: How to cut; None: leave out `discards` only, whether the rest fits or not.
+        head: First tokens that stay (the instructions); at least `policy.sink_tokens`.
+        discards: Merged spans that are always left out, without the prompt's last token.
 
     Raises:
-        CutError: the head and the room leave no token for anything else.
+        CutError: The head and the room leave no token for anything else.
     """
     given = PromptCut(tuple(discards), policy is not None)
     if policy is None or tokens - given.dropped_tokens + room <= context:
         return given
     head = max(head, policy.sink_tokens)
-    # A wider unit could swallow the prompt's last token; this one always leaves the head and one more.
+    # A wider unit could cut off the prompt's last token; this one always leaves the head and one more token.
     spare = context - room - head
     if spare < 1:
         raise CutError(
@@ -122,7 +124,8 @@ def plan_cut(
 
 
 def _first_multiple(unit: int, tokens: int, most: int, head: int, discards: Sequence[TokenSpan]) -> int:
-    """The smallest multiple D of `unit` such that dropping `[head, head + D)` besides `discards` leaves `most`."""
+    """Return the smallest multiple D of `unit` such that at most `most` tokens remain without `[head, head + D)`
+    and without `discards`."""
     low, high = 0, -(-tokens // unit)
     while low < high:  # what is left only shrinks as D grows
         middle = (low + high) // 2

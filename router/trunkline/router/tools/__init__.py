@@ -1,1 +1,1 @@
-"""Tool calls: what may be called, how a model is told and held to it, and how its text becomes calls. Pure."""
+"""Tool calls: the functions a client offers, the grammar of calls, and parsers from text to calls. Pure."""

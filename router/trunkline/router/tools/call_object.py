@@ -1,7 +1,7 @@
-"""The JSON object in which a model writes a call, read character by character.
+"""Read the JSON object of a tool call, character by character.
 
-It must name one of the functions that were offered, and may have nothing that a call does not have. So whatever
-else looks like a call at first is known to be none within a few characters.
+The object must name one of the offered functions and may have no other fields than a call has. So text that only
+looks like a call at first is recognised within a few characters.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from trunkline.router.tools.json_scan import WHITESPACE, ObjectScanner, Progress
 _ARGUMENTS: Final = ("arguments", "parameters")
 _STRINGS: Final = ("name", "type", "id")
 _STRING_CHARACTERS_MAX: Final = 256
-"""Longest key or value besides the arguments, as it is written; it is held back until it ends."""
+"""Longest key or value besides the arguments, which is held back until it ends."""
 
 
 class CallReader(Protocol):
@@ -25,21 +25,21 @@ class CallReader(Protocol):
 
     @property
     def started(self) -> bool:
-        """Whether it is certain that this is a call: its name is known and its arguments have begun."""
+        """Whether this certainly is a call: its name is known and its arguments have begun."""
 
     @property
     def complete(self) -> bool:
-        """Whether its arguments are over; what follows is only the object's end."""
+        """Whether the arguments are complete; only the end of the object follows."""
 
     def feed(self, character: str) -> Progress:
-        """Take the next character."""
+        """Read the next character."""
 
     def take(self) -> str:
-        """The arguments read since the last time."""
+        """Return the arguments read since the last call of `take`."""
 
 
 class ArgumentsReader:
-    """A call whose name came before: only the object of its arguments."""
+    """Reads the arguments of a call whose name is already known."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -49,7 +49,7 @@ class ArgumentsReader:
         self.complete = False
 
     def feed(self, character: str) -> Progress:
-        """Take the next character."""
+        """Read the next character."""
         progress = self._scanner.feed(character)
         if progress is not Progress.WRONG:
             self._characters.append(character)
@@ -58,17 +58,17 @@ class ArgumentsReader:
         return progress
 
     def take(self) -> str:
-        """The arguments read since the last time."""
+        """Return the arguments read since the last call of `take`."""
         text = "".join(self._characters)
         self._characters.clear()
         return text
 
 
 class ObjectReader:
-    """`{"name": …, "arguments": {…}}`: fields in any order, arguments may be missing."""
+    """Reads `{"name": …, "arguments": {…}}`, with fields in any order and maybe without arguments."""
 
     def __init__(self, names: Collection[str]) -> None:
-        """`names`: of the functions that were offered."""
+        """`names`: names of the offered functions."""
         self.name = ""
         self._names = names
         self._seen: set[str] = set()
@@ -79,20 +79,20 @@ class ObjectReader:
 
     @property
     def started(self) -> bool:
-        """Whether it is certain that this is a call."""
+        """Whether this certainly is a call."""
         return bool(self.name) and self._arguments is not None
 
     @property
     def complete(self) -> bool:
-        """Whether its arguments are over."""
+        """Whether the arguments are complete."""
         return self._arguments is not None and self._arguments.complete
 
     def take(self) -> str:
-        """The arguments read since the last time."""
+        """Return the arguments read since the last call of `take`."""
         return self._arguments.take() if self._arguments is not None else ""
 
     def feed(self, character: str) -> Progress:
-        """Take the next character."""
+        """Read the next character."""
         state = self._state
         if state == "arguments":
             assert self._arguments is not None

@@ -1,4 +1,4 @@
-"""The functions a client offers, and which of them the model may or must call: checked once, for all endpoints."""
+"""Read and check `tools` and `tool_choice` of a request: the functions that the model may or must call."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from trunkline.router.errors import bad_value, unsupported
 TOOLS_MAX: Final = 128
 """OpenAI's limit."""
 TOOLS_BYTES_MAX: Final = 512 << 10
-"""All definitions together, as JSON. They are part of the prompt, and their schemas are compiled."""
+"""Size of all definitions as JSON. They are part of the prompt, and their schemas are compiled."""
 NAME_PATTERN: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
 NO_PARAMETERS: Final[dict[str, Any]] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 class FunctionTool(msgspec.Struct, frozen=True, kw_only=True):
-    """A function the model may call."""
+    """A function that the model may call."""
 
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    """JSON schema of its arguments, an object; None: the client gave none."""
+    """JSON schema of the arguments, an object; None: the client gave none."""
     strict: bool = False
-    """Whether arguments must follow the schema even where the model is free to call or not."""
+    """Whether arguments must follow the schema even if the model decides by itself to call."""
 
     @property
     def schema(self) -> dict[str, Any]:
-        """The schema that arguments must follow."""
+        """JSON schema that the arguments must follow."""
         if self.parameters is None:
             return NO_PARAMETERS
         return {"type": "object", **self.parameters}
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates expect it: OpenAI's form."""
+        """Return the function in OpenAI's form, which chat templates expect."""
         function: dict[str, Any] = {"name": self.name}
         if self.description is not None:
             function["description"] = self.description
@@ -44,18 +44,18 @@ class FunctionTool(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """What the client wants called."""
+    """The choice of a client: which calls the model may or must make."""
 
     kind: Literal["none", "auto", "required", "function"]
     name: str = ""
-    """Of the function, if it is a certain one."""
+    """Name of the function, for the kind "function"."""
 
 
 def read_function(fields: Any, path: str, *, schema_field: str = "parameters") -> FunctionTool:
-    """A function's definition from JSON. `path`: of `fields` in the request, for errors.
+    """Read the definition of a function. `path`: path of `fields` in the request, for errors.
 
     Raises:
-        ApiError: 400 naming the field.
+        ApiError: 400, naming the field that is wrong.
     """
     if not isinstance(fields, dict):
         raise bad_value(path, f"`{path}` must be an object")
@@ -88,7 +88,7 @@ def _check_schema(schema: Any, path: str) -> None:
 
 
 def check_functions(functions: list[FunctionTool], param: str = "tools") -> None:
-    """Refuse what single definitions do not show: too many, too large, the same name twice.
+    """Refuse lists of functions that are too long or too large, or have a name twice.
 
     Raises:
         ApiError: 400.
@@ -108,10 +108,10 @@ def check_functions(functions: list[FunctionTool], param: str = "tools") -> None
 
 
 def read_chat_tools(tools: Any) -> list[FunctionTool]:
-    """The `tools` of a chat completion.
+    """Read the `tools` of a chat completion.
 
     Raises:
-        ApiError: 400 naming the field.
+        ApiError: 400, naming the field that is wrong.
     """
     functions = []
     for index, tool in enumerate(_entries(tools)):
@@ -123,10 +123,10 @@ def read_chat_tools(tools: Any) -> list[FunctionTool]:
 
 
 def read_flat_tools(tools: Any) -> list[FunctionTool]:
-    """The `tools` of a response, which have no inner `function`.
+    """Read the `tools` of `/v1/responses`, which have no inner `function`.
 
     Raises:
-        ApiError: 400 naming the field.
+        ApiError: 400, naming the field that is wrong.
     """
     functions = []
     for index, tool in enumerate(_entries(tools)):
@@ -147,7 +147,7 @@ def _entries(tools: Any) -> list[Any]:
 
 
 def check_function_type(tool: Any, path: str) -> None:
-    """Refuse tools that are no functions.
+    """Refuse tools other than functions.
 
     Raises:
         ApiError: 400.
@@ -160,10 +160,11 @@ def check_function_type(tool: Any, path: str) -> None:
 
 
 def read_choice(choice: Any, functions: list[FunctionTool]) -> Choice:
-    """`tool_choice` in OpenAI's forms (a word, or a function with its name inside `function` or beside `type`).
+    """Read `tool_choice` in OpenAI's forms: a word, or a function with its name inside `function` or beside
+    `type`.
 
     Raises:
-        ApiError: 400: unknown form, no such function, or a call is demanded and there are no functions.
+        ApiError: 400, its form is unknown, there is no such function, or there are no functions to call.
     """
     if choice is None:
         return Choice("auto" if functions else "none")
@@ -186,10 +187,10 @@ def read_choice(choice: Any, functions: list[FunctionTool]) -> Choice:
 
 
 def required(functions: list[FunctionTool]) -> Choice:
-    """Some function must be called.
+    """Return the choice that some function must be called.
 
     Raises:
-        ApiError: 400, there is none.
+        ApiError: 400, there are no functions.
     """
     if not functions:
         raise bad_value("tool_choice", "`tool_choice` demands a call, but there are no `tools`")
@@ -197,10 +198,10 @@ def required(functions: list[FunctionTool]) -> Choice:
 
 
 def named(name: str, functions: list[FunctionTool]) -> Choice:
-    """A certain function must be called.
+    """Return the choice that the function `name` must be called.
 
     Raises:
-        ApiError: 400, it is not among them.
+        ApiError: 400, there is no such function.
     """
     if all(function.name != name for function in functions):
         raise bad_value("tool_choice", f"`tool_choice` names {name[:64]!r}, which is not among the `tools`")

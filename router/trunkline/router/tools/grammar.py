@@ -1,8 +1,8 @@
-"""The grammar that an answer with calls must follow, as a structural tag (xgrammar's language).
+"""Make the grammar that an answer with calls must follow, as a structural tag (xgrammar's language).
 
-A call that is demanded is the whole answer. Where the model is free to call, a grammar is needed only if some
-function is strict: text is free until a call begins, and from there on only a valid one can be completed.
-Markers that are special tokens stand as tokens, because the model writes them as such and never letter by letter.
+If a call is required, it is the whole answer. If the model may choose, a grammar is needed only for strict
+functions: text is free until a call begins, and then only a valid call can be completed. Markers that are special
+tokens are written as tokens in the grammar, because the model never writes them letter by letter.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ _FREE: Final[dict[str, Any]] = {"type": "object"}
 def make_grammar(
     functions: list[FunctionTool], choice: Choice, style: ToolStyle, *, parallel: bool
 ) -> Grammar | None:
-    """The grammar for a request; None if everything may be written.
+    """Return the grammar of a request; None if any text is allowed.
 
-    `parallel`: whether several calls may be made.
+    Args:
+        parallel: Whether the answer may have several calls.
     """
     if choice.kind in ("required", "function"):
         chosen = [one for one in functions if choice.kind == "required" or one.name == choice.name]
@@ -71,14 +72,15 @@ def _separated(one: _Format, separator: str, *, several: bool) -> _Format:
 
 
 def _object(function: FunctionTool, style: ToolStyle, *, free: bool, skipped: str = "") -> _Format:
-    """`{"name": …, "arguments": …}` without the text in front that was `skipped`."""
+    """Return the format of `{"name": …, "arguments": …}`, without the beginning `skipped`."""
     head = f'{{"name": "{function.name}", "{style.arguments_field}": '.removeprefix(skipped)
     schema = _FREE if free and not function.strict else function.schema
     return _sequence(_const(head), _json(schema), _const("}"))
 
 
 def _call(functions: list[FunctionTool], style: ToolStyle, *, free: bool, several: bool) -> _Format:
-    """What follows the marker; in the old form of `mistral` that is the list of all calls."""
+    """Return the format of what follows the marker: a call, or the list of all calls in the old form of
+    `mistral`."""
     if style.name == "mistral" and style.newer:
         return _or(
             [
@@ -114,6 +116,6 @@ def _triggered(functions: list[FunctionTool], style: ToolStyle, *, several: bool
     marker = TOOL_CALL if style.name == "hermes" else TOOL_CALLS
     kind = "token_dispatch" if marker in style.special else "dispatch"
     call = _call(functions, style, free=True, several=several)
-    # The list of the old Mistral form has all calls in it: a second list would be text.
+    # In the old form of Mistral one list has all calls; a second list would be text.
     loop = several and not (style.name == "mistral" and not style.newer)
     return {"type": kind, "rules": [[marker, call]], "loop": loop}

@@ -1,6 +1,6 @@
-"""JSON read character by character: where a value ends, and at once where it goes wrong.
+"""Scan a JSON object character by character, to find its end or its first error.
 
-Control characters inside strings are let through: models write line ends there, and most readers take them.
+Control characters inside strings are accepted: models write line ends there, and most parsers take them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Final
 
 DEPTH_MAX: Final = 200
-"""As for request bodies; a model that writes brackets for ever must not grow a stack for ever."""
+"""Deepest nesting, as for request bodies. It bounds the stack if a model writes brackets without end."""
 WHITESPACE: Final = " \t\n\r"
 
 _LITERALS: Final = {"t": "rue", "f": "alse", "n": "ull"}
@@ -28,26 +28,26 @@ _NUMBER_MAY_END: Final = frozenset({"zero", "integer", "fraction", "power"})
 
 
 class Progress(Enum):
-    """What a character did."""
+    """The effect of a character."""
 
     MORE = 0
     DONE = 1
-    """It was the last one."""
+    """The character ends the object."""
     WRONG = 2
-    """It cannot stand here; it was not taken."""
+    """The character is an error here; it was not read."""
 
 
 class ObjectScanner:
-    """One JSON object, from its `{` to its `}`."""
+    """Scans one JSON object, from its `{` to its `}`."""
 
     def __init__(self) -> None:
         self._closers: list[str] = []
         self._state = "begin"
         self._rest = ""
-        """Of a literal; or the hexadecimal digits still missing of an escape, as so many characters."""
+        """The rest of a literal; or one character for each hexadecimal digit that an escape still needs."""
 
     def feed(self, character: str) -> Progress:
-        """Take the next character."""
+        """Read the next character."""
         state = self._state
         if state == "string":
             if character == "\\":

@@ -1,12 +1,12 @@
-"""From a model's text to text and calls, in whatever pieces it comes: one parser per style (`styles.py`).
+"""Parse a model's streamed text into text and tool calls: one parser for each style (`text/tool_styles.py`).
 
-A parser walks over the text character by character where a call may be, and by `str.find` elsewhere. What looks
-like the beginning of a call is held back until it is certain: a call once its name is one of the functions offered
-and its arguments begin; text as soon as a character does not fit, and then it is given out unchanged. A call that
-has begun cannot be taken back: if its arguments go wrong later, they end there and the rest is text. White space
-around calls belongs to their syntax and is dropped.
+A parser reads character by character where a call may be, and uses `str.find` elsewhere. The possible beginning of a
+call is held back until it is certain. It is a call once it names an offered function and its arguments begin. It is
+text as soon as a character does not fit, and then it is passed on unchanged. A call that has been announced cannot
+be revoked: if its arguments go wrong later, they end there and the rest is text. White space around calls belongs to
+their syntax and is dropped.
 
-Since every decision depends on one character and a state, how the text is cut into pieces changes nothing.
+Every decision depends on one character and the state, so the result does not depend on how the text is cut.
 """
 
 from __future__ import annotations
@@ -29,44 +29,46 @@ from trunkline.router.tools.pieces import CallArguments, CallStart, Piece, TextP
 
 _NAME_CHARACTERS: Final = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-")
 _SYNTAX_CHARACTERS_MAX: Final = 256
-"""Markers, names and white space held back at once outside the object of a call."""
+"""Most characters held back at once outside a call's object: markers, names, white space."""
 _HELD_CHARACTERS_MAX: Final = 64 << 10
-"""Held back at once in all: arguments that come before their name, for example."""
+"""Most characters held back at once, for example arguments that come before the name."""
 
 _Step = Callable[[str], bool]
 
 
 class _Parser:
-    """What the styles share: text, the marker at the front, the call, and what is held back meanwhile.
+    """The common part of the styles: text, the marker in front of a call, the call, and the text held back.
 
-    A *step* takes one character in one state and returns whether it took it; if not, the next state gets it.
+    A *step* is the method for one state. It reads a character and returns whether it consumed it; if not, the next
+    state gets it.
     """
 
     marker: str
-    """Begins a call. Its first character does not occur in it again, so a mismatch needs no second look."""
+    """Text that begins a call. Its first character does not occur again in it, so a mismatch needs no second
+    look."""
     fillers: str = WHITESPACE
-    """What may stand between calls without meaning anything if the text ends there."""
+    """Characters between calls that are dropped if the text ends there."""
 
     def __init__(self, names: Collection[str], draw_id: Callable[[], str]) -> None:
-        """`names`: of the functions offered; `draw_id` makes an id for each call."""
+        """`names`: names of the offered functions; `draw_id`: makes the id of a call."""
         self.calls = 0
         self._names = frozenset(names)
         self._draw_id = draw_id
         self._pieces: list[Piece] = []
         self._step: _Step | None = None
-        """None: in the middle of text."""
+        """Method for the current state; None within text."""
         self._held = ""
-        """Since what may become a call began; or, behind a call, what may belong to its end."""
+        """Text held back: the possible beginning of a call, or after a call its possible end."""
         self._reader: CallReader | None = None
         self._announced = False
-        """Whether the current call's start was given out."""
+        """Whether the start of the current call was passed on."""
         self._bare = True
         """Whether only white space came since the beginning or the last call."""
         self._space = ""
-        """That white space."""
+        """White space since the beginning or the last call."""
 
     def feed(self, text: str) -> list[Piece]:
-        """Take more of the model's text; what is certain now."""
+        """Read more of the model's text; return the pieces that are certain now."""
         position = 0
         while position < len(text):
             if self._step is None:
@@ -77,7 +79,7 @@ class _Parser:
         return self._drain()
 
     def finish(self) -> list[Piece]:
-        """The text is over: what was held back comes out."""
+        """End the text; return the pieces that were held back."""
         self._take_arguments()
         if not self._announced and self._held.strip(self.fillers):
             self._release()
@@ -91,7 +93,7 @@ class _Parser:
         return pieces
 
     def _skip_text(self, text: str, position: int) -> int:
-        """Give out text up to the next possible call; where that is."""
+        """Pass on text up to the next possible call; return its position."""
         found = self._find(text, position)
         self._give(text[position:found])
         if found < len(text):
@@ -116,7 +118,7 @@ class _Parser:
             self._pieces.append(TextPiece(text))
 
     def _release(self) -> bool:
-        """What is held back is text after all; the current character is looked at anew."""
+        """Pass on the held text as text; the current character is read again."""
         held, self._held = self._held, ""
         self._step = self._reader = None
         self._give(held)
@@ -130,7 +132,7 @@ class _Parser:
         return True
 
     def _drop(self) -> bool:
-        """What is held back and the current character belong to the syntax; text follows."""
+        """Drop the held text and the current character, which are syntax; text follows."""
         self._held = ""
         self._step = None
         return True
@@ -195,7 +197,7 @@ class _Parser:
 
 
 class HermesParser(_Parser):
-    """`<tool_call>{"name": …, "arguments": {…}}</tool_call>` among text."""
+    """Parses `<tool_call>{"name": …, "arguments": {…}}</tool_call>` within text."""
 
     marker = TOOL_CALL
 
@@ -215,14 +217,14 @@ class HermesParser(_Parser):
         return self._release()
 
     def finish(self) -> list[Piece]:
-        """The text is over: a closing tag that is cut off is no text."""
+        """End the text; a closing tag that is cut off is dropped."""
         if self._step == self._behind_call and TOOL_CALL_END.startswith(self._held.strip(WHITESPACE)):
             self._drop()
         return super().finish()
 
 
 class Llama3Parser(_Parser):
-    """`{"name": …, "parameters": {…}}` with or without `<|python_tag|>`, separated by `;`."""
+    """Parses `{"name": …, "parameters": {…}}` with or without `<|python_tag|>`, separated by `;`."""
 
     marker = PYTHON_TAG
     fillers = WHITESPACE + ";"
@@ -241,7 +243,7 @@ class Llama3Parser(_Parser):
 
 
 class MistralParser(_Parser):
-    """`[TOOL_CALLS][{"name": …, "arguments": {…}}, …]`, or `[TOOL_CALLS]name[ARGS]{…}` repeated."""
+    """Parses `[TOOL_CALLS][{"name": …, "arguments": {…}}, …]`, or `[TOOL_CALLS]name[ARGS]{…}` repeated."""
 
     marker = TOOL_CALLS
     fillers = WHITESPACE + ","
@@ -259,7 +261,7 @@ class MistralParser(_Parser):
         return self._in_header(character)
 
     def _in_header(self, character: str) -> bool:
-        """`name[ARGS]` or `name[CALL_ID]id[ARGS]`."""
+        """Read `name[ARGS]` or `name[CALL_ID]id[ARGS]`."""
         header = self._held[len(self.marker) :].lstrip(WHITESPACE) + character
         name, bracket, rest = header.partition("[")
         rest = bracket + rest
@@ -299,7 +301,7 @@ _PARSERS: Final[dict[StyleName, type[_Parser]]] = {
 
 
 class _CallsOnly:
-    """For answers that a grammar holds to calls: what looks like text is a call that was cut off."""
+    """Drops text, for answers that a grammar restricts to calls: there, text is a call that was cut off."""
 
     def __init__(self, parser: ToolParser) -> None:
         self._parser = parser
@@ -318,14 +320,17 @@ class _CallsOnly:
 def make_parser(
     style: StyleName, names: Collection[str], draw_id: Callable[[], str], *, demanded: bool = False
 ) -> ToolParser:
-    """A parser for one answer. `names`: of the functions offered; `draw_id` makes an id for each call.
+    """Make the parser for one answer.
 
-    `demanded`: the answer follows a grammar by which it consists of calls.
+    Args:
+        names: Names of the offered functions.
+        draw_id: Makes the id of a call.
+        demanded: Whether a grammar restricts the answer to calls.
     """
     parser = _PARSERS[style](names, draw_id)
     return _CallsOnly(parser) if demanded else parser
 
 
 def parse(parser: ToolParser, text: str) -> list[Piece]:
-    """A whole text at once."""
+    """Parse a whole text."""
     return joined([*parser.feed(text), *parser.finish()])

@@ -1,4 +1,4 @@
-"""What a model's output comes to where tools are offered: text and calls, in the order they were written in."""
+"""The pieces of an answer that may call tools: text and calls, in the order in which the model wrote them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import msgspec
 
 
 class TextPiece(msgspec.Struct, frozen=True):
-    """Text for the user."""
+    """A piece of text for the user."""
 
     text: str
 
 
 class CallStart(msgspec.Struct, frozen=True):
-    """A call begins."""
+    """The beginning of a call."""
 
     index: int
     """Counts the calls of an answer from 0."""
@@ -23,7 +23,7 @@ class CallStart(msgspec.Struct, frozen=True):
 
 
 class CallArguments(msgspec.Struct, frozen=True):
-    """More of a call's arguments, as the model writes them: together they are one JSON object."""
+    """A piece of a call's arguments. All pieces together are one JSON object."""
 
     index: int
     text: str
@@ -33,21 +33,21 @@ Piece = TextPiece | CallStart | CallArguments
 
 
 class ToolParser(Protocol):
-    """Finds the calls in a text that comes in pieces of any size."""
+    """Finds calls in a text that comes in pieces of any size."""
 
     @property
     def calls(self) -> int:
         """Calls that have begun so far."""
 
     def feed(self, text: str) -> list[Piece]:
-        """Take more of the model's text; what is certain now."""
+        """Read more of the model's text; return the pieces that are certain now."""
 
     def finish(self) -> list[Piece]:
-        """The text is over: what was held back comes out."""
+        """End the text; return the pieces that were held back."""
 
 
 def joined(pieces: list[Piece]) -> list[Piece]:
-    """The same with neighbours joined: one piece per text, one per call's arguments."""
+    """Join neighbouring pieces: one piece for each text, one for each call's arguments."""
     result: list[Piece] = []
     for piece in pieces:
         last = result[-1] if result else None

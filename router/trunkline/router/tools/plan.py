@@ -1,4 +1,4 @@
-"""A request's tools made ready: what the template shows, the grammar that holds the model to it, the parser.
+"""`ToolPlan`: what a request with tools needs, which is the template's tools, the grammar and the parser.
 
 tools, tool_choice ─► prepare_tools ─► ToolPlan ─┬─ template_tools ─► chat template
                                                  ├─ grammar ────────► Submit
@@ -25,38 +25,39 @@ _MISTRAL_ID_CHARACTERS: Final = string.ascii_letters + string.digits
 
 
 class ToolPlan(msgspec.Struct, frozen=True):
-    """Everything about tools that a request needs on its way."""
+    """Everything that a request needs for its tools."""
 
     style: ToolStyle
     names: frozenset[str] = frozenset()
-    """Functions that the answer may call; empty: the answer is text and needs no parser."""
+    """Functions that the answer may call. Without any, the answer is text and needs no parser."""
     template_tools: list[dict[str, Any]] | None = None
-    """For the chat template (`Tokenizer.render_chat`); None: no tools are shown."""
+    """Tools for the chat template (`Tokenizer.render_chat`); None: it shows no tools."""
     grammar: Grammar | None = None
-    """What the answer must follow besides; it excludes any other grammar."""
+    """Grammar of the answer, which excludes any other grammar."""
     parallel: bool = True
-    """Whether the answer may consist of several calls."""
+    """Whether the answer may have several calls."""
     demanded: bool = False
-    """Whether the answer consists of calls and nothing else."""
+    """Whether the answer must consist of calls only."""
 
     @property
     def active(self) -> bool:
-        """Whether there may be calls."""
+        """Whether the answer may have calls."""
         return bool(self.names)
 
     @property
     def needs_special_tokens(self) -> bool:
-        """Whether the text must come with its special tokens (`skip_special_tokens` off): calls begin with one."""
+        """Whether the text must keep its special tokens, because calls begin with one."""
         return self.active and bool(self.style.special)
 
     def make_parser(self, draw_id: Callable[[], str] | None = None) -> ToolParser | None:
-        """A parser for one answer; None if it cannot have calls. `draw_id`: makes the ids of calls."""
+        """Make the parser for one answer; None if it cannot have calls. `draw_id`: makes the id of a call."""
         if not self.active:
             return None
         return make_parser(self.style.name, self.names, draw_id or self.draw_id, demanded=self.demanded)
 
     def draw_id(self, prefix: str = "call_") -> str:
-        """An id for a call. Mistral's templates take only nine letters and digits, so there is no prefix."""
+        """Draw the id of a call. Ids for Mistral have no prefix: its templates take nine letters and digits
+        only."""
         if self.style.name == "mistral":
             count = len(_MISTRAL_ID_CHARACTERS)
             numbers = (number % count for number in draw_bytes("call", 9))
@@ -65,10 +66,10 @@ class ToolPlan(msgspec.Struct, frozen=True):
 
 
 def prepare_tools(tools: Any, tool_choice: Any, parallel_tool_calls: Any, style: ToolStyle) -> ToolPlan:
-    """The tools of a chat completion, as they came in its JSON (None: not given).
+    """Make the plan of a chat completion from the fields of its JSON; None: the field was not given.
 
     Raises:
-        ApiError: 400 naming the field.
+        ApiError: 400, naming the field that is wrong.
     """
     functions = read_chat_tools(tools)
     choice = read_choice(tool_choice, functions)
@@ -78,10 +79,11 @@ def prepare_tools(tools: Any, tool_choice: Any, parallel_tool_calls: Any, style:
 def plan_tools(
     functions: list[FunctionTool], choice: Choice, style: ToolStyle, *, parallel: bool | None = None
 ) -> ToolPlan:
-    """A plan for checked functions. With `choice` "none" the model is not even shown what it must not call.
+    """Make the plan for checked functions. With `choice` "none" the template does not show them.
 
-    `parallel`: whether several calls may be made; None: the client did not say. Then a demand for a call is one
-    for a single call (a weak model would call on and on), and where the model is free it may make several.
+    Args:
+        parallel: Whether the answer may have several calls. None, the client did not say: one call if a call is
+            required, because a weak model would go on calling, and any number if the model may choose.
     """
     several = choice.kind in ("none", "auto") if parallel is None else parallel
     if choice.kind == "none" or not functions:
