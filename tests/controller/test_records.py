@@ -297,6 +297,7 @@ def test_a_large_record_that_has_no_room_takes_no_small_one_with_it(tmp_path: Pa
     database.close()
 
 
+@pytest.mark.processes
 def test_what_is_on_a_full_disk_is_found_at_the_start(tmp_path: Path) -> None:
     """A start writes, too: that it cannot must not keep it from reading."""
     path = tmp_path / "records.sqlite"

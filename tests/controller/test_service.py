@@ -13,47 +13,16 @@ from typing import Any
 
 import msgspec
 import pytest
-from controller.service_harness import BLOCKS, Ranks, Router, group_config, start_ranks
+from controller.service_harness import BLOCKS, Ranks, Router, start_ranks
 from simulation.oracle import expected_output
 
 from trunkline.controller.config import ControllerConfig
-from trunkline.controller.messages import (
-    Abort,
-    FlushCache,
-    StepResult,
-    Submit,
-    WorkerHello,
-    WorkerReady,
-)
+from trunkline.controller.messages import Abort, FlushCache, StepResult, Submit, WorkerHello, WorkerReady
 from trunkline.controller.service.service import EXIT_CONFIG
 from trunkline.kvstore.int32_codec import pack_int32
-from trunkline.worker.messages import (
-    Sampling,
-)
+from trunkline.worker.messages import Sampling
 
 pytestmark = pytest.mark.processes
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> ControllerConfig:
-    return group_config(tmp_path)
-
-
-@pytest.fixture
-def controller(config: ControllerConfig, tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    path = tmp_path / "controller.json"
-    path.write_bytes(msgspec.json.encode(config))
-    process = subprocess.Popen([sys.executable, "-m", "trunkline.controller", "--config", str(path)])
-    yield process
-    process.kill()
-    process.wait()
-
-
-@pytest.fixture
-def router(config: ControllerConfig, controller: subprocess.Popen[bytes]) -> Iterator[Router]:
-    router = Router(config)
-    yield router
-    router.close()
 
 
 @pytest.fixture
@@ -64,7 +33,16 @@ def ranks(config: ControllerConfig, controller: subprocess.Popen[bytes]) -> Iter
     ranks.join()
 
 
-def test_streams_reach_the_router(ranks: Ranks, router: Router) -> None:
+def test_one_group_serves_and_survives_nonsense(ranks: Ranks, router: Router) -> None:
+    """One start for all that leaves the group as it was."""
+    streams_reach_the_router(router)
+    abort_and_flush_free_all_blocks(router)
+    results_of_another_epoch_are_ignored(ranks, router)
+    garbage_does_no_harm(router)
+    absurd_requests_are_refused_one_by_one(router)
+
+
+def streams_reach_the_router(router: Router) -> None:
     state = router.wait_state("ready")
     assert (state.blocks_total, state.max_context) == (BLOCKS, 96)
     prompts = {i: [i % 3, 5, 6, 7, 8, i] for i in range(1, 9)}
@@ -108,14 +86,13 @@ def test_late_subscriber_misses_no_step(
     ranks.join()
 
 
-def test_abort_and_flush_free_all_blocks(ranks: Ranks, router: Router) -> None:
-    router.wait_state("ready")
-    router.submit(1, [1, 2, 3, 4, 5], 80)
-    while 1 not in router.tokens:
+def abort_and_flush_free_all_blocks(router: Router) -> None:
+    router.submit(30, [1, 2, 3, 4, 5], 80)
+    while 30 not in router.tokens:
         router.receive()
-    router.send(Abort(1))
-    router.wait_finished(1)
-    assert router.finished[1][0] == "abort"
+    router.send(Abort(30))
+    router.wait_finished(30)
+    assert router.finished[30][0] == "abort"
     assert router.wait_state("ready").running == 0
     router.send(FlushCache(7))
     while router.flushed is None:
@@ -124,12 +101,11 @@ def test_abort_and_flush_free_all_blocks(ranks: Ranks, router: Router) -> None:
     assert router.wait_state("ready").blocks_free == BLOCKS
 
 
-def test_results_of_another_epoch_are_ignored(ranks: Ranks, router: Router) -> None:
-    router.wait_state("ready")
+def results_of_another_epoch_are_ignored(ranks: Ranks, router: Router) -> None:
     ranks.send(StepResult(step=5, epoch=0, tokens=b"", elapsed_us=1))
-    router.submit(1, [1, 2, 3], 5)
-    router.wait_finished(1)
-    assert router.tokens[1] == expected_output([1, 2, 3], 0, 5)
+    router.submit(31, [1, 2, 3], 5)
+    router.wait_finished(31)
+    assert router.tokens[31] == expected_output([1, 2, 3], 0, 5)
 
 
 def test_silent_router_loses_its_requests(ranks: Ranks, router: Router, config: ControllerConfig) -> None:
@@ -147,30 +123,27 @@ def test_silent_router_loses_its_requests(ranks: Ranks, router: Router, config: 
     other.close()
 
 
-def test_garbage_does_no_harm(ranks: Ranks, router: Router) -> None:
-    router.wait_state("ready")
-    for payload in (b"", b"\xff\xff", msgspec.msgpack.encode(["submit", 1]), msgspec.msgpack.encode({"a": 1})):
-        router.socket.send(payload)
-    router.send(Submit(3, b"\x01", 1, 5, Sampling()))
-    router.wait_finished(3)
-    assert router.finished[3][0] == "invalid"
-    router.submit(1, [1, 2, 3], 5)
-    router.wait_finished(1)
-    assert router.tokens[1] == expected_output([1, 2, 3], 0, 5)
-
-
-def test_nested_nonsense_does_no_harm(ranks: Ranks, router: Router) -> None:
+def garbage_does_no_harm(router: Router) -> None:
     """Fields beyond the known ones are skipped, at any depth but this."""
-    router.wait_state("ready")
-    router.socket.send(b"\x93\xa5abort\x01" + b"\x91" * 200_000 + b"\x01")
-    router.submit(1, [1, 2, 3], 5)
-    router.wait_finished(1)
-    assert router.tokens[1] == expected_output([1, 2, 3], 0, 5)
+    nested = b"\x93\xa5abort\x01" + b"\x91" * 200_000 + b"\x01"
+    for payload in (
+        b"",
+        b"\xff\xff",
+        msgspec.msgpack.encode(["submit", 1]),
+        msgspec.msgpack.encode({"a": 1}),
+        nested,
+    ):
+        router.socket.send(payload)
+    router.send(Submit(32, b"\x01", 1, 5, Sampling()))
+    router.wait_finished(32)
+    assert router.finished[32][0] == "invalid"
+    router.submit(33, [1, 2, 3], 5)
+    router.wait_finished(33)
+    assert router.tokens[33] == expected_output([1, 2, 3], 0, 5)
 
 
-def test_absurd_requests_are_refused_one_by_one(ranks: Ranks, router: Router) -> None:
-    router.wait_state("ready")
-    good = Submit(1, pack_int32([1, 2, 3]), 3, 5, Sampling())
+def absurd_requests_are_refused_one_by_one(router: Router) -> None:
+    good = Submit(50, pack_int32([1, 2, 3]), 3, 5, Sampling())
     absurd: list[dict[str, Any]] = [
         {"stop_token_ids": [1 << 40]},
         {"tokens": pack_int32([1, -2, 3])},
@@ -178,13 +151,13 @@ def test_absurd_requests_are_refused_one_by_one(ranks: Ranks, router: Router) ->
         {"max_tokens": -(1 << 63)},
         {"sampling": Sampling(temperature=float("nan"))},
     ]
-    for number, change in enumerate(absurd, start=10):
+    for number, change in enumerate(absurd, start=40):
         router.send(msgspec.structs.replace(good, request=number, **change))
         router.wait_finished(number)
         assert router.finished[number][0] == "invalid"
     router.send(msgspec.structs.replace(good, max_tokens=(1 << 64) - 1))
-    router.wait_finished(1)
-    assert len(router.tokens[1]) == 96 - 3
+    router.wait_finished(50)
+    assert len(router.tokens[50]) == 96 - 3
 
 
 def test_abort_reaches_no_other_router(ranks: Ranks, router: Router, config: ControllerConfig) -> None:
@@ -280,21 +253,24 @@ def test_sigterm_drains(ranks: Ranks, router: Router, controller: subprocess.Pop
     assert ranks.shut_down.wait(5)
 
 
-def test_address_in_use_is_named(config: ControllerConfig, tmp_path: Path) -> None:
-    path = tmp_path / "controller.json"
-    unusable = msgspec.structs.replace(config, router_endpoint=f"ipc://{tmp_path}/nowhere/router")
-    path.write_bytes(msgspec.json.encode(unusable))
+def ended(folder: Path, config: bytes) -> subprocess.CompletedProcess[str]:
+    """Return a controller that ends by itself."""
+    path = folder / "controller.json"
+    path.write_bytes(config)
     command = [sys.executable, "-m", "trunkline.controller", "--config", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
+
+
+def test_address_in_use_is_named(config: ControllerConfig, tmp_path: Path) -> None:
+    unusable = msgspec.structs.replace(config, router_endpoint=f"ipc://{tmp_path}/nowhere/router")
+    done = ended(tmp_path, msgspec.json.encode(unusable))
     assert done.returncode == 1
     assert "cannot listen" in done.stderr
     assert "Traceback" not in done.stderr
 
 
 def test_bad_configuration_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "controller.json"
-    path.write_text('{"plan_endpoint": "ipc://a", "report_endpoint": "ipc://a", "router_endpoint": "ipc://b"}')
-    command = [sys.executable, "-m", "trunkline.controller", "--config", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    config = b'{"plan_endpoint": "ipc://a", "report_endpoint": "ipc://a", "router_endpoint": "ipc://b"}'
+    done = ended(tmp_path, config)
     assert done.returncode == 2
     assert "must differ" in done.stderr

@@ -5,14 +5,13 @@ from __future__ import annotations
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import zmq
-from controller.service_harness import Failure, Router, group_config, run_controller, start_ranks
+from controller.service_harness import Failure, Router, run_controller, start_ranks
 from msgspec.structs import replace
 from simulation.oracle import expected_output
 
@@ -21,27 +20,6 @@ from trunkline.controller.messages import StepResult
 from trunkline.worker.messages import LEAVE_TOPIC, Leave
 
 pytestmark = pytest.mark.processes
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> ControllerConfig:
-    return group_config(tmp_path)
-
-
-@pytest.fixture
-def running(config: ControllerConfig, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], Router]]:
-    with run_controller(config, tmp_path) as running:
-        yield running
-
-
-@pytest.fixture
-def controller(running: tuple[subprocess.Popen[bytes], Router]) -> subprocess.Popen[bytes]:
-    return running[0]
-
-
-@pytest.fixture
-def router(running: tuple[subprocess.Popen[bytes], Router]) -> Router:
-    return running[1]
 
 
 def test_streams_go_on_with_other_ranks(
