@@ -24,7 +24,7 @@ SHAPES = (
     *((130, 1000), (129, 300)),
 )
 """Output and input features: remainder panels of every width, odd sums, sums longer than a block."""
-TOKENS = (1, 2, 3, 4, 5, 6, 7, 13, 24, 25, 97)
+TOKENS = (1, 2, 3, 4, 5, 6, 7, 12, 13, 19, 24, 25, 97)
 """Around the sizes of tiles, blocks and units; int8 weights take another way for few rows than for many."""
 
 ON_GPU = tuple(name for name in CUDA if name == GPU)

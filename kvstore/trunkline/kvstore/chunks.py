@@ -1,7 +1,7 @@
-"""A chunk as the tiers below the device see it.
+"""A chunk as the tiers below the device see it: where its copies are, and which requests need it.
 
-The controller's tree node is a `TieredChunk`; the simulations use bare ones. Everything here but `last_use` is written
-by the directory only.
+The controller's tree node is a `TieredChunk`; the simulations use bare ones. Its owner writes `last_use`;
+everything else here is written by the directory only.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ from trunkline.kvstore.extents import NO_SLOT
 from trunkline.kvstore.names import ChunkName
 
 QueueKey = tuple[float, ...]
-"""A waiting job's place in the queue, smallest first: unique, and all of the same length."""
+"""A waiting job's place in the queue, smallest first. Keys are unique and all of the same length."""
 
 
 class CopyLocations:
     """Where the copies of a chunk are.
 
-    A copy is *ready* when it may be read: a planned save at once, because loads are planned after it; what the
-    background moves bring only when every rank has verified it. Until then its slot is reserved.
+    A copy is *ready* when it may be read. The copy of a planned save is ready at once, because loads are planned
+    after it. The copy that a background move brings is ready when every rank has verified it; until then its slot
+    is reserved.
     """
 
     __slots__ = ("arrived", "busy", "disk", "disk_ready", "host", "host_ready", "remote")
@@ -33,7 +34,7 @@ class CopyLocations:
         self.busy = 0
         """Background moves in flight that read or write a copy."""
         self.arrived = 0
-        """When it came into the tiers, as a serial number (the FIFO policy's); 0: it is not there."""
+        """Serial number of the chunk's arrival in the tiers, for the FIFO policy; 0: no tier has it."""
 
     @property
     def is_stored(self) -> bool:
@@ -42,7 +43,7 @@ class CopyLocations:
 
 
 class TieredChunk(CopyLocations):
-    """A chunk: where its copies are, who needs it, and what hangs below it."""
+    """A chunk with its copies, the requests that need it, and its place in a path of chunks."""
 
     __slots__ = (
         "claims",
@@ -70,7 +71,7 @@ class TieredChunk(CopyLocations):
         """Preempted sequences that want to find it in host memory."""
         self.pins = 0
         self.stored_below = 0
-        """Children that have a copy here, or a descendant that has: these leave first."""
+        """Children that have a copy in a tier, or a descendant that has one: these leave first."""
         self.is_forgotten = False
         """Its owner has removed it; moves in flight may still use its slots."""
         self.wants: list[tuple[QueueKey, int]] = []
@@ -78,12 +79,12 @@ class TieredChunk(CopyLocations):
 
     @property
     def on_device(self) -> bool:
-        """Whether the device holds it, too. False here: the tree's node knows."""
+        """Whether the device has a copy as well. The tree's node overrides this."""
         return False
 
     @property
     def token_count(self) -> int:
-        """For costs and statistics. 1 here: the tree's node knows."""
+        """Tokens of the chunk, for costs and statistics. The tree's node overrides this."""
         return 1
 
 
@@ -91,13 +92,13 @@ ChunkT = TypeVar("ChunkT", bound=TieredChunk)
 
 
 class ChangeLog(Generic[ChunkT]):
-    """Chunks whose whereabouts may have changed since somebody looked; nothing is noted before somebody does."""
+    """Chunks that may be in other tiers than at the last look. Empty until `start` is called."""
 
     def __init__(self) -> None:
         self._items: dict[ChunkT, None] | None = None
 
     def start(self) -> None:
-        """From now on somebody takes them regularly."""
+        """Note changes from now on; the caller takes them regularly."""
         if self._items is None:
             self._items = {}
 
@@ -106,7 +107,7 @@ class ChangeLog(Generic[ChunkT]):
         return self._items is not None
 
     def note(self, chunk: ChunkT) -> None:
-        """It may be in other tiers than before; once too often does no harm."""
+        """Note that a chunk may be in other tiers than before. A needless note does no harm."""
         if self._items is not None:
             self._items[chunk] = None
 
@@ -114,7 +115,7 @@ class ChangeLog(Generic[ChunkT]):
         return self._items is not None and chunk in self._items
 
     def take(self) -> dict[ChunkT, None]:
-        """Those since the last call, in the order in which they were noted first."""
+        """Return the chunks noted since the last call, in the order in which they were noted first."""
         taken = self._items
         if not taken:
             return {}

@@ -1,17 +1,17 @@
-"""Where the copies are, and which of them may go. Part of the directory; pure.
+"""The copies of chunks in the tiers, and which of them may be evicted. Part of the directory; pure.
 
-      host   clean    lost without loss: the chunk is on disk, remote or on the device, too
-             dirty    the only copy: must sink to a tier below first
-      disk   doubles  chunks that are in host memory, too: the first to go when the disk is full
-             settled  the others
-      remote distant  chunks of which nothing nearer is left; only their names cost anything here
+      host   clean    copies that may be dropped: the chunk is on disk, remote or on the device as well
+             dirty    only copies: they must be written to a tier below first
+      disk   doubles  copies of chunks that are in host memory as well: the first to go when the disk is full
+             settled  the other copies
+      remote distant  chunks without a nearer copy; only their names take memory here
 
 Each chunk stands in the heap of its state in each tier, ordered by the policy. A heap's entry is a hint: the state
-is looked at again when it comes to the top, so that only changes that make a chunk go *sooner* must be told
-(`offer`). Chunks that must not go now are taken out and offered again when the reason ends.
+is checked again when the entry comes to the top, so only changes after which a chunk may be evicted *sooner* must
+be reported (`offer`). Chunks that must not be evicted now are taken out and offered again when the reason ends.
 
-Leaf first: a chunk leaves the system (loses its last copy) only if nothing below it is stored. `stored_below`
-counts that along the path, so no search is needed.
+Leaf first: a chunk leaves the system (loses its last copy) only if no chunk below it is stored. `stored_below`
+counts these along the path, so no search is needed.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from trunkline.kvstore.tier import TierKind
 
 
 class IndexEvent(NamedTuple, Generic[ChunkT]):
-    """A change of what the disk tier holds, for the index that survives restarts; in order."""
+    """A change of what a disk slot holds, for the index that survives restarts."""
 
     slot: SlotId
     chunk: ChunkT | None
-    """What the slot holds now, written and verified by every rank; None: nothing any more."""
+    """The chunk that the slot holds now, written and verified by every rank; None: the slot is empty."""
     generation: int = 0
 
 
 class HostState(Enum):
-    """What dropping a chunk's host copy would mean."""
+    """Whether a chunk's host copy may be dropped, and what would be lost."""
 
     HELD = "a move or a claim needs it"
     CLEAN = "there is another copy"
@@ -48,16 +48,16 @@ class HostState(Enum):
 
 
 def may_leave(chunk: TieredChunk) -> bool:
-    """Whether the last copy of a chunk may be given up now."""
+    """Return whether the last copy of a chunk may be given up now."""
     return not (chunk.busy or chunk.claims or chunk.pins or chunk.stored_below)
 
 
 def host_state(chunk: TieredChunk, *, may_sink: bool) -> HostState:
-    """
+    """Return the state of a chunk's host copy.
+
     Args:
-        may_sink: there are tiers below, so what has come into host memory is to get there. If there are none, a
-        copy
-            on the device counts if the chunk may leave: it may be gone tomorrow.
+        may_sink: There are tiers below, to which host copies are to be written. Without them a copy on the device
+            counts as another copy if the chunk may leave the system, although it may soon be given up.
     """
     if chunk.busy or chunk.claims:
         return HostState.HELD
@@ -67,7 +67,7 @@ def host_state(chunk: TieredChunk, *, may_sink: bool) -> HostState:
 
 
 class CopyRules(NamedTuple):
-    """What goes before what."""
+    """Rules for the order in which copies are evicted."""
 
     exclusive: bool
     """See `DirectoryConfig`."""
@@ -76,18 +76,18 @@ class CopyRules(NamedTuple):
 
 
 class CopyChanges(Generic[ChunkT]):
-    """What has happened since those whom it concerns looked at it."""
+    """Changes that the directory's owner has not asked for yet."""
 
     def __init__(self) -> None:
         self.lost: list[ChunkT] = []
-        """Lost their last copy; they may have one again."""
+        """Chunks that lost their last copy. They may have one again by now."""
         self.events: list[IndexEvent[ChunkT]] = []
         self.log: ChangeLog[ChunkT] = ChangeLog()
-        """For whoever wants to know where chunks are; the owner notes in it what happens on the device."""
+        """Chunks that may be in other tiers than before. The owner notes changes on the device in it as well."""
 
 
 class Copies(Generic[ChunkT]):
-    """The slots of both local tiers and the order in which their copies go."""
+    """The slots of host memory and disk, and the order in which their copies are evicted."""
 
     def __init__(
         self,
@@ -110,11 +110,11 @@ class Copies(Generic[ChunkT]):
         self.changes: CopyChanges[ChunkT] = CopyChanges()
         self.evictions = {TierKind.HOST: 0, TierKind.DISK: 0, TierKind.REMOTE: 0}
         self.unsaved_claims = 0
-        """Claimed chunks without a host slot: so many may be saved any moment."""
+        """Claimed chunks without a host slot. Each of them may be saved at any moment."""
         self._arrivals = count(1)
 
     def reserve_host(self, chunk: ChunkT, step: int = 0) -> SlotId | None:
-        """A host slot for a copy that is not there yet."""
+        """Return a host slot for a copy that is about to come; None if none is free."""
         slot = self.host.allocate(chunk, step)
         if slot is not None:
             chunk.host = slot
@@ -122,7 +122,7 @@ class Copies(Generic[ChunkT]):
         return slot
 
     def host_arrived(self, chunk: ChunkT) -> None:
-        """The reserved host slot may be read from now on."""
+        """Note that the reserved host slot may be read from now on."""
         self._arriving(chunk)
         chunk.host_ready = True
         self.changes.log.note(chunk)
@@ -142,14 +142,14 @@ class Copies(Generic[ChunkT]):
             self._gone(chunk)
 
     def reserve_disk(self, chunk: ChunkT) -> SlotId | None:
-        """A free disk slot for a copy that is not there yet."""
+        """Return a disk slot for a copy that is about to come; None if none is free."""
         slot = self.disk.allocate(chunk)
         if slot is not None:
             chunk.disk = slot
         return slot
 
     def disk_arrived(self, chunk: ChunkT) -> None:
-        """What was written into the reserved disk slot is verified."""
+        """Note that the copy in the reserved disk slot is written and verified."""
         self._arriving(chunk)
         chunk.disk_ready = True
         self.changes.log.note(chunk)
@@ -158,7 +158,7 @@ class Copies(Generic[ChunkT]):
         self.offer(chunk)
 
     def restore_disk(self, chunk: ChunkT, slot: SlotId, generation: int) -> bool:
-        """The copy is there since an earlier run; False if there is no such slot, or it is another's."""
+        """Enter a disk copy of an earlier run; return False if there is no such slot, or it is taken."""
         if chunk.disk != NO_SLOT or not self.disk.take(chunk, slot, generation):
             return False
         self._arriving(chunk)
@@ -182,20 +182,21 @@ class Copies(Generic[ChunkT]):
             self._gone(chunk)
 
     def remote_arrived(self, chunk: ChunkT) -> None:
-        """The remote tier has it."""
+        """Note that the remote tier has a copy."""
         self._arriving(chunk)
         chunk.remote = True
         self.offer(chunk)
 
     def drop_remote(self, chunk: ChunkT) -> None:
-        """Do not rely on the remote tier for it any more."""
+        """Do not count on the remote tier's copy any more."""
         self.distant.discard(chunk)
         if chunk.remote:
             chunk.remote = False
             self._gone(chunk)
 
     def forget(self, chunk: ChunkT) -> None:
-        """Its owner removed it. Slots that moves still use stay reserved (`free_slots_of`)."""
+        """Forget a chunk that its owner removes. Slots that moves still use stay reserved (see
+        `free_slots_of`)."""
         for heap in (self.clean, self.dirty, self.doubles, self.settled, self.distant, self.expiring):
             heap.discard(chunk)
         stored = chunk.is_stored
@@ -214,7 +215,7 @@ class Copies(Generic[ChunkT]):
             self.free_slots_of(chunk)
 
     def free_slots_of(self, chunk: ChunkT) -> None:
-        """Its slots are free again: it is forgotten, and no move uses them."""
+        """Free the slots of a forgotten chunk that no move uses any more."""
         if chunk.host != NO_SLOT:
             self.host.release(chunk.host)
         if chunk.disk != NO_SLOT:
@@ -222,7 +223,7 @@ class Copies(Generic[ChunkT]):
         chunk.host = chunk.disk = NO_SLOT
 
     def offer(self, chunk: ChunkT) -> None:
-        """Put a chunk where its state says, because it may go now, or sooner than before."""
+        """Put a chunk into the heaps of its state, because it may be evicted now, or sooner than before."""
         if 0.0 < chunk.expires < math.inf and chunk not in self.expiring:
             self.expiring.push(chunk)
         if chunk.busy:
@@ -239,11 +240,11 @@ class Copies(Generic[ChunkT]):
             self.distant.push(chunk)
 
     def clean_victim(self, judge: Callable[[ChunkT], HeapVerdict]) -> ChunkT | None:
-        """The first host copy that can be dropped without loss and that `judge` takes."""
+        """Return the first chunk whose host copy can be dropped without loss and that `judge` takes."""
         return self.clean.search(lambda chunk: self._check_host(chunk, HostState.CLEAN, self.dirty, judge))
 
     def dirty_victim(self, judge: Callable[[ChunkT], HeapVerdict]) -> ChunkT | None:
-        """The first host copy that is the only one and that `judge` takes."""
+        """Return the first chunk whose host copy is its only one and that `judge` takes."""
         return self.dirty.search(lambda chunk: self._check_host(chunk, HostState.DIRTY, self.clean, judge))
 
     def _check_host(
@@ -257,14 +258,14 @@ class Copies(Generic[ChunkT]):
         return HeapVerdict.PARK
 
     def make_disk_room(self, chunk: ChunkT, gone: Callable[[ChunkT], None], *, lossless: bool) -> bool:
-        """See that a disk slot is free for `chunk` by dropping what is worth less; if exclusive, what loses nothing
-        goes before it, whatever it is worth.
+        """Free a disk slot for `chunk` by dropping a copy that is worth less; return whether one is free.
 
-        A pinned chunk is worth more than any other.
+        In exclusive mode a copy whose chunk is in host memory as well goes first, whatever it is worth. A pinned
+        chunk is worth more than any other.
 
         Args:
-            gone: told of the chunk that lost its disk copy.
-            lossless: if exclusive, no chunk may leave the system for it.
+            gone: Called with the chunk that lost its disk copy.
+            lossless: In exclusive mode, no chunk may leave the system for this one.
         """
         if self.disk.free_count:
             return True
@@ -303,7 +304,7 @@ class Copies(Generic[ChunkT]):
         return HeapVerdict.TAKE
 
     def trim_remote(self, limit: int) -> None:
-        """Forget the remote copies worth least of which nothing nearer is left, until so many are known."""
+        """Forget the least valuable chunks of which only the remote tier has a copy, until `limit` are left."""
         while len(self.distant) > limit:
             victim = self.distant.search(self._judge_distant)
             if victim is None:
@@ -317,7 +318,7 @@ class Copies(Generic[ChunkT]):
         return HeapVerdict.TAKE if may_leave(chunk) else HeapVerdict.SKIP
 
     def _arriving(self, chunk: ChunkT) -> None:
-        """Before a chunk gets a ready copy: if it has none yet, it comes into the system."""
+        """Prepare for a chunk's ready copy: with its first one the chunk comes into the system."""
         if chunk.is_stored:
             return
         parent = chunk.parent
@@ -329,7 +330,7 @@ class Copies(Generic[ChunkT]):
             self._one_more_below(parent)
 
     def _gone(self, chunk: ChunkT) -> None:
-        """After a ready copy went."""
+        """Take note that a ready copy is gone: with its last one the chunk leaves the system."""
         if chunk.is_stored:
             self.offer(chunk)
             return
@@ -338,7 +339,7 @@ class Copies(Generic[ChunkT]):
         self._absent_below(chunk)
 
     def moved(self, chunk: TieredChunk, before: TieredChunk) -> None:
-        """A chunk, with all that is below it, hangs from another parent than before."""
+        """Count again after a chunk, with all chunks below it, got another parent."""
         if chunk.is_stored or chunk.stored_below:
             self._one_less_below(before)
             self._one_more_below(chunk.parent)

@@ -1,21 +1,23 @@
-"""The directory: where every chunk is below the device, what to fetch, what to evict (CachedAttention §3.3). Pure.
+"""The directory: where each chunk is below the device, what to fetch and what to evict (CachedAttention §3.3).
+Pure.
 
-One per group, in the controller; workers only obey. Time and step numbers are arguments.
+The controller has one; its workers carry out what it orders. Time and step numbers are arguments.
 
       device ──save──► host ──write──► disk       save, load: part of step plans, never fail, logically at once
              ◄──load──      ◄──read───            write, read: `Move`s beside the steps, each answered by all ranks
                             ──write──► remote
                             ◄──read───
 
-A chunk may be in several tiers: it is immutable. The directory keeps, over all chunks,
+A chunk is immutable, so it may be in several tiers. The directory keeps, over all chunks,
 
-- where the copies are and which go first (`trunkline.kvstore.copies`),
+- where the copies are and which of them are evicted first (`trunkline.kvstore.copies`),
 - which chunks the waiting jobs will use (`trunkline.kvstore.lookahead`),
-- the moves in flight (`trunkline.kvstore.tier_moves`) and how the tiers do (`trunkline.kvstore.tier_costs`).
+- the moves in flight (`trunkline.kvstore.tier_moves`), and how fast and how reliable each tier is
+  (`trunkline.kvstore.tier_costs`).
 
-Invariants (`check`): a slot has one owner; what is claimed stays in host memory, what is pinned in the system,
-what a move uses where it is; a chunk leaves the system only after all below it (unless a tier lost it); a copy is
-given up only when another is verified, or when its chunk leaves.
+Invariants (`check`): a slot has one owner. A claimed chunk stays in host memory, a pinned one in the system, and a
+copy that a move uses where it is. A chunk leaves the system only after all chunks below it, unless a tier lost it.
+A copy is given up only when another one is verified, or when its chunk leaves the system.
 """
 
 from __future__ import annotations
@@ -40,22 +42,22 @@ from trunkline.kvstore.tier_moves import Move, MoveStatus, TierMover
 __all__ = [
     "Directory",
     "DirectoryConfig",
-    "IndexEvent",
     "DirectoryIntegrityError",
-    "TieredChunk",
+    "EvictionPolicy",
+    "IndexEvent",
     "Move",
     "MoveStatus",
-    "EvictionPolicy",
     "TierStats",
+    "TieredChunk",
 ]
 
 READ_US: dict[TierKind, float] = {TierKind.DISK: 500.0, TierKind.REMOTE: 1000.0}
-"""What a read is taken to cost until one was measured."""
+"""The assumed cost of a read until one was measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierStats:
-    """A tier's size and totals since the start."""
+    """A tier's size, and its totals since the start."""
 
     slots: int
     """0: not known (remote)."""
@@ -69,12 +71,12 @@ class TierStats:
 
 
 class Directory(Generic[ChunkT]):
-    """Bookkeeping of all tiers below the device."""
+    """The bookkeeping of all tiers below the device."""
 
     def __init__(self, config: DirectoryConfig) -> None:
         """
         Raises:
-            ValueError: the configuration makes no sense.
+            ValueError: The configuration makes no sense.
         """
         config.validate()
         self.config = config
@@ -93,7 +95,7 @@ class Directory(Generic[ChunkT]):
         self.saves = 0
         """Chunks saved to host memory from the device since the start."""
         self.loads = 0
-        """Chunks loaded from there."""
+        """Chunks loaded from host memory to the device since the start."""
         self.claimed_count = 0
         self.pinned_count = 0
         self.hit_tokens = dict.fromkeys(TierKind, 0)
@@ -102,16 +104,17 @@ class Directory(Generic[ChunkT]):
     # Device side: synchronous with step plans.
 
     def save(self, chunk: ChunkT, step: int, *, forced: bool = False) -> tuple[SlotId, int] | None:
-        """The plan of `step` is to save a chunk that has no host copy; the copy is ready for every later use.
+        """Reserve a host slot for a chunk that the plan of `step` is to save. The copy counts as ready at once.
 
-        If no slot is free, a host copy goes that loses nothing; if there is none, and no tier below takes
-        copies, the one worth least, if that is less than this chunk is worth.
+        If no slot is free, a host copy is dropped whose chunk has another copy. If there is none, and no tier
+        below takes copies, the least valuable copy is dropped, provided that it is worth less than this chunk.
 
         Args:
-            forced: the chunk loses its block and is claimed: rather give up the only copy of another that is not.
+            forced: The chunk loses its block and is claimed, so the only copy of an unclaimed chunk may be
+            dropped.
 
         Returns:
-            (host slot, generation), or None: no room, or a copy is already being fetched.
+            (host slot, generation); None if there is no room, or if a copy is being fetched already.
         """
         assert not chunk.host_ready, "it has a copy"
         if chunk.host != NO_SLOT:
@@ -131,12 +134,12 @@ class Directory(Generic[ChunkT]):
         return slot, self.copies.host.generation(slot)
 
     def _victim_for(self, chunk: ChunkT, step: int, forced: bool) -> ChunkT | None:
-        """The host copy that goes for a save in the plan of `step`."""
+        """Return the chunk whose host copy makes room for a save in the plan of `step`."""
         copies = self.copies
         outranks = forced or self.config.policy is EvictionPolicy.FIFO  # by arrival a newcomer is the last to go
         worth = copies.key(chunk)
         above = chunk.parent
-        # Without a copy of the chunk above, whose block may go in this very plan, nobody would find this one.
+        # A chunk is found only if the one above it is. That one's block may be given up in this very plan.
         only_above = above if above is not None and not (above.disk_ready or above.remote) else None
 
         def judge_clean(victim: ChunkT) -> HeapVerdict:
@@ -157,26 +160,26 @@ class Directory(Generic[ChunkT]):
         return victim
 
     def load(self, chunk: ChunkT, step: int) -> tuple[SlotId, int]:
-        """The plan of `step` reads the host copy: (host slot, generation)."""
-        assert chunk.host_ready, "there is nothing to load"
+        """Return (host slot, generation) of the host copy, which the plan of `step` is to read."""
+        assert chunk.host_ready, "a chunk is loaded that has no host copy"
         self.copies.host.touch(chunk.host, step)
         self.loads += 1
         self.copies.offer(chunk)
         return chunk.host, self.copies.host.generation(chunk.host)
 
     def left_device(self, chunk: ChunkT) -> None:
-        """Its block was given up: if a waiting job wants it, its copy here may have to be fetched."""
+        """Note that a chunk's block was given up: if a waiting job wants it, a copy may have to be fetched."""
         self.jobs.note(chunk)
         self.copies.offer(chunk)
 
-    # Use and wishes.
+    # What requests use and want.
 
     def used(self, path: Sequence[ChunkT], now: float, *, hit: bool = True) -> None:
-        """A request uses the chunks of a path, from its beginning on.
+        """Note that a request uses the chunks of a path, from its beginning on.
 
         Args:
-            hit: they were found, not made: count by the fastest tier that has them, so call it before they are
-                loaded.
+            hit: The chunks were found in the cache. Their tokens are counted for the fastest tier that has them,
+                so call this before they are loaded.
         """
         for chunk in path:
             chunk.last_use = max(chunk.last_use, now)
@@ -187,7 +190,7 @@ class Directory(Generic[ChunkT]):
 
     @staticmethod
     def tier_of(chunk: TieredChunk) -> TierKind | None:
-        """The fastest tier that has the chunk ready; None: no tier has."""
+        """Return the fastest tier that has a ready copy; None if no tier has one."""
         if chunk.on_device:
             return TierKind.DEVICE
         if chunk.host_ready:
@@ -197,25 +200,28 @@ class Directory(Generic[ChunkT]):
         return TierKind.REMOTE if chunk.remote else None
 
     def want(self, job: int, key: QueueKey, chunks: Sequence[ChunkT]) -> None:
-        """A waiting job will use these chunks (those of a path, in its order). A job known already is replaced.
+        """Note that a waiting job will use the chunks of a path. A job that is known already is replaced.
 
         Args:
-            key: its place in the queue, smallest first; unique, and as long as all others.
+            key: The job's place in the queue, smallest first. Keys are unique and all of the same length.
         """
         if job in self.jobs:
             self.unwant(job)
         self.jobs.add(job, key, chunks)
 
     def unwant(self, job: int) -> None:
-        """The job waits no more. An unknown one is fine."""
+        """Note that a job does not wait any more. Unknown jobs are ignored."""
         if job in self.jobs:
             for chunk in self.jobs.remove(job):
                 if not chunk.is_forgotten:
                     self.copies.offer(chunk)
 
     def claim(self, chunk: ChunkT) -> bool:
-        """A preempted sequence wants to find the chunk in host memory once it has lost its block; False: more
-        chunks would be claimed than host memory has slots."""
+        """Keep a chunk in host memory for a preempted sequence, from when the chunk has lost its block.
+
+        Returns:
+            False if more chunks would be claimed than host memory has slots.
+        """
         if not chunk.claims:
             if self.claimed_count >= self.config.host_slots:
                 return False
@@ -225,7 +231,7 @@ class Directory(Generic[ChunkT]):
         return True
 
     def unclaim(self, chunk: ChunkT) -> None:
-        """Undo one `claim`; of a forgotten chunk it is undone already."""
+        """Undo one `claim`. The claims of a forgotten chunk are undone already."""
         if not chunk.claims:
             return
         chunk.claims -= 1
@@ -235,7 +241,11 @@ class Directory(Generic[ChunkT]):
             self.copies.offer(chunk)
 
     def pin(self, chunks: Sequence[ChunkT]) -> bool:
-        """Keep chunks (a path, from its beginning) in the system; False: over the quota, and nothing is pinned."""
+        """Keep the chunks of a path, from its beginning on, in the system.
+
+        Returns:
+            False if the quota would be exceeded; then nothing is pinned.
+        """
         fresh = sum(not chunk.pins for chunk in chunks)
         if self.pinned_count + fresh > self.config.pins_max:
             return False
@@ -245,7 +255,7 @@ class Directory(Generic[ChunkT]):
         return True
 
     def unpin(self, chunks: Sequence[ChunkT]) -> None:
-        """Undo one `pin`; forgotten chunks are undone already."""
+        """Undo one `pin`. The pins of forgotten chunks are undone already."""
         for chunk in chunks:
             if chunk.pins:
                 chunk.pins -= 1
@@ -254,7 +264,7 @@ class Directory(Generic[ChunkT]):
                     self.copies.offer(chunk)
 
     def keep(self, path: Sequence[ChunkT], until: float) -> None:
-        """The copies of a path are given up at `until` (infinity: never) unless another `keep` says later."""
+        """Give up the copies of a path at `until` (infinity: never), unless another `keep` names a later time."""
         for chunk in path:
             if until > chunk.expires:
                 chunk.expires = until
@@ -262,12 +272,12 @@ class Directory(Generic[ChunkT]):
                     self.copies.expiring.push(chunk)
 
     def expire(self, now: float) -> list[ChunkT]:
-        """Give up the copies of chunks whose time is over, leaf first; they count as evicted.
+        """Give up the copies of chunks whose time is over, leaf first. They count as evicted.
 
-        Chunks that are claimed, pinned, wanted or being moved wait until they are not. So does what is above them.
+        Chunks that are claimed, pinned, wanted or being moved stay until they are not, and so do those above them.
 
         Returns:
-            all whose time is over, those that had copies on the device only, too.
+            All chunks whose time is over, also those that had copies on the device only.
         """
         expired: list[ChunkT] = []
         expiring = self.copies.expiring
@@ -293,31 +303,31 @@ class Directory(Generic[ChunkT]):
     # Background.
 
     def moves(self, now: float) -> list[Move[ChunkT]]:
-        """New orders. They may use slots of all plans made so far, so these are to be sent before them."""
+        """Return new moves. They may use slots of all plans made so far, so send those plans first."""
         self.copies.trim_remote(self.config.remote_known)
         return self.mover.orders(now)
 
     def done(
         self, move_id: int, status: MoveStatus, now: float, elapsed_us: float = 0.0, detail: str = ""
     ) -> ChunkT | None:
-        """A move ended: the worst of all ranks' outcomes.
+        """Take the result of a move: the worst of all ranks' outcomes.
 
         Returns:
-            its chunk, unless that is forgotten.
+            The moved chunk; None if it is forgotten.
 
         Raises:
-            KeyError: no such move is in flight.
+            KeyError: No such move is in flight.
         """
         chunk = self.mover.in_flight[move_id].chunk
         self.mover.ended(move_id, status, now, elapsed_us, detail)
         return None if chunk.is_forgotten else chunk
 
     def forget(self, chunk: ChunkT) -> None:
-        """The owner removes a chunk: its slots are freed, those that moves use when these end.
+        """Forget a chunk that its owner removes. Its slots are freed at once, or when the moves that use them end.
 
-        Call it before the chunk is taken from its parent, and the deepest first.
+        Call it before the chunk is taken from its parent, and for the deepest chunks first.
         """
-        assert not chunk.stored_below, "what is below a chunk is removed first"
+        assert not chunk.stored_below, "chunks below a chunk are removed first"
         self.claimed_count -= chunk.claims > 0
         self.pinned_count -= chunk.pins > 0
         self.jobs.forget(chunk)
@@ -325,42 +335,46 @@ class Directory(Generic[ChunkT]):
         self.copies.forget(chunk)
 
     def moved(self, chunk: ChunkT, before: ChunkT) -> None:
-        """The owner has hung a chunk, with all that is below it, from another parent than `before`."""
+        """Note that the owner gave a chunk, with all chunks below it, another parent than `before`."""
         self.copies.moved(chunk, before)
 
     def lost(self) -> list[ChunkT]:
-        """Chunks that lost their last copy since the last call and have none now, in that order.
+        """Return the chunks that lost their last copy since the last call and have none now, in that order.
 
-        Nothing stored is below them, unless a tier could not give back what it held.
+        No stored chunk is below them, unless a tier could not give back what it held.
         """
         lost = dict.fromkeys(self.copies.changes.lost)
         self.copies.changes.lost.clear()
         return [chunk for chunk in lost if not (chunk.is_stored or chunk.is_forgotten)]
 
     def index_events(self) -> list[IndexEvent[ChunkT]]:
-        """What changed on disk since the last call, in order; forgotten chunks are not said to be stored."""
+        """Return what changed on disk since the last call, in order, without arrivals of forgotten chunks."""
         events, self.copies.changes.events = self.copies.changes.events, []
         return [event for event in events if event.chunk is None or not event.chunk.is_forgotten]
 
     def restore(self, chunk: ChunkT, slot: SlotId, generation: int, last_use: float) -> bool:
-        """An earlier run left this chunk on disk; in any order. False: there is no such slot, or it is taken."""
+        """Enter a chunk that an earlier run left on disk. The order of calls does not matter.
+
+        Returns:
+            False if there is no such slot, or if it is taken.
+        """
         chunk.last_use = max(chunk.last_use, last_use)
         return self.copies.restore_disk(chunk, slot, generation)
 
     def add_remote(self, chunk: ChunkT) -> None:
-        """A probe found it in the remote tier."""
+        """Note that a probe found a chunk in the remote tier."""
         if TierKind.REMOTE in self.health and not chunk.remote:
             self.copies.remote_arrived(chunk)
             self.jobs.note(chunk)
 
     def workers_lost(self) -> None:
-        """Host memory is gone with the workers, and nobody will answer the moves in flight."""
+        """Note that the workers are gone, and host memory with them. The moves in flight will not be answered."""
         self.mover.abandon()
 
     # What to expect.
 
     def is_coming(self, chunk: ChunkT) -> bool:
-        """Whether it is being read into host memory, or stands in line for it and nothing is in the way."""
+        """Return whether a chunk is being read into host memory, or is queued for that with nothing in the way."""
         if chunk.host != NO_SLOT:
             return not chunk.host_ready
         source = self.jobs.source(chunk)
@@ -371,8 +385,10 @@ class Directory(Generic[ChunkT]):
         return self.jobs.is_lacking(chunk)
 
     def predicted_us(self, chunks: Sequence[ChunkT]) -> float:
-        """Time until those of `chunks` that are neither on the device nor in host memory would be in host memory;
-        infinite if they cannot come. The reads in flight go first."""
+        """Return the time until all of `chunks` would be on the device or in host memory; infinite if never.
+
+        The reads in flight come first.
+        """
         missing = dict.fromkeys(self.health, 0)
         is_coming = False
         for chunk in chunks:
@@ -391,12 +407,12 @@ class Directory(Generic[ChunkT]):
         return slowest
 
     def doubt_costs(self) -> None:
-        """Reads were not ordered because they seemed too slow: believe a little less in that."""
+        """Lower the estimates of read costs a little, because reads were not ordered that seemed too slow."""
         for tier, health in self.health.items():
             health.doubt(READ_US[tier])
 
     def stats(self) -> dict[TierKind, TierStats]:
-        """By tier that exists."""
+        """Return the statistics of each tier that exists."""
         found = {}
         if self.config.host_slots:
             fetched = sum(health.reads for health in self.health.values())
@@ -419,15 +435,15 @@ class Directory(Generic[ChunkT]):
         )
 
     def stored(self) -> Iterator[ChunkT]:
-        """All chunks with a slot in a local tier."""
+        """Return all chunks that have a slot in host memory or on disk."""
         seen = dict.fromkeys(self.copies.host.owners.values())
         seen.update(dict.fromkeys(self.copies.disk.owners.values()))
         return iter(seen)
 
     def check(self) -> None:
-        """Look at everything: slow.
+        """Check all invariants. It visits every chunk, so it is slow.
 
         Raises:
-            IntegrityError: an invariant is broken.
+            DirectoryIntegrityError: An invariant is broken.
         """
         check_directory(self.copies, self.jobs, self.mover, self.claimed_count)

@@ -1,4 +1,4 @@
-"""The directory's invariants, looked at one by one. For tests and debug runs: it visits every chunk."""
+"""Checks of the directory's invariants, for tests and debug runs: they visit every chunk."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ def _require(condition: bool, what: str, chunk: TieredChunk | None = None) -> No
 def check_directory(
     copies: Copies[ChunkT], jobs: WaitingJobs[ChunkT], mover: TierMover[ChunkT], claimed_count: int
 ) -> None:
-    """
+    """Check that slots, copies, moves and wishes agree.
+
     Raises:
-        IntegrityError: an invariant is broken.
+        DirectoryIntegrityError: An invariant is broken.
     """
     chunks = dict.fromkeys(copies.host.owners.values())
     chunks.update(dict.fromkeys(copies.disk.owners.values()))
@@ -66,7 +67,11 @@ def _check_moves(copies: Copies[ChunkT], mover: TierMover[ChunkT], chunks: Itera
             _require(copies.disk.owners.get(move.slot) is chunk, "a move's disk slot changed hands", chunk)
             _require(copies.disk.generation(move.slot) == move.generation, "a disk slot was reused", chunk)
         if not chunk.is_forgotten:
-            _require(chunk.host_ready == move.is_write, "a move's host slot is not what it takes it for", chunk)
+            _require(
+                chunk.host_ready == move.is_write,
+                "a move's host slot is in another state than the move assumes",
+                chunk,
+            )
     for chunk, count in busy.items():
         _require(chunk.busy == count, "moves in flight do not add up", chunk)
 
@@ -81,7 +86,8 @@ def _check_chunk(copies: Copies[ChunkT], chunk: ChunkT) -> None:
         return
     state = host_state(chunk, may_sink=copies.rules.may_sink)
     if chunk.host_ready and state is not HostState.HELD:
-        # On the device or not, the heaps find out when they meet it; but it is in one of them.
+        # Either heap will do: which one is right depends on the device, and is seen when the chunk comes to the
+        # top.
         _require(chunk in copies.clean or chunk in copies.dirty, "a host copy cannot be evicted", chunk)
     if chunk.disk_ready and (chunk.host_ready or may_leave(chunk)):
         _require(chunk in copies.doubles or chunk in copies.settled, "a disk copy cannot be evicted", chunk)
@@ -93,7 +99,7 @@ def _check_wants(jobs: WaitingJobs[ChunkT], mover: TierMover[ChunkT], chunk: Chu
     _require(chunk.wants == sorted(chunk.wants), "wishes are out of order", chunk)
     _require(all(job in jobs for _, job in chunk.wants), "a job that is gone wants it", chunk)
     source = jobs.source(chunk)
-    _require(source is None or jobs.is_lacking(chunk), "nobody will fetch it", chunk)
+    _require(source is None or jobs.is_lacking(chunk), "it is in no queue to be fetched", chunk)
     for tier, queue in mover.unsaved.items():
         _require(chunk not in queue or chunk.host_ready, f"nothing to write to {tier.name}", chunk)
 

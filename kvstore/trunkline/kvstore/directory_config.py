@@ -1,4 +1,4 @@
-"""What a directory is told at its start."""
+"""The configuration of the directory of tiers below the device."""
 
 from __future__ import annotations
 
@@ -9,38 +9,43 @@ from trunkline.kvstore.eviction import EvictionPolicy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DirectoryConfig:
-    """Sizes are in slots of one chunk, the same on every rank."""
+    """Sizes of the tiers and rules for moves. Sizes are in slots of one chunk, the same on every rank."""
 
     host_slots: int = 0
     disk_slots: int = 0
-    """Needs host memory: all moves go through it."""
+    """Slots of the disk tier. It needs host slots, because all moves go through host memory."""
     remote: bool = False
-    """Whether there is a remote tier. Needs host memory, too."""
+    """Whether there is a remote tier. It needs host slots as well."""
     policy: EvictionPolicy = EvictionPolicy.LOOK_AHEAD
     host_free: int | float = 0.05
-    """Host slots to keep free if there is a tier below (CachedAttention §3.3.1): a number, or (float) a share."""
+    """Host slots to keep free if there is a tier below (CachedAttention §3.3.1): a number (int) or a share
+    (float)."""
     write_behind: bool = True
-    """Copy what is in host memory only to the tiers below while they have room: it survives a restart."""
+    """Copy chunks that are in host memory only to the tiers below while these have room, so they survive a
+    restart."""
     reads_in_flight: int = 32
-    """Per tier: enough to keep a disk busy, few enough that a more urgent one does not wait long."""
+    """Reads at once per tier: enough to keep a disk busy, and few enough that an urgent one does not wait long."""
     writes_in_flight: int = 16
     pin_quota: float = 0.5
-    """Share of the largest tier that pins may take: the rest must be able to move."""
+    """Share of the largest tier that pinned chunks may take; the rest must stay movable."""
     prefetch: bool | None = None
-    """Fetch for all waiting jobs, not only for the next one. None: if the policy looks ahead."""
+    """Whether to fetch for all waiting jobs and not only for the next one. None: yes if the policy looks ahead."""
     exclusive: bool | None = None
-    """When the disk is full, give up first what is in host memory, too: more chunks find room in both together,
-    but a session's whole history is written to disk again after each of its turns. None: if host memory has at
-    least a quarter of the disk's size; with less there is little to gain."""
+    """Whether a full disk first gives up chunks that are in host memory as well.
+
+    Then more chunks fit into both tiers together, but a session's whole history is written to disk again after
+    each of its turns. None: yes if host memory has at least a quarter of the disk's size; with less there is
+    little to gain."""
     first_generation: int = 0
-    """Disk slots are handed out with larger generations than this and than their last."""
+    """Generations of disk slots are larger than this, so larger than those of earlier runs."""
     remote_known: int = 200_000
-    """Chunks of which only the remote tier has a copy and whose names are kept here: each takes memory."""
+    """Most chunks to remember of which only the remote tier has a copy; each takes memory."""
 
     def validate(self) -> None:
-        """
+        """Check the configuration.
+
         Raises:
-            ValueError: a sentence that says what is wrong.
+            ValueError: A sentence that says what is wrong.
         """
         if min(self.host_slots, self.disk_slots, self.host_free, self.remote_known, self.first_generation) < 0:
             raise ValueError(
@@ -63,7 +68,7 @@ class DirectoryConfig:
 
     @property
     def host_buffer(self) -> int:
-        """Host slots to keep free: at least 1 if copies can sink, at most half of them."""
+        """Host slots to keep free: at least 1 if there is a tier below, at most half of all."""
         if not (self.disk_slots or self.remote):
             return 0
         free = self.host_free if isinstance(self.host_free, int) else round(self.host_free * self.host_slots)

@@ -1,12 +1,13 @@
-"""Which copy goes first: the scheduler-aware policy of CachedAttention §3.3.2, and LRU and FIFO beside it.
+"""Which copy is evicted first: the scheduler-aware policy of CachedAttention §3.3.2, and LRU and FIFO.
 
-A policy is a sort key, smallest first out. Look-ahead puts what no waiting job will use before all else, by least
-recent use; of what is wanted, the chunk whose earliest job is farthest from the head of the queue goes first. That
-*is* the paper's window of (C_mem + C_disk) / S_kv, by actual sizes: the chunks wanted first stay, as many as fit.
-A newcomer ranks by the same key, so an unwanted chunk never pushes out a wanted one.
+A policy is a sort key; the chunk with the smallest key is evicted first. Look-ahead first evicts chunks that no
+waiting job will use, the least recently used one first. Of wanted chunks it first evicts the one whose earliest
+job is farthest from the head of the queue. That *is* the paper's window of (C_mem + C_disk) / S_kv, by actual
+sizes: the chunks wanted first stay, as many as fit. A new chunk ranks by the same key, so an unwanted chunk never
+evicts a wanted one.
 
-In each order a path's end goes before its beginning, because a chunk is of no use without those above it: it is
-never used later, nor wanted earlier, nor older than its parent, and ties go by depth.
+Every policy evicts the end of a path before its beginning, because a chunk is of no use without those above it. A
+chunk is never used later, wanted earlier or older than its parent, and ties go by depth.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from trunkline.kvstore.chunks import TieredChunk
 
 
 class EvictionPolicy(StrEnum):
-    """How victims are chosen."""
+    """How the chunk to be evicted is chosen."""
 
     LOOK_AHEAD = "look-ahead"
     LRU = "lru"
@@ -26,7 +27,7 @@ class EvictionPolicy(StrEnum):
 
 
 VictimKey = tuple[float, ...]
-"""Of two chunks the one with the smaller key goes first."""
+"""Of two chunks the one with the smaller key is evicted first."""
 
 
 def _look_ahead(chunk: TieredChunk) -> VictimKey:
@@ -44,5 +45,5 @@ def _fifo(chunk: TieredChunk) -> VictimKey:
 
 
 def victim_key(policy: EvictionPolicy) -> Callable[[TieredChunk], VictimKey]:
-    """The sort key of a policy."""
+    """Return the sort key of a policy."""
     return {EvictionPolicy.LOOK_AHEAD: _look_ahead, EvictionPolicy.LRU: _lru, EvictionPolicy.FIFO: _fifo}[policy]

@@ -1,8 +1,8 @@
-"""A priority queue whose keys may grow behind its back.
+"""A priority queue whose keys may grow without notice.
 
-A chunk's rank as a victim changes with every use, mostly away from the top: it was used, or a job wants it.
-Such changes cost nothing here: an entry found at the top with an outdated key is put back under the present one.
-Only a change towards the top must be told (`push` again). So each operation is O(log n), however large the tiers.
+A chunk's rank for eviction changes with every use, mostly away from the top: it was used, or a job wants it. Such
+changes cost nothing: an entry at the top whose key is outdated is put back under its present one. Only a change
+towards the top must be reported, by `push`. So each operation is O(log n), however large the tiers are.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ EntryT = TypeVar("EntryT")
 
 
 class HeapVerdict(Enum):
-    """What `LazyHeap.search` does with the entry at the top."""
+    """What `LazyHeap.search` is to do with the entry at the top."""
 
     TAKE = auto()
-    """It is the one. It stays in the heap."""
+    """Return it. It stays in the heap."""
     SKIP = auto()
-    """Not this time."""
+    """Look at the next entry. This one stays in the heap."""
     PARK = auto()
-    """Not before it is pushed again."""
+    """Look at the next entry. This one leaves the heap until it is pushed again."""
     STOP = auto()
-    """Nor any behind it."""
+    """End the search without a result."""
 
 
 class LazyHeap(Generic[EntryT]):
@@ -36,7 +36,7 @@ class LazyHeap(Generic[EntryT]):
         self._key = key
         self._heap: list[tuple[tuple[float, ...], int, EntryT]] = []
         self._serials: dict[EntryT, int] = {}
-        """The one valid heap entry of each."""
+        """By entry, the serial number of its one valid element of the heap."""
         self._count = count()
 
     def __len__(self) -> int:
@@ -46,11 +46,11 @@ class LazyHeap(Generic[EntryT]):
         return entry in self._serials
 
     def __iter__(self) -> Iterator[EntryT]:
-        """In no order."""
+        """Iterate over the entries, in no order."""
         return iter(self._serials)
 
     def push(self, entry: EntryT) -> None:
-        """Add it, or tell that its key may have shrunk."""
+        """Add an entry, or report that its key may have become smaller."""
         serial = next(self._count)
         self._serials[entry] = serial
         heapq.heappush(self._heap, (self._key(entry), serial, entry))
@@ -59,11 +59,11 @@ class LazyHeap(Generic[EntryT]):
             heapq.heapify(self._heap)
 
     def discard(self, entry: EntryT) -> None:
-        """Take it out, if it is in."""
+        """Remove an entry if it is in the heap."""
         self._serials.pop(entry, None)
 
     def first(self) -> EntryT | None:
-        """The entry with the smallest key; it stays."""
+        """Return the entry with the smallest key, which stays in the heap; None if the heap is empty."""
         heap = self._heap
         while heap:
             key, serial, entry = heap[0]
@@ -78,7 +78,7 @@ class LazyHeap(Generic[EntryT]):
         return None
 
     def search(self, judge: Callable[[EntryT], HeapVerdict], tries: int = 64) -> EntryT | None:
-        """The first entry that `judge` takes; None: it stopped, `tries` were skipped, or there are no more."""
+        """Return the first entry that `judge` takes; None if it stopped, skipped `tries` entries or took none."""
         skipped: list[EntryT] = []
         found = None
         while len(skipped) < tries and (entry := self.first()) is not None:

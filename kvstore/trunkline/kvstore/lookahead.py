@@ -1,10 +1,10 @@
-"""What the queue says about the future: which chunks waiting jobs will use, and when (CachedAttention §3.3.1).
+"""Which chunks the waiting jobs will use, and how soon (CachedAttention §3.3.1).
 
-The scheduler tells which chunks each waiting job will use; here they are known by their earliest job. Two
-questions are answered without looking through the queue: how soon a chunk is wanted (its rank as a victim) and
-which wanted chunk that is not in host memory is wanted first (the next to fetch). The paper's prefetch window
-L_pw = C_mem / S_kv comes out by itself, by actual sizes: fetching goes on in the order of the queue while the
-chunk to be fetched is wanted earlier than one that it replaces.
+The scheduler names the chunks that each waiting job will use; this module keeps them by their earliest job. It
+answers two questions without a search through the queue: how soon a chunk is wanted, which ranks it for eviction,
+and which wanted chunk outside of host memory is wanted first, which is the next to fetch. The paper's prefetch
+window L_pw = C_mem / S_kv results from actual sizes: fetching goes on in the order of the queue while the chunk to
+be fetched is wanted earlier than the one that it replaces.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from trunkline.kvstore.tier import TierKind
 
 
 def wanted_later(chunk: ChunkT, other: ChunkT) -> bool:
-    """Whether no waiting job wants `chunk` before one wants `other`, or deeper in the same job's path."""
+    """Return whether `chunk` is wanted later than `other`: by a later job, deeper in the same path, or not at
+    all."""
     if not chunk.wants:
         return True
     return bool(other.wants) and _wanted_first(chunk) > _wanted_first(other)
@@ -32,17 +33,17 @@ def _wanted_first(chunk: ChunkT) -> tuple[float, ...]:
 
 
 class WaitingJobs(Generic[ChunkT]):
-    """The queue, as far as chunks are concerned."""
+    """The waiting jobs and the chunks that they will use."""
 
     def __init__(self) -> None:
         self._jobs: dict[int, tuple[QueueKey, tuple[ChunkT, ...]]] = {}
         self._heads: list[tuple[QueueKey, int]] = []
-        """Heap; entries of jobs that are gone are dropped when they come to the top."""
+        """A heap. Entries of jobs that are gone are dropped when they come to the top."""
         self._lacking: dict[TierKind, LazyHeap[ChunkT]] = {
             TierKind.DISK: LazyHeap(_wanted_first),
             TierKind.REMOTE: LazyHeap(_wanted_first),
         }
-        """Wanted, but neither in host memory nor on the device, by the tier to fetch from."""
+        """Wanted chunks that are neither in host memory nor on the device, by the tier to fetch them from."""
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -51,7 +52,7 @@ class WaitingJobs(Generic[ChunkT]):
         return job in self._jobs
 
     def add(self, job: int, key: QueueKey, chunks: Sequence[ChunkT]) -> None:
-        """A job waits that will use `chunks`."""
+        """Add a waiting job that will use `chunks`."""
         self._jobs[job] = key, tuple(chunks)
         heapq.heappush(self._heads, (key, job))
         for chunk in chunks:
@@ -59,7 +60,7 @@ class WaitingJobs(Generic[ChunkT]):
             self.note(chunk)
 
     def remove(self, job: int) -> tuple[ChunkT, ...]:
-        """The job waits no more; returns the chunks it wanted."""
+        """Remove a job that does not wait any more; return the chunks that it wanted."""
         key, chunks = self._jobs.pop(job)
         for chunk in chunks:
             at = bisect_left(chunk.wants, (key, job))
@@ -71,13 +72,13 @@ class WaitingJobs(Generic[ChunkT]):
         return chunks
 
     def forget(self, chunk: ChunkT) -> None:
-        """The chunk is no more."""
+        """Forget a chunk that does not exist any more."""
         chunk.wants.clear()
         for heap in self._lacking.values():
             heap.discard(chunk)
 
     def head(self) -> int | None:
-        """The job that is next."""
+        """Return the job at the head of the queue; None if no job waits."""
         while self._heads:
             key, job = self._heads[0]
             known = self._jobs.get(job)
@@ -87,17 +88,18 @@ class WaitingJobs(Generic[ChunkT]):
         return None
 
     def is_next(self, chunk: ChunkT) -> bool:
-        """Whether the job that is next wants it."""
+        """Return whether the job at the head of the queue wants a chunk."""
         return bool(chunk.wants) and chunk.wants[0][1] == self.head()
 
     def note(self, chunk: ChunkT) -> None:
-        """A wanted chunk may have to be fetched: somebody wants it now, or its nearer copies have gone."""
+        """Note that a chunk may have to be fetched: a job wants it now, or its nearer copies are gone."""
         tier = self.source(chunk)
         if tier is not None:
             self._lacking[tier].push(chunk)
 
     def source(self, chunk: ChunkT) -> TierKind | None:
-        """The tier from which it must be fetched; None: it is not wanted, or need not or cannot be fetched."""
+        """Return the tier to fetch a chunk from; None if it is not wanted, is near already or cannot be
+        fetched."""
         if not chunk.wants or chunk.host >= 0 or chunk.on_device:
             return None
         if chunk.disk_ready:
@@ -105,12 +107,12 @@ class WaitingJobs(Generic[ChunkT]):
         return TierKind.REMOTE if chunk.remote else None
 
     def is_lacking(self, chunk: ChunkT) -> bool:
-        """Whether it stands in line to be fetched."""
+        """Return whether a chunk is queued to be fetched."""
         tier = self.source(chunk)
         return tier is not None and chunk in self._lacking[tier]
 
     def next_lacking(self, tiers: Sequence[TierKind]) -> ChunkT | None:
-        """The chunk wanted first of those to be fetched from one of `tiers`."""
+        """Return the chunk wanted first of those to be fetched from one of `tiers`; None if there is none."""
         best: ChunkT | None = None
         for tier in tiers:
             chunk = self._lacking[tier].search(partial(self._judge, tier))

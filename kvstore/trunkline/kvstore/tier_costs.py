@@ -1,7 +1,7 @@
-"""How fast a tier is and whether it works, learnt from its moves. Pure: time is an argument.
+"""How fast a tier is and whether it works, as learnt from its moves. Pure: time is an argument.
 
-A tier that fails several times in a row is left alone for a while, then tried with one move at a time; each
-relapse doubles the pause. Meanwhile what it holds counts as out of reach, never as an error.
+A tier that fails several times in a row is paused, then tried with one move at a time; each relapse doubles the
+pause. Meanwhile its copies count as out of reach, and no request fails.
 """
 
 from __future__ import annotations
@@ -12,31 +12,32 @@ FAILURES_IN_A_ROW: Final = 3
 FIRST_PAUSE_S: Final = 1.0
 LONGEST_PAUSE_S: Final = 60.0
 SURPRISE_MAX: Final = 4.0
-"""A read counts as so many times what was expected at most."""
+"""A sample of a read's cost counts as at most this many times the estimate."""
 DOUBT: Final = 0.8
+"""Factor by which `doubt` lowers an estimate."""
 SMOOTHING: Final = 0.1
-"""Weight of the newest sample of a move's cost."""
+"""Weight of the newest sample of a read's cost."""
 
 
 class TierHealth:
-    """One tier below host memory."""
+    """The speed and the state of one tier below host memory."""
 
     def __init__(self, read_us: float, reads_in_flight: int, writes_in_flight: int) -> None:
         """
         Args:
-            read_us: what one read of many is taken to cost before any was measured.
+            read_us: The assumed cost of one read of many before any was measured.
         """
         self.reads = 0
-        """Moves done since the start …"""
+        """Reads done since the start; likewise writes."""
         self.writes = 0
         self.failures = 0
         self.reading = 0
-        """Moves in flight …"""
+        """Reads in flight; likewise writes."""
         self.writing = 0
         self.problem = ""
-        """Why it is paused or on trial."""
+        """Why the tier is paused or on trial."""
         self.read_us = read_us
-        """Time one read of many takes, with as many at once as are let."""
+        """Time per read while as many run at once as may."""
         self.latency_us = 0.0
         """Time from a read's start to its end."""
         self._limits = reads_in_flight, writes_in_flight
@@ -48,7 +49,7 @@ class TierHealth:
         self._on_trial = False
 
     def look(self, now: float) -> bool:
-        """Whether moves may be ordered at this time."""
+        """End a pause that is over; return whether moves may be ordered at this time."""
         if self.is_paused and now >= self._paused_until:
             self.is_paused = False
             self._on_trial = True
@@ -64,29 +65,29 @@ class TierHealth:
         return self._on_trial and self.reading + self.writing > 0
 
     def ordered(self, is_write: bool) -> None:
-        """A move has been ordered."""
+        """Count a move that was ordered."""
         if is_write:
             self.writing += 1
         else:
             self.reading += 1
 
     def withdrawn(self, is_write: bool) -> None:
-        """A move will not be answered."""
+        """Take back a move that will not be answered."""
         if is_write:
             self.writing -= 1
         else:
             self.reading -= 1
 
     def succeeded(self, is_write: bool, ordered: float, now: float, elapsed_us: float) -> None:
-        """A move ended, with or without what was wanted: the tier works."""
+        """Note that the tier carried out a move, even if a read found nothing: the tier works."""
         self.withdrawn(is_write)
         if is_write:
             self.writes += 1
         else:
             self.reads += 1
-            # With several under way the time between two ends is what one costs.
+            # With several reads in flight the time between two ends is the cost of one.
             sample = max(0.0, now - max(ordered, self._last_read)) * 1e6
-            sample = min(sample, SURPRISE_MAX * self.read_us)  # a stall, or a busy machine: not the way it is
+            sample = min(sample, SURPRISE_MAX * self.read_us)  # a stall or a busy machine, not the usual cost
             if elapsed_us:
                 sample = min(sample, elapsed_us)  # the rest is the messages' delay, not the tier's
             self._last_read = now
@@ -99,16 +100,16 @@ class TierHealth:
             self.problem = ""
 
     def predicted_us(self, reads: int) -> float:
-        """Time until so many reads more than those in flight are done."""
+        """Return the time until the reads in flight and `reads` more are done."""
         return max(self.latency_us, (self.reading + reads) * self.read_us)
 
     def doubt(self, prior_us: float) -> None:
-        """What reads cost may be less by now: lower the estimate by a fifth, not below `prior_us`."""
+        """Lower the estimated cost of reads by a fifth, not below `prior_us`: it may be less by now."""
         self.read_us = max(prior_us, DOUBT * self.read_us)
         self.latency_us *= DOUBT
 
     def failed(self, is_write: bool, now: float, detail: str) -> None:
-        """A move could not be carried out."""
+        """Note that the tier could not carry out a move."""
         self.withdrawn(is_write)
         self.failures += 1
         self._streak += 1

@@ -1,16 +1,17 @@
-"""The moves between host memory and the tiers below it: what to order next, and what became of it.
+"""The moves between host memory and the tiers below it: which to order next, and what their results mean.
 
-Three reasons, in this order (CachedAttention §3.3):
+Moves are ordered for three reasons, in this order (CachedAttention §3.3):
 
-1. *refill*: some host slots are kept free, so that saves and fetches never wait; the policy's victims make room,
-   dropped at once where another copy is left, else written to a tier below first;
-2. *fetch*: the chunks of waiting jobs, in the order of the queue, as far as they replace what is wanted later.
-   Before the refill it would take the victims that this needs, which would then take what was fetched;
-3. *write-behind*: what is in host memory only is copied into free disk slots and to the remote tier, so that it
-   survives a restart and can be dropped at once later.
+1. *refill*: some host slots are kept free, so that saves and fetches never wait. The chunks that the policy
+   chooses make room: they are dropped at once if they have another copy, else they are written to a tier below
+   first.
+2. *fetch*: the chunks of waiting jobs are read, in the order of the queue, as long as they replace chunks that are
+   wanted later. If this came before the refill, the refill would evict what was just fetched.
+3. *write-behind*: chunks that are in host memory only are copied into free disk slots and to the remote tier, so
+   they survive a restart and can be dropped at once later.
 
-Every move is transactional. Nothing is given up before its copy is verified; a failed move leaves its source, and
-a read that does not bring back what was written is a miss: that copy is forgotten.
+Every move is transactional. No copy is given up before the other one is verified. A failed move leaves its source.
+A read that does not bring back what was written is a miss, and that copy is forgotten.
 """
 
 from __future__ import annotations
@@ -32,26 +33,27 @@ from trunkline.kvstore.tier import TierKind
 from trunkline.kvstore.tier_costs import TierHealth
 
 READ_FAILURES_MAX: Final = 3
-"""A copy that could not be read so many times is given up, though its tier may be well."""
+"""After this many failed reads a copy is given up, although its tier may work otherwise."""
 
 REFUSALS_MAX: Final = 4
-"""Victims that no tier takes and that must not leave, before a round gives up."""
+"""A round of orders ends after this many chunks that no tier takes and that must not leave the system."""
 
 
 class MoveStatus(IntEnum):
-    """What became of a move on all ranks: the worst of their `MoveOutcome`s."""
+    """The result of a move on all ranks: the worst of their `MoveOutcome`s."""
 
     DONE = 0
     """Carried out and verified."""
     MISS = 1
-    """The source does not hold the chunk (any more) whole."""
+    """The source does not hold the whole chunk, or not any more."""
     FAILED = 2
-    """The tier could not."""
+    """The tier could not carry it out."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Move(Generic[ChunkT]):
-    """An order: one chunk between a host slot and a tier below. Becomes a `trunkline.worker.messages.TierMove`."""
+    """An order to copy one chunk between a host slot and a tier below. It is sent to the workers as a
+    `TierMove`."""
 
     id: int
     tier: TierKind
@@ -64,25 +66,26 @@ class Move(Generic[ChunkT]):
     generation: int
     ordered: float
     evicts: bool = False
-    """A write after which the host slot can be free: it is to be, or no waiting job wants the chunk."""
+    """A write after which the host slot can be freed, because it must be or because no waiting job wants the
+    chunk."""
     borrows: bool = False
-    """A read into a slot of the buffer."""
+    """A read into one of the host slots that are kept free."""
 
 
 class Room(Enum):
-    """Whether there is a host slot for something."""
+    """Whether there is a host slot for a fetch."""
 
     MADE = auto()
     BORROWED = auto()
-    """In the buffer."""
+    """One of the slots that are kept free."""
     LATER = auto()
-    """What must go first cannot go now."""
+    """A chunk must be evicted first, and cannot be now."""
     NONE = auto()
-    """All that is there is worth more."""
+    """All chunks in host memory are worth more."""
 
 
 class TierMover(Generic[ChunkT]):
-    """Orders moves and takes their results. Part of the directory."""
+    """Orders moves and applies their results. Part of the directory."""
 
     def __init__(
         self,
@@ -93,7 +96,7 @@ class TierMover(Generic[ChunkT]):
     ) -> None:
         """
         Args:
-            health: of the tiers that exist, fastest first.
+            health: By tier that exists, fastest first.
         """
         self._copies = copies
         self._jobs = jobs
@@ -101,19 +104,19 @@ class TierMover(Generic[ChunkT]):
         self._config = config
         self.in_flight: dict[int, Move[ChunkT]] = {}
         self.unsaved: dict[TierKind, OrderedDict[ChunkT, None]] = {tier: OrderedDict() for tier in health}
-        """In host memory, not yet in that tier, oldest first: the write-behind queues."""
+        """The write-behind queues: chunks in host memory that are not in that tier yet, oldest first."""
         self._ids = count(1)
         self._freeing = 0
-        """Writes in flight after which a host slot can be free."""
+        """Writes in flight after which a host slot can be freed."""
         self._borrowed = 0
-        """Reads in flight whose slots the buffer gets back when they end."""
+        """Reads in flight into slots that are kept free; each is made good when its read ends."""
         self._read_failures: dict[ChunkT, int] = {}
         self.is_starved = False
-        """The last round of orders found no host slot for the chunk to be fetched next."""
+        """Whether the last round of orders found no host slot for the chunk to be fetched next."""
         self._orders: list[Move[ChunkT]] = []
 
     def orders(self, now: float) -> list[Move[ChunkT]]:
-        """New moves, reads first."""
+        """Return new moves, reads first."""
         for health in self._health.values():
             health.look(now)
         self._orders = []
@@ -126,7 +129,7 @@ class TierMover(Generic[ChunkT]):
         return orders
 
     def saved(self, chunk: ChunkT) -> None:
-        """A chunk has come into host memory from the device."""
+        """Queue a chunk for write-behind that has come into host memory from the device."""
         if self._config.write_behind:
             for tier, queue in self.unsaved.items():
                 if not (chunk.disk != NO_SLOT if tier is TierKind.DISK else chunk.remote):
@@ -138,21 +141,21 @@ class TierMover(Generic[ChunkT]):
         self.release_host(chunk)
 
     def release_host(self, chunk: ChunkT) -> None:
-        """As `drop_host`, but it was no eviction."""
+        """Give up a host copy without counting an eviction."""
         for queue in self.unsaved.values():
             queue.pop(chunk, None)
         self._copies.drop_host(chunk)
         self._jobs.note(chunk)
 
     def forget(self, chunk: ChunkT) -> None:
-        """Its owner removed the chunk."""
+        """Forget a chunk that its owner removes."""
         for queue in self.unsaved.values():
             queue.pop(chunk, None)
         self._read_failures.pop(chunk, None)
 
     @property
     def has_unwritten(self) -> bool:
-        """Whether write-behind has something to do and somewhere to put it."""
+        """Whether write-behind has a chunk to write, and a tier that can take it."""
         return any(
             queue
             and not self._health[tier].is_paused
@@ -161,7 +164,7 @@ class TierMover(Generic[ChunkT]):
         )
 
     def can_sink(self) -> bool:
-        """Whether a host copy that is the only one can be written to a tier below, as far as is known."""
+        """Return whether some tier below works, so that only copies in host memory can be written there."""
         return any(not health.is_paused for health in self._health.values())
 
     def _fetch(self, now: float) -> None:
@@ -176,7 +179,7 @@ class TierMover(Generic[ChunkT]):
             chunk.busy -= 1
             self._copies.offer(chunk)
             if room is Room.NONE or room is Room.LATER:
-                # What is in the way later goes by a move in flight, or not at all.
+                # A move in flight will make room, or none will.
                 self.is_starved = room is Room.NONE or not self.in_flight
                 return
             slot = self._copies.reserve_host(chunk)
@@ -185,10 +188,10 @@ class TierMover(Generic[ChunkT]):
             self._order(chunk, source, is_write=False, now=now, borrows=room is Room.BORROWED)
 
     def _room_for(self, chunk: ChunkT, now: float) -> Room:
-        """See that a host slot is free for a fetch, and that the buffer is no smaller for it in the end.
+        """Make a host slot free for a fetch without using up the slots that are kept free.
 
-        No chunk leaves the system for a fetch: if all of disk is needed, the chunk that is to make room waits
-        until it can have the disk slot of the one that has come.
+        No chunk leaves the system for a fetch. If the disk is full, the chunk that is to make room waits until it
+        can have the disk slot of the fetched one.
         """
         host = self._copies.host
         reserve = 0 if chunk.claims else self._copies.unsaved_claims
@@ -200,7 +203,7 @@ class TierMover(Generic[ChunkT]):
         if room is Room.MADE:
             return Room.MADE if host.free_count > reserve else Room.LATER
         spare = 0 if self._jobs.is_next(chunk) else self._config.host_buffer // 2
-        may_borrow = room is Room.LATER or self._jobs.is_next(chunk)  # for the next job the buffer is there
+        may_borrow = room is Room.LATER or self._jobs.is_next(chunk)  # the free slots are kept for the next job
         return Room.BORROWED if may_borrow and host.free_count > reserve + spare else room
 
     def _refill(self, now: float) -> None:
@@ -209,10 +212,11 @@ class TierMover(Generic[ChunkT]):
                 return
 
     def _make_room(self, now: float, replaced_by: ChunkT | None = None) -> Room:
-        """Free one host slot, now or by a write ordered now: the policy's victim.
+        """Free the host slot of the chunk that the policy chooses, at once or by a write that is ordered now.
 
         Args:
-            replaced_by: it is to be fetched instead: nothing wanted sooner goes, and nothing leaves the system.
+            replaced_by: The chunk to be fetched instead. No chunk that is wanted sooner is evicted for it, and
+                none leaves the system.
         """
         copies, refused = self._copies, set[ChunkT]()
         not_worth_it = HeapVerdict.STOP if self._config.policy is EvictionPolicy.LOOK_AHEAD else HeapVerdict.SKIP
@@ -241,11 +245,11 @@ class TierMover(Generic[ChunkT]):
         return Room.MADE
 
     def _writes_wait(self) -> bool:
-        """Whether a tier that works takes no more writes just now."""
+        """Return whether a tier that works takes no more writes at the moment."""
         return any(not (health.is_paused or health.may_write()) for health in self._health.values())
 
     def _sink(self, chunk: ChunkT, now: float, *, lossless: bool) -> bool:
-        """Write the only copy of a chunk to a tier below, or let it leave if it is worth less than all there."""
+        """Write the only copy of a chunk to a tier below, or drop it if it is worth less than all chunks there."""
         for tier, health in self._health.items():
             if not health.may_write():
                 continue
@@ -305,10 +309,10 @@ class TierMover(Generic[ChunkT]):
         self._orders.append(move)
 
     def ended(self, move_id: int, status: MoveStatus, now: float, elapsed_us: float, detail: str) -> None:
-        """A move ended on all ranks.
+        """Apply the result of a move that ended on all ranks.
 
         Raises:
-            KeyError: no such move is in flight.
+            KeyError: No such move is in flight.
         """
         move = self.in_flight.pop(move_id)
         health = self._health[move.tier]
@@ -346,7 +350,7 @@ class TierMover(Generic[ChunkT]):
             if self._config.write_behind and chunk.host_ready:
                 self.unsaved[move.tier][chunk] = None
         elif chunk.host_ready and not chunk.busy:
-            self.release_host(chunk)  # its bytes are not there
+            self.release_host(chunk)  # a miss: the host slot does not hold its bytes
 
     def _arrived(self, chunk: ChunkT, tier: TierKind) -> None:
         if tier is TierKind.DISK:
@@ -370,7 +374,7 @@ class TierMover(Generic[ChunkT]):
                 self._copies.drop_remote(chunk)
 
     def abandon(self) -> None:
-        """No move in flight will be answered: the workers are gone, and host memory with them."""
+        """Give up all moves in flight and all host copies: the workers are gone, and host memory with them."""
         moves, self.in_flight = self.in_flight, {}
         for move in moves.values():
             self._health[move.tier].withdrawn(move.is_write)
