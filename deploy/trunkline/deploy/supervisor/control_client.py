@@ -1,4 +1,4 @@
-"""The commands' end of the control socket."""
+"""Send commands to a running cluster, over its control socket."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class ControlError(DeployError):
 
 
 def ask(path: Path, command: Command, timeout_s: float | None = None) -> Iterator[Reply]:
-    """Send a command; its replies as they come, the last of them `done`.
+    """Send a command, and yield its replies as they come; the last one is `done`.
 
     Args:
-        timeout_s: that each reply may take; None: as long as it takes.
+        timeout_s: How long each reply may take; None: any time.
 
     Raises:
-        ControlError: nobody is there, or what comes back is no answer.
+        ControlError: The supervisor does not answer, or not in its protocol.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(timeout_s)

@@ -1,10 +1,10 @@
-"""What can be asked of a running cluster, as it comes over the control socket: one JSON object a line. Pure.
+"""Commands to a running cluster and their replies, as lines of JSON on the control socket. Pure.
 
     → {"command": "drain", "units": ["0"]}
     ← {"text": "group 0: finishing its streams", "done": false, "ok": true}
     ← {"text": "group 0 is down", "done": true, "ok": true}
 
-`status` is answered by one line with the field "status" besides. After `done` the server takes the next command.
+A reply to `status` is one line with the field "status". After `done` the server takes the next command.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _UNITS_MAX: Final = 256
 
 
 class CommandError(Exception):
-    """A command that makes no sense, or not now. The text is for the person who gave it."""
+    """A command that cannot be carried out, or not now. The text is for the person who gave it."""
 
 
 class Command(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -42,9 +42,10 @@ class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def parse_command(line: bytes) -> Command:
-    """
+    """Return the command in a line.
+
     Raises:
-        CommandError: it is none; the text says why.
+        CommandError: It holds none; the text says why.
     """
     try:
         command = msgspec.json.decode(line, type=Command)
@@ -62,17 +63,17 @@ def parse_command(line: bytes) -> Command:
 
 
 class Lines:
-    """Bytes as they come, cut into lines."""
+    """Cuts the bytes of a connection into lines."""
 
     def __init__(self, bytes_max: int = LINE_BYTES_MAX) -> None:
         self._bytes_max = bytes_max
         self._rest = b""
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The lines that are complete now, without empty ones.
+        """Return the lines that these bytes complete, without empty ones.
 
         Raises:
-            CommandError: one is too long; nothing more can be read from there.
+            CommandError: A line is too long; nothing more can be read from this connection.
         """
         *lines, self._rest = (self._rest + data).split(b"\n")
         if max(map(len, [*lines, self._rest])) > self._bytes_max:
@@ -81,5 +82,5 @@ class Lines:
 
 
 def encode_reply(reply: Reply) -> bytes:
-    """As a line."""
+    """Return a reply as a line."""
     return msgspec.json.encode(reply) + b"\n"

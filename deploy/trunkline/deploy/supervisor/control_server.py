@@ -1,9 +1,9 @@
 """The control socket of a running cluster, in the supervisor's selector loop: the shell around
 `control_commands.py`.
 
-It decides nothing: commands go to `on_command` with a ticket, and whoever decides calls `reply` with it, at once
-or later. Everything is bounded: connections, lines, commands of one connection under way (one), and what waits to
-be read by a client.
+It decides nothing: commands go to `on_command` with a ticket, and the answer comes by `reply` with the same
+ticket, at once or later. The number of connections, the length of lines, the commands under way for a connection
+(one) and the bytes that wait for a client are bounded.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ class _Client:
 
 
 class ControlServer:
-    """See above. All methods are for the thread of the selector."""
+    """The server. All methods are for the thread of the selector."""
 
     def __init__(
         self, selector: selectors.BaseSelector, folder: Path, on_command: Callable[[Command, int], None]
     ) -> None:
         """
         Args:
-            on_command: may raise `CommandError`, which is the reply then.
+            on_command: Takes a command and its ticket; an error of type `CommandError` becomes the reply.
         """
         path = folder / SOCKET_NAME
         self._selector = selector
@@ -69,7 +69,8 @@ class ControlServer:
         selector.register(self._listener, selectors.EVENT_READ, lambda _: self._accept())
 
     def reply(self, ticket: int, reply: Reply) -> None:
-        """Answer a command; after one that is `done`, the client's next is taken. Nobody there: never mind."""
+        """Answer a command, unless its client has gone. After a reply that is `done`, take the client's next
+        command."""
         client = next((client for client in self._clients if client.ticket == ticket), None)
         if client is None:
             return
@@ -79,7 +80,7 @@ class ControlServer:
             self._next(client)
 
     def close(self) -> None:
-        """Disconnect everybody, after a last try to deliver what they have not read."""
+        """Disconnect all clients, after a last try to deliver what they have not read."""
         for client in list(self._clients):
             self._flush(client)
             self._drop(client)
@@ -125,7 +126,7 @@ class ControlServer:
         self._next(client)
 
     def _next(self, client: _Client) -> None:
-        """Take the commands up to one that is not answered at once."""
+        """Take the commands that wait, up to one that is not answered at once."""
         while client.ticket is None and client.waiting and client in self._clients:
             line = client.waiting.pop(0)
             try:

@@ -1,4 +1,4 @@
-"""What a person sees while a cluster starts, runs and stops: a live table on a terminal, plain lines elsewhere."""
+"""Show a person how a cluster starts, runs and stops: a live table on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _HIDDEN_FIELDS: Final = ("event", "level", "time", "role", "rank", "router", "ex
 
 
 class TerminalReporter:
-    """Implements `supervisor.Reporter` on a rich console (standard error, so that output can be piped)."""
+    """A `supervisor.Reporter` on a rich console (standard error, so that output can be piped)."""
 
     def __init__(self, console: Console, *, title: str, url: str, model_name: str, log_level: str) -> None:
         self._console = console
@@ -38,8 +38,8 @@ class TerminalReporter:
         self._model_name = model_name
         self._level = logging.getLevelNamesMapping()[log_level.upper()]
         self._held: list[tuple[str, str]] | None = [] if self._level >= logging.WARNING else None
-        """What children wrote while they start: shown once the cluster serves, or for the one that failed.
-        None: everything is shown at once."""
+        """What children wrote while the cluster starts: shown once it serves, or for the child that failed. None:
+        lines are shown at once."""
         self._started = time.monotonic()
         self._pids: dict[str, int] = {}
         self._detail = ""
@@ -50,13 +50,13 @@ class TerminalReporter:
             self._live.start()
 
     def spawned(self, name: str, pid: int) -> None:
-        """A child runs."""
+        """Show that a child process was started."""
         self._pids[name] = pid
         if not self._live.is_started:  # no terminal, or the table has gone
             self._console.print(f"{name} started (process {pid})")
 
     def health(self, answer: Mapping[str, Any] | None) -> None:
-        """Keep what the router says; without a terminal, print it when it changes, every 2 s at most."""
+        """Keep the router's answer; without a terminal, print it when it changes, every 2 s at most."""
         detail = describe_health(answer)
         now = time.monotonic() - self._started
         changed = detail != self._detail
@@ -66,7 +66,7 @@ class TerminalReporter:
             self._console.print(f"[{now:5.1f} s] {detail}", markup=False)
 
     def output(self, name: str, line: str) -> None:
-        """Show a child's log line if it is as important as `--log-level` asks; what is no log line, always."""
+        """Show a child's log line if `--log-level` asks for it, and any other line."""
         if self._held is not None:
             self._held.append((name, line))
             return
@@ -77,14 +77,14 @@ class TerminalReporter:
         level = str(record.get("level", "info"))
         if logging.getLevelNamesMapping().get(level.upper(), logging.ERROR) >= self._level:
             text = Text(f"{name:<10} {format_record(record)}", style=_STYLES.get(level, ""))
-            self._console.print(text, soft_wrap=True)  # whoever searches a file finds whole lines
+            self._console.print(text, soft_wrap=True)  # a search in a log file finds whole lines
 
     def say(self, text: str, level: str) -> None:
         """Print a sentence."""
         self._console.print(Text(text, style=_STYLES.get(level, "")), soft_wrap=True)
 
     def last_lines(self, name: str, lines: Sequence[str]) -> None:
-        """Print the end of what a child that could not start wrote; later, it was shown when it came."""
+        """Print the last lines of a child that could not start; later ones were shown when they came."""
         if self._held is None or not lines:
             return
         self._console.print(Text(f"Its last lines ({name}):", style="bold"))
@@ -93,7 +93,7 @@ class TerminalReporter:
             self._console.print(Text(f"  {format_record(record) if record else line}"))
 
     def phase(self, phase: Phase) -> None:
-        """Say where the cluster stands."""
+        """Show that the cluster entered another phase."""
         if phase is not Phase.STARTING:
             self._live.stop()
         match phase:
@@ -110,7 +110,7 @@ class TerminalReporter:
                 pass
 
     def close(self) -> None:
-        """Give the terminal back, whatever happened."""
+        """Give the terminal back."""
         self._live.stop()
 
     def _announce(self) -> None:
@@ -137,15 +137,15 @@ class TerminalReporter:
 
 
 def describe_health(answer: Mapping[str, Any] | None) -> str:
-    """One line from the body of a `/health` that is not yet 200."""
+    """Return one line for the body of a `/health` that is not yet 200."""
     if answer is None:
         return "starting processes"
     return str(answer.get("reason") or "starting")
 
 
 def format_record(record: Mapping[str, Any]) -> str:
-    """`level event key=value …`, then the traceback if there is one."""
-    # Which group a process is of, its name says already; a router's lines name the group of a request.
+    """Return a log record as `level event key=value …`, followed by its traceback if it has one."""
+    # The name of a process says its group already; the lines of a router name the group of a request.
     hidden = _HIDDEN_FIELDS if record.get("role") == "router" else (*_HIDDEN_FIELDS, "group")
     fields = " ".join(f"{key}={value}" for key, value in record.items() if key not in hidden)
     text = f"{record.get('level', 'info'):<7} {record['event']} {fields}".rstrip()
@@ -153,8 +153,8 @@ def format_record(record: Mapping[str, Any]) -> str:
 
 
 def chat_command(url: str) -> str:
-    """The chat client's command line. With the path of this installation unless the shell finds one itself:
-    after `make serve` the environment is not activated."""
+    """Return the command line of the chat client, with the path of this installation unless the shell finds the
+    command by itself: after `make serve` the environment is not activated."""
     program = shutil.which("trunkline") and "trunkline"
     if program is None:
         path = Path(sys.executable).with_name("trunkline")
@@ -163,7 +163,7 @@ def chat_command(url: str) -> str:
 
 
 def curl_lines(url: str, model_name: str) -> list[str]:
-    """A command that asks the model something, to be pasted into a POSIX shell."""
+    """Return the lines of a command that asks the model a question, to be pasted into a shell."""
     question = "What does os.path.join do?"
     body = {"model": model_name, "messages": [{"role": "user", "content": question}], "max_tokens": 64}
     quoted = json.dumps(body).replace("'", "'\\''")

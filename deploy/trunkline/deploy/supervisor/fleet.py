@@ -1,7 +1,7 @@
-"""All groups and routers of a cluster that serves: who is started again, and what people asked for. Pure.
+"""All groups and routers of a cluster that serves: start again what dies, and carry out commands. Pure.
 
-Commands carry a *ticket*; everything that `Tell` says about it is for whoever gave the command. A restart is
-rolling: unit by unit, the next only when the one before works again, and none after one that does not.
+Each command has a *ticket*, by which `Tell` answers it. A restart is rolling: unit by unit, the next only when the
+one before works again, and none after one that does not.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class _Round:
 
 @dataclass(frozen=True)
 class _Wait:
-    """Somebody waits for a group."""
+    """A command that waits for a group."""
 
     group: Group
     is_drain: bool
 
 
 class Fleet:
-    """See above. Events in the order in which they happened; every method returns what is to be done."""
+    """The groups and routers. Feed it events in the order in which they happened; each method returns actions."""
 
     def __init__(self, members: Iterable[Member], limits: Limits, now: float) -> None:
         members = list(members)
@@ -59,50 +59,50 @@ class Fleet:
 
     @property
     def deadline(self) -> float:
-        """When `tick` has something to do."""
+        """The time at which `tick` has something to do."""
         own = self._round_deadline if self._round else self._pause_until if self._queue else NEVER
         return min([own, *(unit.deadline for unit in self.units)])
 
     @property
     def is_without_groups(self) -> bool:
-        """All groups were given up. Where there never were any, none is missed."""
+        """Whether all groups were given up; False where there never were any."""
         return bool(self.groups) and all(group.mode is Mode.LOST for group in self.groups)
 
     @property
     def is_without_routers(self) -> bool:
-        """All routers were given up. Where there never were any, none is missed."""
+        """Whether all routers were given up; False where there never were any."""
         return bool(self.routers) and all(router.mode is Mode.LOST for router in self.routers)
 
     @property
     def is_impossible(self) -> bool:
-        """A group or router was given up because its configuration can never work."""
+        """Whether a group or router was given up because its configuration can never work."""
         return any(unit.why_lost for unit in self.units)
 
     def expects(self, name: str) -> bool:
-        """Whether the end of this process would be no loss."""
+        """Return whether the end of this process is expected."""
         unit = self._unit_of(name)
         return unit is not None and unit.expects(name)
 
     def exited(self, name: str, status: int, now: float, words: str = "") -> list[Action]:
-        """A child ended; `status` as in `Popen.returncode`, `words` its own reason, if it gave one."""
+        """Take the end of a child: its `Popen.returncode`, and the reason that it gave, if any."""
         unit = self._unit_of(name)
         return [] if unit is None else [*unit.exited(name, status, now, words), *self._go_on(now)]
 
     def reported(self, name: str, status: str, now: float) -> list[Action]:
-        """A child said where it stands: starting, ready, draining or failed."""
+        """Take the status that a child reported: starting, ready, draining or failed."""
         unit = self._unit_of(name)
         return [] if unit is None else [*unit.reported(name, status, now), *self._go_on(now)]
 
     def tick(self, now: float) -> list[Action]:
-        """Time passed."""
+        """Do what is due at this time."""
         actions = [action for unit in self.units for action in unit.tick(now)]
         return [*actions, *self._go_on(now)]
 
     def command(self, command: Command, ticket: int, now: float) -> list[Action]:
-        """Somebody wants something other than the status.
+        """Take a command other than `status`.
 
         Raises:
-            CommandError: it is not possible; nothing has changed.
+            CommandError: It is not possible; nothing has changed.
         """
         if command.command == "restart":
             actions = self._restart(command.units, ticket)
@@ -113,7 +113,7 @@ class Fleet:
         return [*actions, *self._go_on(now)]
 
     def close(self, why: str) -> list[Action]:
-        """Nothing more is done here: whoever waits is told why."""
+        """End all commands that wait, with the reason `why`."""
         tickets = {round_.ticket for round_ in [*self._queue, *([self._round] if self._round else [])]}
         self._queue.clear()
         self._round = None
@@ -122,7 +122,7 @@ class Fleet:
         return [Tell(ticket, why, done=True, ok=False) for ticket in waiting]
 
     def describe(self, now: float) -> dict[str, Any]:
-        """For a status table: groups and processes, without process ids."""
+        """Return what a status table shows: groups and processes, without process ids."""
         rows: list[dict[str, Any]] = []
         for router in self.routers:
             row = {**router.slot.describe(now), "child": router.current}
@@ -142,7 +142,7 @@ class Fleet:
         return next((group for group in self.groups if name in group.slots), None)
 
     def _group(self, text: str) -> Group:
-        """By its number, or by the name of a member."""
+        """Return the group with this number or with a member of this name."""
         for group in self.groups:
             if text in (str(group.number), f"group-{group.number}", *group.slots):
                 return group
@@ -182,7 +182,7 @@ class Fleet:
         return routers or [self._group(name)]
 
     def _go_on(self, now: float) -> list[Action]:
-        """What follows from what has just happened."""
+        """Answer commands that are done, and go on with rolling restarts."""
         actions: list[Action] = []
         for ticket, wait in list(self._waits.items()):
             answer = _answer(ticket, wait)
@@ -210,7 +210,7 @@ class Fleet:
         title, ticket = round_.unit.title, round_.ticket
         rest = [other for other in self._queue if other.ticket == ticket]
         if problem:
-            # What is wrong with this one may well be wrong with all: they go on as they are.
+            # The others may have the same fault, so they are left as they are.
             self._queue = deque(other for other in self._queue if other.ticket != ticket)
             left = f"; left as they are: {', '.join(other.unit.title for other in rest)}" if rest else ""
             return [Tell(ticket, f"{title} {problem}{left}", done=True, ok=False)]
@@ -218,14 +218,14 @@ class Fleet:
         return [Tell(ticket, f"{title}: ready again"), *([] if rest else [Tell(ticket, "restarted", done=True)])]
 
     def _round_seconds(self) -> float:
-        """How long one unit's restart may take: all its stages, one after the other."""
+        """Return how long the restart of one unit may take: the sum of all its stages."""
         limits = self._limits
         stopping = limits.drain_s + limits.margin_s + limits.settle_s + 2 * limits.reap_s
         return stopping + max(limits.start_s, limits.replace_s)
 
 
 def _answer(ticket: int, wait: _Wait) -> Tell | None:
-    """To somebody who waits for a group; None: it goes on."""
+    """Return the answer to a command that waits for a group; None if it has to wait longer."""
     group = wait.group
     if wait.is_drain:
         if group.mode in (Mode.DOWN, Mode.LOST):

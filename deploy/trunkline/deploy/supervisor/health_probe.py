@@ -1,4 +1,4 @@
-"""Asks a router for its health while the cluster starts."""
+"""Ask a router for its health while the cluster starts."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 NEWS: Final = 0
-"""The byte that says that there is an answer; no signal has this number."""
+"""The byte on the wake-up pipe that announces an answer; no signal has this number."""
 _INTERVAL_S: Final = 0.5
 _TIMEOUT_S: Final = 10.0
 
 
 class HealthProbe(threading.Thread):
-    """Asks the router for its health until it says yes. A thread, because an answer may take seconds (the
-    router generates a token for it) and a Ctrl-C must not wait for that."""
+    """Ask a router for its health until it is healthy.
+
+    This is a thread because an answer may take seconds (the router generates a token for it), and Ctrl-C must not
+    wait for that.
+    """
 
     def __init__(self, host: str, port: int, wake_write: int) -> None:
         super().__init__(name="health", daemon=True)
@@ -29,16 +32,16 @@ class HealthProbe(threading.Thread):
         self._write_lock = threading.Lock()
 
     def run(self) -> None:
-        """Probe, report, wait; until healthy or stopped."""
+        """Ask, report and wait, until the router is healthy or `stop` was called."""
         while not self.healthy and not self._stop_asked.is_set():
             self.answer, self.healthy = self._ask()
             with self._write_lock:
-                if not self._stop_asked.is_set():  # after `stop` the descriptor may be somebody else's
+                if not self._stop_asked.is_set():  # after `stop` the descriptor may be another file's
                     os.write(self._wake_write, bytes([NEWS]))
             self._stop_asked.wait(_INTERVAL_S)
 
     def stop(self) -> None:
-        """Never write to the pipe again. Does not wait for an answer on its way."""
+        """Never write to the pipe again. Do not wait for an answer on its way."""
         with self._write_lock:
             self._stop_asked.set()
 

@@ -39,7 +39,7 @@ class JsonReporter:
             self._write("info", "waiting", detail=detail)
 
     def output(self, name: str, line: str) -> None:
-        """Pass a child's line on."""
+        """Pass on a line of a child."""
         record = parse_log_line(line)
         if record is None:
             self._write("warning", "output", process=name, text=line)
@@ -47,22 +47,23 @@ class JsonReporter:
             self._line({**record, "process": name})
 
     def say(self, text: str, level: str) -> None:
-        """A sentence of the supervisor's."""
+        """Write a sentence of the supervisor."""
         self._write(level, "says", text=text)
 
     def last_lines(self, name: str, lines: Sequence[str]) -> None:
-        """They were passed on when they came."""
+        """Do nothing: these lines were passed on when they came."""
 
     def phase(self, phase: Phase) -> None:
-        """Say where the cluster stands."""
+        """Write that the cluster entered another phase."""
         fields = {"url": self._url} if phase is Phase.SERVING and self._url else {}
         self._write("error" if phase is Phase.FAILED else "info", phase.name.lower(), **fields)
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Do nothing: there is nothing to give back."""
 
     def _write(self, level: str, event: str, **fields: Any) -> None:
-        """A line of the supervisor's own: there are few, and each says something of the whole: all are shown."""
+        """Write a line of the supervisor itself. They are few and concern the whole cluster, so all levels are
+        shown."""
         now = datetime.now(UTC).isoformat().replace("+00:00", "Z")
         self._line({"time": now, "level": level, "event": event, "role": "supervisor", **fields})
 

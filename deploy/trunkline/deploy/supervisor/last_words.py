@@ -1,4 +1,4 @@
-"""Why a process ended, in its own words: the last of what it wrote that says so. Pure."""
+"""Find the reason for the end of a process in the last lines that it wrote. Pure."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any, Final
 
 _ERRORS: Final = ("error", "critical")
 _REASON: Final = re.compile(r"[A-Za-z_][\w.]*: \S")
-"""As the last line of a traceback begins, or what a process says before it can log."""
+"""The beginning of the last line of a traceback, or of a line written before logging is set up."""
 _CHARACTERS_MAX: Final = 2000
 
 
 def parse_log_line(line: str) -> dict[str, Any] | None:
-    """The fields of a structured log line, or None if it is something else (a traceback, say)."""
+    """Return the fields of a structured log line; None if it is another line, such as one of a traceback."""
     if not line.startswith("{"):
         return None
     try:
@@ -28,7 +28,7 @@ def last_words(lines: Iterable[str]) -> str:
     """Return the reason in the last error that these lines tell of; "" if there is none.
 
     Args:
-        lines: the end of a process's output: log lines of Trunkline, and what the interpreter or a library wrote.
+        lines: The last lines of its output: log lines of Trunkline, and what the interpreter or a library wrote.
     """
     words, plain = "", ""
     for line in lines:

@@ -1,4 +1,4 @@
-"""When to signal or start which process: the supervisor's decisions as a state machine without I/O.
+"""Decide when to start, signal and give up processes of a cluster: a state machine without I/O.
 
     STARTING ──healthy──► SERVING ──stop──► STOPPING ──all gone──► STOPPED
         │                    │                  ▲
@@ -10,13 +10,13 @@ While the cluster serves, `fleet.py` decides: what dies is started again, and al
 every router, was given up. Without restarts, all is lost with the first process. A cluster whose processes say
 that it can never work as it is configured (`EXIT_IMPOSSIBLE`) ends with that exit code.
 
-Events go in (a child exited or said something, the cluster is healthy, somebody wants something, time passed),
-always with the time; actions come out (signals to send, processes to start, things to say). The shell
+Events go in (a child exited or reported its status, the cluster is healthy, a command came, time passed), always
+with the time; actions come out (signals to send, processes to start, sentences to show). The shell
 (`supervisor.py`) does them, in order, before the next event. Nothing here reads a clock, so a test can drive it
 through any sequence of deaths.
 
 A graceful stop goes by stages: routers first (they finish what runs and refuse what comes), then
-controllers (they dismiss their workers), then workers. Every stage is bounded: who is not gone by its
+controllers (they dismiss their workers), then workers. Every stage is bounded: a process that still runs at its
 deadline is killed, so a stop always ends.
 """
 
@@ -47,7 +47,7 @@ from trunkline.deploy.supervisor.members import (
 
 
 class Phase(StrEnum):
-    """Where the cluster stands."""
+    """The state of the whole cluster."""
 
     STARTING = "starting"
     SERVING = "serving"
@@ -58,12 +58,12 @@ class Phase(StrEnum):
 
 @dataclass
 class _Failure:
-    """What follows the loss of a process without which the cluster cannot go on."""
+    """What is still to be done after the loss of a process without which the cluster cannot go on."""
 
     orphans: list[str]
     """Workers of the lost group, to be killed: they may sit in a collective that never ends."""
     grace_until: float
-    """When routers have had the time to answer their clients."""
+    """Until when routers have time to answer their clients."""
 
 
 class Lifecycle:
@@ -76,8 +76,8 @@ class Lifecycle:
             raise ValueError("two members have the same name")
         self.phase = Phase.STARTING
         self.exit_code = 0
-        """What the supervisor should exit with once STOPPED: 0 after a stop that was asked for and that needed no
-        force, `EXIT_IMPOSSIBLE` if the configuration can never work, else 1."""
+        """The supervisor's exit code once STOPPED: 0 after a requested stop that needed no force,
+        `EXIT_IMPOSSIBLE` if the configuration can never work, else 1."""
         self._restart = restart
         self._fleet = Fleet(members, limits, now)
         self._deadline = now + limits.start_s
@@ -85,9 +85,9 @@ class Lifecycle:
         self._alive = {member.name: member for member in members}
         """By child; a router's replacement is another child of the same member."""
         self._asked: set[str] = set()
-        """Who got a signal from us: their end is no news."""
+        """Children that were sent a signal: their end is expected."""
         self._excused: set[str] = set()
-        """Who would have ended anyway when the stop began."""
+        """Children that would have ended anyway when the stop began."""
         self._stages: list[tuple[list[str], float]] = []
         """Stages still to come: names and seconds."""
         self._stage: list[str] = []
@@ -96,12 +96,12 @@ class Lifecycle:
         """The current stage has been sent SIGKILL."""
         self._failure = _Failure([], NEVER)
         self._left: Say | None = None
-        """Of a worker that left while the cluster started, because of another process; that one's own end says
-        more, and is waited for until the deadline."""
+        """What to say of a worker that left while the cluster started, because of another process. The exit of
+        that process says more, and is waited for until the deadline."""
 
     @property
     def deadline(self) -> float:
-        """When `tick` has something to do; infinity: only events can change anything."""
+        """The time at which `tick` has something to do; infinity if only events can change anything."""
         return self._fleet.deadline if self.phase is Phase.SERVING else self._deadline
 
     @property
@@ -110,7 +110,7 @@ class Lifecycle:
         return tuple(self._alive)
 
     def healthy(self, now: float) -> list[Action]:
-        """The cluster generated a token."""
+        """Take the news that the cluster generated a token."""
         del now
         if self.phase is Phase.STARTING and self._left is None:
             self.phase = Phase.SERVING
@@ -118,7 +118,12 @@ class Lifecycle:
         return []
 
     def exited(self, name: str, status: int, now: float, words: str = "") -> list[Action]:
-        """A child ended; `status` as in `Popen.returncode`, `words` its own reason, if it gave one."""
+        """Take the end of a child.
+
+        Args:
+            status: Its `Popen.returncode`.
+            words: The reason that it gave, if any.
+        """
         member = self._alive.pop(name, None)
         if member is None:
             return []
@@ -144,27 +149,27 @@ class Lifecycle:
                 return []
 
     def reported(self, name: str, status: str, now: float) -> list[Action]:
-        """A child said where it stands: starting, ready, draining or failed."""
+        """Take the status that a child reported: starting, ready, draining or failed."""
         if self.phase not in (Phase.STARTING, Phase.SERVING):
             return []
         return self._serve(self._fleet.reported(name, status, now), now)
 
     def command(self, command: Command, ticket: int, now: float) -> list[Action]:
-        """Somebody wants something other than the status; `Tell` answers with the ticket.
+        """Take a command other than `status`; actions of type `Tell` answer it, by its ticket.
 
         Raises:
-            CommandError: it is not possible, or not now; nothing has changed.
+            CommandError: It is not possible, or not now; nothing has changed.
         """
         if self.phase is not Phase.SERVING:
             raise CommandError(f"the cluster is {self.phase}; try again when it serves")
         return self._serve(self._fleet.command(command, ticket, now), now)
 
     def status(self, now: float) -> dict[str, Any]:
-        """For a status table, without process ids."""
+        """Return what a status table shows, without process ids."""
         return {"phase": self.phase.value, "restarts": self._restart, **self._fleet.describe(now)}
 
     def stop_requested(self, now: float) -> list[Action]:
-        """SIGTERM or SIGINT. The second time: hurry. The third time: kill."""
+        """Take a request to stop, such as SIGTERM. The second one hurries; the third one kills."""
         match self.phase:
             case Phase.STARTING | Phase.FAILED:
                 return self._stop_quickly(now)
@@ -235,7 +240,7 @@ class Lifecycle:
         return [Say(f"{member.name} {describe_exit(status, words)}.", "error", about=member.name)]
 
     def _fail(self, lost: Member, now: float) -> list[Action]:
-        """A running cluster lost a process. Without its router there is nobody to wait for."""
+        """Begin to give up a cluster that lost a process. Without its router no client is left to wait for."""
         if lost.role is Role.ROUTER:
             return self._stop_quickly(now)
         orphans = [m for m in self._alive.values() if m.group == lost.group and m.role is Role.WORKER]
@@ -258,7 +263,7 @@ class Lifecycle:
         if expected:
             return []
         if member.role is not Role.ROUTER and not self._serves_still():
-            # All answers are delivered; how the rest goes down harms nobody, but should be known.
+            # All answers are delivered: how the other processes end harms no request, but is worth a warning.
             return [Say(f"{name} {describe_exit(status, words)} while stopping.", "warning")]
         if not self._others_serve(member):
             # What still runs cannot finish any more: the drain ends early.
@@ -309,7 +314,7 @@ class Lifecycle:
         return [*self._fleet.close("the cluster stops"), *self._advance(now)]
 
     def _advance(self, now: float) -> list[Action]:
-        """Enter the next stage once nobody of the current one is left."""
+        """Enter the next stage once no process of the current one is left."""
         while not any(name in self._alive for name in self._stage):
             if not self._stages:
                 self._finish()

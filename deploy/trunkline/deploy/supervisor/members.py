@@ -1,6 +1,6 @@
-"""The words of the supervisor's decisions: who there is, how long things may take, what can be asked for.
+"""The types of the supervisor's decisions: members of a cluster, time limits, and actions.
 
-Nothing here does or decides anything; `lifecycle.py`, `fleet.py` and `units.py` do.
+The decisions themselves are in `lifecycle.py`, `fleet.py` and `units.py`.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from typing import Final
 NEVER: Final = float("inf")
 
 EXPECTED_EXITS: Final = (0, -signal.SIGTERM, -signal.SIGKILL)
-"""How a process ends that was asked to, by its `Popen.returncode`."""
+"""The values of `Popen.returncode` of a process that ended because it was told to."""
 
 
 EXIT_IMPOSSIBLE: Final = 2
-"""How a process ends whose configuration can never work. To start it again would change nothing."""
+"""The exit code of a process whose configuration can never work. Starting it again would change nothing."""
 EXIT_LEFT: Final = 3
-"""How a worker ends that had to leave because its controller, or another rank of its group, was lost
+"""The exit code of a worker that left because its controller, or another rank of its group, was lost
 (`trunkline.worker.service`)."""
 
 
 class Role(StrEnum):
-    """What a child process is. In the order in which a stop reaches them."""
+    """The kind of a child process. A stop reaches them in this order."""
 
     ROUTER = "router"
     CONTROLLER = "controller"
@@ -33,7 +33,7 @@ class Role(StrEnum):
 
 @dataclass(frozen=True)
 class Member:
-    """A place in the cluster that a child process fills, as far as decisions need to know it."""
+    """A place in the cluster that a child process fills: its name, role and group."""
 
     name: str
     role: Role
@@ -43,32 +43,32 @@ class Member:
 
 @dataclass(frozen=True)
 class Limits:
-    """How long each part of a life may take, in seconds."""
+    """How long each step of starting, serving and stopping may take, in seconds."""
 
     start_s: float = 1800.0
     """From the first spawn to a generated token; likewise of a group that is started again. Large checkpoints on
     slow disks need minutes; a start that hangs must still end."""
     replace_s: float = 60.0
-    """For a router's replacement, until it takes requests."""
+    """For a router's replacement to become ready for requests."""
     pause_s: float = 1.5
-    """Between a group that is ready again and the next one that goes down: routers must have seen the first."""
+    """Between two groups of a rolling restart: routers must have noticed that the first is ready again."""
     drain_s: float = 30.0
-    """What running requests get to finish in; routers and controllers bound themselves by the same number."""
+    """For running requests to finish. Routers and controllers use the same limit for themselves."""
     margin_s: float = 5.0
-    """What they get on top of `drain_s` to notice by themselves that the time is over."""
+    """Added to `drain_s`, so that they notice by themselves that the time is over."""
     settle_s: float = 5.0
     """For controllers, then for workers, to end after SIGTERM."""
     grace_s: float = 3.0
-    """How long a router outlives a failure, so that clients read an error instead of a reset connection."""
+    """How long routers go on after a failure, so that clients read an error instead of a reset connection."""
     orphan_s: float = 1.0
-    """After a failure, what the other processes of the lost group get before they are killed: they may sit
-    in a collective that never ends."""
+    """After a failure, how long the other processes of the lost group may go on before they are killed: they may
+    wait in a collective that never ends."""
     leave_s: float = 3.0
-    """What workers get to leave by themselves once their controller has died; who is frozen cannot."""
+    """For workers to end by themselves once their controller has died. A frozen worker cannot, and is killed."""
     quick_s: float = 2.0
-    """For everyone at once, when a start failed or somebody asked twice."""
+    """For all processes together, when a start failed or a second stop was requested."""
     reap_s: float = 5.0
-    """How long SIGKILL may take (a process in an uninterruptible call outlives it) before we give up."""
+    """How long to wait after SIGKILL: a process in an uninterruptible system call outlives it."""
 
     def validate(self) -> None:
         """Raise ValueError unless every duration is positive (`drain_s` and `pause_s` may be 0)."""
@@ -87,7 +87,7 @@ class Send:
 
 @dataclass(frozen=True)
 class Start:
-    """Start a process for a member. It is the child `name` from now on."""
+    """Start a process for a member, as the child `name`."""
 
     name: str
     member: Member
@@ -95,7 +95,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Say:
-    """Tell the person who watches."""
+    """Show a sentence to the person who watches."""
 
     text: str
     level: str = "info"
@@ -105,12 +105,12 @@ class Say:
 
 @dataclass(frozen=True)
 class Tell:
-    """Tell whoever gave the command with this ticket how it goes."""
+    """Answer the command with this ticket."""
 
     ticket: int
     text: str
     done: bool = False
-    """Nothing more comes."""
+    """Whether this is the last answer."""
     ok: bool = True
 
 
@@ -118,10 +118,10 @@ Action = Send | Start | Say | Tell
 
 
 def describe_exit(status: int, words: str = "") -> str:
-    """How a process ended, from its `Popen.returncode`: negative is a signal.
+    """Return how a process ended, from its `Popen.returncode`; a negative one is a signal.
 
     Args:
-        words: its own reason, if it gave one.
+        words: The reason that the process gave, if any.
     """
     if status >= 0:
         return f"exited with code {status}" + (f": {words.rstrip('.')}" if words else "")

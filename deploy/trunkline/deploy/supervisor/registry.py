@@ -27,11 +27,11 @@ _POINTERS: Final = "running"
 
 
 class ClusterNotFoundError(DeployError):
-    """No cluster, or more than one, is what the command could mean."""
+    """There is no cluster that the command could mean, or more than one."""
 
 
 class Running(msgspec.Struct, frozen=True):
-    """What is known of a cluster that runs."""
+    """A running cluster, or a part of one, as commands find it."""
 
     port: int
     url: str
@@ -39,7 +39,7 @@ class Running(msgspec.Struct, frozen=True):
     pid: int
     """Of the supervisor."""
     kind: str = "cluster"
-    """All of it; or a part: "group", "workers" or "router" (`node_settings.Kind`)."""
+    """"cluster", or the part that runs here: "group", "workers" or "router" (`node_settings.Kind`)."""
 
 
 @contextlib.contextmanager
@@ -61,10 +61,10 @@ def announced(folder: Path, running: Running) -> Iterator[None]:
 
 
 def running_clusters() -> dict[Path, Running]:
-    """All clusters of this user that run here, by their run folders."""
+    """Return all clusters of this user that run on this machine, by their run folders."""
     found: dict[Path, Running] = {}
     for folder in sorted({*_pointed(), *filter(is_run_folder, base_folder().glob("*"))}):
-        # Gone meanwhile, another user's, not yet complete, or of another version: not to be found, either way.
+        # Gone meanwhile, another user's, not yet complete, or of another version: passed over.
         with contextlib.suppress(OSError, msgspec.MsgspecError):
             if not is_stale(folder):
                 found[folder] = msgspec.json.decode((folder / _FILE).read_bytes(), type=Running)
@@ -72,10 +72,10 @@ def running_clusters() -> dict[Path, Running]:
 
 
 def find_cluster(port: int | None) -> tuple[Path, Running]:
-    """The cluster on this port; None: the only one.
+    """Return the cluster on this port, or the only one if `port` is None.
 
     Raises:
-        ClusterNotFoundError: there is none, or there are several; the text says what to do.
+        ClusterNotFoundError: There is none, or there are several; the text says what to do.
     """
     clusters = running_clusters()
     ports = ", ".join(str(running.port) for running in clusters.values())
@@ -91,7 +91,7 @@ def find_cluster(port: int | None) -> tuple[Path, Running]:
 
 
 def control_path(folder: Path) -> Path:
-    """Of the socket that takes commands."""
+    """Return the path of the socket that takes commands."""
     return folder / SOCKET_NAME
 
 

@@ -1,7 +1,7 @@
-"""When a process that died is started again. Pure.
+"""When to start a process again that died. Pure.
 
-The first time at once: most deaths are accidents, and streams wait. Then after 1, 2, 4 … 30 seconds, for ever: a
-process that cannot live for now does not keep the machine busy, and serves again once its trouble has ended.
+The first time at once: most deaths are accidents, and streams wait. Then after 1, 2, 4 … 30 seconds, for ever: so
+a process that keeps dying does not load the machine, and serves again once its trouble has ended.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Final
 
 DELAYS_S: Final = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 LASTING_S: Final = 60.0
-"""Where a process cannot be asked whether it works: one that has lived so long has worked."""
+"""A process that cannot be asked whether it works counts as working after this time."""
 
 
 class Record:
@@ -25,5 +25,5 @@ class Record:
         return now + DELAYS_S[min(self._count, len(DELAYS_S)) - 1]
 
     def works(self) -> None:
-        """It, and all that it needs, works: what was before does not count."""
+        """Note that the member works, and all that it needs: earlier deaths no longer count."""
         self._count = 0

@@ -1,13 +1,13 @@
 """The folder of one running cluster: its sockets and the configurations of its processes.
 
-    <tmp>/trunkline-XXXXXXXX/     0700: whoever can reach the sockets controls the cluster
+    <tmp>/trunkline-XXXXXXXX/     0700: a process that reaches the sockets controls the cluster
         lock                      held by flock while the supervisor lives
         *.json                    one configuration per process, and what commands must know (registry.py)
         g0-plan, g0-report, …     ipc sockets
         control, status           the supervisor's: commands come in, and what children say of themselves
 
-A supervisor removes its folder when it exits. One that was killed cannot, so every start removes folders
-whose lock nobody holds: unlike a process id, a lock is released by the kernel and never reused.
+A supervisor removes its folder when it exits. One that was killed cannot, so every start removes folders whose
+lock no process holds: unlike a process id, a lock is released by the kernel and never reused.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _UNLOCKED_SECONDS_MAX: Final = 60.0
 
 
 def base_folder() -> Path:
-    """Where run folders are made: the system's folder for temporary files, or `/tmp` if its path is too
+    """Return the folder in which run folders are made: the one for temporary files, or `/tmp` if its path is too
     long for sockets."""
     base = Path(tempfile.gettempdir())
     longest = len(os.fsencode(base)) + len(f"/{_PREFIX}12345678/") + _SOCKET_NAME_BYTES_MAX
@@ -41,10 +41,10 @@ def base_folder() -> Path:
 
 
 def remove_stale(base: Path) -> list[Path]:
-    """Remove the run folders below `base` whose supervisors are dead; the ones removed."""
+    """Remove the run folders below `base` whose supervisors are dead, and return them."""
     removed = []
     for folder in base.glob(f"{_PREFIX}????????"):
-        with contextlib.suppress(OSError):  # another user's, or removed by somebody else meanwhile
+        with contextlib.suppress(OSError):  # another user's, or removed by another process meanwhile
             if not is_run_folder(folder) or not is_stale(folder):
                 continue
             shutil.rmtree(folder)
@@ -54,10 +54,10 @@ def remove_stale(base: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def run_folder(base: Path | None = None) -> Iterator[Path]:
-    """A new, private, locked run folder; removed with everything in it at the end.
+    """Make a new, private, locked run folder, and remove it with its contents at the end.
 
     Raises:
-        UserError: there is no place where it could be made.
+        UserError: It cannot be made.
     """
     try:
         base = base or base_folder()
@@ -82,17 +82,17 @@ def run_folder(base: Path | None = None) -> Iterator[Path]:
 
 
 def is_run_folder(path: Path) -> bool:
-    """Whether this is a run folder, of this user."""
+    """Return whether this is a run folder of this user."""
     if len(path.name) != len(_PREFIX) + 8 or not path.name.startswith(_PREFIX) or path.is_symlink():
         return False
     return path.is_dir() and path.stat().st_uid == os.getuid()
 
 
 def is_stale(folder: Path) -> bool:
-    """Whether a run folder's supervisor is dead.
+    """Return whether the supervisor of a run folder is dead.
 
     Raises:
-        OSError: it cannot be found out, or the folder is not there any more.
+        OSError: This cannot be found out, or the folder is gone.
     """
     try:
         lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC)

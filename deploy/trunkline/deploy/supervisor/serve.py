@@ -1,8 +1,8 @@
 """`trunkline serve`: from settings to a supervised cluster.
 
-Everything that can be known to be impossible is refused here, before a process starts: the folder, the
-architecture, the split over ranks, the port. Then each process gets its configuration as a JSON file in
-the run folder.
+A cluster that cannot work is refused here, before a process starts: because of the model's folder or architecture,
+the number of ranks, the memory or the port. Then each process gets its configuration as a JSON file in the run
+folder.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from trunkline.worker.model.families import ModelConfig, check_model
 __all__ = ["ClusterPlan", "children", "plan_cluster", "serve"]
 
 _TELL_BYTES: Final = 2 << 30
-"""To read so much takes seconds: somebody may wonder."""
+"""Reading so many bytes takes seconds, so it is announced."""
 
 
 def _quietly(text: str) -> None:
-    """Nobody wants to know."""
+    """Do not show the text."""
 
 
 def plan_cluster(
@@ -56,16 +56,18 @@ def plan_cluster(
     listener: socket.socket | None = None,
     node: NodePlan | None = None,
 ) -> ClusterPlan:
-    """Settle what was left open and refuse what cannot work. Nothing is written, but digests of large weights.
+    """Return the plan of a cluster: choose what the settings leave open, and refuse what cannot work.
+
+    Nothing is written, but digests of large weights.
 
     Args:
-        settings: what was asked for.
-        tell: called before what takes seconds.
-        listener: listens on the port already; None: whether that will be possible is tried out.
-        node: what is to run here, if that is a part of a cluster.
+        settings: The settings as they were given.
+        tell: Called with a sentence before a step that takes seconds.
+        listener: A socket that listens on the port already; None to only try whether that is possible.
+        node: The part of a cluster that is to run here, if it is not all of one.
 
     Raises:
-        UserError: with what was given, what is allowed and what to do.
+        UserError: The cluster cannot work. The text says what was given, what is allowed and what to do.
     """
     settings.validate()
     folder = models.resolve(settings.model)
@@ -122,9 +124,10 @@ def plan_cluster(
 
 
 def check_configs(plan: ClusterPlan) -> None:
-    """
+    """Check the configurations that the processes would get.
+
     Raises:
-        UserError: a process would refuse its configuration.
+        UserError: A process would refuse its configuration.
     """
     try:  # with endpoints of a folder that does not exist yet: the rules are about everything else
         for config in configs_of(plan, Path("/run"), expected_folders(plan)).values():
@@ -134,18 +137,18 @@ def check_configs(plan: ClusterPlan) -> None:
 
 
 def children(plan: ClusterPlan, folder: Path, disk: DiskFolders | None = None) -> list[ChildSpec]:
-    """Write each process's configuration into `folder`; how to start them, workers (slowest) first.
+    """Write the configuration of each process, and return how to start them: workers first, as they take longest.
 
     Args:
-        plan: what they agree on.
-        folder: of this run.
-        disk: where the disk tier is; None: nowhere.
+        plan: What the processes agree on.
+        folder: The run folder, into which the configurations are written.
+        disk: Where the disk tier is; None if there is none.
     """
     specs = []
     make_admin_key(folder)
     for member, config in configs_of(plan, folder, disk or DiskFolders()).items():
         path = folder / f"{member.name}.json"
-        # Nobody else may read it, wherever the folder is: there may be a password in it.
+        # Only this user may read it, wherever the folder is: there may be a password in it.
         with open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600), "wb") as file:
             file.write(msgspec.json.encode(config))
         module = f"trunkline.{member.role}"
@@ -158,14 +161,14 @@ def children(plan: ClusterPlan, folder: Path, disk: DiskFolders | None = None) -
 
 
 def serve(settings: ServeSettings) -> int:
-    """Run a cluster until it is stopped or fails; the exit code (0, 1, or 2 if it can never work).
+    """Run a cluster until it is stopped or fails; return the exit code (0, 1, or 2 if it can never work).
 
     Raises:
-        UserError: it cannot work; nothing was started.
+        UserError: It cannot work; nothing was started.
     """
     console = Console(stderr=True, highlight=False)
     settings.validate()
-    # Before anything slow: nobody else can take the port any more.
+    # Before anything slow: from here on no other process can take the port.
     with open_listener(settings.host, settings.port) as listener:
         plan = plan_cluster(settings, lambda text: console.print(text, markup=False), listener)
         enter_role("supervisor", log_level=settings.log_level, log_format=settings.log_format)
@@ -218,10 +221,10 @@ def announce(plan: ClusterPlan, disk: DiskFolders, reporter: TerminalReporter | 
 
 
 def _has_room_on_host(settings: ServeSettings, device: str, chunk_bytes: int) -> bool:
-    """Whether KV can pass through host memory on its way to and from the tiers below.
+    """Return whether KV can pass through host memory on its way to and from the tiers below it.
 
     Raises:
-        UserError: it cannot, but such a tier was asked for.
+        UserError: It cannot, but such a tier was asked for.
     """
     memory, asked = settings.host_tier_per_worker(device), settings.asked_tier
     if settings.prefix_cache and memory >= 2 * chunk_bytes:
@@ -237,14 +240,16 @@ def _has_room_on_host(settings: ServeSettings, device: str, chunk_bytes: int) ->
 def _tier_fingerprint(settings: ServeSettings, model: ModelConfig, dtype: str, fingerprint: str) -> str:
     kv_heads = max(1, model.kv_heads // settings.ranks)
     shape = KvShape(model.layers, kv_heads, settings.chunk_size, model.head_dim)
-    # The records' own text: a field that is added to them changes it, at the price of KV that is computed again.
+    # Their text names all fields: a field that is added changes it, and KV is computed again.
     positions = repr((model.architecture.positions, model.attention, model.alibi_slopes, model.max_positions))
     return tier_fingerprint(bytes.fromhex(fingerprint), dtype, settings.ranks, shape, positions).hex()
 
 
 def _check_kv_memory(settings: ServeSettings, model: ModelConfig, dtype: str, device: str) -> None:
-    """A worker needs room for two chunks at least; anything longer is refused request by request. And what
-    was asked for must exist; the default is not checked, for what is not used is never touched."""
+    """Check that each worker has room for two chunks, and that the machine has the memory that was asked for.
+
+    Longer requests are refused one by one. The default is not checked: memory that is not used is never touched.
+    """
     memory = settings.kv_memory_per_worker(device)
     chunk = model.kv_block_bytes(settings.chunk_size, settings.ranks, dtype)
     if memory and memory < 2 * chunk:

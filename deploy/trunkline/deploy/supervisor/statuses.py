@@ -1,4 +1,4 @@
-"""What children say of themselves (`notify.py`), as the supervisor hears it."""
+"""Receive the status reports of child processes (sent by `runtime/notify.py`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _REPORTS_MAX: Final = 256
 
 
 class Report(msgspec.Struct, frozen=True):
-    """A datagram."""
+    """A status report: one datagram."""
 
     pid: int
     status: str
@@ -28,7 +28,7 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def parse_report(data: bytes) -> Report | None:
-    """None: it is something else, which is not worth dying for."""
+    """Return the report in a datagram; None if it holds something else."""
     try:
         report = msgspec.json.decode(data, type=Report)
     except (msgspec.MsgspecError, RecursionError):
@@ -37,7 +37,7 @@ def parse_report(data: bytes) -> Report | None:
 
 
 class StatusSocket:
-    """Where reports come in. The folder keeps others out."""
+    """The socket that receives reports. The permissions of its folder keep other users out."""
 
     def __init__(self, folder: Path) -> None:
         path = folder / SOCKET_NAME
@@ -46,11 +46,11 @@ class StatusSocket:
         os.chmod(path, 0o600)
 
     def fileno(self) -> int:
-        """For a selector."""
+        """Return the descriptor, for a selector."""
         return self._socket.fileno()
 
     def receive(self) -> Iterator[Report]:
-        """What has come; never blocks."""
+        """Yield the reports that have arrived; never block."""
         for _ in range(_REPORTS_MAX):
             try:
                 data = self._socket.recv(_BYTES_MAX)
@@ -61,5 +61,5 @@ class StatusSocket:
                 yield report
 
     def close(self) -> None:
-        """No more reports."""
+        """Close the socket."""
         self._socket.close()

@@ -1,10 +1,9 @@
-"""Runs a cluster's processes and does what `Lifecycle` decides: the shell around it.
+"""Run the processes of a cluster, as `Lifecycle` decides: the shell around its decisions.
 
 One thread waits for everything at once: signals and deaths (through the signal wake-up descriptor), output
-of the children (their pipes), what they say of themselves, commands, and deadlines. A cluster that serves wakes it
-never, so it costs nothing idle.
-While the cluster starts, a second thread asks the router for its health twice a second; it ends with the
-first answer that says "healthy".
+of the children (their pipes), their status reports, commands, and deadlines. While a cluster serves nothing wakes
+it, so it costs no CPU time. While the cluster starts, a second thread asks the router for its health twice a
+second; it ends with the first answer that says "healthy".
 
 Children are spawned by the main thread, because the kernel kills them when the *thread* that spawned them
 ends (`process.die_with_parent`), and in sessions of their own, so that Ctrl-C reaches the supervisor only:
@@ -46,7 +45,7 @@ from trunkline.deploy.supervisor.statuses import StatusSocket
 
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)
 _SPAWN_FAILED: Final = 127
-"""As a shell says it: the exit code of a process that could not be started again."""
+"""The exit code of a process that could not be started again; shells use the same."""
 _LAST_LINES: Final = 40
 _LINE_BYTES_MAX: Final = 64 * 1024
 
@@ -60,37 +59,37 @@ class ChildSpec:
     environment: Mapping[str, str] = field(default_factory=dict)
     """Added to the supervisor's own."""
     descriptors: tuple[int, ...] = ()
-    """That it inherits, under the same numbers."""
+    """File descriptors that it inherits, under the same numbers."""
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What a supervisor finds beside its children."""
+    """The run folder and the listening socket of a supervisor; both may be missing."""
 
     folder: Path | None = None
-    """The run folder, for the control and status sockets; None: nobody can ask, and children say nothing."""
+    """The run folder, for the control and status sockets; None: there are no such sockets."""
     listener: socket.socket | None = None
-    """The socket that routers accept from. Kept open for them, so that no connection is lost when one dies; closed
-    when the cluster stops, so that none waits in vain."""
+    """The socket that routers accept connections from. It stays open, so that no connection is lost when a router
+    dies, and is closed when the cluster stops, so that no client waits in vain."""
 
 
 class Reporter(Protocol):
-    """Shows a person what happens. Called from the supervisor's thread only."""
+    """Show a person what happens. Called from the supervisor's thread only."""
 
     def spawned(self, name: str, pid: int) -> None:
-        """A child runs."""
+        """A child process was started."""
 
     def health(self, answer: Mapping[str, Any] | None) -> None:
-        """What the router said while the cluster starts; None: it does not answer yet."""
+        """The router answered while the cluster starts; None: it does not answer yet."""
 
     def output(self, name: str, line: str) -> None:
         """A child wrote a line."""
 
     def say(self, text: str, level: str) -> None:
-        """Something to know."""
+        """The supervisor has a sentence to show."""
 
     def last_lines(self, name: str, lines: Sequence[str]) -> None:
-        """The end of what a lost child wrote."""
+        """A child was lost; these are the last lines that it wrote."""
 
     def phase(self, phase: Phase) -> None:
         """The cluster entered another phase."""
@@ -206,7 +205,7 @@ class Supervisor:
                 self._wake_up(byte, health)
 
     def _read_statuses(self) -> None:
-        """What children say of themselves. Who says it is known by the process id."""
+        """Take the status reports of children, which are known by their process ids."""
         assert self._statuses is not None
         names = {process.pid: name for name, process in self._processes.items()}
         for report in self._statuses.receive():
@@ -239,10 +238,10 @@ class Supervisor:
             self._do(self._life.stop_requested(now))
 
     def _reap(self) -> None:
-        """Tell the lifecycle about children that ended. The number of children is small: ask each.
+        """Tell the lifecycle which children ended. There are few children, so each is asked.
 
-        Of several that ended between two wake-ups, the one whose end says most comes first: the others may have
-        ended because of it.
+        Of several that ended between two wake-ups, the one whose exit code says most comes first: the others may
+        have ended because of it.
         """
         ended = [
             (name, status) for name in self._life.alive if (status := self._processes[name].poll()) is not None
@@ -299,7 +298,7 @@ class Supervisor:
             process.send_signal(number)
 
     def _kill_rest(self) -> None:
-        """Whatever happened: no child survives `run`."""
+        """Kill all children that still run: none survives `run`."""
         for process in self._processes.values():
             if process.poll() is None:
                 _kill_session(process)
@@ -311,7 +310,7 @@ class Supervisor:
 
 
 def _meaning(status: int) -> int:
-    """The order in which ends are told: what is impossible, signals, failures, and who left because of them."""
+    """Return the rank of an exit: impossible configurations, then signals, failures, and workers that left."""
     return 0 if status == EXIT_IMPOSSIBLE else 1 if status < 0 else 3 if status == EXIT_LEFT else 2
 
 
@@ -322,7 +321,7 @@ def _kill_session(process: subprocess.Popen[bytes]) -> None:
 
 
 class _Tail:
-    """Splits what a child writes into lines and keeps the last ones."""
+    """The lines that a child writes, of which the last ones are kept."""
 
     def __init__(self, descriptor: int) -> None:
         self.last: deque[str] = deque(maxlen=_LAST_LINES)
@@ -331,7 +330,7 @@ class _Tail:
         self._rest = b""
 
     def read(self) -> list[str]:
-        """The complete lines that are there now; never blocks."""
+        """Return the complete lines written so far; never block."""
         if self.closed:
             return []
         data = self._rest
@@ -354,7 +353,7 @@ class _Tail:
 
 @contextmanager
 def _wakeups() -> Iterator[tuple[int, int]]:
-    """A pipe on which every signal of interest appears as a byte; previous handlers come back at the end."""
+    """Open a pipe on which each signal of interest appears as a byte; restore the previous handlers at the end."""
     read, write = os.pipe()
     os.set_blocking(write, False)
     previous = {number: signal.signal(number, lambda *_: None) for number in _SIGNALS}

@@ -1,4 +1,4 @@
-"""What is stopped and started as one: a group (a controller and its workers), or a router. Pure state machines.
+"""Groups (a controller and its workers) and routers, each stopped and started as one: pure state machines.
 
     group     UP ──stop──► STOPPING: the controller finishes its streams, then the workers ──► DOWN, or UP again
               │ a member dies: it alone is started again; the others leave by themselves and are, too
@@ -8,7 +8,7 @@
               │               to finish its streams
               └─ it says that its configuration can never work ──► LOST
 
-Who decides what to stop and when is `fleet.py`. Times are arguments, in seconds.
+`fleet.py` decides what to stop and when. Times are arguments, in seconds.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from trunkline.deploy.supervisor.restarts import Record
 
 
 class Mode(StrEnum):
-    """Where a unit stands."""
+    """The state of a unit."""
 
     UP = "up"
     """All its members run, or will be started again."""
     STOPPING = "stopping"
     DOWN = "down"
-    """Somebody wanted it so."""
+    """A command stopped it."""
     LOST = "lost"
     """It can never work as it is configured, or its processes survive SIGKILL."""
 
 
 @dataclass
 class Slot:
-    """A member and the process that fills its place."""
+    """A member, and the process that fills its place."""
 
     member: Member
     since: float
@@ -57,20 +57,20 @@ class Slot:
     restart_at: float = NEVER
     restarts: int = 0
     state: str = "starting"
-    """What the process says of itself; workers say something only where their controller runs elsewhere."""
+    """The status that the process reported; workers report one only where their controller runs elsewhere."""
     record: Record = field(default_factory=Record)
 
     def begin(self, now: float) -> None:
-        """It is started."""
+        """Note that its process is started."""
         self.running, self.since, self.restart_at, self.state = True, now, NEVER, "starting"
         self.restarts += 1
 
     def end(self, now: float) -> None:
-        """Its process is gone."""
+        """Note that its process ended."""
         self.running, self.since, self.state = False, now, "down"
 
     def describe(self, now: float) -> dict[str, object]:
-        """A row of a status table, but for the process id."""
+        """Return its row of a status table, without the process id."""
         state = self.state
         if self.running and self.member.role is Role.WORKER and state == "starting":
             state = "running"
@@ -87,7 +87,7 @@ class Slot:
 
 
 def after_death(slot: Slot, status: int, words: str, now: float) -> Say | None:
-    """Note a death that was not asked for, and when the member is started again. None: it can never work."""
+    """Note an unexpected death and when to start the member again; None if it can never work."""
     if status == EXIT_IMPOSSIBLE:
         return None
     slot.restart_at = at = slot.record.died(now)
@@ -96,7 +96,7 @@ def after_death(slot: Slot, status: int, words: str, now: float) -> Say | None:
 
 
 def given_up(slot: Slot, status: int, words: str, what: str) -> Say:
-    """The sentence that says so."""
+    """Return the sentence that says why something is given up."""
     name = slot.member.name
     end = describe_exit(status, words)
     return Say(f"{name} {end}; that cannot work, so {what} is given up.", "error", about=name)
@@ -110,9 +110,10 @@ class Group:
         self.number = number
         self.mode = Mode.UP
         self.then = Mode.UP
-        """While it stops: what it is afterwards."""
+        """While it stops: its mode afterwards."""
         self.is_ready = False
-        """Its controller says so (or, if that is elsewhere, its workers), and nobody has died since."""
+        """Its controller reported so (or its workers, if the controller is elsewhere), and no member has died
+        since."""
         self._limits = limits
         # Workers first, as at the cluster's start: they are the slowest.
         ordered = sorted(members, key=lambda member: member.role is not Role.WORKER)
@@ -122,39 +123,39 @@ class Group:
         self._stage_deadline = NEVER
         self._killing = False
         self._orphans: set[str] = set()
-        """Workers whose controller has died, and that have not left yet."""
+        """Workers whose controller has died, and that have not ended yet."""
         self._leave_by = NEVER
         self.why_lost = ""
-        """Why it was given up, if a process said so; "": it was not."""
+        """Why it was given up, if a process said why; else ""."""
         self._is_led_here = any(member.role is Role.CONTROLLER for member in ordered)
 
     @property
     def deadline(self) -> float:
-        """When `tick` has something to do."""
+        """The time at which `tick` has something to do."""
         if self.mode is Mode.STOPPING:
             return self._stage_deadline
         return min(self._leave_by, *(slot.restart_at for slot in self.slots.values()))
 
     @property
     def state(self) -> str:
-        """In one word."""
+        """Its state in one word, for a status table."""
         if self.mode is Mode.UP:
             return "ready" if self.is_ready else "starting"
         return "draining" if self.mode is Mode.STOPPING else self.mode.value
 
     @property
     def is_to_be_down(self) -> bool:
-        """It is down, or will be."""
+        """Whether it is down, or will be."""
         return self.mode is Mode.DOWN or (self.mode is Mode.STOPPING and self.then is Mode.DOWN)
 
     def expects(self, name: str) -> bool:
-        """Whether the end of this process would be no news: the group stops, or a member of it was lost, without
-        which the others cannot stay."""
+        """Return whether the end of this process is expected: the group stops, or lost a member that the others
+        need."""
         is_whole = all(slot.running for slot in self.slots.values()) and not self._orphans
         return name in self.slots and not (self.mode is Mode.UP and is_whole)
 
     def exited(self, name: str, status: int, now: float, words: str = "") -> list[Action]:
-        """One of its processes ended; `words` is its own reason, if it gave one."""
+        """Take the end of one of its processes; `words` is the reason that it gave, if any."""
         slot = self.slots[name]
         slot.end(now)
         self.is_ready = False
@@ -173,8 +174,8 @@ class Group:
         return []  # it had survived SIGKILL for a while
 
     def reported(self, name: str, status: str, now: float) -> list[Action]:
-        """A process said where it stands; of a controller that is the group's state. Where that runs elsewhere,
-        all workers say it together."""
+        """Take a status that a process reported. A controller's is the group's; where the controller runs
+        elsewhere, the group is ready when all workers are."""
         del now
         slot = self.slots[name]
         if not slot.running or (self._is_led_here and slot.member.role is not Role.CONTROLLER):
@@ -188,7 +189,7 @@ class Group:
         return []
 
     def stop(self, then: Mode, now: float) -> list[Action]:
-        """Let streams finish and end all its processes; afterwards it is `then`."""
+        """Let streams finish, then end all its processes; `then` is the mode afterwards."""
         self.then = then
         if self.mode is Mode.STOPPING:
             return []
@@ -200,11 +201,11 @@ class Group:
         return self._begin_stop(now)
 
     def restart(self, now: float) -> list[Action]:
-        """Stop and start it."""
+        """Stop it, then start it again."""
         return self.stop(Mode.UP, now)
 
     def start(self, now: float) -> list[Action]:
-        """Start all its processes that do not run, or once it has stopped."""
+        """Start all its processes that do not run, at once or after it has stopped."""
         self.then = Mode.UP
         if self.mode in (Mode.UP, Mode.STOPPING):
             return []
@@ -212,7 +213,7 @@ class Group:
 
     @property
     def outcome(self) -> str | None:
-        """Of a restart: "" it is ready again; None not yet; else why it never will be."""
+        """How a restart ended: "" it is ready again; None: not yet; else why it never will be."""
         if self.is_to_be_down:
             return "was drained meanwhile"
         if self.mode is Mode.LOST:
@@ -220,7 +221,7 @@ class Group:
         return "" if self.mode is Mode.UP and self.is_ready else None
 
     def tick(self, now: float) -> list[Action]:
-        """Time passed."""
+        """Do what is due at this time."""
         if now < self.deadline:
             return []
         if self.mode is Mode.UP:
@@ -259,7 +260,7 @@ class Group:
         return self._advance(now)
 
     def _advance(self, now: float) -> list[Action]:
-        """Enter the next stage once nobody of the current one runs."""
+        """Enter the next stage once no process of the current one runs."""
         while not any(self.slots[name].running for name in self._stage):
             if not self._stages:
                 self.mode, self._stage_deadline = self.then, NEVER
@@ -274,7 +275,7 @@ class Group:
     def _start_all(self, now: float) -> list[Action]:
         self.mode, self.why_lost = Mode.UP, ""
         for slot in self.slots.values():
-            slot.record.works()  # somebody asked for it: a new beginning
+            slot.record.works()  # it was asked for: earlier deaths do not count
             if not slot.running:
                 slot.restart_at = now
         return self._start_due(now)
@@ -298,39 +299,39 @@ class Router:
         self.is_ready = False
         self.slot = Slot(member, now)
         self.current = member.name
-        """The child that fills the place."""
+        """The child that fills the place now."""
         self._limits = limits
         self._successor = ""
         self._successor_deadline = NEVER
         self._leaving: dict[str, float] = {}
-        """Children that finish their streams, and until when they may."""
+        """Children that finish their streams, each with its deadline."""
         self._failure = ""
         self.why_lost = ""
-        """As of a `Group`."""
+        """As in `Group`."""
         self._replacements = 0
 
     @property
     def deadline(self) -> float:
-        """When `tick` has something to do."""
+        """The time at which `tick` has something to do."""
         restart_at = self.slot.restart_at if self.mode is Mode.UP else NEVER
         return min(restart_at, self._successor_deadline, *self._leaving.values(), NEVER)
 
     @property
     def children(self) -> Sequence[str]:
-        """Of all processes that belong here now."""
+        """The names of all processes that belong here now."""
         others = [*self._leaving, *([self._successor] if self._successor else [])]
         return [self.current, *others]
 
     def is_leaving(self, name: str) -> bool:
-        """Whether this process only finishes its streams."""
+        """Return whether this process only finishes its streams."""
         return name in self._leaving
 
     def expects(self, name: str) -> bool:
-        """Whether the end of this process would be no news, or at least no loss."""
+        """Return whether the end of this process is expected, or at least no loss."""
         return name != self.current or bool(self._successor)
 
     def exited(self, name: str, status: int, now: float, words: str = "") -> list[Action]:
-        """One of its processes ended; `words` is its own reason, if it gave one."""
+        """Take the end of one of its processes; `words` is the reason that it gave, if any."""
         end = describe_exit(status, words)
         if name in self._leaving:
             del self._leaving[name]
@@ -355,7 +356,7 @@ class Router:
         return [news, *self._start_due(now)]
 
     def reported(self, name: str, status: str, now: float) -> list[Action]:
-        """A process said where it stands."""
+        """Take a status that a process reported."""
         if name == self._successor and status == "ready":
             old = self.current
             self._promote(now)
@@ -368,7 +369,7 @@ class Router:
         return []
 
     def restart(self, now: float) -> list[Action]:
-        """Put another process in its place, without anybody noticing."""
+        """Put another process in its place, without losing a request."""
         self._failure = ""
         if self.slot.running:
             self._replacements += 1
@@ -381,13 +382,13 @@ class Router:
 
     @property
     def outcome(self) -> str | None:
-        """As of a `Group`."""
+        """As in `Group`."""
         if self._failure or self.mode is Mode.LOST:
             return self._failure or f"was given up: {self.why_lost}"
         return "" if self.is_ready and not self._successor and not self._leaving else None
 
     def tick(self, now: float) -> list[Action]:
-        """Time passed."""
+        """Do what is due at this time."""
         actions: list[Action] = []
         for name in [name for name, until in self._leaving.items() if now >= until]:
             self._leaving[name] = NEVER
