@@ -57,11 +57,11 @@ class Bench:
 
     def plan(self) -> PlanBuilder:
         self.step += 1
-        return PlanBuilder(self.step, CHUNK)
+        return PlanBuilder(self.step, CHUNK, float(self.step))
 
     def admit(self, sequence: Sequence, draft: PlanBuilder | None = None, *, tails: int = 0) -> PlanBuilder:
         draft = draft or self.plan()
-        assert self.kv.admit(sequence, 0, self.step, draft, tails=tails) is Admission.ADMITTED
+        assert self.kv.admit(sequence, 0, draft, tails=tails) is Admission.ADMITTED
         sequence.computed = sequence.tokens.count
         self.kv.mark_ready(sequence, draft)
         for source in draft.copy_sources:

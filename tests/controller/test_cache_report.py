@@ -59,7 +59,7 @@ def test_expired() -> None:
     simulation = Simulation(replace(PLAIN, session_ttl_s=10.0))
     ask(simulation, PROMPT)
     simulation.now += 20.0
-    simulation.move_chunks()
+    simulation.plan()
     assert ask(simulation, PROMPT) == ("ttl", 0)
 
 

@@ -168,7 +168,7 @@ def test_a_chunk_is_not_saved_before_the_plan_that_computes_it_has_run() -> None
     bench = Bench(8, 4)
     sequence = make_sequence(list(range(4)))
     draft = bench.plan()
-    bench.kv.admit(sequence, 0, 1.0, draft)
+    bench.kv.admit(sequence, 0, draft)
     sequence.computed = 4
     sequence.path[0].ready_step = draft.step
     bench.tree.save_later(sequence.path[0])

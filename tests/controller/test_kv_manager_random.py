@@ -49,7 +49,7 @@ class Batch:
         self._arrive()
         for sequence in [s for s in self.running if rng.random() < 0.03]:
             self._preempt(sequence, claim=rng.random() < 0.7)
-        draft = PlanBuilder(self.step, CHUNK)
+        draft = PlanBuilder(self.step, CHUNK, float(self.step))
         self.kv.pool.taken.clear()
         self._grow(draft)
         sources = self._copy_tails(draft)
@@ -114,7 +114,7 @@ class Batch:
         for sequence in self.waiting.copy():
             left = self.unforked.get(sequence.request, 0)
             tails = left if sequence.tokens.count % CHUNK else 0
-            outcome = self.kv.admit(sequence, self.rng.randrange(2), float(self.step), draft, tails=tails)
+            outcome = self.kv.admit(sequence, self.rng.randrange(2), draft, tails=tails)
             if outcome is Admission.ADMITTED:
                 self.waiting.remove(sequence)
                 self.prefilling.append(sequence)

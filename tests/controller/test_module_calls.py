@@ -187,7 +187,7 @@ def test_texts_that_are_encoded_for_a_time(simulation: Simulation) -> None:
     simulation.now += 40.0
     call(simulation, "encode", SCHEMA[:1], ttl=50.0)  # is kept again
     simulation.now += 40.0
-    simulation.move_chunks()
+    simulation.plan()
     assert tiers_in(call(simulation, "look", SCHEMA)) == [0, -1, -1, -1]
 
 
@@ -268,11 +268,11 @@ def test_what_was_pinned_beyond_its_time_goes_when_it_is_not_any_more(config: En
     texts = [text(words(0, 30), 0)]
     call(simulation, "encode", texts, holder="schema", ttl=5.0)
     simulation.now += 50.0
-    simulation.move_chunks()
+    simulation.plan()
     assert tiers_in(call(simulation, "look", texts)) == [0]
     call(simulation, "unpin", [], holder="schema")
     simulation.now += 50.0
-    simulation.move_chunks()
+    simulation.plan()
     assert tiers_in(call(simulation, "look", texts)) == [-1]
 
 

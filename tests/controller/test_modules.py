@@ -237,10 +237,10 @@ def test_a_text_is_forgotten_after_its_time(simulation: Simulation) -> None:
         simulation.submit([5], 2, layout=layout([ROOT, CITY], [(17, 1)], ttl))
         simulation.run()
         simulation.now += 60.0
-        simulation.move_chunks()
+        simulation.plan()
     assert jobs_of(simulation).encoded_texts == 4
     simulation.now += 500.0
-    simulation.move_chunks()
+    simulation.plan()
     stream = ask(simulation, [ROOT, CITY], [(17, 1)])
     assert (stream.cached_tokens, miss_of(stream)) == (0, ("ttl", 0))
 

@@ -46,7 +46,7 @@ def test_forked_sequences_share_all_but_the_tail(length: int, prefix_cache: bool
     parent = make_sequence(list(range(length)), n=3)
     partial = length % CHUNK > 0
     draft = PlanBuilder(1, CHUNK)
-    assert kv.admit(parent, 0, 0.0, draft, tails=2 * partial) is Admission.ADMITTED
+    assert kv.admit(parent, 0, draft, tails=2 * partial) is Admission.ADMITTED
     assert len(parent.tails) == 2 * partial
     check_kv_cache(kv, [parent], [])
     parent.computed = length
@@ -70,9 +70,9 @@ def test_forked_sequences_share_all_but_the_tail(length: int, prefix_cache: bool
 def test_tails_are_reserved_with_the_prompt_or_not_at_all() -> None:
     kv = make_kv_manager(4, 0)
     parent = make_sequence(list(range(10)), n=3)
-    assert kv.admit(parent, 0, 0.0, PlanBuilder(1, CHUNK), tails=2) is Admission.NO_BLOCKS
+    assert kv.admit(parent, 0, PlanBuilder(1, CHUNK), tails=2) is Admission.NO_BLOCKS
     check_kv_cache(kv, [], [])
-    assert kv.admit(parent, 0, 0.0, PlanBuilder(1, CHUNK), tails=1) is Admission.ADMITTED
+    assert kv.admit(parent, 0, PlanBuilder(1, CHUNK), tails=1) is Admission.ADMITTED
     kv.leave(parent, 0, 0.0)
     assert kv.pool.free_count == 4
 
@@ -113,7 +113,7 @@ def test_a_scored_prompt_is_computed_from_its_start_and_stored_once() -> None:
     )
     scored = SequenceGroup(request, 3, 100, request.sampling).members[0]
     draft = bench.plan()
-    assert bench.kv.admit(scored, 0, 1.0, draft) is Admission.ADMITTED
+    assert bench.kv.admit(scored, 0, draft) is Admission.ADMITTED
     assert (scored.computed, scored.resident) == (0, 10)
     assert (draft.joins[0].first, len(draft.joins[0].tokens)) == (0, 40)
 
@@ -122,8 +122,8 @@ def admit_all(kv: KVCacheManager, members: list[Sequence], step: int) -> None:
     """One after the other, each computed before the next: nothing else runs."""
     for sequence in members:
         step += 1
-        draft = PlanBuilder(step, CHUNK)
-        assert kv.admit(sequence, 0, float(step), draft) is Admission.ADMITTED
+        draft = PlanBuilder(step, CHUNK, float(step))
+        assert kv.admit(sequence, 0, draft) is Admission.ADMITTED
         for source in draft.copy_sources:
             kv.tree.release(source, float(step))
         sequence.computed = sequence.prefill_stop

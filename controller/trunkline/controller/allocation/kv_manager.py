@@ -1,14 +1,14 @@
-"""How a sequence comes to own chunks and blocks, and how it lets go of them.
+"""The KV cache manager: gives a sequence its blocks and cached chunks, and takes them back.
 
-The three acts of ChunkAttention §3.1 (insert a path, append to the leaf chunk, remove the path) on top of
-the tree: `admit`, `seal`, `leave`; and `fork`, which makes samples and beams of one prompt (PagedAttention
-§4.4). They keep the promise that no KV is computed or stored twice: admission reuses every matching token, sealing
-merges equal chunks, a fork shares all blocks but the tail, leaving keeps what was computed as cache.
+      admit    match the prompt with the radix tree, reserve blocks for the rest     (ChunkAttention §3.1: insert)
+      seal     move a private block that has filled into the tree                    (append)
+      leave    give everything back; what was computed stays cached                  (remove)
+      fork     let a sample or beam share all blocks but the tail                    (PagedAttention §4.4)
 
-Swapping (§4.5) and the tiers of CachedAttention are in here as two sides of residency: `leave` has chunks saved,
-and `admit` has chunks loaded that it finds on the host only. Both go on beside the computation
-(`trunkline.controller.cache.fences`).
-"""
+No KV is computed or stored twice: admission reuses every matching token, sealing merges equal chunks, forking
+shares blocks. Swapping (PagedAttention §4.5) and the tiers of CachedAttention need no acts of their own: `leave`
+lets chunks be saved, and `admit` loads chunks that are only in host memory. Saves and loads run beside the
+computation (`trunkline.controller.cache.fences`)."""
 
 from __future__ import annotations
 
@@ -30,27 +30,28 @@ from trunkline.worker.messages import Join, Sampling
 
 
 class Admission(Enum):
-    """What became of an attempt to admit a sequence."""
+    """The outcome of an attempt to admit a sequence."""
 
     ADMITTED = auto()
     NO_BLOCKS = auto()
     """The pool cannot hold its prompt now."""
     PENDING = auto()
-    """Somebody is computing a chunk of its prompt; it waits, holding nothing."""
+    """Another sequence is computing a chunk of its prompt; it waits and holds nothing."""
     FAR = auto()
-    """Chunks of its prompt are in tiers from which they cannot be loaded yet; it waits, holding nothing."""
+    """Chunks of its prompt are being fetched into host memory; it waits and holds nothing."""
     LACKING = auto()
-    """Texts of its modules are nowhere, or too far away to be waited for; they must be encoded first."""
+    """Texts of its modules are in no tier, or too far away to wait for; they must be encoded first."""
 
 
 class KVCacheManager:
-    """Moves blocks between the pool, the tree and sequences."""
+    """Moves blocks between the pool, the radix tree and sequences."""
 
     def __init__(self, pool: BlockPool, tree: RadixCache, *, prefix_cache: bool, ttl: float = 0.0) -> None:
         """
         Args:
-            prefix_cache: without it nothing that was let go of is ever found again; then the tree has no tiers.
-            ttl: seconds for which a request's KV is kept behind its end, unless it says otherwise; 0: no limit.
+            prefix_cache: False: nothing stays cached when its sequence leaves, and the tree has no tiers.
+            ttl: seconds for which a request's KV is kept after its end, unless the request says otherwise; 0: no
+                limit.
         """
         self.pool = pool
         self.tree = tree
@@ -61,30 +62,31 @@ class KVCacheManager:
 
     @property
     def available(self) -> int:
-        """Blocks that are free or can be made free without touching a running sequence."""
+        """Blocks that are free, or can be freed without touching a running sequence."""
         return self.pool.free_count + self.tree.evictable
 
-    def make_room(self, blocks: int, draft: PlanBuilder | None = None) -> bool:
-        """Evict until `blocks` are free; False if that is not possible.
+    def make_room(self, blocks: int, plan: PlanBuilder | None = None) -> bool:
+        """Evict idle chunks until `blocks` blocks are free; return whether that was possible.
 
-        With a draft, claimed chunks are saved in that plan before their blocks are used again; without, dropped.
+        With a plan, evicted chunks are saved to the host in that plan if there is room; without one they are
+        dropped.
         """
         missing = blocks - self.pool.free_count
-        return missing <= 0 or self.tree.evict(missing, draft) == missing
+        return missing <= 0 or self.tree.evict(missing, plan) == missing
 
     def fits_group(self, sequences: list[Sequence], spare: int, step: int) -> bool:
-        """Whether all these sequences of a group can be admitted one after the other (gang scheduling, §4.5).
+        """Return whether all these sequences of a group can be admitted together (gang scheduling, PagedAttention
+        §4.5).
 
-        Holds if nothing else runs, `spare` is 0 and the group's blocks are no more than the pool's.
+        True if nothing else runs, `spare` is 0 and the group needs no more blocks than the pool has.
         """
         return self._group_blocks(sequences, step) + spare <= self.available
 
     def _group_blocks(self, sequences: list[Sequence], step: int) -> int:
-        """Blocks that admitting all these sequences takes from `available`, at most.
+        """Return how many blocks admitting all these sequences takes from `available`, at most.
 
-        Full chunks on which they agree from the start count once: the first computes them, or has them loaded, and
-        the others find them. Chunks that a running sequence holds on the device count nothing; idle ones do: they
-        can no longer be evicted then.
+        Full chunks that they have in common from the start count once. Chunks that a running sequence holds on the
+        device cost nothing; idle ones count, because they can no longer be evicted.
         """
         size = 4 * self.chunk_size
         prefixes: dict[tuple[int, bytes], int] = {}
@@ -100,7 +102,7 @@ class KVCacheManager:
                 key = tokens[at : at + size]
                 node = node.children.get(key) if node is not None else None
                 if node is not None and node.ready_step >= step:
-                    node = None  # whoever computes it may be gone before it is done
+                    node = None  # its producer may be gone before it is done
                 known = prefixes.get((prefix, key))
                 if known is None:
                     known = prefixes[prefix, key] = len(prefixes) + 1
@@ -110,126 +112,119 @@ class KVCacheManager:
 
     @staticmethod
     def _is_plain(sequence: Sequence) -> bool:
-        """Whether all its chunks are in its salt's tree."""
+        """Return whether all chunks of a sequence are in its salt's tree."""
         return sequence.group.cut is None and sequence.group.modules is None
 
     def _shareable_tokens(self, sequence: Sequence) -> int:
-        """Tokens whose blocks may be another's. A sequence that comes back with others of its group stores its
-        last token when it decodes, as all rows do: into a block of its own."""
+        """Return how many tokens may be stored in shared blocks. A sequence that resumes with others of its group
+        stores its last token when it decodes, in a block of its own."""
         return sequence.prefill_stop
 
     def admit(
         self,
         sequence: Sequence,
         spare: int,
-        now: float,
-        draft: PlanBuilder,
+        plan: PlanBuilder,
         *,
         tails: int = 0,
         wait_for: Callable[[list[Node]], bool] | None = None,
         load_entries: int = ALL_ENTRIES,
     ) -> Admission:
-        """Reserve all that the sequence's known tokens need beyond what the tree has, or nothing.
+        """Reserve everything that a sequence's known tokens need beyond what is cached, or reserve nothing.
 
-        A sequence is not to leave again in the plan in which it was admitted.
+        A sequence must not leave again in the plan in which it was admitted.
 
         Args:
             spare: blocks that must stay available for the growth of running sequences.
-            tails: sequences that will fork from it: if its tokens end within a chunk, as many blocks are reserved
-                in `sequence.tails`.
-            wait_for: asked, if the prompt's next chunks are further away than the host, whether to wait for them
-                (`FAR`); if not, they are computed.
-            load_entries: chunks that are on the host only are loaded up to this block-table entry; behind it they
-                are computed again.
+            tails: how many sequences will fork from it. If its tokens end within a chunk, that many blocks are
+                reserved in `sequence.tails`.
+            wait_for: called if the next chunks of the prompt are in a tier below the host; says whether to wait
+                for them (`FAR`). If not, they are computed again.
+            load_entries: chunks that are only in host memory are loaded up to this block-table entry; those behind
+                it are computed again.
         """
-        place = self._find(sequence, draft.step)
-        if place is None:
+        found = self._match(sequence, plan.step)
+        if found is None:
             return Admission.LACKING
-        stem, match = place
+        stem, match = found
         if match.pending is not None:
             sequence.waits_on = match.pending
             self.tree.prune_root(stem.root)
             return Admission.PENDING
-        entries = len(match.path)
-        if load_entries <= entries and match.partial is not None and not match.partial.on_device:
-            match.partial, match.partial_tokens = None, 0
-        usable = (n.is_loadable if i < load_entries else n.on_device for i, n in enumerate(match.path))
-        near = next((i for i, is_usable in enumerate(usable) if not is_usable), entries)
-        if near < entries:
-            far = match.path[near:load_entries]
-            if far and wait_for is not None and wait_for(far):
-                self.tree.prune_root(stem.root)
-                return Admission.FAR
-            match = Match(match.path[:near], None, None, 0)
-        outcome = None
-        if self._covers(sequence, match):
-            outcome = self._reserve(sequence, stem, match, spare, now, draft, tails)
-        if outcome is None:
+        match, far = _split_at_far(match, load_entries)
+        if far and wait_for is not None and wait_for(far):
             self.tree.prune_root(stem.root)
-            if sequence.group.modules is not None:
-                return Admission.LACKING
-            sequence.group.compact()
-            return self.admit(
-                sequence, spare, now, draft, tails=tails, wait_for=wait_for, load_entries=load_entries
-            )
-        return outcome
+            return Admission.FAR
+        outcome = None
+        if self._has_fixed_part(sequence, match):
+            outcome = self._reserve(sequence, PrefixMatch(stem, match), spare, plan, tails)
+        if outcome is not None:
+            return outcome
+        self.tree.prune_root(stem.root)
+        if sequence.group.modules is not None:
+            return Admission.LACKING
+        sequence.group.compact()
+        return self.admit(sequence, spare, plan, tails=tails, wait_for=wait_for, load_entries=load_entries)
 
-    def _covers(self, sequence: Sequence, match: Match) -> bool:
-        """Whether all is there that is seen before the last part that was cut off, and all texts of modules: it
-        cannot be computed alone."""
+    def _match(self, sequence: Sequence, step: int) -> PrefixMatch | None:
+        if not self.prefix_cache:
+            return PrefixMatch(Stem(self.tree.root(sequence.salt)), Match([], None, None, 0))
+        return match_prefix(self.tree, sequence, self._shareable_tokens(sequence), step)
+
+    def _has_fixed_part(self, sequence: Sequence, match: Match) -> bool:
+        """Return whether a match has what a sequence cannot compute itself: all texts of its modules, or
+        everything that it sees before its last cut."""
         cut, modules = sequence.group.cut, sequence.group.modules
         if modules is not None:
             return len(match.path) >= modules.entries
         found = len(match.path) * self.chunk_size + match.partial_tokens
         return cut is None or found >= max(cut.cut.closed_end, cut.cut.table_start * self.chunk_size)
 
-    def _find(self, sequence: Sequence, step: int) -> PrefixMatch | None:
-        if not self.prefix_cache:
-            return PrefixMatch(Stem(self.tree.root(sequence.salt)), Match([], None, None, 0))
-        return match_prefix(self.tree, sequence, self._shareable_tokens(sequence), step)
-
     def _reserve(
-        self, sequence: Sequence, stem: Stem, match: Match, spare: int, now: float, draft: PlanBuilder, tails: int
+        self, sequence: Sequence, found: PrefixMatch, spare: int, plan: PlanBuilder, tails: int
     ) -> Admission | None:
-        """None: there is no room for a part of a chunk without which the sequence cannot go on as it is."""
+        """Take the blocks that a sequence needs; None if its cut or modules need a partial chunk that finds no
+        room."""
+        stem, match = found
         if not sequence.tokens.count % self.chunk_size:
-            tails = 0  # not before now: to find it may have made it a plain prompt of other length
+            tails = 0  # decided only now: the match may have made it a plain prompt of another length
         anchor = match.path[-1] if len(match.path) > stem.base else stem.root
         held = [*stem.pins, anchor]
         for node in held:
             self.tree.hold(node)
         if match.partial is not None:
             self.tree.hold(match.partial)
-        # Once each: two modules of a prompt may be the same text.
+        # Each once: two modules of a prompt may be the same text.
         absent = list(dict.fromkeys(node for node in match.path if not node.on_device))
         needed = sequence.blocks_needed(self.chunk_size) - len(match.path) + len(absent) + tails
-        adopt = self._adoptable(sequence, match)
+        adopt = self._may_adopt_partial(sequence, match)
         copied = match.partial if match.partial is not None and match.partial.on_device and not adopt else None
         if copied is not None and self.available < needed + spare:
-            # A copy needs its source beside its destination: in a full pool do without.
-            self.tree.release(copied, now)
+            # A copy needs its source beside its destination: in a full pool, compute these tokens instead.
+            self.tree.release(copied, plan.now)
             match.partial, match.partial_tokens = None, 0
-        covers = self._covers(sequence, match)
-        if self.available < needed - adopt + spare or not covers:
+        has_fixed_part = self._has_fixed_part(sequence, match)
+        if self.available < needed - adopt + spare or not has_fixed_part:
             if match.partial is not None:
-                self.tree.release(match.partial, now)
+                self.tree.release(match.partial, plan.now)
             for node in held:
-                self.tree.release(node, now)
-            return Admission.NO_BLOCKS if covers else None
+                self.tree.release(node, plan.now)
+            return Admission.NO_BLOCKS if has_fixed_part else None
         sequence.stem = stem
         sequence.path = match.path
-        self.tree.tiers.used(match.path, now)
-        blocks = self._allocate(match, absent, needed, adopt, now, draft)
+        self.tree.tiers.used(match.path, plan.now)
+        blocks = self._allocate(match, absent, needed, adopt, plan)
         sequence.tails = [blocks.pop() for _ in range(tails)]
         sequence.resident = len(match.path) * self.chunk_size + match.partial_tokens
-        self._insert_pending(sequence, blocks, now)
-        self.tree.release(anchor, now)
+        self._insert_pending(sequence, blocks, plan.now)
+        self.tree.release(anchor, plan.now)
         self.drop_claim(sequence)
-        self._enter(sequence, draft)
+        self._join(sequence, plan)
         return Admission.ADMITTED
 
-    def _adoptable(self, sequence: Sequence, match: Match) -> bool:
-        """A finished tail that is wholly wanted, and held or claimed by nobody else, changes hands."""
+    def _may_adopt_partial(self, sequence: Sequence, match: Match) -> bool:
+        """Return whether a partial chunk can become the sequence's own block: all of it agrees, and no other
+        sequence holds or claims it."""
         leaf = match.partial
         if leaf is None or not leaf.on_device or leaf.children or leaf.active > 1:
             return False
@@ -239,39 +234,41 @@ class KVCacheManager:
         return match.partial_tokens == leaf.token_count < self.chunk_size and not others
 
     def _allocate(
-        self, match: Match, absent: list[Node], needed: int, adopt: bool, now: float, draft: PlanBuilder
+        self, match: Match, absent: list[Node], needed: int, adopt: bool, plan: PlanBuilder
     ) -> list[BlockId]:
-        """Blocks for what is matched but not on the device, and the sequence's own; returns its own, in order.
+        """Give blocks to matched chunks that are not on the device; return the sequence's own new blocks, in
+        order.
 
-        The head of a differing chunk comes into the first of them: it is there already, or copied, or loaded.
+        The matched head of a partial chunk comes into the first own block: adopted, copied, or loaded.
         """
         head, blocks = match.partial, list[BlockId]()
         if head is not None and adopt:
-            self.tree.release(head, now)
+            self.tree.release(head, plan.now)
             blocks.append(self.tree.remove(head))
-        # First say what is read: making room may save chunks, and their slots must not be these.
+        # Announce the reads first: making room may save chunks, which must not go into the slots that are read.
         far_head = head if head is not None and not adopt and not head.on_device else None
-        reads = [self.tree.read(node, draft) for node in absent]
-        head_read = self.tree.read(far_head, draft) if far_head is not None else None
-        made = self.make_room(needed - len(blocks), draft)
+        reads = [self.tree.read(node, plan) for node in absent]
+        head_read = self.tree.read(far_head, plan) if far_head is not None else None
+        made = self.make_room(needed - len(blocks), plan)
         assert made
         for node, read in zip(reversed(absent), reversed(reads), strict=True):
             self.tree.place(node, self.pool.allocate())
-            self.tree.load(read, node.block, draft)
+            self.tree.load(read, node.block, plan)
         blocks += [self.pool.allocate() for _ in range(needed - len(absent) - len(blocks))]
         if head is None or adopt:
             return blocks
         if head_read is None:
-            draft.copies.append((head.block, blocks[0], 0, match.partial_tokens))
-            draft.copy_sources.append(head)
+            plan.copies.append((head.block, blocks[0], 0, match.partial_tokens))
+            plan.copy_sources.append(head)
         else:
-            # What the slot holds beyond the common head is written over by the sequence's own tokens.
-            self.tree.load(head_read, blocks[0], draft)
-            self.tree.release(head, now)
+            # What the slot holds behind the common head is overwritten by the sequence's own tokens.
+            self.tree.load(head_read, blocks[0], plan)
+            self.tree.release(head, plan.now)
         return blocks
 
     def _insert_pending(self, sequence: Sequence, blocks: list[BlockId], now: float) -> None:
-        """Name the full chunks this sequence will compute, so that others wait for them; the rest is private."""
+        """Insert the full chunks that this sequence will compute as pending, so that other sequences wait for
+        them; the other blocks stay private."""
         full = self._shareable_tokens(sequence) // self.chunk_size if self.prefix_cache else 0
         new = list(blocks)
         while len(sequence.path) < full:
@@ -280,17 +277,18 @@ class KVCacheManager:
             node = sequence.anchor.children.get(key)
             if node is None:
                 node = self.tree.insert(sequence.anchor, key, new.pop(0), PENDING, now, sequence.stem.marker)
-            else:  # in a tier that is too far away: whoever comes next waits for this computation instead
+            else:  # in a tier that is too far away: other sequences wait for this computation instead
                 self.tree.place(node, new.pop(0))
                 node.ready_step = PENDING
             sequence.path.append(node)
         sequence.private = new
         self.tree.hold(sequence.anchor)
 
-    def _enter(self, sequence: Sequence, draft: PlanBuilder) -> None:
+    def _join(self, sequence: Sequence, plan: PlanBuilder) -> None:
+        """Add an admitted sequence to the plan, under a new id in the batch."""
         total = sequence.tokens.count
-        # With everything cached the last token is still computed, without storing it: its logits are needed.
-        # So are the logits of a whole prompt whose tokens are scored.
+        # Even if everything is cached, the last token is computed, without storing it: its logits are needed.
+        # A prompt whose tokens are scored needs the logits of all its tokens.
         sequence.computed = 0 if sequence.recompute_from_start else min(sequence.resident, total - 1)
         if sequence.group.cut is not None:
             sequence.computed = max(sequence.computed, sequence.group.cut.cut.first_open)
@@ -301,14 +299,14 @@ class KVCacheManager:
         sampling = sequence.sampling
         if sampling.prompt_logprobs >= 0 and not sequence.recompute_from_start:
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=-1)  # they have been reported
-        draft.joins.append(_join(sequence, sampling))
+        plan.joins.append(_join_message(sequence, sampling))
 
     def fork(self, parent: Sequence, child: Sequence, tail: BlockId | None) -> None:
-        """Let `child` share all that `parent` holds of its tokens, which are wholly computed or planned.
+        """Let `child` share the blocks of `parent`, whose tokens are all computed or planned.
 
         Args:
-            tail: if they end within a chunk, one of the blocks that were reserved as the parent's `tails`, taken
-                out of them: it becomes the child's last. Else None.
+            tail: the child's last block, one of those reserved in the parent's `tails`, if the tokens end within a
+                chunk; else None.
         """
         full, rest = divmod(parent.tokens.count, self.chunk_size)
         assert len(parent.path) + len(parent.private) == full + (rest > 0), "the parent grew before its fork"
@@ -325,21 +323,20 @@ class KVCacheManager:
         for node in (*child.stem.pins, child.anchor):
             self.tree.hold(node)
 
-    def mark_ready(self, sequence: Sequence, draft: PlanBuilder) -> None:
-        """Publish the chunks whose last token is computed by the plan being made, and have them saved
-        meanwhile."""
+    def mark_ready(self, sequence: Sequence, plan: PlanBuilder) -> None:
+        """Make chunks readable whose last token this plan computes, and have them saved to the host."""
         for node in sequence.path[sequence.resident // self.chunk_size : sequence.computed // self.chunk_size]:
             if node.ready_step == PENDING:
-                self.tree.computed(node, draft.step, draft)
+                self.tree.computed(node, plan.step, plan)
 
     def seal(self, sequence: Sequence, kv_tokens: int, now: float) -> list[tuple[int, BlockId]]:
-        """Move private chunks that are full and computed into the tree.
+        """Move private blocks that are full and computed into the tree.
 
-        If the tree already has an equal chunk on the device, our reference is given back and theirs is used. The
-        block may be the same: beams of a search refer to full blocks together before one of them names them.
+        If the tree already has an equal chunk on the device, the sequence gives its block back and uses that one.
+        It may be the same block: beams of a search share full blocks before the first of them seals them.
 
         Returns:
-            block-table entries that changed by such merging: (index, block).
+            (index, block) of the block-table entries that changed by such merging.
         """
         merged: list[tuple[int, BlockId]] = []
         while sequence.private and kv_tokens >= (len(sequence.path) + 1) * self.chunk_size:
@@ -351,7 +348,7 @@ class KVCacheManager:
                 node = self.tree.insert(anchor, key, sequence.private.pop(0), 0, now, sequence.stem.marker)
                 self.tree.computed(node, 0)
             elif node.ready_step == PENDING:
-                break  # its producer is not done; ours stays private and is tried again later
+                break  # its producer is not done; this block stays private and is tried again later
             elif not node.on_device:
                 self.tree.place(node, sequence.private.pop(0))
             else:
@@ -365,10 +362,11 @@ class KVCacheManager:
         return merged
 
     def leave(self, sequence: Sequence, kv_tokens: int, now: float, *, claim: bool = False) -> None:
-        """Let go of everything; KV of the first `kv_tokens` tokens stays cached while there is room.
+        """Take everything back from a sequence; KV of its first `kv_tokens` tokens stays cached while there is
+        room.
 
         Args:
-            claim: the sequence comes back: until `drop_claim` its chunks are saved when their blocks are needed.
+            claim: the sequence will resume: until `drop_claim`, its chunks are saved when their blocks are needed.
         """
         keep = len(sequence.path)
         while keep and sequence.path[keep - 1].ready_step == PENDING:
@@ -393,7 +391,8 @@ class KVCacheManager:
         sequence.path, sequence.private, sequence.tails = [], [], []
 
     def _keep(self, sequence: Sequence, tail: list[Node], now: float) -> None:
-        """Its chunks are kept for its own time, texts of modules for theirs."""
+        """Set how long the chunks of a sequence that leaves are kept; texts of modules have a time of their
+        own."""
         group, path = sequence.group, sequence.path
         if group.modules is not None:
             base = sequence.stem.base
@@ -405,20 +404,20 @@ class KVCacheManager:
         self.tree.keep(path + tail, now, group.request.ttl or self.ttl)
 
     def _take_back(self, node: Node) -> BlockId:
-        """The block of a chunk that its producer does not compute any more."""
+        """Return the block of a pending chunk whose producer leaves."""
         if not node.is_stored:
             return self.tree.remove(node)
         node.ready_step = 0
         return self.tree.unplace(node)
 
     def drop_claim(self, sequence: Sequence) -> None:
-        """The sequence has come back, or ended while it waited: nobody waits for its chunks any more."""
+        """Give up the claim of a sequence that has resumed, or ended while it waited."""
         if sequence.claim is not None:
             self.tree.unclaim(sequence.claim)
             sequence.claim = None
 
     def _keep_tail(self, sequence: Sequence, kv_tokens: int, now: float) -> list[Node]:
-        """The computed head of the first chunk that is not full becomes a partial leaf; returns who has it now."""
+        """Make the computed head of the last, not full chunk a partial leaf; return the node that holds it now."""
         start = len(sequence.path) * self.chunk_size
         stop = min(kv_tokens, start + self.chunk_size)
         if stop - start >= self.chunk_size or stop <= start or not sequence.private:
@@ -427,20 +426,33 @@ class KVCacheManager:
         leaf = self.tree.covered_by_sibling(sequence.anchor, key)
         shared = self.pool.holders(sequence.private[0]) > 1
         if leaf is not None and leaf.key != key and sequence.group.encodes and not leaf.is_loadable:
-            leaf = None  # the end of a longer text is too far away: else this one would be encoded for ever
+            leaf = None  # the end of a longer text is too far away: this one would be encoded again and again
         if leaf is not None:
             if leaf.key == key and not (leaf.on_device or shared):
                 self.tree.place(leaf, sequence.private.pop(0))
             return [leaf] if leaf.ready_step != PENDING else []
         if shared:
-            return []  # a fork is still to be copied from it; a chunk's block is held by nobody besides
+            return []  # a fork is still to be copied from it, and a chunk's block may have no other holder
         leaf = self.tree.insert(sequence.anchor, key, sequence.private.pop(0), 0, now, sequence.stem.marker)
         self.tree.absorb_prefixes(leaf)
         return [leaf]
 
 
-def _join(sequence: Sequence, sampling: Sampling) -> Join:
-    """Behind a cut and with modules the workers count tokens as they are seen (`trunkline.kvstore.cuts`)."""
+def _split_at_far(match: Match, load_entries: int) -> tuple[Match, list[Node]]:
+    """Return the part of a match that can be used now, and the chunks behind it that could still be fetched."""
+    entries = len(match.path)
+    if load_entries <= entries and match.partial is not None and not match.partial.on_device:
+        match.partial, match.partial_tokens = None, 0
+    usable = (n.is_loadable if i < load_entries else n.on_device for i, n in enumerate(match.path))
+    near = next((i for i, is_usable in enumerate(usable) if not is_usable), entries)
+    if near == entries:
+        return match, []
+    return Match(match.path[:near], None, None, 0), match.path[near:load_entries]
+
+
+def _join_message(sequence: Sequence, sampling: Sampling) -> Join:
+    """Return what the workers are told of a sequence; they count only tokens that are seen
+    (`trunkline.kvstore.cuts`)."""
     cut, modules, holes = sequence.group.cut, sequence.group.modules, sequence.group.holes
     first = 0 if sampling.needs_history else sequence.computed
     tokens, extents = sequence.tokens.view(first), sequence.stem.extents

@@ -92,8 +92,7 @@ class Engine:
         """Begin with workers that hold nothing."""
         config.validate()
         self.config = config
-        self.scheduler = Scheduler(config, first_disk_generation)
-        self.scheduler.admission.quarantine = self._requests.quarantine
+        self.scheduler = Scheduler(config, first_disk_generation, self._requests.quarantine)
         tree, fetching = self.scheduler.kv.tree, self.scheduler.fetching
         self.traffic = TierOrders(tree, config.ranks)
         self.prefetcher = Prefetcher(tree, fetching, self.traffic)

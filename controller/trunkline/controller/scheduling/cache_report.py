@@ -14,18 +14,18 @@ from trunkline.kvstore.tier import TierKind
 from trunkline.router.messages import MissReason
 
 
-def explain(kv: KVCacheManager, fetching: Fetching, sequence: Sequence, draft: PlanBuilder) -> CacheReport:
+def explain(kv: KVCacheManager, fetching: Fetching, sequence: Sequence, plan: PlanBuilder) -> CacheReport:
     """A sequence has been admitted for the first time, in the plan being made: the report for its client."""
     group, size = sequence.group, kv.chunk_size
     seen = sequence.prompt_len - group.holes
     if sequence.recompute_from_start or not kv.prefix_cache:
-        return CacheReport(miss=MissReason.OFF if seen > 1 else "", at=draft.now)
+        return CacheReport(miss=MissReason.OFF if seen > 1 else "", at=plan.now)
     modules = group.modules
     exact = group.cut is None and modules is None
-    found = CacheReport(tokens=max(0, min(sequence.resident - group.holes, seen - 1)), exact=exact, at=draft.now)
+    found = CacheReport(tokens=max(0, min(sequence.resident - group.holes, seen - 1)), exact=exact, at=plan.now)
     # Chunks that were on the device, or came from a tier below it; those to be computed are in the path, too.
     path = sequence.path[: sequence.resident // size]
-    loaded = {block for block, _, _ in draft.loads}
+    loaded = {block for block, _, _ in plan.loads}
     counts = [size] * len(path)
     if modules is not None:
         found.module_tokens = modules.seen_tokens

@@ -17,6 +17,7 @@ class ModuleEncoding:
     def __init__(self, kv: KVCacheManager, queue: RequestQueue, fetching: Fetching) -> None:
         self.jobs = ModuleJobs(kv.tree, queue, fetching)
         self.calls = ModuleCalls(kv, self.jobs)
+        self._queue = queue
         self.finishing: list[Sequence] = []
         """Texts whose last part is computed by the plan made last: they end with the next."""
 
@@ -29,6 +30,13 @@ class ModuleEncoding:
     def held(self) -> list[Node]:
         """Chunks that are held by others than running sequences."""
         return [*self.jobs.held, *self.calls.held]
+
+    def hold_for_first(self, step: int) -> SequenceGroup | None:
+        """Hold texts of modules for the first request in the queue, and return that request."""
+        first = next((group for group in self._queue if not group.encodes), None)
+        if len(self.jobs) or self.jobs.held:
+            self.jobs.hold_for(first, step)
+        return first
 
     def make_way(self, blocked: SequenceGroup, now: float, *, going: bool) -> bool:
         """A group lacks blocks: let go of something that is held although nobody runs who needs it; whether there

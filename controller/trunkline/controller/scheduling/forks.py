@@ -57,7 +57,7 @@ class Forks:
             self.searches.pop(sequence.beam_position.group, None)
             sequence.beam_position = None
 
-    def fork(self, parent: Sequence, draft: PlanBuilder, kv: KVCacheManager, rows: DecodeRows) -> None:
+    def fork(self, parent: Sequence, plan: PlanBuilder, kv: KVCacheManager, rows: DecodeRows) -> None:
         """The prompt of a group will have been computed after this step: its other sequences come out of it."""
         group, chunk_size = parent.group, kv.chunk_size
         partial = parent.tokens.count % chunk_size > 0
@@ -78,15 +78,15 @@ class Forks:
                 self._children.append(child)
             rows.add(child)
             table = pack_int32(child.block_table())
-            draft.forks.append(Fork(parent.batch_seq_id, child.batch_seq_id, table, seed, child.beam_position))
-            draft.forked.append(child)
+            plan.forks.append(Fork(parent.batch_seq_id, child.batch_seq_id, table, seed, child.beam_position))
+            plan.forked.append(child)
             group.members.append(child)
             self.count += 1
         group.forked = True
         if group.search is not None:
             rows.read_alike(parent, group.members[1:], parent.tokens.count // chunk_size)
 
-    def copy_tails(self, draft: PlanBuilder) -> list[BlockId]:
+    def copy_tails(self, plan: PlanBuilder) -> list[BlockId]:
         """Plan the copies that the forks of the last plan need, in one go (PagedAttention §4.3: fused block copy).
 
         A child that ends with its first token never writes, so it needs no copy.
@@ -98,8 +98,8 @@ class Forks:
         for child in self._children:
             if child.tails and child.group.limit > child.prompt_len + 1:  # no tails: it has left meanwhile
                 source = child.tails.pop()
-                count = child.prompt_len % draft.chunk_size
-                draft.copies.append((source, child.private[-1], 0, count))
+                count = child.prompt_len % plan.chunk_size
+                plan.copies.append((source, child.private[-1], 0, count))
                 sources.append(source)
         self._children = []
         return sources

@@ -130,7 +130,7 @@ class ModuleJobs:
                 self.encode(prompt.texts, text, wish)
         return not (lacking or crowd)
 
-    def too_far(self, group: SequenceGroup, step: int) -> None:
+    def encode_far_texts(self, group: SequenceGroup, step: int) -> None:
         """Texts of a group are in tiers from which they would come too late, or never: they are computed again."""
         prompt = group.modules
         assert prompt is not None

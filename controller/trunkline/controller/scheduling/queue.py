@@ -73,9 +73,8 @@ def _key(group: SequenceGroup) -> tuple[int, bool, int, int]:
 class AdmissionOrder:
     """Groups between the queue and the batch."""
 
-    def __init__(self, queue: RequestQueue) -> None:
-        self.quarantine = Quarantine()
-        """Who is not to run beside whom. The engine's, which outlive this."""
+    def __init__(self, queue: RequestQueue, quarantine: Quarantine) -> None:
+        self.quarantine = quarantine
         self._queue = queue
         self._entering: dict[int, SequenceGroup] = {}
         """Groups that come back after a preemption, some sequences of them already, while others still wait."""
@@ -123,7 +122,7 @@ class AdmissionOrder:
 
     def note(self, group: SequenceGroup) -> None:
         """A sequence of the group has come in or has ended: whether others of it wait may be different now."""
-        is_in = any(member.batch_seq_id for member in group.members)
+        is_in = group.in_batch
         (self.quarantine.came if is_in else self.quarantine.left)(group.id)
         waits = any(member.phase is Phase.WAITING for member in group.members)
         if group.queued and not waits:

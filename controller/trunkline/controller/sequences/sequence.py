@@ -250,6 +250,11 @@ class SequenceGroup:
         return any(member.phase is not Phase.WAITING for member in self.members)
 
     @property
+    def in_batch(self) -> bool:
+        """Whether the workers know any of its sequences."""
+        return any(member.batch_seq_id for member in self.members)
+
+    @property
     def encodes(self) -> bool:
         """Whether it computes a text of a module, for others: it samples nothing."""
         return self.modules is not None and self.modules.target >= 0
