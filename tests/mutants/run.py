@@ -55,6 +55,8 @@ SUFFIXES: Final = frozenset((".py", ".cc", ".h", ".tpl", ".yaml", ".json", ".js"
 SETS: Final = {"fast": "none", "whole": "all"}
 """The areas (`tests/areas.py`) whose tests a set of tests has besides those of no area."""
 STAGE_SECONDS_MAX: Final = 3600
+DISMISSED_MAX: Final = 3
+"""Failures that say nothing of a mutant, and are passed over; with more the sources are not fit to be tried."""
 NO_TEST: Final = "the collection of tests"
 """What failed, where it was no single test."""
 _FAILED: Final = re.compile(r"^(?:FAILED|ERROR) (\S+::.+?|\S+)(?: - .*)?$", re.MULTILINE)
@@ -381,6 +383,8 @@ class Trial:
                 verdict.by = test
                 return True
             verdict.dismissed.append(test)
+            if len(verdict.dismissed) > DISMISSED_MAX:
+                raise MutantError(f"too many tests fail without any fault: {', '.join(verdict.dismissed)}")
             arguments = [*arguments, f"--deselect={test}"]
 
     def _first_failure(self, arguments: Sequence[str]) -> str | None:
