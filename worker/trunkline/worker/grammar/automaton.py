@@ -34,6 +34,8 @@ _NAMES: Final = {
 }
 _SOURCE: Final = re.compile(r"\[\d\d:\d\d:\d\d\] \S+:\d+: ?|Check failed: \(.*?\) is false: ?|Warning: ")
 """Where in xgrammar's sources a message was written."""
+_HEX_ESCAPE: Final = re.compile(r"\\(?:\\|x([0-9a-f]{2}))")
+"""In EBNF: a backslash, or a character by two digits."""
 _KIND_OF_ERROR: Final = re.compile(
     r"^(Regex parsing (error|warning)|EBNF (parser|lexer) error|Invalid (structural tag|JSON) error):? *"
 )
@@ -145,7 +147,9 @@ def _with_whitespace(tag: str, *, spaced: bool) -> str:
 def _compact(schema: str) -> str:
     """EBNF of a JSON schema's documents as `json.dumps` writes them: a blank behind each comma and colon."""
     # By way of text, which xgrammar compiles several times faster than what it makes of the schema directly.
-    return str(xgrammar.Grammar.from_json_schema(schema, any_whitespace=False))
+    text = str(xgrammar.Grammar.from_json_schema(schema, any_whitespace=False))
+    # It writes \xdf for "ß", but reads all hexadecimal digits that follow: "ße" would become U+0DFE.
+    return _HEX_ESCAPE.sub(lambda found: rf"\u00{found[1]}" if found[1] else found[0], text)
 
 
 def _is_wide(schema: Any) -> bool:

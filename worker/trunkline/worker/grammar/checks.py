@@ -121,7 +121,7 @@ def _choice(choices: Any) -> str:
 
 def _literal(text: str) -> str:
     quoted = re.sub(r'["\\]', r"\\\g<0>", text)
-    return '"' + re.sub(r"[\x01-\x1f\x7f]", lambda match: f"\\x{ord(match[0]):02x}", quoted) + '"'
+    return '"' + re.sub(r"[\x01-\x1f\x7f]", lambda match: f"\\u{ord(match[0]):04x}", quoted) + '"'
 
 
 def _check_unicode(text: str) -> None:
