@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final
 
 import numpy as np
+import pytest
+import torch
+from worker.checkpoints import transformers_model
 from worker.driver import Driver
+from worker.ranks import Rank
 
 from trunkline.controller.messages import BeamSearch, BeamStep, StepResult
-from trunkline.controller.sequences.beam_search import BeamHistory
+from trunkline.controller.sequences.beam_search import BeamHistory, sample_seed
 from trunkline.kvstore.beams import choose_beams
 from trunkline.kvstore.extents import blocks_for
 from trunkline.kvstore.int32_codec import pack_int32, unpack_int32
 from trunkline.router.messages import Hypothesis
-from trunkline.worker.messages import BeamSeat, Fork, Join, Sampling
+from trunkline.worker.messages import BeamPosition, Fork, Join, Sampling
+from trunkline.worker.runner import Runner
 
+BLOCKS: Final = 1000
+CHUNK: Final = 8
 GREEDY = Sampling(temperature=0)
 
 
@@ -87,10 +95,10 @@ class Search:
 
     def _begin(self, piece: int) -> None:
         case = self._case
-        seats = self._seats(np.zeros(case.spec.width, np.float32))
-        self._ids = [self._driver.take_id() for _ in seats]
+        positions = self._seats(np.zeros(case.spec.width, np.float32))
+        self._ids = [self._driver.take_id() for _ in positions]
         blocks = self._driver.take_blocks(blocks_for(len(case.prompt), self._chunk_size))
-        joins = [self._join(self._ids[0], case.prompt, len(case.prompt), blocks, seats[0])]
+        joins = [self._join(self._ids[0], case.prompt, len(case.prompt), blocks, positions[0])]
         starts = list(range(0, len(case.prompt), piece))
         for start in starts[:-1]:
             self._driver.send(joins=joins, prefill=pack_int32([self._ids[0], start, piece, 0, 0]))
@@ -99,7 +107,8 @@ class Search:
         full, partial = divmod(len(case.prompt), self._chunk_size)
         tables = [blocks[:full] + self._driver.take_blocks(int(partial > 0)) for _ in self._ids]
         forks = [
-            Fork(self._ids[0], self._ids[i], pack_int32(tables[i]), 0, seats[i]) for i in range(1, len(seats))
+            Fork(self._ids[0], self._ids[i], pack_int32(tables[i]), 0, positions[i])
+            for i in range(1, len(positions))
         ]
         sampled = [self._ids[0]]
         if case.beside:
@@ -115,13 +124,13 @@ class Search:
     def _preempt(self) -> None:
         """All beams leave and come back with their tokens, to be computed again in blocks of their own."""
         case, old = self._case, self._ids
-        seats = self._seats(self.history.scores)
-        self._ids = [self._driver.take_id() for _ in seats]
+        positions = self._seats(self.history.scores)
+        self._ids = [self._driver.take_id() for _ in positions]
         joins, prefill = [], []
-        for index, seat in enumerate(seats):
+        for index, beam_position in enumerate(positions):
             tokens = case.prompt + self.history.output(index).tolist()
             blocks = self._driver.take_blocks(blocks_for(len(tokens) - 1, self._chunk_size))
-            joins.append(self._join(self._ids[index], tokens, len(case.prompt), blocks, seat))
+            joins.append(self._join(self._ids[index], tokens, len(case.prompt), blocks, beam_position))
             prefill += [self._ids[index], 0, len(tokens) - 1, 0, 0]
         rows = [self._other] if self._other else []
         tables = self._grow_other() if rows else []
@@ -135,19 +144,21 @@ class Search:
         )
         self._take(result, rows)
 
-    def _seats(self, scores: np.ndarray[Any, np.dtype[np.float32]]) -> list[BeamSeat]:
+    def _seats(self, scores: np.ndarray[Any, np.dtype[np.float32]]) -> list[BeamPosition]:
         width, history = self._case.spec.width, self.history
         group = self._driver.take_id()
         return [
-            BeamSeat(group, index, width, float(scores[index]), history.candidates, history.stop_ids)
+            BeamPosition(group, index, width, float(scores[index]), history.candidates, history.stop_ids)
             for index in range(width)
         ]
 
     def _join(
-        self, id_: int, tokens: list[int], prompt_len: int, blocks: list[int], seat: BeamSeat | None
+        self, id_: int, tokens: list[int], prompt_len: int, blocks: list[int], beam_position: BeamPosition | None
     ) -> Join:
-        sampling = GREEDY if seat else self._case.sampling
-        return Join(id_, pack_int32(tokens), 0, prompt_len, pack_int32(blocks), sampling, seat=seat)
+        sampling = GREEDY if beam_position else self._case.sampling
+        return Join(
+            id_, pack_int32(tokens), 0, prompt_len, pack_int32(blocks), sampling, beam_position=beam_position
+        )
 
     def _grow_other(self) -> list[tuple[int, int, int]]:
         """It decodes in this step."""
@@ -183,3 +194,64 @@ class Search:
         last = int(choose_beams(tokens, np.array(self._case.stop_ids, np.int32), self._case.spec.width)[-1])
         scores = np.frombuffer(step.scores, dtype="<f4")[: last + 2]
         self.closest = min(self.closest, float(np.diff(-scores).min()))
+
+
+def expected_hypotheses(folder: Path, case: Case) -> list[tuple[list[int], float]]:
+    """Output and score of each hypothesis, as `transformers` finds them."""
+    early: bool | str | None = case.spec.early_stopping
+    with torch.inference_mode():
+        found = transformers_model(folder).generate(
+            torch.tensor([case.prompt]),
+            attention_mask=torch.ones(1, len(case.prompt), dtype=torch.int64),
+            num_beams=case.spec.width,
+            num_return_sequences=case.spec.width,
+            do_sample=False,
+            max_new_tokens=case.limit,
+            length_penalty=case.spec.length_penalty,
+            early_stopping="never" if early is None else early,
+            eos_token_id=list(case.stop_ids) or None,
+            pad_token_id=0,
+            return_dict_in_generate=True,
+            output_scores=True,
+        )
+    hypotheses = []
+    for sequence, score in zip(found.sequences.tolist(), found.sequences_scores.tolist(), strict=True):
+        output = sequence[len(case.prompt) :]
+        ends = [index for index, token in enumerate(output) if token in case.stop_ids]
+        hypotheses.append((output[: ends[0] + 1] if ends else output, score))
+    return hypotheses
+
+
+def with_likely_stops(folder: Path, case: Case) -> Case:
+    """The case with stop tokens that end hypotheses early: some of those that the search without them finds."""
+    free = expected_hypotheses(folder, case)
+    tokens = dict.fromkeys(output[2 + index] for index, (output, _) in enumerate(free))
+    return replace(case, stop_ids=tuple(tokens)[:3])
+
+
+def check(found: list[Hypothesis], expected: list[tuple[list[int], float]]) -> None:
+    """The same hypotheses in the same order, with the same scores."""
+    assert len(found) == len(expected)
+    for ours, (tokens, score) in zip(found, expected, strict=True):
+        assert np.frombuffer(ours.tokens, dtype="<i4").tolist() == tokens
+        assert ours.score == pytest.approx(score, abs=1e-4)
+
+
+def run_cases(runner: Runner, cases: list[Case]) -> tuple[list[list[Hypothesis]], list[list[int]]]:
+    """The hypotheses of each search; then what ran beside them, and samples of the first case's prompt."""
+    driver = Driver(runner.execute, num_blocks=BLOCKS, chunk_size=CHUNK)
+    searches = [Search(driver, CHUNK, case) for case in cases]
+    found = [search.run() for search in searches]
+    samples = driver.add_samples(cases[0].prompt, [Sampling(seed=sample_seed(1, i)) for i in range(3)])
+    greedy = driver.add_samples(cases[0].prompt, [Sampling(temperature=0)] * 2)
+    driver.run([samples[0], greedy[0]], 8)
+    outputs = [search.output for search in searches] + [stream.output[:8] for stream in samples + greedy]
+    return found, outputs
+
+
+def search_on_rank(rank: Rank, folder: Path, cases: list[Case]) -> tuple[list[list[Hypothesis]], list[list[int]]]:
+    """Run cases on one rank of several."""
+    runner = rank.load(folder, chunk_size=CHUNK, pool_blocks=BLOCKS)
+    results = run_cases(runner, cases)
+    runner.close()
+    return results

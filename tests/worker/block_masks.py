@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 from transformers.models.falcon import modeling_falcon
 from transformers.models.mpt import modeling_mpt
+from worker.checkpoints import transformers_model
 from worker.cuts import Logprobs
 from worker.module_driver import ModulePrompt, Modules
 
@@ -29,10 +29,10 @@ class BlockMaskedModel:
     """`transformers` under any mask."""
 
     def __init__(self, folder: Path) -> None:
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        self._model = model.eval()
-        self._window = getattr(model.config, "sliding_window", None)
-        self._by_layer = len(set(getattr(model.config, "layer_types", None) or ["one"])) > 1
+        self._model = transformers_model(folder)
+        config = self._model.config
+        self._window = getattr(config, "sliding_window", None)
+        self._by_layer = len(set(getattr(config, "layer_types", None) or ["one"])) > 1
 
     def read(self, tokens: list[int], positions: list[int], visible: BoolMatrix) -> Logprobs:
         """What comes after each token.

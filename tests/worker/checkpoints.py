@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+import numpy as np
+import pytest
 import torch
 import transformers
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
-from worker.driver import VOCAB_SIZE
+from transformers import AutoModelForCausalLM
+from worker.driver import VOCAB_SIZE, Stream, dense_logprobs
+
+POSITIONS: Final = 256
+"""Longest sequence of the models that have learned positions or tables of biases."""
 
 LLAMA_LIKE: Final[dict[str, Any]] = {
     "hidden_size": 32,
@@ -21,13 +27,13 @@ LLAMA_LIKE: Final[dict[str, Any]] = {
     "head_dim": 8,
     "max_position_embeddings": 512,
 }
-GPT2: Final[dict[str, Any]] = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+GPT2: Final[dict[str, Any]] = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": POSITIONS}
 OPT: Final[dict[str, Any]] = {
     "hidden_size": 32,
     "ffn_dim": 48,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
-    "max_position_embeddings": 64,
+    "max_position_embeddings": POSITIONS,
 }
 NEOX: Final[dict[str, Any]] = {
     "hidden_size": 64,
@@ -36,7 +42,7 @@ NEOX: Final[dict[str, Any]] = {
     "num_attention_heads": 4,
 }
 FALCON: Final[dict[str, Any]] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-MPT: Final[dict[str, Any]] = {"d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 64}
+MPT: Final[dict[str, Any]] = {"d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": POSITIONS}
 GEMMA: Final[dict[str, Any]] = {
     **LLAMA_LIKE,
     "num_hidden_layers": 4,
@@ -54,14 +60,35 @@ class Variant(NamedTuple):
     settings: dict[str, Any]
 
 
-def _variant(family: str, *settings: dict[str, Any], model: str = "", config: str = "", **own: Any) -> Variant:
-    merged: dict[str, Any] = {}
-    for each in settings:
-        merged.update(each)
-    return Variant(model or f"{family}ForCausalLM", config or f"{family}Config", {**merged, **own})
+def _variant(family: str, base: dict[str, Any], *, model: str = "", config: str = "", **own: Any) -> Variant:
+    return Variant(model or f"{family}ForCausalLM", config or f"{family}Config", base | own)
 
 
-VARIANTS: Final[dict[str, Variant]] = {
+def _llama(**own: Any) -> Variant:
+    return _variant("Llama", LLAMA_LIKE, **own)
+
+
+def _rope(kind: str, **own: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 500.0, "factor": 4.0, **own}}
+
+
+LAYOUTS: Final[dict[str, Variant]] = {
+    "mha": _llama(num_key_value_heads=4),
+    "gqa": _llama(),
+    "mqa-tied": _llama(num_key_value_heads=1, tie_word_embeddings=True),
+    "biases": _llama(attention_bias=True, mlp_bias=True),
+    "wide-heads": _llama(head_dim=16, num_attention_heads=8, num_key_value_heads=4),
+    "sharded": _llama(),
+    "linear-rope": _llama(**_rope("linear", rope_theta=10000.0)),
+    "llama3-rope": _llama(
+        **_rope(
+            "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32
+        )
+    ),
+    "yarn-rope": _llama(**_rope("yarn", original_max_position_embeddings=128)),
+}
+"""Llamas with other head layouts, biases, files and scalings of their positions."""
+FAMILIES: Final[dict[str, Variant]] = {
     "gpt2": _variant("GPT2", GPT2, model="GPT2LMHeadModel"),
     "gpt2-by-layer": _variant(
         "GPT2", GPT2, model="GPT2LMHeadModel", n_inner=48, scale_attn_by_inverse_layer_idx=True
@@ -126,11 +153,37 @@ VARIANTS: Final[dict[str, Variant]] = {
 }
 
 
-def make_variant(folder: Path, name: str, *, seed: int = 0, **overrides: Any) -> Path:
-    """Write a random checkpoint of `VARIANTS[name]`; returns `folder`."""
-    model_name, config_name, settings = VARIANTS[name]
+MODELS: Final = LAYOUTS | FAMILIES
+RELATIVE: Final = tuple(name for name in MODELS if not name.startswith(("gpt2", "opt")))
+"""Those whose positions are not learned, so that their KV may stand elsewhere."""
+ALIKE: Final = set(MODELS) - {
+    *("gpt2", "opt", "gqa", "linear-rope", "llama3-rope", "yarn-rope", "mistral", "qwen3", "pythia"),
+    *("falcon-rw", "mpt", "mpt-six-heads", "gemma3"),
+}
+"""Models whose positions and windows work in the way of another one's."""
+KINDS: Final = ("gqa", "gpt2", "opt-350m", "pythia", "falcon-rw", "mpt", "gemma3")
+"""Rotary, learned and linear positions, windows, norms, and ways in which attention and MLP come together."""
+
+
+def with_kernels(names: Collection[str], soak: Iterable[str] = ()) -> pytest.MarkDecorator:
+    """Parametrise (name, kernels): every model with the kernels that serve, one of each kind with the reference.
+
+    Args:
+        soak: Models that take no other way through what is tested; they are left to long runs.
+    """
+    long = set(soak)
+    cases = [(name, "auto") for name in names] + [(name, "reference") for name in KINDS if name in names]
+    return pytest.mark.parametrize(
+        ("name", "kernels"),
+        [pytest.param(*case, marks=[pytest.mark.soak] if case[0] in long else []) for case in cases],
+    )
+
+
+def make_checkpoint(folder: Path, name: str = "gqa", *, seed: int = 0, **overrides: Any) -> Path:
+    """Write a random checkpoint of `MODELS[name]`; return `folder`."""
+    model_name, config_name, settings = MODELS[name]
     tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    config = getattr(transformers, config_name)(vocab_size=VOCAB_SIZE, **{**tokens, **settings, **overrides})
+    config = getattr(transformers, config_name)(**{"vocab_size": VOCAB_SIZE, **tokens, **settings, **overrides})
     torch.manual_seed(seed)
     model = getattr(transformers, model_name)(config)
     with torch.no_grad():
@@ -139,37 +192,47 @@ def make_variant(folder: Path, name: str, *, seed: int = 0, **overrides: Any) ->
                 parameter.normal_(std=0.2)
             else:  # zeros and ones would hide mistakes
                 parameter.add_(torch.randn_like(parameter) * 0.2)
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, max_shard_size="20KB" if name == "sharded" else "1GB")
     return folder
 
 
-def make_checkpoint(folder: Path, *, shard_size: str = "1GB", seed: int = 0, **overrides: Any) -> Path:
-    """Write a random Llama checkpoint; returns `folder`."""
-    settings: dict[str, Any] = {
-        "vocab_size": VOCAB_SIZE,
-        **LLAMA_LIKE,
-        "tie_word_embeddings": False,
-        "initializer_range": 0.2,
-    }
-    config = LlamaConfig(**{**settings, **overrides})
-    torch.manual_seed(seed)
-    model = LlamaForCausalLM(config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias") or "norm" in name:  # zeros and ones would hide mistakes
-                parameter.add_(torch.randn_like(parameter) * 0.2)
-    model.save_pretrained(folder, max_shard_size=shard_size)
-    return folder
+class Models:
+    """Checkpoints that the tests of a session share; nobody changes them."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __call__(self, name: str = "gqa", **overrides: Any) -> Path:
+        """Return the folder of a checkpoint, which is written when it is first asked for."""
+        own = "-".join([name, *(f"{field}={value}" for field, value in sorted(overrides.items()))])
+        folder = self._folder / own
+        return folder if folder.exists() else make_checkpoint(folder, name, **overrides)
 
 
 @cache
-def _transformers_model(folder: Path) -> Any:
+def transformers_model(folder: Path) -> Any:
+    """Return the model as `transformers` loads it."""
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return model.eval()
 
 
 def transformers_logits(folder: Path, tokens: list[int]) -> Tensor:
-    """float32 `[tokens, vocabulary]`."""
+    """Return the logits behind each token, float32 `[tokens, vocabulary]`."""
     with torch.inference_mode():
-        logits: Tensor = _transformers_model(folder)(torch.tensor([tokens])).logits[0]
+        logits: Tensor = transformers_model(folder)(torch.tensor([tokens])).logits[0]
         return logits
+
+
+def largest_difference(folder: Path, stream: Stream) -> float:
+    """Return by how much a reported log-probability differs from that of `transformers` at most."""
+    tokens = stream.prompt + stream.output
+    expected = transformers_logits(folder, tokens).log_softmax(dim=-1)[len(stream.prompt) - 1 : -1]
+    actual = np.stack([dense_logprobs(report, VOCAB_SIZE) for report in stream.logprobs])
+    assert not np.isnan(actual).any()
+    return float((torch.from_numpy(actual) - expected).abs().max())
+
+
+def assert_greedy(folder: Path, stream: Stream) -> None:
+    """The output is what `transformers` would have generated."""
+    logits = transformers_logits(folder, stream.prompt + stream.output)
+    assert logits[len(stream.prompt) - 1 : -1].argmax(dim=-1).tolist() == stream.output

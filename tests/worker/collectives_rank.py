@@ -1,9 +1,5 @@
-"""One rank of `test_parallel`'s collectives: the same random calls through each backend, results to a file.
-
-Usage: collectives_rank.py RANK SIZE FOLDER SEED BACKEND…
-       collectives_rank.py RANK SIZE FOLDER die BACKEND        rank SIZE - 1 kills itself; the others exit with 7
-
-A BACKEND is "gloo" or "shared", or "auto=gloo" and the like: what to ask for and what must come of it.
+"""What single ranks do in tests of the collectives. A backend is "gloo" or "shared", or what is asked for and what
+must come of it ("auto=gloo").
 """
 
 from __future__ import annotations
@@ -11,13 +7,12 @@ from __future__ import annotations
 import os
 import random
 import signal
-import sys
 import time
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from worker.driver import run_config
+from worker.ranks import Rank
 
 from trunkline.worker.errors import PeerLostError
 from trunkline.worker.parallel.collectives import TensorParallel
@@ -26,22 +21,30 @@ CALLS = 60
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def connect(rank: int, size: int, folder: Path, backend: str) -> TensorParallel:
-    rendezvous = f"file://{folder}/rendezvous-{backend}"
+def connect(rank: Rank, backend: str) -> TensorParallel:
+    """Meet the others, and see that nothing of the shared memory can stay behind."""
     asked, _, expected = backend.partition("=")
-    config = run_config(folder, rank=rank, tp=size, rendezvous=rendezvous, collectives=asked)
+    config = rank.config(Path(backend), collectives=asked)
     group = TensorParallel.connect(config, torch.device("cpu"))
     assert group.backend == (expected or asked)
-    assert group.minimum(size - rank) == 1
+    assert group.minimum(rank.size - rank.number) == 1
     mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/trunkline-" in line]
-    # Without a name once the first collective is over, so that nothing can stay behind.
     assert bool(mapped) == (group.backend == "shared")
-    assert all(line.endswith("(deleted)") for line in mapped)
+    assert all(line.endswith("(deleted)") for line in mapped), "without a name once the first collective is over"
     return group
 
 
-def random_results(group: TensorParallel, seed: int) -> list[Tensor]:
-    """Results of the same calls for every backend; what only rank 0 gets is empty elsewhere."""
+def random_results(rank: Rank, seed: int, *backends: str) -> list[list[Tensor]]:
+    """Return the results of the same random calls by each backend; what only rank 0 gets is empty elsewhere."""
+    results = []
+    for backend in backends:
+        group = connect(rank, backend)
+        results.append(_call_at_random(group, seed))
+        group.close()
+    return results
+
+
+def _call_at_random(group: TensorParallel, seed: int) -> list[Tensor]:
     shared, own = random.Random(seed), random.Random(f"{seed} {group.rank}")
     generator = torch.Generator().manual_seed(seed)
     results = []
@@ -66,7 +69,9 @@ def random_results(group: TensorParallel, seed: int) -> list[Tensor]:
     return results
 
 
-def wait_for_a_killed_rank(group: TensorParallel) -> None:
+def lose_the_last_rank(rank: Rank, backend: str) -> None:
+    """The last rank kills itself while the others wait for it; these exit with 7."""
+    group = connect(rank, backend)
     try:
         group.all_reduce(torch.ones(4))
         if group.rank == group.size - 1:
@@ -76,18 +81,3 @@ def wait_for_a_killed_rank(group: TensorParallel) -> None:
     except PeerLostError:
         # As the worker leaves, whose threads may hang when the interpreter shuts down.
         os._exit(7)
-
-
-def main() -> None:
-    rank, size, folder, what = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
-    torch.set_num_threads(1)
-    for backend in sys.argv[5:]:
-        group = connect(rank, size, folder, backend)
-        if what == "die":
-            wait_for_a_killed_rank(group)
-        torch.save(random_results(group, int(what)), folder / f"{backend}-{rank}.pt")
-        group.close()
-
-
-if __name__ == "__main__":
-    main()

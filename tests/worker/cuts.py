@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from worker.driver import VOCAB_SIZE, Driver, dense_logprobs, run_config
+from worker.ranks import Rank
 
 from trunkline.controller.messages import PromptLogprobs, StepResult
 from trunkline.kvstore.extents import OPEN_COUNT
@@ -175,3 +176,16 @@ def draw(rng: np.random.Generator, count: int) -> list[int]:
     """Random tokens."""
     tokens: list[int] = rng.integers(VOCAB_SIZE, size=count).tolist()
     return tokens
+
+
+def cut_on_rank(rank: Rank, folder: Path) -> list[Turn]:
+    """Return two turns of a session, between which its history is cut."""
+    runner = rank.load(folder, chunk_size=CHUNK, pool_blocks=BLOCKS)
+    rng = np.random.default_rng(4)
+    session = make_session(runner, make_driver(runner))
+    turns = [session.turn(draw(rng, 41), 5)]
+    session.cut((4, 25))
+    session.forget_output()
+    turns.append(session.turn(draw(rng, 9), 20))
+    runner.close()
+    return turns

@@ -145,7 +145,7 @@ class Modules:
         self._run([Stay(self, prompt, skip)], count)
 
     def stay(self, prompt: ModulePrompt) -> Stay:
-        """One that whoever asks sends to the rank, after the prompt was run."""
+        """Return a prompt that was run, to be sent to the rank by the test itself."""
         return Stay(self, prompt)
 
     def read_extents(self, parts: list[Part]) -> tuple[list[int], list[tuple[int, int, int, int, int]]]:

@@ -23,10 +23,10 @@ from worker.cuts import CHUNK, Logprobs
 from worker.driver import VOCAB_SIZE, Driver, dense_logprobs
 from worker.module_driver import ModulePrompt, Modules, Part, Text
 
-from trunkline.controller.config import EngineConfig
 from trunkline.controller.engine.engine import Engine
 from trunkline.controller.engine.events import CallTexts, EngineOutputs, Event, Ready
 from trunkline.controller.engine.integrity import check_integrity
+from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import ModulesCall, ModuleText, PromptLayout, StepResult
 from trunkline.controller.scheduling.module_calls import CallDone
 from trunkline.controller.sequences.sequence import Request

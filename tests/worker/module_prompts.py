@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
+from typing import Any
 
 import numpy as np
-from worker.cuts import draw
-from worker.module_driver import ModulePrompt, Part, Text
+from worker.cuts import BLOCKS, CHUNK, draw, make_driver
+from worker.module_driver import ModulePrompt, Modules, Part, Text
+from worker.ranks import Rank
 
 
 def random_texts(rng: np.random.Generator, count: int) -> list[Text]:
@@ -87,3 +90,21 @@ def _fill(rng: np.random.Generator, runs: list[tuple[int, list[int]]], start: in
     """Own tokens, perhaps fewer than there is room for."""
     if start < stop and rng.random() < 0.8:
         runs.append((start, draw(rng, int(rng.integers(1, stop - start + 1)))))
+
+
+def modules_on_rank(rank: Rank, folders: list[Path]) -> list[tuple[Any, ...]]:
+    """Return, for each checkpoint, texts, a chain of texts, and what the model said of these and of prompts."""
+    results = []
+    for folder in folders:
+        runner = rank.load(folder, chunk_size=CHUNK, pool_blocks=BLOCKS)
+        driver, rng = make_driver(runner), np.random.default_rng(4)
+        modules, chain = Modules(driver, random_texts(rng, 7)), Modules(driver, chain_texts(rng))
+        encoded = [{index: part.encode(index) for index in range(len(part.texts))} for part in (modules, chain)]
+        prompts = [random_prompt(rng, modules.texts) for _ in range(3)]
+        prompts += [ModulePrompt(prompt.parts[::-1], prompt.runs) for prompt in prompts]
+        modules.run(prompts, 6)
+        plain = chain_prompt(rng, chain.texts)
+        chain.run([plain], 6)
+        runner.close()
+        results.append((modules.texts, chain.texts, encoded, prompts, plain))
+    return results

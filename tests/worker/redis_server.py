@@ -50,6 +50,13 @@ class RedisServer:
             else:
                 return
 
+    def begin_anew(self) -> None:
+        """Hold nothing and take everything; start again after `kill`."""
+        if self._process is None:
+            self.start()
+        self.client().config_set("maxmemory", 0)
+        self.client().flushall()
+
     def client(self) -> redis.Redis:
         return redis.Redis.from_url(self.url)
 

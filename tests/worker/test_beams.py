@@ -3,34 +3,33 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
-from worker.beam_driver import Case, Search
-from worker.checkpoints import make_checkpoint
+from worker.beam_driver import (
+    BLOCKS,
+    CHUNK,
+    Case,
+    Search,
+    check,
+    expected_hypotheses,
+    run_cases,
+    search_on_rank,
+    with_likely_stops,
+)
 from worker.driver import VOCAB_SIZE, Driver, run_config
-from worker.search_rank import CHUNK_SIZE, run_cases
-from worker.test_parallel import run_ranks
+from worker.ranks import run_ranks
 
 from trunkline.controller.messages import BeamSearch
 from trunkline.kvstore.int32_codec import pack_int32
-from trunkline.router.messages import Hypothesis
 from trunkline.worker.batch.sequences import Sequence
 from trunkline.worker.errors import PlanError
-from trunkline.worker.messages import BeamSeat, Fork, Join, Sampling, StepPlan
+from trunkline.worker.messages import BeamPosition, Fork, Join, Sampling, StepPlan
 from trunkline.worker.runner import Runner
 from trunkline.worker.sampling.beams import BeamGroup, Scores
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("models") / "model")
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -43,45 +42,6 @@ def make_driver(folder: Path, chunk_size: int, kernels: str = "auto") -> Driver:
     runner = Runner.load(config, lambda *_: None)
     runner.pool.data.fill_(float("nan"))
     return Driver(runner.execute, num_blocks=400, chunk_size=chunk_size, seed=3)
-
-
-@cache
-def _model(folder: Path) -> Any:
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    return model.eval()
-
-
-def expected_hypotheses(folder: Path, case: Case) -> list[tuple[list[int], float]]:
-    """Output and score of each hypothesis, as `transformers` finds them."""
-    early: bool | str | None = case.spec.early_stopping
-    with torch.inference_mode():
-        found = _model(folder).generate(
-            torch.tensor([case.prompt]),
-            attention_mask=torch.ones(1, len(case.prompt), dtype=torch.int64),
-            num_beams=case.spec.width,
-            num_return_sequences=case.spec.width,
-            do_sample=False,
-            max_new_tokens=case.limit,
-            length_penalty=case.spec.length_penalty,
-            early_stopping="never" if early is None else early,
-            eos_token_id=list(case.stop_ids) or None,
-            pad_token_id=0,
-            return_dict_in_generate=True,
-            output_scores=True,
-        )
-    hypotheses = []
-    for sequence, score in zip(found.sequences.tolist(), found.sequences_scores.tolist(), strict=True):
-        output = sequence[len(case.prompt) :]
-        ends = [index for index, token in enumerate(output) if token in case.stop_ids]
-        hypotheses.append((output[: ends[0] + 1] if ends else output, score))
-    return hypotheses
-
-
-def with_likely_stops(folder: Path, case: Case) -> Case:
-    """The case with stop tokens that end hypotheses early: some of those that the search without them finds."""
-    free = expected_hypotheses(folder, case)
-    tokens = dict.fromkeys(output[2 + index] for index, (output, _) in enumerate(free))
-    return replace(case, stop_ids=tuple(tokens)[:3])
 
 
 ROUNDING = 1e-5
@@ -97,19 +57,11 @@ def is_equal(folder: Path, search: Search, case: Case) -> bool:
     return True
 
 
-def check(found: list[Hypothesis], expected: list[tuple[list[int], float]]) -> None:
-    assert len(found) == len(expected)
-    for ours, (tokens, score) in zip(found, expected, strict=True):
-        assert np.frombuffer(ours.tokens, dtype="<i4").tolist() == tokens
-        assert ours.score == pytest.approx(score, abs=1e-4)
-
-
 LENGTHS = (1, 17, 32, 45)
 """Of prompts: their ends lie at the end of a chunk and inside it, for every chunk size below."""
 
 
-@pytest.mark.parametrize("chunk_size", [4, 16, 64])
-@pytest.mark.parametrize("width", [2, 4, 6])
+@pytest.mark.parametrize(("width", "chunk_size"), [(2, 64), (4, 16), (6, 4)])
 def test_hypotheses_equal_transformers(folder: Path, width: int, chunk_size: int) -> None:
     driver = make_driver(folder, chunk_size)
     compared = 0
@@ -119,9 +71,14 @@ def test_hypotheses_equal_transformers(folder: Path, width: int, chunk_size: int
     assert compared >= len(LENGTHS) - 1
 
 
-@pytest.mark.parametrize("early_stopping", [True, False, None])
-@pytest.mark.parametrize("length_penalty", [0.6, 1.0, 2.0])
-@pytest.mark.parametrize("width", [2, 4, 6])
+@pytest.mark.parametrize(
+    ("width", "length_penalty", "early_stopping"),
+    [
+        (width, penalty, (True, False, None)[(i + j) % 3])
+        for i, width in enumerate((2, 4, 6))
+        for j, penalty in enumerate((0.6, 1.0, 2.0))
+    ],
+)
 def test_ends_equal_transformers(
     folder: Path, width: int, length_penalty: float, early_stopping: bool | None
 ) -> None:
@@ -137,9 +94,13 @@ def test_ends_equal_transformers(
     assert stops_met, "no hypothesis met an end token: the case tests nothing"
 
 
-@pytest.mark.parametrize("kernels", ["auto", "reference"])
 @pytest.mark.parametrize(
-    "sampling", [Sampling(temperature=0, logprobs=2), Sampling(seed=5), Sampling(temperature=0)]
+    ("sampling", "kernels"),
+    [
+        (Sampling(temperature=0, logprobs=2), "auto"),
+        (Sampling(seed=5), "reference"),
+        (Sampling(temperature=0), "auto"),
+    ],
 )
 def test_what_runs_beside_a_search_does_not_notice(folder: Path, kernels: str, sampling: Sampling) -> None:
     driver = make_driver(folder, 8, kernels)
@@ -151,8 +112,7 @@ def test_what_runs_beside_a_search_does_not_notice(folder: Path, kernels: str, s
     assert search.output[:20] == alone.output[:20]
 
 
-@pytest.mark.parametrize("resume_at", [1, 3, 8, 13])
-@pytest.mark.parametrize("length", [15, 16, 17])
+@pytest.mark.parametrize(("length", "resume_at"), [(15, 1), (16, 3), (17, 8), (16, 13), (15, 8)])
 def test_searches_come_back_after_a_preemption(folder: Path, resume_at: int, length: int) -> None:
     driver = make_driver(folder, 8)
     compared = False
@@ -163,20 +123,18 @@ def test_searches_come_back_after_a_preemption(folder: Path, resume_at: int, len
     assert compared
 
 
-def test_ranks_find_what_one_finds(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.processes
+def test_ranks_find_what_one_finds(folder: Path) -> None:
     cases = [
         with_likely_stops(folder, Case(prompt(length, seed=width), BeamSearch(width, 1.0, early), limit=10))
         for width, length, early in ((2, 16, True), (4, 21, False), (6, 7, None))
     ]
     cases[1] = replace(cases[1], beside=prompt(9, seed=4), sampling=Sampling(seed=3))
-    (tmp_path / "cases.msgpack").write_bytes(msgspec.msgpack.encode(cases))
-    assert run_ranks("search_rank.py", 2, tmp_path, str(folder)) == [0, 0]
-    data = (tmp_path / "found-2.msgpack").read_bytes()
-    found, outputs = msgspec.msgpack.decode(data, type=tuple[list[list[Hypothesis]], list[list[int]]])
+    found, outputs = run_ranks(search_on_rank, 2, folder, cases)[0]
     for hypotheses, case in zip(found, cases, strict=True):
         check(hypotheses, expected_hypotheses(folder, case))
     assert [len(output) for output in outputs] == [0, 10, 0] + [8] * 5
-    config = run_config(folder, chunk_size=CHUNK_SIZE, pool_blocks=1000)
+    config = run_config(folder, chunk_size=CHUNK, pool_blocks=BLOCKS)
     assert run_cases(Runner.load(config, lambda *_: None), cases)[1] == outputs
 
 
@@ -236,23 +194,27 @@ def test_beams_that_stay_change_no_table() -> None:
 
 def make_group(tables: list[list[int]], tokens: int) -> tuple[BeamGroup, list[Sequence]]:
     """A search whose beams have the block tables, `tokens` of each being computed."""
-    seats = [BeamSeat(1, index, len(tables)) for index in range(len(tables))]
+    positions = [BeamPosition(1, index, len(tables)) for index in range(len(tables))]
     members = [
-        Sequence(Join(10 + i, pack_int32(prompt(tokens)), 0, 3, pack_int32(table), Sampling(), seat=seats[i]))
+        Sequence(
+            Join(
+                10 + i, pack_int32(prompt(tokens)), 0, 3, pack_int32(table), Sampling(), beam_position=positions[i]
+            )
+        )
         for i, table in enumerate(tables)
     ]
-    group = BeamGroup(seats[0])
-    for member, seat in zip(members, seats, strict=True):
-        group.add(member, seat)
+    group = BeamGroup(positions[0])
+    for member, beam_position in zip(members, positions, strict=True):
+        group.add(member, beam_position)
     return group, members
 
 
 def test_copies_of_a_search_that_left_are_not_made(folder: Path) -> None:
     """Its blocks may belong to others by then."""
     runner = Runner.load(run_config(folder), lambda *_: None)
-    seats = [BeamSeat(5, index, 2, 0.0, 4) for index in range(2)]
-    join = Join(1, pack_int32(prompt(11)), 0, 11, pack_int32([3, 4]), Sampling(), seat=seats[0])
-    fork = Fork(1, 2, pack_int32([3, 6]), 0, seats[1])
+    positions = [BeamPosition(5, index, 2, 0.0, 4) for index in range(2)]
+    join = Join(1, pack_int32(prompt(11)), 0, 11, pack_int32([3, 4]), Sampling(), beam_position=positions[0])
+    fork = Fork(1, 2, pack_int32([3, 6]), 0, positions[1])
     runner.execute(StepPlan(1, 1, joins=[join], prefill=pack_int32([1, 0, 11, 0, 1]), forks=[fork]))
     before = runner.pool.data[6].clone()
     runner.execute(StepPlan(2, 1, leaves=pack_int32([1, 2])))
@@ -264,8 +226,8 @@ def test_copies_of_a_search_that_left_are_not_made(folder: Path) -> None:
     ("change", "message"),
     [
         ({"forks": []}, "search 5 has 1 of 3 beams"),
-        ({"forks": [1, 1]}, "cannot take seat 1 of 3"),
-        ({"forks": [1, 3]}, "cannot take seat 3 of 3"),
+        ({"forks": [1, 1]}, "cannot be beam 1 of 3"),
+        ({"forks": [1, 3]}, "cannot be beam 3 of 3"),
         ({"rows": [1, 2]}, r"of its beams, \[3\] are not in the batch"),
         ({"leaves": [2], "rows": [1, 3]}, "search 5 has ended"),
         ({"candidates": 2}, "2 of 2 candidates go on; 3 beams"),
@@ -274,10 +236,10 @@ def test_copies_of_a_search_that_left_are_not_made(folder: Path) -> None:
 def test_malformed_searches(folder: Path, change: dict[str, Any], message: str) -> None:
     runner = Runner.load(run_config(folder), lambda *_: None)
     count = change.get("candidates", 6)
-    seats = [BeamSeat(5, index, 3, 0.0, count) for index in range(4)]
-    join = Join(1, pack_int32(prompt(8)), 0, 8, pack_int32([3]), Sampling(), seat=seats[0])
+    positions = [BeamPosition(5, index, 3, 0.0, count) for index in range(4)]
+    join = Join(1, pack_int32(prompt(8)), 0, 8, pack_int32([3]), Sampling(), beam_position=positions[0])
     indices = change.get("forks", [1, 2])
-    forks = [Fork(1, 2 + place, pack_int32([3]), 0, seats[index]) for place, index in enumerate(indices)]
+    forks = [Fork(1, 2 + place, pack_int32([3]), 0, positions[index]) for place, index in enumerate(indices)]
     blocks = pack_int32([1, 1, 20, 2, 1, 21, 3, 1, 22])
     leaves, rows = pack_int32(change.get("leaves", [])), pack_int32(change.get("rows", []))
     plans = [

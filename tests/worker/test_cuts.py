@@ -15,15 +15,15 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache
-from worker.checkpoints import VARIANTS, make_checkpoint, make_variant
+from worker.checkpoints import ALIKE, MODELS, RELATIVE, Models, make_checkpoint, transformers_model, with_kernels
 from worker.cuts import (
     CHUNK,
     REPORT_ALL,
     CutSession,
     Logprobs,
     Turn,
+    cut_on_rank,
     draw,
     load,
     make_driver,
@@ -31,10 +31,8 @@ from worker.cuts import (
     reported,
     sampled_token,
 )
-from worker.test_equality import LAYOUTS
-from worker.test_parallel import run_ranks
+from worker.ranks import run_ranks
 
-from trunkline.kernels.native import library
 from trunkline.kvstore.int32_codec import pack_int32
 from trunkline.worker.errors import UnsupportedModelError
 from trunkline.worker.messages import Fork, Join
@@ -43,30 +41,16 @@ from trunkline.worker.model.layers import Ropes
 from trunkline.worker.model.sharding import Shard
 
 TOLERANCE = 1e-4
-LEARNED = ("GPT2", "OPT")
-RELATIVE = tuple(name for name, variant in VARIANTS.items() if not variant.model.startswith(LEARNED))
-ROPES = ("linear-rope", "llama3-rope", "yarn-rope")
 FAR = 2_000_000
 """A history index far beyond any model's maximum."""
-
-KERNELS = pytest.mark.parametrize(
-    "kernels",
-    [
-        "reference",
-        pytest.param(
-            "cpu", marks=pytest.mark.skipif(library() is None, reason="the compiled kernels are not installed")
-        ),
-    ],
-)
 
 
 class Judge:
     """`transformers` over KV whose rotations are embedded anew after each cut."""
 
     def __init__(self, folder: Path) -> None:
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        self._model = model.eval()
-        self._frequencies = _frequencies(model)
+        self._model = transformers_model(folder)
+        self._frequencies = _frequencies(self._model)
         self._rotated_at: list[int] = []
         """Position of each cached key's rotation."""
         self._keys: list[Tensor] = []
@@ -128,13 +112,6 @@ def _frequencies(model: Any) -> list[Tensor | None]:
     return [getattr(rotary, f"{kind}_inv_freq") for kind in config.layer_types]
 
 
-def make_model(folder: Path, name: str) -> Path:
-    """Room for 256 positions, where a family's biases are made for no more than its maximum."""
-    if name in LAYOUTS:
-        return make_checkpoint(folder, **LAYOUTS[name])
-    return make_variant(folder, name, **({"max_seq_len": 256} if name.startswith("mpt") else {}))
-
-
 def check(judge: Judge, turn: Turn) -> None:
     tokens, logprobs = turn
     expected = judge.read(tokens)
@@ -160,36 +137,28 @@ def cut_again_and_again(judge: Judge, session: CutSession, head: int, start: int
     check(judge, session.turn(draw(rng, 7), 5))
 
 
-@KERNELS
-@pytest.mark.parametrize("name", [*RELATIVE, *ROPES])
-def test_the_next_tokens_see_kept_kv_at_its_new_place(name: str, kernels: str, tmp_path: Path) -> None:
-    folder = make_model(tmp_path / name, name)
-    runner = load(folder, kernels=kernels)
-    assert runner.kernels.name == kernels
+@with_kernels(RELATIVE, soak=ALIKE)
+def test_the_next_tokens_see_kept_kv_at_its_new_place(name: str, kernels: str, models: Models) -> None:
+    runner = load(models(name), kernels=kernels)
     driver = make_driver(runner)
     for head, start in ((0, 0), (4, 4)):
-        cut_again_and_again(Judge(folder), make_session(runner, driver, start - head), head, start)
+        session = make_session(runner, driver, start - head)
+        cut_again_and_again(Judge(models(name)), session, head, start)
 
 
-@KERNELS
-@pytest.mark.parametrize("name", ["codellama", "pythia", "gemma3", "falcon-rw", "mpt-six-heads", "yarn-rope"])
-def test_history_may_count_far_beyond_the_models_maximum(name: str, kernels: str, tmp_path: Path) -> None:
-    folder = make_model(tmp_path / name, name)
-    runner = load(folder, kernels=kernels)
+@with_kernels(["gqa", "pythia", "gemma3", "falcon-rw", "mpt-six-heads", "yarn-rope"])
+def test_history_may_count_far_beyond_the_models_maximum(name: str, kernels: str, models: Models) -> None:
+    runner = load(models(name), kernels=kernels)
     driver = make_driver(runner)
-    cut_again_and_again(Judge(folder), make_session(runner, driver, FAR), 0, FAR)
-    cut_again_and_again(Judge(folder), make_session(runner, driver), 4, FAR + 5)
-    end = 2**31 - 200
-    cut_again_and_again(Judge(folder), make_session(runner, driver), 4, end)
+    for first, head, start in ((FAR, 0, FAR), (0, 4, FAR + 5), (0, 4, 2**31 - 200)):
+        cut_again_and_again(Judge(models(name)), make_session(runner, driver, first), head, start)
 
 
-@KERNELS
-@pytest.mark.parametrize("name", ["gqa", "falcon-rw"])
-def test_fifty_cuts_do_not_drift(name: str, kernels: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "kernels"), [("gqa", "reference"), ("falcon-rw", "auto")])
+def test_fifty_cuts_do_not_drift(name: str, kernels: str, models: Models) -> None:
     """What is kept loses nothing, however often what lies before it is dropped."""
-    folder = make_model(tmp_path / name, name)
-    runner = load(folder, kernels=kernels)
-    judge, session = Judge(folder), make_session(runner, make_driver(runner))
+    runner = load(models(name), kernels=kernels)
+    judge, session = Judge(models(name)), make_session(runner, make_driver(runner))
     rng = np.random.default_rng(8)
     check(judge, session.turn(draw(rng, 40), 1))
     for index in range(50):
@@ -198,9 +167,8 @@ def test_fifty_cuts_do_not_drift(name: str, kernels: str, tmp_path: Path) -> Non
         check(judge, session.turn(draw(rng, 9), 4))
 
 
-def test_the_judge_sees_a_place_that_is_one_off(tmp_path: Path) -> None:
+def test_the_judge_sees_a_place_that_is_one_off(folder: Path) -> None:
     """Keys embedded one position beside their place lead to something else by far more than the tolerance."""
-    folder = make_model(tmp_path / "gqa", "gqa")
     runner = load(folder)
     judge, session = Judge(folder), make_session(runner, make_driver(runner))
     rng = np.random.default_rng(9)
@@ -212,10 +180,9 @@ def test_the_judge_sees_a_place_that_is_one_off(tmp_path: Path) -> None:
     assert np.abs(logprobs - judge.read(tokens)).max() > 100 * TOLERANCE
 
 
-@KERNELS
-def test_samples_of_a_cut_session_read_its_kv_together(kernels: str, tmp_path: Path) -> None:
+@with_kernels(["gqa"])
+def test_samples_of_a_cut_session_read_its_kv_together(name: str, kernels: str, folder: Path) -> None:
     """A fork keeps its parent's extents; the rows share the items of shifted blocks."""
-    folder = make_model(tmp_path / "gqa", "gqa")
     runner = load(folder, kernels=kernels)
     driver = make_driver(runner)
     judge, session = Judge(folder), make_session(runner, driver)
@@ -249,20 +216,17 @@ def test_samples_of_a_cut_session_read_its_kv_together(kernels: str, tmp_path: P
         np.testing.assert_allclose(said, expected[len(prompt) - 1 :], rtol=0, atol=TOLERANCE)
 
 
-def test_ranks_cut_their_shards_alike(tmp_path: Path) -> None:
-    folder = make_model(tmp_path / "gqa", "gqa")
-    assert run_ranks("cut_rank.py", 2, tmp_path, str(folder)) == [0, 0]
+@pytest.mark.processes
+def test_ranks_cut_their_shards_alike(folder: Path) -> None:
     judge = Judge(folder)
-    for index in range(2):
-        with np.load(tmp_path / f"turn-{index}.npz") as stored:
-            check(judge, (stored["tokens"].tolist(), stored["logprobs"]))
+    for turn in run_ranks(cut_on_rank, 2, folder)[0]:
+        check(judge, turn)
         judge.cut((4, 25))
 
 
-def test_angles_are_exact_at_any_position(tmp_path: Path) -> None:
+def test_angles_are_exact_at_any_position(folder: Path) -> None:
     """Two rotations far out are as far apart as the same two at the start."""
-    shard = Shard(read_model_config(make_model(tmp_path / "gqa", "gqa")), 0, 1)
-    ropes = Ropes(shard, torch.device("cpu"))
+    ropes = Ropes(Shard(read_model_config(folder), 0, 1), torch.device("cpu"))
     near, far = (ropes.angles(torch.tensor([at, at + 7]), torch.float32)[0] for at in (0, 2**31 - 9))
     assert near is not None
     assert far is not None
@@ -270,12 +234,11 @@ def test_angles_are_exact_at_any_position(tmp_path: Path) -> None:
     torch.testing.assert_close(between[0], between[1], rtol=0, atol=1e-6)
 
 
-def test_what_depends_on_the_length_or_is_learned_does_not_shift(tmp_path: Path) -> None:
+def test_what_depends_on_the_length_or_is_learned_does_not_shift(models: Models, tmp_path: Path) -> None:
     """Scalings that change with the length are refused at load, learned positions are known not to shift."""
-    for name in VARIANTS:
-        config = read_model_config(make_model(tmp_path / name, name))
-        assert config.positions_shift == (name in RELATIVE), name
-    path = tmp_path / "codellama" / "config.json"
+    for name in MODELS:
+        assert read_model_config(models(name)).positions_shift == (name in RELATIVE), name
+    path = make_checkpoint(tmp_path / "model", "codellama") / "config.json"
     raw = json.loads(path.read_text())
     for kind in ("dynamic", "longrope"):
         path.write_text(json.dumps({**raw, "rope_parameters": {"rope_type": kind, "factor": 2.0}}))

@@ -136,11 +136,6 @@ def test_the_first_plan_is_as_large_as_a_step_can_be(limits: StepLimits) -> None
     assert second.rows is None, "the same rows go on"
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("model"))
-
-
 @pytest.mark.parametrize("limits", [(200, 24), (1024, 256)])
 def test_the_largest_steps_run_before_the_pool_is_made(
     limits: tuple[int, int], folder: Path, monkeypatch: pytest.MonkeyPatch

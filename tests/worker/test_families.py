@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,13 +13,10 @@ import pytest
 import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from worker.checkpoints import make_checkpoint
-from worker.test_equality import LAYOUTS
+from worker.checkpoints import Models, make_checkpoint
 
-from trunkline.worker.config import WorkerConfig, load_config
 from trunkline.worker.errors import (
     CheckpointError,
-    ConfigError,
     ModelError,
     ParallelismError,
     UnsupportedModelError,
@@ -35,8 +33,9 @@ def edit(folder: Path, **changes: Any) -> None:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return make_checkpoint(tmp_path / "model")
+def copy(folder: Path, tmp_path: Path) -> Path:
+    """A checkpoint that a test may damage."""
+    return shutil.copytree(folder, tmp_path / "model")
 
 
 def test_a_good_model(folder: Path) -> None:
@@ -78,10 +77,10 @@ def test_a_good_model(folder: Path) -> None:
         ({"attention_bias": True}, CheckpointError, "q_proj.bias"),
     ],
 )
-def test_bad_configs(folder: Path, changes: dict[str, Any], kind: type[Exception], message: str) -> None:
-    edit(folder, **changes)
+def test_bad_configs(copy: Path, changes: dict[str, Any], kind: type[Exception], message: str) -> None:
+    edit(copy, **changes)
     with pytest.raises(kind) as error:
-        check_model(folder, 1, "float32")
+        check_model(copy, 1, "float32")
     assert message in str(error.value)
 
 
@@ -94,27 +93,27 @@ def test_what_cannot_be_split(folder: Path, tp: int) -> None:
         assert "possible for this model: 1, 2, 4" in str(error.value)
 
 
-def test_bad_files(folder: Path, tmp_path: Path) -> None:
+def test_bad_files(copy: Path, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match="int8"):
-        check_model(folder, 1, "int8")
-    weights = folder / "model.safetensors"
+        check_model(copy, 1, "int8")
+    weights = copy / "model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-100])
     with pytest.raises(CheckpointError, match="cut off"):
-        check_model(folder, 1, "float32")
+        check_model(copy, 1, "float32")
     for start in (b"", b"version https://git-lfs.github.com/spec/v1", (2).to_bytes(8, "little") + b"[]"):
         weights.write_bytes(start)
         with pytest.raises(CheckpointError, match=r"not a whole|malformed"):
-            check_model(folder, 1, "float32")
+            check_model(copy, 1, "float32")
     weights.unlink()
     with pytest.raises(CheckpointError, match="neither"):
-        check_model(folder, 1, "float32")
+        check_model(copy, 1, "float32")
     with pytest.raises(ModelError, match="not a model folder"):
         check_model(tmp_path / "nowhere", 1, "float32")
-    (folder / "config.json").write_text("{")
+    (copy / "config.json").write_text("{")
     with pytest.raises(ModelError, match="not valid JSON"):
-        check_model(folder, 1, "float32")
-    sharded = make_checkpoint(tmp_path / "sharded", shard_size="20KB")
+        check_model(copy, 1, "float32")
+    sharded = make_checkpoint(tmp_path / "sharded", "sharded")
     check_model(sharded, 1, "float32")
     sorted(sharded.glob("*.safetensors"))[1].unlink()
     with pytest.raises(CheckpointError, match=r"1 of \d+ weight files are missing: model-00002"):
@@ -122,8 +121,8 @@ def test_bad_files(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["gqa", "linear-rope", "llama3-rope", "yarn-rope"])
-def test_inverse_frequencies_equal_transformers(name: str, tmp_path: Path) -> None:
-    folder = make_checkpoint(tmp_path / name, **LAYOUTS[name])
+def test_inverse_frequencies_equal_transformers(name: str, models: Models) -> None:
+    folder = models(name)
     rope = read_model_config(folder).attention[0].rope
     assert rope is not None
     if rope.kind == "default":
@@ -135,43 +134,17 @@ def test_inverse_frequencies_equal_transformers(name: str, tmp_path: Path) -> No
     assert rope.attention_factor == pytest.approx(factor)
 
 
-def test_older_rope_form(folder: Path) -> None:
-    edit(folder, rope_parameters=None, rope_theta=777.0, rope_scaling={"type": "linear", "factor": 2.0})
-    rope = read_model_config(folder).attention[0].rope
+def test_older_rope_form(copy: Path) -> None:
+    edit(copy, rope_parameters=None, rope_theta=777.0, rope_scaling={"type": "linear", "factor": 2.0})
+    rope = read_model_config(copy).attention[0].rope
     assert rope is not None
     assert (rope.kind, rope.factor, rope.theta) == ("linear", 2.0, 777.0)
 
 
+@pytest.mark.processes
 def test_preflight_needs_no_torch(folder: Path) -> None:
     code = (
         "import sys, pathlib; from trunkline.worker.model.families import check_model;"
         f"check_model(pathlib.Path({str(folder)!r}), 1, 'float32'); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_worker_config(tmp_path: Path) -> None:
-    good = {"model": "m", "plan_endpoint": "ipc://a", "report_endpoint": "ipc://b", "pool_blocks": 9}
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(good))
-    assert load_config(path) == WorkerConfig(**good)  # type: ignore[arg-type]
-    for change, message in (
-        ({"rank": 1}, r"rank is 1; it must be in \[0, 1\)"),
-        ({"tp": 2}, "need a rendezvous"),
-        ({"device": "tpu"}, "allowed: cpu, cuda"),
-        ({"device": "cuda"}, "gpu is not given"),
-        ({"gpu": -1}, "gpu is -1"),
-        ({"gpu_memory_fraction": 0}, "gpu_memory_fraction is 0"),
-        ({"gpu_memory_fraction": 1.01}, "at most 1"),
-        ({"dtype": "int8"}, "allowed: float32"),
-        ({"chunk_size": 0}, "1 to 1024 tokens"),
-        ({"pool_blocks": 0}, "pool_blocks or kv_memory_bytes"),
-        ({"threads": 0}, "threads is 0"),
-        ({"colour": "red"}, "colour"),
-        ({"model": 3}, "Expected `str`"),
-    ):
-        path.write_text(json.dumps({**good, **change}))
-        with pytest.raises(ConfigError, match=message):
-            load_config(path)
-    with pytest.raises(ConfigError, match="No such file"):
-        load_config(tmp_path / "none.json")

@@ -11,9 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.models.falcon.modeling_falcon import build_alibi_tensor
 from transformers.models.mpt import modeling_mpt
-from worker.checkpoints import make_variant
+from worker.checkpoints import Models, largest_difference, make_checkpoint
 from worker.driver import generate, run_config
-from worker.test_equality import largest_difference
 
 from trunkline.worker.errors import CheckpointError, ModelError, ParallelismError, UnsupportedModelError
 from trunkline.worker.model.alibi import bloom_slopes, mpt_slopes
@@ -21,185 +20,8 @@ from trunkline.worker.model.families import check_model, check_parallelism, read
 from trunkline.worker.model.model_config import LayerAttention, ModelConfig, RopeConfig
 from trunkline.worker.runner import Runner
 
-# As they are on the hub, but for what nobody reads.
-HUB: dict[str, dict[str, Any]] = {
-    "gpt2": {
-        "architectures": ["GPT2LMHeadModel"],
-        "activation_function": "gelu_new",
-        "layer_norm_epsilon": 1e-05,
-        "n_ctx": 1024,
-        "n_embd": 768,
-        "n_head": 12,
-        "n_layer": 12,
-        "n_positions": 1024,
-        "vocab_size": 50257,
-    },
-    "opt-350m": {
-        "architectures": ["OPTForCausalLM"],
-        "_remove_final_layer_norm": False,
-        "activation_function": "relu",
-        "do_layer_norm_before": False,
-        "ffn_dim": 4096,
-        "hidden_size": 1024,
-        "max_position_embeddings": 2048,
-        "num_attention_heads": 16,
-        "num_hidden_layers": 24,
-        "torch_dtype": "float16",
-        "vocab_size": 50272,
-        "word_embed_proj_dim": 512,
-    },
-    "mistral-7b-v0.1": {
-        "architectures": ["MistralForCausalLM"],
-        "hidden_act": "silu",
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "max_position_embeddings": 32768,
-        "num_attention_heads": 32,
-        "num_hidden_layers": 32,
-        "num_key_value_heads": 8,
-        "rms_norm_eps": 1e-05,
-        "rope_theta": 10000.0,
-        "sliding_window": 4096,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        "vocab_size": 32000,
-    },
-    "mixtral-8x7b": {
-        "architectures": ["MixtralForCausalLM"],
-        "hidden_act": "silu",
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "max_position_embeddings": 32768,
-        "num_attention_heads": 32,
-        "num_experts_per_tok": 2,
-        "num_hidden_layers": 32,
-        "num_key_value_heads": 8,
-        "num_local_experts": 8,
-        "rms_norm_eps": 1e-05,
-        "rope_theta": 1000000.0,
-        "sliding_window": None,
-        "vocab_size": 32000,
-    },
-    "qwen2.5-7b": {
-        "architectures": ["Qwen2ForCausalLM"],
-        "hidden_act": "silu",
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "max_position_embeddings": 131072,
-        "max_window_layers": 28,
-        "num_attention_heads": 28,
-        "num_hidden_layers": 28,
-        "num_key_value_heads": 4,
-        "rms_norm_eps": 1e-06,
-        "rope_theta": 1000000.0,
-        "sliding_window": 131072,
-        "tie_word_embeddings": False,
-        "use_sliding_window": False,
-        "vocab_size": 152064,
-    },
-    "pythia-1.4b": {
-        "architectures": ["GPTNeoXForCausalLM"],
-        "hidden_act": "gelu",
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "layer_norm_eps": 1e-05,
-        "max_position_embeddings": 2048,
-        "num_attention_heads": 16,
-        "num_hidden_layers": 24,
-        "rotary_emb_base": 10000,
-        "rotary_pct": 0.25,
-        "tie_word_embeddings": False,
-        "use_parallel_residual": True,
-        "vocab_size": 50304,
-    },
-    "falcon-7b": {
-        "architectures": ["FalconForCausalLM"],
-        "alibi": False,
-        "bias": False,
-        "hidden_size": 4544,
-        "layer_norm_epsilon": 1e-05,
-        "multi_query": True,
-        "new_decoder_architecture": False,
-        "num_attention_heads": 71,
-        "num_hidden_layers": 32,
-        "parallel_attn": True,
-        "vocab_size": 65024,
-    },
-    "falcon-40b": {
-        "architectures": ["FalconForCausalLM"],
-        "alibi": False,
-        "bias": False,
-        "hidden_size": 8192,
-        "layer_norm_epsilon": 1e-05,
-        "new_decoder_architecture": True,
-        "num_attention_heads": 128,
-        "num_hidden_layers": 60,
-        "num_kv_heads": 8,
-        "parallel_attn": True,
-        "vocab_size": 65024,
-    },
-    "mpt-7b": {
-        "architectures": ["MPTForCausalLM"],
-        "attn_config": {
-            "alibi": True,
-            "alibi_bias_max": 8,
-            "attn_impl": "torch",
-            "clip_qkv": None,
-            "qk_ln": False,
-        },
-        "d_model": 4096,
-        "expansion_ratio": 4,
-        "learned_pos_emb": True,
-        "logit_scale": None,
-        "max_seq_len": 2048,
-        "n_heads": 32,
-        "n_layers": 32,
-        "no_bias": True,
-        "vocab_size": 50432,
-    },
-    "gemma-2-2b": {
-        "architectures": ["Gemma2ForCausalLM"],
-        "attention_bias": False,
-        "attn_logit_softcapping": 50.0,
-        "final_logit_softcapping": 30.0,
-        "head_dim": 256,
-        "hidden_act": "gelu_pytorch_tanh",
-        "hidden_activation": "gelu_pytorch_tanh",
-        "hidden_size": 2304,
-        "intermediate_size": 9216,
-        "max_position_embeddings": 8192,
-        "num_attention_heads": 8,
-        "num_hidden_layers": 26,
-        "num_key_value_heads": 4,
-        "query_pre_attn_scalar": 256,
-        "rms_norm_eps": 1e-06,
-        "rope_theta": 10000.0,
-        "sliding_window": 4096,
-        "vocab_size": 256000,
-    },
-    "gemma-3-1b": {
-        "architectures": ["Gemma3ForCausalLM"],
-        "attention_bias": False,
-        "attn_logit_softcapping": None,
-        "final_logit_softcapping": None,
-        "head_dim": 256,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "hidden_size": 1152,
-        "intermediate_size": 6912,
-        "max_position_embeddings": 32768,
-        "num_attention_heads": 4,
-        "num_hidden_layers": 26,
-        "num_key_value_heads": 1,
-        "query_pre_attn_scalar": 256,
-        "rms_norm_eps": 1e-06,
-        "rope_local_base_freq": 10000,
-        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
-        "rope_theta": 1000000,
-        "sliding_window": 512,
-        "sliding_window_pattern": 6,
-        "vocab_size": 262144,
-    },
-}
+HUB: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "hub_configs.json").read_text())
+"""Configurations as they are on the hub, without the fields that have no effect here."""
 
 
 def read(tmp_path: Path, name: str, **changes: Any) -> ModelConfig:
@@ -387,19 +209,20 @@ def rewrite(folder: Path, rename: dict[str, str], **extra: torch.Tensor) -> None
         ("pythia", "gpt_neox.", ""),
     ],
 )
-def test_names_without_the_usual_prefix(variant: str, prefix: str, other: str, tmp_path: Path) -> None:
+def test_names_without_the_usual_prefix(
+    variant: str, prefix: str, other: str, models: Models, tmp_path: Path
+) -> None:
     """And with the buffers that old versions of `transformers` saved, which are no weights."""
-    folder = make_variant(tmp_path / "model", variant)
-    untouched = make_variant(tmp_path / "untouched", variant)
+    folder = make_checkpoint(tmp_path / "model", variant)
     mask = torch.ones(1, 1, 64, 64, dtype=torch.uint8)
     rewrite(folder, {prefix: other}, **{f"{other}h.0.attn.bias": mask})
     runner = Runner.load(run_config(folder), lambda *_: None)
     for stream in generate(runner):
-        assert largest_difference(untouched, stream) <= 1e-4
+        assert largest_difference(models(variant), stream) <= 1e-4
 
 
 def test_weights_that_are_no_floats(tmp_path: Path) -> None:
-    folder = make_variant(tmp_path / "model", "gpt2")
+    folder = make_checkpoint(tmp_path / "model", "gpt2")
     path = folder / "model.safetensors"
     tensors = load_file(path)
     tensors["transformer.wte.weight"] = tensors["transformer.wte.weight"].to(torch.int8)

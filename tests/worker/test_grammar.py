@@ -6,7 +6,6 @@ import functools
 import json
 import random
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,6 +13,7 @@ import jsonschema_rs
 import psutil
 import pytest
 import torch
+from seeds import seeds
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from worker.grammar_driver import STOP, Grammars, V, allowed
@@ -26,6 +26,7 @@ from trunkline.worker.errors import PlanError
 from trunkline.worker.grammar.compiler import GrammarStore
 from trunkline.worker.sampling.sampler import Sampler
 
+pytestmark = pytest.mark.processes
 CPU: Final = torch.device("cpu")
 
 SCHEMA: Final = {
@@ -55,13 +56,6 @@ def text_of(row: Sequence) -> str:
     output = [one for one in row.tokens[row.prompt_len :] if one != STOP]
     found: str = tokenizer().decode(output, skip_special_tokens=True)
     return found
-
-
-@pytest.fixture(scope="module")
-def grammars() -> Iterator[Grammars]:
-    store = GrammarStore(DEMO_FOLDER, V)
-    yield Grammars(store)
-    store.close()
 
 
 @functools.cache
@@ -124,8 +118,9 @@ def random_schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
     return simple.get(kind, {"type": kind})
 
 
-def test_outputs_are_valid_for_random_schemas_all_in_one_batch(grammars: Grammars) -> None:
-    rng = random.Random(11)
+@pytest.mark.parametrize("seed", seeds(1))
+def test_outputs_are_valid_for_random_schemas_all_in_one_batch(grammars: Grammars, seed: int) -> None:
+    rng = random.Random(seed)
     schemas = [random_schema(rng) for _ in range(20)] + [SCHEMA, {"type": "array"}, {"type": "object"}]
     schemas += [{"type": "string", "pattern": p} for p in ('^[^a"]{3,6}$', r"^.{2,5}\W$", r"^\S{1,5} \S{1,5}$")]
     schemas += [{"type": "string", "maxLength": n} for n in (3, 30, 300)]
@@ -178,6 +173,15 @@ def test_json_is_written_as_json_dumps_does(grammars: Grammars, kind: str) -> No
         assert not accepts(grammars, kind, text, front + run + json.dumps(DOCUMENTS[0])[8:])
 
 
+def test_characters_before_hexadecimal_digits_are_kept(grammars: Grammars) -> None:
+    """xgrammar reads as many digits of an escape as there are: "ß" before "e" became another character."""
+    for text in ("größe", "a\\xdfe", "日本a", "😀a", "Ābc"):
+        schema = {"type": "object", "properties": {text: {"enum": [text]}}, "required": [text]}
+        assert accepts(grammars, "json_schema", json.dumps(schema), json.dumps({text: text}, ensure_ascii=False))
+        assert accepts(grammars, "choice", json.dumps([text, "\x01a"]), text)
+    assert accepts(grammars, "choice", '["\\u0001a", "x"]', "\x01a")
+
+
 def test_tags_may_say_how_much_white_space_they_have(grammars: Grammars) -> None:
     format_ = {"type": "json_schema", "json_schema": SCHEMA, "max_whitespace_cnt": 3}
     text = json.dumps({"type": "structural_tag", "format": format_})
@@ -186,16 +190,13 @@ def test_tags_may_say_how_much_white_space_they_have(grammars: Grammars) -> None
     assert not accepts(grammars, "structural_tag", text, written.replace(",   ", ",    "))
 
 
-@pytest.mark.parametrize("kind", ["json_schema", "structural_tag"])
-def test_very_wide_objects_have_white_space(grammars: Grammars, kind: str) -> None:
-    """Compact, they would take minutes to compile."""
-    schema: dict[str, Any] = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(1500)}}
-    text = json.dumps(schema)
-    if kind == "structural_tag":
-        text = json.dumps(
-            {"type": kind, "format": {"type": "json_schema", "json_schema": schema}}, separators=(",", ":")
-        )
-    assert accepts(grammars, kind, text, '{"p0":"x",\n"p7": "y"}')
+def test_very_wide_objects_have_white_space(grammars: Grammars) -> None:
+    """Compact, they would take minutes to compile. In a structural tag, too."""
+    schema: dict[str, Any] = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(500)}}
+    tag = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": schema}}
+    for kind, whole in (("json_schema", schema), ("structural_tag", tag)):
+        text = json.dumps(whole, separators=(",", ":"))
+        assert accepts(grammars, kind, text, '{"p0":"x",\n"p7": "y"}')
 
 
 def test_objects_without_named_properties_are_free(grammars: Grammars) -> None:
@@ -210,23 +211,22 @@ def test_objects_without_named_properties_are_free(grammars: Grammars) -> None:
     assert any(found[10:])
 
 
-@pytest.mark.parametrize(
-    "pattern",
-    [
-        r"[a-z]{3,5}-\d+",
-        r"(yes|no|maybe)( indeed)?",
-        r"[^x]{4}é[α-ω]{2}",
-        r"\w{1,9}@\w{1,9}\.(com|org)",
-        r"(ab|a)*c",
-        r"😀{1,3}",
-    ],
+PATTERNS: Final = (
+    r"[a-z]{3,5}-\d+",
+    r"(yes|no|maybe)( indeed)?",
+    r"[^x]{4}é[α-ω]{2}",
+    r"\w{1,9}@\w{1,9}\.(com|org)",
+    r"(ab|a)*c",
+    r"😀{1,3}",
 )
-def test_outputs_match_regular_expressions(grammars: Grammars, pattern: str) -> None:
-    grammar = grammars.add("regex", pattern)
-    rows = [grammars.row(grammar) for _ in range(8)]
-    generate(grammars.store, rows)
-    for row in rows:
-        assert re.fullmatch(pattern, text_of(row), re.ASCII | re.DOTALL), text_of(row)
+
+
+def test_outputs_match_regular_expressions(grammars: Grammars) -> None:
+    rows = {pattern: [grammars.row(grammars.add("regex", pattern)) for _ in range(6)] for pattern in PATTERNS}
+    generate(grammars.store, [row for own in rows.values() for row in own])
+    for pattern, own in rows.items():
+        for row in own:
+            assert re.fullmatch(pattern, text_of(row), re.ASCII | re.DOTALL), text_of(row)
 
 
 def test_outputs_are_one_of_the_choices(grammars: Grammars) -> None:
@@ -377,16 +377,12 @@ def test_forgotten_grammars_are_not_reported_and_not_followed(grammars: Grammars
         Sampler(V, CPU).sample(torch.zeros(1, V), [row], changed=True)
 
 
-def test_a_store_that_nobody_asks_starts_nothing() -> None:
+def test_a_model_without_a_tokenizer_has_no_grammars(tmp_path: Path) -> None:
+    """Nothing is started before the first grammar."""
     before = len(psutil.Process().children())
-    store = GrammarStore(Path("nowhere"), V)
+    store = GrammarStore(tmp_path, V)
     assert not store.pending
     assert store.poll() == []
     assert len(psutil.Process().children()) == before
-    store.close()
-
-
-def test_a_model_without_a_tokenizer_has_no_grammars(tmp_path: Path) -> None:
-    store = GrammarStore(tmp_path, V)
     assert "on this server" in Grammars(store).problem("regex", "a")
     store.close()

@@ -10,7 +10,6 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from worker.checkpoints import make_checkpoint
 from worker.driver import VOCAB_SIZE, Driver, run_config
 
 from trunkline.kernels.load import load_kernels
@@ -19,7 +18,6 @@ from trunkline.kvstore.extents import SlotId
 from trunkline.kvstore.int32_codec import Int32Array, pack_int32, unpack_int32
 from trunkline.kvstore.names import ChunkName
 from trunkline.kvstore.tier import SlotKey, Tier
-from trunkline.worker.config import load_config
 from trunkline.worker.errors import ConfigError, PlanError
 from trunkline.worker.messages import Join, Sampling, StepPlan
 from trunkline.worker.runner import Runner
@@ -209,11 +207,6 @@ def test_measuring_changes_nothing(make_pool: MakePool) -> None:
 # --- in a runner
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("models") / "model")
-
-
 @pytest.mark.parametrize("kernels", ["auto", "reference"])
 def test_a_sequence_goes_on_from_what_was_swapped(folder: Path, kernels: str) -> None:
     """Out with its blocks overwritten, in again to others: the same numbers, bit by bit, as without."""
@@ -266,12 +259,6 @@ def test_a_runner_without_a_host_pool_moves_nothing(folder: Path) -> None:
         Driver(runner.execute, num_blocks=64, chunk_size=8).send(saves=pack_int32([0, 0, 1]))
 
 
-def test_too_little_memory_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_too_little_memory_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match="no room for a single block"):
         Runner.load(run_config(folder, host_memory_bytes=100), lambda *_: None)
-    path = tmp_path / "config.json"
-    path.write_text(
-        '{"model": "x", "plan_endpoint": "", "report_endpoint": "", "pool_blocks": 1,"host_memory_bytes": -1}'
-    )
-    with pytest.raises(ConfigError, match="host_memory_bytes is -1"):
-        load_config(path)

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from simulation.driver import Simulation
 
-from trunkline.controller.config import EngineConfig
+from trunkline.controller.engine_config import EngineConfig
 from trunkline.worker.messages import StepPlan
 
 

@@ -7,13 +7,14 @@ positions (Prompt Cache §3; theorems 1, 3, 4 and 5 of the specification).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from msgspec.structs import replace
+from worker.checkpoints import Models
 from worker.cuts import draw
 from worker.module_driver import ModulePrompt, Part, Text
 from worker.module_group import (
@@ -28,9 +29,8 @@ from worker.module_group import (
 )
 from worker.module_prompts import random_prompt, random_texts
 from worker.redis_server import RedisServer
-from worker.test_modules import make_model
 
-from trunkline.controller.config import EngineConfig
+from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.tiers.costs import StepCosts
 from trunkline.kvstore.tier import TierKind
 from trunkline.router import pml
@@ -40,42 +40,57 @@ SAME = 1e-5
 """Of log-probabilities that come from the same KV."""
 POSITIONS = {"gqa": True, "gpt2": False, "falcon-rw": True, "mpt": True, "gemma3": True}
 """Families by whether their KV may stand elsewhere."""
-families = pytest.mark.parametrize("name", ["gqa", "gpt2", "mpt"])
 HOST_BYTES = 1 << 22
-
-
-@pytest.fixture
-def groups() -> Iterator[list[ModuleGroup]]:
-    """Those that are to be closed."""
-    made: list[ModuleGroup] = []
-    yield made
-    for group in made:
-        group.close()
 
 
 class Bench:
     """A model, its judge, and groups that serve it."""
 
-    def __init__(self, folder: Path, name: str, groups: list[ModuleGroup]) -> None:
-        self.model = make_model(folder / name, name)
-        self.judge = LayoutJudge(self.model)
-        self.engine = replace(ENGINE, positions_shift=POSITIONS[name])
-        self._groups = groups
+    def __init__(self, model: Path, engine: EngineConfig) -> None:
+        self.model = model
+        self.judge = LayoutJudge(model)
+        self.engine = engine
+        self._groups: list[ModuleGroup] = []
 
     def serve(self, engine: dict[str, Any] | None = None, **worker: Any) -> ModuleGroup:
-        limits: EngineConfig = replace(self.engine, **(engine or {}))
-        self._groups.append(ModuleGroup(self.model, limits, **worker))
+        self._groups.append(ModuleGroup(self.model, replace(self.engine, **(engine or {})), **worker))
         return self._groups[-1]
 
-    def stop(self, group: ModuleGroup) -> None:
-        self._groups.remove(group)
-        group.close()
+    def stop(self, *groups: ModuleGroup) -> None:
+        """Close groups; all of them if none are given."""
+        for group in groups or tuple(self._groups):
+            self._groups.remove(group)
+            group.close()
+
+
+MakeBench = Callable[[str], Bench]
 
 
 @pytest.fixture
-def bench(tmp_path: Path, groups: list[ModuleGroup]) -> Bench:
+def make_bench(models: Models) -> Iterator[MakeBench]:
+    """Makes benches by the name of their model."""
+    made: list[Bench] = []
+
+    def make(name: str) -> Bench:
+        made.append(Bench(models(name), replace(ENGINE, positions_shift=POSITIONS[name])))
+        return made[-1]
+
+    yield make
+    for bench in made:
+        bench.stop()
+
+
+@pytest.fixture
+def bench(make_bench: MakeBench) -> Bench:
     """Of a model with rotary positions."""
-    return Bench(tmp_path, "gqa", groups)
+    return make_bench("gqa")
+
+
+@pytest.fixture
+def tiers(tmp_path: Path) -> dict[str, Any]:
+    """Fields of a group with a host pool, and a disk below it that outlives the group."""
+    slab, index = tmp_path / "slab", tmp_path / "index.sqlite"
+    return {"host_memory_bytes": HOST_BYTES, "disk_path": str(slab), "disk_bytes": 1 << 23, "index": index}
 
 
 def random_prompts(seed: int, schemas: int, count: int) -> list[Prompt]:
@@ -114,11 +129,9 @@ PRESSURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         for pressure in PRESSURES
     ],
 )
-def test_answers_are_those_of_a_masked_forward(
-    name: str, pressure: str, tmp_path: Path, groups: list[ModuleGroup]
-) -> None:
+def test_answers_are_those_of_a_masked_forward(name: str, pressure: str, make_bench: MakeBench) -> None:
     """Requests of several schemas at once, some with several samples, some without modules (theorem 4)."""
-    bench = Bench(tmp_path, name, groups)
+    bench = make_bench(name)
     engine, worker = PRESSURES[pressure]
     group = bench.serve(engine, **worker)
     prompts = random_prompts(1, schemas=3, count=4)
@@ -189,13 +202,10 @@ PROMPTS = [
 ]
 
 
-@families
-@pytest.mark.parametrize("scope", ["ancestors", "self"])
-def test_schemas_are_answered_as_they_are_written(
-    name: str, scope: Any, tmp_path: Path, groups: list[ModuleGroup]
-) -> None:
+@pytest.mark.parametrize(("name", "scope"), [("gqa", "ancestors"), ("gpt2", "self"), ("mpt", "ancestors")])
+def test_schemas_are_answered_as_they_are_written(name: str, scope: Any, make_bench: MakeBench) -> None:
     """From PML to log-probabilities: parameters, unions, modules within modules and such that are not cached."""
-    bench = Bench(tmp_path, name, groups)
+    bench = make_bench(name)
     schema = compile_schema(SCHEMA.format(appended="", scaffold=""), scope)
     group = bench.serve()
     answers = [group.submit_prompt(compile_prompt(schema, source), 10) for source in PROMPTS]
@@ -205,17 +215,15 @@ def test_schemas_are_answered_as_they_are_written(
     assert len({tuple(answer.tokens[0]) for answer in answers}) == len(answers)
 
 
-@families
-def test_a_scaffold_over_everything_is_a_plain_prefill(
-    name: str, tmp_path: Path, groups: list[ModuleGroup]
-) -> None:
+@pytest.mark.parametrize("name", ["gqa", "gpt2"])
+def test_a_scaffold_over_everything_is_a_plain_prefill(name: str, make_bench: MakeBench) -> None:
     """Theorem 1, from PML to the answer: the same as a request without modules."""
     source = """<schema name="all">Everything begins here, where nothing was before.
 <module name="a">A first module of some length.<module name="b">With one in it.</module>And an end.</module>
 <module name="c">Another that stands behind the first one, and is a bit longer than that one was.</module>
 Words between. <module name="d">The last.</module>
 <scaffold name="together" modules="a a/b c d"/></schema>"""
-    bench = Bench(tmp_path, name, groups)
+    bench = make_bench(name)
     schema = compile_schema(source)
     prompt = compile_prompt(schema, '<prompt schema="all"><a><b/></a><c/><d/>What follows?</prompt>')
     chain = sorted(schema.texts[i].position for i in schema.scaffolds[0].member_texts.values())
@@ -235,13 +243,10 @@ def same(actual: Answer, expected: Answer) -> None:
     np.testing.assert_allclose(actual.logprobs, expected.logprobs, rtol=0, atol=SAME)
 
 
-@families
-@pytest.mark.parametrize("scope", ["ancestors", "self"])
-def test_a_module_that_is_appended_leaves_the_others_valid(
-    name: str, scope: Any, tmp_path: Path, groups: list[ModuleGroup]
-) -> None:
+@pytest.mark.parametrize(("name", "scope"), [("gqa", "self"), ("gpt2", "ancestors")])
+def test_a_module_that_is_appended_leaves_the_others_valid(name: str, scope: Any, make_bench: MakeBench) -> None:
     """Theorem 3: nothing but the new module is computed, and what does not import it is answered as before."""
-    bench = Bench(tmp_path, name, groups)
+    bench = make_bench(name)
     before = compile_schema(SCHEMA.format(appended="", scaffold=""), scope)
     after = compile_schema(SCHEMA.format(appended=APPENDED, scaffold=""), scope)
     group = bench.serve()
@@ -268,28 +273,15 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StepCosts, "token_us", 1e6)
 
 
-@pytest.fixture
-def redis_server(tmp_path: Path) -> Iterator[RedisServer]:
-    server = RedisServer(tmp_path)
-    server.start()
-    yield server
-    server.kill()
-
-
-@families
+@pytest.mark.processes
+@pytest.mark.parametrize("name", ["gqa", "gpt2"])
 @pytest.mark.usefixtures("patience")
 def test_answers_are_the_same_from_every_tier(
-    name: str, tmp_path: Path, groups: list[ModuleGroup], redis_server: RedisServer
+    name: str, make_bench: MakeBench, tiers: dict[str, Any], redis_server: RedisServer
 ) -> None:
     """Theorem 5: nothing is computed but own tokens, wherever the texts come from, and after a restart."""
-    bench = Bench(tmp_path, name, groups)
-    tiers: dict[str, Any] = {
-        "host_memory_bytes": HOST_BYTES,
-        "disk_path": str(tmp_path / "slab"),
-        "disk_bytes": 1 << 23,
-        "index": tmp_path / "index.sqlite",
-        "remote_url": redis_server.url,
-    }
+    bench = make_bench(name)
+    tiers["remote_url"] = redis_server.url
     schema = compile_schema(SCHEMA.format(appended="", scaffold=""))
     prompts = [compile_prompt(schema, source) for source in PROMPTS]
     group = bench.serve(**tiers)
@@ -339,21 +331,22 @@ def two_places(rng: np.random.Generator, parent: int) -> tuple[Prompt, Prompt]:
     return as_prompt(near, one), as_prompt(far, two)
 
 
-@pytest.mark.parametrize("name", [name for name, shifts in POSITIONS.items() if shifts])
-@pytest.mark.parametrize("scope", ["ancestors", "self"])
-@pytest.mark.parametrize("from_disk", [False, True])
+@pytest.mark.parametrize(
+    ("name", "scope", "from_disk"),
+    [
+        ("gqa", "ancestors", False),
+        ("gqa", "self", True),
+        ("falcon-rw", "self", False),
+        ("mpt", "ancestors", True),
+        ("gemma3", "self", False),
+    ],
+)
 @pytest.mark.usefixtures("patience")
 def test_a_text_serves_another_schema_at_another_place(
-    name: str, scope: str, from_disk: bool, tmp_path: Path, groups: list[ModuleGroup]
+    name: str, scope: str, from_disk: bool, make_bench: MakeBench, tiers: dict[str, Any]
 ) -> None:
     """Moved by a shift: exact if it saw only itself; else as it was computed, right behind what it saw there."""
-    bench = Bench(tmp_path, name, groups)
-    tiers: dict[str, Any] = {
-        "host_memory_bytes": HOST_BYTES,
-        "disk_path": str(tmp_path / "slab"),
-        "disk_bytes": 1 << 22,
-        "index": tmp_path / "index.sqlite",
-    }
+    bench = make_bench(name)
     group = bench.serve(**(tiers if from_disk else {}))
     near, far = two_places(np.random.default_rng(4), -1 if scope == "self" else 0)
     bench.judge.check(group.ask(near))
@@ -370,10 +363,8 @@ def test_a_text_serves_another_schema_at_another_place(
         assert np.abs(off).max() > 10 * LayoutJudge.TOLERANCE, "the judge does not see where it was computed"
 
 
-def test_with_learned_positions_a_text_is_computed_for_each_place(
-    tmp_path: Path, groups: list[ModuleGroup]
-) -> None:
-    bench = Bench(tmp_path, "gpt2", groups)
+def test_with_learned_positions_a_text_is_computed_for_each_place(make_bench: MakeBench) -> None:
+    bench = make_bench("gpt2")
     group = bench.serve()
     for prompt in two_places(np.random.default_rng(4), -1):
         bench.judge.check(group.ask(prompt))

@@ -8,49 +8,34 @@ theorems are those of the specification of prompts with modules.
 from __future__ import annotations
 
 import itertools
-import pickle
 from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import pytest
 from worker.block_masks import BlockMaskedModel, TextJudge
-from worker.checkpoints import VARIANTS, make_checkpoint, make_variant, transformers_logits
+from worker.checkpoints import ALIKE, MODELS, RELATIVE, Models, transformers_logits, with_kernels
 from worker.cuts import CHUNK, Logprobs, draw, load, make_driver, reported, sampled_token
 from worker.driver import Driver
 from worker.module_driver import ModulePrompt, Modules, Part, Text
-from worker.module_prompts import chain_prompt, chain_texts, moved_prompt, random_prompt, random_texts
-from worker.test_cuts import KERNELS, RELATIVE, ROPES, TOLERANCE
-from worker.test_equality import LAYOUTS
-from worker.test_parallel import run_ranks
+from worker.module_prompts import (
+    chain_prompt,
+    chain_texts,
+    modules_on_rank,
+    moved_prompt,
+    random_prompt,
+    random_texts,
+)
+from worker.ranks import run_ranks
 
-from trunkline.kernels.native import library
 from trunkline.kvstore.extents import blocks_for
 from trunkline.kvstore.int32_codec import pack_int32
 from trunkline.worker.messages import Fork
 from trunkline.worker.runner import Runner
 
-NATIVE = pytest.mark.skipif(library() is None, reason="the compiled kernels are not installed")
-POSITIONS = 256
-"""Room in models that have a maximum."""
-KINDS = ("gqa", "gpt2", "opt", "falcon-rw", "mpt", "gemma3")
+TOLERANCE = 1e-4
+POSITIONS = ("gqa", "gpt2", "falcon-rw", "mpt", "gemma3")
 """Rotary, learned and linear positions, windows."""
-
-
-def families(*names: str) -> pytest.MarkDecorator:
-    """All these with the compiled kernels, one of each kind with the reference."""
-    native = [pytest.param(name, "cpu", marks=NATIVE) for name in names]
-    return pytest.mark.parametrize(
-        ("name", "kernels"), [*native, *((name, "reference") for name in KINDS if name in names)]
-    )
-
-
-def make_model(folder: Path, name: str) -> Path:
-    if name in LAYOUTS:
-        return make_checkpoint(folder, **LAYOUTS[name])
-    maximum = {"gpt2": "n_positions", "opt": "max_position_embeddings", "mpt": "max_seq_len"}
-    field = maximum.get(name.split("-")[0])
-    return make_variant(folder, name, **({field: POSITIONS} if field else {}))
 
 
 def near(actual: Logprobs, expected: Logprobs) -> None:
@@ -79,13 +64,11 @@ def make_modules(runner: Runner, texts: list[Text], piece: int = 7) -> tuple[Mod
     return modules, {index: modules.encode(index) for index in range(len(texts))}
 
 
-@families(*VARIANTS, "gqa", *ROPES)
-def test_cached_texts_are_a_masked_forward(name: str, kernels: str, tmp_path: Path) -> None:
+@with_kernels(MODELS, soak=ALIKE)
+def test_cached_texts_are_a_masked_forward(name: str, kernels: str, models: Models) -> None:
     """Several prompts of one schema side by side, their rows sharing its blocks (theorem 4)."""
-    folder = make_model(tmp_path / name, name)
-    runner = load(folder, kernels=kernels)
-    assert runner.kernels.name == kernels
-    model = BlockMaskedModel(folder)
+    runner = load(models(name), kernels=kernels)
+    model = BlockMaskedModel(models(name))
     for seed, piece in enumerate((7, 100)):
         rng = np.random.default_rng(seed)
         modules, encoded = make_modules(runner, random_texts(rng, 7), piece)
@@ -95,37 +78,33 @@ def test_cached_texts_are_a_masked_forward(name: str, kernels: str, tmp_path: Pa
             check(TextJudge(model, modules), prompt, encoded)
 
 
-@families(*RELATIVE, "gqa", *ROPES)
-def test_texts_that_see_only_themselves_act_at_any_place(name: str, kernels: str, tmp_path: Path) -> None:
+@with_kernels(RELATIVE, soak=ALIKE)
+def test_texts_that_see_only_themselves_act_at_any_place(name: str, kernels: str, models: Models) -> None:
     """Moved by a shift, exactly; even twice in one prompt (theorem 4, `encode_scope="self"`)."""
-    folder = make_model(tmp_path / name, name)
-    runner = load(folder, kernels=kernels)
     rng = np.random.default_rng(3)
     texts = [Text(draw(rng, count), int(rng.integers(0, 40))) for count in (5, 21, 1, 16)]
-    modules, encoded = make_modules(runner, texts)
+    modules, encoded = make_modules(load(models(name), kernels=kernels), texts)
     prompts = [moved_prompt(rng, texts) for _ in range(3)]
     modules.run(prompts, 6)
     for prompt in prompts:
-        check(TextJudge(BlockMaskedModel(folder), modules), prompt, encoded)
+        check(TextJudge(BlockMaskedModel(models(name)), modules), prompt, encoded)
 
 
-@families(*VARIANTS, "gqa", *ROPES)
-def test_one_chain_of_everything_is_a_plain_prefill(name: str, kernels: str, tmp_path: Path) -> None:
+@with_kernels(MODELS, soak=ALIKE)
+def test_one_chain_of_everything_is_a_plain_prefill(name: str, kernels: str, models: Models) -> None:
     """Theorem 1: each text sees all before it, nothing is left out, so nothing is masked."""
-    folder = make_model(tmp_path / name, name)
     rng = np.random.default_rng(5)
-    modules, encoded = make_modules(load(folder, kernels=kernels), chain_texts(rng))
+    modules, encoded = make_modules(load(models(name), kernels=kernels), chain_texts(rng))
     prompt = chain_prompt(rng, modules.texts)
     modules.run([prompt], 9)
-    check_plain(folder, modules.texts, encoded, prompt)
+    check_plain(models(name), modules.texts, encoded, prompt)
 
 
-@families(*KINDS)
-def test_the_order_of_modules_does_not_matter(name: str, kernels: str, tmp_path: Path) -> None:
+@with_kernels(POSITIONS)
+def test_the_order_of_modules_does_not_matter(name: str, kernels: str, models: Models) -> None:
     """Theorem 2: of the block table, and so of the prompt's references."""
     rng = np.random.default_rng(6)
-    runner = load(make_model(tmp_path / name, name), kernels=kernels)
-    modules, _ = make_modules(runner, random_texts(rng, 8))
+    modules, _ = make_modules(load(models(name), kernels=kernels), random_texts(rng, 8))
     prompt = random_prompt(rng, modules.texts)
     orders = [rng.permutation(len(prompt.parts)).tolist() for _ in range(5)]
     assert len(set(map(tuple, orders))) > 2
@@ -137,12 +116,12 @@ def test_the_order_of_modules_does_not_matter(name: str, kernels: str, tmp_path:
         np.testing.assert_allclose(other.rows, prompt.rows, rtol=0, atol=1e-5)
 
 
-def test_ranks_read_their_shards_alike(tmp_path: Path) -> None:
+@pytest.mark.processes
+def test_ranks_read_their_shards_alike(models: Models) -> None:
     """The three theorems with two ranks."""
-    folders = [make_model(tmp_path / name, name) for name in ("gqa", "gpt2", "mpt")]
-    assert run_ranks("module_rank.py", 2, tmp_path, *map(str, folders)) == [0, 0]
-    for folder in folders:
-        texts, chain, encoded, prompts, plain = pickle.loads((tmp_path / f"{folder.name}.pickle").read_bytes())
+    folders = [models(name) for name in ("gqa", "gpt2", "mpt")]
+    for folder, said in zip(folders, run_ranks(modules_on_rank, 2, folders)[0], strict=True):
+        texts, chain, encoded, prompts, plain = said
         modules = Modules(Driver(lambda _: None, num_blocks=0, chunk_size=CHUNK), texts)
         for prompt, reordered in zip(prompts[:3], prompts[3:], strict=True):
             check(TextJudge(BlockMaskedModel(folder), modules), prompt, encoded[0])
@@ -151,11 +130,11 @@ def test_ranks_read_their_shards_alike(tmp_path: Path) -> None:
         check_plain(folder, chain, encoded[1], plain)
 
 
-@families(*KINDS)
-def test_a_prompt_goes_on_from_any_own_token(name: str, kernels: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "kernels"), [*((name, "auto") for name in POSITIONS), ("gqa", "reference")])
+def test_a_prompt_goes_on_from_any_own_token(name: str, kernels: str, models: Models) -> None:
     """As after a preemption: what was computed of the own tokens is kept, in whichever run it ends."""
     rng = np.random.default_rng(8)
-    modules, _ = make_modules(load(make_model(tmp_path / name, name), kernels=kernels), random_texts(rng, 8))
+    modules, _ = make_modules(load(models(name), kernels=kernels), random_texts(rng, 8))
     prompt = random_prompt(rng, modules.texts)
     modules.run([prompt], 4)
     rows, output = np.array(prompt.rows), prompt.output
@@ -166,9 +145,8 @@ def test_a_prompt_goes_on_from_any_own_token(name: str, kernels: str, tmp_path: 
         np.testing.assert_allclose(prompt.rows, rows[skip:], rtol=0, atol=1e-5)
 
 
-def test_rows_read_a_shared_module_once(tmp_path: Path) -> None:
+def test_rows_read_a_shared_module_once(folder: Path) -> None:
     """Whatever its place in each row's table, and wherever it acts."""
-    folder = make_model(tmp_path / "gqa", "gqa")
     runner = load(folder, kernels="reference")
     rng = np.random.default_rng(9)
     texts = [Text(draw(rng, count), position) for position, count in ((0, 20), (30, 40), (80, 7), (90, 33))]
@@ -189,10 +167,9 @@ def test_rows_read_a_shared_module_once(tmp_path: Path) -> None:
     assert runner.kernels.counters.decode_tokens_read == layers * (shared * (generated - 1) + sum(own))
 
 
-@KERNELS
-def test_samples_of_a_prompt_keep_its_layout(kernels: str, tmp_path: Path) -> None:
+@with_kernels(["gqa"])
+def test_samples_of_a_prompt_keep_its_layout(name: str, kernels: str, folder: Path) -> None:
     """A fork reads the modules and the full own blocks of its parent; its tail is a copy."""
-    folder = make_model(tmp_path / "gqa", "gqa")
     rng = np.random.default_rng(10)
     modules, _ = make_modules(load(folder, kernels=kernels), random_texts(rng, 6))
     prompt = random_prompt(rng, modules.texts)
@@ -216,9 +193,8 @@ def test_samples_of_a_prompt_keep_its_layout(kernels: str, tmp_path: Path) -> No
         np.testing.assert_allclose(said, rows[own - 1 :], rtol=0, atol=1e-5)
 
 
-def test_the_judge_sees_a_place_that_is_one_off(tmp_path: Path) -> None:
+def test_the_judge_sees_a_place_that_is_one_off(folder: Path) -> None:
     """A module one position beside its place, or a token more that is seen, is far off."""
-    folder = make_model(tmp_path / "gqa", "gqa")
     rng = np.random.default_rng(11)
     texts = [Text(draw(rng, 20), 0), Text(draw(rng, 12), 20, 0)]
     modules, _ = make_modules(load(folder), texts)

@@ -1,128 +1,59 @@
-"""Tensor parallelism: real ranks give the logits of `transformers`; shared memory does what gloo does."""
+"""Tensor parallelism: shared memory does what gloo does, and whose fault a failed collective is."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import msgspec
 import pytest
 import torch
-from worker.checkpoints import make_checkpoint
-from worker.driver import Stream, run_config
-from worker.test_equality import LAYOUTS, largest_difference
+from seeds import seeds
+from worker.collectives_rank import lose_the_last_rank, random_results
+from worker.driver import run_config
+from worker.ranks import run_ranks
 
-from trunkline.controller.messages import TopLogprobs
 from trunkline.kernels.native import ISA_VARIABLE, LIBRARY_VARIABLE, library
-from trunkline.kernels.reference import ReferenceKernels
 from trunkline.kernels.shared_group import CollectiveMismatchError, PeerGoneError
 from trunkline.worker.backend_errors import of_collective
 from trunkline.worker.errors import ConfigError, PeerLostError, WorkerError
-from trunkline.worker.messages import Sampling
-from trunkline.worker.model.checkpoint import Shard, load_weights
-from trunkline.worker.model.families import check_model
 from trunkline.worker.parallel.collectives import TensorParallel
-
-TESTS = Path(__file__).parents[1]
-CASES = {2: ("mha", "gqa", "mqa-tied", "biases", "llama3-rope"), 4: ("mha", "gqa", "mqa-tied")}
-"""Head layouts with as many, fewer and far fewer KV heads than ranks; the vocabulary of 101 is padded."""
-
-
-def run_ranks(script: str, size: int, folder: Path, *arguments: str, **environment: str) -> list[int]:
-    """The exit codes of a script's ranks."""
-    command = [sys.executable, str(TESTS / "worker" / script)]
-    settings = {"PYTHONPATH": str(TESTS), "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1", **environment}
-    ranks = [
-        subprocess.Popen([*command, str(rank), str(size), str(folder), *arguments], env={**os.environ, **settings})
-        for rank in range(size)
-    ]
-    try:
-        return [rank.wait(timeout=120) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-
-
-@pytest.mark.parametrize("tp", [2, 4])
-def test_logits_equal_transformers(tp: int, tmp_path: Path) -> None:
-    folders = [make_checkpoint(tmp_path / name, **LAYOUTS[name]) for name in CASES[tp]]
-    assert run_ranks("parallel_rank.py", tp, tmp_path, *map(str, folders)) == [0] * tp
-    for folder in folders:
-        data = (tmp_path / f"{folder.name}-{tp}.msgpack").read_bytes()
-        reports = msgspec.msgpack.decode(data, type=list[tuple[list[int], list[int], list[TopLogprobs]]])
-        for prompt, output, logprobs in reports:
-            stream = Stream(0, prompt, Sampling(), [], output=output, logprobs=logprobs)
-            assert len(output) >= 4
-            assert largest_difference(folder, stream) <= 1e-4, folder.name
-
-
-@pytest.mark.parametrize("name", ["mha", "gqa", "biases", "sharded"])
-@pytest.mark.parametrize("tp", [1, 2, 4])
-def test_a_rank_reads_only_its_slices(name: str, tp: int, tmp_path: Path) -> None:
-    folder = make_checkpoint(tmp_path / name, **LAYOUTS[name])
-    config = check_model(folder, tp, "float32")
-    device, kernels = torch.device("cpu"), ReferenceKernels()
-    shards = [Shard(config, rank, tp) for rank in range(tp)]
-    loaded = [load_weights(folder, shard, torch.float32, device, kernels, lambda *_: None) for shard in shards]
-    hidden, head_dim = config.hidden_size, config.head_dim
-    queries, keys = config.heads * head_dim // tp, max(1, config.kv_heads // tp) * head_dim
-    mlp = config.intermediate_size // tp
-    for shard, weights in zip(shards, loaded, strict=True):
-        attention = (2 * queries + 2 * keys) * hidden
-        biases = queries + 2 * keys + 2 * mlp + (2 * hidden if shard.rank == 0 else 0)
-        layer = attention + 3 * mlp * hidden + 2 * hidden + (biases if config.mlp_bias else 0)
-        vocabulary = len(range(*shard.vocab_rows.indices(config.vocab_size)))
-        floats = config.layers * layer + hidden + 2 * vocabulary * hidden
-        assert weights.bytes_read == 4 * floats
-        head = weights.head
-        assert (head.out_features, head.in_features) == (-(-config.vocab_size // tp), hidden)
-    # Together the ranks hold every row of the vocabulary once, and zeros behind it.
-    table = torch.cat([weights.embedding for weights in loaded])
-    assert not table[config.vocab_size :].any()
-    whole = load_weights(folder, Shard(config, 0, 1), torch.float32, device, kernels, lambda *_: None)
-    assert torch.equal(table[: config.vocab_size], whole.embedding)
-
 
 needs_library = pytest.mark.skipif(library() is None, reason="the compiled kernels are not installed")
 
 
 @needs_library
+@pytest.mark.processes
+@pytest.mark.parametrize("seed", seeds(1))
 @pytest.mark.parametrize("size", [2, 3])
-def test_shared_memory_does_what_gloo_does(size: int, tmp_path: Path) -> None:
-    seed = 40 + size
-    print(f"seed {seed}")
-    assert run_ranks("collectives_rank.py", size, tmp_path, str(seed), "gloo", "shared") == [0] * size
-    gloo = [torch.load(tmp_path / f"gloo-{rank}.pt") for rank in range(size)]
-    shared = [torch.load(tmp_path / f"shared-{rank}.pt") for rank in range(size)]
-    for rank in range(size):
-        assert len(shared[rank]) == len(gloo[rank]) > 0
-        for ours, theirs in zip(shared[rank], gloo[rank], strict=True):
+def test_shared_memory_does_what_gloo_does(size: int, seed: int) -> None:
+    """It is the default, too."""
+    results = run_ranks(random_results, size, seed, "gloo", "auto=shared")
+    for gloo, shared in results:
+        assert len(shared) == len(gloo) > 0
+        for ours, theirs in zip(shared, gloo, strict=True):
             # Equal but for sums, in which gloo rounds after each rank, in an order of its own.
-            torch.testing.assert_close(
-                ours, theirs, rtol=2e-2 if ours.dtype == torch.bfloat16 else 2e-3, atol=5e-2
-            )
+            tolerance = 2e-2 if ours.dtype == torch.bfloat16 else 2e-3
+            torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=5e-2)
             assert ours.dtype == theirs.dtype
-    for ours, others in zip(shared[0], zip(*shared[1:], strict=True), strict=True):
+    for ours, *others in zip(*(shared for _, shared in results), strict=True):
         for other in others:
             assert ours.shape != other.shape or torch.equal(ours, other)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("backend", ["gloo", pytest.param("shared", marks=needs_library)])
-def test_a_killed_rank_ends_the_others_wait(backend: str, tmp_path: Path) -> None:
-    assert run_ranks("collectives_rank.py", 3, tmp_path, "die", backend) == [7, 7, -9]
+def test_a_killed_rank_ends_the_others_wait(backend: str) -> None:
+    assert run_ranks(lose_the_last_rank, 3, backend) == [7, 7, -9]
 
 
-def test_gloo_serves_without_the_library(tmp_path: Path) -> None:
-    missing = {LIBRARY_VARIABLE: str(tmp_path / "missing.so")}
-    assert run_ranks("collectives_rank.py", 2, tmp_path, "1", "auto=gloo", **missing) == [0, 0]
-
-
-@needs_library
-def test_a_wrong_level_is_seen_by_all_ranks(tmp_path: Path) -> None:
-    assert run_ranks("collectives_rank.py", 2, tmp_path, "1", "auto=gloo", **{ISA_VARIABLE: "avx1024"}) == [0, 0]
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [(LIBRARY_VARIABLE, "missing.so"), pytest.param(ISA_VARIABLE, "avx1024", marks=needs_library)],
+)
+def test_gloo_serves_where_a_rank_cannot_use_the_library(variable: str, value: str) -> None:
+    """It is missing, or the level that is asked for does not exist. All ranks come to see it."""
+    assert len(run_ranks(random_results, 2, 1, "auto=gloo", **{variable: value})[1][0]) > 0
 
 
 NCCL = "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:77,"
@@ -213,11 +144,6 @@ def test_what_nccl_refuses_at_the_meeting_can_never_work(
     assert type(caught.value) is seen
     assert given["backend"] == "nccl"
     assert given["device_id"] == torch.device("cuda", 1)
-
-
-@needs_library
-def test_shared_memory_is_the_default(tmp_path: Path) -> None:
-    assert run_ranks("collectives_rank.py", 2, tmp_path, "1", "auto=shared") == [0, 0]
 
 
 def test_shared_memory_asked_for_but_not_there(tmp_path: Path) -> None:

@@ -22,11 +22,6 @@ GREEDY = Sampling(temperature=0)
 ALL_LOGPROBS = Sampling(temperature=0, logprobs=VOCAB_SIZE)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("models") / "model")
-
-
 @pytest.fixture
 def runner(folder: Path) -> Runner:
     return Runner.load(run_config(folder), lambda *_: None)

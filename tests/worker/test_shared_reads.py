@@ -15,13 +15,12 @@ from typing import Final
 
 import numpy as np
 import pytest
-from worker.checkpoints import make_checkpoint
 from worker.driver import VOCAB_SIZE
-from worker.test_with_engine import RealWorkers, make_simulation
+from worker.engine_driver import RealWorkers, make_simulation
 
 from trunkline.controller.messages import StepResult
 from trunkline.controller.sequences import decode_rows as rows_module
-from trunkline.controller.sequences.sharing import shared_runs
+from trunkline.controller.sequences.decode_rows import shared_runs
 from trunkline.kvstore.int32_codec import Int32Array, unpack_int32
 from trunkline.worker.messages import StepPlan
 
@@ -84,11 +83,6 @@ def decode(folder: Path) -> tuple[list[list[int]], list[int]]:
     outputs = [simulation.streams[request].output for request in requests]
     assert Counter(rows for rows, _ in watched.reads)[4] == OUTPUT - 1
     return outputs, [tokens for rows, tokens in watched.reads if rows == 4]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("models") / "model")
 
 
 def once(step: int) -> int:

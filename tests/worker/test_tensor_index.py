@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
+from seeds import seeds
 
 from trunkline.worker.errors import CheckpointError
 from trunkline.worker.model.tensor_index import INDEX_FILE, SINGLE_FILE, read_tensor_index
@@ -141,28 +142,10 @@ def test_links_to_files_elsewhere_are_followed(tmp_path: Path) -> None:
     }
 
 
-STRANGE: Final[list[Any]] = [
-    None,
-    True,
-    -1,
-    0,
-    1.5,
-    1e400,
-    1 << 80,
-    "",
-    "..",
-    "F32",
-    "\ud800",
-    "\0",
-    [],
-    {},
-    [[]],
-    [1, 2],
-    [-1, 5],
-    [0, 1 << 63],
-    {"dtype": "F32"},
-    float("nan"),
-]
+STRANGE: Final[tuple[Any, ...]] = (
+    *(None, True, -1, 0, 1.5, 1e400, 1 << 80, float("nan"), "", "..", "F32", "\ud800", "\0"),
+    *([], {}, [[]], [1, 2], [-1, 5], [0, 1 << 63], {"dtype": "F32"}),
+)
 
 
 def mutate(rng: random.Random, value: Any) -> Any:
@@ -199,13 +182,11 @@ def scramble(rng: random.Random, data: bytes) -> bytes:
             case 2:
                 result[place:place] = result[place : place + rng.randrange(30)]
             case _:
-                result[place:place] = rng.choice(
-                    (b"[", b"{", b'"', b"\\", b"-", b"9" * 30, b"\xff", b",", b"]" * 3)
-                )
+                result[place:place] = rng.choice(PIECES)
     return bytes(result)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", seeds(1))
 def test_no_mutation_of_a_checkpoint_is_another_error(tmp_path: Path, seed: int) -> None:
     """Headers and indexes, altered as values and as bytes: read, or refused by the one error that may be."""
     rng = random.Random(seed)

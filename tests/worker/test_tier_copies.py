@@ -11,64 +11,45 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from seeds import seeds
 from torch import Tensor
-from worker.checkpoints import make_checkpoint
-from worker.tier_driver import LAYERS, Background, HeldKernels, Traveller, moves, wait_until
+from worker.tier_driver import (
+    BACK,
+    LAYERS,
+    OUT,
+    TARGETS,
+    Background,
+    HeldKernels,
+    Traveller,
+    moves,
+    wait_until,
+)
 
 from trunkline.kernels.load import load_kernels
-from trunkline.kernels.ops import Kernels, KvPool
+from trunkline.kernels.ops import KvPool
 from trunkline.kvstore.int32_codec import Int32Array, pack_int32
 from trunkline.worker.errors import ConfigError, CopyError
 from trunkline.worker.messages import StepPlan
-from trunkline.worker.runner import Runner
 from trunkline.worker.tiers.copier import Copier, CopyOptions
 from trunkline.worker.tiers.host_pool import HostPool
 from trunkline.worker.tiers.layer_gate import COMPUTE, LATE_SAVE, LOAD, SAVE, LayerSpan
 
-FAST_LINK = 1e12
+BY_LAYER = CopyOptions(link_bytes_per_s=1e12)
 """Copies then go one layer at a time, and no slower."""
-
-OUT = moves((3, 7, 1), (4, 8, 1), (9, 2, 1))
-BACK = moves((10, 7, 1), (11, 8, 1), (12, 2, 1))
-TARGETS = [10, 11, 12]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("models") / "model", num_hidden_layers=LAYERS)
+Travel = Callable[..., Traveller]
 
 
 @pytest.fixture
-def travel(folder: Path) -> Iterator[Callable[..., Traveller]]:
+def travel(deep: Path) -> Iterator[Travel]:
     made: list[Traveller] = []
 
-    def make(**config: Any) -> Traveller:
-        made.append(Traveller(folder, **config))
+    def make(copying: CopyOptions = CopyOptions(), **config: Any) -> Traveller:  # noqa: B008
+        made.append(Traveller(deep, copying, **config))
         return made[-1]
 
     yield make
     for traveller in made:
         traveller.close()
-
-
-@pytest.fixture(scope="module")
-def expected(folder: Path) -> list[Any]:
-    """What a sequence gives that never leaves the device: its prompt, then three tokens."""
-    traveller = Traveller(folder)
-    traveller.prefill()
-    traveller.leave()
-    traveller.come_back(list(Traveller.BLOCKS))
-    traveller.decode()
-    traveller.decode()
-    traveller.close()
-    return traveller.results
-
-
-def swap_out(traveller: Traveller) -> None:
-    """Prefill, then everything is in the host pool and nothing on the device."""
-    traveller.prefill()
-    traveller.leave(saves=OUT, save_fence=traveller.driver.step + 1)
-    traveller.wipe()
 
 
 def of_kind(spans: list[LayerSpan], kind: str) -> dict[int, LayerSpan]:
@@ -79,17 +60,15 @@ def of_kind(spans: list[LayerSpan], kind: str) -> dict[int, LayerSpan]:
 # --- loads
 
 
-def test_each_layer_waits_for_its_own(travel: Callable[..., Traveller], expected: list[Any]) -> None:
+def test_each_layer_waits_for_its_own(travel: Travel, expected: list[Any]) -> None:
     """CachedAttention §3.2: layer l is computed while layer l + 1 is loaded."""
-    traveller = travel(link_bytes_per_s=FAST_LINK)
-    swap_out(traveller)
+    traveller = travel(BY_LAYER)
+    traveller.swap_out()
     trace = traveller.runner.trace_layers()
     held = HeldKernels.hold(traveller.copier.loads)
     stored = traveller.runner.kernels.counters.calls
     before = stored["write_kv"]
-    step = Background(
-        lambda: traveller.come_back(TARGETS, loads=BACK, load_fence=traveller.driver.step + 1),
-    )
+    step = Background(traveller.swap_in)
     for layer in range(LAYERS):
         wait_until(lambda layer=layer: held.asked == layer + 1)  # type: ignore[misc]
         # Everything before this layer was computed without it.
@@ -104,37 +83,39 @@ def test_each_layer_waits_for_its_own(travel: Callable[..., Traveller], expected
     for layer in range(LAYERS):
         assert loaded[layer].stop_ns <= computed[layer].start_ns
         assert computed[layer].start_ns < loaded[min(layer + 1, LAYERS - 1)].stop_ns or layer == LAYERS - 1
-    for _ in range(2):
-        assert traveller.decode().waited_us == 0
-    assert traveller.results == expected
+    traveller.check_end(expected)
 
 
-def test_whole_preload_waits_for_everything_first(travel: Callable[..., Traveller], expected: list[Any]) -> None:
-    traveller = travel(link_bytes_per_s=2e6, preload="whole")
-    swap_out(traveller)
+def test_whole_preload_waits_for_everything_first(travel: Travel, expected: list[Any]) -> None:
+    """With a step that saves, which ends with everything saved: for comparison."""
+    traveller = travel(CopyOptions(2e6, is_layerwise=False, saves_beside=False))
+    assert traveller.prefill(late_saves=moves((3, 7, 1))).moved_blocks == 1
+    result = traveller.driver.send(leaves=pack_int32([1]), saves=moves((4, 8, 1), (9, 2, 1)))
+    assert result is not None
+    assert result.moved_blocks == 2
+    assert result.waited_us > 0
+    traveller.wipe()
     trace = traveller.runner.trace_layers()
-    traveller.come_back(TARGETS, loads=BACK, load_fence=traveller.driver.step + 1)
+    traveller.swap_in()
     spans = trace.spans()
     assert of_kind(spans, LOAD)[LAYERS - 1].stop_ns <= of_kind(spans, COMPUTE)[0].start_ns
-    traveller.decode()
-    traveller.decode()
-    assert traveller.results == expected
+    traveller.check_end(expected)
 
 
-def test_a_step_without_its_fence_reads_too_early(travel: Callable[..., Traveller], expected: list[Any]) -> None:
+def test_a_step_without_its_fence_reads_too_early(travel: Travel, expected: list[Any]) -> None:
     """The other tests' judge is not blind."""
     traveller = travel()
-    swap_out(traveller)
+    traveller.swap_out()
     held = HeldKernels.hold(traveller.copier.loads)
     traveller.come_back(TARGETS, loads=BACK)
     assert traveller.results[1] != expected[1]
     held.let_all()
 
 
-def test_other_sequences_do_not_wait(travel: Callable[..., Traveller], expected: list[Any]) -> None:
+def test_other_sequences_do_not_wait(travel: Travel, expected: list[Any]) -> None:
     """Blocks are loaded ahead: the step that needs them names the plan that ordered them."""
     traveller = travel()
-    swap_out(traveller)
+    traveller.swap_out()
     held = HeldKernels.hold(traveller.copier.loads)
     traveller.driver.send(loads=BACK)
     ordered = traveller.driver.step
@@ -143,50 +124,33 @@ def test_other_sequences_do_not_wait(travel: Callable[..., Traveller], expected:
         assert result is not None
         assert result.waited_us == 0
     assert held.done == 0
-    step = Background(lambda: traveller.come_back(TARGETS, load_fence=ordered))
-    wait_until(lambda: held.asked == 1)
-    assert not step.is_over
-    held.let_all()
-    step.join()
-    traveller.decode()
-    traveller.decode()
-    assert traveller.results == expected
+    held.release_when_asked(lambda: traveller.come_back(TARGETS, load_fence=ordered))
+    traveller.check_end(expected)
 
 
-def test_a_fence_holds_for_plans_that_compute_nothing(travel: Callable[..., Traveller]) -> None:
+def test_a_fence_holds_for_plans_that_compute_nothing(travel: Travel) -> None:
     """What a fence has named once is done for all later plans, which do not name it again."""
     traveller = travel()
-    swap_out(traveller)
+    traveller.swap_out()
     held = HeldKernels.hold(traveller.copier.loads)
-    step = Background(lambda: traveller.driver.send(loads=BACK, load_fence=traveller.driver.step + 1))
-    wait_until(lambda: held.asked == 1)
-    assert not step.is_over
-    held.let_all()
-    step.join()
+    held.release_when_asked(lambda: traveller.driver.send(loads=BACK, load_fence=traveller.driver.step + 1))
     assert held.done == held.asked > 0
 
 
-def test_copies_wait_for_their_blocks(travel: Callable[..., Traveller], expected: list[Any]) -> None:
+def test_copies_wait_for_their_blocks(travel: Travel, expected: list[Any]) -> None:
     """A block that is loaded and copied by the same plan."""
     traveller = travel()
-    swap_out(traveller)
+    traveller.swap_out()
     held = HeldKernels.hold(traveller.copier.loads)
-    copies = pack_int32([12, 20, 0, 8])
-    fence = traveller.driver.step + 1
-    step = Background(lambda: traveller.come_back([10, 11, 20], loads=BACK, copies=copies, load_fence=fence))
-    wait_until(lambda: held.asked == 1)
-    assert not step.is_over
-    held.let_all()
-    step.join()
-    traveller.decode()
-    traveller.decode()
-    assert traveller.results == expected
+    fields = {"loads": BACK, "copies": pack_int32([12, 20, 0, 8]), "load_fence": traveller.driver.step + 1}
+    held.release_when_asked(lambda: traveller.come_back([10, 11, 20], **fields))
+    traveller.check_end(expected)
 
 
 # --- saves
 
 
-def test_saves_do_not_stop_the_steps(travel: Callable[..., Traveller], expected: list[Any]) -> None:
+def test_saves_do_not_stop_the_steps(travel: Travel, expected: list[Any]) -> None:
     """Steps go on; only the one that writes into the blocks waits, and what was saved is what was there."""
     traveller = travel()
     traveller.prefill()
@@ -196,54 +160,45 @@ def test_saves_do_not_stop_the_steps(travel: Callable[..., Traveller], expected:
     for _ in range(3):
         traveller.driver.send()
     overwrite = pack_int32([20, 3, 0, 8, 20, 4, 0, 8, 20, 9, 0, 8])
-    step = Background(lambda: traveller.driver.send(copies=overwrite, save_fence=ordered))
-    wait_until(lambda: held.asked == 1)
-    assert not step.is_over
-    held.let_all()
-    result = step.join()
+    result = held.release_when_asked(lambda: traveller.driver.send(copies=overwrite, save_fence=ordered))
     assert result.waited_us > 0
     assert result.moved_blocks == 3
-    traveller.come_back(TARGETS, loads=BACK, load_fence=traveller.driver.step + 1)
-    traveller.decode()
-    traveller.decode()
-    assert traveller.results == expected
+    traveller.swap_in()
+    traveller.check_end(expected)
 
 
-def test_late_saves_follow_the_computation(travel: Callable[..., Traveller], expected: list[Any]) -> None:
+def test_late_saves_follow_the_computation(travel: Travel, expected: list[Any]) -> None:
     """CachedAttention §3.2: prefill saves what it fills, layer by layer, while it goes on."""
-    traveller = travel(link_bytes_per_s=FAST_LINK)
+    traveller = travel(BY_LAYER)
     trace = traveller.runner.trace_layers()
     traveller.prefill(late_saves=moves((3, 7, 1), (4, 8, 1)))
     # The block that is not full is saved when the sequence leaves.
     traveller.leave(saves=moves((9, 2, 1)), save_fence=traveller.driver.step + 1)
     spans = trace.spans()
     computed, saved = of_kind(spans, COMPUTE), of_kind(spans, LATE_SAVE)
-    assert saved.keys() == set(range(LAYERS))
-    assert of_kind(spans, SAVE).keys() == set(range(LAYERS))
+    assert saved.keys() == of_kind(spans, SAVE).keys() == set(range(LAYERS))
     for layer in range(LAYERS):
         assert computed[layer].start_ns < saved[layer].start_ns
     traveller.wipe()
-    traveller.come_back(TARGETS, loads=BACK, load_fence=traveller.driver.step + 1)
-    traveller.decode()
-    traveller.decode()
-    assert traveller.results == expected
+    traveller.swap_in()
+    traveller.check_end(expected)
 
 
-def test_late_saves_begin_before_the_step_ends(travel: Callable[..., Traveller]) -> None:
+def test_late_saves_begin_before_the_step_ends(travel: Travel) -> None:
     """Each layer is asked for as soon as it is stored: computation waits for a later one here, and it has come."""
-    traveller = travel(link_bytes_per_s=FAST_LINK)
-    swap_out(traveller)
+    traveller = travel(BY_LAYER)
+    traveller.swap_out()
     loads = HeldKernels.hold(traveller.copier.loads)
     saves = HeldKernels.hold(traveller.copier.saves)
     # Two of the three blocks come back; the prompt's last tokens are computed again, into block 20.
     fields = {
+        "joins": [traveller._join(2, [10, 11, 20])],
+        "prefill": pack_int32([2, 16, 5, 16, 0]),
         "loads": moves((10, 7, 1), (11, 8, 1)),
         "load_fence": traveller.driver.step + 1,
         "late_saves": moves((20, 5, 1)),
     }
-    join = traveller._join(2, [10, 11, 20])
-    entry = pack_int32([2, 16, 5, 16, 0])
-    step = Background(lambda: traveller.driver.send(joins=[join], prefill=entry, **fields))
+    step = Background(lambda: traveller.driver.send(**fields))
     saves.let_all()
     for layer in range(LAYERS):
         wait_until(lambda layer=layer: loads.asked == layer + 1)  # type: ignore[misc]
@@ -254,62 +209,40 @@ def test_late_saves_begin_before_the_step_ends(travel: Callable[..., Traveller])
     assert saves.done == LAYERS
 
 
-def test_saving_in_step_waits(travel: Callable[..., Traveller]) -> None:
-    """`async_saves` off, for comparison: a step that saves ends with everything saved."""
-    traveller = travel(link_bytes_per_s=2e6, async_saves=False)
-    assert traveller.prefill(late_saves=moves((3, 7, 1))).moved_blocks == 1
-    result = traveller.driver.send(saves=moves((4, 8, 1), (9, 2, 1)))
-    assert result is not None
-    assert result.moved_blocks == 2
-    assert result.waited_us > 0
-
-
 # --- failures
 
 
-def test_a_failed_copy_ends_the_rank(travel: Callable[..., Traveller]) -> None:
+def test_a_failed_copy_ends_the_rank(travel: Travel) -> None:
     """Nobody waits for what will not come, in this step or later."""
     traveller = travel()
-    swap_out(traveller)
+    traveller.swap_out()
 
     class Broken:
         def scatter_slots(self, *_: object) -> None:
             raise RuntimeError("no such memory")
 
     traveller.copier.loads.kernels = Broken()  # type: ignore[assignment]
-    step = Background(
-        lambda: traveller.come_back(TARGETS, loads=BACK, load_fence=traveller.driver.step + 1),
-    )
     with pytest.raises(CopyError, match="no such memory"):
-        step.join()
+        Background(traveller.swap_in).join()
     wait_until(lambda: traveller.copier.saves.gate._failure is not None)
     with pytest.raises(CopyError, match="no such memory"):
         traveller.runner.check()
 
 
-def test_closing_does_not_wait_for_what_never_comes(travel: Callable[..., Traveller]) -> None:
+def test_closing_does_not_wait_for_what_never_comes(travel: Travel) -> None:
     """A late save whose step is never computed."""
     traveller = travel()
     traveller.prefill()
-    plan = StepPlan(2, 1, late_saves=moves((3, 7, 1)))
-    traveller.copier.begin(plan)
+    traveller.copier.begin(StepPlan(2, 1, late_saves=moves((3, 7, 1))))
     assert not Background(traveller.close).join()
 
 
-def test_traces_need_a_host_pool(travel: Callable[..., Traveller]) -> None:
+def test_copies_do_not_use_the_runners_kernels(travel: Travel) -> None:
+    """Ops of one instance run on one thread. Without a host pool there are none, and no traces of them."""
+    runner, copier = travel().runner, travel().copier
+    assert len({id(kernels) for kernels in (runner.kernels, copier.saves.kernels, copier.loads.kernels)}) == 3
     with pytest.raises(ConfigError, match="without a host pool"):
         travel(host_memory_bytes=0).runner.trace_layers()
-
-
-def test_copies_do_not_use_the_runners_kernels(travel: Callable[..., Traveller]) -> None:
-    """Ops of one instance run on one thread."""
-    traveller = travel()
-    runner: Runner = traveller.runner
-    assert len({id(kernels) for kernels in (runner.kernels, *_lane_kernels(traveller))}) == 3
-
-
-def _lane_kernels(traveller: Traveller) -> tuple[Kernels, Kernels]:
-    return traveller.copier.saves.kernels, traveller.copier.loads.kernels
 
 
 # --- any order of plans
@@ -380,17 +313,27 @@ class Model:
         return moves(*rows), fence
 
 
-@pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("layerwise", [True, False])
+@pytest.mark.parametrize("seed", seeds(2))
 def test_random_plans_equal_plans_in_order(seed: int, layerwise: bool) -> None:
+    check_random_plans(seed, layerwise, steps=100)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", seeds(20))
+def test_long_random_plans_equal_plans_in_order(seed: int) -> None:
+    check_random_plans(seed, bool(seed % 2), steps=1000)
+
+
+def check_random_plans(seed: int, layerwise: bool, steps: int) -> None:
     model = Model(seed)
-    pool, seeds = model.pool, iter((seed + 100, seed + 200))
+    pool, jitter = model.pool, iter((seed + 100, seed + 200))
     host = HostPool(model.SLOTS, pool)
-    options = CopyOptions(link_bytes_per_s=FAST_LINK if layerwise else 0.0, is_layerwise=layerwise)
-    copier = Copier(host, pool.data.device, pool.blocks, lambda: Jittery(next(seeds)), options)  # type: ignore[arg-type, return-value]
+    options = BY_LAYER if layerwise else CopyOptions(is_layerwise=False)
+    copier = Copier(host, pool.data.device, pool.blocks, lambda: Jittery(next(jitter)), options)  # type: ignore[arg-type, return-value]
     kernels = load_kernels("auto", "cpu", 1)
     with torch.inference_mode():
-        for step in range(1, 120):
+        for step in range(1, steps):
             order = model.random.sample(range(model.BLOCKS), 8)
             slots = model.random.sample(range(model.SLOTS), 5)
             amount = [model.random.choice((0, 0, 1, 2)) for _ in range(4)]

@@ -1,10 +1,8 @@
-"""The remote tier on a real server: shared by name, never wrong bytes, and away without harm."""
+"""The remote tier on a real redis_server: shared by name, never wrong bytes, and away without harm."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,16 +20,9 @@ from trunkline.worker.errors import ConfigError
 from trunkline.worker.tiers.chunk_record import RecordKeeper
 from trunkline.worker.tiers.remote_tier import open_remote_tier
 
+pytestmark = pytest.mark.processes
 SLOT = 300_000
 KEEPER = RecordKeeper(b"model A", rank=0, tp=1)
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[RedisServer]:
-    made = RedisServer(tmp_path)
-    made.start()
-    yield made
-    made.kill()
 
 
 def open_tier(url: str, keeper: RecordKeeper = KEEPER, ttl_s: float = 60.0, slot: int = SLOT) -> SharedTier:
@@ -59,8 +50,8 @@ def found(tier: SharedTier, index: int) -> bool:
     return True
 
 
-def test_controllers_share_it_by_name(server: RedisServer) -> None:
-    tier, other = open_tier(server.url), open_tier(server.url.replace("redis:", "valkey:"))
+def test_controllers_share_it_by_name(redis_server: RedisServer) -> None:
+    tier, other = open_tier(redis_server.url), open_tier(redis_server.url.replace("redis:", "valkey:"))
     assert not found(tier, 1)
     for index in (1, 2, 4):
         tier.write(key(index), memoryview(content(index)))
@@ -75,54 +66,55 @@ def test_controllers_share_it_by_name(server: RedisServer) -> None:
     other.close()
 
 
-@pytest.mark.parametrize(
-    "keeper", [RecordKeeper(b"model B", 0, 1), RecordKeeper(b"model A", 1, 2), RecordKeeper(b"model A", 0, 2)]
-)
-def test_other_configurations_never_meet(server: RedisServer, keeper: RecordKeeper) -> None:
-    tier, other = open_tier(server.url), open_tier(server.url, keeper)
-    tier.write(key(1), memoryview(content(1)))
-    assert not found(other, 1)
-    assert other.present([name(1)]) == 0
-    other.write(key(1), memoryview(content(2)))
-    assert found(tier, 1)
-    # Even a value that got under the wrong key is a miss.
-    (mine,) = [place for place in server.places() if b":0/1:" in place and b"model A".hex().encode() in place]
-    (theirs,) = set(server.places()) - {mine}
-    server.client().set(theirs, server.value(mine))
-    assert not found(other, 1)
+def test_other_configurations_never_meet(redis_server: RedisServer) -> None:
+    tier = open_tier(redis_server.url)
+    for keeper in (RecordKeeper(b"model B", 0, 1), RecordKeeper(b"model A", 1, 2), RecordKeeper(b"model A", 0, 2)):
+        redis_server.begin_anew()
+        other = open_tier(redis_server.url, keeper)
+        tier.write(key(1), memoryview(content(1)))
+        assert not found(other, 1)
+        assert other.present([name(1)]) == 0
+        other.write(key(1), memoryview(content(2)))
+        assert found(tier, 1)
+        # Even a value that got under the wrong key is a miss.
+        places = redis_server.places()
+        (mine,) = [place for place in places if b":0/1:" in place and b"model A".hex().encode() in place]
+        (theirs,) = set(places) - {mine}
+        redis_server.client().set(theirs, redis_server.value(mine))
+        assert not found(other, 1)
 
 
-def test_damaged_values_are_misses(server: RedisServer) -> None:
-    tier = open_tier(server.url)
+def test_damaged_values_are_misses(redis_server: RedisServer) -> None:
+    tier = open_tier(redis_server.url)
     tier.write(key(1), memoryview(content(1)))
-    (place,) = server.places()
-    whole = bytearray(server.value(place))
+    (place,) = redis_server.places()
+    whole = bytearray(redis_server.value(place))
     rng = np.random.default_rng(3)
     for at in (*range(0, 64, 5), *rng.integers(64, len(whole), 10).tolist()):
         whole[at] ^= 16
-        server.client().set(place, bytes(whole))
+        redis_server.client().set(place, bytes(whole))
         assert not found(tier, 1), at
         whole[at] ^= 16
     for value in (whole[:-1], whole + b"x", b"", b"short"):
-        server.client().set(place, bytes(value))
+        redis_server.client().set(place, bytes(value))
         assert not found(tier, 1)
-    server.client().set(place, bytes(whole))
+    redis_server.client().set(place, bytes(whole))
     assert found(tier, 1)
 
 
-def test_chunks_expire(server: RedisServer) -> None:
-    open_tier(server.url, ttl_s=100.0).write(key(1), memoryview(content(1)))
-    open_tier(server.url, ttl_s=0.0).write(key(2), memoryview(content(2)))
-    lives = {k[-2:]: server.client().pttl(k) for k in server.places()}
+def test_chunks_expire(redis_server: RedisServer) -> None:
+    open_tier(redis_server.url, ttl_s=100.0).write(key(1), memoryview(content(1)))
+    open_tier(redis_server.url, ttl_s=0.0).write(key(2), memoryview(content(2)))
+    lives = {k[-2:]: redis_server.client().pttl(k) for k in redis_server.places()}
     assert 50_000 < lives[b"01"] <= 100_000
     assert lives[b"02"] == -1
 
 
-def test_a_store_that_goes_and_comes_back(server: RedisServer) -> None:
+def test_a_store_that_goes_and_comes_back(redis_server: RedisServer) -> None:
     """One warning for an outage; calls fail at once until the next attempt is due, and then all is as before."""
-    tier = open_tier(server.url)
+    tier = open_tier(redis_server.url)
     tier.write(key(1), memoryview(content(1)))
-    server.kill()
+    redis_server.kill()
     with capture_logs() as logs:
         for _ in range(20):
             with pytest.raises(OSError, match="remote tier at"):
@@ -131,7 +123,7 @@ def test_a_store_that_goes_and_comes_back(server: RedisServer) -> None:
                 tier.write(key(1), memoryview(content(1)))
             with pytest.raises(OSError, match="remote tier at"):
                 tier.present([name(1)])
-        server.start()
+        redis_server.start()
         deadline = time.monotonic() + 30
         while True:
             try:
@@ -146,18 +138,18 @@ def test_a_store_that_goes_and_comes_back(server: RedisServer) -> None:
     assert found(tier, 1)
 
 
-def test_a_full_store_refuses(server: RedisServer) -> None:
-    tier = open_tier(server.url)
+def test_a_full_store_refuses(redis_server: RedisServer) -> None:
+    tier = open_tier(redis_server.url)
     tier.write(key(1), memoryview(content(1)))
-    server.client().config_set("maxmemory", 1)
-    server.client().config_set("maxmemory-policy", "noeviction")
+    redis_server.client().config_set("maxmemory", 1)
+    redis_server.client().config_set("maxmemory-policy", "noeviction")
     with pytest.raises(OSError, match="maxmemory"):
         tier.write(key(2), memoryview(content(2)))
 
 
-def test_passwords_are_not_told(server: RedisServer) -> None:
-    server.kill()
-    tier = open_tier(server.url.replace("127", "user:secret@127"))
+def test_passwords_are_not_told(redis_server: RedisServer) -> None:
+    redis_server.kill()
+    tier = open_tier(redis_server.url.replace("127", "user:secret@127"))
     with capture_logs() as logs, pytest.raises(OSError, match="remote tier") as raised:
         tier.present([name(1)])
     assert "secret" not in str(raised.value) + str(logs)
@@ -176,12 +168,12 @@ def test_urls_that_name_nothing(url: str, message: str) -> None:
         open_tier(url)
 
 
-def test_over_a_socket_of_this_host(server: RedisServer) -> None:
-    tier, other = open_tier(server.socket_url), open_tier(server.url)
+def test_over_a_socket_of_this_host(redis_server: RedisServer) -> None:
+    tier, other = open_tier(redis_server.socket_url), open_tier(redis_server.url)
     tier.write(key(1), memoryview(content(1)))
     assert found(other, 1)
     assert found(tier, 1)
-    server.kill()
+    redis_server.kill()
     with pytest.raises(OSError, match=r"remote tier at /.*redis\.sock"):
         tier.read(key(1), memoryview(bytearray(SLOT)))
     tier.close()

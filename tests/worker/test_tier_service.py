@@ -8,20 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from worker.checkpoints import make_checkpoint
-from worker.driver import run_config
 from worker.redis_server import RedisServer
-from worker.tier_driver import DEADLINE_S, LAYERS, HeldKernels, Traveller, moves, wait_until
+from worker.tier_driver import DEADLINE_S, HeldKernels, Traveller, moves, wait_until
 
 from trunkline.controller.messages import MoveOutcome, Probed
 from trunkline.kvstore.names import NAME_BYTES
 from trunkline.kvstore.tier import TierKind
 from trunkline.worker.config import WorkerConfig
-from trunkline.worker.errors import ConfigError, PlanError
+from trunkline.worker.errors import PlanError
 from trunkline.worker.messages import Probe, TierMove, TierMoves
 from trunkline.worker.tiers.tier_service import TierService
 
-OUT = moves((3, 0, 1), (4, 1, 1), (9, 2, 1))
+SAVED = moves((3, 0, 1), (4, 1, 1), (9, 2, 1))
 FINGERPRINT = "00ff17"
 
 
@@ -73,17 +71,15 @@ class Bench:
         self.traveller.close()
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("models") / "model", num_hidden_layers=LAYERS)
+MakeBench = Callable[..., Bench]
 
 
 @pytest.fixture
-def bench(folder: Path, tmp_path: Path) -> Iterator[Callable[..., Bench]]:
+def bench(deep: Path, tmp_path: Path) -> Iterator[MakeBench]:
     made: list[Bench] = []
 
     def make(**config: Any) -> Bench:
-        made.append(Bench(folder, tmp_path / "slab", **config))
+        made.append(Bench(deep, tmp_path / "slab", **config))
         return made[-1]
 
     yield make
@@ -91,31 +87,13 @@ def bench(folder: Path, tmp_path: Path) -> Iterator[Callable[..., Bench]]:
         one.close()
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[RedisServer]:
-    made = RedisServer(tmp_path)
-    made.start()
-    yield made
-    made.kill()
-
-
-@pytest.fixture(scope="module")
-def expected(folder: Path) -> list[Any]:
-    traveller = Traveller(folder)
-    traveller.prefill()
-    traveller.leave()
-    traveller.come_back(list(Traveller.BLOCKS))
-    traveller.decode()
-    traveller.close()
-    return traveller.results
-
-
+@pytest.mark.processes
 @pytest.mark.parametrize("kind", [TierKind.DISK, TierKind.REMOTE])
 def test_text_is_the_same_through_every_tier(
-    bench: Callable[..., Bench], server: RedisServer, expected: list[Any], kind: TierKind
+    bench: MakeBench, redis_server: RedisServer, expected: list[Any], kind: TierKind
 ) -> None:
     """Device, host, tier, and back into other slots and other blocks: the same numbers, bit by bit."""
-    one = bench(remote_url=server.url)
+    one = bench(remote_url=redis_server.url)
     traveller = one.traveller
     traveller.prefill(late_saves=moves((3, 0, 1), (4, 1, 1)))
     traveller.leave(saves=moves((9, 2, 1)), save_fence=2)
@@ -127,10 +105,10 @@ def test_text_is_the_same_through_every_tier(
     loads = moves((10, 10, 6), (11, 11, 6), (12, 12, 6))
     traveller.come_back([10, 11, 12], loads=loads, load_fence=3)
     traveller.decode()
-    assert traveller.results == expected
+    assert traveller.results == expected[:-1]
 
 
-def test_moves_wait_for_the_copies_of_their_slots(bench: Callable[..., Bench]) -> None:
+def test_moves_wait_for_the_copies_of_their_slots(bench: MakeBench) -> None:
     """A write for the save into its slot, a read for the load out of it; others go ahead."""
     one = bench()
     traveller = one.traveller
@@ -157,12 +135,12 @@ def test_moves_wait_for_the_copies_of_their_slots(bench: Callable[..., Bench]) -
     assert bytes(traveller.copier.host.view(0)) == bytes(traveller.copier.host.view(2)) != content
 
 
-def test_what_is_not_there_is_a_miss(bench: Callable[..., Bench]) -> None:
+def test_what_is_not_there_is_a_miss(bench: MakeBench) -> None:
     """And leaves the slot empty, so that no load can take it for what was asked for."""
     one = bench()
     traveller = one.traveller
     traveller.prefill()
-    traveller.leave(saves=OUT, save_fence=2)
+    traveller.leave(saves=SAVED, save_fence=2)
     (wrong,) = one.outcomes(one.move((TierKind.DISK, True, 0, 0), host_generation=4))
     assert (wrong.status, wrong.detail) == (1, "host slot 0 holds generation 1, not 4")
     assert one.statuses((TierKind.DISK, True, 0, 0)) == [0]
@@ -171,12 +149,12 @@ def test_what_is_not_there_is_a_miss(bench: Callable[..., Bench]) -> None:
         traveller.driver.send(loads=moves((20, 1, 2)))
 
 
-def test_failures_are_answered(bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failures_are_answered(bench: MakeBench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a tier does, the rank goes on."""
     one = bench()
     traveller = one.traveller
     traveller.prefill()
-    traveller.leave(saves=OUT, save_fence=2)
+    traveller.leave(saves=SAVED, save_fence=2)
     (absent,) = one.outcomes(one.move((TierKind.REMOTE, True, 0, 0)))
     assert (absent.status, absent.detail) == (2, "this rank has no such tier")
     (beyond,) = one.outcomes(one.move((TierKind.DISK, True, 0, 200)))
@@ -197,26 +175,27 @@ def test_failures_are_answered(bench: Callable[..., Bench], monkeypatch: pytest.
         one.move((TierKind.DISK, True, 9999, 0))
 
 
-def test_probes_count_the_first_chunks(bench: Callable[..., Bench], server: RedisServer) -> None:
-    one = bench(remote_url=server.url)
+@pytest.mark.processes
+def test_probes_count_the_first_chunks(bench: MakeBench, redis_server: RedisServer) -> None:
+    one = bench(remote_url=redis_server.url)
     assert (one.tiers.has_remote, one.tiers.problem) == (True, "")
     one.traveller.prefill()
-    one.traveller.leave(saves=OUT, save_fence=2)
+    one.traveller.leave(saves=SAVED, save_fence=2)
     assert one.statuses((TierKind.REMOTE, True, 0, 1), (TierKind.REMOTE, True, 1, 2)) == [0, 0]
     assert one.probe(1, 2, 3).present == 2
     assert one.probe(3, 1).present == 0
-    server.kill()
+    redis_server.kill()
     probed = one.probe(1)
     assert probed.present == -1
     assert "remote tier at 127.0.0.1" in probed.detail
     assert one.statuses((TierKind.REMOTE, True, 0, 1), (TierKind.REMOTE, False, 5, 1)) == [2, 2]
 
 
-def test_the_disk_is_found_again(bench: Callable[..., Bench], expected: list[Any]) -> None:
+def test_the_disk_is_found_again(bench: MakeBench, expected: list[Any]) -> None:
     """A new process goes on with the old one's chunks."""
     one = bench()
     one.traveller.prefill()
-    one.traveller.leave(saves=OUT, save_fence=2)
+    one.traveller.leave(saves=SAVED, save_fence=2)
     assert one.statuses(*((TierKind.DISK, True, slot, slot) for slot in range(3))) == [0, 0, 0]
     tokens, results = one.traveller.tokens, one.traveller.results
     one.close()
@@ -226,19 +205,19 @@ def test_the_disk_is_found_again(bench: Callable[..., Bench], expected: list[Any
     loads = moves((10, 0, 1), (11, 1, 1), (12, 2, 1))
     two.traveller.come_back([10, 11, 12], loads=loads, load_fence=1)
     two.traveller.decode()
-    assert two.traveller.results == expected
+    assert two.traveller.results == expected[:-1]
 
 
-def test_a_disk_that_cannot_be_used_is_a_problem_not_an_end(bench: Callable[..., Bench], tmp_path: Path) -> None:
+def test_a_disk_that_cannot_be_used_is_a_problem_not_an_end(bench: MakeBench, tmp_path: Path) -> None:
     one = bench(disk_path=str(tmp_path))
     assert one.tiers.disk_slots == 0
     assert one.tiers.problem.startswith("no disk tier: ")
     one.traveller.prefill()
-    one.traveller.leave(saves=OUT, save_fence=2)
+    one.traveller.leave(saves=SAVED, save_fence=2)
     assert one.statuses((TierKind.DISK, True, 0, 0)) == [2]
 
 
-def test_slots_fit_into_the_given_size(bench: Callable[..., Bench]) -> None:
+def test_slots_fit_into_the_given_size(bench: MakeBench) -> None:
     one = bench()
     block = one.traveller.runner.block_bytes
     assert block == 4096
@@ -250,23 +229,3 @@ def test_without_a_host_pool_there_are_no_tiers() -> None:
     assert (tiers.disk_slots, tiers.has_remote, tiers.problem) == (0, False, "")
     with pytest.raises(PlanError, match="no host pool"):
         tiers.move(TierMoves(1, []))
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"disk_bytes": -1}, "disk_bytes is -1"),
-        ({"disk_bytes": 1, "host_memory_bytes": 1, "tier_fingerprint": "00"}, "no disk_path"),
-        ({"disk_bytes": 1, "disk_path": "x", "tier_fingerprint": "00"}, "needs a host pool above it"),
-        ({"remote_url": "redis://h", "tier_fingerprint": "00"}, "needs a host pool above it"),
-        ({"remote_url": "redis://h", "host_memory_bytes": 1}, "needs a tier_fingerprint"),
-        ({"tier_fingerprint": "xy"}, "tier_fingerprint is 'xy'"),
-        ({"tier_fingerprint": "00" * 65}, "up to 64 pairs"),
-        ({"remote_ttl_s": -1.0}, "remote_ttl_s is -1.0"),
-        ({"io_threads": 0}, "io_threads is 0"),
-        ({"link_bytes_per_s": -1.0}, "link_bytes_per_s is -1.0"),
-    ],
-)
-def test_impossible_settings_are_refused(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        run_config(Path("model"), **fields).validate()

@@ -8,43 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 from simulation.driver import Simulation
-from worker.beam_driver import Case
-from worker.checkpoints import make_checkpoint
-from worker.driver import VOCAB_SIZE, run_config
-from worker.test_beams import check, expected_hypotheses, with_likely_stops
+from worker.beam_driver import Case, check, expected_hypotheses, with_likely_stops
+from worker.driver import VOCAB_SIZE
+from worker.engine_driver import make_simulation
 
-from trunkline.controller.config import EngineConfig
-from trunkline.controller.messages import BeamSearch, StepResult
-from trunkline.worker.messages import StepPlan
-from trunkline.worker.runner import Runner
-
-
-class RealWorkers:
-    """Stands where the simulation has its simulated workers."""
-
-    def __init__(self, runner: Runner) -> None:
-        self.runner = runner
-
-    def execute(self, plan: StepPlan) -> StepResult:
-        result = self.runner.execute(plan)
-        assert result is not None
-        return result
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("models") / "model")
-
-
-def make_simulation(folder: Path, blocks: int, **settings: Any) -> Simulation:
-    """An engine over a real runner, whose pool begins with what must never be read."""
-    config = run_config(folder, pool_blocks=blocks, host_memory_bytes=settings.pop("host_memory_bytes", 0))
-    runner = Runner.load(config, lambda *_: None)
-    runner.pool.data.fill_(float("nan"))
-    settings = {"max_context": 400, "host_slots": runner.host_slots, **settings}
-    simulation = Simulation(EngineConfig(num_blocks=blocks, chunk_size=8, **settings))
-    simulation.workers = RealWorkers(runner)  # type: ignore[assignment]
-    return simulation
+from trunkline.controller.messages import BeamSearch
 
 
 def simulate(folder: Path, prompts: dict[int, list[int]], blocks: int) -> tuple[list[list[int]], Simulation]:
@@ -121,8 +89,7 @@ def test_mixed_methods_do_not_depend_on_what_the_engine_does(folder: Path, preem
     assert loads > 0 or preemption == "recompute"
 
 
-@pytest.mark.parametrize("width", [2, 4, 6])
-@pytest.mark.parametrize("early_stopping", [True, False, None])
+@pytest.mark.parametrize(("width", "early_stopping"), [(2, True), (4, False), (6, None)])
 def test_searches_through_the_engine_equal_transformers(
     folder: Path, width: int, early_stopping: bool | None
 ) -> None:

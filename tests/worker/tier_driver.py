@@ -18,16 +18,16 @@ from trunkline.kernels.ops import Kernels, KvPool
 from trunkline.kvstore.int32_codec import Int32Array, pack_int32, unpack_int32
 from trunkline.worker.messages import Join, Sampling
 from trunkline.worker.runner import Runner
-from trunkline.worker.tiers.copier import Copier
+from trunkline.worker.tiers.copier import Copier, CopyOptions
 from trunkline.worker.tiers.copy_lane import CopyLane
 
 LAYERS = 4
 DEADLINE_S = 20.0
 
 
-def wait_until(holds: Callable[[], bool]) -> None:
+def wait_until(holds: Callable[[], bool], seconds: float = DEADLINE_S) -> None:
     """Until something that another thread does is done."""
-    deadline = time.monotonic() + DEADLINE_S
+    deadline = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < deadline, "it never came to that"
         time.sleep(0.001)
@@ -56,6 +56,14 @@ class HeldKernels:
 
     def let_all(self) -> None:
         self._permits.release(1_000_000)
+
+    def release_when_asked(self, call: Callable[[], Any]) -> Any:
+        """What a call returns that must wait for a copy, which goes on only when it is seen to wait."""
+        background = Background(call)
+        wait_until(lambda: self.asked == 1)
+        assert not background.is_over
+        self.let_all()
+        return background.join()
 
     def gather_slots(
         self, pool: KvPool, blocks: Int32Array, layers: range, host: Tensor, slots: Int32Array
@@ -93,15 +101,27 @@ class Background:
         return self._future.result(DEADLINE_S)
 
 
+def moves(*rows: tuple[int, int, int]) -> bytes:
+    """Blocks, slots and generations as plans have them."""
+    return pack_int32(np.array(rows, dtype=np.int32).reshape(-1))
+
+
+OUT = moves((3, 7, 1), (4, 8, 1), (9, 2, 1))
+"""A traveller's blocks into slots …"""
+BACK = moves((10, 7, 1), (11, 8, 1), (12, 2, 1))
+"""… and from there into other blocks."""
+TARGETS = [10, 11, 12]
+
+
 class Traveller:
     """One greedy sequence over a runner, whose blocks the test sends where it wants."""
 
     PROMPT = 21
     BLOCKS = (3, 4, 9)
 
-    def __init__(self, folder: Path, **config: Any) -> None:
+    def __init__(self, folder: Path, copying: CopyOptions = CopyOptions(), **config: Any) -> None:  # noqa: B008
         settings: dict[str, Any] = {"host_memory_bytes": 1 << 18, **config}
-        self.runner = Runner.load(run_config(folder, **settings), lambda *_: None)
+        self.runner = Runner.load(run_config(folder, **settings), lambda *_: None, copying=copying)
         self.driver = Driver(self.runner.execute, num_blocks=64, chunk_size=8)
         self.tokens = np.random.default_rng(4).integers(VOCAB_SIZE, size=self.PROMPT).tolist()
         self.results: list[Any] = []
@@ -128,6 +148,22 @@ class Traveller:
     def decode(self, **fields: Any) -> StepResult:
         return self._collect(self.driver.send(**fields))
 
+    def swap_out(self) -> None:
+        """Prefill, then have everything in the host pool and nothing on the device."""
+        self.prefill()
+        self.leave(saves=OUT, save_fence=self.driver.step + 1)
+        self.wipe()
+
+    def swap_in(self, **fields: Any) -> StepResult:
+        """Come back by loads that the same step waits for."""
+        return self.come_back(TARGETS, loads=BACK, load_fence=self.driver.step + 1, **fields)
+
+    def check_end(self, expected: list[Any]) -> None:
+        """Decode two tokens; all that was said is what a sequence gives that never left the device."""
+        self.decode()
+        self.decode()
+        assert self.results == expected
+
     def wipe(self) -> None:
         """Nothing of what the device held is left."""
         self.runner.pool.data.fill_(float("nan"))
@@ -148,6 +184,13 @@ class Traveller:
         return result
 
 
-def moves(*rows: tuple[int, int, int]) -> bytes:
-    """Blocks, slots and generations as plans have them."""
-    return pack_int32(np.array(rows, dtype=np.int32).reshape(-1))
+def never_away(folder: Path) -> list[Any]:
+    """What a sequence gives that never leaves the device: its prompt, then three tokens."""
+    traveller = Traveller(folder)
+    traveller.prefill()
+    traveller.leave()
+    traveller.come_back(list(Traveller.BLOCKS))
+    traveller.decode()
+    traveller.decode()
+    traveller.close()
+    return traveller.results

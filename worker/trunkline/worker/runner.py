@@ -51,7 +51,14 @@ log = structlog.get_logger()
 class Runner:
     """One rank's state and model. Not thread-safe."""
 
-    def __init__(self, config: WorkerConfig, decoder: Decoder, kernels: Kernels, group: TensorParallel) -> None:
+    def __init__(
+        self,
+        config: WorkerConfig,
+        decoder: Decoder,
+        kernels: Kernels,
+        group: TensorParallel,
+        copying: CopyOptions | None = None,
+    ) -> None:
         """See `load`, which makes the parts."""
         self._config = config
         self._decoder = decoder
@@ -66,14 +73,20 @@ class Runner:
         self._grammars = GrammarStore(Path(config.model), vocab_size) if group.rank == 0 else None
         self._sampler = Sampler(vocab_size, device, self._grammars)
         self._selector = Selector(group, self._sampler, self._searches, vocab_size, config.chunk_size)
-        self.copier = _copier(config, decoder.pool)
+        self.copier = _copier(config, decoder.pool, copying)
         """Between device and host pool; None without a host pool."""
         self.swap_us_per_block = 0.0
         """What one save and one load of a block take; 0 without a host pool."""
         self._step = 0
 
     @classmethod
-    def load(cls, config: WorkerConfig, progress: Progress, meter: MemoryMeter | None = None) -> Runner:
+    def load(
+        cls,
+        config: WorkerConfig,
+        progress: Progress,
+        meter: MemoryMeter | None = None,
+        copying: CopyOptions | None = None,
+    ) -> Runner:
         """Join the group, read the shard, allocate the pool.
 
         Args:
@@ -84,7 +97,7 @@ class Runner:
             WorkerError: a model, a configuration or a group that does not work.
         """
         try:
-            return cls._load(config, progress, meter)
+            return cls._load(config, progress, meter, copying)
         except RuntimeError as error:
             found = of_loading(error)
             if found is None:
@@ -92,7 +105,13 @@ class Runner:
             raise found from error
 
     @classmethod
-    def _load(cls, config: WorkerConfig, progress: Progress, meter: MemoryMeter | None) -> Runner:
+    def _load(
+        cls,
+        config: WorkerConfig,
+        progress: Progress,
+        meter: MemoryMeter | None,
+        copying: CopyOptions | None,
+    ) -> Runner:
         model = check_model(Path(config.model), config.tp, config.dtype)
         device = _device(config)
         if meter is None and device.type == "cuda":
@@ -109,7 +128,7 @@ class Runner:
 
         def make(config: WorkerConfig, blocks: int) -> Runner:
             pool = make_kv_pool(shard, blocks, config.chunk_size, dtype, device)
-            return cls(config, Decoder(shard, weights, kernels, group, pool), kernels, group)
+            return cls(config, Decoder(shard, weights, kernels, group, pool), kernels, group, copying)
 
         block_bytes = model.kv_block_bytes(config.chunk_size, config.tp, config.dtype)
         if meter is None:
@@ -280,7 +299,7 @@ class Runner:
             self._searches.remove(gone)
             self._sampler.forget(gone)
         for join in plan.joins:
-            if join.seat is not None:
+            if join.beam_position is not None:
                 self._searches.add(self._sequences[join.sequence])
 
     def _begin_copies(self, plan: StepPlan) -> StepGate | None:
@@ -403,13 +422,14 @@ def _log_memory(use: MemoryUse, config: WorkerConfig, kv_bytes: int) -> None:
         log.warning("other processes use memory of this GPU that was meant for KV", available=gib(use.available))
 
 
-def _copier(config: WorkerConfig, pool: KvPool) -> Copier | None:
+def _copier(config: WorkerConfig, pool: KvPool, options: CopyOptions | None) -> Copier | None:
     """The tier below the device pool and what copies there, if memory was given to it."""
     if not config.host_memory_bytes:
         return None
     slots = config.host_memory_bytes // (pool.data[0].numel() * pool.data.element_size())
     if slots < 1:
         raise ConfigError("the host pool has no room for a single block; give it more memory, or none")
-    options = CopyOptions(config.link_bytes_per_s, config.preload == "layerwise", config.async_saves)
+    if options is None:
+        options = CopyOptions(config.link_bytes_per_s, config.preload == "layerwise", config.async_saves)
     host, device = HostPool(slots, pool), pool.data.device
     return Copier(host, device, pool.blocks, lambda: _kernels(config, 1), options)

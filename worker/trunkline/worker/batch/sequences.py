@@ -23,6 +23,7 @@ class Sequence:
     """One stay of a sequence in the batch."""
 
     __slots__ = (
+        "beam_position",
         "blocks",
         "first",
         "id",
@@ -31,7 +32,6 @@ class Sequence:
         "prompt_len",
         "rewritten",
         "sampling",
-        "beam_position",
         "tokens",
     )
 
@@ -59,7 +59,7 @@ class Sequence:
 
     @classmethod
     def forked(cls, fork: Fork, parent: Sequence) -> Sequence:
-        """A sequence with the parent's tokens and parameters, but a seed, a beam_position and a block table of its own.
+        """A sequence with the parent's tokens and parameters, but its own seed, beam position and block table.
 
         Raises:
             PlanError: output of the parent is known already, so it does not fork at the end of its prompt.

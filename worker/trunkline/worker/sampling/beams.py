@@ -23,7 +23,7 @@ from trunkline.kvstore.int32_codec import Int32Array, pack_int32, unpack_int32
 from trunkline.worker.batch.batch import Batch
 from trunkline.worker.batch.sequences import Sequence
 from trunkline.worker.errors import PlanError
-from trunkline.worker.messages import BeamSeat
+from trunkline.worker.messages import BeamPosition
 
 _TILE: Final = 256
 """Scores of which only the largest is looked at first."""
@@ -46,30 +46,34 @@ class Continuations(NamedTuple):
 class BeamGroup:
     """One search during one stay in the batch."""
 
-    def __init__(self, seat: BeamSeat) -> None:
-        self.id = seat.group
-        self.width = seat.width
-        self.candidates = seat.candidates
-        self.stop_ids = unpack_int32(seat.stop_ids)
-        self.scores = np.zeros(seat.width, dtype=np.float32)
+    def __init__(self, beam_position: BeamPosition) -> None:
+        self.id = beam_position.group
+        self.width = beam_position.width
+        self.candidates = beam_position.candidates
+        self.stop_ids = unpack_int32(beam_position.stop_ids)
+        self.scores = np.zeros(beam_position.width, dtype=np.float32)
         """Of the members; kept up to date on rank 0 only, which alone needs them."""
         self.copies = _NO_COPIES
         """int32 `[n, 4]`: what `copy_blocks` must do before the next step."""
         self._seats: dict[int, Sequence] = {}
 
-    def add(self, sequence: Sequence, seat: BeamSeat) -> None:
-        """A sequence takes its seat.
+    def add(self, sequence: Sequence, beam_position: BeamPosition) -> None:
+        """A sequence takes its beam_position.
 
         Raises:
-            PlanError: the seat is taken, or does not belong to this search.
+            PlanError: the beam_position is taken, or does not belong to this search.
         """
-        if seat.width != self.width or not 0 <= seat.index < self.width or seat.index in self._seats:
+        if (
+            beam_position.width != self.width
+            or not 0 <= beam_position.index < self.width
+            or beam_position.index in self._seats
+        ):
             raise PlanError(
-                f"sequence {sequence.id} cannot take seat {seat.index} of {seat.width} in search {self.id} "
-                f"of width {self.width}, where seats {sorted(self._seats)} are taken"
+                f"sequence {sequence.id} cannot be beam {beam_position.index} of {beam_position.width} in search "
+                f"{self.id} of width {self.width}, where beams {sorted(self._seats)} are taken"
             )
-        self._seats[seat.index] = sequence
-        self.scores[seat.index] = seat.score
+        self._seats[beam_position.index] = sequence
+        self.scores[beam_position.index] = beam_position.score
 
     @property
     def members(self) -> list[Sequence]:
@@ -154,7 +158,7 @@ class Seating:
         first_fork = batch.sampled_rows
         rows = np.array([*range(first_fork), *batch.fork_rows], dtype=np.intp)
         place = {sample.id: index for index, sample in enumerate(batch.samples)}
-        found = dict.fromkeys(s.seat.group for s in batch.samples if s.seat is not None)
+        found = dict.fromkeys(s.beam_position.group for s in batch.samples if s.beam_position is not None)
         self.searches: list[_Placed] = []
         beam_rows: list[int] = []
         for id_ in found:
@@ -171,7 +175,7 @@ class Seating:
             self.searches.append(_Placed(group, places, np.arange(len(beam_rows), len(beam_rows) + len(own))))
             beam_rows += own
         self._select_rows(beam_rows, batch)
-        others = [index for index, s in enumerate(batch.samples) if s.seat is None]
+        others = [index for index, s in enumerate(batch.samples) if s.beam_position is None]
         self.others = np.array(others, dtype=np.intp)
         """Samples that are no beams."""
         self.other_samples = [batch.samples[index] for index in others]
@@ -274,15 +278,15 @@ class BeamSearches:
         """A sequence joined or was forked.
 
         Raises:
-            PlanError: its seat is taken.
+            PlanError: its beam_position is taken.
         """
-        seat = sequence.seat
-        if seat is None:
+        beam_position = sequence.beam_position
+        if beam_position is None:
             return
-        group = self._groups.get(seat.group)
+        group = self._groups.get(beam_position.group)
         if group is None:
-            group = self._groups[seat.group] = BeamGroup(seat)
-        group.add(sequence, seat)
+            group = self._groups[beam_position.group] = BeamGroup(beam_position)
+        group.add(sequence, beam_position)
         self._group_of[sequence.id] = group
 
     def remove(self, sequences: list[int]) -> None:
@@ -310,7 +314,7 @@ class BeamSearches:
             PlanError: see `Seating`.
         """
         if batch.samples_changed:
-            has_beams = bool(self._group_of) and any(sample.seat is not None for sample in batch.samples)
+            has_beams = bool(self._group_of) and any(sample.beam_position is not None for sample in batch.samples)
             self._seating = Seating(batch, self._groups) if has_beams else None
         return self._seating
 

@@ -1,0 +1,64 @@
+"""What the tests of the workers share: checkpoints, a compiler of grammars, a server of the Redis protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from worker.checkpoints import Models
+from worker.grammar_driver import Grammars, V
+from worker.redis_server import RedisServer
+from worker.tier_driver import LAYERS, never_away
+
+from trunkline.deploy.config.models import DEMO_FOLDER
+from trunkline.worker.grammar.compiler import GrammarStore
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    """Checkpoints by name, each written once."""
+    return Models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="session")
+def folder(models: Models) -> Path:
+    """A small Llama with grouped queries."""
+    return models()
+
+
+@pytest.fixture(scope="session")
+def deep(models: Models) -> Path:
+    """The same with more layers, to be loaded one by one."""
+    return models(num_hidden_layers=LAYERS)
+
+
+@pytest.fixture(scope="session")
+def expected(deep: Path) -> list[Any]:
+    """What a traveller of the `deep` model gives."""
+    return never_away(deep)
+
+
+@pytest.fixture(scope="session")
+def grammars() -> Iterator[Grammars]:
+    """Grammars over the demo model's tokens. Its trial process takes seconds to start."""
+    store = GrammarStore(DEMO_FOLDER, V)
+    yield Grammars(store)
+    store.close()
+
+
+@pytest.fixture(scope="session")
+def redis_shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    """One server for all tests that do not kill it."""
+    server = RedisServer(tmp_path_factory.mktemp("redis"))
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def redis_server(redis_shared: RedisServer) -> RedisServer:
+    """A server that holds nothing and takes everything."""
+    redis_shared.begin_anew()
+    return redis_shared

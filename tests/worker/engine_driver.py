@@ -1,0 +1,37 @@
+"""The engine's own plans, executed by a real runner: the simulation of a group with a model in it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from simulation.driver import Simulation
+from worker.driver import run_config
+
+from trunkline.controller.engine_config import EngineConfig
+from trunkline.controller.messages import StepResult
+from trunkline.worker.messages import StepPlan
+from trunkline.worker.runner import Runner
+
+
+class RealWorkers:
+    """Stands where the simulation has its simulated workers."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner = runner
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        result = self.runner.execute(plan)
+        assert result is not None
+        return result
+
+
+def make_simulation(folder: Path, blocks: int, **settings: Any) -> Simulation:
+    """An engine over a real runner, whose pool begins with what must never be read."""
+    config = run_config(folder, pool_blocks=blocks, host_memory_bytes=settings.pop("host_memory_bytes", 0))
+    runner = Runner.load(config, lambda *_: None)
+    runner.pool.data.fill_(float("nan"))
+    settings = {"max_context": 400, "host_slots": runner.host_slots, **settings}
+    simulation = Simulation(EngineConfig(num_blocks=blocks, chunk_size=8, **settings))
+    simulation.workers = RealWorkers(runner)  # type: ignore[assignment]
+    return simulation
