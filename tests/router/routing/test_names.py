@@ -11,7 +11,7 @@ from simulation.driver import Simulation
 from simulation.module_prompts import Schemas, layout, text
 from simulation.told import truth
 
-from trunkline.controller.config import EngineConfig
+from trunkline.controller.engine_config import EngineConfig
 from trunkline.kvstore.int32_codec import pack_int32
 from trunkline.router.routing.core import Decision, RouteRequest, RoutingCore
 from trunkline.router.routing.names import Identity, names_of
@@ -99,7 +99,7 @@ def test_prompts_with_modules(seed: int, positions_shift: bool) -> None:
         # A text that another one begins with is found in it, which is not told.
         near += cached < predicted.cached_tokens + CHUNK
     assert hits > 100
-    assert near >= 40
+    assert near >= 20
 
 
 @pytest.mark.parametrize("seed", seeds(2))
