@@ -1,7 +1,7 @@
-"""How the beams of a search move from step to step: rules that controller and workers share.
+"""How the beams of a search move from step to step: rules that the controller and the workers share.
 
-Only the workers know in time which beams go on; the controller hears of it a step or two later and must come to
-the same block tables (PagedAttention §4.4). Both therefore apply these two functions to the same candidates.
+The workers know first which beams go on. The controller hears of it a step or two later and must come to the same
+block tables (PagedAttention §4.4). So both apply these functions to the same candidates.
 
 A search of width k owns k tail blocks while its tails are not full. A beam without children leaves its tail
 to a beam that shares its parent with another, so moving needs copies but never a block:
@@ -23,13 +23,13 @@ from trunkline.kvstore.int32_codec import Int32Array
 
 
 def choose_beams(tokens: Int32Array, stop_ids: Int32Array, width: int) -> NDArray[np.intp]:
-    """Indices `[width]` of the candidates that become the next beams: the best ones that are no stop tokens.
+    """Return the indices `[width]` of the candidates that become the next beams: the best that are no stop tokens.
 
     Args:
         tokens: `[candidates]`, best first.
 
     Raises:
-        ValueError: fewer than `width` of them are left.
+        ValueError: Fewer than `width` candidates are left.
     """
     chosen = np.flatnonzero(~np.isin(tokens, stop_ids))[:width]
     if len(chosen) < width:
@@ -38,7 +38,7 @@ def choose_beams(tokens: Int32Array, stop_ids: Int32Array, width: int) -> NDArra
 
 
 def assign_tails(parents: Sequence[int]) -> list[int]:
-    """For each new beam, the old beam whose tail block it gets.
+    """Return, for each new beam, the old beam whose tail block it gets.
 
     The first child of a parent keeps the parent's; later ones get those of beams without children, in order.
     Where the result differs from `parents`, the parent's tail is copied into it.
@@ -53,5 +53,5 @@ def assign_tails(parents: Sequence[int]) -> list[int]:
 
 
 def candidate_count(width: int, stop_ids: int) -> int:
-    """Candidates that always leave `width` beams, as `transformers` counts them."""
+    """Return how many candidates always leave `width` beams, as `transformers` counts them."""
     return max(2, 1 + stop_ids) * width

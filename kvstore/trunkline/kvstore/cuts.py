@@ -1,15 +1,16 @@
-"""Which parts of a history a sequence sees, and how that becomes a layout over blocks (CachedAttention §3.4).
+"""Which parts of a history a sequence sees, and its layout over blocks that follows from them (CachedAttention
+§3.4).
 
-A cut drops ranges of a history: the oldest half of an overflowing context, or any tokens of a discard list. KV
-stays where it is and as it was computed; only what is read of it changes. Three ways to count tokens meet here:
+A cut drops ranges of a history: the oldest half of an overflowing context, or the tokens of a discard list. KV
+stays where it is, as it was computed; only the parts of it that are read change. Tokens are counted in three ways:
 
       history  0 1 2 3 4 5 6 7 8 9 …        as the client knows it; the positions at which keys are rotated
       dropped      [2 . . . . 7)
       acting   0 1           2 3 4 …        as the sequence sees it: distances between what is left
       table    |0 1 2 3|     |8 …           as blocks are: whole chunks (of 4 here) with anything left in them
 
-Between dropped ranges lie the *kept* ones; the last is open. Chunks that are dropped whole are in no table.
-Tokens in a table that are not seen are *holes*; all of them lie before the last kept range.
+The ranges between dropped ones are *kept*; the last of them is open. Chunks that are dropped whole are in no
+table. Tokens in a table that are not seen are *holes*; all of them lie before the last kept range.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ from trunkline.kvstore.int32_codec import Int32Array
 from trunkline.kvstore.names import NAME_BYTES, ChunkName, chunk_name
 
 DROPS_MAX: Final = 64
-"""Ranges that one sequence may drop."""
+"""The number of ranges that one sequence may drop."""
 
 
 class ChunkRun(NamedTuple):
-    """Consecutive chunks of a history that are in the table, and the cut behind which they stand."""
+    """Consecutive chunks of a history that are in the table, and how many dropped ranges lie before them."""
 
     start: int
     """First chunk in the history."""
     stop: int
-    """Behind the last; -1: open."""
+    """The chunk behind the last one; -1: the run is open."""
     drops: int
     """How many of the dropped ranges lie before it; 0: the beginning of the history."""
 
@@ -46,7 +47,7 @@ class ContextCut:
     def __init__(self, drops: tuple[tuple[int, int], ...], chunk_size: int) -> None:
         """
         Args:
-            drops: see `problem_of_drops`.
+            drops: Ranges of which `problem_of_drops` says nothing.
         """
         self.drops = drops
         self.chunk_size = chunk_size
@@ -64,11 +65,11 @@ class ContextCut:
         self.closed_end = (
             closed[-1].table_start * chunk_size + closed[-1].first_token + closed[-1].token_count if closed else 0
         )
-        """Index in the table behind the last token that is seen before the last dropped range: up to here KV
-        must be there, for only behind it can more be computed."""
+        """Index in the table behind the last token that is seen before the last dropped range. All KV before this
+        index must exist, because new tokens can be computed behind the last dropped range only."""
 
     def table_tokens(self, history: Int32Array) -> Int32Array:
-        """The tokens of the chunks that are in the table, holes included."""
+        """Return the tokens of the chunks that are in the table, holes included."""
         size = self.chunk_size
         parts = [
             history[segment.start * size : segment.stop * size if segment.stop >= 0 else len(history)]
@@ -77,7 +78,7 @@ class ContextCut:
         return np.concatenate(parts)
 
     def seen(self, table_tokens: Int32Array) -> Int32Array:
-        """What is seen of the table's tokens."""
+        """Return those of the table's tokens that are seen."""
         mask = np.ones(len(table_tokens), bool)
         for extent in self.extents()[:-1]:
             begin = extent.table_start * self.chunk_size + extent.first_token
@@ -87,7 +88,7 @@ class ContextCut:
         return table_tokens[~mask]
 
     def extents(self) -> tuple[Extent, ...]:
-        """The layout: one extent for each kept range, with the shift to where it acts."""
+        """Return the layout: one extent for each kept range, with the shift to where it acts."""
         extents, dropped, begin = [], 0, 0
         for start, stop in (*self.drops, (None, 0)):
             if start is None or start > begin:
@@ -100,7 +101,7 @@ class ContextCut:
         return tuple(extents)
 
     def _entry(self, chunk: int) -> int:
-        """Where in the table a chunk of the history stands."""
+        """Return the index in the table of a chunk of the history."""
         before = 0
         for segment in self.segments:
             if segment.stop < 0 or chunk < segment.stop:
@@ -109,10 +110,10 @@ class ContextCut:
         raise AssertionError("the last segment is open")
 
     def chain(self, root: ChunkName, history: Int32Array) -> list[ChunkName]:
-        """Names of all whole chunks before the last segment, seen or not, as if nothing had been dropped.
+        """Return the names of all whole chunks before the last run, seen or not, as if nothing had been dropped.
 
         Args:
-            root: the name of the root of the whole history.
+            root: The root name of the whole history.
         """
         digest, names, size = root, [], self.chunk_size
         for chunk in range(self.segments[-1].start):
@@ -123,14 +124,14 @@ class ContextCut:
 
 
 def cut_name(history: ChunkName, drops: tuple[tuple[int, int], ...]) -> ChunkName:
-    """The name of what stands behind a cut."""
+    """Return the root name of the chunks behind a cut."""
     digest = blake2b(history, digest_size=NAME_BYTES, person=b"trunkline-cut")
     digest.update(np.array(drops, dtype="<i8").tobytes())
     return ChunkName(digest.digest())
 
 
 def problem_of_drops(drops: tuple[tuple[int, int], ...], prompt_len: int) -> str:
-    """Why these ranges cannot be dropped from a prompt; "" if they can."""
+    """Return why these ranges cannot be dropped from a prompt; "" if they can."""
     if len(drops) > DROPS_MAX:
         return f"{len(drops)} ranges are dropped; at most {DROPS_MAX} are allowed"
     before = -1

@@ -1,8 +1,8 @@
-"""Names of the KV of prompts that are made of modules (Prompt Cache §3.3;
-`trunkline.controller.allocation.modules`).
+"""Names of the KV of prompts that are made of modules (Prompt Cache §3.3).
 
-A text's *place* names what it sees and how it begins: by that its tree is found. Its *content* names all of it.
-Own tokens behind texts hang from a root that is named by the texts that are seen, and by where they stand.
+A text's *place* names what the text sees and how it begins; its tree of chunks is found by it. A text's *content*
+names all of it. A prompt's own tokens hang from a root whose name says which texts they see, and where these
+stand.
 """
 
 from __future__ import annotations
@@ -10,19 +10,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import Enum, auto
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from trunkline.controller.messages import ModuleText
 from trunkline.kvstore.int32_codec import unpack_int32
 from trunkline.kvstore.names import NAME_BYTES, ChunkName
 
 Ranges = tuple[tuple[int, int], ...]
 
 
+class PlacedText(Protocol):
+    """A text of a module, as far as its name depends on it."""
+
+    @property
+    def position(self) -> int:
+        """Position of its first token."""
+
+    @property
+    def tokens(self) -> bytes:
+        """Its tokens, as `pack_int32` gives them."""
+
+
 def pairs(packed: bytes) -> Ranges:
-    """int32 `[n, 2]` as tuples."""
+    """Return packed int32 `[n, 2]` as tuples."""
     return tuple((a, b) for a, b in unpack_int32(packed, columns=2).tolist())
 
 
@@ -31,16 +42,17 @@ class RelocationRule(Enum):
 
     ANYWHERE = auto()
     WITH_ITS_PARENT = auto()
-    """Where the texts above it are as far away as they were."""
+    """Where the texts above it are as far away as when it was computed."""
     NOWHERE = auto()
-    """There only: positions are learned."""
+    """Only where it was computed, because the model's positions are learned."""
 
     @staticmethod
     def of(positions_shift: bool, relocate: bool) -> RelocationRule:
-        """
+        """Return the rule for a model and a request.
+
         Args:
-            positions_shift: whether the model's keys can be turned.
-            relocate: whether the request allows it.
+            positions_shift: Whether the model's keys can be rotated to other positions.
+            relocate: Whether the request allows that.
         """
         if not positions_shift:
             return RelocationRule.NOWHERE
@@ -48,35 +60,36 @@ class RelocationRule(Enum):
 
 
 class TextNames(NamedTuple):
-    """Of one text, with what it sees above itself."""
+    """The two names of a text."""
 
     place: ChunkName
-    """What it sees, and its first chunk."""
+    """Names the texts that it sees, and its first chunk."""
     content: ChunkName
-    """The whole of it, and what it sees."""
+    """Names the texts that it sees, and all of its tokens."""
 
 
 def modules_root(root: bytes) -> ChunkName:
-    """What the names of texts begin with.
+    """Return the name from which the names of texts begin.
 
     Args:
-        root: the name of the root of their salt.
+        root: The root name of the texts' salt.
     """
     return _digest(b"modules", root)
 
 
 def text_names(
-    text: ModuleText,
+    text: PlacedText,
     parent: tuple[ChunkName, int] | None,
     base: ChunkName,
     moves: RelocationRule,
     chunk_bytes: int,
 ) -> TextNames:
-    """
+    """Return the names of a text below another one.
+
     Args:
-        parent: content and position of the text above it; None: there is none.
-        base: see `modules_root`.
-        chunk_bytes: of the tokens of a full chunk.
+        parent: Content and position of the text above it; None if there is none.
+        base: The result of `modules_root`.
+        chunk_bytes: Bytes of the tokens of a full chunk.
     """
     above, origin = parent if parent is not None else (base, text.position)
     where = b""
@@ -87,18 +100,18 @@ def text_names(
 
 
 def prompt_root(base: ChunkName, shown: Sequence[tuple[ChunkName, int, Ranges]], runs: Ranges) -> ChunkName:
-    """The name of the tree of own tokens.
+    """Return the root name of a prompt's own tokens.
 
     Args:
-        base: see `modules_root`.
-        shown: content, position and seen ranges of the texts that are seen, by position.
+        base: The result of `modules_root`.
+        shown: Content, position and seen ranges of the texts that are seen, in the order of their positions.
         runs: (position, count) of the own tokens.
     """
     digest = blake2b(digest_size=NAME_BYTES, person=b"trunkline-prompt")
     digest.update(base)
     for content, position, seen in shown:
         digest.update(content + np.array([position, *sum(seen, ())], "<i8").tobytes() + b";")
-    # Where own tokens stand is part of the name; how many there are behind all is not.
+    # The places of own tokens are part of the name; the length of the last run is not, because it grows.
     closed = [value for run in runs[:-1] for value in run]
     digest.update(np.array([*closed, runs[-1][0] if runs else 0], "<i8").tobytes())
     return ChunkName(digest.digest())

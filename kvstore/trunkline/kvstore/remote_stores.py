@@ -1,9 +1,8 @@
-"""Which stores can be a remote tier, by the scheme of their URLs.
+"""The kinds of stores that can be a remote tier, by the scheme of their URLs.
 
-One table for all: the launcher checks `--remote-tier` with it before anything starts, and workers open what it
-names. A further kind of store is a further entry.
-
-Nothing is imported here that talks to a store: the launcher does not need it.
+The launcher checks `--remote-tier` with this table before anything starts, and workers open the store that it
+names. To add a kind of store, add an entry. This module imports no client of a store, because the launcher needs
+none.
 """
 
 from __future__ import annotations
@@ -16,26 +15,27 @@ from urllib.parse import SplitResult, parse_qs, urlsplit
 
 @dataclass(frozen=True)
 class RemoteStore:
-    """A kind of store."""
+    """A kind of store that can be a remote tier."""
 
     form: str
-    """Of its URLs, for people."""
+    """The form of its URLs, for messages."""
     tier: str
-    """`MODULE:NAME` of what makes the tier in a worker: called with the URL, the bytes of a chunk's shard, the
-    `RecordKeeper` and the seconds after which a chunk is forgotten (0: never), it gives a `SharedTier`."""
+    """`MODULE:NAME` of the function that makes the tier in a worker. Its arguments are the URL, the bytes of a
+    chunk's shard, the `RecordKeeper` and the seconds after which a chunk is forgotten (0: never); it returns a
+    `SharedTier`."""
     problem: Callable[[SplitResult], str]
-    """Why a URL with this scheme is none of the form; "" if it is. Does not quote what may be a password."""
+    """Returns why a URL with this scheme does not have the form; "" if it has. It never quotes a password."""
 
 
 class RemoteUrlError(ValueError):
-    """A URL that no store here has. The message does not contain it: there may be a password in it."""
+    """A URL that names no known kind of store. The message does not contain it, because it may hold a password."""
 
 
 def find_store(url: str) -> RemoteStore:
-    """The kind of store that a URL names.
+    """Return the kind of store that a URL names.
 
     Raises:
-        RemoteUrlError: there is none, or the URL is malformed.
+        RemoteUrlError: There is no such kind, or the URL is malformed.
     """
     try:
         parts = urlsplit(url)

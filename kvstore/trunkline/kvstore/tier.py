@@ -1,12 +1,11 @@
 """The interface of a storage tier below the device pool (design.md section 7).
 
-The controller's directory decides which chunk lives in which slot of which tier and orders the moves; a
-tier only stores and returns bytes. Every rank keeps its own shard of a chunk under the same `SlotId`.
-The host, disk and remote tiers implement `Tier`; the device pool is not a tier, because kernels read it
-in place.
+The controller's directory decides which chunk lies in which slot of which tier and orders the moves; a tier only
+stores and returns bytes. Every rank keeps its own shard of a chunk under the same `SlotId`. The host, disk and
+remote tiers implement `Tier`. The device pool is not a tier, because kernels read it in place.
 
-A fourth tier is another class with these few methods. One that several controllers share implements
-`SharedTier`, and is chosen by the scheme of its URL (`trunkline.worker.tiers.remote_tier`).
+To add a tier, write a class with these methods. A tier that several controllers share implements `SharedTier`, and
+is chosen by the scheme of its URL (`trunkline.kvstore.remote_stores`).
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class TierKind(IntEnum):
 
 
 class SlotKey(NamedTuple):
-    """What a slot must contain for a read to count: anything else is a miss, never wrong KV."""
+    """What a slot must contain for a read to succeed. Anything else is a miss, never wrong KV."""
 
     slot: SlotId
     name: ChunkName
@@ -73,12 +72,13 @@ class Tier(Protocol):
 
 
 class SharedTier(Tier, Protocol):
-    """Storage that other groups and controllers use as well: a chunk is found by its name alone, and may go at any
-    time. `SlotKey.slot` and `generation` mean nothing to it."""
+    """Storage that other groups and controllers use as well.
+
+    A chunk is found by its name alone and may be lost at any time. `SlotKey.slot` and `generation` are ignored."""
 
     def present(self, names: Sequence[ChunkName]) -> int:
-        """How many of the first of these chunks are there now.
+        """Return how many chunks from the first one on are stored now without a gap.
 
         Raises:
-            OSError: the tier cannot be reached.
+            OSError: The tier cannot be reached.
         """
