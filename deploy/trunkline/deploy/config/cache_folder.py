@@ -1,5 +1,7 @@
-"""The user's cache folder: what is kept there saves time and may be deleted at any moment, but for the stored
-sessions and schemas in `kv/records` (`disk_folders.py`).
+"""Find the user's cache folder.
+
+Its contents save time and may be deleted at any moment, but for the stored sessions and schemas in `kv/records`
+(`disk_folders.py`).
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from pathlib import Path
 
 
 def cache_folder() -> Path | None:
-    """`$XDG_CACHE_HOME/trunkline`, else `~/.cache/trunkline`; it may not exist yet. None: there is no home."""
+    """Return `$XDG_CACHE_HOME/trunkline` or `~/.cache/trunkline`, which may not exist yet; None without a home."""
     given = os.environ.get("XDG_CACHE_HOME", "")
     if os.path.isabs(given):  # the standard says to ignore relative ones
         return Path(given) / "trunkline"

@@ -1,4 +1,4 @@
-"""How many cores this process may keep busy: its affinity, or less if a control group's quota is smaller.
+"""Find how many cores this process may use: its affinity, or less if a control group's quota is smaller.
 
 A container limited to two CPUs of a large machine sees all of them; threads beyond the quota only use it up
 sooner and then all wait for the next period.
@@ -16,7 +16,7 @@ _ROOT: Final = Path("/sys/fs/cgroup")
 
 
 def available_cores() -> int:
-    """Cores for this process, at least 1."""
+    """Return the number of cores for this process, at least 1."""
     cores = len(os.sched_getaffinity(0))
     membership = _text(_MEMBERSHIP)
     quota = None if membership is None else whole_cores_of_quota(_ROOT, membership)
@@ -24,14 +24,13 @@ def available_cores() -> int:
 
 
 def whole_cores_of_quota(root: Path, membership: str) -> int | None:
-    """The smallest CPU quota of a process's control groups and of those above them, in whole cores, at least 1.
+    """Return the smallest CPU quota of a process's control groups, in whole cores, at least 1; None: no quota.
+
+    The quotas of the groups above them count, too.
 
     Args:
-        root: where the control groups are mounted.
-        membership: text of the process's `/proc/PID/cgroup`.
-
-    Returns:
-        None: no quota.
+        root: Where the control groups are mounted.
+        membership: The text of the process's `/proc/PID/cgroup`.
     """
     cores = []
     for line in membership.splitlines():
@@ -46,8 +45,8 @@ def whole_cores_of_quota(root: Path, membership: str) -> int | None:
 
 
 def _upwards(mount: Path, path: str) -> Iterator[Path]:
-    """The group's folder and all above it. In a container the path may be the host's, of which only the mount's
-    own folder is there."""
+    """Yield the group's folder and all above it. In a container the path may be the host's, of which only the
+    mount's own folder exists."""
     group = PurePosixPath(path.lstrip("/"))
     return (mount / folder for folder in (group, *group.parents) if ".." not in folder.parts)
 
@@ -62,7 +61,7 @@ def _version_1(folder: Path) -> int | None:
 
 
 def _ratio(quota: str, period: str) -> int | None:
-    """None also where the quota is "max" or -1: none."""
+    """Return the quota in whole cores; None where there is none, which is written "max" or -1."""
     try:
         quota_us, period_us = int(quota), int(period)
     except ValueError:

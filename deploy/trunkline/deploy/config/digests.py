@@ -24,25 +24,25 @@ from xxhash import xxh3_128
 from trunkline.deploy.config.cache_folder import cache_folder
 
 PIECE_BYTES: Final = 16 << 20
-"""Read and digested by one thread; a file's digest is that of its pieces'."""
+"""Bytes that one thread reads and digests; a file's digest is made of those of its pieces."""
 _READ_BYTES: Final = 1 << 20
 _THREADS_MAX: Final = 8
 _NOTES: Final = "digests.json"
 _NOTES_MAX: Final = 4096
 _VERSION: Final = 1
 _SETTLED_NS: Final = 2_000_000_000
-"""A file that was changed less than so long ago might be changed again without its times showing it."""
+"""A file that changed less than this time ago might change again without its times showing it."""
 
 
 def digest_files(paths: Sequence[Path], tell: Callable[[int], None] = lambda count: None) -> list[bytes]:
-    """The digest of each file's content, 16 bytes. Not cryptographic: it tells files apart, not friend from foe.
+    """Return a digest of each file's content, 16 bytes. It is not cryptographic: it only tells files apart.
 
     Args:
-        paths: of readable files.
-        tell: called with the number of bytes to be read, before they are.
+        paths: Paths of readable files.
+        tell: Called with the number of bytes before they are read.
 
     Raises:
-        OSError: a file cannot be read.
+        OSError: A file cannot be read.
     """
     notes = _read_notes()
     known = {path: _noted(notes, path) for path in paths}
@@ -79,7 +79,8 @@ def _digest_piece(file: int, start: int) -> bytes:
 
 
 def _identity(path: Path) -> tuple[int, int, int, int]:
-    """What changes when a file's content does, as a rule; the last also where somebody sets the time back."""
+    """Return a file's size, inode and times, which change with its content; the last one even if its date is set
+    back."""
     stat = path.stat()
     return stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns
 
@@ -111,7 +112,7 @@ def _read_notes() -> dict[str, list[Any]]:
 
 
 def _write_notes(notes: dict[str, list[Any]]) -> None:
-    """Whole or not at all; the latest `_NOTES_MAX`."""
+    """Write the latest `_NOTES_MAX` notes, whole or not at all."""
     folder = cache_folder()
     if folder is None:
         return

@@ -1,4 +1,4 @@
-"""Folders of the disk tier: whose they are, that they stay bounded, and who may use them.
+"""Make, bound and lock the folders of the disk tier.
 
     PATH/                                0700
       <fingerprint, 32 hex digits>/      one per model, precision, chunk size, …: what is never mixed
@@ -13,7 +13,7 @@
 
 A server takes as many group folders of its fingerprint as it has groups and holds their locks until it ends,
 however it ends. In its own cache folder it takes the first ones that are free, so that two servers do not disturb
-each other; where somebody named the folder, that another server uses it is an error.
+each other. In a folder that the user named, it is an error if another server uses them.
 
 What KV other configurations left in PATH counts towards SIZE: they keep up to half of it, the last used first, and
 the rest is deleted. So what unused folders and this server have together never exceeds SIZE. Records count, too,
@@ -59,9 +59,9 @@ _INDEX: Final = re.compile(r"(index\.sqlite(\.(old|damaged)(-\d+)?)?)(-wal|-shm|
 
 DEFAULT_BYTES_MAX: Final = 10 << 30
 DEFAULT_SHARE: Final = 0.1
-"""Of the free space: enough for hundreds of conversations, little enough that nobody misses it."""
+"""The part of the free space that the default takes: room for hundreds of conversations, and hardly missed."""
 FREE_BYTES_MIN: Final = 1 << 30
-"""Left to everybody else on that disk …"""
+"""Bytes that stay free on the disk …"""
 _FREE_SHARE: Final = 64
 """… or one part in so many of it, if that is less."""
 _INDEX_SHARE: Final = 64
@@ -72,53 +72,53 @@ _GROUPS_MAX: Final = 64
 
 @dataclass(frozen=True)
 class DiskPlan:
-    """What is wanted, before any folder is touched."""
+    """The disk tier that is wanted, before any folder is touched."""
 
     base: Path
     fingerprint: str
-    """Of the tier, hexadecimal."""
+    """Fingerprint of the tier, hexadecimal."""
     groups: int
     tp: int
     chunk_bytes: int
-    """On one rank."""
+    """Bytes of a chunk on one rank."""
     option: DiskOption | None
-    """None: nobody asked for a disk tier, so it is there if it can be."""
+    """The value of `--disk-tier`; None: not given, so there is a disk tier if that is possible."""
 
     @property
     def is_named(self) -> bool:
-        """Somebody named the folder."""
+        """Whether the user named the folder."""
         return self.option is not None and self.option.path is not None
 
     def group_folder(self, number: int) -> Path:
         return self.base / self.fingerprint / f"group-{number}"
 
     def records_file(self, group_folder: Path) -> Path:
-        """Of the group whose KV is in this folder."""
+        """Return the file of records of the group whose KV is in this folder."""
         return self.base / _RECORDS / self.fingerprint / f"{group_folder.name}.sqlite"
 
 
 @dataclass
 class DiskFolders:
-    """What is there, locked for us."""
+    """The folders of the disk tier, locked for this server."""
 
     groups: list[Path] = field(default_factory=list)
-    """By group; empty: there is no disk tier."""
+    """The folder of each group; empty: there is no disk tier."""
     records: list[Path] = field(default_factory=list)
-    """Files of the records, by group; empty: they are kept in memory only. There may be room for them and none for
-    KV."""
+    """The file of records of each group; empty: records are kept in memory only. There may be room for records but
+    not for KV."""
     rank_bytes: int = 0
-    """That each worker's slab may take."""
+    """Bytes that each worker's slab may take."""
     warnings: list[str] = field(default_factory=list)
-    """What a person should know."""
+    """Sentences that the user should see."""
 
 
 def plan_disk(
     option: DiskOption | None, fingerprint: str, groups: int, tp: int, chunk_bytes: int
 ) -> DiskPlan | None:
-    """Which disk tier there should be; None: none.
+    """Return the disk tier that there should be, or None.
 
     Raises:
-        UserError: there is no cache folder, though a size was given; or the size holds no two chunks.
+        UserError: A size was given, but there is no cache folder, or the size does not hold two chunks.
     """
     if option is not None and not option.size_bytes:
         return None
@@ -140,10 +140,10 @@ def plan_disk(
 
 @contextlib.contextmanager
 def disk_folders(plan: DiskPlan | None) -> Iterator[DiskFolders]:
-    """Make, bound and lock the folders; they are unlocked at the end, and stay.
+    """Make, bound and lock the folders; unlock them at the end, without deleting them.
 
     Raises:
-        UserError: it was asked for and cannot be had.
+        UserError: The disk tier was asked for and is not possible.
     """
     with contextlib.ExitStack() as locks:
         yield _taken(plan, locks) if plan is not None else DiskFolders()
@@ -171,7 +171,7 @@ def _taken(plan: DiskPlan, locks: contextlib.ExitStack) -> DiskFolders:
 
 
 def _take_groups(plan: DiskPlan, locks: contextlib.ExitStack) -> list[Path]:
-    """Group folders that nobody else uses, locked, with the most used one first."""
+    """Lock and return the first group folders that no other server uses."""
     taken: list[Path] = []
     for number in range(plan.groups + _GROUPS_MAX):
         folder = plan.group_folder(number)
@@ -200,27 +200,28 @@ class _Unused(NamedTuple):
 
 @dataclass(frozen=True)
 class _Division:
-    """Who gets how much of the disk."""
+    """How the disk is divided."""
 
     wanted: int
-    """For this server's workers together."""
+    """Bytes that this server's workers should have together."""
     available: int
-    """What there is for them, once the superfluous is deleted."""
+    """Bytes that they can have, once the superfluous folders are deleted."""
     superfluous: list[_Unused]
 
 
 def _divide(
     size: int, free: int, left_alone: int, ours: int, unused: list[_Unused], records: int, least: int
 ) -> _Division:
-    """
+    """Return how the disk is divided between this server and unused folders.
+
     Args:
-        size: of `--disk-tier`; 0: it was not given.
-        free: bytes on the disk.
-        left_alone: bytes that stay free.
-        ours: bytes of KV in the folders of this server.
-        records: bytes of all records: the more they are, the less KV there may be, so that a size that fitted once
-            still does. They take half of it at most.
-        least: bytes of KV without which this server has no use for a disk tier.
+        size: The size in `--disk-tier`; 0 if it was not given.
+        free: Free bytes on the disk.
+        left_alone: Bytes that stay free.
+        ours: Bytes of KV in the folders of this server.
+        records: Bytes of all records. The more there are, the less KV there may be, so that a size that fitted
+            once still does. They take half of it at most.
+        least: Bytes of KV without which a disk tier is of no use to this server.
     """
     present = ours + records + sum(folder.used for folder in unused)
     # The KV that is on disk already counts as free: else the default would shrink with every start.
@@ -237,10 +238,10 @@ def _divide(
 
 
 def _bound(plan: DiskPlan, found: DiskFolders) -> None:
-    """Settle how much the workers may use, and delete what there is no room for.
+    """Decide how much the workers may use, and delete the KV that there is no room for.
 
     Raises:
-        UserError: a size was asked for, and there is not that much.
+        UserError: There is less room than was asked for.
     """
     ours = sum(_used_bytes(folder) for folder in found.groups)
     unused = _unused_groups(plan, found.groups)
@@ -276,7 +277,7 @@ def _bound(plan: DiskPlan, found: DiskFolders) -> None:
 
 
 def _deleted(unused: _Unused) -> list[str]:
-    """Delete the KV in a folder; what a person should know of that."""
+    """Delete the KV in a folder, and return sentences for the user about it."""
     if not _remove_group(unused.folder):
         return []  # in use by now
     said = [
@@ -295,14 +296,14 @@ def _rank_bytes(plan: DiskPlan, total: int) -> int:
 
 
 def _least_bytes(plan: DiskPlan) -> int:
-    """Two chunks with their headers, the file's own header, the index's part."""
+    """Return the bytes of two chunks with their headers, the header of the file, and the index's part."""
     page = 4096
     slab = 2 * (plan.chunk_bytes + 2 * page) + 2 * page
     return slab * plan.groups * plan.tp * (_INDEX_SHARE + 1) // _INDEX_SHARE
 
 
 def _unused_groups(plan: DiskPlan, taken: list[Path]) -> list[_Unused]:
-    """Group folders below the base which no server uses."""
+    """Return the group folders below the base that no server uses."""
     unused = []
     for parent in plan.base.iterdir():
         if not _FINGERPRINT.fullmatch(parent.name) or parent.is_symlink() or not (parent / _MARK).is_file():
@@ -319,8 +320,11 @@ def _unused_groups(plan: DiskPlan, taken: list[Path]) -> list[_Unused]:
 
 
 def _remove_group(folder: Path) -> bool:
-    """Delete our files in a group folder, but for an index with records, and the folders that are then empty;
-    False: it is in use by now."""
+    """Delete our files in a group folder, but for an index with records, and folders that are then empty.
+
+    Returns:
+        False if a server uses the folder by now.
+    """
     lock = _try_lock(folder, claims=False)
     if lock is None:
         return False
@@ -328,7 +332,7 @@ def _remove_group(folder: Path) -> bool:
         names = [name for name in os.listdir(folder) if _OURS.fullmatch(name) and not _has_records(folder, name)]
         for name in sorted(names, key=lambda name: name == _LOCK):  # the lock last
             (folder / name).unlink(missing_ok=True)  # to look into a database may have removed its log
-        with contextlib.suppress(OSError):  # somebody put something else there
+        with contextlib.suppress(OSError):  # there are other files in it
             folder.rmdir()
             if os.listdir(folder.parent) == [_MARK]:
                 (folder.parent / _MARK).unlink()
@@ -339,8 +343,8 @@ def _remove_group(folder: Path) -> bool:
 
 
 def _has_records(folder: Path, name: str) -> bool:
-    """Whether a file is an index, or belongs to one, that holds records, as those of earlier versions did. If that
-    cannot be told, it may."""
+    """Return whether a file is, or belongs to, an index that holds records, as those of earlier versions did; True
+    if that cannot be found out."""
     index = _INDEX.fullmatch(name)
     if index is None or not (folder / index[1]).is_file():
         return False

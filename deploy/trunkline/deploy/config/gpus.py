@@ -1,4 +1,4 @@
-"""Which NVIDIA GPUs this process can see: the one place where anything but a worker asks for them.
+"""Find the NVIDIA GPUs that this process can see, without torch.
 
 The driver's library answers through ctypes, in milliseconds; to import torch would take seconds. Like every CUDA
 program it respects `CUDA_VISIBLE_DEVICES`, so index i here is `cuda:i` of a worker with the same environment.
@@ -23,7 +23,7 @@ _TORCH_CUDA: Final = re.compile(r"^cuda\b[^=]*=\s*(.+?)\s*$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Gpu:
-    """What the driver says of a GPU."""
+    """A GPU, as the driver describes it."""
 
     name: str
     memory_bytes: int
@@ -36,11 +36,11 @@ class Gpus:
 
     devices: tuple[Gpu, ...] = ()
     problem: str = ""
-    """Why no GPU can be used although a driver is installed; "": none is needed."""
+    """Why no GPU can be used although a driver is installed; "": there is no such problem."""
 
     @property
     def count(self) -> int:
-        """How many a worker can use."""
+        """How many GPUs workers can use."""
         return len(self.devices)
 
 
@@ -90,9 +90,10 @@ def _describe(driver: ctypes.CDLL, index: int) -> Gpu:
 
 
 def _call(driver: ctypes.CDLL, function: str, *arguments: object) -> None:
-    """
+    """Call a function of the driver.
+
     Raises:
-        _DriverError: with the number and the text of the driver's error.
+        _DriverError: It failed; with the number and the text of the driver's error.
     """
     code = int(getattr(driver, function)(*arguments))
     if code:
@@ -103,7 +104,7 @@ def _call(driver: ctypes.CDLL, function: str, *arguments: object) -> None:
 
 
 def _torch_has_cuda() -> bool:
-    """Whether the installed torch was built for CUDA, as its version file says; True where that is not known."""
+    """Return whether the installed torch was built for CUDA, by its version file; True if that is not known."""
     found = importlib.util.find_spec("torch")
     for folder in (found and found.submodule_search_locations) or ():
         try:

@@ -15,15 +15,15 @@ _BACKLOG: Final = 2048
 
 
 def open_listener(host: str, port: int, option: str = "--port") -> socket.socket:
-    """A listening socket, which routers inherit.
+    """Open a listening socket, which routers inherit.
 
     Args:
-        host: an address of this machine or its name.
-        port: 0: any free one.
-        option: by which the port was given; `--host` is named like it.
+        host: An address of this machine or its name.
+        port: The port; 0 for any free one.
+        option: The option that gave the port, for messages; the one for the host is named after it.
 
     Raises:
-        UserError: the port is in use, needs privileges, or the host is not an address of this machine.
+        UserError: The port is in use, needs privileges, or the host is not an address of this machine.
     """
     listener: socket.socket | None = None
     try:
@@ -44,10 +44,10 @@ def open_listener(host: str, port: int, option: str = "--port") -> socket.socket
 
 
 def free_port(host: str, port: int) -> int:
-    """`port` if a server can listen there now, else an error; for 0 a free one.
+    """Return `port` if a server can listen there now; for 0 a free one.
 
     Raises:
-        UserError: as `open_listener`.
+        UserError: As `open_listener`.
     """
     with open_listener(host, port) as listener:
         return int(listener.getsockname()[1])

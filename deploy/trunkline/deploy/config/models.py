@@ -1,4 +1,4 @@
-"""From the MODEL argument to a local folder with a checkpoint, and what must be known of it before a start."""
+"""Find the checkpoint that the MODEL argument names, and read what must be known of it before a start."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ HUB_PATTERNS: Final = (_WEIGHTS, "*.json", "tokenizer.model", "*.jinja", "merges
 
 
 def resolve(model: str, *, needs_weights: bool = True) -> Path:
-    """The folder of `model`: the demo, an existing folder, or a name to be fetched from the hub.
+    """Return the folder of `model`: the demo, an existing folder, or one fetched from the hub.
 
     Args:
-        needs_weights: else configuration and tokenizer will do, and no more is fetched.
+        needs_weights: False if configuration and tokenizer suffice; then no weights are fetched.
 
     Raises:
-        UserError: it is none of these, cannot be fetched, or is no checkpoint.
+        UserError: There is no such model, it cannot be fetched, or the folder is not a checkpoint.
     """
     if model == DEMO:
         return _checked(DEMO_FOLDER, DEMO)
@@ -47,10 +47,10 @@ def resolve(model: str, *, needs_weights: bool = True) -> Path:
 
 
 def default_name(model: str) -> str:
-    """The name under which clients know `model` unless the user chose one.
+    """Return the name of `model` in the API, unless the user chose another one.
 
     Raises:
-        UserError: it has none that could be shown.
+        UserError: The folder's name cannot be shown.
     """
     if model == DEMO:
         return "trunkline-demo"
@@ -62,10 +62,10 @@ def default_name(model: str) -> str:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The checkpoint's config.json.
+    """Return the checkpoint's config.json.
 
     Raises:
-        UserError: it cannot be read as a JSON object.
+        UserError: It cannot be read as a JSON object.
     """
     try:
         config = json.loads((folder / "config.json").read_text())
@@ -77,8 +77,10 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def resolve_dtype(folder: Path, dtype: str, device: str) -> str:
-    """The precision that `auto` means: the checkpoint's own, but float32 on CPUs, where 16-bit arithmetic is
-    slower as a rule and where greedy answers then do not depend on what was cached."""
+    """Return the number format that `auto` means: the checkpoint's own, but float32 on CPUs.
+
+    There, 16-bit arithmetic is slower as a rule, and greedy answers then do not depend on what was cached.
+    """
     if dtype != "auto":
         return dtype
     config = read_config(folder)
@@ -87,16 +89,15 @@ def resolve_dtype(folder: Path, dtype: str, device: str) -> str:
 
 
 def fingerprint(folder: Path, quantization: str = "none", tell: Callable[[int], None] = lambda count: None) -> str:
-    """A digest of configuration and all weights as they are computed with, hexadecimal: part of the name of all KV
-    computed with them.
+    """Return a hexadecimal digest of configuration and weights: part of the name of all KV computed with them.
 
     Args:
-        folder: the checkpoint.
-        quantization: of the weights while they are loaded.
-        tell: called with the number of bytes if weights must be read for it (the first time, see `digests`).
+        folder: The checkpoint.
+        quantization: How the weights are stored.
+        tell: Called with the number of bytes if weights must be read for it (the first time, see `digests`).
 
     Raises:
-        UserError: a file cannot be read.
+        UserError: A file cannot be read.
     """
     shards = sorted(folder.glob("*.safetensors"))
     digest = hashlib.blake2b(digest_size=16)
@@ -110,7 +111,7 @@ def fingerprint(folder: Path, quantization: str = "none", tell: Callable[[int], 
 
 
 def _checked(folder: Path, model: str, needs_weights: bool = True) -> Path:
-    """`folder`, if it has what every part needs."""
+    """Return `folder` if it has the files that every process needs."""
     if not (folder / "config.json").is_file():
         raise UserError(f"{model} is no checkpoint: {folder} has no config.json")
     if needs_weights and not any(folder.glob("*.safetensors")):

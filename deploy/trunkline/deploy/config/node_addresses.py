@@ -1,4 +1,4 @@
-"""Where the parts of a cluster that is spread over hosts find each other, as text on a command line. Pure.
+"""Parse the addresses of groups and the numbers of ranks, as they stand on a command line. Pure.
 
 group-{0..3}.group:7400,spare:7400      hosts and ports, with ranges in names
 0-1                                     ranks of a group
@@ -15,7 +15,7 @@ from trunkline.deploy.errors import UserError
 
 GROUP_PORT: Final = 7400
 GROUP_PORTS: Final = 5
-"""From the group's port on: requests, KV events, step plans, reports, rendezvous of the ranks."""
+"""How many ports a group has, from its first on: requests, KV events, step plans, reports, rendezvous of ranks."""
 ADDRESSES_MAX: Final = 256
 ANY_HOST: Final = "0.0.0.0"
 _HOST: Final = re.compile(r"(?!-)[A-Za-z0-9_.-]{1,253}")
@@ -26,7 +26,7 @@ _RANKS: Final = re.compile(r"(\d{1,4})(?:-(\d{1,4}))?")
 
 @dataclass(frozen=True)
 class Address:
-    """Of the first port of a group."""
+    """The host and the first port of a group."""
 
     host: str
     port: int
@@ -35,15 +35,15 @@ class Address:
         return f"{self.host}:{self.port}"
 
     def endpoint(self, offset: int) -> str:
-        """Of the group's port so many behind the first, for ZeroMQ and torch.distributed."""
+        """Return the endpoint at the group's first port plus `offset`, for ZeroMQ and torch.distributed."""
         return f"tcp://{self.host}:{self.port + offset}"
 
 
 def parse_address(text: str, option: str) -> Address:
-    """`HOST:PORT` or `HOST`, whose port is `GROUP_PORT`.
+    """Return the address in a text of the form `HOST:PORT`, or `HOST` for the port `GROUP_PORT`.
 
     Raises:
-        UserError: it is something else.
+        UserError: The text has another form.
     """
     text = text.strip()
     if text.startswith("[") or text.count(":") > 1:
@@ -63,10 +63,10 @@ def parse_address(text: str, option: str) -> Address:
 
 
 def parse_addresses(text: str, option: str) -> tuple[Address, ...]:
-    """Several of them, with commas between, and ranges `{0..3}` in names.
+    """Return several addresses, with commas between them and ranges such as `{0..3}` in names.
 
     Raises:
-        UserError: one is wrong, is there twice, or there are too many or none.
+        UserError: An address is wrong or is named twice, or there are too many or none.
     """
     found: list[Address] = []
     for part in filter(None, (part.strip() for part in text.split(","))):
@@ -83,13 +83,13 @@ def parse_addresses(text: str, option: str) -> tuple[Address, ...]:
 
 
 def parse_ranks(text: str, tp: int, *, is_leader: bool) -> range:
-    """`A-B`, both of them included, or `A`.
+    """Return the ranks in a text of the form `A-B` (both included) or `A`.
 
     Args:
-        is_leader: they are those beside the controller: rank 0 is one of them; "" means all.
+        is_leader: Whether they run beside the controller. Then rank 0 is one of them, and "" means all.
 
     Raises:
-        UserError: they are no ranks of such a group.
+        UserError: A group of `tp` ranks has no such ranks.
     """
     text = text.strip()
     if not text and is_leader:
@@ -109,7 +109,7 @@ def parse_ranks(text: str, tp: int, *, is_leader: bool) -> range:
 
 
 def is_ip(host: str) -> bool:
-    """Whether this is an IPv4 address and no name."""
+    """Return whether this is an IPv4 address and not a host name."""
     try:
         ipaddress.IPv4Address(host)
     except ValueError:
@@ -118,7 +118,7 @@ def is_ip(host: str) -> bool:
 
 
 def _expanded(text: str, option: str) -> list[str]:
-    """Of each `{A..B}`, every number from A to B, with as many digits as A has."""
+    """Return the names with each `{A..B}` replaced by the numbers from A to B, with as many digits as A has."""
     match = _RANGE.search(text)
     if match is None:
         if "{" in text or "}" in text:

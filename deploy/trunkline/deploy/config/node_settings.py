@@ -1,4 +1,4 @@
-"""What `trunkline group`, `workers` and `router` were asked for, beside what they have in common with `serve`."""
+"""The settings of `trunkline group`, `workers` and `router` that `serve` does not have."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NAME: Final = re.compile(r"[\w.:-]{1,255}", re.ASCII)
 
 
 class Kind(StrEnum):
-    """What runs in a part of a cluster."""
+    """The kind of a part of a cluster: what runs in it."""
 
     GROUP = "group"
     """A controller, and its workers or some of them."""
@@ -36,14 +36,14 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class NodeSettings:
-    """A part of a cluster that is spread over hosts. Text, as it was given."""
+    """The settings of a part of a cluster that is spread over hosts, as texts."""
 
     listen: str = f"127.0.0.1:{GROUP_PORT}"
-    """Of a group; local unless somebody says otherwise."""
+    """Where a group listens; by default only this machine may connect."""
     leader: str = ""
-    """Of workers: what their group listens on."""
+    """For workers: where their group listens."""
     controllers: str = ""
-    """Of a router: what the groups listen on."""
+    """For a router: where the groups listen."""
     ranks: str = ""
     wire_keys: str = ""
     plain_tcp: bool = False
@@ -57,20 +57,20 @@ class NodeSettings:
         if not _NAME.fullmatch(self.health_host):
             raise UserError(f"--health-host is {self.health_host!r}; write an address of this machine, or 0.0.0.0")
         if self.wire_keys and self.plain_tcp:
-            raise UserError("--wire-keys and --plain-tcp exclude each other: sockets have keys, or they have none")
+            raise UserError("--wire-keys and --plain-tcp exclude each other; give one of them")
         if kind is Kind.ROUTER and not self.controllers:
             raise UserError(f"--controllers is missing; write HOST:PORT of each group, such as h1:{GROUP_PORT}")
         if kind is Kind.WORKERS and not self.leader:
             raise UserError(f"--leader is missing; write HOST:PORT of the group, such as h1:{GROUP_PORT}")
 
     def plan(self, kind: Kind, settings: ServeSettings) -> tuple[ServeSettings, NodePlan]:
-        """What is to run here.
+        """Return the plan of what is to run here, and the settings without what runs elsewhere.
 
         Args:
-            settings: with a number of ranks, unless this is a router.
+            settings: The settings, with a number of ranks unless this is a router.
 
         Raises:
-            UserError: something is wrong by itself, or the address to listen on is not this machine's.
+            UserError: A setting is wrong, or the address to listen on is not this machine's.
         """
         self.validate(kind)
         node = NodePlan(
@@ -90,10 +90,10 @@ class NodeSettings:
 
 
 def _own_address(address: Address) -> Address:
-    """With an IPv4 address for a name: ZeroMQ takes no other names to listen on.
+    """Return the address with an IPv4 address in place of a host name, as ZeroMQ needs it to listen.
 
     Raises:
-        UserError: nobody knows the name.
+        UserError: The name cannot be resolved.
     """
     if is_ip(address.host):
         return address

@@ -1,4 +1,4 @@
-"""Where workers compute: on CPUs, or which worker on which GPU. Pure, but for `gpus.look`.
+"""Decide where workers compute: on CPUs, or which worker on which GPU. Pure, but for `gpus.look`.
 
 Each group has GPUs of its own, and each rank of a group one of them:
 
@@ -27,18 +27,18 @@ from trunkline.worker.model.families import read_model_config
 from trunkline.worker.model.sharding import check_parallelism
 
 TP_ON_CPUS: Final = 2
-"""Workers of a group where nothing says how many: the fewest that show the whole design."""
+"""The default number of workers of a group on CPUs: the fewest that show the whole design."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """The GPUs of this machine, and who has them. Without any, workers compute on CPUs."""
+    """The GPUs of this machine, and which worker has which. Without any, workers compute on CPUs."""
 
     visible: tuple[gpus.Gpu, ...] = ()
     groups: tuple[tuple[int, ...], ...] = ()
-    """By group, then in the order of its ranks on this machine: indices of GPUs; empty: CPUs."""
+    """Indices of GPUs, by group and by rank on this machine; empty: workers compute on CPUs."""
     fraction: float = GPU_MEMORY_FRACTION
-    """Of a GPU's memory, what one worker may use."""
+    """Part of a GPU's memory that one worker may use."""
     warning: str = ""
     """Why CPUs compute although there is a driver for GPUs; "": no reason to warn."""
 
@@ -51,7 +51,7 @@ class Placement:
         """Return the GPU of a worker, None on CPUs.
 
         Args:
-            here: of its group's workers on this machine, which one.
+            here: The worker's number among those of its group on this machine.
         """
         return self.groups[group][here] if self.groups else None
 
@@ -77,7 +77,7 @@ def settle(settings: ServeSettings, folder: Path) -> tuple[ServeSettings, Placem
         folder: the checkpoint.
 
     Returns:
-        the settings with a number for `tp`, and who has which GPU.
+        The settings with a number for `tp`, and the placement.
 
     Raises:
         UserError: there are no GPUs, or too few.
@@ -145,9 +145,10 @@ def _with_tp(settings: ServeSettings, choose: Callable[[], int]) -> ServeSetting
 
 
 def _splits(folder: Path) -> Callable[[int], bool]:
-    """
+    """Return a function that says whether the model can be split over a number of ranks.
+
     Raises:
-        UserError: there is no model that could be split.
+        UserError: The model's configuration cannot be used.
     """
     try:
         model = read_model_config(folder)
@@ -165,7 +166,7 @@ def _splits(folder: Path) -> Callable[[int], bool]:
 
 
 def _share(together: int) -> float:
-    """The largest fraction of two decimals that so many workers on a GPU may have."""
+    """Return the largest fraction, with two decimals, for so many workers on a GPU."""
     return int(100 / together) / 100
 
 

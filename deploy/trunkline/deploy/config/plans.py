@@ -1,4 +1,4 @@
-"""What all processes of a cluster, or of the part of one that runs here, must agree on."""
+"""The plan of a cluster, or of the part that runs here: what all its processes must agree on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trunkline.deploy.config.tier_options import redacted
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where a group's processes meet: endpoints of ZeroMQ, and where torch.distributed begins."""
+    """The endpoints at which a group's processes meet, for ZeroMQ and torch.distributed."""
 
     router: str
     """Bound by the controller, as the next three."""
@@ -23,45 +23,45 @@ class Meeting:
     plan: str
     report: str
     plan_at: str
-    """Where its ranks connect."""
+    """Where its ranks connect for plans; a report goes to the next one."""
     report_at: str
     rendezvous: str
 
 
 def local_endpoint(folder: Path) -> str:
-    """Where the controller of a part of a cluster takes requests of its own host, besides those from elsewhere.
+    """Return the endpoint at which a controller takes requests of its own host, beside its network port.
 
     Args:
-        folder: of the run.
+        folder: The run folder.
     """
     return f"ipc://{folder}/g0-router"
 
 
 @dataclass(frozen=True)
 class NodePlan:
-    """A part of a cluster that is spread over hosts."""
+    """What runs on this host of a cluster that is spread over hosts."""
 
     ranks: range = range(0)
-    """Of its group, those that run here."""
+    """Ranks of the group that run here."""
     listen: Address | None = None
-    """Of the group whose controller runs here."""
+    """Address of the group whose controller runs here."""
     leader: Address | None = None
-    """Of the group whose controller runs elsewhere."""
+    """Address of the group whose controller runs on another host."""
     controllers: tuple[Address, ...] = ()
-    """Of the groups that a router here serves."""
+    """Addresses of the groups that a router here serves."""
     wire_keys: str = ""
-    """File of the keys of all sockets between hosts."""
+    """File with the keys of sockets between hosts."""
     plain_tcp: bool = False
-    """They have none."""
+    """Whether sockets between hosts have no keys."""
 
     def is_spread(self, tp: int) -> bool:
-        """Whether the group has ranks elsewhere, too."""
+        """Return whether the group has ranks on other hosts, too."""
         return bool(self.ranks) and len(self.ranks) < tp
 
 
 @dataclass(frozen=True)
 class ClusterPlan:
-    """Settled once, before anything is started."""
+    """The plan of a cluster, made once before anything is started."""
 
     settings: ServeSettings
     folder: Path
@@ -72,7 +72,7 @@ class ClusterPlan:
     max_context: int
     vocab_size: int
     fingerprint: str
-    """Of the model as it is computed with."""
+    """Digest of the model's configuration and weights, as they are computed with."""
     tier_fingerprint: str
     positions_shift: bool
     disk: DiskPlan | None
@@ -84,7 +84,7 @@ class ClusterPlan:
 
     @property
     def device(self) -> str:
-        """Of its workers: "cpu" or "cuda"."""
+        """The device of its workers: "cpu" or "cuda"."""
         return self.placement.device
 
     @property
@@ -95,7 +95,7 @@ class ClusterPlan:
 
     @property
     def title(self) -> str:
-        """What is served, by how many, in a few words."""
+        """The model, its workers and its KV memory in a few words."""
         settings = self.settings
         groups = f"{settings.groups} groups of " if settings.groups > 1 else ""
         workers = f"{groups}{settings.ranks} worker{'s' if settings.ranks > 1 else ''}"
@@ -105,7 +105,7 @@ class ClusterPlan:
         return f"{self.model_name} · {workers} on {self.device} · {self.dtype}{weights}{kv}"
 
     def describe_tiers(self, disk: DiskFolders) -> str:
-        """Where KV goes that is not on the device, in one line."""
+        """Return the tiers below the device in one line."""
         settings, parts = self.settings, []
         if settings.prefix_cache and (memory := settings.host_tier_per_worker(self.device)):
             parts.append(f"host {format_bytes(memory)} each")
@@ -116,10 +116,10 @@ class ClusterPlan:
         return " · ".join(parts) or "none"
 
     def meeting(self, folder: Path, group: int) -> Meeting:
-        """Where a group's processes meet.
+        """Return the endpoints of a group.
 
         Args:
-            folder: of this run, for what stays on this machine.
+            folder: The run folder, for sockets that stay on this machine.
         """
         inside = {name: f"ipc://{folder}/g{group}-{name}" for name in ("router", "events", "plan", "report")}
         here = Meeting(

@@ -1,11 +1,11 @@
-"""What `trunkline serve` was asked for: one frozen record, checked before any process starts."""
+"""The settings of `trunkline serve`: one frozen record, checked before any process starts."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Final
 
-from trunkline.controller.config import TIER_POLICIES
+from trunkline.controller.engine_config import TIER_POLICIES
 from trunkline.deploy.config.cores import available_cores
 from trunkline.deploy.config.tenant_options import check_exposure, check_tenants
 from trunkline.deploy.config.tier_options import DiskOption, check_remote_url
@@ -45,11 +45,11 @@ _SESSION_TTL_S_MAX: Final = 10 * 365 * 86400.0
 
 @dataclass(frozen=True, kw_only=True)
 class ServeSettings:
-    """One cluster on one machine. None: chosen from the model and the machine."""
+    """The settings of a cluster on one machine. None: chosen by the model and the machine."""
 
     model: str = "demo"
     groups: int = 1
-    """Independent replicas of the model; the router spreads requests over them."""
+    """Copies of the model; the routers spread requests over them."""
     routers: int = 1
     """Processes that share the port. One streams some thousand tokens a second."""
     policy: str = "prefix"
@@ -65,9 +65,9 @@ class ServeSettings:
     device: str = "auto"
     kernels: str = "auto"
     quantization: str = "none"
-    """Of the weights, while they are loaded."""
+    """How the weights are stored: "none" or "int8"."""
     host: str = "127.0.0.1"
-    """Only this machine may connect unless somebody says otherwise."""
+    """By default only this machine may connect."""
     port: int = 8000
     """0: any free one."""
     served_model_name: str | None = None
@@ -81,11 +81,11 @@ class ServeSettings:
     max_context: int | None = None
     max_batch: int = 256
     token_budget: int = 1024
-    """Tokens computed in one step: bounds how long running streams wait for somebody's prefill."""
+    """Tokens computed in one step at most. It bounds how long running streams wait for the prefill of a prompt."""
     max_waiting: int = 1024
     prefix_cache: bool = True
     host_tier_bytes: int | None = None
-    """Per worker: host memory for KV that is not on the device, and for all that goes to or comes from the tiers
+    """Host memory of each worker for KV that is not on the device, and for KV on its way to and from the tiers
     below; 0: none."""
     disk_tier: DiskOption | None = None
     """None: on, in the user's cache folder, if there is room."""
@@ -93,22 +93,23 @@ class ServeSettings:
     """URL of a Redis or Valkey server that several clusters may share; "": none. May hold a password."""
     tier_policy: str = "look-ahead"
     session_ttl: float = 86400.0
-    """Seconds: a conversation that nobody went on with for a day is seldom gone on with. 0: no limit."""
+    """Seconds after which unused KV is forgotten: a conversation is seldom continued after a day. 0: no limit."""
     preemption: str = "auto"
     target_itl_ms: float = 0.0
-    """Soft: prompts are computed in smaller parts so that running streams keep this pace. 0: no target."""
+    """Target for the time between two tokens of a stream: prompts are computed in smaller parts to keep it. 0:
+    none."""
     tool_call_parser: str = "auto"
     drain_seconds: float = 30.0
     tenants: str = ""
-    """File with what tenants may do, followed while the cluster runs; "": none."""
+    """File of tenants, their keys and limits, which is read again when it changes; "": none."""
     tenant_limits: TenantLimits = NO_LIMITS
-    """What each tenant may do of whom the file says nothing."""
+    """Limits of each tenant that the file does not name."""
     tenant_header: str = ""
-    """In which a gateway in front names the tenant; "": keys tell tenants apart."""
+    """The header in which a gateway names the tenant; "": a tenant is known by its key."""
     api_key_file: str = ""
     """File with the one key that all clients share; "": none, or in TRUNKLINE_API_KEY."""
     allow_anonymous: bool = False
-    """Whether a server without keys may listen where others reach it."""
+    """Whether a server without keys may listen where other machines can connect."""
     allowed_hosts: tuple[str, ...] = ()
     """Names under which browsers may reach a server without keys, besides localhost and addresses."""
     cors_origins: tuple[str, ...] = ()
@@ -121,11 +122,11 @@ class ServeSettings:
     log_format: str = "auto"
     """"text" for people, "json" for a log collector; "auto": text."""
     otlp_endpoint: str = ""
-    """Where spans go; "": as OpenTelemetry's environment variables say, by default nowhere."""
+    """The collector that traces are sent to; "": as OpenTelemetry's environment variables say, by default none."""
     trace_sample: float | None = None
-    """Part of requests that is traced; None: as these variables say, by default all."""
+    """Part of the requests that is traced; None: as these variables say, by default all."""
     ranks_here: int | None = None
-    """Of each group, those that run on this machine, if others run elsewhere. No option: see `NodeSettings`."""
+    """How many ranks of each group run on this machine, if others run elsewhere (`NodeSettings` sets it)."""
 
     def validate(self) -> None:
         """Raise `UserError` for the first setting that is wrong by itself."""

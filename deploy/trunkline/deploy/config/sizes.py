@@ -1,4 +1,4 @@
-"""Byte sizes as people write them: `1GiB`, `512 MB`, `1.5g`."""
+"""Parse and format sizes in bytes as people write them: `1GiB`, `512 MB`, `1.5g`."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _SIZE: Final = re.compile(r"\s*(\d{1,18}(?:\.\d{1,9})?)\s*([a-zA-Z]*)\s*", re.AS
 
 
 def parse_bytes(text: str, option: str) -> int:
-    """The number of bytes that `text`, the value of `option`, names.
+    """Return the number of bytes in `text`, the value of `option`.
 
     Raises:
-        UserError: it is no size, or less than one byte.
+        UserError: The text is not a size, or less than one byte.
     """
     match = _SIZE.fullmatch(text)
     unit = _UNITS.get(match[2].lower()) if match else None
@@ -46,7 +46,8 @@ def parse_bytes(text: str, option: str) -> int:
 
 
 def format_bytes(count: int) -> str:
-    """`count` bytes in the largest binary unit that keeps it at least 1, with at most one decimal."""
+    """Return `count` bytes in the largest binary unit that keeps the number at least 1, with one decimal at
+    most."""
     exponent = min(4, max(0, (count.bit_length() - 1) // 10))
     value = count / 1024**exponent
     unit = ("B", "KiB", "MiB", "GiB", "TiB")[exponent]

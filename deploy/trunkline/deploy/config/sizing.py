@@ -1,4 +1,4 @@
-"""How much memory a cluster needs for what it is to serve: CachedAttention's capacity rule (§4.5), and arithmetic.
+"""Compute how much memory the sessions of a cluster need, by CachedAttention's capacity rule (§4.5).
 
     CCpUT = DSpUT x CCpS
 
@@ -24,19 +24,19 @@ _HOUR_S: Final = 3600.0
 
 @dataclass(frozen=True)
 class Demand:
-    """What is to be served."""
+    """The sessions that are to be served."""
 
     sessions_per_hour: float
-    """Distinct ones."""
+    """Distinct sessions in an hour."""
     context: int
-    """Tokens of a session, history and all: at the most, or on average for a tighter figure."""
+    """Tokens of a session with its history: at most, or on average for a tighter figure."""
     ttl_s: float
-    """For how long KV is kept after its last use."""
+    """How long KV is kept after its last use."""
     concurrent: int
     """Sequences that run at once."""
 
     def validate(self) -> None:
-        """Raise `UserError` for the first value that is no demand."""
+        """Raise `UserError` for the first value that is impossible."""
         for option, value in (
             ("--sessions-per-hour", self.sessions_per_hour),
             ("--context", self.context),
@@ -49,7 +49,7 @@ class Demand:
 
 @dataclass(frozen=True)
 class Sizing:
-    """Bytes, of all ranks of a group together."""
+    """The memory for a demand, in bytes of all ranks of a group together."""
 
     token_bytes: int
     """KV of a token."""
@@ -64,15 +64,15 @@ class Sizing:
 
 
 def size(model: ModelConfig, demand: Demand, *, dtype: str, chunk_size: int, tp: int) -> Sizing:
-    """What a demand comes to.
+    """Return the memory that a demand needs.
 
     Args:
-        dtype: of KV: "float32", "bfloat16" or "float16".
-        chunk_size: tokens per chunk.
-        tp: ranks of a group; KV heads that do not divide are kept by several.
+        dtype: The number format of KV: "float32", "bfloat16" or "float16".
+        chunk_size: Tokens of a chunk.
+        tp: Ranks of a group; KV heads that cannot be divided among them are kept by several.
 
     Raises:
-        UserError: the demand is none, or the model cannot hold such a context.
+        UserError: The demand is impossible, or the model cannot hold such a context.
     """
     demand.validate()
     if demand.context > model.max_positions:

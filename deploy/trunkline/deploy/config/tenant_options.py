@@ -1,4 +1,4 @@
-"""What `--tenant-limits`, `--tenants` and the options of keys say, checked before anything starts."""
+"""Parse and check the options about tenants and API keys before anything starts."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _NAMES: Final = TenantLimits.__struct_fields__
 
 
 def parse_tenant_limits(text: str) -> TenantLimits:
-    """The value of `--tenant-limits`: `NAME=NUMBER` pairs with commas between them.
+    """Return the value of `--tenant-limits`: pairs of the form `NAME=NUMBER` with commas between them.
 
     Raises:
-        UserError: it is something else.
+        UserError: The text has another form.
     """
     given: dict[str, int] = {}
     for pair in filter(None, (part.strip() for part in text.split(","))):
@@ -38,10 +38,10 @@ def parse_tenant_limits(text: str) -> TenantLimits:
 
 
 def check_tenants(path: str, limits: TenantLimits) -> None:
-    """Check the file of `--tenants`; "": there is none.
+    """Check the file of `--tenants`, if there is one.
 
     Raises:
-        UserError: it cannot be read, or is wrong.
+        UserError: It cannot be read, or is wrong.
     """
     if path:
         try:
@@ -51,15 +51,15 @@ def check_tenants(path: str, limits: TenantLimits) -> None:
 
 
 def parse_names(text: str) -> tuple[str, ...]:
-    """Names with commas between them."""
+    """Return the names in a text with commas between them."""
     return tuple(filter(None, (part.strip() for part in text.split(","))))
 
 
 def keys_needed(tenants: str, api_key_file: str) -> bool:
-    """Whether clients need keys: there is one, or the file of tenants speaks of some.
+    """Return whether clients need keys: because a key is given, or because the file of tenants has some.
 
     Raises:
-        UserError: a file cannot be read, or is wrong.
+        UserError: A file cannot be read, or is wrong.
     """
     if server_key(api_key_file):
         return True
@@ -68,14 +68,14 @@ def keys_needed(tenants: str, api_key_file: str) -> bool:
 
 
 def check_exposure(host: str, tenants: str, api_key_file: str, *, allow_anonymous: bool) -> None:
-    """Check that nobody but this machine reaches a server without keys.
+    """Check that only this machine can connect to a server without keys.
 
     Raises:
-        UserError: others would.
+        UserError: Other machines could.
     """
     if not (keys_needed(tenants, api_key_file) or allow_anonymous or is_loopback(host)):
         raise UserError(
-            f"--host is {host}, which others reach, and there are no API keys; make one with `trunkline key new "
-            "--tenant NAME --file FILE` and give --tenants FILE, or set TRUNKLINE_API_KEY, or stay on 127.0.0.1; "
-            "--allow-anonymous lets everybody in"
+            f"--host is {host}, where other machines can connect, and there are no API keys; make one with "
+            "`trunkline key new --tenant NAME --file FILE` and give --tenants FILE, or set TRUNKLINE_API_KEY, or stay on 127.0.0.1; "
+            "--allow-anonymous answers requests without a key"
         )

@@ -1,4 +1,4 @@
-"""What `--disk-tier` and `--remote-tier` say, checked before anything starts."""
+"""Parse and check `--disk-tier` and `--remote-tier` before anything starts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trunkline.kvstore.remote_stores import RemoteUrlError, find_store
 
 @dataclass(frozen=True)
 class DiskOption:
-    """`PATH:SIZE`, `SIZE` or `0`, as somebody gave it."""
+    """The value of `--disk-tier`: `PATH:SIZE`, `SIZE` or `0`."""
 
     size_bytes: int
     """Of all workers together; 0: no disk tier."""
@@ -21,10 +21,10 @@ class DiskOption:
 
 
 def parse_disk_tier(text: str) -> DiskOption:
-    """The value of `--disk-tier`.
+    """Return the value of `--disk-tier`.
 
     Raises:
-        UserError: it is none of the three forms.
+        UserError: The text has none of the three forms.
     """
     given = text.strip()
     if given == "0":
@@ -44,10 +44,10 @@ def parse_disk_tier(text: str) -> DiskOption:
 
 
 def check_remote_url(url: str) -> None:
-    """Refuse what is no URL of a store that can be a remote tier.
+    """Check that this is the URL of a store that can be a remote tier.
 
     Raises:
-        UserError: with what is allowed, and without the password.
+        UserError: It is not. The text says what is allowed, and does not show the password.
     """
     try:
         find_store(url)
@@ -56,7 +56,7 @@ def check_remote_url(url: str) -> None:
 
 
 def redacted(url: str) -> str:
-    """`url` for people and logs: whatever may be a password is gone, in malformed ones, too."""
+    """Return `url` for people and logs, without anything that may be a password, even if it is malformed."""
     scheme, separator, rest = url.partition("://")
     if not separator:
         scheme, rest = "", url

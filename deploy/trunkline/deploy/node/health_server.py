@@ -1,7 +1,7 @@
 """`/livez`, `/readyz`, `/startupz` of a part of a cluster, over HTTP: plain text with the reason; 200, or 503.
 
-Nothing else is served, and nothing is read but the request's line and headers. There is no secret in the answers,
-but nobody needs them except who looks after this part: by default only this host may ask.
+Nothing else is served, and nothing is read but the request's line and headers. The answers hold no secrets, but
+only operators need them: by default only this host may ask.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.do_GET()
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nobody wants to read that somebody asks every few seconds."""
+        """Log nothing: probes come every few seconds."""
 
     def _send(self, code: int, text: str) -> None:
         body = f"{text}\n".encode()
@@ -79,7 +79,7 @@ def _head_of(connection: socket.socket) -> bytes:
         connection.settimeout(left)
         part = connection.recv(4096)
         if not part:
-            raise ConnectionResetError("whoever asked has gone")
+            raise ConnectionResetError("the client has gone")
         head += part
     connection.settimeout(_REQUEST_S_MAX)
     return head
@@ -109,7 +109,7 @@ class _Server(http.server.ThreadingHTTPServer):
             self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Whoever asked has gone, or sent nonsense: their affair."""
+        """Ignore a client that has gone or sent nonsense."""
 
 
 def open_health_port(host: str, port: int) -> socket.socket:

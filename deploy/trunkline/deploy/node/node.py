@@ -1,8 +1,8 @@
-"""`trunkline group`, `workers`, `router`: the part of a cluster that runs on this host, or in this pod.
+"""Run the part of a cluster that is on this host, or in this pod: `trunkline group`, `workers` and `router`.
 
-The same planning and the same supervisor as of `serve`, but the processes of this part only. Nobody waits here
-for the rest of the cluster: what is needed from elsewhere may come later, go, and come again. So whoever dies is
-started again from the first moment on.
+Planning and supervisor are those of `serve`, for the processes of this part only. A part does not wait for the
+rest of the cluster, which may start later, stop, and come back. So a process that dies is started again from the
+first moment on.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ from trunkline.runtime.process import enter_role
 
 
 def run_node(kind: Kind, settings: ServeSettings, node_settings: NodeSettings) -> int:
-    """Run a part of a cluster until it is stopped or fails; the exit code (0, 1, or 2 if it can never work).
+    """Run a part of a cluster until it is stopped or fails; return the exit code (0, 1, or 2 if it can never
+    work).
 
     Raises:
-        UserError: it cannot work; nothing was started.
+        UserError: It cannot work; nothing was started.
     """
     console = Console(stderr=True, highlight=False)
     settings.validate()
@@ -81,11 +82,12 @@ def run_node(kind: Kind, settings: ServeSettings, node_settings: NodeSettings) -
 
 
 def _with_tp(kind: Kind, settings: ServeSettings, node_settings: NodeSettings) -> ServeSettings:
-    """Settings with a number of ranks, against which the options of a part are checked. With `--ranks` the GPUs of
-    the other hosts are not known, so the default is that of CPUs.
+    """Return the settings with a number of ranks, against which the options of a part are checked.
+
+    With `--ranks` the GPUs of the other hosts are not known, so the default is that of CPUs.
 
     Raises:
-        UserError: there is no such model, or no such device.
+        UserError: There is no such model, or no such device.
     """
     if settings.tp is not None or kind is Kind.ROUTER:
         return settings
@@ -95,10 +97,10 @@ def _with_tp(kind: Kind, settings: ServeSettings, node_settings: NodeSettings) -
 
 
 def plan_routers(settings: ServeSettings, node: NodePlan, listener: socket.socket) -> ClusterPlan:
-    """Of a node that has routers only: no weights are needed.
+    """Return the plan of a part that has routers only, for which no weights are needed.
 
     Raises:
-        UserError: it cannot work.
+        UserError: It cannot work.
     """
     plan = ClusterPlan(
         settings=settings,
@@ -133,7 +135,7 @@ def _title(kind: Kind, plan: ClusterPlan) -> str:
 
 
 def _running(kind: Kind, plan: ClusterPlan, node_settings: NodeSettings, title: str) -> Running:
-    """What commands find. Workers are known by the port of their health, for they listen on no other."""
+    """Return what commands find of this part. Workers are known by their health port, their only one."""
     assert plan.node is not None
     if kind is Kind.ROUTER:
         return Running(plan.port, plan.url, title, os.getpid(), kind)
@@ -143,10 +145,10 @@ def _running(kind: Kind, plan: ClusterPlan, node_settings: NodeSettings, title: 
 
 
 def _check_ports(address: Address, count: int) -> None:
-    """The controller will open them; a person should hear now, and in one line, that it cannot.
+    """Check that the controller will be able to open its ports, so that the user hears now if it cannot.
 
     Raises:
-        UserError: one is in use, or the address is not this machine's.
+        UserError: A port is in use, or the address is not this machine's.
     """
     for port in range(address.port, address.port + count):
         try:

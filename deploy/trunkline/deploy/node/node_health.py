@@ -1,4 +1,4 @@
-"""What a part of a cluster says of its health, for whoever decides whether to restart it or to send it traffic.
+"""The health of a part of a cluster, by which Kubernetes decides whether to restart it or to send it requests.
 
     livez     the supervisor's loop turns, and nothing here was given up; or it is not there yet
     readyz    group: its controller is ready, and a token was generated
@@ -6,8 +6,8 @@
               router: `/health` says so
     startupz  has been ready once; a router: answers over HTTP
 
-What fails elsewhere (a router without groups, ranks without their leader) makes a part not ready, but never dead:
-to restart it would help nobody.
+A fault elsewhere (a router without groups, ranks without their leader) makes a part not ready, but never dead:
+restarting it would not help.
 """
 
 from __future__ import annotations
@@ -29,52 +29,53 @@ from trunkline.deploy.supervisor.control_commands import Command
 from trunkline.deploy.supervisor.registry import control_path
 
 _LOOP_S_MAX: Final = 5.0
-"""A loop that does not answer for so long has stopped: it never waits for anything."""
+"""The supervisor's loop never waits for anything: if it does not answer in this time, it hangs."""
 _ROUTER_S_MAX: Final = 4.0
 _FRESH_S: Final = 1.0
-"""An answer is given again for so long, however many ask."""
+"""An answer is given again for this time, however many ask."""
 _PREPARES: Final = "it reads the model"
 
 Probe = Callable[[], tuple[Verdict, Verdict]]
-"""What a part itself says: whether it has started, and whether it is ready."""
+"""Asks a part itself whether it has started, and whether it is ready."""
 
 
 class NodeHealth:
-    """Answers; from any thread."""
+    """Answers questions about health, from any thread."""
 
     def __init__(self) -> None:
         self._asked: tuple[Path, Probe] | None = None
-        """None: there is no supervisor yet."""
+        """The run folder and what to ask; None: there is no supervisor yet."""
         self._lock = threading.Lock()
         self._last: tuple[Verdict, Verdict] | None = None
         self._last_at = float("-inf")
         self._has_started = False
 
     def begin(self, folder: Path, probe: Probe) -> None:
-        """From now on there is somebody to ask. Until then, weights may be read for minutes: it lives, and has not
-        started.
+        """Begin to ask the supervisor, which exists from now on.
+
+        Before, weights may be read for minutes: the part lives, and has not started.
 
         Args:
-            folder: of this run, where the supervisor's control socket is.
-            probe: what the part itself says, beside its supervisor.
+            folder: The run folder, where the supervisor's control socket is.
+            probe: Asks the part itself, beside its supervisor.
         """
         self._asked = folder, probe
 
     def livez(self) -> Verdict:
-        """Whether there is any point in leaving it alone."""
+        """Return whether the part should be left running."""
         if self._asked is None:
             return Verdict(True, _PREPARES)
         status = self._status()
         return alive(status) if isinstance(status, dict) else status
 
     def startupz(self) -> Verdict:
-        """Whether it has ever worked."""
+        """Return whether the part has ever been ready."""
         if self._has_started:
             return Verdict(True, "it has started")
         return self._verdicts()[0]
 
     def readyz(self) -> Verdict:
-        """Whether it works now."""
+        """Return whether the part is ready for requests now."""
         return self._verdicts()[1]
 
     def _verdicts(self) -> tuple[Verdict, Verdict]:
@@ -108,7 +109,7 @@ class NodeHealth:
 
 
 def alive(status: Mapping[str, Any]) -> Verdict:
-    """From the supervisor's status."""
+    """Return whether a part lives, by the supervisor's status."""
     rows = [(f"group {group['group']}", group) for group in status["groups"] if group["state"] == "lost"]
     rows += [(row["name"], row) for row in status["processes"] if row["state"] == "given up"]
     lost = [f"{name} ({row['why']})" if row.get("why") else name for name, row in rows]
@@ -116,7 +117,7 @@ def alive(status: Mapping[str, Any]) -> Verdict:
 
 
 def unready(status: Mapping[str, Any]) -> Verdict | None:
-    """What the supervisor's status alone says against sending traffic; None: nothing."""
+    """Return why the supervisor's status alone says that a part is not ready; None if it does not say so."""
     if status["phase"] != "serving":
         return Verdict(False, f"it is {status['phase']}")
     for group in status["groups"]:
@@ -127,7 +128,7 @@ def unready(status: Mapping[str, Any]) -> Verdict | None:
 
 
 def group_probe(probe: TokenProbe) -> Probe:
-    """Of a group: a token."""
+    """Return the probe of a group, which asks for a token."""
 
     def check() -> tuple[Verdict, Verdict]:
         verdict = probe.check()
@@ -137,13 +138,13 @@ def group_probe(probe: TokenProbe) -> Probe:
 
 
 def workers_probe() -> tuple[Verdict, Verdict]:
-    """Of workers, whose status says all there is to say."""
+    """Probe workers, about whom the supervisor's status says everything."""
     verdict = Verdict(True, "the ranks here are in the group's epoch")
     return verdict, verdict
 
 
 def router_probe(host: str, port: int) -> Probe:
-    """Of routers: `/health` of whichever of them answers."""
+    """Return the probe of routers, which asks one of them for `/health`."""
 
     def check() -> tuple[Verdict, Verdict]:
         with closing(http.client.HTTPConnection(host, port, timeout=_ROUTER_S_MAX)) as connection:
@@ -161,11 +162,11 @@ def router_probe(host: str, port: int) -> Probe:
 
 
 def probe_of(kind: Kind, folder: Path, host: str, port: int) -> Probe:
-    """Of a part of a cluster that runs here.
+    """Return the probe of a part of a cluster that runs here.
 
     Args:
-        folder: of this run.
-        host, port: of its routers, if it has any.
+        folder: The run folder.
+        host, port: The address of its routers, if it has any.
     """
     match kind:
         case Kind.GROUP:

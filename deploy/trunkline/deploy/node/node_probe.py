@@ -1,4 +1,4 @@
-"""Whether a group on this host generates tokens: asks its controller over a socket in the run folder."""
+"""Find whether a group on this host generates tokens, by asking its controller over a socket in the run folder."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from trunkline.router.messages import Outputs, RouterMessage, State
 from trunkline.worker.messages import Sampling
 
 FRESH_S: Final = 10.0
-"""A token that is younger needs no new proof."""
+"""A token generated in this time proves that the group works."""
 _STATE_S_MAX: Final = 2.0
 _TOKEN_S_MAX: Final = 5.0
 _PROMPT: Final = np.array([1], "<i4").tobytes()
-"""A token that every vocabulary has."""
+"""A prompt of one token that every vocabulary has."""
 
 
 class Verdict(NamedTuple):
-    """Of a question about health."""
+    """The answer to a question about health."""
 
     ok: bool
     reason: str
@@ -30,7 +30,7 @@ class Verdict(NamedTuple):
 
 
 class TokenProbe:
-    """One caller at a time. A group that generates tokens for others is not asked for one more."""
+    """Asks for a token, unless the group has just generated some for clients. For one caller at a time."""
 
     def __init__(self, endpoint: str) -> None:
         self._endpoint = endpoint
@@ -38,13 +38,13 @@ class TokenProbe:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(RouterMessage)
         self._tokens = 0
-        """Of the controller's count, when it was seen last."""
+        """The controller's count of tokens, when it was last read."""
         self._seen_at = float("-inf")
         self._token_at = float("-inf")
-        """The last token is at least as young as that."""
+        """The last token was generated after this time."""
 
     def check(self) -> Verdict:
-        """Whether a token was generated in the last seconds, or now; takes a few seconds at most."""
+        """Return whether a token was generated in the last seconds or now; take a few seconds at most."""
         socket = self._context.socket(zmq.DEALER)
         socket.set(zmq.LINGER, 0)
         socket.set(zmq.IMMEDIATE, 1)
@@ -59,7 +59,7 @@ class TokenProbe:
             socket.close()
 
     def close(self) -> None:
-        """No more checks."""
+        """Close its sockets."""
         self._context.term()
 
     def _check(self, socket: zmq.Socket[bytes]) -> Verdict:
@@ -106,9 +106,10 @@ class TokenProbe:
         socket.send(self._encoder.encode(message))
 
     def _receive(self, socket: zmq.Socket[bytes], deadline: float) -> RouterMessage:
-        """
+        """Return the next message.
+
         Raises:
-            zmq.Again: nothing more has come in time.
+            zmq.Again: None came in time.
         """
         if not socket.poll(max(0, int((deadline - time.monotonic()) * 1000))):
             raise zmq.Again

@@ -18,7 +18,7 @@ import msgspec
 import psutil
 from rich.console import Console
 
-from trunkline.controller.config import ConfigError
+from trunkline.controller.engine_config import ConfigError
 from trunkline.deploy.config import models
 from trunkline.deploy.config.disk_folders import DiskFolders, disk_folders, plan_disk
 from trunkline.deploy.config.listening import free_port, open_listener
