@@ -17,12 +17,12 @@ from trunkline.kvstore.int32_codec import unpack_int32
 from trunkline.worker import runner as runner_module
 from trunkline.worker.batch.batch import BatchBuilder
 from trunkline.worker.config import WorkerConfig
-from trunkline.worker.device_memory import OUTSIDE_BYTES_MAX, MemoryUse, blocks_that_fit, measured
 from trunkline.worker.errors import ConfigError, WorkerError
 from trunkline.worker.model.decoder import Decoder
-from trunkline.worker.rehearsal import POOL_BLOCKS, StepLimits, rehearsal
 from trunkline.worker.runner import Runner
 from trunkline.worker.sampling.sampler import Sampler
+from trunkline.worker.startup.device_memory import OUTSIDE_BYTES_MAX, MemoryUse, blocks_that_fit, measured
+from trunkline.worker.startup.rehearsal import POOL_BLOCKS, StepLimits, rehearsal
 
 GIB = 1 << 30
 MIB = 1 << 20

@@ -14,8 +14,8 @@ from worker.ranks import run_ranks
 
 from trunkline.kernels.native import ISA_VARIABLE, LIBRARY_VARIABLE, library
 from trunkline.kernels.shared_group import CollectiveMismatchError, PeerGoneError
-from trunkline.worker.backend_errors import of_collective
 from trunkline.worker.errors import ConfigError, PeerLostError, WorkerError
+from trunkline.worker.parallel.backend_errors import of_collective
 from trunkline.worker.parallel.collectives import TensorParallel
 
 needs_library = pytest.mark.skipif(library() is None, reason="the compiled kernels are not installed")

@@ -23,22 +23,29 @@ from trunkline.kernels.load import KernelsUnavailableError, load_kernels
 from trunkline.kernels.ops import Kernels, KvPool
 from trunkline.kernels.plan import PrefillPlan, WritePlan
 from trunkline.kvstore.int32_codec import Int32Array, pack_int32, unpack_int32
-from trunkline.worker.backend_errors import of_loading, words_of
 from trunkline.worker.batch.batch import Batch, BatchBuilder
 from trunkline.worker.batch.sequences import SequenceTable
 from trunkline.worker.config import WorkerConfig
-from trunkline.worker.device_memory import CudaMemory, MemoryMeter, MemoryUse, blocks_that_fit, gib, measured
 from trunkline.worker.errors import ConfigError, PlanError, WorkerError
 from trunkline.worker.grammar.compiler import GrammarStore
 from trunkline.worker.messages import CompileGrammar, StepPlan
 from trunkline.worker.model.checkpoint import Progress, Shard, load_weights
 from trunkline.worker.model.decoder import Decoder, make_kv_pool
 from trunkline.worker.model.families import ModelConfig, check_model
+from trunkline.worker.parallel.backend_errors import of_loading, words_of
 from trunkline.worker.parallel.collectives import TensorParallel
-from trunkline.worker.rehearsal import POOL_BLOCKS, StepLimits, rehearsal
 from trunkline.worker.sampling.beams import BeamSearches
 from trunkline.worker.sampling.sampler import Sampler
 from trunkline.worker.sampling.selection import Selection, Selector
+from trunkline.worker.startup.device_memory import (
+    CudaMemory,
+    MemoryMeter,
+    MemoryUse,
+    blocks_that_fit,
+    gib,
+    measured,
+)
+from trunkline.worker.startup.rehearsal import POOL_BLOCKS, StepLimits, rehearsal
 from trunkline.worker.tiers.copier import Copier, CopyOptions
 from trunkline.worker.tiers.host_pool import HostPool
 from trunkline.worker.tiers.layer_gate import LayerTrace, StepGate

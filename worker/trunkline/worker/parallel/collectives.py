@@ -31,9 +31,9 @@ from trunkline.kernels.shared_group import (
     SharedGroup,
     create_file,
 )
-from trunkline.worker.backend_errors import hopeless, of_collective, words_of
 from trunkline.worker.config import WorkerConfig
 from trunkline.worker.errors import WorkerError
+from trunkline.worker.parallel.backend_errors import hopeless, of_collective, words_of
 from trunkline.worker.parallel.rendezvous import choose_interface, open_store
 
 _TIMEOUT: Final = datetime.timedelta(minutes=5)
