@@ -18,8 +18,8 @@ import msgspec
 import numpy as np
 from report import Report, parse_arguments
 
-from trunkline.controller.config import EngineConfig
 from trunkline.controller.engine.engine import Engine
+from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import StepResult
 from trunkline.controller.sequences.decode_rows import tree_order
 from trunkline.controller.sequences.sequence import Request

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from trunkline.controller.config import EngineConfig
 from trunkline.controller.engine.engine import Engine
 from trunkline.controller.engine.events import DropCache, EngineOutputs, Event, Ready
+from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import BeamSearch, StepResult
 from trunkline.controller.sequences.sequence import Request
 from trunkline.kvstore.int32_codec import unpack_int32

@@ -35,7 +35,7 @@ from module_loop import SCOPES, ModuleLoop, ModulePrompt, Placed, Scope, packed
 from numpy.typing import NDArray
 from report import Report, argument_parser
 
-from trunkline.controller.config import EngineConfig
+from trunkline.controller.engine_config import EngineConfig
 
 PARTS: Final = ("texts", "facts", "answers")
 CHUNK: Final = 64

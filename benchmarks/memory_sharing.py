@@ -27,7 +27,7 @@ from load_workload import DATASETS
 from report import Report, argument_parser
 from small_model import VOCABULARY, small_model
 
-from trunkline.controller.config import EngineConfig
+from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import BeamSearch
 from trunkline.worker.messages import Sampling
 

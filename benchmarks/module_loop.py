@@ -15,8 +15,8 @@ import numpy as np
 from engine_loop import Done
 from tiered_loop import TieredLoop
 
-from trunkline.controller.config import EngineConfig
 from trunkline.controller.engine.events import EngineOutputs
+from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import ModuleText, PromptLayout
 from trunkline.controller.sequences.sequence import Request
 from trunkline.kvstore.int32_codec import pack_int32

@@ -27,7 +27,7 @@ from load_workload import DATASETS
 from report import Report, argument_parser
 from small_model import VOCABULARY, small_model
 
-from trunkline.controller.config import EngineConfig
+from trunkline.controller.engine_config import EngineConfig
 from trunkline.kvstore.int32_codec import pack_int32
 from trunkline.worker.messages import StepPlan
 

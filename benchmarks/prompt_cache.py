@@ -39,7 +39,7 @@ from module_loop import ModuleLoop, ModulePrompt, Placed, packed
 from report import Report, argument_parser
 from small_model import VOCABULARY, small_model
 
-from trunkline.controller.config import EngineConfig
+from trunkline.controller.engine_config import EngineConfig
 from trunkline.kvstore.extents import blocks_for
 from trunkline.kvstore.tier import TierKind
 from trunkline.worker.model.families import read_model_config

@@ -39,7 +39,7 @@ from report import Report, argument_parser
 from small_model import VOCABULARY, small_model
 from tiered_loop import HeldLoading, TieredLoop, forget_all, redis_server
 
-from trunkline.controller.config import EngineConfig
+from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.tiers.preload import Preloads
 from trunkline.kvstore.tier import TierKind
 from trunkline.worker.tiers.layer_gate import COMPUTE, LOAD, LayerSpan

@@ -26,8 +26,8 @@ import numpy as np
 from report import Report, argument_parser
 from small_model import small_model
 
-from trunkline.controller.config import EngineConfig
 from trunkline.controller.engine.engine import Engine
+from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import StepResult
 from trunkline.controller.sequences.sequence import Request
 from trunkline.worker.config import WorkerConfig

@@ -20,9 +20,9 @@ import msgspec
 import redis
 from engine_loop import EngineLoop
 
-from trunkline.controller.config import EngineConfig
 from trunkline.controller.engine.engine import Engine
 from trunkline.controller.engine.events import Ready
+from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import MoveOutcome, MovesDone, Probed
 from trunkline.controller.tiers.preload import Preloads
 from trunkline.kvstore.tier import TierKind

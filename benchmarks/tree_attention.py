@@ -24,7 +24,7 @@ from engine_loop import EngineLoop
 from report import Report, argument_parser
 from small_model import VOCABULARY, small_model
 
-from trunkline.controller.config import EngineConfig
+from trunkline.controller.engine_config import EngineConfig
 from trunkline.kernels.cpu import CpuKernels
 from trunkline.worker import runner
 

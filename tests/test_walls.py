@@ -85,72 +85,9 @@ IMPURE: Final = frozenset(
     + "threading time torch urllib uvicorn uvloop zmq".split()
 )
 
-KNOWN_ARROWS: Final[frozenset[str]] = frozenset(
-    {
-    }
-)
+KNOWN_ARROWS: Final[frozenset[str]] = frozenset({})
 """Imports that go up a floor: "package room/module -> room/module"."""
-KNOWN_IMPURE: Final[frozenset[str]] = frozenset(
-    {
-        "controller.engine.events: os",
-        "controller.engine.events: pathlib",
-        "controller.engine.events: zmq",
-        "controller.allocation.cuts: os",
-        "controller.allocation.cuts: pathlib",
-        "controller.allocation.cuts: zmq",
-        "controller.allocation.kv_manager: os",
-        "controller.allocation.kv_manager: pathlib",
-        "controller.allocation.kv_manager: zmq",
-        "controller.allocation.prefix_match: os",
-        "controller.allocation.prefix_match: pathlib",
-        "controller.allocation.prefix_match: zmq",
-        "controller.engine.engine: os",
-        "controller.engine.engine: pathlib",
-        "controller.engine.engine: zmq",
-        "controller.engine.intake: os",
-        "controller.engine.intake: pathlib",
-        "controller.engine.intake: zmq",
-        "controller.engine.integrity: os",
-        "controller.engine.integrity: pathlib",
-        "controller.engine.integrity: zmq",
-        "controller.engine.limits: os",
-        "controller.engine.limits: pathlib",
-        "controller.engine.limits: zmq",
-        "controller.engine.outcomes: os",
-        "controller.engine.outcomes: pathlib",
-        "controller.engine.outcomes: zmq",
-        "controller.engine.recovery: os",
-        "controller.engine.recovery: pathlib",
-        "controller.engine.recovery: zmq",
-        "controller.engine.requests: os",
-        "controller.engine.requests: pathlib",
-        "controller.engine.requests: zmq",
-        "controller.engine.step_results: os",
-        "controller.engine.step_results: pathlib",
-        "controller.engine.step_results: zmq",
-        "controller.scheduling.cache_report: os",
-        "controller.scheduling.cache_report: pathlib",
-        "controller.scheduling.cache_report: zmq",
-        "controller.scheduling.encoding: os",
-        "controller.scheduling.encoding: pathlib",
-        "controller.scheduling.encoding: zmq",
-        "controller.scheduling.forks: os",
-        "controller.scheduling.forks: pathlib",
-        "controller.scheduling.forks: zmq",
-        "controller.scheduling.module_calls: os",
-        "controller.scheduling.module_calls: pathlib",
-        "controller.scheduling.module_calls: zmq",
-        "controller.scheduling.scheduler: os",
-        "controller.scheduling.scheduler: pathlib",
-        "controller.scheduling.scheduler: zmq",
-        "controller.tiers.prefetch: os",
-        "controller.tiers.prefetch: pathlib",
-        "controller.tiers.prefetch: zmq",
-        "controller.tiers.preload: os",
-        "controller.tiers.preload: pathlib",
-        "controller.tiers.preload: zmq",
-    }
-)
+KNOWN_IMPURE: Final[frozenset[str]] = frozenset()
 """Pure modules that reach an impure one: "module: impure"."""
 
 

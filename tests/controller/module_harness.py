@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from simulation.driver import Options, Simulation, Stream
 from simulation.module_prompts import Ranges, layout
 
-from trunkline.controller.config import EngineConfig
+from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import ModuleText
 from trunkline.controller.scheduling.module_calls import CallDone
 from trunkline.controller.scheduling.module_jobs import ModuleJobs

@@ -5,7 +5,7 @@ from __future__ import annotations
 from simulation.driver import Simulation
 from simulation.oracle import expected_output
 
-from trunkline.controller.config import EngineConfig
+from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.sequences.beam_search import sample_seed
 
 PROMPT = list(range(10))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from simulation.driver import Simulation, verify
 
-from trunkline.controller.config import EngineConfig
+from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import BeamSearch, Grammar, GrammarReady
 from trunkline.controller.sequences.sequence import Request
 from trunkline.worker.messages import CompileGrammar, ForgetGrammar, Sampling

@@ -7,7 +7,7 @@ import pytest
 from simulation.driver import Simulation
 from simulation.oracle import beam_search
 
-from trunkline.controller.config import EngineConfig
+from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import BeamSearch
 from trunkline.kvstore.extents import blocks_for
 

@@ -7,7 +7,7 @@ from controller.tier_harness import Session, miss_of, settle, simulate, sink, su
 from msgspec.structs import replace
 from simulation.driver import Options, Simulation, verify
 
-from trunkline.controller.config import EngineConfig
+from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.tiers.costs import StepCosts
 from trunkline.kvstore.tier import TierKind
 

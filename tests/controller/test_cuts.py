@@ -12,7 +12,7 @@ from controller.tier_harness import CHUNK, Drops, Session, cut_of, sunken, tiers
 from simulation.driver import Simulation, Stream, verify
 
 from trunkline.controller.cache.radix_tree import CUT_ROOT
-from trunkline.controller.config import EngineConfig
+from trunkline.controller.engine_config import EngineConfig
 from trunkline.kvstore.tier import TierKind
 
 CONFIG = EngineConfig(num_blocks=60, chunk_size=CHUNK, max_context=64, token_budget=40, max_rows=8)

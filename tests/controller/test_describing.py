@@ -14,8 +14,8 @@ from msgspec.structs import replace
 from simulation.traffic import Mix, Traffic
 
 from trunkline.controller.cache.radix_tree import CUT_ROOT, PENDING, PROMPT_ROOT, TEXT_ROOT, Node
-from trunkline.controller.config import EngineConfig
 from trunkline.controller.engine.engine import Engine
+from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import DescribeTree, Ping
 from trunkline.controller.service.status import state_of
 from trunkline.controller.service.tree_view import ASKED_MAX, Descriptions, TreeWalk, tier_bits

@@ -13,8 +13,8 @@ from simulation.driver import Simulation, Stream, verify
 from simulation.oracle import expected_output
 
 from trunkline.controller.allocation.kv_manager import Admission
-from trunkline.controller.config import EngineConfig
 from trunkline.controller.engine.engine import Engine
+from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import StepResult, TopLogprobs
 from trunkline.controller.sequences.sequence import Request, Sequence
 from trunkline.kvstore.int32_codec import pack_int32

@@ -13,7 +13,8 @@ from controller.service_harness import CHUNK, Ranks, Router, run_controller, sta
 from msgspec.structs import replace
 from simulation.told import Mirror
 
-from trunkline.controller.config import ConfigError, ControllerConfig
+from trunkline.controller.config import ControllerConfig
+from trunkline.controller.engine_config import ConfigError
 from trunkline.controller.messages import FlushCache
 from trunkline.kvstore.int32_codec import pack_int32
 from trunkline.kvstore.names import chain, root_name

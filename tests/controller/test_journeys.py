@@ -11,9 +11,9 @@ from simulation.driver import Simulation, Stream
 from simulation.engines import ENGINES, MIXES
 from simulation.traffic import Mix, Traffic
 
-from trunkline.controller.config import EngineConfig
 from trunkline.controller.engine.events import EndAll, Event
 from trunkline.controller.engine.timeline import Journey
+from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import BeamSearch, Submit
 from trunkline.controller.sequences.sequence import Request
 from trunkline.controller.service.request_log import draw_ids, spans_of

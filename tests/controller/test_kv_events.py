@@ -16,8 +16,8 @@ from simulation.traffic import Mix, Traffic
 from trunkline.controller.cache.block_pool import BlockPool
 from trunkline.controller.cache.kv_events import SNAPSHOT_SECONDS, SNAPSHOTS_MAX, Announced, KvEventLog
 from trunkline.controller.cache.radix_cache import RadixCache
-from trunkline.controller.config import EngineConfig
 from trunkline.controller.engine.integrity import IntegrityError, check_integrity
+from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import EventsCall
 from trunkline.controller.service.status import load_of, state_of
 from trunkline.kvstore.extents import NO_BLOCK

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from simulation.driver import Simulation
 from simulation.module_prompts import layout, text
 
-from trunkline.controller.config import EngineConfig
+from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import BeamSearch, ModulesCall, ModuleText, Prefetch, PromptLayout, Submit
 from trunkline.controller.service.layout_checks import problem_of_call, problem_of_layout
 from trunkline.controller.service.validation import problem_of, problem_of_prefetch

@@ -9,9 +9,9 @@ from msgspec.structs import replace
 from simulation.driver import Simulation
 from simulation.module_prompts import text
 
-from trunkline.controller.config import EngineConfig
 from trunkline.controller.engine.engine import Engine
 from trunkline.controller.engine.events import CallTexts, EndAll
+from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import ModulesCall, ModuleText
 from trunkline.controller.scheduling.module_calls import JOBS_AT_ONCE, TEXTS_PER_STEP
 from trunkline.kvstore.int32_codec import unpack_int32

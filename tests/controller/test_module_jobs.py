@@ -13,8 +13,8 @@ from seeds import seeds
 from simulation.driver import Simulation
 from simulation.module_prompts import layout, text
 
-from trunkline.controller.config import EngineConfig
 from trunkline.controller.engine.integrity import check_integrity
+from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import ModuleText, Probed
 from trunkline.controller.scheduling.module_jobs import JOBS_MAX, TEXTS_AT_ONCE
 from trunkline.controller.sequences.sequence import Request

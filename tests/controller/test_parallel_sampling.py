@@ -7,7 +7,7 @@ import pytest
 from simulation.driver import Options, Simulation
 from simulation.oracle import expected_output
 
-from trunkline.controller.config import EngineConfig
+from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import BeamSearch
 from trunkline.controller.sequences.beam_search import sample_seed
 from trunkline.kvstore.extents import blocks_for

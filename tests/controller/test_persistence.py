@@ -27,10 +27,10 @@ from simulation.module_prompts import text
 from simulation.traffic import Mix, Traffic
 from xxhash import xxh3_64_digest
 
-from trunkline.controller.config import EngineConfig
 from trunkline.controller.engine.disk_chunks import take_disk_changes
 from trunkline.controller.engine.engine import Engine
 from trunkline.controller.engine.integrity import check_integrity
+from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import RecordCall
 from trunkline.controller.storage.persistence import Persistence
 from trunkline.kvstore.tier import TierKind

@@ -9,7 +9,7 @@ import pytest
 from simulation.driver import Options, Simulation, verify
 from simulation.oracle import expected_output
 
-from trunkline.controller.config import EngineConfig
+from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import BeamSearch
 from trunkline.controller.sequences.beam_search import sample_seed
 from trunkline.kvstore.int32_codec import unpack_int32

@@ -8,7 +8,7 @@ import pytest
 from seeds import seeds
 from simulation.driver import Simulation, verify
 
-from trunkline.controller.config import EngineConfig
+from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.tiers.preload import Preloads
 
 MOVE_US = 1000.0

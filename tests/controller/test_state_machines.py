@@ -24,8 +24,8 @@ from simulation.traffic import fits
 from trunkline.controller.cache.block_pool import BlockPool
 from trunkline.controller.cache.radix_cache import RadixCache
 from trunkline.controller.cache.radix_tree import SALT_ROOT, TOKEN_BYTES, Node
-from trunkline.controller.config import EngineConfig
 from trunkline.controller.engine.integrity import check_integrity
+from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import BeamSearch, Grammar
 from trunkline.kvstore.int32_codec import pack_int32
 

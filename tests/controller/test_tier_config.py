@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from trunkline.controller.config import ConfigError, ControllerConfig, EngineConfig
+from trunkline.controller.config import ControllerConfig
+from trunkline.controller.engine_config import ConfigError, EngineConfig
 
 ENDPOINTS: dict[str, Any] = {
     name: f"ipc:///run/{name}" for name in ("plan_endpoint", "report_endpoint", "router_endpoint")

@@ -13,8 +13,8 @@ from seeds import seeds
 from simulation.driver import Simulation
 from simulation.traffic import Mix, Traffic
 
-from trunkline.controller.config import EngineConfig
 from trunkline.controller.engine.events import Event
+from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import MoveOutcome, MovesDone
 from trunkline.controller.sequences.sequence import Request
 from trunkline.kvstore.tier import TierKind

@@ -19,9 +19,9 @@ from simulation.engines import ENGINES, MIXES
 from simulation.module_prompts import text
 from simulation.traffic import Mix, Traffic
 
-from trunkline.controller.config import EngineConfig
 from trunkline.controller.engine.events import EndWaiting
 from trunkline.controller.engine.integrity import check_integrity
+from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import BeamSearch, Grammar
 from trunkline.controller.service.status import state_of
 from trunkline.controller.storage.persistence import Persistence

@@ -8,7 +8,7 @@ from typing import Any
 from msgspec.structs import replace
 from simulation.driver import Options, Simulation, Stream, verify
 
-from trunkline.controller.config import EngineConfig
+from trunkline.controller.engine_config import EngineConfig
 from trunkline.kvstore.extents import NO_SLOT
 from trunkline.kvstore.tier import TierKind
 

@@ -20,7 +20,6 @@ import numpy as np
 from msgspec.structs import replace
 from simulation.module_prompts import layout, text
 
-from trunkline.controller.config import EngineConfig
 from trunkline.controller.engine.disk_chunks import ChunkReparented, DiskChange, DiskChunk, SlotFreed
 from trunkline.controller.engine.engine import Engine
 from trunkline.controller.engine.events import (
@@ -35,6 +34,7 @@ from trunkline.controller.engine.events import (
     WorkersBack,
     WorkersLost,
 )
+from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import (
     BeamSearch,
     BeamStep,

@@ -19,7 +19,7 @@ from simulation.told import Mirror, truth
 from trunkline.controller.cache.block_pool import BlockPool
 from trunkline.controller.cache.kv_events import KvEventLog
 from trunkline.controller.cache.radix_cache import RadixCache
-from trunkline.controller.config import EngineConfig
+from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import EventsCall
 from trunkline.controller.service.event_publisher import EventPublisher
 from trunkline.router.errors import unavailable

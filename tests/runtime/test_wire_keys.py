@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import zmq
 
-from trunkline.controller.config import ConfigError, ControllerConfig
+from trunkline.controller.config import ControllerConfig
+from trunkline.controller.engine_config import ConfigError
 from trunkline.runtime import wire_seed
 from trunkline.runtime.wire_keys import (
     GENERATIONS_MAX,

@@ -21,7 +21,6 @@ from simulation.told import Listener
 from simulation.worker import SimulatedWorkers
 
 from trunkline.controller.cache.radix_cache import RadixCache
-from trunkline.controller.config import EngineConfig
 from trunkline.controller.engine.disk_chunks import DiskChange
 from trunkline.controller.engine.engine import Engine
 from trunkline.controller.engine.events import (
@@ -38,6 +37,7 @@ from trunkline.controller.engine.events import (
 )
 from trunkline.controller.engine.integrity import check_integrity
 from trunkline.controller.engine.timeline import Journey
+from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import (
     BeamSearch,
     Grammar,

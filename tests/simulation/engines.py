@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 from simulation.traffic import Mix
 
-from trunkline.controller.config import EngineConfig
+from trunkline.controller.engine_config import EngineConfig
 
 TINY = EngineConfig(num_blocks=24, chunk_size=4, max_context=80, token_budget=24, max_rows=8)
 ENGINES = {

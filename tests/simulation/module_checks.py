@@ -5,7 +5,7 @@ from __future__ import annotations
 from simulation.layout import Layout
 from simulation.module_oracle import own_positions, own_reaches, reaches, seen_positions
 
-from trunkline.controller.config import EngineConfig
+from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.scheduling.scheduler import Scheduler
 from trunkline.controller.sequences.module_prompt import ModulePrompt
 from trunkline.controller.sequences.sequence import Sequence

@@ -8,7 +8,7 @@ from typing import Final
 from simulation.driver import CallOptions, Simulation
 from simulation.module_prompts import Schemas
 
-from trunkline.controller.config import HOLE_BLOCKS, EngineConfig
+from trunkline.controller.engine_config import HOLE_BLOCKS, EngineConfig
 from trunkline.controller.messages import ModuleText, PromptLayout
 from trunkline.kvstore.extents import blocks_for
 from trunkline.kvstore.int32_codec import unpack_int32

@@ -16,8 +16,8 @@ from simulation.model import VOCABULARY
 from simulation.module_prompts import Schemas
 from simulation.module_traffic import ModuleCallers, modules_fit, needed_tokens
 
-from trunkline.controller.config import EngineConfig
 from trunkline.controller.engine.integrity import check_integrity
+from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import BeamSearch, Grammar
 from trunkline.kvstore.extents import blocks_for
 from trunkline.router.messages import FinishReason

@@ -9,7 +9,8 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from trunkline.controller.config import ConfigError, ControllerConfig
+from trunkline.controller.config import ControllerConfig
+from trunkline.controller.engine_config import ConfigError
 from trunkline.controller.service.service import ControllerService
 from trunkline.controller.storage.database import DatabaseUnavailableError
 from trunkline.runtime.process import enter_role

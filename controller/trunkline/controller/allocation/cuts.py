@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from trunkline.controller.cache.radix_cache import RadixCache
 from trunkline.controller.cache.radix_tree import Match, Node
-from trunkline.controller.config import EngineConfig
+from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.sequences.sequence import (
     CutPrompt,
     PrefixMatch,

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from trunkline.controller.config import EngineConfig
 from trunkline.controller.engine.disk_chunks import DiskChange, StoredChunks
 from trunkline.controller.engine.timeline import Journey
+from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import GrammarReady, ModulesCall, MovesDone, Probed, StepResult, TopLogprobs
 from trunkline.controller.scheduling.module_calls import CallDone
 from trunkline.controller.sequences.decode_rows import Int64Array

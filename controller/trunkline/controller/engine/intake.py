@@ -7,7 +7,7 @@ from dataclasses import replace
 from trunkline.controller.allocation.cuts import cut_group
 from trunkline.controller.allocation.modules import lay_out, prompt_of
 from trunkline.controller.cache.radix_cache import RadixCache
-from trunkline.controller.config import EngineConfig
+from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.sequences.sequence import Request, SequenceGroup
 from trunkline.kvstore.module_names import RelocationRule
 from trunkline.worker.messages import Sampling

@@ -29,7 +29,7 @@ from trunkline.controller.allocation.cuts import keep_or_compact
 from trunkline.controller.allocation.kv_manager import Admission, KVCacheManager
 from trunkline.controller.cache.block_pool import BlockPool
 from trunkline.controller.cache.radix_cache import RadixCache
-from trunkline.controller.config import EngineConfig
+from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.scheduling.cache_report import explain
 from trunkline.controller.scheduling.encoding import ModuleEncoding
 from trunkline.controller.scheduling.forks import Forks, move_beams, restore_output

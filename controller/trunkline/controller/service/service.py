@@ -21,7 +21,7 @@ import msgspec
 import structlog
 import zmq
 
-from trunkline.controller.config import ConfigError, ControllerConfig
+from trunkline.controller.config import ControllerConfig
 from trunkline.controller.engine.engine import Engine
 from trunkline.controller.engine.events import (
     AbortRequest,
@@ -38,6 +38,7 @@ from trunkline.controller.engine.events import (
     WorkersLost,
 )
 from trunkline.controller.engine.integrity import check_integrity
+from trunkline.controller.engine_config import ConfigError
 from trunkline.controller.messages import (
     Abort,
     DescribeTree,

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trunkline.controller.config import EngineConfig
+from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.sequences.sequence import ALL_ENTRIES, SequenceGroup
 from trunkline.controller.tiers.costs import StepCosts
 

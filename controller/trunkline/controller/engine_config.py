@@ -1,0 +1,167 @@
+"""The limits of an engine: what it may hold and compute, validated once. Pure."""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+import msgspec
+
+from trunkline.kvstore.directory_config import DirectoryConfig
+from trunkline.kvstore.eviction import EvictionPolicy
+from trunkline.kvstore.extents import blocks_for
+
+PREEMPTIONS: Final = ("auto", "swap", "recompute")
+TIER_POLICIES: Final = ("look-ahead", "lru", "fifo")
+HOLE_BLOCKS: Final = 256
+"""Blocks that a sequence may have beyond its length because parts of them are not seen: cut off, or the empty rest
+behind a module's text."""
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot work; the message names the field, its value and what is allowed."""
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise `ConfigError` with the message unless the condition holds."""
+    if not condition:
+        raise ConfigError(message)
+
+
+class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits that a group is started with. Tokens and blocks count per sequence and group, not per rank."""
+
+    chunk_size: int = 64
+    """Tokens per chunk. 64 is ChunkAttention's default: long enough for matmul tiles, short enough to share."""
+    max_context: int = 2048
+    """Prompt + output tokens of one sequence at most: what the model's positions allow."""
+    token_budget: int = 1024
+    """Tokens computed in one step at most. Bounds how long running streams wait for somebody's prefill."""
+    max_rows: int = 256
+    """Sequences that decode in one step at most."""
+    max_waiting: int = 1024
+    """Requests that wait at most; more are refused (HTTP 429), so that memory and delay stay bounded."""
+    prefix_cache: bool = True
+    """Off: every request computes all its KV and gives it back when it ends (for comparison)."""
+    preemption: str = "auto"
+    """How a preempted request gets back what it had computed and what has left the device since: "swap" keeps it
+    on the host and loads it, "recompute" computes it again and loads none of it, "auto" does what was measured to
+    be faster (PagedAttention §4.5)."""
+    target_itl_ms: float = 0.0
+    """Time between two tokens of a stream that prefill should not exceed (soft); 0: no target."""
+    dtype: str = "float32"
+    tier_policy: str = "look-ahead"
+    """What leaves the host and disk tiers, and what is fetched early: "look-ahead" goes by the queue
+    (CachedAttention §3.3); "lru" and "fifo" are there to compare with."""
+    session_ttl_s: float = 0.0
+    """Seconds without use after which cached KV is forgotten, unless its request says otherwise; 0: never."""
+    positions_shift: bool = True
+    """Cached KV may stand at other positions than those it was computed at (CachedAttention §3.4). False: where
+    tokens before it are cut off, it is computed again."""
+
+
+class EngineConfig(EngineLimits, frozen=True, kw_only=True):
+    """What the pure engine has to know: the limits, and what the workers hold."""
+
+    num_blocks: int
+    """Device blocks; the smallest number that any rank has."""
+    ranks: int = 1
+    """Tensor-parallel workers; each answers every move of a chunk."""
+    max_inflight_steps: int = 2
+    """Steps sent but not answered: 2 lets planning of step k + 1 overlap execution of step k."""
+    host_slots: int = 0
+    """Blocks that the workers' host pools hold; the smallest number that any rank has."""
+    swap_us_per_block: float = 0.0
+    """Measured by the workers at their start: a save and a load of one block."""
+    model_fingerprint: bytes = b""
+    """Digest of configuration and weights, as they are computed with (quantised or not); part of every chunk's
+    name."""
+    disk_slots: int = 0
+    """Blocks that the workers' disk tiers hold; the smallest number that any rank has; 0: there is none."""
+    remote: bool = False
+    """Every rank has been given a remote tier."""
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens that one sequence can reach alone: the model's limit or the whole pool."""
+        return min(self.max_context, self.num_blocks * self.chunk_size)
+
+    def validate(self) -> None:
+        """Raise `ConfigError` for the first field that cannot work."""
+        require(self.num_blocks >= 2, f"num_blocks is {self.num_blocks}; a group needs at least 2 blocks")
+        require(1 <= self.chunk_size <= 1024, f"chunk_size is {self.chunk_size}; allowed are 1 to 1024 tokens")
+        require(self.max_context >= 2, f"max_context is {self.max_context}; at least 2 tokens are needed")
+        require(self.max_rows >= 1, f"max_rows is {self.max_rows}; at least 1 sequence must run")
+        require(
+            self.token_budget > self.max_rows,
+            f"token_budget is {self.token_budget}; it must exceed max_rows ({self.max_rows}), "
+            "or a full batch would leave no room for prefill",
+        )
+        require(self.max_waiting >= 1, f"max_waiting is {self.max_waiting}; at least 1 request must wait")
+        require(
+            self.preemption in PREEMPTIONS,
+            f"preemption is {self.preemption!r}; allowed are {', '.join(PREEMPTIONS)}",
+        )
+        require(self.host_slots >= 0, f"host_slots is {self.host_slots}; it counts blocks")
+        require(
+            self.preemption != "swap" or self.host_slots > 0,
+            "preemption is 'swap', but the workers have no host pool; give them host memory",
+        )
+        require(
+            self.preemption != "swap" or self.prefix_cache,
+            "preemption is 'swap', but without the prefix cache nothing is found again",
+        )
+        require(
+            0 <= self.target_itl_ms < math.inf,
+            f"target_itl_ms is {self.target_itl_ms}; it is a time in milliseconds, 0 for no target",
+        )
+        require(
+            1 <= self.max_inflight_steps <= 2,
+            f"max_inflight_steps is {self.max_inflight_steps}; step sockets hold 1 or 2 unanswered steps",
+        )
+        self._validate_tiers()
+
+    def _validate_tiers(self) -> None:
+        require(self.disk_slots >= 0, f"disk_slots is {self.disk_slots}; it counts blocks")
+        below_host = self.disk_slots > 0 or self.remote
+        require(
+            not below_host or self.host_slots > 0,
+            "there is a disk or remote tier, but no host pool, through which everything passes on its way",
+        )
+        require(
+            not below_host or self.prefix_cache,
+            "there is a disk or remote tier, but without the prefix cache nothing is found again",
+        )
+        require(
+            self.tier_policy in TIER_POLICIES,
+            f"tier_policy is {self.tier_policy!r}; allowed are {', '.join(TIER_POLICIES)}",
+        )
+        require(
+            0 <= self.session_ttl_s < math.inf,
+            f"session_ttl_s is {self.session_ttl_s}; it is a time in seconds, 0 for no limit",
+        )
+
+    @property
+    def max_blocks_per_sequence(self) -> int:
+        return blocks_for(self.longest_sequence, self.chunk_size)
+
+    @property
+    def max_table_blocks(self) -> int:
+        """Entries of a block table at most: behind cuts some of their tokens are not seen."""
+        return self.max_blocks_per_sequence + HOLE_BLOCKS
+
+    def tiers(self, first_generation: int = 0) -> DirectoryConfig:
+        """What there is below the device.
+
+        Args:
+            first_generation: generations of disk slots begin above it.
+        """
+        if not self.prefix_cache:
+            return DirectoryConfig()
+        return DirectoryConfig(
+            host_slots=self.host_slots,
+            disk_slots=self.disk_slots,
+            remote=self.remote,
+            policy=EvictionPolicy(self.tier_policy),
+            first_generation=first_generation,
+        )
