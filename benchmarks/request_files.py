@@ -4,7 +4,7 @@
 
 A demo cluster (one group of one rank) is served with a profiler in every process. It notes how often each function
 of the product runs while the cluster is idle, and then during one streamed chat. A file counts if one of its
-functions ran more than twice as often during the chat. The figure is not a time: it says how much there is to read.
+functions ran more than twice as often during the chat. The figure is no time: it says how much there is to read.
 
 `--tree` measures the product of another checkout, with this checkout's environment and without its native kernels.
 """

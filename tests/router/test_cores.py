@@ -11,7 +11,7 @@ from router.harness import EOS, VOCAB_SIZE
 
 from trunkline.controller.messages import TopLogprobs
 from trunkline.router.errors import finish_error
-from trunkline.router.http.json_response import TextEvents, event
+from trunkline.router.http.answers import TextEvents, event
 from trunkline.router.jobs.job import Job
 from trunkline.router.messages import Finished, FinishReason, Started
 from trunkline.router.streams.choices import TextAssembler

@@ -25,11 +25,10 @@ from trunkline.router.api.openai_response_types import ResponsesRequest
 from trunkline.router.api.schema_types import SchemaRequest, SchemaUpdate
 from trunkline.router.api.session_types import DiscardRequest, ForkRequest, SessionRequest, SessionUpdate
 from trunkline.router.errors import ApiError
-from trunkline.router.http.access import AccessMiddleware
-from trunkline.router.http.admission import AdmissionMiddleware
+from trunkline.router.http.access import AccessMiddleware, AdmissionMiddleware
+from trunkline.router.http.answers import JsonResponse
 from trunkline.router.http.error_forms import SCHEMAS, error_body, schema_of
 from trunkline.router.http.idempotency import IdempotencyStore
-from trunkline.router.http.json_response import JsonResponse
 from trunkline.router.http.middleware import RequestMiddleware
 from trunkline.router.http.replay import ReplayMiddleware
 from trunkline.router.jobs.request_models import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest

@@ -22,6 +22,7 @@ from trunkline.router.pml import (
     schema_to_json,
     schema_to_xml,
 )
+from trunkline.router.pml.markup import normalise
 from trunkline.router.pml.pml_error import Mark
 from trunkline.router.pml.tree import (
     Module,
@@ -35,7 +36,6 @@ from trunkline.router.pml.tree import (
     Turn,
     Union,
 )
-from trunkline.router.pml.whitespace import normalise
 
 quick = settings(max_examples=100, deadline=None)
 

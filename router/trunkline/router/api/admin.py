@@ -11,8 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from trunkline.router.api.common import check_model, service_of
-from trunkline.router.http.event_stream import while_connected
-from trunkline.router.http.json_response import JsonResponse
+from trunkline.router.http.answers import JsonResponse, while_connected
 from trunkline.router.service import RouterService
 from trunkline.router.telemetry.metrics_page import MetricsPage
 

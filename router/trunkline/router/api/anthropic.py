@@ -29,10 +29,9 @@ from trunkline.router.api.blocks import (
 from trunkline.router.api.common import Rendering, check_length, check_model, encode_text, service_of, start
 from trunkline.router.api.prompting import chat_job
 from trunkline.router.api.unsupported import MESSAGES
+from trunkline.router.http.answers import EventStream, JsonResponse, while_connected
 from trunkline.router.http.body import beside_loop, read_request
 from trunkline.router.http.error_forms import anthropic_error
-from trunkline.router.http.event_stream import EventStream, while_connected
-from trunkline.router.http.json_response import JsonResponse
 from trunkline.router.jobs.parameters import Count, Stops, Whitespace
 from trunkline.router.jobs.request_models import ChatRequest, Message
 from trunkline.router.request_context import draw_hex

@@ -44,9 +44,16 @@ from trunkline.router.api.responses import (
 )
 from trunkline.router.api.turn import SessionTurn, Together, open_turn
 from trunkline.router.errors import bad_value
+from trunkline.router.http.answers import (
+    DONE_EVENT,
+    EventStream,
+    JsonResponse,
+    TextEvents,
+    encoded,
+    event,
+    while_connected,
+)
 from trunkline.router.http.body import read_request
-from trunkline.router.http.event_stream import EventStream, while_connected
-from trunkline.router.http.json_response import DONE_EVENT, JsonResponse, TextEvents, encoded, event
 from trunkline.router.jobs.request_models import ChatRequest
 from trunkline.router.service import RouterService
 from trunkline.router.streams.choices import Delta, FinishName

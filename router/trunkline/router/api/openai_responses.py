@@ -40,9 +40,8 @@ from trunkline.router.api.openai_response_types import (
 from trunkline.router.api.prompting import chat_job
 from trunkline.router.api.unsupported import check_responses
 from trunkline.router.errors import ApiError
+from trunkline.router.http.answers import EventStream, JsonResponse, while_connected
 from trunkline.router.http.body import beside_loop, read_request
-from trunkline.router.http.event_stream import EventStream, while_connected
-from trunkline.router.http.json_response import JsonResponse
 from trunkline.router.jobs.request_models import ChatRequest
 from trunkline.router.request_context import created_at, draw_hex
 from trunkline.router.streams.generation import Generation

@@ -33,9 +33,8 @@ from trunkline.router.api.schema_types import (
     SchemaUpdate,
     SchemaUsage,
 )
+from trunkline.router.http.answers import JsonResponse, while_connected
 from trunkline.router.http.body import is_heavier, read_request
-from trunkline.router.http.event_stream import while_connected
-from trunkline.router.http.json_response import JsonResponse
 from trunkline.router.jobs.parameters import SESSION_ID_CHARACTERS_MAX
 from trunkline.router.messages import ModulesReply, Record
 from trunkline.router.service import RouterService

@@ -36,8 +36,8 @@ from trunkline.router.api.session_types import (
 from trunkline.router.api.turn import stored_messages
 from trunkline.router.api.unsupported import check_session
 from trunkline.router.errors import bad_value, not_found
+from trunkline.router.http.answers import JsonResponse
 from trunkline.router.http.body import beside_loop, parse_json_object, read_body, read_request, validate
-from trunkline.router.http.json_response import JsonResponse
 from trunkline.router.jobs.request_models import Message
 from trunkline.router.messages import Record
 from trunkline.router.service import RouterService

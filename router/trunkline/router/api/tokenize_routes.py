@@ -16,8 +16,8 @@ from starlette.responses import Response, StreamingResponse
 
 from trunkline.router.api.common import LoopTurns, Rendering, check_length, check_model, encode_text, service_of
 from trunkline.router.api.unsupported import TOKENIZE
+from trunkline.router.http.answers import JsonResponse
 from trunkline.router.http.body import read_request
-from trunkline.router.http.json_response import JsonResponse
 from trunkline.router.jobs.job import check_ids
 from trunkline.router.jobs.request_models import DetokenizeRequest, TokenizeRequest
 from trunkline.router.text.detokenizer import make_detokenizer

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from trunkline.router.api.common import check_length
 from trunkline.router.api.responses import ChatMessage
 from trunkline.router.errors import bad_value
-from trunkline.router.http.event_stream import Closable
+from trunkline.router.http.answers import Closable
 from trunkline.router.jobs.request_models import ChatRequest, CompletionRequest, Message
 from trunkline.router.request_context import request_name
 from trunkline.router.service import RouterService

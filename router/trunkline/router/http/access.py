@@ -1,8 +1,9 @@
-"""The door: in front of all endpoints, it finds out who sends a request and whether they may.
+"""In front of all endpoints: who sends a request, whether the sender may, and within which limits.
 
-With keys, the key decides. Without any (a laptop), everybody on the machine may ask for text; what is left to fear
-are pages in its browser, which reach local addresses, too. They are known by what browsers tell: a name in `Host`
-that is not this machine's (DNS rebinding), an `Origin` that is another page's, a form's content type.
+With keys, the key decides. Without keys (a laptop), every user of the machine may ask for text. What is left to
+fear are web pages in a browser of this machine, which reach local addresses, too. They are recognised by what
+browsers send: a `Host` that is not this machine's (DNS rebinding), the `Origin` of another page, the content type
+of a form.
 """
 
 from __future__ import annotations
@@ -10,20 +11,20 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 from urllib.parse import parse_qs
 
 import structlog
-from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from trunkline.router.errors import ApiError
+from trunkline.router.http.answers import JsonResponse
 from trunkline.router.http.error_forms import error_body
-from trunkline.router.http.json_response import JsonResponse
 from trunkline.router.request_context import known
 from trunkline.router.tenancy.auth import Access, access_needed, is_loopback
-from trunkline.router.tenancy.identity import Identity, check_once
-from trunkline.router.tenancy.tenants import Tenants
+from trunkline.router.tenancy.identity import Identity, check_once, current_identity
+from trunkline.router.tenancy.tenants import Tenants, metered
 
 _SAFE: Final = ("GET", "HEAD", "OPTIONS")
 _TENANT: Final = b"tenant="
@@ -46,7 +47,8 @@ and nobody frames it."""
 
 
 class AccessMiddleware:
-    """Plain ASGI. Who gets in is in `scope["state"]`: "tenant", "role", and `current_identity()`."""
+    """ASGI middleware that finds out who sends a request. Inside of it `current_identity()` says who, as do
+    "tenant" and "role" in `scope["state"]`."""
 
     def __init__(
         self,
@@ -58,9 +60,9 @@ class AccessMiddleware:
     ) -> None:
         """
         Args:
-            on_refusal: told the status of each refusal.
-            hosts: names of this machine, besides its addresses, that clients without keys may use.
-            origins: pages that may ask from a browser.
+            on_refusal: called with the status of each refusal.
+            hosts: names of this machine that clients without keys may use, besides its addresses.
+            origins: pages in browsers that may send requests.
         """
         self._app = app
         self._tenants = tenants
@@ -86,9 +88,10 @@ class AccessMiddleware:
             await self._app(scope, receive, send)
 
     def _enter(self, scope: Scope) -> Identity:
-        """
+        """Return who sends the request.
+
         Raises:
-            ApiError: this request is not let in.
+            ApiError: the request is refused.
         """
         headers = Headers(scope=scope)
         check_once(headers)
@@ -109,7 +112,7 @@ class AccessMiddleware:
         return identity
 
     def _check_page(self, method: str, headers: Headers) -> None:
-        """Without keys: refuse what a page of somebody else's has sent.
+        """Without keys: refuse a request that a foreign web page has sent.
 
         Raises:
             ApiError: 403 or 415.
@@ -144,24 +147,24 @@ class AccessMiddleware:
 
 
 def is_own(origin: str, host: str) -> bool:
-    """Whether a page of this `Origin` came from the server that a request's `Host` names."""
+    """Return whether a page of this `Origin` came from the server that a request's `Host` names."""
     scheme, slashes, rest = origin.lower().partition("://")
     return scheme in ("http", "https") and bool(slashes and rest) and rest == host.lower()
 
 
 def is_allowed_host(host: str, names: frozenset[str]) -> bool:
-    """Whether a `Host` header names this machine: by an address, as localhost, or by one of `names` (in lower
-    case)."""
+    """Return whether a `Host` header names this machine: by an address, as localhost, or by one of `names` (in
+    lower case)."""
     name = host_name(host)
     return bool(name) and (is_local_name(name) or name in names)
 
 
 def host_name(host: str) -> str:
-    """The name (in lower case) or address that a `Host` header has, without its port; "": it is not of the form
-    `host[:port]` (RFC 9110 §7.2) to the letter.
+    """Return the name (in lower case) or address of a `Host` header without its port; "": the header does not have
+    exactly the form `host[:port]` (RFC 9110 §7.2).
 
-    What only begins or ends like a good one must not pass: who reads `[::1].evil.example` otherwise than the
-    browser that sent it lets its page in.
+    A header that only begins or ends like a good one must not pass: a server that reads `[::1].evil.example`
+    differently from the browser that sent it lets that browser's page in.
     """
     found = _HOST_HEADER.fullmatch(host)
     if found is None or int(found["port"] or 0) > PORT_MAX:
@@ -176,7 +179,7 @@ def host_name(host: str) -> str:
 
 
 def is_local_name(name: str) -> bool:
-    """Whether no page of a stranger can have been loaded under this name: an address, or `localhost`."""
+    """Return whether no foreign page can have been loaded under this name: it is an address, or `localhost`."""
     if is_loopback(name):
         return True
     try:
@@ -189,3 +192,50 @@ def is_local_name(name: str) -> bool:
 def _for_logs(identity: Identity) -> dict[str, str]:
     named = {"tenant": identity.tenant, "key": identity.key}
     return {name: value for name, value in named.items() if value}
+
+
+_TOKENIZING: Final = ("/tokenize", "/detokenize")
+
+
+def is_metered(path: str) -> bool:
+    """Return whether requests to a path count. Those of operators and load balancers do not."""
+    if path in _TOKENIZING:
+        return True
+    return path.startswith("/v1/") and path != "/v1/models" and not path.startswith("/v1/models/")
+
+
+class AdmissionMiddleware:
+    """ASGI middleware that keeps each tenant within its limits, and tells clients how much is left. It stands
+    inside of `AccessMiddleware`, which says whose a request is. A request is let in before its body is read, and
+    is over when its answer has been sent, or its client has left."""
+
+    def __init__(self, app: ASGIApp, tenants: Tenants, on_refusal: Callable[[str], Any]) -> None:
+        """`on_refusal`: called with the name of the limit that a request has reached."""
+        self._app = app
+        self._tenants = tenants
+        self._on_refusal = on_refusal
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI entry point."""
+        if scope["type"] != "http" or not is_metered(scope["path"]):
+            await self._app(scope, receive, send)
+            return
+        try:
+            meter = self._tenants.enter(current_identity().tenant)
+        except ApiError as error:
+            if "limit" in error.details:
+                self._on_refusal(error.details["limit"])
+            await JsonResponse(error_body(scope["path"], error), error.status, error.headers())(
+                scope, receive, send
+            )
+            return
+
+        async def send_with_limits(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in meter.headers().items():
+                    headers[name] = value
+            await send(message)
+
+        with metered(meter):
+            await self._app(scope, receive, send_with_limits)

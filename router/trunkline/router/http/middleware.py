@@ -14,13 +14,11 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from trunkline.router.errors import ApiError
+from trunkline.router.http.answers import BODY_SEND, CLIENT_LEFT_STATUS, ClientLeftError, JsonResponse
 from trunkline.router.http.error_forms import error_body
-from trunkline.router.http.event_stream import BODY_SEND, CLIENT_LEFT_STATUS, ClientLeftError
-from trunkline.router.http.json_response import JsonResponse
 from trunkline.router.request_context import known
 from trunkline.router.telemetry.metrics import Metrics
-from trunkline.router.telemetry.request_record import RequestRecord
-from trunkline.router.telemetry.request_trace import PROVIDER, RequestTrace, operation_of
+from trunkline.router.telemetry.request_record import PROVIDER, RequestRecord, RequestTrace, operation_of
 from trunkline.runtime.spans import Value
 
 SESSION_VERBS: Final = ("fork", "prefetch", "discard")

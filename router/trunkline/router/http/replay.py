@@ -17,9 +17,9 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from trunkline.router.errors import ApiError
+from trunkline.router.http.answers import BODY_SEND, EVENT_STREAM_HEADERS, JsonResponse, while_connected
 from trunkline.router.http.body import SESSION_HEADER, read_body
 from trunkline.router.http.error_forms import error_body
-from trunkline.router.http.event_stream import BODY_SEND, EVENT_STREAM_HEADERS, while_connected
 from trunkline.router.http.idempotency import (
     BODY_BYTES_MAX,
     Claim,
@@ -28,7 +28,6 @@ from trunkline.router.http.idempotency import (
     Result,
     name_request,
 )
-from trunkline.router.http.json_response import JsonResponse
 from trunkline.router.request_context import RequestRandom, created_at, known
 from trunkline.router.tenancy.tenants import current_meter
 

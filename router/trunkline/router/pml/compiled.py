@@ -1,4 +1,4 @@
-"""What schemas and prompts are compiled to: tokens, positions, and who sees whom. Plain data."""
+"""Compiled schemas and prompts as plain data: tokens, their positions, and which texts see which."""
 
 from __future__ import annotations
 
@@ -21,61 +21,61 @@ SchemaPieceKind: TypeAlias = Literal["text", "role", "param"]
 
 @dataclass(frozen=True, slots=True)
 class SegmentPiece:
-    """A part of a segment: a text, what a template writes around it (and the BOS), or a parameter's place."""
+    """A part of a segment: a text, text that a chat template adds (or the BOS), or the place of a parameter."""
 
     kind: SchemaPieceKind
     position: int
     count: int
-    """Tokens."""
+    """Number of tokens."""
     text: str
-    """As written; of a parameter its name."""
+    """The text as it was written; for a parameter its name."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModuleSegment:
-    """A longest run of texts and parameters of one module, with no other module in between."""
+    """Consecutive texts and parameters of one module, up to the next module within it."""
 
     index: int
-    """In `CompiledSchema.texts`; -1: its module is not cached."""
+    """Index in `CompiledSchema.texts`; -1 if the module is not cached."""
     position: int
     tokens: Int32Array
-    """Parameters' placeholders included."""
+    """Token ids, including placeholders of parameters."""
     pieces: tuple[SegmentPiece, ...]
     seen: tuple[Span, ...]
-    """Ranges of `tokens` that are no placeholders; ascending, not touching."""
+    """Ranges of `tokens` other than placeholders; ascending and not adjacent."""
 
     @property
     def end(self) -> int:
-        """The position behind it."""
+        """Position after the last token."""
         return self.position + len(self.tokens)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CompiledText:
-    """A segment as it is computed once for all prompts: it sees `parent` and all that `parent` sees."""
+    """A segment whose KV is computed once for all prompts. It sees `parent` and everything that `parent` sees."""
 
     module: int
-    """In `CompiledSchema.modules`."""
+    """Index in `CompiledSchema.modules`."""
     segment: ModuleSegment
     parent: int
-    """In `CompiledSchema.texts`, smaller than its own index; -1: it sees only itself."""
+    """Index in `CompiledSchema.texts`, smaller than the text's own; -1: the text sees only itself."""
     scaffold: str = ""
-    """The first scaffold it was made for; "": its module's own version."""
+    """The first scaffold that needs this version; "": the version of the module itself."""
 
     @property
     def position(self) -> int:
-        """Of its first token."""
+        """Position of the first token."""
         return self.segment.position
 
     @property
     def tokens(self) -> Int32Array:
-        """Placeholders included."""
+        """Token ids, including placeholders."""
         return self.segment.tokens
 
 
 @dataclass(frozen=True, slots=True)
 class ParamSlot:
-    """A parameter's place."""
+    """The place of a parameter in a module."""
 
     name: str
     position: int
@@ -87,102 +87,102 @@ class ParamSlot:
 
 @dataclass(frozen=True, slots=True)
 class RoleSlot:
-    """A message that a schema brings."""
+    """A message that a schema contains."""
 
     event: int
     role: str
     suffix: str
-    """What the template writes behind it."""
+    """Text that the template writes after the message."""
     open: bool
-    """The suffix is not there yet."""
+    """Whether the message is open, so that the suffix is still missing."""
 
 
 @dataclass(frozen=True, slots=True)
 class UnionSlot:
-    """A union among a module's parts."""
+    """A union within a module."""
 
     members: tuple[int, ...]
     default: int
-    """-1: none."""
+    """Module that is selected if none is imported; -1: none."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CompiledModule:
-    """A module's place. Number 0 is the schema itself, with its anonymous texts, under the path ""."""
+    """A module, laid out. Module 0 is the schema itself with its anonymous texts; its path is ""."""
 
     path: str
     parent: int
-    """-1: of the schema itself."""
+    """Module around this one; -1 for the schema itself."""
     start: int
     length: int
-    """Positions, those of nested modules included."""
+    """Number of positions, including nested modules."""
     cached: bool
     params: tuple[ParamSlot, ...]
     segments: tuple[ModuleSegment, ...]
     children: Mapping[str, int]
-    """Nested modules by name, unions' members included."""
+    """Nested modules by name, including members of unions."""
     unions: tuple[UnionSlot, ...]
     union: int
-    """Its own, in its parent's `unions`; -1: it is in none."""
+    """Index in the parent's `unions` of the union that has this module; -1: none."""
     roles: tuple[RoleSlot, ...]
     enter: int
-    """Number of the event of walking into it in document order, …"""
+    """Number of the event of entering the module, in document order, …"""
     exit: int
-    """… and out."""
+    """… and of leaving it."""
     mark: Mark | None
 
     @property
     def end(self) -> int:
-        """The position behind it."""
+        """Position after the module."""
         return self.start + self.length
 
     @property
     def texts(self) -> tuple[int, ...]:
-        """Its own, without nested modules', in `CompiledSchema.texts`; empty if it is not cached."""
+        """Indexes of the module's own texts in `CompiledSchema.texts`; empty if it is not cached."""
         return tuple(segment.index for segment in self.segments if segment.index >= 0)
 
     @property
     def tokens(self) -> int:
-        """Of its own texts, placeholders included, without nested modules'."""
+        """Number of tokens in the module's own texts, including placeholders, without nested modules."""
         return sum(len(segment.tokens) for segment in self.segments)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CompiledScaffold:
-    """Texts that replace modules' own versions if a prompt has all members."""
+    """Versions of texts that replace those of the modules if a prompt imports all members."""
 
     name: str
     members: frozenset[int]
-    """Modules."""
+    """Indexes of the modules."""
     tokens: int
-    """Of the members' own texts."""
+    """Number of tokens in the members' own texts."""
     member_texts: Mapping[int, int]
-    """A member's text → the version of it in which it sees the members and their ancestors before it; …"""
+    """Text of a member → version that sees all earlier members and their ancestors; …"""
     ancestor_texts: Mapping[int, int]
-    """… and those of ancestors, where the version is not the text itself."""
+    """… the same for texts of ancestors whose version is not the text itself."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CompiledSchema:
-    """A schema laid out for one model."""
+    """A schema, laid out for one model."""
 
     name: str
     revision: str
     scope: Scope
     extent: int
-    """Positions that it takes; a prompt's trailing text begins there."""
+    """Number of positions; a prompt's trailing text begins there."""
     texts: tuple[CompiledText, ...]
-    """First the modules' own, in document order, then scaffolds' versions; parents come first."""
+    """Texts of modules in document order, then versions for scaffolds. Parents come first."""
     modules: tuple[CompiledModule, ...]
-    """In document order; the schema itself is the first."""
+    """Modules in document order; the schema itself is the first."""
     scaffolds: tuple[CompiledScaffold, ...]
     by_path: Mapping[str, int]
-    """Modules."""
+    """Indexes of modules by path."""
     forms: RoleForms
-    """What the model's chat template writes."""
+    """Text that the model's chat template writes around messages."""
 
     def with_parents(self, indexes: Iterable[int]) -> list[int]:
-        """These texts and all those behind which they were computed, parents first."""
+        """Return these texts and all texts that they see, parents first."""
         needed = set(indexes)
         for index in list(needed):
             parent = self.texts[index].parent
@@ -192,7 +192,7 @@ class CompiledSchema:
         return sorted(needed)
 
     def module(self, path: str) -> CompiledModule | None:
-        """The module of that path ("": the schema itself)."""
+        """Return the module with a path ("": the schema itself); None if there is none."""
         index = self.by_path.get(path)
         return None if index is None else self.modules[index]
 
@@ -202,15 +202,15 @@ class PlacedText:
     """A cached text in a prompt."""
 
     index: int
-    """In `CompiledSchema.texts`."""
+    """Index in `CompiledSchema.texts`."""
     path: str
-    """Of its module."""
+    """Path of the module."""
     position: int
     tokens: Int32Array
     parent: int
-    """In `CompiledPrompt.texts`, smaller than its own; -1: none."""
+    """Index in `CompiledPrompt.texts`, smaller than the text's own; -1: none."""
     seen: tuple[Span, ...]
-    """Ranges of `tokens` that the request sees; empty: it is there only because others were computed behind it."""
+    """Ranges of `tokens` that the request sees; empty if the text is only an ancestor of other texts."""
 
 
 PieceKind: TypeAlias = Literal["text", "role", "argument", "hole", "gap", "trailing"]
@@ -218,36 +218,38 @@ PieceKind: TypeAlias = Literal["text", "role", "argument", "hole", "gap", "trail
 
 @dataclass(frozen=True, slots=True)
 class PromptPiece:
-    """A part of a prompt, to be shown to people."""
+    """A part of a prompt, as the dashboard shows it."""
 
     kind: PieceKind
-    """"text": of a module or of the schema; "role": what the chat template writes; "argument"; "hole": what an
-    argument leaves of its parameter's place; "gap": text between modules; "trailing": text behind them."""
+    """"text": text of a module or of the schema; "role": text of the chat template; "argument"; "hole": positions
+    of a parameter that its argument leaves empty; "gap": text between modules; "trailing": text after all
+    modules."""
     path: str
-    """Of the module that it is in."""
+    """Path of the module that has the piece."""
     position: int
     count: int
     text: str
-    """A hole's is its parameter's name. A longer text's last token, computed anew, is one without text."""
+    """The text; for a hole the name of its parameter; "" for the last token of a longer text, which is
+    computed."""
     cached: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CompiledPrompt:
-    """A prompt laid out: cached texts, and the request's own tokens around them."""
+    """A prompt, laid out: cached texts, and the request's own tokens between and after them."""
 
     schema: str
     texts: tuple[PlacedText, ...]
     own: Int32Array
-    """Tokens to compute, in ascending position."""
+    """Tokens to compute, by ascending position."""
     runs: tuple[tuple[int, int], ...]
     """Position and count of `own`'s runs of consecutive positions."""
     pieces: tuple[PromptPiece, ...]
-    """In ascending position."""
+    """All pieces, by ascending position."""
     modules: tuple[int, ...]
-    """Selected modules in document order, the schema itself included."""
+    """Selected modules in document order, including the schema itself."""
     messages_from: int
-    """Index in `own` from which on it is what `messages` and the generation prompt brought."""
+    """Index in `own` of the first token of `messages` and of the generation prompt."""
 
     @property
     def module_tokens(self) -> int:

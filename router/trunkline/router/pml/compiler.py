@@ -1,14 +1,15 @@
-"""A prompt laid out over its schema: what is reused, what is computed, and where all of it stands (§3.4).
+"""Compile a prompt over its schema: choose what is reused and what is computed, and place both (Prompt Cache
+§3.4).
 
-What the answer sees are the *seen* ranges of cached texts (all but parameters' placeholders) and the request's
-*own* tokens: arguments at the places of their parameters (the rest of which stays empty), texts of modules that
-are not cached, the prompt's own texts (`prompt`) and, behind everything, chat messages and the prompt for an
-answer. A new token sees everything at smaller positions. The last token of all must be computed, because the
-answer's first one comes from it; if it is a cached text's, it is taken from that text's seen range and becomes the
-request's own.
+The answer sees the *seen* ranges of cached texts (everything but placeholders) and the request's *own* tokens. Own
+tokens are arguments, at the places of their parameters; texts of modules that are not cached; the prompt's own
+texts (`prompt.py`); and, after everything else, chat messages and the generation prompt. A new token sees
+everything at smaller positions. The last token of the prompt must be computed, because the answer's first token
+comes from it. If it belongs to a cached text, it is removed from that text's seen range and becomes one of the
+request's own tokens.
 
-The prompt for an answer (`add_generation_prompt`) is written only if there is any role or message. A last role
-that is open is ended before it, but for an assistant's, in which the answer goes on.
+The generation prompt (`add_generation_prompt`) is written only if there is a role or a message. If the last role
+is open, it is closed first, except for an assistant's, which the answer continues.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from trunkline.router.pml.tree import PromptDocument
 
 
 class _Own(NamedTuple):
-    """Tokens to compute."""
+    """Own tokens of a request at one place."""
 
     position: int
     ids: Sequence[int]
@@ -59,20 +60,21 @@ def compile_prompt(
     messages: Sequence[dict[str, str]] | None = None,
     add_generation_prompt: bool,
 ) -> CompiledPrompt:
-    """Lay a prompt out.
+    """Compile a prompt.
 
     Args:
-        schema: the schema that it names.
-        document: as `parse_prompt` or `prompt_from_json` gave it.
-        tokenizer: the one that the schema was compiled with; its template's switches may be others.
-        context: positions of the model.
-        trailing: where text behind the last import goes: "fixed": to the schema's extent; "compact": right behind
-            the last token that is selected.
-        messages: further messages (`role`, `content`) behind everything.
-        add_generation_prompt: whether the prompt ends where an answer begins.
+        schema: The schema that the prompt names.
+        document: The prompt, from `parse_prompt` or `prompt_from_json`.
+        tokenizer: The tokenizer of the schema; extra variables of its template may differ.
+        context: Positions of the model.
+        trailing: Where text after the last import goes. "fixed": to the schema's extent; "compact": right after
+        the
+            last selected token.
+        messages: Further messages (`role`, `content`) after everything else.
+        add_generation_prompt: Whether the prompt ends where an answer begins.
 
     Raises:
-        PmlError: the codes from E_SCHEMA_UNKNOWN on, E_TEMPLATE and E_ROLE_ORDER.
+        PmlError: With one of the codes from E_SCHEMA_UNKNOWN on, E_TEMPLATE or E_ROLE_ORDER.
     """
     resolved = resolve(schema, document)
     own = _OwnTokens(schema, resolved, tokenizer)
@@ -104,7 +106,7 @@ def compile_prompt(
 
 
 def _says_anything(schema: CompiledSchema, segments: Sequence[ModuleSegment]) -> bool:
-    """Whether there are tokens besides the BOS."""
+    """Return whether there are tokens besides the BOS."""
     return sum(stop - start for segment in segments for start, stop in segment.seen) > len(schema.forms.bos)
 
 
@@ -117,7 +119,7 @@ def _uncached(segment: ModuleSegment, module: CompiledModule) -> Iterator[_Own]:
 
 
 class _OwnTokens:
-    """Collects what a request computes itself."""
+    """Collects the tokens that a request computes itself."""
 
     def __init__(self, schema: CompiledSchema, resolved: Resolved, tokenizer: PmlTokenizer) -> None:
         self._schema = schema
@@ -131,18 +133,18 @@ class _OwnTokens:
             ),
             key=lambda pair: pair[0].position,
         )
-        """All selected modules' segments, with their modules, by position."""
+        """Segments of all selected modules, with their modules, by position."""
         self._starts = [segment.position for segment, _ in self.selected]
         self.cached = [segment for segment, _ in self.selected if segment.index >= 0]
-        """Of the selected segments."""
+        """The selected segments that are cached."""
         self.parts: list[_Own] = []
         self.tail_start = schema.extent
-        """The position of all that stands behind the modules."""
+        """Position of the text after all modules."""
         self.tail_tokens = 0
-        """How many of them `messages` and the prompt for an answer brought."""
+        """Number of tokens of `messages` and the generation prompt."""
 
     def modules(self) -> None:
-        """Arguments, and texts of modules that are not cached.
+        """Add arguments, and texts of modules that are not cached.
 
         Raises:
             PmlError: E_ARG_TOO_LONG.
@@ -173,7 +175,7 @@ class _OwnTokens:
                 yield _Own(param.position, ids, "argument", module.path, text)
 
     def inserts(self, trailing: Trailing, messages: Sequence[dict[str, str]], generate: bool) -> None:
-        """The prompt's own texts and, behind everything, messages.
+        """Add the prompt's own texts and, after everything else, messages.
 
         Raises:
             PmlError: E_TEXT_OVERFLOW, E_TEMPLATE.
@@ -193,7 +195,7 @@ class _OwnTokens:
         self.tail_tokens = sum(len(part.ids) for part in tail)
 
     def _anchor(self, insert: Insert) -> int:
-        """The position from which on an insert may stand."""
+        """Return the smallest position of an insert."""
         module = self._schema.modules[insert.module]
         match insert.place:
             case PromptPlace.BEHIND:
@@ -207,18 +209,18 @@ class _OwnTokens:
                 return self._schema.extent
 
     def _end_before(self, position: int) -> int:
-        """Behind the last selected token that stands before a position."""
+        """Return the position after the last selected token before a position."""
         index = bisect_left(self._starts, position)
         return self.selected[index - 1][0].end if index else 0
 
     def _visible_end(self) -> int:
-        """Behind the last token that the answer will see."""
+        """Return the position after the last token that the answer will see."""
         ends = [part.position + len(part.ids) for part in self.parts]
         ends += [segment.position + segment.seen[-1][1] for segment in self.cached if segment.seen]
         return max(ends, default=0)
 
     def _insert(self, start: int, insert: Insert, conversation: Conversation) -> int:
-        """Put an insert at a position; where it ends."""
+        """Add an insert at a position; return its end."""
         parts = self._written(insert, "gap", conversation)
         index = bisect_left(self._starts, start)
         limit = self._starts[index] if index < len(self._starts) else self._schema.extent
@@ -241,7 +243,7 @@ class _OwnTokens:
         return position
 
     def _written(self, insert: Insert, kind: PieceKind, conversation: Conversation) -> list[_Own]:
-        """An insert's tokens, not yet at their positions."""
+        """Return an insert's tokens, without their positions."""
         path = self._schema.modules[insert.body].path
         return [
             part
@@ -260,7 +262,7 @@ class _OwnTokens:
         return _Own(0, self._tokenizer.encode_plain(text), kind, path, text)
 
     def _tail(self, conversation: Conversation, messages: Sequence[dict[str, str]], generate: bool) -> list[_Own]:
-        """What messages and the prompt for an answer bring, not yet at their positions."""
+        """Return the tokens of messages and the generation prompt, without their positions."""
         if messages:
             texts = list(conversation.continued(messages, generate))
         else:
@@ -276,7 +278,7 @@ class _OwnTokens:
 
 
 def _take_last(own: _OwnTokens, seen: dict[int, tuple[Span, ...]]) -> int:
-    """See that the last token of all is the request's own; the position of that taken from a text, or -1."""
+    """Make the last token one of the request's own; return its position if it was taken from a text, else -1."""
     visible = [(segment, module) for segment, module in own.selected if seen.get(segment.index)]
     if not visible:
         return -1
@@ -299,7 +301,7 @@ def _shown_kind(piece: SegmentPiece) -> PieceKind:
 def _placed_texts(
     schema: CompiledSchema, selected: Set[int], seen: Mapping[int, tuple[Span, ...]]
 ) -> tuple[PlacedText, ...]:
-    """The cached texts that a prompt sees, as its scaffolds want them, and those that were computed before."""
+    """Return the cached texts that a prompt sees, in the versions of its scaffolds, and their ancestors."""
     versions = choose_versions(schema.scaffolds, selected)
     shown = {versions.get(index, index): spans for index, spans in seen.items() if spans}
     order = schema.with_parents(shown)
@@ -324,7 +326,7 @@ def _runs(parts: Sequence[_Own]) -> tuple[tuple[int, int], ...]:
 
 
 def _pieces(own: _OwnTokens, parts: Sequence[_Own], taken: int) -> tuple[PromptPiece, ...]:
-    """All that a prompt consists of. `taken`: see `_take_last`."""
+    """Return all pieces of a prompt. `taken`: see `_take_last`."""
     pieces = [PromptPiece(part.kind, part.path, part.position, len(part.ids), part.text, False) for part in parts]
     filled = {part.position: len(part.ids) for part in parts if part.kind == "argument"}
     for segment, module in own.selected:

@@ -1,4 +1,5 @@
-"""The roles in a prompt, the schema's and its own, and what the template writes around and behind them."""
+"""The roles of a prompt, from the schema and from the prompt itself, with the text the template writes around
+them."""
 
 from __future__ import annotations
 
@@ -17,16 +18,16 @@ class _Present:
     """A role in the prompt."""
 
     rank: int
-    """As of inserts."""
+    """Order among roles and inserts."""
     role: str
     suffix: str
-    """What has been written behind it; "" while it is open."""
+    """Text written after the role; "" while it is open."""
     is_open: bool
 
 
 @dataclass(frozen=True, slots=True)
 class TurnForm:
-    """What is written around a role that the prompt brings."""
+    """Text written around a role that the prompt adds."""
 
     prefix: str
     suffix: str
@@ -35,10 +36,10 @@ class TurnForm:
 
 
 class Conversation:
-    """The roles in one prompt, in the order in which it has them."""
+    """The roles of one prompt, in order."""
 
     def __init__(self, schema: CompiledSchema, resolved: Resolved, tokenizer: PmlTokenizer) -> None:
-        """`tokenizer`: its template, with its switches, writes what stands behind everything.
+        """`tokenizer`: its template writes the messages and the generation prompt at the end.
 
         Raises:
             PmlError: E_TEMPLATE.
@@ -54,7 +55,7 @@ class Conversation:
             key=lambda present: present.rank,
         )
         self.turns: dict[int, TurnForm] = {}
-        """By number in `Resolved.turns`."""
+        """Forms by number in `Resolved.turns`."""
         for insert in resolved.inserts:
             for atom in insert.atoms:
                 if atom.kind is AtomKind.PREFIX:
@@ -62,7 +63,7 @@ class Conversation:
                     self.turns[atom.turn] = self._add(insert.rank, turn)
 
     def _add(self, rank: int, turn: Turn) -> TurnForm:
-        """Put a role behind those of its rank and before."""
+        """Add a role after those of its rank or a lower one."""
         place = sum(present.rank <= rank for present in self._present)
         before = self._present[:place]
         form = self._forms.form(tuple(present.role for present in before), turn.role, turn.mark)
@@ -71,7 +72,7 @@ class Conversation:
         return TurnForm(without_common(form.gap, written), form.suffix, form.trims_left, form.trims_right)
 
     def answer_prompt(self) -> str:
-        """What the template writes behind everything for an answer to begin.
+        """Return the generation prompt: the text that the template writes where an answer begins.
 
         Raises:
             PmlError: E_TEMPLATE.
@@ -86,7 +87,7 @@ class Conversation:
         return without_common(rendered.gaps[-1], last.suffix)
 
     def continued(self, messages: Sequence[dict[str, str]], generate: bool) -> Iterator[tuple[str, bool]]:
-        """What stands behind everything if these messages follow: texts, and whether the template writes each.
+        """Yield the texts that follow the prompt's roles for these messages, and whether the template wrote each.
 
         Raises:
             PmlError: E_TEMPLATE.

@@ -1,4 +1,5 @@
-"""Advice: what in a schema will probably not do what its author wants, and which texts will be wanted next."""
+"""Warn about probable mistakes in a schema (`lint`), and guess which texts will be needed next
+(`likely_texts`)."""
 
 from __future__ import annotations
 
@@ -23,17 +24,18 @@ from trunkline.router.pml.tree import (
 )
 
 CHUNK_TOKENS: Final = 64
-"""KV is stored and shared in chunks of so many tokens."""
+"""KV is stored and shared in chunks of this many tokens."""
 _CHARACTERS_PER_TOKEN: Final = 4
-"""A guess, for want of a tokenizer."""
+"""Estimate that is used without a tokenizer."""
 
 _Warning: TypeAlias = tuple[Mark | None, str]
 
 
 def lint(document: SchemaDocument, tokenizer: PmlTokenizer | None = None) -> list[str]:
-    """What is allowed in a schema and seldom meant, a sentence each, with line and column if known.
+    """Return warnings about parts of a schema that are allowed but probably mistakes, with line and column if
+    known.
 
-    Without a tokenizer lengths are estimated.
+    Without a tokenizer, lengths are estimated.
     """
     found = [*_item_warnings(document.items), *_module_warnings(document, tokenizer)]
     modules = dict(modules_below(document.items))
@@ -44,7 +46,7 @@ def lint(document: SchemaDocument, tokenizer: PmlTokenizer | None = None) -> lis
 
 
 def _item_warnings(items: Sequence[Item], path: str = "") -> Iterator[_Warning]:
-    """About parts of each kind; `path`: of the module around."""
+    """Yield warnings about items. `path`: path of the module around."""
     for item in items:
         match item:
             case Text():
@@ -100,7 +102,7 @@ def _module_warnings(document: SchemaDocument, tokenizer: PmlTokenizer | None) -
 
 def _scaffold_warnings(scaffold: Scaffold, modules: Mapping[str, Module]) -> Iterator[_Warning]:
     if len(scaffold.modules) == 1:
-        yield scaffold.mark, f'the scaffold "{scaffold.name}" has only one module; there is nobody for it to see'
+        yield scaffold.mark, f'the scaffold "{scaffold.name}" has only one module; it has no other member to see'
     for path in scaffold.modules:
         if not any(_own_texts(modules[path].items)):
             text = f'the scaffold "{scaffold.name}" has the module "{path}", which has no text of its own'
@@ -116,16 +118,16 @@ def _scaffold_warnings(scaffold: Scaffold, modules: Mapping[str, Module]) -> Ite
 def likely_texts(
     schema: CompiledSchema, prompt: CompiledPrompt, uses: Mapping[str, int], limit: int
 ) -> tuple[int, ...]:
-    """Indexes into `schema.texts` that are worth prefetching when this prompt comes.
+    """Return indexes into `schema.texts` that are worth prefetching when a prompt comes.
 
-    First those of the modules that the prompt could have had instead of one that it has (the other members of its
-    unions), the most used ones first; then those of the modules that are used most.
+    First come modules that the prompt could have imported instead of one that it has (other members of its
+    unions), most used first; then the most used of all other modules.
 
     Args:
-        schema: the prompt's.
-        prompt: what is wanted now; its own texts are left out.
-        uses: how often each module (by path) was used.
-        limit: texts at most.
+        schema: The schema of the prompt.
+        prompt: The current prompt; its own texts are left out.
+        uses: Number of uses of each module, by path.
+        limit: Largest number of texts.
     """
     selected = set(prompt.modules)
     there = {text.index for text in prompt.texts}

@@ -14,13 +14,13 @@ A schema; each part is a text, or an object whose first key is its tag and whose
        {"role": "user", "open": true, "items": ["Where to?"]}],
      "scaffolds": [{"scaffold": "both", "modules": ["plan", "miami"]}]}
 
-A prompt; the second form is for those that only import and add a text behind everything:
+A prompt; the second form is for prompts that only import modules and add a text at the end:
 
     {"schema": "trip", "items": [{"ref": "plan", "args": {"days": "two"}, "items": []}, "Hurry."]}
     {"schema": "trip", "modules": [{"path": "plan", "args": {"days": "two"}}, "cities/miami"], "text": "Hurry."}
 
-Everything but tags, `len`, and a scaffold's `modules` may be left out. Texts are taken as they are, white space
-too; those that stand side by side are one text. A path imports the modules that it goes through, too.
+Everything but tags, `len`, and a scaffold's `modules` may be left out. Texts keep their white space, and adjacent
+texts are one text. A path also imports the modules that it goes through.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ _PROMPT_TAGS: Final = ("ref", "role")
 
 
 def schema_from_json(value: object) -> SchemaDocument:
-    """Read a schema (JSON that has been decoded).
+    """Read a schema from decoded JSON.
 
     Raises:
-        PmlError: it is none; `path` is that of the value that is wrong, such as "items[2].len", or of a module.
+        PmlError: The schema is wrong; `path` names the wrong value, such as "items[2].len", or a module.
     """
     reader = _Reader()
     root = reader.object(value, "", {"schema", "items", "scaffolds"})
@@ -72,10 +72,11 @@ def schema_from_json(value: object) -> SchemaDocument:
 
 
 def prompt_from_json(value: object) -> PromptDocument:
-    """Read a prompt, in either form (JSON that has been decoded).
+    """Read a prompt in either form from decoded JSON.
 
     Raises:
-        PmlError: it is none: E_XML, E_TAG, E_NAME, E_ROLE_ORDER, and E_DUP_IMPORT if a path is listed twice.
+        PmlError: The prompt is wrong: E_XML, E_TAG, E_NAME, E_ROLE_ORDER, or E_DUP_IMPORT if a path is listed
+        twice.
     """
     reader = _Reader()
     root = reader.object(value, "", {"schema", "items", "modules", "text"})
@@ -91,15 +92,15 @@ def prompt_from_json(value: object) -> PromptDocument:
 
 
 class _Import:
-    """A node of the tree that paths make."""
+    """A node of the tree that the listed paths form."""
 
     def __init__(self) -> None:
         self.args: tuple[tuple[str, str], ...] | None = None
-        """None: it was not listed itself."""
+        """Arguments; None if the path itself is not listed."""
         self.children: dict[str, _Import] = {}
 
     def refs(self) -> tuple[Ref, ...]:
-        """What is imported in it, as a prompt writes it."""
+        """Return the imports below this node."""
         return tuple(Ref(name, child.args or (), child.refs()) for name, child in self.children.items())
 
 
@@ -123,14 +124,14 @@ def _imports(reader: _Reader, listed_modules: list[Any]) -> tuple[Ref, ...]:
 
 
 class _Reader:
-    """JSON values to trees. `place`: where a value stands; counts what has been read, for the limits."""
+    """Turns JSON values into trees and counts them, for the limits. `place`: path of a value, for errors."""
 
     def __init__(self) -> None:
         self._nodes = 1
         self._characters = 0
 
     def refuse(self, message: str, place: str) -> NoReturn:
-        """It has another shape than it should."""
+        """Raise the error for a value of the wrong shape."""
         raise PmlError(ErrorCode.XML, f"{place or 'the document'} {message}", path=place)
 
     def node(self, place: str) -> None:
@@ -140,12 +141,12 @@ class _Reader:
             self.refuse(f"is one part too many; allowed are {NODES_MAX} in a document; split the schema", place)
 
     def nested(self, depth: int, place: str) -> None:
-        """Check how deep a part is."""
+        """Refuse a part that is nested too deep."""
         if depth >= DEPTH_MAX:
             self.refuse(f"is nested too deep; allowed are {DEPTH_MAX} parts within each other", place)
 
     def text(self, text: str, place: str) -> str:
-        """A string that is text."""
+        """Return a string after checking that it is Unicode text of allowed length."""
         self._characters += len(text)
         if self._characters > SOURCE_BYTES_MAX:
             self.refuse(f"makes the document too large; allowed are {SOURCE_BYTES_MAX} characters of text", place)
@@ -154,7 +155,7 @@ class _Reader:
         return text
 
     def object(self, value: object, place: str, allowed: set[str]) -> dict[str, Any]:
-        """An object with no other keys than these."""
+        """Return an object after checking that it has allowed keys only."""
         if not isinstance(value, dict):
             self.refuse(f"is {_kind(value)}, not an object", place)
         for key in value:
@@ -165,7 +166,7 @@ class _Reader:
         return value
 
     def get(self, entry: Mapping[str, Any], key: str, kind: type[_T], place: str, otherwise: _T) -> _T:
-        """The value of a key, which must be of this kind if it is there."""
+        """Return the value of a key after checking its type; `otherwise` if the key is missing."""
         if key not in entry:
             return otherwise
         value = entry[key]
@@ -176,13 +177,13 @@ class _Reader:
         return value
 
     def required(self, entry: Mapping[str, Any], key: str, kind: type[_T], place: str) -> _T:
-        """The value of a key that must be there."""
+        """Return the value of a required key."""
         if key not in entry:
             raise PmlError(ErrorCode.TAG, f'{place or "the document"} has no "{key}"; add it', path=place)
         return self.get(entry, key, kind, place, cast(_T, None))
 
     def args(self, entry: Mapping[str, Any], place: str) -> tuple[tuple[str, str], ...]:
-        """The arguments of an import."""
+        """Return the arguments of an import."""
         args = self.get(entry, "args", dict, place, {})
         where = _join(place, "args")
         return tuple((str(name), self.get(args, name, str, where, "")) for name in args)
@@ -190,7 +191,7 @@ class _Reader:
     def items(
         self, entry: Mapping[str, Any], place: str, read: Callable[[Any, str, int], _T], depth: int = 1
     ) -> tuple[_T | Text, ...]:
-        """The parts in an object, texts side by side put together."""
+        """Return the parts of an object, with adjacent texts joined."""
         self.nested(depth - 1, place)
         items: list[_T | Text] = []
         texts: list[str] = []
@@ -213,7 +214,7 @@ class _Reader:
             items.append(Text(text))
 
     def tag(self, value: Any, place: str, tags: tuple[str, ...]) -> str:
-        """Which kind of part an object is."""
+        """Return the tag of an object, which says what kind of part it is."""
         if not isinstance(value, dict):
             self.refuse(f"is {_kind(value)}, not a string or an object", place)
         found = [tag for tag in tags if tag in value]
@@ -223,7 +224,7 @@ class _Reader:
         return found[0]
 
     def schema_item(self, value: Any, place: str, depth: int) -> Item:
-        """A module, union, parameter or role."""
+        """Read a module, union, parameter or role."""
         match self.tag(value, place, _SCHEMA_TAGS):
             case "module":
                 return self._module(value, place, depth)
@@ -275,7 +276,7 @@ class _Reader:
         )
 
     def scaffold(self, value: Any, place: str) -> Scaffold:
-        """A scaffold."""
+        """Read a scaffold."""
         self.node(place)
         entry = self.object(value, place, {"scaffold", "modules"})
         modules = self.required(entry, "modules", list, place)
@@ -286,7 +287,7 @@ class _Reader:
         return Scaffold(self.required(entry, "scaffold", str, place), tuple(modules))
 
     def prompt_item(self, value: Any, place: str, depth: int) -> PromptItem:
-        """An import or a role."""
+        """Read an import or a role."""
         if self.tag(value, place, _PROMPT_TAGS) == "ref":
             entry = self.object(value, place, {"ref", "args", "items"})
             items = self.items(entry, place, self.prompt_item, depth + 1)
@@ -309,7 +310,7 @@ def _kind(value: object) -> str:
 
 
 def schema_to_json(document: SchemaDocument) -> dict[str, Any]:
-    """The schema in the JSON form; `schema_from_json` reads it as just this schema."""
+    """Return a schema in the JSON form, from which `schema_from_json` reads the same schema."""
     value: dict[str, Any] = {"schema": document.name, "items": _items_to_json(document.items)}
     if document.scaffolds:
         value["scaffolds"] = [{"scaffold": s.name, "modules": list(s.modules)} for s in document.scaffolds]
@@ -337,7 +338,7 @@ def _item_to_json(item: Module | Union | Param | RoleItem) -> dict[str, Any]:
 
 
 def prompt_to_json(document: PromptDocument) -> dict[str, Any]:
-    """The prompt in the JSON form; `prompt_from_json` reads it as just this prompt."""
+    """Return a prompt in the JSON form, from which `prompt_from_json` reads the same prompt."""
     return {"schema": document.schema, "items": _prompt_items_to_json(document.items)}
 
 

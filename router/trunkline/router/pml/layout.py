@@ -1,24 +1,25 @@
-"""Where a schema's tokens stand and what its texts see (Prompt Cache §3.2, §3.3).
+"""Compile a schema: the positions of its tokens, and what its texts see (Prompt Cache §3.2, §3.3).
 
-Positions. A cursor walks through the schema in document order: a text moves it on by its tokens, a parameter by
-its length, a module by all that is in it; a union's modules all begin where the union begins, and the longest one
-moves it on. Where it ends is the schema's *extent*. What is first is the model's BOS, if it has one (position 0,
-part of the schema's own text).
+Positions. A cursor walks through the schema in document order. A text moves it by its tokens, a parameter by its
+length, a module by its content. All modules of a union begin where the union begins, and the longest one moves the
+cursor. The cursor's last position is the schema's *extent*. The model's BOS, if it has one, is at position 0 and
+belongs to the schema's own text.
 
-Texts. A *segment* is a longest run of texts and parameters of one module with no other module in between; what a
-chat template writes around a role is text of the module (or the schema) that the role stands in. A segment of a
-cached module becomes a *text* whose KV is computed once. It sees its parent, and what that sees:
+Texts. A *segment* is a sequence of texts and parameters of one module without another module in between. Text that
+a chat template writes around a role belongs to the module (or the schema) that contains the role. A segment of a
+cached module becomes a *text* whose KV is computed once. It sees its parent, and everything that its parent sees:
 
-    scope "ancestors"   the segment before it in its module; the first one: the last one of the modules around
-                        it (and of the schema) that stands before it. So it sees its own module's and all its
-                        ancestors' earlier text, and neither siblings nor children.
-    scope "self"        the segment before it in its module; the first one sees nothing (the paper's literal rule).
-                        The schema's anonymous texts together count as one module.
+    scope "ancestors"   The parent is the previous segment of the module. The parent of the first segment is the
+                        previous segment of the modules around it or of the schema. So a text sees earlier text of
+                        its own module and of all ancestors, but neither siblings nor children.
+    scope "self"        The parent is the previous segment of the module; the first segment sees nothing (the
+    paper's
+                        literal rule). The schema's anonymous texts together count as one module.
 
-Scaffolds. A scaffold's members and their ancestors, the schema included, are one chain in document order: each
-text's parent is the one before it in the chain. Where that is the parent that it has anyway, it is the same text.
+Scaffolds. The members of a scaffold and their ancestors, including the schema, form one chain in document order:
+the parent of each text is the previous one in the chain. Where a text has that parent anyway, no version is made.
 
-Modules with `cache="false"`, and all in them, are no texts: their tokens are computed for each request.
+Modules with `cache="false"`, and everything in them, are not texts: their tokens are computed for each request.
 """
 
 from __future__ import annotations
@@ -49,24 +50,23 @@ from trunkline.router.pml.tokens import PmlTokenizer
 from trunkline.router.pml.tree import Item, Module, Param, RoleItem, SchemaDocument, Text, Union, join_path
 
 TOKENS_MAX: Final = 8 << 20
-"""Of all a schema's texts together, placeholders and the members of unions included: 32 MiB on their way to the
-controller."""
+"""Tokens in all texts of a schema, including placeholders and members of unions: 32 MiB in a message."""
 
 
 def compile_schema(
     document: SchemaDocument, tokenizer: PmlTokenizer, *, scope: Scope, context: int, revision: str = ""
 ) -> CompiledSchema:
-    """Lay a schema out for one model.
+    """Compile a schema for one model.
 
     Args:
-        document: as `parse_schema` or `schema_from_json` gave it.
-        tokenizer: the model's.
-        scope: what texts see.
-        context: positions of the model; the schema must leave at least one.
-        revision: whatever the caller wants to find in the result.
+        document: The schema, from `parse_schema` or `schema_from_json`.
+        tokenizer: The model's tokenizer.
+        scope: What texts see.
+        context: Positions of the model, of which the schema must leave at least one.
+        revision: A string that is copied to the result.
 
     Raises:
-        PmlError: E_SCHEMA_TOO_LONG, E_TEMPLATE, E_ARG_TOO_LONG (a parameter's default).
+        PmlError: E_SCHEMA_TOO_LONG, E_TEMPLATE, or E_ARG_TOO_LONG for a parameter's default.
     """
     layout = _Layout(tokenizer, scope, context)
     root = layout.schema(document)
@@ -93,7 +93,7 @@ def compile_schema(
 
 @dataclass(slots=True)
 class _Frame:
-    """A module while its content is being laid out."""
+    """State of a module while the walk is in it."""
 
     index: int
     path: str
@@ -101,13 +101,13 @@ class _Frame:
     start: int
     cursor: int
     seen_text: int
-    """The text that its next one sees; -1: none."""
+    """The text that the next one sees; -1: none."""
     roles_before: tuple[str, ...]
-    """Roles of the messages that stand before the cursor."""
+    """Roles of the messages before the cursor."""
     suffix_before: str = ""
-    """What was written behind the last of them."""
+    """Text written after the last of these messages."""
     pieces: list[SegmentPiece] = field(default_factory=list)
-    """Of the segment that is not finished, …"""
+    """Pieces of the unfinished segment, …"""
     ids: list[int] = field(default_factory=list)
     """… and its tokens."""
     params: list[ParamSlot] = field(default_factory=list)
@@ -123,22 +123,22 @@ class _Layout:
     def __init__(self, tokenizer: PmlTokenizer, scope: Scope, context: int) -> None:
         self.texts: list[CompiledText] = []
         self.total = 0
-        """Tokens."""
+        """Tokens so far."""
         self.forms = RoleForms(tokenizer)
         self._tokenizer = tokenizer
         self._scope = scope
         self._context = context
         self._events = 0
         self._count = 0
-        """Modules, without the schema itself."""
+        """Number of modules so far, without the schema itself."""
         self._closed: dict[int, CompiledModule] = {}
 
     def modules(self) -> tuple[CompiledModule, ...]:
-        """All, in document order, once the walk is over."""
+        """Return all modules in document order, after the walk."""
         return tuple(self._closed[index] for index in range(len(self._closed)))
 
     def schema(self, document: SchemaDocument) -> CompiledModule:
-        """Walk through it all; what it is as a module."""
+        """Walk through a schema; return it as a module."""
         frame = _Frame(0, "", True, 0, 0, -1, ())
         enter = self._event()
         if self.forms.bos:
@@ -178,7 +178,7 @@ class _Layout:
         frame.cursor += len(ids)
 
     def _room(self, frame: _Frame, count: int, mark: Mark | None) -> None:
-        """See that so many more tokens can be there, before they are."""
+        """Check that `count` more tokens are allowed."""
         end = frame.cursor + count
         if end >= self._context:
             message = (
@@ -281,7 +281,7 @@ class _Layout:
 
 
 def _seen(pieces: Sequence[SegmentPiece]) -> tuple[Span, ...]:
-    """Ranges of a segment's tokens that are no placeholders."""
+    """Return the ranges of a segment's tokens other than placeholders."""
     spans: list[Span] = []
     origin = pieces[0].position
     for piece in pieces:

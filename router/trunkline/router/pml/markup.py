@@ -1,8 +1,8 @@
-"""Strict XML for texts by strangers: no recovery, no entities of the document's own, bounded size.
+"""Parse XML from untrusted clients strictly: no recovery from errors, no custom entities, bounded size.
 
-A DOCTYPE is refused as soon as it begins, so there is nothing that could expand (billion laughs) or be fetched
-(external entities); expat itself knows only the five entities of XML. Processing instructions are refused,
-comments are skipped. Every element and text carries the line and column where it stands.
+A DOCTYPE is refused as soon as it begins, so no entity can expand (billion laughs) or be fetched (external
+entities); expat itself knows only the five entities of XML. Processing instructions are refused and comments are
+skipped. Every element and text has its line and column.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from xml.parsers import expat
 
 from trunkline.router.pml.pml_error import ErrorCode, Mark, PmlError
 from trunkline.router.pml.tree import DEPTH_MAX, NODES_MAX, SOURCE_BYTES_MAX
-from trunkline.router.pml.whitespace import BLANKS
 
+BLANKS: Final = " \t\n\r"
+"""White space of XML; other blanks are ordinary characters."""
 _TEXT_BUFFER_BYTES: Final = 1 << 16
-"""Expat reports a text line by line; collected in C, a document of line ends only is read 30 times faster."""
+"""Expat reports text line by line. With its own buffer, a document of nothing but line ends is read 30 times
+faster."""
 _MARKUP_IN_TEXT: Final = frozenset(
     expat.errors.codes[text]
     for text in (
@@ -24,24 +26,24 @@ _MARKUP_IN_TEXT: Final = frozenset(
         expat.errors.XML_ERROR_TAG_MISMATCH,
     )
 )
-"""What a text with `<` or `&` in it leads to."""
+"""Errors that a `<` or `&` in a text leads to."""
 _MARKUP_HINT: Final = (
     ' (in text, write "&lt;" for "<" and "&amp;" for "&", or use a CDATA section or the JSON form)'
 )
 
 
 class Chars:
-    """A text between two tags; comments within it and the borders of CDATA sections are gone."""
+    """A text between two tags, without comments and the marks of CDATA sections."""
 
     __slots__ = ("mark", "text")
 
     def __init__(self, mark: Mark) -> None:
         self.mark = mark
-        """Of its first character, white space included."""
+        """Place of the first character, including white space."""
         self.text = ""
 
     def visible_mark(self) -> Mark:
-        """Where its first character stands that is no white space."""
+        """Return the place of the first character other than white space."""
         blank = self.text[: len(self.text) - len(self.text.lstrip(BLANKS))]
         lines = blank.count("\n")
         if not lines:
@@ -50,7 +52,7 @@ class Chars:
 
 
 class Element:
-    """An element with its attributes and what is in it."""
+    """An element with its attributes and content."""
 
     __slots__ = ("attributes", "children", "mark", "tag")
 
@@ -59,11 +61,11 @@ class Element:
         self.attributes = attributes
         self.children: list[Element | Chars] = []
         self.mark = mark
-        """Of its `<`."""
+        """Place of its `<`."""
 
 
 def parse_markup(source: str | bytes) -> Element:
-    """The root element of a document in UTF-8.
+    """Parse a document in UTF-8; return its root element.
 
     Raises:
         PmlError: E_XML.
@@ -87,12 +89,12 @@ def parse_markup(source: str | bytes) -> Element:
 
 
 def _end_mark(before: str) -> Mark:
-    """Where the character behind a document's first part stands."""
+    """Return the place after the first part of a document."""
     return Mark(before.count("\n") + 1, len(before) - before.rfind("\n"))
 
 
 class _Reader:
-    """One pass of expat that builds elements."""
+    """Builds elements from the events of expat."""
 
     def __init__(self, source: bytes) -> None:
         self._source = source
@@ -113,7 +115,7 @@ class _Reader:
         self._nodes = 0
 
     def read(self) -> Element:
-        """Parse it all."""
+        """Parse the whole document; return its root element."""
         try:
             self._parser.Parse(self._source, True)
         except expat.ExpatError as error:
@@ -163,7 +165,7 @@ class _Reader:
             self._count_node()
             self._text = Chars(self._mark())
             self._open[-1].children.append(self._text)
-            # From here to the next tag only the characters matter, no longer where each of them stands.
+            # Up to the next tag only the characters matter, not the place of each of them.
             self._parser.buffer_text = True
         self._parts.append(data)
 
@@ -181,3 +183,19 @@ class _Reader:
 
     def _instruction(self, target: str, data: str) -> None:
         self._refuse(f"the processing instruction <?{target} …?> is not allowed; remove it")
+
+
+def normalise(text: str, preserve: bool) -> str:
+    """Return a text between two tags without layout; "" if it was nothing but layout.
+
+    White space that includes a line end is layout. In other texts, leading and trailing white space each become
+    one blank, and the rest stays. `preserve` (`xml:space`) keeps everything.
+    """
+    if preserve or not text:
+        return text
+    core = text.strip(BLANKS)
+    if not core:
+        return "" if "\n" in text else " "
+    before = " " if text[0] in BLANKS else ""
+    behind = " " if text[-1] in BLANKS else ""
+    return f"{before}{core}{behind}"

@@ -1,4 +1,4 @@
-"""What can be wrong with a schema or a prompt: one exception, and a code for each kind of mistake."""
+"""`PmlError`: the exception for wrong schemas and prompts, with a code for each kind of mistake."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Final, NamedTuple
 
 MESSAGE_CHARACTERS_MAX: Final = 1000
 PATH_CHARACTERS_MAX: Final = 200
-"""Names may be as long as documents; what is said about them may not."""
+"""Names may be as long as documents, so messages and paths in errors are cut."""
 
 
 class ErrorCode(StrEnum):
-    """Each code has one meaning."""
+    """The codes of mistakes."""
 
     XML = "E_XML"
     """The document cannot be read: not well-formed, not UTF-8, a construct that is not allowed (DOCTYPE,
@@ -20,34 +20,34 @@ class ErrorCode(StrEnum):
     TAG = "E_TAG"
     """An element or attribute that does not belong where it stands, is missing, or has a value it cannot have."""
     NAME = "E_NAME"
-    """A name is missing or is not one."""
+    """A name is missing or not allowed."""
     DUP = "E_DUP"
     """Two modules, two parameters or two scaffolds of one namespace have the same name."""
     PARAM_ROOT = "E_PARAM_ROOT"
     """A parameter outside any module."""
     UNION_CONTENT = "E_UNION_CONTENT"
-    """Something else than modules in a union."""
+    """A union contains something other than modules."""
     UNION_EMPTY = "E_UNION_EMPTY"
     """A union without modules."""
     SCAFFOLD_PATH = "E_SCAFFOLD_PATH"
-    """A scaffold names no modules, or one that is not there, is named twice, is not cached, or cannot be imported
-    together with another."""
+    """A scaffold names no modules, or a module that does not exist, is named twice, is not cached, or cannot be
+    imported together with another one."""
     SCHEMA_TOO_LONG = "E_SCHEMA_TOO_LONG"
     """The schema has more positions than the model, or more tokens in all than a schema may have."""
     TEMPLATE = "E_TEMPLATE"
     """The model has no chat template, or its template refuses the roles or does not write them in their order."""
     ROLE_ORDER = "E_ROLE_ORDER"
-    """A role within a role, or a role behind an open one."""
+    """A role within a role, or a role after an open one."""
     SCHEMA_UNKNOWN = "E_SCHEMA_UNKNOWN"
-    """The prompt names a schema that is not there (HTTP 404)."""
+    """The prompt names a schema that does not exist (HTTP 404)."""
     MODULE_UNKNOWN = "E_MODULE_UNKNOWN"
-    """The prompt imports a module that is not there."""
+    """The prompt imports a module that does not exist."""
     DUP_IMPORT = "E_DUP_IMPORT"
     """The prompt imports a module twice."""
     UNION_CONFLICT = "E_UNION_CONFLICT"
     """The prompt imports two modules of one union."""
     ARG_UNKNOWN = "E_ARG_UNKNOWN"
-    """An argument for a parameter that is not there."""
+    """An argument for a parameter that does not exist."""
     ARG_MISSING = "E_ARG_MISSING"
     """A required parameter has no argument."""
     ARG_TOO_LONG = "E_ARG_TOO_LONG"
@@ -55,7 +55,7 @@ class ErrorCode(StrEnum):
     TEXT_OVERFLOW = "E_TEXT_OVERFLOW"
     """A text between modules has `got` tokens where there are `capacity` free positions."""
     ORDER = "E_ORDER"
-    """Modules before and behind a text are not in the schema's order."""
+    """Modules before and after a text are not in the schema's order."""
     EMPTY = "E_EMPTY"
     """The prompt selects nothing and adds nothing."""
     CONTEXT_LENGTH = "E_CONTEXT_LENGTH"
@@ -63,14 +63,14 @@ class ErrorCode(StrEnum):
 
 
 class Mark(NamedTuple):
-    """A place in a document, both numbers from 1; columns count characters."""
+    """A place in a document. Lines and columns count from 1; columns count characters."""
 
     line: int
     column: int
 
 
 class PmlError(ValueError):
-    """A schema or a prompt is wrong. Raised by everything in this package, written for the document's author."""
+    """A schema or a prompt is wrong. The message is written for its author."""
 
     def __init__(
         self,
@@ -80,7 +80,8 @@ class PmlError(ValueError):
         path: str = "",
         extra: Mapping[str, int] | None = None,
     ) -> None:
-        """`path`: of the module that it is about (JSON: maybe of the value); `extra`: the code's numbers."""
+        """`path`: path of the module, or of the JSON value, that is wrong; `extra`: numbers that belong to the
+        code."""
         message = _cut(message, MESSAGE_CHARACTERS_MAX)
         super().__init__(message)
         self.code: str = code.value
@@ -100,4 +101,4 @@ def _cut(text: str, length: int) -> str:
 
 
 class RoleTemplateError(ValueError):
-    """A chat template refused a conversation; `PmlTokenizer.render_chat` raises it, its text is for the client."""
+    """A chat template refused a conversation. `PmlTokenizer.render_chat` raises it; its text is for the client."""

@@ -1,20 +1,20 @@
-"""A prompt's tree against its schema: which modules it has, their arguments, and where its own texts go.
+"""Resolve a prompt against its schema: find its modules and arguments, and the places of its own texts.
 
-Texts. In each body (the prompt itself, or an import's content) what stands between two imports is one *insert*;
-roles are no bodies of their own, what the template writes around them is text of the insert. An insert goes
+Texts. In each body (the prompt itself, or the content of an import) the text between two imports is one *insert*.
+Roles are not bodies; text that the template writes around them belongs to the insert. An insert goes
 
-    behind imports           to the end of that one of them which the schema has last, whatever their order here;
-    before the first import  to the end of what is selected before that one of the following imports which the
-                             schema has first, but not before the beginning of the module around;
-    into an import that      behind what is selected in that module;
-    imports nothing itself
-    behind the prompt's      to the schema's extent, or right behind all that is selected (`trailing`).
+    after imports            to the end of the one that is last in the schema, whatever their order in the prompt;
+    before the first import  to the end of the text selected before the following import that is first in the
+                             schema, but not before the beginning of the module around;
+    into an import without   after the text selected in that module;
+    imports of its own
+    after the prompt's       to the schema's extent, or right after the last selected token (`trailing`).
     last import, or alone
 
-An insert must end before the next selected token and within the extent. If two begin at the same position (the
-text in an import and the text behind it), the one that the schema's order puts first is followed by the other. All
-imports before a text must be before all imports behind it in the schema, too (E_ORDER); other imports may come in
-any order.
+An insert must end before the next selected token and within the extent. If two inserts begin at the same position
+(the text in an import and the text after it), the one that is first in the schema's order comes first. Imports
+before a text must also be before the imports after it in the schema (E_ORDER); other imports may come in any
+order.
 
 Unions. A union's default is selected if its module is and no member is imported.
 """
@@ -32,7 +32,7 @@ from trunkline.router.pml.tree import PromptDocument, PromptItem, Ref, Text, Tur
 from trunkline.router.pml.validation import likely, short
 
 LAST_RANK: Final = 1 << 62
-"""Behind all of a schema."""
+"""Rank after everything in a schema."""
 
 
 class PromptPlace(Enum):
@@ -41,27 +41,28 @@ class PromptPlace(Enum):
     BEFORE = 0
     BEHIND = 1
     END_OF = 2
-    """Into it, behind what is selected in it."""
+    """Within the module, after its selected text."""
     TRAILING = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Atom:
-    """A part of an insert: a text, or the place of what the template writes before or behind a role's content."""
+    """A part of an insert: a text, or the place of text that the template writes before or after a role's
+    content."""
 
     kind: AtomKind
     text: str
     turn: int
-    """Which of the prompt's roles it belongs to; -1: none."""
+    """The prompt's role that it belongs to; -1: none."""
     mark: Mark | None
     is_first: bool = False
-    """Of the role's content: what a template trims at its beginning, …"""
+    """Whether it begins the role's content, which the template may trim there, …"""
     is_last: bool = False
-    """… and at its end."""
+    """… and whether it ends the content."""
 
 
 class AtomKind(Enum):
-    """See `Atom`."""
+    """The kind of an `Atom`."""
 
     TEXT = 0
     PREFIX = 1
@@ -74,11 +75,11 @@ class Insert:
 
     place: PromptPlace
     module: int
-    """Which one `place` is relative to."""
+    """The module that `place` is relative to."""
     body: int
-    """The module around."""
+    """The module around the insert."""
     rank: int
-    """Where it stands among the schema's events (twice their numbers) and other inserts."""
+    """Order among the schema's events (twice their numbers) and other inserts."""
     atoms: tuple[Atom, ...]
 
 
@@ -91,21 +92,21 @@ class Argument(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """What a prompt says, in the schema's terms."""
+    """A prompt whose names are resolved against its schema."""
 
     args: Mapping[int, Mapping[str, Argument]]
-    """Arguments of each selected module, in document order of the modules; the schema itself is always there."""
+    """Arguments of each selected module, including the schema itself, in document order."""
     inserts: tuple[Insert, ...]
-    """By rank."""
+    """Inserts by rank."""
     turns: tuple[Turn, ...]
-    """The roles that it adds, in its own order."""
+    """Roles that the prompt adds, in its order."""
 
 
 _Step: TypeAlias = Atom | Ref
 
 
 def resolve(schema: CompiledSchema, document: PromptDocument) -> Resolved:
-    """Look up all that a prompt names.
+    """Resolve all names in a prompt.
 
     Raises:
         PmlError: E_SCHEMA_UNKNOWN, E_MODULE_UNKNOWN, E_DUP_IMPORT, E_UNION_CONFLICT, E_ARG_UNKNOWN, E_ARG_MISSING,
@@ -143,13 +144,13 @@ class _Resolver:
     def __init__(self, schema: CompiledSchema) -> None:
         self.args: dict[int, dict[str, Argument]] = {0: {}}
         self.marks: dict[int, Mark | None] = {}
-        """Where each module is imported."""
+        """Place of each module's import."""
         self.inserts: list[Insert] = []
         self.turns: list[Turn] = []
         self._modules = schema.modules
 
     def body(self, items: Sequence[PromptItem], around: int, in_role: bool = False) -> None:
-        """The prompt itself (`around` 0), or what an import of that module contains."""
+        """Resolve the prompt itself (`around` 0) or the content of a module's import."""
         steps = list(self._flatten(items, in_role))
         found = [self._import(step[0], around, step[1]) for step in steps if isinstance(step[0], Ref)]
         self._check_unions(found, around)
@@ -167,7 +168,8 @@ class _Resolver:
             self._insert(atoms, around, found, [])
 
     def _flatten(self, items: Sequence[PromptItem], in_role: bool) -> Iterator[tuple[_Step, bool]]:
-        """Texts, what stands around roles, and imports, in the prompt's order; of each whether it is in a role."""
+        """Yield texts, atoms around roles, and imports in the prompt's order, each with whether it is in a
+        role."""
         for item in items:
             match item:
                 case Text():

@@ -1,15 +1,14 @@
-"""What a model's chat template writes around messages, found by rendering it.
+"""Find the text that a model's chat template writes around messages, by rendering the template.
 
-A conversation is rendered with a sentinel as each message's content, and its text is cut at the sentinels: into
-what stands before the first message, between each two, and behind the last. What stands between two messages
-belongs partly to the first (its suffix) and partly to the second (its prefix); the suffix is what the template
-writes behind a message while it is the last one, as far as the text goes on like that with another message behind
-it.
+A conversation is rendered with a sentinel as the content of each message, and the text is cut at the sentinels:
+into the text before the first message, between messages, and after the last. Text between two messages belongs
+partly to the first (its suffix) and partly to the second (its prefix). The suffix is the text that the template
+writes after a message when it is the last one, if the text goes on the same way with another message after it.
 
-A schema's roles are compiled once, although prompts select different ones of them: each as the template writes it
-behind those roles that stand before it in the schema, with the first (or default) module of every union. The
-messages that a prompt adds are rendered behind those that are really there. Templates that write messages in
-another order than they come, or leave some out, cannot be used like this (E_TEMPLATE).
+The roles of a schema are compiled once, although prompts select different modules. Each role is written as the
+template writes it after the roles before it in the schema, with the first (or default) module of every union. The
+messages of a prompt are rendered after the roles that are selected. Templates that reorder messages, or leave some
+out, cannot be used (E_TEMPLATE).
 """
 
 from __future__ import annotations
@@ -24,58 +23,58 @@ from trunkline.router.pml.tokens import PmlTokenizer
 from trunkline.router.pml.tree import Text
 
 ROLES_MAX: Final = 128
-"""On one path of a schema, and in a prompt (messages that follow a prompt do not count): finding what is written
-around each takes as many renderings."""
+"""Most roles on one path of a schema, and in a prompt without the messages that follow it. Finding the text around
+each takes as many renderings."""
 _REMEMBERED_MAX: Final = 4096
-"""Forms; there are as many as there are different beginnings of conversations."""
+"""Most forms in the cache; each different beginning of a conversation has one."""
 
 _SENTINEL: Final = "PmlSlot{}End"
 _SENTINEL_PATTERN: Final = re.compile(r"(\t\n)?PmlSlot([0-9]+)End(\n\t)?", re.ASCII)
-"""With white space that no template writes by itself; if it is gone, the template trims contents."""
+"""The sentinel has white space that no template writes; if it is missing, the template trims contents."""
 
 
 class RoleForm(NamedTuple):
-    """What the template writes around a message at its place in a conversation."""
+    """Text that the template writes around a message at its place in a conversation."""
 
     gap: str
-    """All that stands between the message before it (or the beginning) and it, without the BOS."""
+    """Text between the previous message (or the beginning) and this one, without the BOS."""
     suffix: str
     trims_left: bool
-    """Whether it removes white space at the content's beginning, …"""
+    """Whether the template removes white space at the content's beginning, …"""
     trims_right: bool
     """… and at its end."""
 
 
 class Rendered(NamedTuple):
-    """A conversation without its contents."""
+    """A rendered conversation without the contents of its messages."""
 
     gaps: tuple[str, ...]
-    """Before, between and behind the messages: one more than there are."""
+    """Texts before, between and after the messages: one more than there are messages."""
     trims: tuple[tuple[bool, bool], ...]
-    """Of each message: whether its content's beginning and end are trimmed."""
+    """For each message: whether the beginning and the end of its content are trimmed."""
 
 
 class RoleForms:
-    """The forms of one model's chat template, each found when it is first asked for."""
+    """The forms of one model's chat template, each found when it is first needed."""
 
     def __init__(self, tokenizer: PmlTokenizer) -> None:
         self._tokenizer = tokenizer
         self._forms: dict[tuple[str, ...], RoleForm] = {}
         bos = _template_bos(tokenizer) if tokenizer.has_chat_template else None
         self.bos: tuple[int, ...] = tuple(tokenizer.bos_ids) if bos is None else bos
-        """What stands at position 0 of every prompt: what the template writes there, else what the tokenizer puts
-        in front of plain completions."""
+        """Tokens at the beginning of every prompt: the template's, or else those that the tokenizer puts in front
+        of plain completions."""
         self._bos_text = self._find_bos_text()
 
     def render(
         self, roles: tuple[str, ...], *, generate: bool = False, tokenizer: PmlTokenizer | None = None
     ) -> Rendered:
-        """A conversation of these roles, without the BOS.
+        """Render a conversation with these roles, without the BOS.
 
         Args:
-            roles: of its messages.
-            generate: whether the prompt for an answer stands behind them.
-            tokenizer: to render with another one, whose template has other switches.
+            roles: Roles of the messages.
+            generate: Whether the generation prompt follows them.
+            tokenizer: A tokenizer whose template has other extra variables; None: the usual one.
 
         Raises:
             PmlError: E_TEMPLATE.
@@ -102,13 +101,13 @@ class RoleForms:
         return Rendered(tuple(gaps), tuple((match[1] is None, match[3] is None) for match in found))
 
     def form(self, before: tuple[str, ...], role: str, mark: Mark | None = None, path: str = "") -> RoleForm:
-        """What is written around a message of this role behind those roles.
+        """Return the text around a message.
 
         Args:
-            before: the roles in front of it.
-            role: its own.
-            mark: where it stands, for the error, …
-            path: … and in which module.
+            before: Roles of the messages before it.
+            role: Its role.
+            mark: Its place in the document, for the error, …
+            path: … and its module.
 
         Raises:
             PmlError: E_TEMPLATE.
@@ -129,12 +128,12 @@ class RoleForms:
         return known
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of what the template wrote."""
+        """Encode text of the template."""
         return self._tokenizer.encode_special(text) if text else []
 
     def _find(self, roles: tuple[str, ...]) -> RoleForm:
-        """Render the message as the last one and with another behind it; templates may refuse one of the two, or
-        need the other to write the message at all (a system message within the first user's)."""
+        """Render the message as the last one, and with another one after it. Templates may refuse one of these, or
+        need the other message (a system message within the user's first one)."""
         follower = "assistant" if roles[-1] == "user" else "user"
         try:
             followed = self.render((*roles, follower))
@@ -151,7 +150,7 @@ class RoleForms:
         return RoleForm(followed.gaps[-3], suffix, *trims)
 
     def _find_bos_text(self) -> str:
-        """How the template writes the BOS; "" if it does not."""
+        """Return the text of the BOS in the template; "" if the template does not write it."""
         if not self.bos or not self._tokenizer.has_chat_template:
             return ""
         for roles in (("user",), ("system", "user")):
@@ -171,7 +170,7 @@ _Part = TypeVar("_Part")
 
 
 def trimmed(items: Sequence[_Part | Text], form: RoleForm) -> list[_Part | Text]:
-    """A message's parts as the template would write them: without the white space that it trims."""
+    """Return the parts of a message without the white space that the template trims."""
     parts = list(items)
     if parts and form.trims_left and isinstance(parts[0], Text):
         parts[0] = replace(parts[0], text=parts[0].text.lstrip())
@@ -181,7 +180,7 @@ def trimmed(items: Sequence[_Part | Text], form: RoleForm) -> list[_Part | Text]
 
 
 def without_common(text: str, prefix: str) -> str:
-    """What is left of `text` behind its longest common beginning with `prefix`."""
+    """Return `text` without the beginning that it has in common with `prefix`."""
     length = next(
         (n for n, (a, b) in enumerate(zip(text, prefix, strict=False)) if a != b), min(len(text), len(prefix))
     )
@@ -189,10 +188,9 @@ def without_common(text: str, prefix: str) -> str:
 
 
 def _template_bos(tokenizer: PmlTokenizer) -> tuple[int, ...] | None:
-    """The tokens with which a template marks the beginning of a conversation; None: it does not.
+    """Return the tokens with which a template begins a conversation; None if there are none.
 
-    It is the tokenizer's own BOS or, where that adds none by itself, a special token that comes first and never
-    again.
+    They are the tokenizer's BOS or, if the tokenizer adds none, a special token that comes first and never again.
     """
     messages = [{"role": role, "content": "x"} for role in ("user", "assistant", "user")]
     try:

@@ -1,7 +1,7 @@
-"""Scaffolds: versions of texts that see the other members' (Prompt Cache §3.3, "attention masking effect").
+"""Compile scaffolds: versions of texts that see the other members (Prompt Cache §3.3, "attention masking effect").
 
-A version is made only where a text's parent in the chain is another one than its own: what stands before the first
-member, and what begins like another scaffold's chain, is there already.
+A version is made only if the text's parent in the chain differs from its usual parent. Texts before the first
+member, and the common beginning of two scaffolds' chains, need no new version.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from trunkline.router.pml.pml_error import ErrorCode, PmlError
 from trunkline.router.pml.tree import Scaffold
 
 CHAIN_TEXTS_MAX: Final = 1 << 20
-"""Texts in the chains of all scaffolds together: what walking along them takes must be bounded, too."""
+"""Most texts in the chains of all scaffolds together, which bounds the time for walking through them."""
 
 
 class Scaffolds(NamedTuple):
@@ -24,7 +24,7 @@ class Scaffolds(NamedTuple):
     texts: tuple[CompiledText, ...]
     """The new versions; their indexes follow the modules' own texts."""
     tokens: int
-    """Of the new versions."""
+    """Number of tokens in the new versions."""
 
 
 def compile_scaffolds(
@@ -71,7 +71,7 @@ def compile_scaffolds(
 
 
 def _with_ancestors(members: Set[int], modules: Sequence[CompiledModule]) -> set[int]:
-    """These modules, those around them, and the schema."""
+    """Return these modules, their ancestors, and the schema."""
     found = {0}
     for member in members:
         while member not in found:
@@ -81,11 +81,11 @@ def _with_ancestors(members: Set[int], modules: Sequence[CompiledModule]) -> set
 
 
 def choose_versions(scaffolds: Sequence[CompiledScaffold], selected: Set[int]) -> dict[int, int]:
-    """Which texts of a prompt that has these modules are replaced, and by which versions.
+    """Return which texts are replaced in a prompt with these modules, and by which versions.
 
-    Of the scaffolds whose members are all there, that with the most tokens goes first (then the schema's order),
-    and then those that share no member with one before them. A member's texts are its own scaffold's versions;
-    those of other modules and of the schema are the versions of the first scaffold that has some.
+    Scaffolds whose members are all selected are considered by their number of tokens, largest first, then in the
+    schema's order. A scaffold is used if it shares no member with one used before. Texts of its members get its
+    versions. Other texts get the version of the first used scaffold that has one.
     """
     usable = [scaffold for scaffold in scaffolds if scaffold.members <= selected]
     usable.sort(key=lambda scaffold: -scaffold.tokens)

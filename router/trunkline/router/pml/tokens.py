@@ -1,4 +1,4 @@
-"""What this package needs of a model's tokenizer."""
+"""`PmlTokenizer`: the interface to a model's tokenizer and chat template that the PML compiler needs."""
 
 from __future__ import annotations
 
@@ -6,31 +6,31 @@ from typing import Protocol
 
 
 class PmlTokenizer(Protocol):
-    """Texts to token ids, and conversations to text. All calls give the same result for the same arguments."""
+    """Encodes texts and renders conversations. Equal arguments must give equal results."""
 
     def encode_plain(self, text: str) -> list[int]:
-        """Tokens of a user's text: special tokens that are written in it are plain text; nothing is added."""
+        """Encode a user's text, in which special tokens count as plain text, without adding tokens."""
         ...
 
     def encode_special(self, text: str) -> list[int]:
-        """Tokens of what a chat template wrote: special tokens are tokens; nothing is added."""
+        """Encode text of a chat template, in which special tokens are tokens, without adding tokens."""
         ...
 
     @property
     def bos_ids(self) -> list[int]:
-        """What the tokenizer puts in front of a plain completion's prompt; empty: nothing."""
+        """Tokens that the tokenizer puts in front of a plain completion's prompt."""
         ...
 
     def placeholder_ids(self, fill: str | None, count: int) -> list[int]:
-        """`count` tokens that stand for a parameter: `fill` repeated or, without it, the unknown token, else the
-        padding token, else a blank."""
+        """Return `count` placeholder tokens for a parameter: `fill` repeated or, without it, the unknown token,
+        else the padding token, else a blank."""
         ...
 
     def render_chat(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
-        """A conversation (`role` and `content` of each message) in the model's own form.
+        """Return the text of a conversation (`role` and `content` of each message) in the model's chat template.
 
         Raises:
-            RoleTemplateError: the template refuses it.
+            RoleTemplateError: The template refuses it.
         """
         ...
 

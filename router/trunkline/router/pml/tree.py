@@ -1,7 +1,7 @@
-"""Schemas and prompts as trees: what both written forms, XML and JSON, are read into.
+"""Schemas and prompts as trees, into which both written forms (XML and JSON) are parsed.
 
-Texts are final here: white space has been dealt with, no text is empty, and no two stand side by side. Two trees
-are equal if they mean the same; where their parts stood in a document (`mark`) does not matter.
+Texts are final: white space is normalised, no text is empty, and no two texts are adjacent. Two trees are equal if
+they mean the same; places in the document (`mark`) are not compared.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ TAGS: Final = frozenset({"schema", "module", "union", "param", "parameter", "sca
 
 SOURCE_BYTES_MAX: Final = 8 << 20
 DEPTH_MAX: Final = 32
-"""Elements within each other, the root included."""
+"""Deepest nesting of elements, including the root."""
 NODES_MAX: Final = 65_536
 """Elements and texts of one document."""
 NAME_CHARACTERS_MAX: Final = 256
 MODULE_PATH_CHARACTERS_MAX: Final = 1024
-"""Each module repeats the names around it: without a limit a small document would have gigabytes of paths."""
+"""A module's path repeats the names around it: without a limit a small document would have gigabytes of paths."""
 
 RoleName: TypeAlias = Literal["system", "user", "assistant"]
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Literal text; tokenised on its own."""
+    """A literal text, tokenised on its own."""
 
     text: str
     mark: Mark | None = field(default=None, compare=False, repr=False)
@@ -40,15 +40,15 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """A place for an argument (Prompt Cache §3.2.2)."""
+    """A parameter: a place for an argument (Prompt Cache §3.2.2)."""
 
     name: str
     length: int
     """Tokens that an argument may have."""
     default: str | None = None
-    """The argument of those who give none."""
+    """The argument of prompts that give none."""
     fill: str | None = None
-    """What its place holds while the module is encoded."""
+    """Text that is repeated in its place while the module's KV is computed."""
     required: bool = False
     mark: Mark | None = field(default=None, compare=False, repr=False)
 
@@ -60,7 +60,7 @@ class Module:
     name: str
     items: tuple[Item, ...] = ()
     cache: bool = True
-    """False: it is computed for each request, with all in sight that stands before it."""
+    """False: the module is computed for each request and sees everything before it."""
     mark: Mark | None = field(default=None, compare=False, repr=False)
 
 
@@ -87,11 +87,11 @@ class RoleItem:
 
 @dataclass(frozen=True, slots=True)
 class Scaffold:
-    """Modules that see each other where a prompt has them all (§3.3)."""
+    """Modules that see each other if a prompt imports all of them (§3.3)."""
 
     name: str
     modules: tuple[str, ...]
-    """Paths."""
+    """Paths of the modules."""
     mark: Mark | None = field(default=None, compare=False, repr=False)
 
 
@@ -110,7 +110,7 @@ class SchemaDocument:
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """A prompt's import of a module, with what it adds within it."""
+    """A prompt's import of a module, with the content that it adds to the module."""
 
     name: str
     args: tuple[tuple[str, str], ...] = ()
@@ -125,7 +125,7 @@ class Turn:
     role: RoleName
     items: tuple[PromptItem, ...] = ()
     open: bool = False
-    """True: the model's answer goes on in it."""
+    """True: the model's answer continues it."""
     mark: Mark | None = field(default=None, compare=False, repr=False)
 
 
@@ -142,12 +142,12 @@ class PromptDocument:
 
 
 def join_path(parent: str, name: str) -> str:
-    """Path of a module in another ("" is the schema itself)."""
+    """Return the path of a module within another one ("": the schema itself)."""
     return f"{parent}/{name}" if parent else name
 
 
 def modules_below(items: Sequence[Item], parent: str = "") -> Iterator[tuple[str, Module]]:
-    """All modules, with their paths, in document order."""
+    """Yield all modules with their paths, in document order."""
     for item in items:
         match item:
             case Module():

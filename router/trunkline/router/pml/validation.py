@@ -1,4 +1,4 @@
-"""What both written forms of a schema must keep beyond their grammar: names, unions, roles, scaffolds."""
+"""Check the rules of schemas and prompts beyond their grammar: names, unions, roles, scaffolds."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from trunkline.router.pml.tree import (
 LENGTH_MAX: Final = 2**31 - 1
 """Positions have 32 bits."""
 _SHOWN_MAX: Final = 60
-"""Characters of a wrong name in a message."""
+"""Most characters of a wrong name in a message."""
 _LISTED_MAX: Final = 10
-"""Names in a message."""
+"""Most names in a message."""
 _COMPARED_MAX: Final = 1000
-"""Comparing costs 10 µs a name."""
+"""Most names that are compared for a suggestion: each takes 10 µs."""
 
 
 def check_name(name: str, what: str, mark: Mark | None, path: str) -> None:
-    """Raises PmlError (E_NAME) if `name` is none; `what`: what it is the name of."""
+    """Raise PmlError (E_NAME) if `name` is not allowed. `what`: the thing that has the name."""
     if not name:
         raise PmlError(ErrorCode.NAME, f'{what} has no name; give it one (name="…")', mark, path)
     if len(name) > NAME_CHARACTERS_MAX:
@@ -66,7 +66,7 @@ def _inner_path(outer: str, item: Module | Ref) -> str:
 
 
 def check_schema(document: SchemaDocument) -> SchemaDocument:
-    """The schema itself, if nothing is wrong with it.
+    """Return a schema after checking it.
 
     Raises:
         PmlError: E_NAME, E_DUP, E_TAG, E_PARAM_ROOT, E_UNION_EMPTY, E_ROLE_ORDER, E_SCAFFOLD_PATH,
@@ -85,7 +85,7 @@ def check_schema(document: SchemaDocument) -> SchemaDocument:
 
 
 class _Names(NamedTuple):
-    """What a module has already."""
+    """Names that a module has already."""
 
     modules: set[str]
     params: set[str]
@@ -149,7 +149,7 @@ def _check_default(union: Union, path: str) -> None:
 
 
 def _check_open_roles(items: Sequence[Item], opened: RoleItem | None) -> RoleItem | None:
-    """The role that is open at the end, given the one that is at the beginning."""
+    """Return the role that is open after `items`, given the one that is open before them."""
     for item in items:
         match item:
             case RoleItem():
@@ -169,17 +169,17 @@ def _check_open_roles(items: Sequence[Item], opened: RoleItem | None) -> RoleIte
 
 
 class _Place(NamedTuple):
-    """What decides whether a module can be in a scaffold, and with which others."""
+    """Properties that decide whether a module can be in a scaffold with others."""
 
     cached: bool
     choices: tuple[tuple[int, str], ...]
-    """The unions that it is in, those of the modules around it included, and its member of each."""
+    """The unions around the module, and the member of each that has it."""
 
 
 def _places(
     items: Sequence[Item], path: str, cached: bool, choices: tuple[tuple[int, str], ...]
 ) -> dict[str, _Place]:
-    """All modules, by path."""
+    """Return the properties of all modules by path."""
     found: dict[str, _Place] = {}
     for item in items:
         match item:
@@ -222,7 +222,7 @@ def _check_scaffold(scaffold: Scaffold, places: dict[str, _Place]) -> None:
 
 
 def check_prompt(document: PromptDocument) -> PromptDocument:
-    """The prompt itself, if nothing is wrong with it as far as can be seen without its schema.
+    """Return a prompt after checking what can be checked without its schema.
 
     Raises:
         PmlError: E_NAME, E_ROLE_ORDER.
@@ -260,18 +260,18 @@ def _check_prompt_items(items: Sequence[PromptItem], path: str, role: Turn | Non
 
 
 def short(text: str) -> str:
-    """The text, or its beginning, for a message."""
+    """Return a text, or its beginning, for a message."""
     return text if len(text) <= _SHOWN_MAX else f"{text[:_SHOWN_MAX]}…"
 
 
 def listed(names: Collection[str]) -> str:
-    """Some names, for a message."""
+    """Return some names as a list, for a message."""
     shown = ", ".join(f'"{name}"' for name in islice(names, _LISTED_MAX))
     return f"{shown}, … ({len(names)} in all)" if len(names) > _LISTED_MAX else shown
 
 
 def likely(name: str, names: Collection[str]) -> str:
-    """The name that was probably meant, or which there are, as the end of a message."""
+    """Return the end of a message: the name that was probably meant, or the existing names."""
     if not names:
         return "; there are none"
     if len(name) <= _SHOWN_MAX and len(names) <= _COMPARED_MAX:

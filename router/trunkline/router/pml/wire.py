@@ -1,4 +1,4 @@
-"""What controllers are told about schemas and prompts (`trunkline.controller.messages`)."""
+"""Turn schemas and prompts into messages for controllers (`trunkline.controller.messages`)."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from trunkline.router.pml.compiled import CompiledPrompt, CompiledSchema, Span
 from trunkline.router.pml.pml_error import ErrorCode, PmlError
 
 ENCODE_TOKENS_MAX: Final = 1 << 20
-"""Computed in one call."""
+"""Most tokens that are computed in one call."""
 TEXT_TOKENS_MIN: Final = 64
-"""What a short text counts as: it costs a step's row and a block like one of this length."""
+"""Shorter texts count as this many tokens: each takes a row of a step and a block."""
 
 
 def texts_message(schema: CompiledSchema) -> list[ModuleText]:
-    """All texts of a schema, scaffolds' versions included, in the order of `schema.texts`."""
+    """Return all texts of a schema, including versions for scaffolds, in the order of `schema.texts`."""
     return [ModuleText(pack_int32(text.tokens), text.position, text.parent) for text in schema.texts]
 
 
 def check_encoding(schema: CompiledSchema) -> None:
-    """Refuse to have all of a schema computed in one call, if that is so much that no client would wait for it.
+    """Refuse to compute a schema in one call if no client would wait that long.
 
     Raises:
         PmlError: E_SCHEMA_TOO_LONG, with the numbers (`got`, `limit`).
@@ -41,7 +41,7 @@ def check_encoding(schema: CompiledSchema) -> None:
 
 
 def to_layout(prompt: CompiledPrompt, ttl: float = 0.0) -> PromptLayout:
-    """Where a prompt's tokens stand (`Submit.layout`); `Submit.tokens` are `prompt.own`.
+    """Return the layout of a prompt (`Submit.layout`); `Submit.tokens` are `prompt.own`.
 
     `ttl`: seconds for which the texts are kept; 0: as the controller is set.
     """
@@ -53,8 +53,7 @@ def to_layout(prompt: CompiledPrompt, ttl: float = 0.0) -> PromptLayout:
 
 
 def hint_layout(schema: CompiledSchema, indexes: Iterable[int]) -> PromptLayout:
-    """Some texts of a schema (`likely_texts`) and those behind which they were computed, for a `Prefetch` without
-    tokens."""
+    """Return the layout of some texts of a schema (`likely_texts`) and their ancestors, for a `Prefetch`."""
     wanted = set(indexes)
     order = schema.with_parents(wanted)
     places = {index: place for place, index in enumerate(order)}

@@ -1,4 +1,4 @@
-"""PML as XML: what is read from and written to documents.
+"""PML as XML: read and write documents.
 
     schema   = <schema name> item* scaffold* </schema>
     item     = TEXT | module | union | role | param (inside a module only)
@@ -21,7 +21,7 @@ import re
 from collections.abc import Mapping
 from typing import Final, NoReturn, cast
 
-from trunkline.router.pml.markup import Chars, Element, parse_markup
+from trunkline.router.pml.markup import BLANKS, Chars, Element, normalise, parse_markup
 from trunkline.router.pml.pml_error import ErrorCode, PmlError
 from trunkline.router.pml.tree import (
     ROLES,
@@ -42,12 +42,11 @@ from trunkline.router.pml.tree import (
     join_path,
 )
 from trunkline.router.pml.validation import check_name, check_prompt, check_schema, listed, short
-from trunkline.router.pml.whitespace import BLANKS, normalise
 
 _SPACE: Final = "xml:space"
 _LENGTH: Final = re.compile(r"0*([0-9]{1,12})", re.ASCII)
 _LENGTH_TOO_LONG: Final = 10**12
-"""Stands for all numbers that are longer."""
+"""Stands for every longer number."""
 _TRUTH: Final = {"true": True, "false": False}
 
 
@@ -83,7 +82,7 @@ def _refuse_tag(element: Element, message: str, path: str = "") -> NoReturn:
 
 
 def _attributes(element: Element, allowed: set[str], path: str = "") -> None:
-    """Refuse all attributes but these."""
+    """Refuse attributes other than these."""
     for name in element.attributes:
         if name not in allowed and name != _SPACE:
             which = f"allowed are {listed(sorted(allowed))}" if allowed else "it has none"
@@ -91,7 +90,7 @@ def _attributes(element: Element, allowed: set[str], path: str = "") -> None:
 
 
 def _preserves(element: Element, inherited: bool) -> bool:
-    """Whether white space is kept in it."""
+    """Return whether white space in an element is kept."""
     value = element.attributes.get(_SPACE)
     if value is None:
         return inherited
@@ -116,10 +115,11 @@ def _text(chars: Chars, preserve: bool) -> Text | None:
 
 
 class _SchemaReader:
-    """Elements to a schema's tree. `path`: of the module around; `preserve`: whether white space is kept."""
+    """Turns elements into a schema's tree. `path`: path of the module around; `preserve`: whether white space
+    stays."""
 
     def schema(self, root: Element) -> SchemaDocument:
-        """The whole of it."""
+        """Read the whole schema."""
         preserve = _preserves(root, False)
         children = root.children
         tags = [child.tag if isinstance(child, Element) else "" for child in children]
@@ -256,11 +256,11 @@ _TEXT_ESCAPES: Final = {"&": "&amp;", "<": "&lt;", ">": "&gt;", "\r": "&#13;"}
 _VALUE_ESCAPES: Final = {**_TEXT_ESCAPES, '"': "&quot;", "\n": "&#10;", "\t": "&#9;"}
 _ESCAPES: Final = (str.maketrans(_TEXT_ESCAPES), str.maketrans(_VALUE_ESCAPES))
 _UNWRITABLE: Final = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-"""Characters that XML 1.0 has no way to write."""
+"""Characters that XML 1.0 cannot write."""
 
 
 def schema_to_xml(document: SchemaDocument) -> str:
-    """The schema as a document that `parse_schema` reads as just this schema.
+    """Return a schema as a document from which `parse_schema` reads the same schema.
 
     Raises:
         PmlError: E_XML: it has a character that XML cannot write (the JSON form can).
@@ -275,7 +275,7 @@ def schema_to_xml(document: SchemaDocument) -> str:
 
 
 def prompt_to_xml(document: PromptDocument) -> str:
-    """The prompt as a document that `parse_prompt` reads as just this prompt.
+    """Return a prompt as a document from which `parse_prompt` reads the same prompt.
 
     Raises:
         PmlError: E_XML: it has a character that XML cannot write (the JSON form can).
@@ -325,7 +325,7 @@ def _write_prompt_items(out: list[str], items: tuple[PromptItem, ...]) -> None:
 
 
 def _open(out: list[str], tag: str, attributes: Mapping[str, str | None], *, empty: bool = False) -> None:
-    """Write a start tag with those attributes that are given."""
+    """Write a start tag with the attributes that are not None."""
     out.append(f"<{tag}")
     out += [f' {name}="{_escape(text, is_value=True)}"' for name, text in attributes.items() if text is not None]
     out.append("/>" if empty else ">")

@@ -23,8 +23,7 @@ from trunkline.router.messages import Finished, FinishReason, Started
 from trunkline.router.routing.request import RouteRequest
 from trunkline.router.streams.link import ControllerLink
 from trunkline.router.streams.streams import End, Event, Stream
-from trunkline.router.telemetry.request_record import RequestRecord
-from trunkline.router.telemetry.request_trace import AttemptTrace
+from trunkline.router.telemetry.request_record import AttemptTrace, RequestRecord
 from trunkline.runtime.spans import SpanContext
 
 ALL = -1

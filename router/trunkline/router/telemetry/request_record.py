@@ -1,21 +1,28 @@
-"""What is known of an HTTP request when it is over: what its line in the log and its span say. Never its content.
+"""What the log and the trace say of an HTTP request. Never the content of a prompt or an answer.
 
-`RequestMiddleware` makes a record the current one; whoever works for the request, in its task or in one that it
-started, finds it with `current_record`.
+    POST /v1/chat/completions     from the first byte to the last
+    ├─ tokenize                   per text
+    ├─ route                      per choice of a controller
+    └─ dispatch                   per attempt at a controller; the controller's spans are its children
+
+Names of attributes are OpenTelemetry's where it has some (`http.*`, `gen_ai.*`), else `trunkline.*`.
 """
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from trunkline.router.jobs.job import Job
 from trunkline.router.request_context import current
-from trunkline.router.telemetry.request_trace import RequestTrace
+from trunkline.router.routing.request import Decision
+from trunkline.runtime.spans import Kind, Span, SpanContext, Value
+from trunkline.runtime.tracing import Tracer, child_of
 
 
 class Ended(Protocol):
-    """A generation that is over."""
+    """A generation that is over, as far as it is recorded."""
 
     @property
     def job(self) -> Job:
@@ -23,7 +30,7 @@ class Ended(Protocol):
 
     @property
     def outcome(self) -> str:
-        """How it ended: "stop", "length", or what went wrong."""
+        """How the generation ended: "stop", "length", or what went wrong."""
 
     @property
     def steps(self) -> int:
@@ -48,7 +55,7 @@ class Ended(Protocol):
 
 @dataclass(slots=True)
 class RequestRecord:
-    """Of one request; several prompts in one, and all their samples, are added up."""
+    """The record of one HTTP request. Several prompts in one request, and all their samples, are added up."""
 
     id: str
     """As in `X-Request-Id`."""
@@ -56,27 +63,27 @@ class RequestRecord:
     """None: it is not traced."""
     tenant: str = ""
     groups: list[int] = field(default_factory=list)
-    """Controllers that it was sent to, in the order of the first time."""
+    """Controllers that the request was sent to, in the order of the first time."""
     attempts: int = 0
-    """How often it, or one of its samples, was sent to one."""
+    """How often the request, or one of its samples, was sent to a controller."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
     first_token_s: float | None = None
-    """From its arrival; of several prompts the earliest."""
+    """Since the request's arrival; of several prompts the earliest."""
     outcomes: list[str] = field(default_factory=list)
     """How its generations ended."""
     job: Job | None = None
-    """Of one of them."""
+    """The job of one of its generations."""
 
     def sent(self, controller: int) -> None:
-        """It was sent to a controller."""
+        """Note that the request was sent to a controller."""
         self.attempts += 1
         if controller not in self.groups:
             self.groups.append(controller)
 
     def add(self, generation: Ended) -> None:
-        """A generation of it is over."""
+        """Add a generation that is over."""
         self.job = generation.job
         self.prompt_tokens += generation.job.seen_tokens
         self.cached_tokens += generation.cached_tokens
@@ -87,7 +94,7 @@ class RequestRecord:
             self.first_token_s = first if self.first_token_s is None else min(self.first_token_s, first)
 
     def fields(self) -> dict[str, Any]:
-        """For the log: what there is to say."""
+        """Return the fields of the request's log line."""
         said: dict[str, Any] = {"tenant": self.tenant} if self.tenant else {}
         if not self.outcomes:
             return said
@@ -108,3 +115,136 @@ class RequestRecord:
 def current_record() -> RequestRecord | None:
     """Return the record of the request at hand; None: there is none (a probe of the router's own)."""
     return current().record
+
+
+TEXTS_MAX: Final = 32
+"""Spans of texts per request; later texts have none."""
+ROUTES_MAX: Final = 32
+PROVIDER: Final = "trunkline"
+_OPERATIONS: Final = {"/v1/completions": "text_completion"}
+"""By endpoint; all other generating endpoints are chats."""
+
+
+@dataclass(slots=True)
+class AttemptTrace:
+    """The span of an attempt that is not over."""
+
+    context: SpanContext
+    """Sent to the controller with the request."""
+    start: float
+    group: int
+    sample: int
+    """-1: all."""
+    continues: list[SpanContext]
+    """The spans of earlier attempts that were lost."""
+    output_tokens: int
+    """Tokens that had come before this attempt."""
+
+
+class RequestTrace:
+    """The spans of one traced request. Times are of `time.monotonic`."""
+
+    def __init__(self, tracer: Tracer, context: SpanContext, parent: bytes) -> None:
+        """
+        Args:
+            context: the request's own span.
+            parent: the client's span in the same trace; b"": there is none.
+        """
+        self.context = context
+        self._tracer = tracer
+        self._parent = parent
+        self._start = time.monotonic()
+        self._texts = 0
+        self._routes = 0
+
+    def tokenized(self, start: float, characters: int, tokens: int) -> None:
+        """Emit the span of a text that was tokenized since `start`."""
+        self._texts += 1
+        if self._texts <= TEXTS_MAX:
+            self._child("tokenize", start, {"trunkline.characters": characters, "trunkline.tokens": tokens})
+
+    def routed(self, start: float, decision: Decision | None, why: str = "") -> None:
+        """Emit the span of a choice of a controller since `start`; None: no controller could be chosen."""
+        self._routes += 1
+        if self._routes > ROUTES_MAX:
+            return
+        if decision is None:
+            self._child("route", start, {"trunkline.reason": why})
+            return
+        attributes: dict[str, Value] = {
+            "trunkline.group": decision.controller,
+            "trunkline.reason": decision.reason,
+            "trunkline.matched_tokens": decision.cached_tokens,
+            "trunkline.new_tokens": decision.new_tokens,
+        }
+        weighed = decision.weighed
+        if weighed is not None and len(weighed.candidates) and 0 <= decision.controller < len(weighed.costs):
+            attributes["trunkline.cost"] = round(float(weighed.costs[decision.controller]), 6)
+            attributes["trunkline.candidates"] = len(weighed.candidates)
+        self._child("route", start, attributes)
+
+    def attempt(self, group: int, sample: int, continues: list[SpanContext], output_tokens: int) -> AttemptTrace:
+        """Begin the span of an attempt.
+
+        Args:
+            continues: lost attempts whose work this one continues.
+            output_tokens: tokens that have come before.
+        """
+        context = child_of(self.context)
+        return AttemptTrace(context, time.monotonic(), group, sample, continues, output_tokens)
+
+    def attempted(self, attempt: AttemptTrace, reason: str, *, is_failure: bool, has_started: bool) -> None:
+        """End the span of an attempt."""
+        attributes: dict[str, Value] = {
+            "trunkline.group": attempt.group,
+            "trunkline.finish": reason,
+            "trunkline.started": has_started,
+        }
+        if attempt.sample >= 0:
+            attributes["trunkline.sample"] = attempt.sample
+        if attempt.continues:
+            attributes["trunkline.continued_tokens"] = attempt.output_tokens
+        self._tracer.emit(
+            Span(
+                "dispatch",
+                attempt.context,
+                self.context.span_id,
+                attempt.start,
+                time.monotonic(),
+                attributes,
+                Kind.CLIENT,
+                links=attempt.continues,
+                error=reason if is_failure else "",
+            )
+        )
+
+    def finish(self, method: str, route: str, status: int, attributes: dict[str, Value], error: str = "") -> None:
+        """Emit the span of the request, which is over."""
+        about: dict[str, Value] = {
+            "http.request.method": method,
+            "http.route": route,
+            "http.response.status_code": status,
+            "url.scheme": "http",
+            **attributes,
+        }
+        self._tracer.emit(
+            Span(
+                f"{method} {route}",
+                self.context,
+                self._parent,
+                self._start,
+                time.monotonic(),
+                about,
+                Kind.SERVER,
+                error=error or (str(status) if status >= 500 else ""),
+            )
+        )
+
+    def _child(self, name: str, start: float, attributes: dict[str, Value]) -> None:
+        context = child_of(self.context)
+        self._tracer.emit(Span(name, context, self.context.span_id, start, time.monotonic(), attributes))
+
+
+def operation_of(route: str) -> str:
+    """Return what an endpoint does, as `gen_ai.operation.name`."""
+    return _OPERATIONS.get(route, "chat")

@@ -1,10 +1,10 @@
 """Parse a model's streamed text into text and tool calls: one parser for each style (`text/tool_styles.py`).
 
-A parser reads character by character where a call may be, and uses `str.find` elsewhere. The possible beginning of a
-call is held back until it is certain. It is a call once it names an offered function and its arguments begin. It is
-text as soon as a character does not fit, and then it is passed on unchanged. A call that has been announced cannot
-be revoked: if its arguments go wrong later, they end there and the rest is text. White space around calls belongs to
-their syntax and is dropped.
+A parser reads character by character where a call may be, and uses `str.find` elsewhere. The possible beginning of
+a call is held back until it is certain. It is a call once it names an offered function and its arguments begin. It
+is text as soon as a character does not fit, and then it is passed on unchanged. A call that has been announced
+cannot be revoked: if its arguments go wrong later, they end there and the rest is text. White space around calls
+belongs to their syntax and is dropped.
 
 Every decision depends on one character and the state, so the result does not depend on how the text is cut.
 """

@@ -16,8 +16,8 @@ from starlette.responses import RedirectResponse, Response
 from trunkline.router.api.common import service_of
 from trunkline.router.errors import bad_value, not_found
 from trunkline.router.http.access import UI_HEADERS
+from trunkline.router.http.answers import JsonResponse
 from trunkline.router.http.body import read_body
-from trunkline.router.http.json_response import JsonResponse
 from trunkline.router.routing.decision_log import DECISIONS_MAX
 from trunkline.router.ui.assets import PAGE, Asset, Assets, is_current
 from trunkline.router.ui.chunk_tree import NODES_DEFAULT, NODES_MAX
