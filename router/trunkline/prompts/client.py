@@ -1,4 +1,4 @@
-"""A client for prompts with modules. It stands beside OpenAI's client, which does everything else.
+"""A client for prompts with modules, to be used beside OpenAI's client, which does everything else.
 
     client = Client("http://127.0.0.1:8000")
     answer = client.chat(trip("Lisbon", budget=True), "Plan a Sunday.")
@@ -27,28 +27,28 @@ from trunkline.prompts.schemas import Schemas
 from trunkline.prompts.transport import DEFAULT_URL, HttpConnection
 
 PromptSource: TypeAlias = PromptCall | str | Mapping[str, Any]
-"""A call of a prompt program, PML, or `{"schema": …, "modules": […]}`."""
+"""A prompt: the call of a prompt program, PML, or `{"schema": …, "modules": […]}`."""
 
 _SCHEMA_UNKNOWN: Final = "E_SCHEMA_UNKNOWN"
 
 
 @dataclass
 class Completion:
-    """An answer."""
+    """An answer, with its usage and times."""
 
     text: str = ""
     finish_reason: str | None = None
     usage: dict[str, Any] = field(default_factory=dict)
     cache: dict[str, Any] = field(default_factory=dict)
-    """What was found of the prompt: `status`, `tier`, `exact`, …"""
+    """KV found for the prompt: `status`, `tier`, `exact`, …"""
     first_token_s: float | None = None
-    """Seconds from the request to the first text; None: there was none."""
+    """Seconds from the request to the first text; None: the answer is empty."""
     seconds: float = 0.0
-    """… to the end."""
+    """Seconds from the request to the end of the answer."""
 
 
 def extra_body(prompt: PromptSource) -> dict[str, Any]:
-    """What OpenAI's client sends besides: `create(…, extra_body=extra_body(call))`.
+    """Return the fields of a prompt for OpenAI's client: `create(…, extra_body=extra_body(call))`.
 
     The server has to know the schema; `Client.extra_body` sees to that. What OpenAI's client wants as `prompt` of
     a completion is not looked at: give "".
@@ -61,14 +61,14 @@ def extra_body(prompt: PromptSource) -> dict[str, Any]:
 
 
 PROGRAM_TTL_S: Final = 7 * 24 * 3600
-"""Schemas of programs whose names change with their text are forgotten when nobody has used them for so long; a
-client that needs one again sends it again."""
+"""Time to live of schemas whose names change with their program's text. A client that needs one later sends it
+again."""
 
 
 class Client:
-    """Of one server. May be used by several threads. Closes its connections at the end of `with`.
+    """A client of one server, for several threads. It closes its connections at the end of `with`.
 
-    All requests raise `RequestError` (`PmlRequestError` where PML is wrong) or `UnreachableError`.
+    All requests may raise `RequestError` (`PmlRequestError` if PML is wrong) or `UnreachableError`.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Client:
         self._model = model
         self.schemas = Schemas(self._connection, model)
         self._known: set[str] = set()
-        """Programs' schemas that the server has, as far as is known here."""
+        """Schemas of programs that the server has, as far as this client knows."""
         self._lock = threading.Lock()
 
     def __enter__(self) -> Client:
@@ -139,13 +139,14 @@ class Client:
         return self._run("/v1/chat/completions", prompt, {"messages": turns, **parameters}, on_text)
 
     def extra_body(self, prompt: PromptSource) -> dict[str, Any]:
-        """See `extra_body`; sends the schema of a prompt program that the server does not have yet."""
+        """Return the fields of a prompt like `extra_body`; send the schema of its program if the server lacks
+        it."""
         if isinstance(prompt, PromptCall):
             self.register(prompt.program)
         return extra_body(prompt)
 
     def register(self, program: PromptProgram[Any], *, cache_salt: str | None = None) -> None:
-        """Have the server know a program's schema; nothing is done if this client knows that it does."""
+        """Send the schema of a program, unless this client knows that the server has it."""
         key = f"{cache_salt or ''}/{program.schema_name}"
         with self._lock:
             if key in self._known:
@@ -204,7 +205,7 @@ class Client:
 
 
 def _take(answer: Completion, events: Iterator[dict[str, Any]]) -> Iterator[str]:
-    """Put an event stream into `answer`; yields each piece of its text.
+    """Collect an event stream in `answer`; yield each piece of its text.
 
     Raises:
         UnreachableError: the events are no completion's.

@@ -54,7 +54,7 @@ _EXPRESSIONS: Final[dict[type[ast.expr], str]] = {
 
 
 def compile_function(function: FunctionType, tree: ast.FunctionDef, name: str, role: Role | None) -> Program:
-    """The program of `function`, whose definition is `tree`.
+    """Compile `function`, whose definition is `tree`.
 
     Raises:
         PromptProgramError: it says something that PML cannot express.
@@ -64,7 +64,7 @@ def compile_function(function: FunctionType, tree: ast.FunctionDef, name: str, r
 
 
 class _Compiler:
-    """Of one function."""
+    """Compiles one function."""
 
     def __init__(self, function: FunctionType, tree: ast.FunctionDef, role: Role | None) -> None:
         self._filename = function.__code__.co_filename
@@ -78,7 +78,7 @@ class _Compiler:
         )
 
     def items(self, body: Sequence[ast.stmt], children: names.Namer) -> tuple[Item, ...]:
-        """The items of one module; `children` names what is in it."""
+        """Return the items of one module. `children`: makes names of nested modules."""
         slots = names.Namer()
         found: list[Item] = []
         for statement in body:
@@ -121,7 +121,7 @@ class _Compiler:
         return text
 
     def _part(self, part: ast.expr, slots: names.Namer) -> str | ArgumentSlot:
-        """A piece of an f-string."""
+        """Compile a piece of an f-string."""
         if isinstance(part, ast.Constant):
             return self._text(str(part.value), part)
         assert isinstance(part, ast.FormattedValue)
@@ -148,7 +148,7 @@ class _Compiler:
         return self._text(constant, part)
 
     def _if(self, node: ast.If, children: names.Namer) -> Iterator[Branches]:
-        """The whole chain is one choice; `else: if` says the same as `elif`."""
+        """Compile a chain of `if` and `elif` to one choice; `else: if` is the same as `elif`."""
         tests: list[ast.expr] = []
         branches: list[tuple[str, list[ast.stmt]]] = []
         rest: list[ast.stmt] = [node]
@@ -216,7 +216,7 @@ class _Compiler:
         return value
 
     def _resolved(self, node: ast.expr) -> Any:
-        """What a dotted name means in the function's module; None: nothing."""
+        """Return the value of a dotted name in the function's module; None if it has none."""
         if isinstance(node, ast.Attribute):
             return getattr(self._resolved(node.value), node.attr, None)
         if not isinstance(node, ast.Name) or node.id in self.signature.parameters:
@@ -226,7 +226,8 @@ class _Compiler:
         return self._function.__globals__.get(node.id)
 
     def _checked(self, node: ast.expr) -> ast.expr:
-        """An expression that may run when the program is called: any that assigns nothing."""
+        """Return an expression after checking that it assigns nothing, so it may run when the program is
+        called."""
         for inner in ast.walk(node):
             reason = _EXPRESSIONS.get(type(inner)) if isinstance(inner, ast.expr) else None
             if reason is not None:
@@ -247,7 +248,7 @@ class _Compiler:
             )
 
     def _limits(self, tree: ast.FunctionDef) -> Mapping[str, MaxTokens]:
-        """The parameters annotated with `MaxTokens`."""
+        """Return the limits of parameters annotated with `MaxTokens`."""
         try:
             hints = typing.get_type_hints(self._function, include_extras=True)
         except (NameError, TypeError, AttributeError, SyntaxError) as error:
@@ -267,6 +268,6 @@ class _Compiler:
 
 
 def _short(node: ast.AST) -> str:
-    """The beginning of its source, in one line."""
+    """Return the beginning of a node's source, on one line."""
     text = ast.unparse(node).split("\n", 1)[0]
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,4 +1,4 @@
-"""What can go wrong: with a prompt program when it is decorated, and with a request.
+"""The exceptions of this package: errors in prompt programs, and errors of requests.
 
 TrunklineError
   PromptProgramError       a function cannot be compiled; has file and line
@@ -14,7 +14,7 @@ from typing import Any
 
 
 class TrunklineError(Exception):
-    """Base of all errors of this package."""
+    """Base class of all errors of this package."""
 
 
 class PromptProgramError(TrunklineError):
@@ -36,7 +36,8 @@ class RequestError(TrunklineError):
     """The server refused a request."""
 
     def __init__(self, message: str, status: int, code: str | None) -> None:
-        """`status`: of HTTP (200 if it failed in the middle of an answer); `code`: the server's own."""
+        """`status`: HTTP status (200 if the request failed during the answer); `code`: error code of the
+        server."""
         super().__init__(f"{message} ({code or f'HTTP {status}'})")
         self.message = message
         self.status = status
@@ -47,14 +48,14 @@ class PmlRequestError(RequestError):
     """The server refused a schema or a prompt; `code` is one of PML's (`E_…`)."""
 
     def __init__(self, message: str, status: int, fields: Mapping[str, Any]) -> None:
-        """`fields`: of the error object in the answer."""
+        """`fields`: fields of the error object in the answer."""
         super().__init__(message, status, str(fields["code"]))
         self.line: int | None = fields.get("line")
-        """In the PML that was sent, from 1; None: the form that was sent has no lines."""
+        """Line in the PML that was sent, from 1; None: JSON was sent, which has no lines."""
         self.column: int | None = fields.get("column")
-        """From 1."""
+        """Column, from 1."""
         self.path: str = fields.get("path") or ""
-        """Of the module."""
+        """Path of the module that is wrong."""
         known = {"message", "type", "param", "code", "line", "column", "path"}
         self.extra: dict[str, Any] = {name: value for name, value in fields.items() if name not in known}
-        """What belongs to the code, such as `len` and `got` of E_ARG_TOO_LONG (tokens)."""
+        """Numbers that belong to the code, such as `len` and `got` of E_ARG_TOO_LONG (tokens)."""

@@ -1,4 +1,4 @@
-"""Conditions and arguments: parts of a program's body that run, each on its own, when the program is called.
+"""Compile conditions and arguments: the parts of a program's body that run when the program is called.
 
 They become small functions of the program's parameters with its global names. They keep their lines of the file,
 so an error in a condition shows the condition. The rest of the body never runs.
@@ -17,21 +17,22 @@ from trunkline.prompts.items import Values
 
 @dataclass(frozen=True)
 class Scope:
-    """Where a program's expressions are evaluated."""
+    """The names that a program's expressions can use."""
 
     filename: str
     function: str
     parameters: tuple[str, ...]
     names: dict[str, Any]
-    """The globals of its module."""
+    """Globals of the program's module."""
 
     def if_chain(self, tests: Sequence[ast.expr], otherwise: int) -> Callable[[Values], int]:
-        """The index of the first test that holds; `otherwise`: none does."""
+        """Compile tests to a function that returns the index of the first true one; `otherwise` if none is
+        true."""
         body: list[ast.stmt] = [ast.If(test, [_returned(index, test)], []) for index, test in enumerate(tests)]
         return self._compiled([*body, _returned(otherwise, tests[-1])])
 
     def match(self, statement: ast.Match) -> Callable[[Values], int]:
-        """The index of the case that matches; -1: none does."""
+        """Compile a `match` to a function that returns the index of the case that matches; -1 if none does."""
         cases = [
             ast.match_case(case.pattern, case.guard, [_returned(index, case.pattern)])
             for index, case in enumerate(statement.cases)
@@ -39,7 +40,7 @@ class Scope:
         return self._compiled([ast.Match(statement.subject, cases), _returned(-1, statement)])
 
     def arguments(self, call: ast.Call) -> Callable[[Values], tuple[tuple[Any, ...], dict[str, Any]]]:
-        """A call's positional and named arguments."""
+        """Compile a call to a function that returns its positional and named arguments."""
         names: list[ast.expr | None] = [ast.Constant(keyword.arg) for keyword in call.keywords]
         named = ast.Dict(names, [keyword.value for keyword in call.keywords])
         pair = ast.Tuple([ast.Tuple(list(call.args), ast.Load()), named], ast.Load())

@@ -1,4 +1,4 @@
-"""What a prompt program is compiled to: the items of a module, and what decides about them when it is called.
+"""The items of a compiled prompt program: texts, parameters, branches, nested programs.
 
     program  = name, role, items
     item     = text | Slot | Branches | Nested
@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeAlias
 
 Role: TypeAlias = Literal["system", "user", "assistant"]
 Values: TypeAlias = Mapping[str, Any]
-"""Of a call's parameters, by name."""
+"""Values of a call's parameters by name."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class MaxTokens:
 
     count: int
     fill: str | None = None
-    """What stands there while the module's KV is computed; None: the model's token for the unknown."""
+    """Text that is repeated in the argument's place while the module's KV is computed; None: the unknown token."""
 
     def __post_init__(self) -> None:
         if isinstance(self.count, bool) or not isinstance(self.count, int) or self.count < 1:
@@ -41,20 +41,20 @@ class MaxTokens:
 
 @dataclass(frozen=True)
 class ArgumentSlot:
-    """A place in the text where an argument goes."""
+    """A place in the text for an argument."""
 
     argument: str
-    """The function's parameter."""
+    """Parameter of the function."""
     name: str
-    """The schema's: the same unless the argument stands at several places of the module."""
+    """Parameter of the schema: the same name, unless the argument appears several times in the module."""
     limit: MaxTokens
     default: str | None
-    """What the schema says it is if a prompt does not give it; None: it has to."""
+    """Default in the schema; None: prompts must give the argument."""
 
 
 @dataclass(frozen=True)
 class ProgramModule:
-    """A branch."""
+    """A branch of a program, as a module."""
 
     name: str
     items: tuple[Item, ...]
@@ -62,27 +62,27 @@ class ProgramModule:
 
 @dataclass(frozen=True)
 class Branches:
-    """Modules of which a call selects one at most."""
+    """Modules of which a call selects at most one."""
 
     members: tuple[ProgramModule | None, ...]
-    """One per branch of the program, in its order. None: the branch says nothing."""
+    """One for each branch of the program, in order; None for a branch without text."""
     choose: Callable[[Values], int]
-    """The branch that is taken; -1: none."""
+    """Returns the branch that is taken; -1 for none."""
 
     @property
     def modules(self) -> tuple[ProgramModule, ...]:
-        """Those that say something."""
+        """Branches that have text."""
         return tuple(member for member in self.members if member is not None)
 
 
 @dataclass(frozen=True)
 class Nested:
-    """Another program's module within this one's."""
+    """The module of another program, called in this one."""
 
     name: str
     program: Program
     bind: Callable[[Values], tuple[tuple[Any, ...], dict[str, Any]]]
-    """Positional and named arguments of the call."""
+    """Returns positional and named arguments of the call."""
 
 
 Item: TypeAlias = str | ArgumentSlot | Branches | Nested
@@ -93,21 +93,21 @@ class Program:
     """A compiled function."""
 
     name: str
-    """Of its module."""
+    """Name of its module."""
     role: Role | None
-    """The whole module is one message of this role."""
+    """Role of the message that the whole module is; None: it is not a message."""
     signature: inspect.Signature
     limits: Mapping[str, MaxTokens]
-    """The parameters that are text."""
+    """Limits of the parameters that become text."""
     items: tuple[Item, ...] = field(repr=False)
 
     @property
     def has_roles(self) -> bool:
-        """Whether it, or anything in it, is a role's message."""
+        """Whether the program, or a program in it, is a message with a role."""
         return self.role is not None or _has_roles(self.items)
 
     def values(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The parameters' values in a call with these arguments.
+        """Return the values of the parameters in a call with these arguments.
 
         Raises:
             TypeError: they do not fit the function, or what becomes text is neither text nor a whole number.

@@ -1,4 +1,4 @@
-"""Programs and their calls as PML.
+"""Write programs and their calls as PML.
 
 All texts are written with `xml:space="preserve"`: what the program says is what the model reads, blanks included.
 """
@@ -20,13 +20,13 @@ _NOT_XML: Final = re.compile(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010
 
 
 def unwritable(text: str) -> str | None:
-    """The first character that no XML document can hold; None: there is none."""
+    """Return the first character that XML cannot contain; None if there is none."""
     found = _NOT_XML.search(text)
     return None if found is None else found[0]
 
 
 def write_schema(name: str, program: Program) -> str:
-    """The schema of a program: one module, which every call of it selects.
+    """Write the schema of a program: one module, which every call of it selects.
 
     It needs a module of its own because parameters stand in modules only.
     """
@@ -35,7 +35,7 @@ def write_schema(name: str, program: Program) -> str:
 
 
 def write_prompt(schema: str, selection: ModuleSelection, text: str) -> str:
-    """The prompt that selects these modules; `text` follows them.
+    """Write the prompt that selects these modules; `text` follows them.
 
     Raises:
         ValueError: an argument or the text has a character that XML cannot hold; the JSON form can.

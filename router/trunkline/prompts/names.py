@@ -1,4 +1,4 @@
-"""Names of modules and parameters, made from what stands in the program.
+"""Make names of modules and parameters from a program's source.
 
 A name depends on the program's text only, never on addresses or seeded hashes: every process that decorates the
 same function makes the same schema, so its modules' KV is found again, by other processes and after restarts.
@@ -19,17 +19,17 @@ _WORDS: Final = ((" != ", " ne "), (" <= ", " le "), (" >= ", " ge "), (" < ", "
 
 
 def is_name(text: str) -> bool:
-    """Whether PML allows it as the name of a schema, module or parameter."""
+    """Return whether PML allows a text as the name of a schema, module or parameter."""
     return NAME.fullmatch(text) is not None and text not in TAGS
 
 
 def from_expression(node: ast.AST) -> str:
-    """A name that reminds of the expression: `days > 3` gives "days-gt-3"."""
+    """Return a name for an expression: `days > 3` gives "days-gt-3"."""
     return readable(ast.unparse(node))
 
 
 def readable(source: str) -> str:
-    """A name from source code. Code that gives no name, or a long one, is told apart by a digest."""
+    """Return a name made from source code, with a digest if the code gives no name or a long one."""
     text = source
     for sign, word in _WORDS:
         text = text.replace(sign, word)
@@ -41,13 +41,13 @@ def readable(source: str) -> str:
 
 
 class Namer:
-    """Hands out names that are unique within a module."""
+    """Makes names that are unique within a module."""
 
     def __init__(self) -> None:
         self._taken: set[str] = set()
 
     def take(self, wish: str) -> str:
-        """`wish`, or if it is taken `wish-2`, `wish-3`, …"""
+        """Return `wish` or, if it is taken, `wish-2`, `wish-3`, …"""
         name, count = wish, 1
         while name in self._taken:
             count += 1

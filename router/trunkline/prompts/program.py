@@ -48,13 +48,13 @@ class PromptProgram(Program, Generic[P]):
     """A compiled function. Calling it makes a prompt."""
 
     schema_name: str
-    """Under which servers know it: with a digest of all it says, so that two versions of a program can be in use
-    at the same time; or the name that was given to `prompt`, as it is."""
+    """Name of the schema on servers: the name given to `prompt`, or one with a digest of the program's text, so
+    that two versions of a program can be used at the same time."""
     named_by_digest: bool
-    """Whether that name stands for what the program says, and for nothing else."""
+    """Whether the name has a digest, so that it always means the same text."""
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> PromptCall:
-        """The prompt for these arguments.
+        """Make the prompt for these arguments.
 
         Raises:
             TypeError: they do not fit.
@@ -63,11 +63,11 @@ class PromptProgram(Program, Generic[P]):
         return PromptCall(self, select(self.name, self, self.values(*args, **kwargs)))
 
     def to_pml(self) -> str:
-        """The schema in XML."""
+        """Return the schema in XML."""
         return write_schema(self.schema_name, self)
 
     def to_json(self) -> dict[str, Any]:
-        """The schema in PML's JSON form."""
+        """Return the schema in PML's JSON form."""
         return schema_to_json(parse_schema(self.to_pml()))
 
 
@@ -81,15 +81,15 @@ class PromptCall:
 
     @property
     def text(self) -> str:
-        """What the model reads, without what the chat template writes around roles."""
+        """Text that the model reads, without text that the chat template adds around roles."""
         return self.selection.text + self.trailing
 
     def followed_by(self, text: str) -> PromptCall:
-        """The same with more text behind it. It is not cached as a module is."""
+        """Return the prompt with more text at its end, which is not cached as a module."""
         return replace(self, trailing=self.trailing + text)
 
     def to_pml(self) -> str:
-        """The prompt in XML.
+        """Return the prompt in XML.
 
         Raises:
             ValueError: an argument has a character that XML cannot hold.
@@ -97,7 +97,7 @@ class PromptCall:
         return write_prompt(self.program.schema_name, self.selection, self.trailing)
 
     def to_json(self) -> dict[str, Any]:
-        """The prompt as the HTTP API takes it (`prompt`)."""
+        """Return the prompt as the HTTP API takes it (`prompt`)."""
         modules = []
         for path, selected in self.selection.walk():
             modules.append(
@@ -167,5 +167,5 @@ def _compiled(function: Callable[P, None], name: str | None, role: Role | None) 
 
 
 def _digest(program: Program) -> str:
-    """Of all it says; eight hexadecimal digits are enough among the versions of one function."""
+    """Return a digest of a program's text. Eight hexadecimal digits suffice for the versions of one function."""
     return hashlib.sha256(write_schema("", program).encode()).hexdigest()[:8]

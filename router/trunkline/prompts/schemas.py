@@ -1,4 +1,4 @@
-"""`client.schemas`: the schemas that a server keeps. A schema's id is its name; names live per `cache_salt`."""
+"""`client.schemas`: the schemas that a server stores. A schema's id is its name, within its `cache_salt`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class SchemaParam(msgspec.Struct, frozen=True):
 
     name: str
     length: int
-    """Tokens that an argument may have."""
+    """Most tokens of an argument."""
     required: bool = False
     default: str | None = None
 
@@ -30,36 +30,37 @@ class SchemaModule(msgspec.Struct, frozen=True):
     """A module of a schema as the server has laid it out."""
 
     path: str
-    """"" for what stands in the schema itself."""
+    """Path of the module; "" for text of the schema itself."""
     start: int
-    """Position of its first token."""
+    """Position of the first token."""
     length: int
-    """Positions that it takes, parameters and modules in it included."""
+    """Number of positions, including parameters and nested modules."""
     params: tuple[SchemaParam, ...] = ()
     cached: bool = True
-    """False: it is computed for each request."""
+    """False: the module is computed for each request."""
     tokens: int = 0
-    """Of its own text, placeholders included."""
+    """Number of tokens in its own text, including placeholders."""
     bytes: int = 0
-    """Of KV that is kept for its text."""
+    """Size of the KV that is kept for its text."""
     tier: str | None = None
-    """The slowest one from which a part of it has to come; None: not all of it is there."""
+    """The slowest tier that holds a part of the module; None: some of it is not computed."""
 
 
 class Schema(msgspec.Struct, frozen=True):
-    """A schema as the server has it."""
+    """A schema as the server stores it."""
 
     id: str
     name: str
     version: int
     status: str
-    """ready: all modules are computed; partial; encoding; cold: none is. Requests have the rest computed."""
+    """"ready": all modules are computed; "partial"; "encoding"; "cold": none is. Requests compute missing
+    modules."""
     extent: int
-    """Positions that it takes."""
+    """Number of positions."""
     pin: bool = False
     modules: tuple[SchemaModule, ...] = ()
     expires_at: int | None = None
-    """If nobody uses it until then, in seconds since 1970; None: never."""
+    """Unix time in seconds at which the schema is deleted if it is not used before; None: never."""
     usage: dict[str, int] = {}
     """`tokens`, `computed_tokens`, `bytes`."""
     warnings: tuple[str, ...] = ()
@@ -69,12 +70,12 @@ class SchemaEntry(msgspec.Struct, frozen=True):
     """A schema in a list."""
 
     id: str
-    """Its name."""
+    """Name of the schema."""
     expires_at: int | None = None
 
 
 class Schemas:
-    """What can be done with them. All methods raise `RequestError`, `PmlRequestError` or `UnreachableError`."""
+    """Requests about schemas. All methods may raise `RequestError`, `PmlRequestError` or `UnreachableError`."""
 
     def __init__(self, connection: HttpConnection, model: str | None) -> None:
         self._connection = connection
@@ -91,7 +92,7 @@ class Schemas:
         relocate: bool | None = None,
         cache_salt: str | None = None,
     ) -> Schema:
-        """Store a schema; in place of the one with its name, if there is one. None: the server's default.
+        """Store a schema, replacing the one of this name. None: the server's default.
 
         Args:
             source: a prompt program, PML, or its JSON form.
@@ -117,11 +118,11 @@ class Schemas:
         return _typed(self._connection.call("POST", _PATH, given), Schema)
 
     def get(self, schema_id: str, *, cache_salt: str | None = None) -> Schema:
-        """A schema."""
+        """Return a schema."""
         return _typed(self._connection.call("GET", _path(schema_id), query={"cache_salt": cache_salt}), Schema)
 
     def list(self, *, cache_salt: str | None = None) -> Iterator[SchemaEntry]:
-        """All of them, asked for page by page."""
+        """Yield all schemas, requested page by page."""
         after: str | None = None
         while True:
             page = self._connection.call("GET", _PATH, query={"after": after, "cache_salt": cache_salt})
@@ -139,18 +140,18 @@ class Schemas:
         pin: bool | None = None,
         cache_salt: str | None = None,
     ) -> Schema:
-        """Change what is done with it; None: as it is."""
+        """Change a schema's time to live or pin. None leaves a setting as it is."""
         body = {name: value for name, value in {"ttl": ttl, "pin": pin}.items() if value is not None}
         answer = self._connection.call("PATCH", _path(schema_id), body, {"cache_salt": cache_salt})
         return _typed(answer, Schema)
 
     def delete(self, schema_id: str, *, cache_salt: str | None = None) -> None:
-        """Forget it. Requests that run are not disturbed."""
+        """Delete a schema. Running requests are not disturbed."""
         self._connection.call("DELETE", _path(schema_id), query={"cache_salt": cache_salt})
 
 
 def source_fields(source: PromptProgram[Any] | str | Mapping[str, Any]) -> dict[str, Any]:
-    """A schema's source as the server takes it."""
+    """Return a schema's source as the server takes it."""
     if isinstance(source, PromptProgram):
         return {"pml": source.to_pml()}
     if isinstance(source, str):

@@ -1,4 +1,4 @@
-"""What a call selects: the modules on whose conditions it decided, with the arguments that go into them."""
+"""Select modules for a call of a prompt program, by its conditions, with their arguments."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from trunkline.prompts.items import ArgumentSlot, Branches, Item, Nested, Progra
 
 @dataclass(frozen=True)
 class ModuleSelection:
-    """A module with what is selected in it."""
+    """A selected module with its selected content."""
 
     name: str
     arguments: Mapping[str, str]
-    """Of its own parameters, by their names in the schema."""
+    """Arguments of the module's own parameters, by their names in the schema."""
     parts: tuple[Part, ...]
-    """What the model reads, in order: text, arguments included, and modules."""
+    """Texts (including arguments) and modules, in the order in which the model reads them."""
 
     @property
     def children(self) -> tuple[ModuleSelection, ...]:
-        """The modules in it."""
+        """Selected modules in this one."""
         return tuple(part for part in self.parts if isinstance(part, ModuleSelection))
 
     @property
     def text(self) -> str:
-        """All text, that of the modules included; without what the chat template writes around roles."""
+        """All text including that of nested modules, without text that the chat template adds around roles."""
         return "".join(part if isinstance(part, str) else part.text for part in self.parts)
 
     def walk(self, above: str = "") -> Iterator[tuple[str, ModuleSelection]]:
-        """It and all modules in it with their paths, in document order."""
+        """Yield this module and all modules in it with their paths, in document order."""
         path = f"{above}{self.name}"
         yield path, self
         for child in self.children:
@@ -41,7 +41,7 @@ Part: TypeAlias = str | ModuleSelection
 
 
 def select(name: str, program: Program, values: Values) -> ModuleSelection:
-    """What a call of `program` with these values selects.
+    """Return what a call of `program` with these values selects.
 
     Raises:
         Exception: whatever a condition or an argument raises.

@@ -1,4 +1,4 @@
-"""A function's syntax tree, with the lines of the file it stands in, without executing anything of it."""
+"""Find the syntax tree of a function, with the line numbers of its file, without running the function."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trunkline.prompts.errors import PromptProgramError
 
 
 def definition(function: FunctionType) -> ast.FunctionDef:
-    """The `def` statement of `function`.
+    """Return the `def` statement of `function`.
 
     The whole file is parsed, since a method's text alone may not be Python (strings that end left of it) and since
     error messages and tracebacks then have the file's own lines.
@@ -53,7 +53,7 @@ def definition(function: FunctionType) -> ast.FunctionDef:
 
 @functools.lru_cache(maxsize=16)
 def _parse(source: str) -> ast.Module:
-    """A file often has many programs. Nobody changes the tree."""
+    """Parse a file, which may have many programs. The cached tree must not be changed."""
     return ast.parse(source)
 
 
