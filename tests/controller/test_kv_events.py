@@ -65,8 +65,8 @@ def test_a_change_that_nobody_noted_is_found() -> None:
     simulation.submit(list(range(12)), 2)
     simulation.run()
     tree = simulation.tree
-    next(tree.nodes()).told = 0
-    with pytest.raises(IntegrityError, match="nobody noted"):
+    next(tree.nodes()).announced = 0
+    with pytest.raises(IntegrityError, match="was not noted"):
         check_integrity(simulation.scheduler)
 
 

@@ -1,20 +1,20 @@
-"""What routers are told of a controller's chunks: changes, numbered; everything, to who has missed some. Pure.
+"""What routers hear of a controller's chunks: numbered batches of changes, and snapshots for late routers.
 
     tree.changed ──follow──► batch 7, 8, 9 … ──► PUB socket            may be lost on the way
                                │      └─► ring of the last ones ──┐
-                               ▼                                  ├──► EventsReply, to who asks
+                               ▼                                  ├──► EventsReply, to a router that asks
                              announced: name → tiers ──snapshot───┘
 
-Nobody who moves a chunk decides what is told: it only notes that the chunk *may* be elsewhere now
-(`trunkline.kvstore.chunks.ChangeLog`). Once per turn the tiers of those chunks are compared with what was told
-last (`Node.told`), and the differences are the next batch. So nothing is told twice, and nothing is told that was
-over before the turn ended.
+Code that moves a chunk does not decide what is announced: it only notes that the chunk *may* have changed tiers
+(`trunkline.kvstore.chunks.ChangeLog`). Once per turn the tiers of the noted chunks are compared with those
+announced last (`Node.announced`), and the differences are the next batch. So nothing is announced twice, and
+nothing that was over before the turn ended.
 
-Told are full chunks, under their names, and all chunks of texts (`trunkline.kvstore.names`). A chunk that is being
-computed counts as on the device: a second request with it would wait for it. Two chunks may have one name, one of
-them behind a cut: then the name is in all the tiers in which one of them is.
+Announced are full chunks, under their names, and all chunks of texts (`trunkline.kvstore.names`). A chunk that is
+being computed counts as on the device: a second request for it would wait for it. Two chunks may have one name,
+one of them behind a cut: then the name is in all the tiers in which one of them is.
 
-Invariant (`problem_of_log`): a chunk that is not noted as changed is where routers were told that it is.
+Invariant (`problem_of_log`): a chunk that is not noted as changed is in the tiers that were announced. Pure.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ from trunkline.kvstore.tier import TierKind
 from trunkline.router.messages import EventsReply
 
 PAGE_CHUNKS: Final = 16_384
-"""Chunks in one message at most: taking them in must not keep a router's streams waiting."""
+"""Chunks in one message at most: a router must not keep its streams waiting while it reads one."""
 RING_BYTES: Final = 4 << 20
-"""Of batches that are kept for those who miss some. A snapshot is not much larger, so more would not pay."""
+"""Bytes of batches kept for routers that miss some. A snapshot is not much larger, so more would not pay."""
 BATCH_BYTES: Final = 200
-"""That a batch takes besides its names and tiers, about."""
+"""About how much a batch takes besides its names and tiers."""
 SNAPSHOT_SECONDS: Final = 30.0
-"""For so long a snapshot is kept for somebody who does not ask for its next page, …"""
+"""A snapshot is forgotten if no router asks for a page for so long."""
 SNAPSHOTS_MAX: Final = 4
-"""… and so many: routers that start together share one."""
+"""Snapshots that are kept; routers that start together share one."""
 _DEVICE: Final = 1 << TierKind.DEVICE
 _HOST: Final = 1 << TierKind.HOST
 _DISK: Final = 1 << TierKind.DISK
 
 
 def tiers_of(node: Node, chunk_bytes: int) -> int:
-    """In which tiers a chunk is, as routers are told; 0 if they are not told of it.
+    """Return the bit mask of all tiers that a chunk is in; 0 for chunks that are not announced.
 
     Args:
-        chunk_bytes: of a full chunk's tokens.
+        chunk_bytes: bytes of a full chunk's tokens.
     """
     if node.parent is None or (len(node.key) != chunk_bytes and node.text_name is None):
         return 0
@@ -59,13 +59,8 @@ def tiers_of(node: Node, chunk_bytes: int) -> int:
     return on_device | (_HOST if node.host_ready else 0) | (_DISK if node.disk_ready else 0)
 
 
-def told_name(node: Node) -> ChunkName:
-    """The name under which routers are told of a chunk."""
-    return node.text_name or node.name
-
-
 class Batch(NamedTuple):
-    """Fields as in `KvEvents`."""
+    """Changes of one turn; fields as in `KvEvents`."""
 
     seq: int
     names: bytes
@@ -73,15 +68,15 @@ class Batch(NamedTuple):
 
 
 class Announced:
-    """What routers have been told: in which tiers each name is."""
+    """What was announced to routers: in which tiers each name is."""
 
     def __init__(self) -> None:
         self.tiers: dict[ChunkName, int] = {}
         self._shared: dict[ChunkName, list[int]] = {}
-        """Of the names of more than one chunk: how often each value of the chunks' tiers (0 to 7) was told."""
+        """For names of more than one chunk: how many of these chunks are in each combination of tiers (0 to 7)."""
 
     def move(self, name: ChunkName, before: int, after: int) -> None:
-        """One chunk of this name was in the tiers `before`, as was told, and is in `after` now."""
+        """Move one chunk of this name from the tiers `before`, as was announced, to the tiers `after`."""
         shared = self._shared.get(name)
         if shared is None:
             others = self.tiers.get(name, 0) if not before else 0
@@ -108,7 +103,7 @@ class Announced:
             self.tiers.pop(name, None)
 
     def clear(self) -> None:
-        """Nothing is anywhere."""
+        """Forget everything."""
         self.tiers.clear()
         self._shared.clear()
 
@@ -121,14 +116,14 @@ class _Snapshot:
 
 
 class KvEventLog:
-    """Follows one tree after the other, and answers those who have missed something."""
+    """Follows one radix cache after the other, and answers routers that have missed something."""
 
     def __init__(self, stream: bytes, *, ring_bytes: int = RING_BYTES, page_chunks: int = PAGE_CHUNKS) -> None:
         """
         Args:
-            stream: 8 random bytes; they tell this log from those of earlier processes.
-            ring_bytes: of batches that are kept.
-            page_chunks: in one batch or reply at most.
+            stream: 8 random bytes that tell this log from those of earlier processes.
+            ring_bytes: bytes of batches that are kept.
+            page_chunks: chunks in one batch or reply at most.
         """
         self.stream = stream
         self.seq = 0
@@ -143,14 +138,14 @@ class KvEventLog:
         self._snapshots: dict[int, _Snapshot] = {}
         """By the last batch that is in them."""
 
-    # Telling
+    # Announcing
 
     def follow(self, tree: RadixCache, *, look_again: bool = False) -> list[Batch]:
-        """What has changed since the last call, in order, in as many batches as it takes; often none.
+        """Return what has changed since the last call, in as many batches as needed; often none.
 
         Args:
-            tree: another one than before: what is not in it is nowhere.
-            look_again: look at all chunks, whether they were noted as changed or not.
+            tree: if it is another one than before, chunks that are not in it are gone.
+            look_again: compare all chunks, whether they were noted as changed or not.
         """
         before: dict[ChunkName, int] = {}
         if tree is not self._tree:
@@ -161,11 +156,11 @@ class KvEventLog:
         size, known = tree.chunk_size * TOKEN_BYTES, self.announced.tiers
         for node in tree.changed.take():
             now = tiers_of(node, size)
-            if now != node.told:
+            if now != node.announced:
                 name = node.text_name or node.name
                 before.setdefault(name, known.get(name, 0))
-                self.announced.move(name, node.told, now)
-                node.told = now
+                self.announced.move(name, node.announced, now)
+                node.announced = now
         names = [name for name, tiers in before.items() if known.get(name, 0) != tiers]
         return [self._emit(names[at : at + self._page_chunks]) for at in range(0, len(names), self._page_chunks)]
 
@@ -174,7 +169,7 @@ class KvEventLog:
         self.announced.clear()
         tree.changed.start()
         for node in tree.nodes():
-            node.told = 0
+            node.announced = 0
         _note_all(tree)
 
     def _emit(self, names: list[ChunkName]) -> Batch:
@@ -190,16 +185,17 @@ class KvEventLog:
     # Answering
 
     def answer(self, call: EventsCall, seq: int, now: float) -> EventsReply:
-        """
+        """Return the events that a router missed, or a page of a snapshot.
+
         Args:
-            seq: of the reply.
-            now: in seconds.
+            seq: number of the reply.
+            now: time in seconds.
         """
         self.forget_old(now)
         if call.page <= 0 and call.stream == self.stream and self._has_after(call.after):
             return self._replay(call, seq)
         upto, page = call.upto, call.page
-        # Nothing has changed since one that is forgotten: another one taken now has the same pages.
+        # If nothing has changed since a forgotten snapshot, one taken now has the same pages.
         is_known = call.stream == self.stream and (upto in self._snapshots or upto == self.seq)
         snapshot = self._snapshot(upto, now) if page > 0 and is_known else None
         if snapshot is None or page * self._page_chunks >= len(snapshot.tiers):
@@ -243,7 +239,7 @@ class KvEventLog:
         )
 
     def _snapshot(self, upto: int, now: float) -> _Snapshot:
-        """The one up to this batch: a kept one, or the present state."""
+        """Return the snapshot up to this batch: a kept one, or the present state."""
         snapshot = self._snapshots.get(upto)
         if snapshot is None:
             known = self.announced.tiers
@@ -254,7 +250,7 @@ class KvEventLog:
         return snapshot
 
     def forget_old(self, now: float) -> None:
-        """Let go of snapshots that nobody asks for any more."""
+        """Forget snapshots that no router asks for any more."""
         for upto in [u for u, kept in self._snapshots.items() if now - kept.asked > SNAPSHOT_SECONDS]:
             del self._snapshots[upto]
 
@@ -269,11 +265,14 @@ def _size(batch: Batch) -> int:
 
 
 def problem_of_log(tree: RadixCache) -> str:
-    """What is wrong with what was told of a tree's chunks; "" if nothing is, or nobody follows it."""
+    """Return what is wrong with what was announced of a tree's chunks; "" if nothing, or if no log follows it."""
     if not tree.changed.is_on:
         return ""
     for node in tree.nodes():
         present = tiers_of(node, tree.chunk_bytes)
-        if present != node.told and node not in tree.changed:
-            return f"a chunk is in the tiers {present:#b}, was told to be in {node.told:#b}, and nobody noted that"
+        if present != node.announced and node not in tree.changed:
+            return (
+                f"a chunk is in the tiers {present:#b}, was announced in {node.announced:#b}, "
+                "and the change was not noted"
+            )
     return ""

@@ -1,20 +1,20 @@
-"""The chunk tree: where every chunk of the forest is, and how it leaves (design.md §4 and §7).
+"""The radix cache: where every chunk of the radix tree is, and how it leaves (design.md §4 and §7).
 
-A chunk is *resident* on the device (it has a block) and may have *copies* below it: in a slot of the host pool,
-in a slot of the disk tier, in the remote tier. Chunks are immutable, so all copies stay valid. Which copies
-there are is the business of the directory (`trunkline.kvstore.directory`); here is how blocks come and go:
+A chunk is *resident* on the device if it has a block. It may have *copies* below: in a slot of the host pool, in a
+slot of the disk tier, in the remote tier. Chunks are immutable, so all copies stay valid. The directory knows the
+copies (`trunkline.kvstore.directory`); this file is about blocks:
 
       computed ──full──► copied to the host beside the computation (asynchronous save, CachedAttention §3.2.2)
       block needed ──► a chunk with a copy loses its block; another is saved first if there is room, else dropped
       matched again ──► loaded into a block
 
-Swapping (PagedAttention §4.5) is nothing but residency: a preempted sequence lets go of its path and *claims*
-it, so that its copies on the host stay until it comes back.
+Swapping (PagedAttention §4.5) follows from this: a preempted sequence releases its path and *claims* it, so that
+the copies in host memory stay until it resumes.
 
 Invariants (checked by `integrity`):
-- a node that is held, or has a held node below, is *active*; only inactive nodes without children on the device
-  are evicted, so a chunk stays while anything below it stays, and above one on the device all are there;
-- a pending node is on the device, and none below it is; the sequence that produces it holds it or one below;
+- a node that is held, or has a held node below it, is *active*. Only idle nodes without children on the device are
+  evicted, so all chunks above one on the device are on the device, too;
+- a pending node is on the device, and the sequence that produces it holds it or a node below it;
 - a claim covers a path from its root on, and no more chunks are claimed than the host pool has slots.
 """
 
@@ -29,22 +29,22 @@ from typing import Final, Protocol
 
 from trunkline.controller.cache.block_pool import BlockPool
 from trunkline.controller.cache.fences import Fences
-from trunkline.controller.cache.radix_tree import PENDING, Node, RadixTree
+from trunkline.controller.cache.radix_tree import Node, RadixTree
 from trunkline.kvstore.directory import Directory, DirectoryConfig
 from trunkline.kvstore.extents import NO_BLOCK, BlockId, SlotId
 from trunkline.kvstore.names import ChunkName
 from trunkline.router.messages import MissReason
 
 DEPARTED_MAX: Final = 1 << 15
-"""Names of chunks that have gone which are remembered, to say why a prompt misses them."""
+"""How many names of gone chunks are remembered, to tell clients why a prompt misses them."""
 EXPIRED_AGAIN_S: Final = 1.0
-"""A chunk whose time is over while somebody uses it is looked at again so much later."""
+"""A chunk that expires while it is in use is checked again so many seconds later."""
 SAVES_PER_PLAN: Final = 64
-"""Chunks that a plan saves at most beside those that it must: a burst must not fill the copy thread's queue."""
+"""Optional saves in one plan, at most: a burst must not fill the queue of the copy thread."""
 
 
 class TierCopyPlan(Protocol):
-    """The plan being made, as far as chunks move between device and host in it."""
+    """The part of a plan that copies chunks between device and host."""
 
     step: int
     saves: list[tuple[int, int, int]]
@@ -54,7 +54,7 @@ class TierCopyPlan(Protocol):
 
 
 class RadixCache(RadixTree):
-    """The forest with its blocks and copies. Pure: time and step numbers are arguments."""
+    """The radix tree with its blocks and copies. Pure: time and step numbers are arguments."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class RadixCache(RadixTree):
     ) -> None:
         """
         Args:
-            tiers: what there is below the device; None: nothing.
+            tiers: the tiers below the device; None: there are none.
         """
         super().__init__(chunk_size, fingerprint, dtype)
         tiers = tiers or DirectoryConfig()
@@ -74,22 +74,22 @@ class RadixCache(RadixTree):
         self.fences = Fences(pool.num_blocks, tiers.host_slots)
         self._pool = pool
         self._idle_leaves: list[tuple[float, int, Node]] = []
-        """Heap by last use; entries are checked when popped, because leaves come back to use."""
+        """Heap by last use. Entries are checked when popped, because leaves may be in use again."""
         self._serial = count()
         self._unsaved: deque[Node] = deque()
-        """Full chunks that were computed and not yet copied, in the order in which they filled."""
+        """Full chunks that have no copy yet, in the order in which they filled."""
         self._departed: OrderedDict[ChunkName, MissReason] = OrderedDict()
         self.evictable = 0
-        """Blocks that eviction could free now: those of inactive chunks."""
+        """Blocks that eviction could free now: those of idle chunks."""
         self.evicted_blocks = 0
         self.saved_blocks = 0
-        """Blocks copied to the host pool since the start, …"""
+        """Blocks copied to the host pool since the start."""
         self.loaded_blocks = 0
-        """… and back."""
+        """Blocks copied back to the device since the start."""
         self.grafted: list[Node] = []
         """Chunks that hang from another parent since somebody emptied this list."""
         self.changed = self.tiers.copies.changes.log
-        """Chunks that may be in other tiers than before, the device among them."""
+        """Chunks that may have changed tiers, the device included."""
         self.touched: dict[Node, None] = {}
         """Likewise chunks on disk that were used: of each path the deepest, for those above are used no less."""
 
@@ -98,7 +98,7 @@ class RadixCache(RadixTree):
     def insert(
         self, parent: Node, key: bytes, block: BlockId, ready_step: int, now: float, marker: bytes = b""
     ) -> Node:
-        """Add a chunk that takes over `block`. The caller has checked that `parent` has no such child."""
+        """Add a chunk that takes over `block`; `parent` must not have such a child."""
         node = self.attach(parent, key, block, ready_step, marker)
         node.last_use = now
         self.changed.note(node)
@@ -107,7 +107,7 @@ class RadixCache(RadixTree):
         return node
 
     def place(self, node: Node, block: BlockId) -> None:
-        """A chunk that is in lower tiers only gets a block, which it takes over. Its parent is on the device."""
+        """Give a block to a chunk that is only in lower tiers. Its parent is on the device."""
         assert node.parent is not None
         assert not node.on_device
         node.block = block
@@ -117,18 +117,18 @@ class RadixCache(RadixTree):
         self._note_idle(node)
 
     def read(self, node: Node, plan: TierCopyPlan) -> tuple[SlotId, int]:
-        """The plan will load the host's copy of a chunk, which stays there until then (see `load`)."""
+        """Reserve the host copy of a chunk, which the plan will load (see `load`)."""
         return self.tiers.load(node, plan.step)
 
     def load(self, read: tuple[SlotId, int], block: BlockId, plan: TierCopyPlan) -> None:
-        """Have what was announced by `read` loaded into `block`, whoever owns that."""
+        """Add the load of a copy reserved by `read` to the plan; `block` may be anyone's."""
         slot, generation = read
         self.fences.loaded(block, slot, plan.step)
         plan.loads.append((block, slot, generation))
         self.loaded_blocks += 1
 
     def add_remote(self, parent: Node, key: bytes, now: float, marker: bytes = b"") -> Node:
-        """A chunk that the remote tier was found to have; `marker` as in `attach`."""
+        """Add a chunk that was found in the remote tier; `marker` as in `attach`."""
         node = parent.children.get(key)
         if node is None:
             node = self.attach(parent, key, NO_BLOCK, 0, marker)
@@ -137,7 +137,7 @@ class RadixCache(RadixTree):
         return node
 
     def computed(self, node: Node, step: int, plan: TierCopyPlan | None = None) -> None:
-        """A chunk is full, and can be read after the plan of `step`; with `plan`, which is that plan."""
+        """Make a full chunk readable after step `step`, and save it: at the end of `plan` if given, else later."""
         node.ready_step = step
         self.absorb_prefixes(node)
         if plan is not None and self._wants_copy(node) and self._reserve(node, plan, plan.late_saves):
@@ -145,7 +145,7 @@ class RadixCache(RadixTree):
         self.save_later(node)
 
     def save_later(self, node: Node, *, partial: bool = False) -> None:
-        """Copy a chunk to the host in one of the next plans; one that is not full only if it will not grow
+        """Copy a chunk to the host in one of the next plans; a chunk that is not full only if it will not grow
         (`partial`)."""
         if not self.tiers.config.host_slots or (node.token_count < self.chunk_size and not partial):
             return
@@ -155,11 +155,11 @@ class RadixCache(RadixTree):
 
     @property
     def has_unsaved(self) -> bool:
-        """Whether some plan has still to copy something."""
+        """Whether chunks wait to be copied to the host."""
         return bool(self._unsaved)
 
     def save_waiting(self, plan: TierCopyPlan) -> None:
-        """Copy chunks that have filled, oldest first, as long as there is room for them."""
+        """Add copies of full chunks to a plan, oldest first, as long as there is room for them."""
         for _ in range(min(len(self._unsaved), SAVES_PER_PLAN)):
             node = self._unsaved[0]
             if node.ready_step >= plan.step and node.parent is not None:
@@ -167,11 +167,12 @@ class RadixCache(RadixTree):
             if self._wants_copy(node) and not self._reserve(node, plan, plan.saves):
                 if not self.tiers.mover.can_sink():
                     self._unsaved.popleft()  # it gets another chance when its block is needed
-                return  # else writes under way make room: without this one nothing below it would be saved
+                return  # writes under way will make room; without this chunk, none below it would be saved
             self._unsaved.popleft()
 
     def _wants_copy(self, node: Node) -> bool:
-        """Not if there is one, nor below a chunk without any: whoever looks for it would not get that far."""
+        """Return whether to copy a chunk: not if it has a copy, nor below a chunk that is not stored (never
+        found)."""
         if node.parent is None or not node.on_device or node.is_stored:
             return False
         return node.parent.parent is None or node.parent.is_stored
@@ -192,7 +193,7 @@ class RadixCache(RadixTree):
     # Changing place in the forest
 
     def graft(self, node: Node, root: Node) -> None:
-        """Move an idle chunk, with all that is below it, from its tree to the root of a cut."""
+        """Move an idle chunk, with everything below it, from its tree to the root of a cut."""
         assert not node.active
         assert not node.claims
         parent = self._unlink(node)
@@ -203,7 +204,7 @@ class RadixCache(RadixTree):
         self.prune_root(parent)
 
     def absorb_prefixes(self, node: Node) -> None:
-        """Free idle partial siblings that say nothing `node` does not: a ready chunk covers its own prefixes."""
+        """Drop idle partial siblings that are prefixes of a ready chunk."""
         parent = node.parent
         assert parent is not None
         while (at := bisect_left(parent.sorted_keys, node.key)) > 0:
@@ -213,21 +214,31 @@ class RadixCache(RadixTree):
                 return
             self._drop(sibling)
 
+    @property
+    def host_slots_used(self) -> int:
+        """Slots of the host pool that are taken."""
+        return self.tiers.copies.host.used_count
+
+    @property
+    def highest_disk_generation(self) -> int:
+        """The highest generation that a slot of the disk tier has had."""
+        return self.tiers.copies.disk.highest_generation
+
     # Use
 
     def keep(self, path: list[Node], now: float, ttl: float) -> None:
-        """A sequence that holds a path ends its stay: the chunks are kept for `ttl` seconds from now on, 0: for
-        ever (C10)."""
+        """Keep the chunks of a path for `ttl` seconds from now on, because a sequence leaves; 0: no limit
+        (C10)."""
         self.tiers.used(path, now, hit=False)
         self.tiers.keep(path, now + ttl if ttl else inf)
         for node in path:
-            self._note_idle(node)  # what nobody holds has just become younger
+            self._note_idle(node)  # idle chunks have just become younger
         deepest = next((node for node in reversed(path) if node.disk_ready), None)
         if deepest is not None:
             self.touched[deepest] = None
 
     def expire(self, now: float) -> None:
-        """Drop idle chunks whose time is over, wherever they are, leaves first."""
+        """Drop idle chunks whose time to live is over, in all tiers, leaves first."""
         for node in self.tiers.expire(now):
             if node.parent is None:
                 continue
@@ -237,10 +248,10 @@ class RadixCache(RadixTree):
                 self._drop(node, MissReason.TTL)
 
     def claim(self, path: list[Node]) -> list[Node]:
-        """Ask for the chunks of a path, from its root on, to be saved when their blocks are needed.
+        """Claim the chunks of a path, from its root on: they are saved when their blocks are needed.
 
         Returns:
-            those that are claimed now, for `unclaim`: as many of the first ones as the host pool has slots for.
+            the chunks claimed now, for `unclaim`: the first ones, as many as the host pool has slots for.
         """
         for index, node in enumerate(path):
             if not self.tiers.claim(node):
@@ -248,14 +259,14 @@ class RadixCache(RadixTree):
         return list(path)
 
     def unclaim(self, claimed: list[Node]) -> None:
-        """Undo one `claim`. Copies that nobody else wants stay until slots are needed."""
+        """Undo one `claim`. Copies without another claim stay until slots are needed."""
         for node in reversed(claimed):
             self.tiers.unclaim(node)
 
     # Leaving
 
     def remove(self, node: Node) -> BlockId:
-        """Take an inactive leaf out, with all its copies; its block, if it has one, now belongs to the caller."""
+        """Remove an idle leaf, with all its copies; return its block (or `NO_BLOCK`), now the caller's."""
         assert not node.active
         assert not node.children
         self.tiers.forget(node)
@@ -268,7 +279,7 @@ class RadixCache(RadixTree):
         return node.block
 
     def unplace(self, node: Node) -> BlockId:
-        """Take the block of an inactive chunk, which stays in the tiers below; it now belongs to the caller."""
+        """Take the block of an idle chunk, which stays in lower tiers; return the block, now the caller's."""
         assert node.parent is not None
         assert node.on_device
         assert not node.active
@@ -293,7 +304,7 @@ class RadixCache(RadixTree):
         self._note_idle(node)
 
     def _is_idle_leaf(self, node: Node) -> bool:
-        """Whether the device could lose the chunk now."""
+        """Return whether the chunk could be evicted from the device now."""
         return node.on_device and not (node.active or node.device_children) and node.parent is not None
 
     def _note_idle(self, node: Node) -> None:
@@ -310,9 +321,9 @@ class RadixCache(RadixTree):
         return node.last_use == last_use and self._is_idle_leaf(node)
 
     def evict(self, blocks: int, plan: TierCopyPlan | None = None) -> int:
-        """Free up to `blocks` blocks of inactive chunks, least recently used leaves first; how many it was.
+        """Free up to `blocks` blocks of idle chunks, least recently used leaves first; return how many were freed.
 
-        With `plan`, chunks without a copy are saved in that plan, if there is room. Otherwise they are dropped.
+        With a plan, chunks without a copy are saved in it if there is room; otherwise they are dropped.
         """
         free, freed = self._pool.free_count, 0
         while freed < blocks and self._idle_leaves:
@@ -332,14 +343,14 @@ class RadixCache(RadixTree):
             self._drop(node, MissReason.EVICTED)
 
     def drop_lost(self) -> None:
-        """Forget chunks whose last copy a tier has given up, or could not give back."""
+        """Forget chunks whose last copy a tier has dropped, or could not read back."""
         for node in self.tiers.lost():
             if node.parent is not None and not (node.on_device or node.active or node.is_stored):
                 lost = self.departed(node.name) is MissReason.LOST
                 self._drop(node, MissReason.LOST if lost else MissReason.EVICTED)
 
     def _drop(self, node: Node, reason: MissReason | None = None) -> None:
-        """Forget an inactive chunk, and those below it: none is on the device and nobody could reach them."""
+        """Forget an idle chunk and those below it, which could not be reached any more."""
         below = [node]
         for parent in below:
             below.extend(parent.children.values())
@@ -351,19 +362,22 @@ class RadixCache(RadixTree):
                 self._pool.release(block)
 
     def remember(self, node: Node, reason: MissReason) -> None:
-        """Why whoever looks for the chunk will not find it."""
+        """Remember why a chunk is gone, to tell clients that miss it."""
         self._departed[node.name] = reason
         self._departed.move_to_end(node.name)
         if len(self._departed) > DEPARTED_MAX:
             self._departed.popitem(last=False)
 
     def departed(self, name: ChunkName) -> MissReason | None:
-        """Why a chunk that was here is not any more, if that is remembered."""
+        """Return why a chunk is gone, if that is remembered."""
         return self._departed.get(name)
 
     def flush(self) -> int:
-        """Drop every chunk that nobody holds, claimed ones and copies in all tiers but the remote; blocks
-        freed."""
+        """Drop every chunk that is not held, claimed ones included, and their copies in all tiers but the remote.
+
+        Returns:
+            how many device blocks were freed.
+        """
         free = self._pool.free_count
         for node in list(self.nodes()):
             if not node.active and node.parent is not None and (node.parent.active or node.parent.parent is None):
@@ -371,6 +385,3 @@ class RadixCache(RadixTree):
         freed = self._pool.free_count - free
         self.evicted_blocks += freed
         return freed
-
-
-__all__ = ["PENDING", "Node", "RadixCache", "TierCopyPlan"]

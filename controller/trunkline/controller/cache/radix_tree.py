@@ -1,16 +1,17 @@
-"""The forest of chunks: every cached chunk of a group, found by its tokens (ChunkAttention §3.1, design.md §4).
+"""The radix tree: every cached chunk of a group of workers, found by its tokens (ChunkAttention §3.1, design.md
+§4).
 
       root (per salt)
        ├── [64 tokens]──[64]──[64]──[17]      a finished session; its tail is a partial leaf
        │        └───────[64]──[64]            shares one chunk with it
-       └── [64]──[64 pending]                 being computed; whoever needs it waits
+       └── [64]──[64 pending]                 being computed; requests that need it wait
 
       root (per cut)
        └── [64]──[64]──[41]                   what a session keeps behind the part that was cut off
 
-A node is a chunk: its key is the bytes of its token ids, so a path is matched by one dictionary lookup per
-chunk, and the sorted list of a node's keys finds, by bisection, the child that agrees longest with a prompt
-that no child matches whole. Full chunks hold `chunk_size` tokens; shorter ones are leaves.
+A node is a chunk. Its key is the bytes of its token ids, so matching a path takes one dictionary lookup per chunk.
+Where no child matches whole, bisection in the sorted list of keys finds the child that agrees longest. Full chunks
+hold `chunk_size` tokens; shorter ones are leaves.
 
       root (per text)
        └── [64]──[17]                         a text of a module, shared by prompts wherever it stands in them
@@ -18,12 +19,12 @@ that no child matches whole. Full chunks hold `chunk_size` tokens; shorter ones 
       root (per prompt with modules)
        └── [64]──[23]                         own tokens of those that see the same texts at the same places
 
-The root of a cut stands for the history before it and for what of that can still be seen: its name is a digest
-of both, so that KV computed behind a cut is never found by a request that sees more or less (design.md section
-4). The history itself is not kept: who sends it all again finds the root by that digest.
+The root of a cut stands for the history before the cut and for the part of it that can still be seen. Its name is
+a digest of both, so a request that sees more or less never finds KV computed behind the cut (design.md section 4).
+The history itself is not kept: a request that sends it again finds the root by that digest.
 
-Here are structure, matching and holding; `trunkline.controller.cache.radix_cache` adds where chunks are and how
-they leave.
+This file has structure, matching and holding; `trunkline.controller.cache.radix_cache` adds where chunks are and
+how they leave.
 """
 
 from __future__ import annotations
@@ -46,10 +47,11 @@ PENDING: Final = 1 << 62
 
 
 class Node(TieredChunk):
-    """A chunk in the tree. Owned by `RadixCache`; others read it and pass it back."""
+    """A chunk in the radix tree. Only `RadixCache` changes it; others read it and pass it back."""
 
     __slots__ = (
         "active",
+        "announced",
         "block",
         "children",
         "device_children",
@@ -59,7 +61,6 @@ class Node(TieredChunk):
         "ready_step",
         "sorted_keys",
         "text_name",
-        "told",
     )
 
     parent: Node | None
@@ -67,25 +68,25 @@ class Node(TieredChunk):
     def __init__(self, parent: Node | None, key: bytes, name: ChunkName, block: BlockId) -> None:
         super().__init__(parent, name)
         self.key = key
-        """Little-endian int32 token ids; of a root, what it is the root of."""
+        """Little-endian int32 token ids; a root's key says what it is the root of."""
         self.block = block
-        """`NO_BLOCK`: not on the device."""
+        """Its device block; `NO_BLOCK`: it is not on the device."""
         self.children: dict[bytes, Node] = {}
         self.sorted_keys: list[bytes] = []
         self.holders = 0
-        """Sequences (and plans) that hold exactly this node."""
+        """How many sequences (and plans) hold exactly this node."""
         self.active = 0
-        """Holders plus active children."""
+        """Holders plus active children; 0: the node is idle."""
         self.device_children = 0
         """Children that have a block."""
         self.ready_step = PENDING
-        """Readable by every step after this one."""
+        """Every step after this one may read the chunk."""
         self.exact = True
-        """Whether it was computed with all the tokens of its history in sight (False: behind a cut)."""
+        """Whether it was computed with its whole history in sight (False: behind a cut)."""
         self.text_name: ChunkName | None = None
-        """In the tree of a text: the name under which routers are told of it (`trunkline.kvstore.names`)."""
-        self.told = 0
-        """In which tiers routers have been told that it is (`trunkline.controller.cache.kv_events`)."""
+        """For a chunk of a module's text: the name under which routers know it (`trunkline.kvstore.names`)."""
+        self.announced = 0
+        """Bit mask of the tiers in which routers were last told it is (`trunkline.controller.cache.kv_events`)."""
 
     @property
     def token_count(self) -> int:
@@ -97,37 +98,38 @@ class Node(TieredChunk):
 
     @property
     def is_loadable(self) -> bool:
-        """Whether a plan made now may use it: it has a block, or can be loaded into one."""
+        """Whether a plan made now may use it: it has a block, or can be loaded into one from host memory."""
         return self.block != NO_BLOCK or self.host_ready
 
 
 SALT_ROOT: Final = b"s"
-"""First byte of a root's key: the salt follows."""
+"""First byte of the key of a salt's root; the salt follows."""
 CUT_ROOT: Final = b"c"
-"""The root's name follows, then the name of the chunk of the history after which it stands, then what is
-dropped."""
+"""First byte of the key of a cut's root; its name follows, then the name of the last chunk of the history before
+it, then the dropped ranges."""
 TEXT_ROOT: Final = b"m"
-"""The name under which it is looked for follows, then the position at which its first token was computed."""
+"""First byte of the key of a text's root; its lookup name follows, then the position of its first token."""
 PROMPT_ROOT: Final = b"p"
-"""The root's name follows."""
+"""First byte of the key of the root of a prompt with modules; its name follows."""
 _PLACE_BYTES: Final = 1 + NAME_BYTES
-"""Of the keys of all roots but a salt's: by so much of them they are found."""
+"""Roots other than a salt's are found by so many bytes of their keys."""
 _POSITION_BYTES: Final = 8
 
 
 @dataclass(slots=True)
 class Match:
-    """What the tree knows of a prompt."""
+    """What one tree has of a prompt."""
 
     path: list[Node]
-    """Whole chunks from the root, ready to read once they are on the device; some may be in lower tiers only."""
+    """Whole chunks from the root on, computed; some may be in lower tiers only."""
     pending: Node | None
-    """The next whole chunk, if somebody is computing it now."""
+    """The next whole chunk, if another sequence is computing it now."""
     partial: Node | None
-    """Otherwise the ready child of the path's end, on the device or in host memory, whose head agrees longest with
-    what follows."""
+    """Otherwise the chunk behind the path, on the device or in host memory, whose beginning agrees longest with
+    the
+    prompt."""
     partial_tokens: int
-    """Tokens of `partial` that agree; 0 without one."""
+    """How many tokens of `partial` agree; 0 without one."""
 
 
 def _after(cut_key: bytes) -> ChunkName:
@@ -135,12 +137,12 @@ def _after(cut_key: bytes) -> ChunkName:
 
 
 def _place(key: bytes) -> bytes:
-    """By what of its key a root is found."""
+    """Return the part of a root's key by which it is found."""
     return key if key.startswith(SALT_ROOT) else key[:_PLACE_BYTES]
 
 
 def common_tokens(left: bytes, right: bytes) -> int:
-    """Length of the common prefix of two token strings, in tokens."""
+    """Return the length of the common prefix of two token strings, in tokens."""
     limit = min(len(left), len(right))
     low, high = 0, limit // TOKEN_BYTES
     while low < high:  # bisection over memcmp beats a loop over tokens
@@ -153,45 +155,46 @@ def common_tokens(left: bytes, right: bytes) -> int:
 
 
 class RadixTree:
-    """Trees of chunks. Pure: time and step numbers are arguments."""
+    """All trees of chunks: one per salt, cut, text, and prompt with modules. Pure: time and steps are
+    arguments."""
 
     def __init__(self, chunk_size: int, fingerprint: bytes, dtype: str) -> None:
         self.chunk_size = chunk_size
         self.chunk_bytes = chunk_size * TOKEN_BYTES
         self._identity = (fingerprint, dtype)
         self._roots: dict[bytes, Node] = {}
-        """By key; but for those of salts, by the part of it that says what it is the root of (`_place`)."""
+        """By `_place` of the key."""
         self._cuts: dict[ChunkName, dict[bytes, None]] = {}
-        """Keys of the roots of cuts by the chunk after which they stand, in order of creation."""
+        """Keys of the roots of cuts, by the chunk after which they stand, in order of creation."""
         self.node_count = 0
         self.active_count = 0
 
     # Roots
 
     def root(self, salt: bytes) -> Node:
-        """The root of a salt's tree; it stays while it is held or has chunks."""
+        """Return the root of a salt's tree; make it if need be. It stays while it is held or has chunks."""
         return self._root(SALT_ROOT + salt, self.root_name(salt))
 
     def root_name(self, salt: bytes) -> ChunkName:
-        """The name of a salt's root, whether it exists or not."""
+        """Return the name of a salt's root, whether it exists or not."""
         return root_name(*self._identity, self.chunk_size, salt)
 
     def find_root(self, salt: bytes) -> Node | None:
-        """The root of a salt's tree, if there is one."""
+        """Return the root of a salt's tree, if there is one."""
         return self._roots.get(SALT_ROOT + salt)
 
     def cut_root(self, after: ChunkName, drops: tuple[tuple[int, int], ...]) -> Node:
-        """The root of what is kept behind a cut.
+        """Return the root of the chunks behind a cut; make it if need be.
 
         Args:
-            after: the history's last chunk before it, by its plain name.
-            drops: the ranges of the history that are not seen there.
+            after: plain name of the history's last chunk before the cut.
+            drops: the ranges of the history that are not seen behind it.
         """
         name = cut_name(after, drops)
         return self._root(CUT_ROOT + name + after + np.array(drops, "<i8").tobytes(), name)
 
     def drops_of(self, root: Node) -> list[tuple[int, int]]:
-        """What is not seen behind the cut that this is the root of; nothing, for a salt's."""
+        """Return the ranges that are not seen behind a cut's root; empty for other roots."""
         if not root.key.startswith(CUT_ROOT):
             return []
         return [
@@ -199,19 +202,19 @@ class RadixTree:
         ]
 
     def find_cut(self, name: ChunkName) -> Node | None:
-        """The root of a cut, if there is one."""
+        """Return the root of a cut, if there is one."""
         return self._roots.get(CUT_ROOT + name)
 
     def cuts_after(self, after: ChunkName) -> list[Node]:
-        """Roots of cuts that stand after the same history, the latest first."""
+        """Return the roots of cuts after the same history, the latest first."""
         return [self._roots[key] for key in reversed(self._cuts.get(after, {}))]
 
     def text_root(self, place: ChunkName, position: int) -> Node:
-        """The root of a text of a module.
+        """Return the root of a module's text; make it if need be.
 
         Args:
-            place: names what it sees and how it begins.
-            position: where its first token will be computed, if there is no such root yet (`base_position`).
+            place: name of what the text sees and how it begins.
+            position: at which its first token will be computed, if the root is new (`base_position`).
         """
         root = self.find_text_root(place)
         if root is not None:
@@ -223,31 +226,32 @@ class RadixTree:
         return root
 
     def find_text_root(self, place: ChunkName) -> Node | None:
-        """The root of a text, if there is one."""
+        """Return the root of a text, if there is one."""
         return self._roots.get(TEXT_ROOT + place)
 
     @staticmethod
     def base_position(root: Node) -> int:
-        """At which position the first token of a text was computed, or is to be."""
+        """Return the position at which a text's first token was computed, or is to be."""
         return int.from_bytes(root.key[_PLACE_BYTES:], "little")
 
     @staticmethod
     def text_name(place: ChunkName, position: int) -> ChunkName:
-        """The name of a text's root: keys of its chunks are rotated, so it says from where on."""
+        """Return the name of a text's root. It includes the position, because the KV of its chunks is rotated."""
         return chunk_name(place, position.to_bytes(_POSITION_BYTES, "little"))
 
     @staticmethod
     def first_chunk_name(place: ChunkName, position: int, key: bytes) -> ChunkName:
-        """The name of the first chunk of a text that was computed at a position."""
+        """Return the name of a text's first chunk, computed at a position."""
         root = RadixTree.text_name(place, position)
         return chunk_name(root, root + key)
 
     def prompt_root(self, name: ChunkName) -> Node:
-        """The root of the own tokens of prompts with the same modules at the same places."""
+        """Return the root for the own tokens of prompts with the same modules at the same places; make it if need
+        be."""
         return self._root(PROMPT_ROOT + name, name)
 
     def restore_root(self, key: bytes) -> Node | None:
-        """The root with a key that was stored in another run; None if the key says nothing here."""
+        """Return the root for a key that another run stored; None if the key is not valid."""
         if key.startswith(SALT_ROOT):
             return self.root(key[len(SALT_ROOT) :])
         if key.startswith(PROMPT_ROOT) and len(key) == _PLACE_BYTES:
@@ -269,7 +273,7 @@ class RadixTree:
         return root
 
     def prune_root(self, node: Node) -> None:
-        """Forget an empty tree nobody holds: salts come from clients and must not pile up."""
+        """Forget an empty tree that is not held: clients choose salts, which must not pile up."""
         if node.parent is not None or node.children or node.holders:
             return
         place = _place(node.key)
@@ -283,7 +287,7 @@ class RadixTree:
         return iter(self._roots.values())
 
     def nodes(self) -> Iterator[Node]:
-        """All chunks, parents first."""
+        """Iterate over all chunks, parents first."""
         stack = list(self._roots.values())
         while stack:
             node = stack.pop()
@@ -294,9 +298,9 @@ class RadixTree:
     # Matching
 
     def match(self, root: Node, tokens: bytes, step: int) -> Match:
-        """The longest known prefix of `tokens` (int32 bytes) below `root`, for use in step `step`.
+        """Return the longest cached prefix of `tokens` (int32 bytes) below `root`, for use in step `step`.
 
-        Token-granular: whole chunks by lookup, then the head of the best child. O(chunks) lookups.
+        Exact to the token: whole chunks by lookup, then the beginning of the best child. One lookup per chunk.
         """
         path: list[Node] = []
         node, size, offset = root, self.chunk_bytes, 0
@@ -314,10 +318,11 @@ class RadixTree:
         return Match(path, None, partial, agreed)
 
     def best_partial(self, node: Node, rest: bytes, step: int) -> tuple[Node | None, int]:
-        """In a sorted list the longest common prefix with `rest` is at one of its two neighbours.
+        """Return the usable child that agrees longest with `rest`, and for how many tokens.
 
-        Pending neighbours are passed over: waiting for less than a chunk costs more than computing it; likewise
-        those on disk or further away. Of two that agree as long, one on the device is taken.
+        In a sorted list it is one of the two neighbours of `rest`. Pending neighbours do not count, because
+        waiting for a part of a chunk costs more than computing it; nor do those on disk or further away. Of two
+        that agree equally, one on the device is preferred.
         """
         if not rest or not node.sorted_keys:
             return None, 0
@@ -329,7 +334,7 @@ class RadixTree:
         return best, best_rank[0]
 
     def most_similar_child(self, node: Node, rest: bytes, step: int) -> tuple[Node | None, int]:
-        """As `best_partial`, but of all children, wherever they are."""
+        """Return the same as `best_partial`, but count children in any tier."""
         best, best_agreed = None, 0
         for child in self._neighbours(node, rest):
             agreed = common_tokens(child.key, rest)
@@ -343,7 +348,7 @@ class RadixTree:
         return (node.children[keys[i]] for i in (at - 1, at) if 0 <= i < len(keys))
 
     def covered_by_sibling(self, parent: Node, key: bytes) -> Node | None:
-        """A child of `parent` whose key begins with `key`, if there is one."""
+        """Return a child of `parent` whose key begins with `key`, if there is one."""
         at = bisect_left(parent.sorted_keys, key)
         if at < len(parent.sorted_keys) and parent.sorted_keys[at].startswith(key):
             return parent.children[parent.sorted_keys[at]]
@@ -352,10 +357,10 @@ class RadixTree:
     # Structure
 
     def attach(self, parent: Node, key: bytes, block: BlockId, ready_step: int, marker: bytes = b"") -> Node:
-        """A new chunk below `parent`, which has no such child.
+        """Add a chunk below `parent`, which must not have such a child.
 
         Args:
-            marker: name of the cut behind which it is computed; empty: everything is in sight.
+            marker: name of the cut behind which it is computed; empty: its whole history is seen.
         """
         node = Node(parent, key, chunk_name(parent.name, marker + key), block)
         node.ready_step = ready_step
@@ -373,7 +378,7 @@ class RadixTree:
         parent.device_children += node.on_device
 
     def _unlink(self, node: Node) -> Node:
-        """Returns the parent that it had."""
+        """Take a node out of its parent's children; return the parent."""
         parent = node.parent
         assert parent is not None
         del parent.children[node.key]
@@ -385,9 +390,9 @@ class RadixTree:
     # Holding
 
     def hold(self, node: Node) -> None:
-        """Keep `node` and, since it stays, everything above it (a root's empty tree, too).
+        """Keep `node` and everything above it from being evicted (a root, from being pruned).
 
-        What is held may be in lower tiers only while a plan is made; between plans it is on the device.
+        Only while a plan is made may a held chunk be in lower tiers; between plans it is on the device.
         """
         node.holders += 1
         self._activate(node)
@@ -419,9 +424,9 @@ class RadixTree:
             current = current.parent
 
     def _now_active(self, node: Node) -> None:
-        """Nobody held it or anything below it; now somebody does."""
+        """Account for a node that has become active."""
         self.active_count += 1
 
     def _now_idle(self, node: Node) -> None:
-        """Nobody holds it, or anything below it, any more."""
+        """Account for a node that has become idle."""
         self.active_count -= 1
