@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
 
@@ -16,10 +14,9 @@ from trunkline.controller.tiers.fetching import (
     PATIENCE_SHARE,
     PROBE_PATIENCE_S,
     Fetching,
-    tier_of,
 )
 from trunkline.kvstore.directory import READ_US, Directory, DirectoryConfig, MoveStatus
-from trunkline.kvstore.extents import NO_BLOCK, BlockId, SlotId
+from trunkline.kvstore.extents import NO_BLOCK, SlotId
 from trunkline.kvstore.names import chunk_name, root_name
 from trunkline.kvstore.tier import TierKind
 from trunkline.worker.messages import Sampling
@@ -205,13 +202,3 @@ def test_a_probe_is_waited_for_a_moment_only() -> None:
     desk.fetching.probing(waiting, 5.0)
     desk.fetching.probed(waiting)
     assert not desk.fetching.is_probing(waiting, 5.0)
-
-
-def test_the_nearest_tier_counts() -> None:
-    node = Node(None, b"s", root_name(b"", "", CHUNK, b""), NO_BLOCK)
-    flags = list(itertools.product([False, True], repeat=3))
-    for on_device, host, disk in flags:
-        node.block = BlockId(0) if on_device else NO_BLOCK
-        node.host_ready, node.disk_ready, node.remote = host, disk, True
-        expected = 0 if on_device else 1 if host else 2 if disk else 3
-        assert tier_of(node) == TierKind(expected)

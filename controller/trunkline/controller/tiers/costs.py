@@ -1,4 +1,4 @@
-"""What a step and a move cost, learned from the steps that were answered. Pure.
+"""Learn what a step and a move cost from past steps, and how much prefill fits beside running streams. Pure.
 
     step time ≈ base + rows · row + prompt tokens · token          (µs, without saves and loads)
     move time ≈ blocks · move
@@ -6,10 +6,10 @@
 With it the scheduler chooses between swapping and recomputation (PagedAttention §4.5, §7.3) and how much prefill
 fits beside running streams (`trunkline.controller.tiers.costs`).
 
-The three step costs are a random walk followed by a Kalman filter: what a step says nothing about keeps its
-estimate, however long ago it was seen, and becomes open to correction again. Machines are noisy and stall, so a
-surprise beyond three standard deviations counts as three: a single stall hardly matters, a lasting change is
-followed within some dozen steps. Plain floats: for three numbers they are faster than arrays.
+The three step costs are estimated by a Kalman filter over a random walk: a cost that recent steps say nothing
+about keeps its estimate and becomes less certain. Machines stall now and then, so a surprise beyond three standard
+deviations counts as three: a single stall hardly matters, and a lasting change is followed within some dozen
+steps. Plain floats are faster than arrays for three numbers.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from math import sqrt
 from typing import Final
 
 PRIOR_US: Final = (2000.0, 50.0, 50.0)
-"""Base, row, prompt token, before anything is measured: the order of magnitude of models from a laptop's to a
+"""Base, row and prompt token before anything is measured: the order of magnitude for models from a laptop's to a
 GPU's. The first steps replace them."""
 PRIOR_DEVIATION: Final = 10.0
-"""Standard deviation of the priors, and the limit of that of later estimates, in priors."""
+"""Standard deviation of the priors, and the limit of that of later estimates; in units of the priors."""
 DRIFT: Final = 0.02
 """By how much all costs change together from step to step (the machine is busy), as a fraction, …"""
 OWN_DRIFT: Final = 0.005
@@ -32,7 +32,7 @@ NOISE: Final = 0.15
 NOISE_LEAST_US: Final = 20.0
 """… but not less than that."""
 SURPRISE_MAX: Final = 3.0
-"""Standard deviations that count of a surprise."""
+"""A surprise counts as so many standard deviations at most."""
 
 MOVES_REMEMBERED: Final = 64.0
 """Blocks over which the time of a move is averaged; the prior counts as an eighth of it."""
@@ -56,21 +56,21 @@ class StepCosts:
 
     @property
     def token_us(self) -> float:
-        """Of one more prompt token in a step."""
+        """Time of one more prompt token in a step."""
         return self._costs[2]
 
     @property
     def move_us(self) -> float:
-        """Of one block, in one direction."""
+        """Time of moving one block in one direction."""
         return self._moved_us / self._moved_blocks
 
     def step_us(self, rows: int, prefill_tokens: int) -> float:
-        """Predicted time of a step."""
+        """Return the predicted time of a step."""
         base, row, token = self._costs
         return base + rows * row + prefill_tokens * token
 
     def observe(self, *, rows: int, prefill_tokens: int, elapsed_us: float) -> None:
-        """A step was answered, which computed for `elapsed_us` (waiting not counted)."""
+        """Learn from a step that computed for `elapsed_us` (without waiting for copies)."""
         self._learn_step((1.0, float(rows), float(prefill_tokens)), max(0.0, elapsed_us))
 
     def _learn_step(self, work: tuple[float, float, float], compute_us: float) -> None:
@@ -95,19 +95,19 @@ class StepCosts:
         self._spread = [[spread[i][j] * shrink[i] * shrink[j] for j in range(3)] for i in range(3)]
 
     def observe_moves(self, blocks: int, moved_us: float) -> None:
-        """So many blocks were saved or loaded, in so much time."""
+        """Learn from blocks that were saved or loaded in `moved_us`."""
         keep = max(0.0, 1.0 - blocks / MOVES_REMEMBERED)
         if self._moved_us > 0.0:
-            moved_us = min(moved_us, 4.0 * blocks * self.move_us)  # a stall, not the way it is
+            moved_us = min(moved_us, 4.0 * blocks * self.move_us)  # a stall, not the usual speed
         self._moved_blocks = self._moved_blocks * keep + blocks
         self._moved_us = self._moved_us * keep + moved_us
 
     def load_pays(self, tokens: int) -> bool:
-        """Whether loading a block is faster than computing its `tokens` again."""
+        """Return whether loading a block is faster than computing its `tokens` again."""
         return self.move_us < tokens * self.token_us
 
     def prefers_swap(self, tokens: int, blocks: int) -> bool:
-        """Whether saving and loading `blocks` is faster than computing their `tokens` again in later prefills."""
+        """Return whether saving and loading `blocks` is faster than computing their `tokens` again."""
         return 2 * blocks * self.move_us < tokens * self.token_us
 
 
@@ -116,12 +116,12 @@ def _dot(left: Sequence[float], right: tuple[float, float, float]) -> float:
 
 
 def prefill_budget(costs: StepCosts, rows: int, target_us: float, budget_max: int, least: int) -> int:
-    """Prompt tokens for a step with `rows` decoding rows, so that it takes about `target_us`.
+    """Return how many prompt tokens fit into a step with `rows` decoding rows that should take about `target_us`.
 
     Args:
         target_us: 0 for no target.
-        budget_max: what the step can take at most, whatever it costs.
-        least: tokens below which no target takes the budget.
+        budget_max: prompt tokens that a step may have at most.
+        least: prompt tokens that a step may have in any case.
     """
     if rows == 0 or target_us <= 0.0:
         return budget_max

@@ -1,12 +1,12 @@
-"""Look-ahead for waiting requests: what they will need from far tiers, and how long that is waited for. Pure.
+"""Look-ahead for waiting requests: fetch what they will need from far tiers, and limit how long they wait. Pure.
 
-A request says when it comes which chunks it will use; the directory fetches them into host memory while it waits
-(CachedAttention §3.3.1), probes the remote tier for what is not known here, and keeps what others would evict.
-When its turn comes and chunks are still far away, it is worth waiting for them if computing them would take
-longer, but no longer than twice as long as was predicted, or than half the time that it would save: then they
-are computed after all (a tier may be slow, or gone).
+When a request arrives, the chunks that it will use are known. The directory fetches them into host memory while
+the request waits (CachedAttention §3.3.1), and keeps chunks that other requests would evict. If chunks are still
+far away when its turn comes, the request waits for them only if computing them would take longer. It waits at most
+twice the predicted time, or half the time saved, whichever is longer; then they are computed after all (a tier may
+be slow or gone).
 
-Waiting requests hold nothing, and those behind them go on.
+Waiting requests hold nothing, and requests behind them go on.
 """
 
 from __future__ import annotations
@@ -22,39 +22,30 @@ from trunkline.kvstore.directory import Directory
 from trunkline.kvstore.tier import TierKind
 
 PROBE_PATIENCE_S: Final = 0.25
-"""A remote tier that does not say within this time what it has is not waited for."""
+"""How long a request waits for the remote tier to say what it has."""
 PATIENCE_FACTOR: Final = 2.0
-"""Of the time that was predicted, …"""
+"""A request waits for a fetch this many times as long as predicted, …"""
 PATIENCE_SHARE: Final = 0.5
-"""… or of the time that computing would take: whichever is longer."""
+"""… or this share of the time that computing would take: whichever is longer."""
 PATIENCE_LEAST_S: Final = 0.05
-"""Predictions of short transfers are worth little: threads wake up, others read the same disk."""
+"""The shortest wait: predictions of short transfers are unreliable."""
 
 
 @dataclass(slots=True)
 class _Wait:
-    """What is known of a waiting request."""
+    """What a waiting request waits for."""
 
     far: dict[Node, TierKind] = field(default_factory=dict)
-    """Where chunks were when it came that were neither on the device nor in host memory."""
+    """The tier of each of its chunks that was neither on the device nor in host memory when it arrived."""
     probe_until: float = 0.0
-    """It waits until then for what the remote tier says; 0: it does not."""
+    """When it stops waiting for an answer of the remote tier; 0: it does not wait for one."""
     fetch_until: float = 0.0
-    """Its chunks are waited for until then; 0: its turn has not come yet."""
+    """When it stops waiting for its chunks; 0: its turn has not come yet."""
     gave_up: bool = False
 
 
-def tier_of(node: Node) -> TierKind:
-    """The nearest tier in which a chunk is."""
-    if node.on_device:
-        return TierKind.DEVICE
-    if node.host_ready:
-        return TierKind.HOST
-    return TierKind.DISK if node.disk_ready else TierKind.REMOTE
-
-
 class Fetching:
-    """Waiting requests by id."""
+    """Waiting requests and the chunks that are fetched for them."""
 
     def __init__(self, tiers: Directory[Node], costs: StepCosts, chunk_size: int) -> None:
         self._tiers = tiers
@@ -62,41 +53,45 @@ class Fetching:
         self._chunk_size = chunk_size
         self._waits: dict[int, _Wait] = {}
         self._timed: dict[int, _Wait] = {}
-        """Those of them whose patience may end: a few, while all others only queue."""
+        """The few of them that have a deadline."""
 
     def expect(self, group: SequenceGroup, path: AbstractSequence[Node]) -> None:
-        """A request that waits will use these chunks."""
+        """Fetch the chunks that a waiting request will use."""
         wait = self._waits.setdefault(group.id, _Wait())
         for node in path:
             if not node.is_loadable:
-                wait.far.setdefault(node, tier_of(node))
+                wait.far.setdefault(node, self._tier_of(node))
         if path:
             self._tiers.want(group.id, tuple(float(x) for x in group.key), path)
 
     def probing(self, group: SequenceGroup, now: float) -> None:
-        """The remote tier is asked what it has of the request's prompt."""
+        """Note that the remote tier was asked what it has of a request's prompt."""
         wait = self._waits.setdefault(group.id, _Wait())
         wait.probe_until = now + PROBE_PATIENCE_S
         self._timed[group.id] = wait
 
     def probed(self, group: SequenceGroup) -> None:
-        """It has answered."""
+        """Note that the remote tier has answered."""
         self._waits.setdefault(group.id, _Wait()).probe_until = 0.0
 
     def is_probing(self, group: SequenceGroup, now: float) -> bool:
-        """Whether the request should not start yet."""
+        """Return whether a request should wait for the answer of the remote tier."""
         wait = self._waits.get(group.id)
         return wait is not None and wait.probe_until > now
 
     def worth_waiting(self, group: SequenceGroup, far: list[Node], now: float) -> bool:
-        """It is the request's turn, and these are the next chunks of its prompt: the first is far away."""
+        """Return whether a request whose turn it is should wait for the next chunks of its prompt, which are far
+        away.
+
+        It also starts the request's deadline, and fetches the chunks if they are not coming yet.
+        """
         wait = self._waits.setdefault(group.id, _Wait())
         if wait.gave_up:
             return False
         count, predicted_us = self._best(far)
         if not count:
             wait.gave_up = True
-            # Nothing will be read now that could correct a prediction which was wrong.
+            # Nothing is read now that could correct a wrong prediction.
             self._tiers.doubt_costs()
             return False
         if not wait.fetch_until:
@@ -112,12 +107,13 @@ class Fetching:
         return True
 
     def _best(self, far: list[Node]) -> tuple[int, float]:
-        """How many of the chunks to wait for, run by run of one tier, so that loading them and computing the
-        others takes least; and the predicted time of loading."""
+        """Return how many of these chunks to load, so that loading them and computing the others is fastest, and
+        the
+        predicted loading time in µs. Considered are the ends of runs of chunks in one tier."""
         compute_us = self._chunk_size * self._costs.token_us
         best, best_us, best_load_us = 0, len(far) * compute_us, 0.0
         for count in range(1, len(far) + 1):
-            if count < len(far) and tier_of(far[count]) == tier_of(far[count - 1]):
+            if count < len(far) and self._tier_of(far[count]) == self._tier_of(far[count - 1]):
                 continue
             load_us = self._tiers.predicted_us(far[:count])
             total_us = load_us + (len(far) - count) * compute_us
@@ -125,27 +121,31 @@ class Fetching:
                 best, best_us, best_load_us = count, total_us, load_us
         return best, best_load_us
 
+    def _tier_of(self, node: Node) -> TierKind:
+        tier = self._tiers.tier_of(node)
+        return TierKind.REMOTE if tier is None else tier
+
     def give_up(self, group: SequenceGroup) -> None:
-        """It is not to wait for chunks that are far away."""
+        """Let a request compute chunks that are far away."""
         self._waits.setdefault(group.id, _Wait()).gave_up = True
 
     def gave_up(self, group: SequenceGroup) -> bool:
-        """Whether chunks of its prompt that are known are not waited for."""
+        """Return whether a request computes chunks although they are stored in some tier."""
         wait = self._waits.get(group.id)
         return wait is not None and wait.gave_up
 
     def origin(self, group: SequenceGroup, node: Node, nearest: TierKind) -> TierKind:
-        """Where a chunk was when the request came: far away, or else `nearest`."""
+        """Return the tier in which a chunk was when the request arrived; `nearest` if it was not far away."""
         wait = self._waits.get(group.id)
         return wait.far.get(node, nearest) if wait is not None else nearest
 
     def done(self, group: SequenceGroup) -> None:
-        """It has started, or ended: nothing is fetched for it any more."""
+        """Stop fetching for a request that has started or ended."""
         self._timed.pop(group.id, None)
         if self._waits.pop(group.id, None) is not None:
             self._tiers.unwant(group.id)
 
     def next_deadline(self, now: float) -> float:
-        """When somebody's patience ends next; infinity if nobody waits."""
+        """Return the next deadline of a waiting request; infinity if there is none."""
         times = [t for wait in self._timed.values() for t in (wait.probe_until, wait.fetch_until) if t > now]
         return min(times, default=float("inf"))

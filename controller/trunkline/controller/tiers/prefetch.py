@@ -1,7 +1,7 @@
-"""From requests that come, or are announced, to chunks that are to be near when their turn comes. Pure.
+"""Prefetch: bring the chunks of arriving and announced requests near before their turn comes. Pure.
 
-A request's known prefix is handed to the directory, which fetches what is far. Where the tree's knowledge ends,
-the remote tier is asked for what other controllers have put there (design.md §7).
+A request's cached prefix is handed to the directory, which fetches chunks that are far away. Where the radix tree
+ends, the remote tier is asked for chunks that other controllers have put there (design.md §7).
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from trunkline.controller.tiers.tier_orders import TierOrders
 from trunkline.kvstore.names import ChunkName, chunk_name
 
 PROBED_CHUNKS_MAX: Final = 4096
-"""Chunks of one prompt that the remote tier is asked for."""
+"""Chunks of one prompt that the remote tier is asked for, at most."""
 SILENCE_S: Final = 5.0
-"""For so long a remote tier that did not answer is not asked again."""
+"""Seconds for which a remote tier that did not answer is not asked again."""
 ANNOUNCED_S: Final = 60.0
-"""For so long the chunks of an announced request are kept near, …"""
+"""Seconds for which the chunks of an announced request are kept near."""
 ANNOUNCED_MAX: Final = 256
-"""… those of so many requests: of more, the oldest announcement is forgotten."""
+"""Announcements that are kept; beyond that the oldest is forgotten."""
 
 
 def _entries(group: SequenceGroup) -> int:
-    """Table entries before the group's own tree."""
+    """Return how many block-table entries come before the group's own tokens."""
     return group.modules.entries if group.modules is not None else 0
 
 
@@ -39,11 +39,11 @@ def _tokens(nodes: list[Node]) -> int:
 
 
 class _Origin(NamedTuple):
-    """Of a path of chunks."""
+    """Where a path of chunks begins."""
 
     root: Node | None
     name: ChunkName
-    """Of the root, whether there is one or not."""
+    """The root's name, even if there is no root yet."""
     marker: bytes
     """As in `trunkline.controller.sequences.sequence.Stem`."""
 
@@ -52,15 +52,15 @@ class _Origin(NamedTuple):
 class _Probing:
     group: SequenceGroup
     start: int
-    """The first chunk that was asked for."""
+    """Index of the first chunk that was asked for."""
     above: ChunkName
-    """Of the chunk, or root, above that one."""
+    """Name of the chunk or root above it."""
     keys: list[bytes]
     asked: float
 
 
 class Prefetcher:
-    """Requests whose prefixes are looked for, and announcements."""
+    """Has the directory and the remote tier look for the chunks of requests."""
 
     def __init__(self, tree: RadixCache, fetching: Fetching, orders: TierOrders) -> None:
         self._tree = tree
@@ -68,17 +68,17 @@ class Prefetcher:
         self._orders = orders
         self._probes: dict[int, _Probing] = {}
         self._announced: dict[int, float] = {}
-        """Job → when it is forgotten."""
+        """When each announcement is forgotten, by job."""
         self._next_job = -1
         self._silent_until = 0.0
 
     def known_tokens(self, group: SequenceGroup, step: int) -> int:
-        """Of a group's own tokens, those whose chunks are in some tier."""
+        """Return how many of a group's own tokens are cached in some tier."""
         path, _ = expected_chunks(self._tree, group.members[0], step)
         return _tokens(path[_entries(group) :])
 
-    def came(self, group: SequenceGroup, step: int, now: float) -> int:
-        """A request waits from now on; returns its `known_tokens`."""
+    def arrived(self, group: SequenceGroup, step: int, now: float) -> int:
+        """Fetch what a request that has arrived will use; return its `known_tokens`."""
         sequence = group.members[0]
         path, head = expected_chunks(self._tree, sequence, step)
         self._fetching.expect(group, path + head)
@@ -88,7 +88,8 @@ class Prefetcher:
         return _tokens(path[_entries(group) :])
 
     def _may_probe(self, now: float) -> bool:
-        """Not while the remote tier does not answer: every request would wait for nothing."""
+        """Return whether to ask the remote tier: not while it does not answer, or every request would wait for
+        nothing."""
         if any(now - probing.asked > PROBE_PATIENCE_S for probing in self._probes.values()):
             self._probes.clear()
             self._silent_until = now + SILENCE_S
@@ -97,13 +98,13 @@ class Prefetcher:
     def _probe(self, group: SequenceGroup, sequence: Sequence, known: int, now: float) -> None:
         """
         Args:
-            known: chunks of its own tree that are known.
+            known: how many chunks of its own tree are known.
         """
         size, first = self._tree.chunk_size, _entries(group)
         known = max(0, known)
         stop = min(sequence.tokens.count, (first + known + PROBED_CHUNKS_MAX) * size)
         if not group.encodes:
-            stop -= stop % size  # the end of a text is kept as it is, others are only wanted whole
+            stop -= stop % size  # a text's last chunk is stored as it is; of other prompts only full chunks are
         keys = [sequence.tokens.to_bytes(at, min(at + size, stop)) for at in range(first * size, stop, size)]
         origin = self._origin(group)
         node, name = origin.root, origin.name
@@ -113,7 +114,7 @@ class Prefetcher:
             name = node.name
         keys = keys[known:]
         if not keys or (node is not None and keys[0] in node.children):
-            return  # nothing is missing, or somebody is computing it now
+            return  # nothing is missing, or it is being computed now
         names, above = [], name
         for key in keys:
             name = chunk_name(name, origin.marker + key)
@@ -122,7 +123,7 @@ class Prefetcher:
         self._fetching.probing(group, now)
 
     def _origin(self, group: SequenceGroup) -> _Origin:
-        """Where the chunks of a plain request, or of a text that is to be encoded, hang from."""
+        """Return where the chunks of a plain request, or of a text to be encoded, begin."""
         salt, prompt = group.request.salt, group.modules
         if prompt is None:
             return _Origin(self._tree.find_root(salt), self._tree.root_name(salt), b"")
@@ -131,7 +132,7 @@ class Prefetcher:
         return _Origin(root, name, name)
 
     def probed(self, report: Probed, step: int, now: float) -> None:
-        """A rank has said what its remote tier has."""
+        """Take a rank's answer to what its remote tier has; fetch that with the last rank's answer."""
         answer = self._orders.probed(report)
         probing = self._probes.pop(answer.id, None) if answer is not None else None
         if answer is None or probing is None or not probing.group.members:
@@ -147,7 +148,7 @@ class Prefetcher:
             self._fetching.expect(probing.group, path + head)
 
     def _learn(self, probing: _Probing, present: int, now: float) -> None:
-        """Enter the chunks that were found, if what is above them is still there."""
+        """Add the chunks that were found to the tree, if the chunks above them are still there."""
         group, size = probing.group, self._tree.chunk_size
         sequence, first = group.members[0], _entries(group)
         if group.modules is None:
@@ -160,21 +161,21 @@ class Prefetcher:
             if child is None:
                 break
             node = child
-        if node.name == probing.above:  # else it has gone, or the text is computed at another position meanwhile
+        if node.name == probing.above:  # else it is gone, or the text was computed at another position meanwhile
             for key in probing.keys[:present]:
                 node = self._tree.add_remote(node, key, now, marker)
         self._tree.prune_root(node)
 
     def announce(self, group: SequenceGroup, step: int, now: float) -> tuple[int, int]:
-        """A request like this is expected soon: what is known of it comes into host memory.
+        """Fetch the chunks of a request that is expected soon into host memory.
 
         Returns:
-            tokens of it that are known, and those of them that are not near yet.
+            how many of its tokens are cached, and how many of those are not near yet.
         """
         path, head = expected_chunks(self._tree, group.members[0], step)
         if path:
             job, self._next_job = self._next_job, self._next_job - 1
-            # Behind all that wait already, in the order of their coming.
+            # Behind all waiting requests, in order of arrival.
             self._tree.tiers.want(job, (inf, 1.0, float(-job), 0.0), path + head)
             self._announced[job] = now + ANNOUNCED_S
             if len(self._announced) > ANNOUNCED_MAX:
@@ -182,7 +183,7 @@ class Prefetcher:
         return _tokens(path), _tokens([node for node in path if not node.is_loadable])
 
     def forget_old(self, now: float) -> None:
-        """Announcements that nobody has followed up."""
+        """Forget announcements that no request has followed up in time."""
         for job in [job for job, until in self._announced.items() if until <= now]:
             self._forget(job)
 

@@ -1,7 +1,7 @@
-"""What goes to and fro between the controller and its ranks' lower tiers: moves, probes, and their answers. Pure.
+"""Orders to the ranks' lower tiers (moves and probes), and their answers. Pure.
 
-Every rank holds its own shard of a chunk, so a move is over when all ranks have answered, and worth what the worst
-answer says: a chunk is published only if every rank has verified it (design.md §7).
+Every rank holds its own shard of a chunk. So a move ends when all ranks have answered, with the worst of their
+answers: a chunk is published only if every rank has verified it (design.md §7).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from trunkline.worker.messages import Probe, TierMove, TierMoves
 
 @dataclass(slots=True)
 class _Answers:
-    """Of a move or a probe, from the ranks so far."""
+    """The ranks' answers to a move or a probe so far."""
 
     ranks: set[int] = field(default_factory=set)
     worst: int = 0
@@ -28,16 +28,16 @@ class _Answers:
 
 @dataclass(frozen=True, slots=True)
 class ProbeAnswer:
-    """What the remote tier has of a path on all ranks."""
+    """What the remote tier has of a path, on all ranks."""
 
     id: int
     present: int
-    """How many of the first chunks; -1: it cannot be reached."""
+    """How many of the first chunks it has; -1: it cannot be reached."""
     detail: str
 
 
 class TierOrders:
-    """Orders that are on their way."""
+    """Orders that the ranks have not all answered yet."""
 
     def __init__(self, tree: RadixCache, ranks: int) -> None:
         self._tree = tree
@@ -47,18 +47,18 @@ class TierOrders:
         self._asked: list[Probe] = []
         self._next_probe = 1
         self.lost_chunks = 0
-        """Reads that did not find whole what was to be there."""
+        """Reads that did not find the whole chunk in its tier."""
 
     @property
     def in_flight(self) -> int:
-        """Moves that have not been answered by all ranks."""
+        """Moves that not all ranks have answered."""
         return len(self._moves)
 
     def messages(self, step: int, now: float) -> list[TierMoves | Probe]:
-        """What the ranks are to be told.
+        """Return the orders for the ranks since the last call.
 
         Args:
-            step: the last plan that was made.
+            step: number of the last plan.
         """
         messages: list[TierMoves | Probe] = list(self._asked)
         self._asked.clear()
@@ -83,7 +83,7 @@ class TierOrders:
         return messages
 
     def moved(self, report: MovesDone, now: float) -> None:
-        """A rank has carried out moves."""
+        """Take a rank's report on moves; publish a chunk with the last rank's report."""
         for outcome in report.outcomes:
             answers = self._moves.get(outcome.id)
             if answers is None or report.rank in answers.ranks:
@@ -102,14 +102,14 @@ class TierOrders:
                         self._tree.remember(node, MissReason.LOST)
 
     def probe(self, names: list[ChunkName]) -> int:
-        """Ask which chunks of a path the remote tier has; returns the probe's id."""
+        """Ask which chunks of a path the remote tier has; return the id of the probe."""
         probe, self._next_probe = self._next_probe, self._next_probe + 1
         self._probes[probe] = _Answers(worst=len(names))
         self._asked.append(Probe(probe, b"".join(names)))
         return probe
 
     def probed(self, report: Probed) -> ProbeAnswer | None:
-        """A rank has answered a probe; the answer of all, with the last one."""
+        """Take a rank's answer to a probe; return the answer of all ranks with the last one, else None."""
         answers = self._probes.get(report.probe)
         if answers is None or report.rank in answers.ranks:
             return None
