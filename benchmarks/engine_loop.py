@@ -24,6 +24,7 @@ from trunkline.kvstore.int32_codec import unpack_int32
 from trunkline.worker.config import WorkerConfig
 from trunkline.worker.messages import Sampling
 from trunkline.worker.runner import Runner
+from trunkline.worker.tiers.copier import CopyOptions
 
 
 @dataclass(slots=True)
@@ -52,7 +53,13 @@ class Done:
 class EngineLoop:
     """Drives both until nothing is left to do."""
 
-    def __init__(self, model: Path, engine: EngineConfig, worker: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        model: Path,
+        engine: EngineConfig,
+        worker: dict[str, Any],
+        copying: CopyOptions = CopyOptions(),  # noqa: B008
+    ) -> None:
         """
         Args:
             engine: limits; blocks and chunk size count for the worker, too.
@@ -66,7 +73,7 @@ class EngineLoop:
             pool_blocks=engine.num_blocks,
             **worker,
         )
-        self.runner = Runner.load(config, lambda *_: None)
+        self.runner = Runner.load(config, lambda *_: None, copying=copying)
         self.engine = Engine(engine)
         self.memory = Memory()
         self.requests: dict[int, Done] = {}

@@ -18,6 +18,7 @@ from trunkline.kvstore.extents import blocks_for
 from trunkline.kvstore.int32_codec import pack_int32, unpack_int32
 from trunkline.worker.config import WorkerConfig
 from trunkline.worker.messages import Join, Sampling, StepPlan
+from trunkline.worker.parallel.collectives import TensorParallel
 from trunkline.worker.runner import Runner
 
 CHUNK = 16
@@ -73,9 +74,9 @@ def main() -> None:
         chunk_size=CHUNK,
         pool_blocks=256,
         rendezvous=rendezvous if forced else "",
-        force_collectives=forced,
     )
-    runner = Runner.load(config, lambda *_: None)
+    connect = TensorParallel.connect if forced else TensorParallel.join
+    runner = Runner.load(config, lambda *_: None, connect=connect)
     outputs = generate(runner, 4000)
     calls = runner.kernels.counters.calls
     runner.close()

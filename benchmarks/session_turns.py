@@ -42,6 +42,7 @@ from tiered_loop import HeldLoading, TieredLoop, forget_all, redis_server
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.tiers.preload import Preloads
 from trunkline.kvstore.tier import TierKind
+from trunkline.worker.tiers.copier import CopyOptions
 from trunkline.worker.tiers.layer_gate import COMPUTE, LOAD, LayerSpan
 
 PARTS: Final = ("turns", "preload", "saving")
@@ -58,10 +59,18 @@ ATTEMPTS_MAX: Final = 4
 
 
 @contextmanager
-def tiered_loop(arguments: argparse.Namespace, blocks: int, **worker: Any) -> Iterator[TieredLoop]:
+def tiered_loop(
+    arguments: argparse.Namespace,
+    blocks: int,
+    copying: CopyOptions = CopyOptions(),  # noqa: B008
+    /,
+    **worker: Any,
+) -> Iterator[TieredLoop]:
     """A rank with so many device blocks, and an engine for it."""
     config = EngineConfig(num_blocks=blocks, chunk_size=CHUNK, dtype="bfloat16", max_context=4096)
-    loop = TieredLoop(small_model(), config, {"dtype": "bfloat16", "threads": arguments.threads, **worker})
+    loop = TieredLoop(
+        small_model(), config, {"dtype": "bfloat16", "threads": arguments.threads, **worker}, copying
+    )
     try:
         yield loop
     finally:
@@ -177,12 +186,12 @@ def preload(arguments: argparse.Namespace, report: Report) -> None:
     runs = 5 if arguments.quick else 9
     buffers = (0, 6, 12) if arguments.quick else (0, 1, 3, 6, 9, 12)
     link = link_rate(arguments)
-    worker = {"host_memory_bytes": 512 * BLOCK_BYTES, "link_bytes_per_s": link}
+    memory = 512 * BLOCK_BYTES
     times, texts = Runs(), Texts()
     history = texts.draw(HISTORY)
     with (
-        tiered_loop(arguments, 64, **worker) as layerwise,
-        tiered_loop(arguments, 64, **worker, preload="whole") as whole,
+        tiered_loop(arguments, 64, CopyOptions(link), host_memory_bytes=memory) as layerwise,
+        tiered_loop(arguments, 64, CopyOptions(link, is_layerwise=False), host_memory_bytes=memory) as whole,
     ):
         layerwise.first_token(history)
         whole.first_token(history)
@@ -313,11 +322,12 @@ def decode(loop: TieredLoop, steps: int) -> float:
 
 def turn_beside_saves(arguments: argparse.Namespace, report: Report) -> None:
     runs = 3 if arguments.quick else 7
-    worker = {"host_memory_bytes": 64 * BLOCK_BYTES, "link_bytes_per_s": link_rate(arguments)}
+    memory, link = 64 * BLOCK_BYTES, link_rate(arguments)
+    waiting = CopyOptions(link, is_layerwise=False, saves_beside=False)
     times, waits, texts = Runs(), Runs(), Texts()
     with (
-        tiered_loop(arguments, 64, **worker) as beside,
-        tiered_loop(arguments, 64, **worker, async_saves=False, preload="whole") as before,
+        tiered_loop(arguments, 64, CopyOptions(link), host_memory_bytes=memory) as beside,
+        tiered_loop(arguments, 64, waiting, host_memory_bytes=memory) as before,
         tiered_loop(arguments, 64) as none,
     ):
         loops = {"beside": beside, "waiting": before, "off": none}

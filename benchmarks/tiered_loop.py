@@ -28,6 +28,7 @@ from trunkline.controller.tiers.preload import Preloads
 from trunkline.kvstore.tier import TierKind
 from trunkline.worker.config import WorkerConfig
 from trunkline.worker.messages import TierMoves
+from trunkline.worker.tiers.copier import CopyOptions
 from trunkline.worker.tiers.tier_service import TierService
 
 WAIT_SECONDS_MAX: Final = 0.25
@@ -36,9 +37,15 @@ WAIT_SECONDS_MAX: Final = 0.25
 class TieredLoop(EngineLoop):
     """Drives engine, rank and tiers until nothing is left to do."""
 
-    def __init__(self, model: Path, engine: EngineConfig, worker: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        model: Path,
+        engine: EngineConfig,
+        worker: dict[str, Any],
+        copying: CopyOptions = CopyOptions(),  # noqa: B008
+    ) -> None:
         """See `EngineLoop`; what the tiers hold is taken from the worker, as a controller does."""
-        super().__init__(model, engine, worker)
+        super().__init__(model, engine, worker, copying)
         self._reports: queue.SimpleQueue[MoveOutcome | Probed] = queue.SimpleQueue()
         config = WorkerConfig(model="", plan_endpoint="", report_endpoint="", tier_fingerprint="00", **worker)
         self.tiers = TierService(config, self.runner.copier, self._reports.put)

@@ -52,7 +52,6 @@ def test_a_file_is_read(tmp_path: Path) -> None:
         ({"tier_fingerprint": "00" * 65}, "up to 64 pairs"),
         ({"remote_ttl_s": -1.0}, "remote_ttl_s is -1.0"),
         ({"io_threads": 0}, "io_threads is 0"),
-        ({"link_bytes_per_s": -1.0}, "link_bytes_per_s is -1.0"),
         ({"host_memory_bytes": -1}, "host_memory_bytes is -1"),
     ],
 )

@@ -195,7 +195,7 @@ def test_nothing_of_the_cuda_kernels_is_left_for_the_first_request(
         merged.append(call.causal)
 
     monkeypatch.setattr(CudaKernels, "_take_workspace", watched)
-    monkeypatch.setattr(runner_module, "_kernels", lambda *_: kernels)
+    monkeypatch.setattr(runner_module, "choose_kernels", lambda *_: kernels)
     calls: dict[str, int] = {}
     monkeypatch.setattr(kernels.counters, "reset", lambda: calls.update(kernels.counters.calls))
     folder = make_checkpoint(tmp_path / "model", max_position_embeddings=2048)

@@ -147,8 +147,6 @@ def test_what_nccl_refuses_at_the_meeting_can_never_work(
 
 
 def test_shared_memory_asked_for_but_not_there(tmp_path: Path) -> None:
-    config = run_config(
-        tmp_path, force_collectives=True, collectives="shared", rendezvous=f"file://{tmp_path}/rendezvous"
-    )
+    config = run_config(tmp_path, collectives="shared", rendezvous=f"file://{tmp_path}/rendezvous")
     with pytest.raises(WorkerError, match="for CPU ranks; device is 'cuda'"):
         TensorParallel.connect(config, torch.device("cuda"))

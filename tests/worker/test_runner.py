@@ -16,6 +16,7 @@ from trunkline.kvstore.extents import OPEN_COUNT, Extent
 from trunkline.kvstore.int32_codec import pack_int32, unpack_int32
 from trunkline.worker.errors import ConfigError, PlanError
 from trunkline.worker.messages import Join, Sampling, StepPlan
+from trunkline.worker.parallel.collectives import TensorParallel
 from trunkline.worker.runner import Runner
 
 GREEDY = Sampling(temperature=0)
@@ -215,7 +216,7 @@ def test_pool_size_from_memory(folder: Path) -> None:
 
 def test_collectives_can_be_forced_on_one_rank(folder: Path, tmp_path: Path) -> None:
     plain = generate(Runner.load(run_config(folder), lambda *_: None))
-    forced = run_config(folder, force_collectives=True, rendezvous=f"file://{tmp_path}/rendezvous")
-    runner = Runner.load(forced, lambda *_: None)
+    forced = run_config(folder, rendezvous=f"file://{tmp_path}/rendezvous")
+    runner = Runner.load(forced, lambda *_: None, connect=TensorParallel.connect)
     assert [stream.output for stream in generate(runner)] == [stream.output for stream in plain]
     runner.close()

@@ -67,12 +67,6 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     written under another one."""
     io_threads: int = 4
     """That read and write a tier below the host pool, for each such tier."""
-    preload: Literal["layerwise", "whole"] = "layerwise"
-    """Whether each layer waits for its own KV to come from the host pool, or the first for that of all."""
-    async_saves: bool = True
-    """Whether steps go on while blocks are saved to the host pool; False is for comparison."""
-    link_bytes_per_s: float = 0.0
-    """Emulates a slower link between device and host pool, in each direction; 0: as fast as it goes."""
     max_context: int = 0
     """Longest sequence in tokens; 0: the model's own limit."""
     token_budget: int = 1024
@@ -89,8 +83,6 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     another one than its own. "": not compared."""
     status_path: str = ""
     """Socket of the supervisor for what this process says of itself (`trunkline.runtime.notify`); "": none."""
-    force_collectives: bool = False
-    """Run collectives even if `tp` is 1, to test them on one GPU."""
     threads: int = 1
     """Compute threads of this rank: its share of the cores."""
     epoch: int = 1
@@ -192,7 +184,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 f"rendezvous is {self.rendezvous!r}; ranks of several hosts meet at tcp://HOST:PORT",
             ),
             (
-                bool(self.rendezvous) or (self.tp == 1 and not self.force_collectives),
+                bool(self.rendezvous) or self.tp == 1,
                 f"tp is {self.tp}; collectives need a rendezvous address",
             ),
         )
@@ -216,7 +208,6 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             ),
             (self.remote_ttl_s >= 0, f"remote_ttl_s is {self.remote_ttl_s}; it must not be negative"),
             (1 <= self.io_threads <= 64, f"io_threads is {self.io_threads}; allowed are 1 to 64"),
-            (self.link_bytes_per_s >= 0, f"link_bytes_per_s is {self.link_bytes_per_s}; it must not be negative"),
         )
 
 

@@ -1,58 +1,46 @@
-"""Execution of step plans: everything a rank does apart from talking to the controller.
+"""Execute step plans: everything that a rank does, except for talking to the controller.
 
-`Runner.execute` is the worker's whole life: state, batch, forward pass, sampling. All ranks execute every plan
-in the same order; the controller has decided everything, so they never need to agree on anything but the
-sampled ids, which rank 0 draws (design.md, idea 3).
+`Runner.execute` is one step: the state that a plan changes, the copies that it orders, the forward pass, the
+next tokens. All ranks execute every plan in the same order. The controller has decided everything, so the ranks
+need not agree on anything but the sampled ids, which rank 0 draws (design.md, idea 3).
 """
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
 
-import msgspec
 import numpy as np
-import structlog
 import torch
+from torch import Tensor
 
 from trunkline.controller.messages import GrammarReady, StepResult
-from trunkline.kernels.load import KernelsUnavailableError, load_kernels
 from trunkline.kernels.ops import Kernels, KvPool
 from trunkline.kernels.plan import PrefillPlan, WritePlan
 from trunkline.kvstore.int32_codec import Int32Array, pack_int32, unpack_int32
 from trunkline.worker.batch.batch import Batch, BatchBuilder
 from trunkline.worker.batch.sequences import SequenceTable
 from trunkline.worker.config import WorkerConfig
-from trunkline.worker.errors import ConfigError, PlanError, WorkerError
+from trunkline.worker.errors import ConfigError, PlanError
 from trunkline.worker.grammar.compiler import GrammarStore
 from trunkline.worker.messages import CompileGrammar, StepPlan
 from trunkline.worker.model.checkpoint import Progress, Shard, load_weights
 from trunkline.worker.model.decoder import Decoder, make_kv_pool
-from trunkline.worker.model.families import ModelConfig, check_model
-from trunkline.worker.parallel.backend_errors import of_loading, words_of
+from trunkline.worker.model.families import check_model
+from trunkline.worker.parallel.backend_errors import of_loading
 from trunkline.worker.parallel.collectives import TensorParallel
 from trunkline.worker.sampling.beams import BeamSearches
 from trunkline.worker.sampling.sampler import Sampler
 from trunkline.worker.sampling.selection import Selection, Selector
-from trunkline.worker.startup.device_memory import (
-    CudaMemory,
-    MemoryMeter,
-    MemoryUse,
-    blocks_that_fit,
-    gib,
-    measured,
-)
-from trunkline.worker.startup.rehearsal import POOL_BLOCKS, StepLimits, rehearsal
+from trunkline.worker.startup.device_memory import CudaMemory, MemoryMeter
+from trunkline.worker.startup.devices import TORCH_DTYPES, choose_device, choose_kernels
+from trunkline.worker.startup.rehearsal import measure_largest_step
 from trunkline.worker.tiers.copier import Copier, CopyOptions
 from trunkline.worker.tiers.host_pool import HostPool
 from trunkline.worker.tiers.layer_gate import LayerTrace, StepGate
 
-TORCH_DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-log = structlog.get_logger()
+Connect = Callable[[WorkerConfig, torch.device], TensorParallel]
 
 
 class Runner:
@@ -64,7 +52,7 @@ class Runner:
         decoder: Decoder,
         kernels: Kernels,
         group: TensorParallel,
-        copying: CopyOptions | None = None,
+        copier: Copier | None,
     ) -> None:
         """See `load`, which makes the parts."""
         self._config = config
@@ -80,10 +68,10 @@ class Runner:
         self._grammars = GrammarStore(Path(config.model), vocab_size) if group.rank == 0 else None
         self._sampler = Sampler(vocab_size, device, self._grammars)
         self._selector = Selector(group, self._sampler, self._searches, vocab_size, config.chunk_size)
-        self.copier = _copier(config, decoder.pool, copying)
-        """Between device and host pool; None without a host pool."""
+        self.copier = copier
+        """Copies between device and host pool; None without a host pool."""
         self.swap_us_per_block = 0.0
-        """What one save and one load of a block take; 0 without a host pool."""
+        """Microseconds for one save and one load of a block; 0 without a host pool."""
         self._step = 0
 
     @classmethod
@@ -92,19 +80,23 @@ class Runner:
         config: WorkerConfig,
         progress: Progress,
         meter: MemoryMeter | None = None,
-        copying: CopyOptions | None = None,
+        *,
+        copying: CopyOptions = CopyOptions(),  # noqa: B008
+        connect: Connect = TensorParallel.join,
     ) -> Runner:
         """Join the group, read the shard, allocate the pool.
 
         Args:
-            meter: measures the device's memory; None: on a GPU `CudaMemory`, on a CPU nothing is measured.
+            meter: Measures the device's memory. None: on a GPU `CudaMemory`, on a CPU nothing is measured.
+            copying: How copies go on beside the computation; benchmarks compare other ways.
+            connect: How this rank meets the others; tests on one GPU have collectives in a group of one.
 
         Raises:
-            ConfigError: a configuration that can never work on this device.
-            WorkerError: a model, a configuration or a group that does not work.
+            ConfigError: A configuration that can never work on this device.
+            WorkerError: A model, a configuration or a group that does not work.
         """
         try:
-            return cls._load(config, progress, meter, copying)
+            return cls._load(config, progress, meter, copying, connect)
         except RuntimeError as error:
             found = of_loading(error)
             if found is None:
@@ -117,38 +109,40 @@ class Runner:
         config: WorkerConfig,
         progress: Progress,
         meter: MemoryMeter | None,
-        copying: CopyOptions | None,
+        copying: CopyOptions,
+        connect: Connect,
     ) -> Runner:
         model = check_model(Path(config.model), config.tp, config.dtype)
-        device = _device(config)
+        device = choose_device(config)
         if meter is None and device.type == "cuda":
             meter = CudaMemory(device)
         free_at_start = meter.total_and_free()[1] if meter is not None else 0
         progress("joining the group", 0.0)
-        group = TensorParallel.connect(config, device)
-        kernels = _kernels(config, config.threads)
+        group = connect(config, device)
+        kernels = choose_kernels(config, config.threads)
         # The native kernels have threads of their own; torch's would wait for work by spinning on their cores.
         torch.set_num_threads(1 if kernels.name == "cpu" else config.threads)
         shard = Shard(model, config.rank, config.tp)
         dtype = TORCH_DTYPES[config.dtype]
         weights = load_weights(Path(config.model), shard, dtype, device, kernels, progress, config.quantisation)
 
-        def make(config: WorkerConfig, blocks: int) -> Runner:
+        def make(blocks: int, host_memory_bytes: int) -> Runner:
             pool = make_kv_pool(shard, blocks, config.chunk_size, dtype, device)
-            return cls(config, Decoder(shard, weights, kernels, group, pool), kernels, group, copying)
+            copier = _copier(config, pool, host_memory_bytes, copying)
+            return cls(config, Decoder(shard, weights, kernels, group, pool), kernels, group, copier)
 
         block_bytes = model.kv_block_bytes(config.chunk_size, config.tp, config.dtype)
         if meter is None:
             fitting = config.pool_blocks or config.kv_memory_bytes // block_bytes
         else:
             progress("running the largest step", 0.0)
-            use = _rehearse(make, config, model, meter, free_at_start)
-            fitting = blocks_that_fit(use, config, block_bytes)
-            _log_memory(use, config, fitting * block_bytes)
+            fitting = measure_largest_step(
+                lambda blocks: make(blocks, 0), config, model.max_positions, block_bytes, meter, free_at_start
+            )
         blocks = group.minimum(fitting)
         if blocks < 1:
             raise ConfigError("the KV pool has no room for a single block; give it more memory")
-        runner = make(config, blocks)
+        runner = make(blocks, config.host_memory_bytes)
         runner.warm_up()
         return runner
 
@@ -263,21 +257,19 @@ class Runner:
             The result on rank 0, None on the others.
 
         Raises:
-            PlanError: a gap in the steps, another epoch, or a plan that does not fit the state. The rank's
+            PlanError: A gap in the steps, another epoch, or a plan that does not fit the state. The rank's
                 state is then undefined: it must stop.
-            CopyError: blocks could not be copied; likewise.
+            CopyError: Blocks could not be copied; likewise.
         """
         started = time.perf_counter_ns()
         counters = self.kernels.counters
-        copies_before, bytes_before = counters.decode_plans, counters.decode_bytes_read
-        if plan.epoch != self._config.epoch:
-            raise PlanError(f"plan of epoch {plan.epoch}; this rank belongs to epoch {self._config.epoch}")
-        if plan.step != self._step + 1:
-            raise PlanError(f"plan of step {plan.step} after step {self._step}: a plan was lost")
-        self._apply(plan)
+        plans_before, bytes_before = counters.decode_plans, counters.decode_bytes_read
+        self._check_order(plan)
+        self._update_sequences(plan)
         gate = self._begin_copies(plan)
         batch = self._batches.build(plan)
-        selection = self._run(batch, gate)
+        logits = self._forward(batch, gate)
+        selection = self._select(batch, logits)
         self._step = plan.step
         if self._group.rank != 0:
             return None
@@ -289,7 +281,7 @@ class Runner:
             tokens=pack_int32(selection.tokens),
             elapsed_us=elapsed_us,
             logprobs=selection.logprobs,
-            plan_copies=counters.decode_plans - copies_before,
+            plan_copies=counters.decode_plans - plans_before,
             kv_bytes_read=counters.decode_bytes_read - bytes_before,
             beams=selection.beams,
             prompt_logprobs=selection.prompt_logprobs,
@@ -298,8 +290,15 @@ class Runner:
             waited_us=gate.waited_ns // 1000 if gate else 0,
         )
 
-    def _apply(self, plan: StepPlan) -> None:
-        """Who leaves, who joins, and which block tables grow."""
+    def _check_order(self, plan: StepPlan) -> None:
+        """Refuse plans of another epoch, and plans behind a gap."""
+        if plan.epoch != self._config.epoch:
+            raise PlanError(f"plan of epoch {plan.epoch}; this rank belongs to epoch {self._config.epoch}")
+        if plan.step != self._step + 1:
+            raise PlanError(f"plan of step {plan.step} after step {self._step}: a plan was lost")
+
+    def _update_sequences(self, plan: StepPlan) -> None:
+        """Let sequences leave and join, and set entries of their block tables."""
         self._sequences.apply(plan)
         if plan.leaves:
             gone = unpack_int32(plan.leaves).tolist()
@@ -310,7 +309,7 @@ class Runner:
                 self._searches.add(self._sequences[join.sequence])
 
     def _begin_copies(self, plan: StepPlan) -> StepGate | None:
-        """Saves and loads are begun; the copies that beams left to do and then the plan's own are done.
+        """Begin the plan's saves and loads. Make the copies that beams of the last step left, then the plan's own.
 
         Returns:
             What the computation waits for; None without a host pool.
@@ -334,109 +333,30 @@ class Runner:
         except ValueError as error:
             raise PlanError(str(error)) from error
 
-    def _run(self, batch: Batch, gate: StepGate | None) -> Selection:
-        """Forward pass, then the samples' tokens, the same on every rank."""
-        for child in batch.children:
-            self._searches.add(child)
-        # A plan may only let sequences leave, or only copy blocks.
+    def _forward(self, batch: Batch, gate: StepGate | None) -> Tensor | None:
+        """Compute the batch; return this rank's columns of the logits that are asked for."""
         logits = None
-        if len(batch.ids):
+        if len(batch.ids):  # a plan may only let sequences leave, or only copy blocks
             logits = self._decoder.forward(batch, None if gate is None or gate.is_open else gate)
         if self.copier is not None and gate is not None:
             self.copier.finish(gate)
+        return logits
+
+    def _select(self, batch: Batch, logits: Tensor | None) -> Selection:
+        """Choose the next tokens, the same on every rank, and append them to the sequences."""
+        for child in batch.children:
+            self._searches.add(child)
         selection = self._selector.select(batch, logits, self._decoder.shard.vocab_start)
         if selection.tables_changed:
             self._batches.forget_plan()
         return selection
 
 
-def _device(config: WorkerConfig) -> torch.device:
-    """Return the compute device that the configuration gives this rank.
-
-    Raises:
-        ConfigError: there is no such GPU.
-    """
-    if config.device == "cpu":
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise ConfigError("device is 'cuda', but torch finds no CUDA device")
-    count = torch.cuda.device_count()
-    if config.gpu is None or config.gpu >= count:
-        raise ConfigError(f"gpu is {config.gpu}, but torch sees {count}; allowed: 0 to {count - 1}")
-    device = torch.device("cuda", config.gpu)
-    torch.cuda.set_device(device)
-    return device
-
-
-def _kernels(config: WorkerConfig, threads: int) -> Kernels:
-    try:
-        return load_kernels(config.kernels, config.device, threads)
-    except KernelsUnavailableError as error:
-        raise ConfigError(str(error)) from error
-
-
-def _rehearse(
-    make: Callable[[WorkerConfig, int], Runner],
-    config: WorkerConfig,
-    model: ModelConfig,
-    meter: MemoryMeter,
-    free_at_start: int,
-) -> MemoryUse:
-    """Run the largest steps once with hardly any pool. All ranks do so together.
-
-    Raises:
-        WorkerError: they do not fit what is free now beside the weights.
-    """
-    weights = meter.held()
-    meter.begin_peak()
-    longest = min(filter(None, (config.max_context, model.max_positions)))
-    limits = StepLimits(config.token_budget, config.max_rows, longest, config.chunk_size)
-    try:
-        runner = make(msgspec.structs.replace(config, host_memory_bytes=0), POOL_BLOCKS)
-        runner.pool.data.zero_()  # what is read is of no interest, but should be numbers
-        for plan in rehearsal(limits, config.epoch):
-            runner.execute(plan)
-    except torch.OutOfMemoryError as error:
-        raise WorkerError(
-            f"a step of {limits.token_budget} tokens and {limits.max_rows} rows does not fit the GPU beside the "
-            f"weights, which take {gib(weights)} GiB; give a smaller --token-budget or --max-batch, or more GPUs "
-            f"(--tp). The error was: {words_of(error)}"
-        ) from error
-    peak = meter.peak()
-    del runner
-    gc.collect()  # a pool that is in a cycle of references would still take its memory
-    return measured(meter, free_at_start, weights, peak)
-
-
-def _log_memory(use: MemoryUse, config: WorkerConfig, kv_bytes: int) -> None:
-    log.info(
-        "GPU memory in GiB",
-        total=gib(use.total),
-        fraction=config.gpu_memory_fraction,
-        weights=gib(use.weights),
-        largest_step=gib(use.step),
-        step_tokens=config.token_budget,
-        step_rows=config.max_rows,
-        nccl_and_kernels=gib(use.outside),
-        kv=gib(kv_bytes),
-        free_beside_kv=gib(use.available - kv_bytes),
-    )
-    if (
-        not config.pool_blocks
-        and not config.kv_memory_bytes
-        and use.available < use.left(config.gpu_memory_fraction)
-    ):
-        log.warning("other processes use memory of this GPU that was meant for KV", available=gib(use.available))
-
-
-def _copier(config: WorkerConfig, pool: KvPool, options: CopyOptions | None) -> Copier | None:
-    """The tier below the device pool and what copies there, if memory was given to it."""
-    if not config.host_memory_bytes:
+def _copier(config: WorkerConfig, pool: KvPool, memory_bytes: int, options: CopyOptions) -> Copier | None:
+    """Return what copies between the device pool and a host pool of this size; None for 0 bytes."""
+    if not memory_bytes:
         return None
-    slots = config.host_memory_bytes // (pool.data[0].numel() * pool.data.element_size())
+    slots = memory_bytes // (pool.data[0].numel() * pool.data.element_size())
     if slots < 1:
         raise ConfigError("the host pool has no room for a single block; give it more memory, or none")
-    if options is None:
-        options = CopyOptions(config.link_bytes_per_s, config.preload == "layerwise", config.async_saves)
-    host, device = HostPool(slots, pool), pool.data.device
-    return Copier(host, device, pool.blocks, lambda: _kernels(config, 1), options)
+    return Copier(HostPool(slots, pool), pool.data.device, pool.blocks, lambda: choose_kernels(config, 1), options)

@@ -80,16 +80,19 @@ class TensorParallel:
         return cls(0, 1, device, backend="none")
 
     @classmethod
+    def join(cls, config: WorkerConfig, device: torch.device) -> TensorParallel:
+        """Return the group that the configuration names. For more than one rank see `connect`."""
+        return cls.alone(device) if config.tp == 1 else cls.connect(config, device)
+
+    @classmethod
     def connect(cls, config: WorkerConfig, device: torch.device) -> TensorParallel:
-        """Meet the other ranks.
+        """Meet the other ranks, also in a group of one.
 
         Raises:
             ConfigError: the backend refuses such a group, so it can never work.
             WorkerError: they did not come in time, the address cannot be used, or the collectives asked for do
                 not work here.
         """
-        if config.tp == 1 and not config.force_collectives:
-            return cls.alone(device)
         if config.collectives == "shared" and device.type != "cpu":
             raise WorkerError(f"collectives is 'shared', which is for CPU ranks; device is {device.type!r}")
         store = None

@@ -1,8 +1,9 @@
-"""The steps that a rank on a GPU runs once before it is ready: the largest ones that a controller may send.
+"""Run the largest steps that a controller may send, once, before a rank on a GPU is ready.
 
-They show how much memory a step takes, and they have everything loaded that CUDA, cuBLAS, NCCL and our own kernels
-otherwise load in the first request that needs it: prefill behind a context, decoding over chunks that rows share,
-merges, the sampler with and without limits, log-probabilities, penalties, scored prompts, copies of blocks.
+They show how much memory a step takes, and they load everything that CUDA, cuBLAS, NCCL and our own kernels
+would otherwise load in the first request that needs it: prefill behind a context, decoding over chunks that
+rows share, merges, the sampler with and without limits, log-probabilities, penalties, scored prompts, copies of
+blocks.
 
 The plans are real ones, executed by `Runner.execute`. Their sequences have block 0 wherever they read and block 1
 wherever they write, so that a pool of two blocks is enough; what is computed is of no interest.
@@ -10,15 +11,26 @@ wherever they write, so that a pool of two blocks is enough; what is computed is
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import gc
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
+import structlog
+import torch
 
+from trunkline.controller.messages import StepResult
+from trunkline.kernels.ops import KvPool
 from trunkline.kvstore.extents import blocks_for
 from trunkline.kvstore.int32_codec import pack_int32
+from trunkline.worker.config import WorkerConfig
+from trunkline.worker.errors import WorkerError
 from trunkline.worker.messages import Join, Sampling, StepPlan
+from trunkline.worker.parallel.backend_errors import words_of
+from trunkline.worker.startup.device_memory import MemoryMeter, MemoryUse, blocks_that_fit, gib, measured
+
+log = structlog.get_logger()
 
 POOL_BLOCKS: Final = 2
 _CONTEXT_CHUNKS: Final = 8
@@ -103,3 +115,73 @@ def _prompts(first: int, tokens: int, context: int, limits: StepLimits) -> Itera
         table = pack_int32([0] * blocks_for(length, limits.chunk_size))
         yield Join(first, pack_int32([0] * length), 0, length, table, sampling), count
         first, tokens = first + 1, tokens - count
+
+
+class Executor(Protocol):
+    """What a rehearsal needs of a runner."""
+
+    @property
+    def pool(self) -> KvPool: ...
+
+    def execute(self, plan: StepPlan) -> StepResult | None: ...
+
+
+def measure_largest_step(
+    make: Callable[[int], Executor],
+    config: WorkerConfig,
+    max_positions: int,
+    block_bytes: int,
+    meter: MemoryMeter,
+    free_at_start: int,
+) -> int:
+    """Run the largest steps with hardly any pool; return how many blocks fit beside them. All ranks do so at once.
+
+    Args:
+        make: Makes a runner with a pool of so many blocks.
+        max_positions: The longest sequence of the model.
+        free_at_start: Bytes that were free before this rank had taken any.
+
+    Raises:
+        ConfigError: Too few blocks fit this GPU.
+        WorkerError: The steps, or the blocks, do not fit what other processes leave free now.
+    """
+    weights = meter.held()
+    meter.begin_peak()
+    longest = min(filter(None, (config.max_context, max_positions)))
+    limits = StepLimits(config.token_budget, config.max_rows, longest, config.chunk_size)
+    try:
+        runner = make(POOL_BLOCKS)
+        runner.pool.data.zero_()  # what is read is of no interest, but should be numbers
+        for plan in rehearsal(limits, config.epoch):
+            runner.execute(plan)
+    except torch.OutOfMemoryError as error:
+        raise WorkerError(
+            f"a step of {limits.token_budget} tokens and {limits.max_rows} rows does not fit the GPU beside the "
+            f"weights, which take {gib(weights)} GiB; give a smaller --token-budget or --max-batch, or more GPUs "
+            f"(--tp). The error was: {words_of(error)}"
+        ) from error
+    peak = meter.peak()
+    del runner
+    gc.collect()  # a pool that is in a cycle of references would still take its memory
+    use = measured(meter, free_at_start, weights, peak)
+    blocks = blocks_that_fit(use, config, block_bytes)
+    _log_memory(use, config, blocks * block_bytes)
+    return blocks
+
+
+def _log_memory(use: MemoryUse, config: WorkerConfig, kv_bytes: int) -> None:
+    fraction = config.gpu_memory_fraction
+    log.info(
+        "GPU memory in GiB",
+        total=gib(use.total),
+        fraction=fraction,
+        weights=gib(use.weights),
+        largest_step=gib(use.step),
+        step_tokens=config.token_budget,
+        step_rows=config.max_rows,
+        nccl_and_kernels=gib(use.outside),
+        kv=gib(kv_bytes),
+        free_beside_kv=gib(use.available - kv_bytes),
+    )
+    if not config.pool_blocks and not config.kv_memory_bytes and use.available < use.left(fraction):
+        log.warning("other processes use memory of this GPU that was meant for KV", available=gib(use.available))
