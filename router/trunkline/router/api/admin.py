@@ -1,6 +1,6 @@
-"""What operators and clients ask besides text: models, health, version, metrics, cache.
+"""Endpoints besides generation: models, health, version, metrics, cache.
 
-What can be read answers HEAD as well: load balancers and `wget --spider` ask with it.
+Endpoints that answer GET also answer HEAD, which load balancers and `wget --spider` use.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _model_card(service: RouterService, name: str) -> dict[str, object]:
 
 @routes.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
 async def index(request: Request) -> Response:
-    """What somebody sees who opens the printed address in a browser."""
+    """Return what a browser shows at the printed address: name, version, models, links."""
     service = service_of(request)
     return JsonResponse(
         {
@@ -49,7 +49,7 @@ async def index(request: Request) -> Response:
 @routes.head("/v1/models", include_in_schema=False)
 @routes.get("/v1/models")
 async def models(request: Request) -> Response:
-    """The served names."""
+    """List the names under which the model is served."""
     service = service_of(request)
     cards = [_model_card(service, name) for name in service.config.model_names]
     return JsonResponse({"object": "list", "data": cards})
@@ -57,7 +57,7 @@ async def models(request: Request) -> Response:
 
 @routes.get("/v1/models/{model:path}")
 async def model(request: Request, model: str) -> Response:
-    """One of them (names may contain slashes)."""
+    """Return one of the served names (names may contain slashes)."""
     service = service_of(request)
     check_model(service, model)
     return JsonResponse(_model_card(service, model))
@@ -66,7 +66,7 @@ async def model(request: Request, model: str) -> Response:
 @routes.head("/health", include_in_schema=False)
 @routes.get("/health")
 async def health(request: Request) -> Response:
-    """200 if a token can be generated, else 503 with the reason."""
+    """Answer 200 if a token can be generated, else 503 with the reason."""
     service = service_of(request)
     result = await while_connected(request, service.health())
     body = {
@@ -90,14 +90,14 @@ async def health(request: Request) -> Response:
 @routes.head("/version", include_in_schema=False)
 @routes.get("/version")
 async def version(request: Request) -> Response:
-    """The package's version."""
+    """Return the version of the package."""
     return JsonResponse({"version": service_of(request).version})
 
 
 @routes.head("/metrics", include_in_schema=False)
 @routes.get("/metrics")
 async def metrics(request: Request) -> Response:
-    """Prometheus."""
+    """Return the metrics of all routers in Prometheus's format."""
     page = request.app.state.metrics_page
     assert isinstance(page, MetricsPage)
     return Response(await page.scrape(), headers={"Content-Type": CONTENT_TYPE_LATEST})

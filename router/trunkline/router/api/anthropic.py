@@ -1,6 +1,6 @@
 """`POST /v1/messages` and `POST /v1/messages/count_tokens`: Anthropic's form of a chat completion.
 
-A request is translated into a chat completion's and runs as one (`blocks.py`). Errors have Anthropic's form, too
+A request is translated into a chat completion and runs as one (`blocks.py`). Errors also have Anthropic's form
 (`error_forms.py`).
 """
 
@@ -53,7 +53,7 @@ _ObjectForm = WithJsonSchema({"type": "object"})
 
 
 class CountTokensRequest(BaseModel):
-    """`POST /v1/messages/count_tokens`: what makes up the prompt."""
+    """The request `POST /v1/messages/count_tokens`: the fields that make up the prompt."""
 
     model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
 
@@ -65,7 +65,7 @@ class CountTokensRequest(BaseModel):
 
 
 class OutputFormat(BaseModel):
-    """`output_config.format`."""
+    """The field `output_config.format`."""
 
     model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
 
@@ -74,7 +74,7 @@ class OutputFormat(BaseModel):
 
 
 class OutputConfig(BaseModel):
-    """`output_config`."""
+    """The field `output_config`."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -84,7 +84,7 @@ class OutputConfig(BaseModel):
 
 
 class MessagesRequest(CountTokensRequest):
-    """`POST /v1/messages`. What is not declared is ignored, unless `unsupported.py` lists it."""
+    """The request `POST /v1/messages`. Undeclared fields are ignored, unless `unsupported.py` lists them."""
 
     max_tokens: Count
     stop_sequences: Stops = []
@@ -96,7 +96,7 @@ class MessagesRequest(CountTokensRequest):
     stream: bool | None = None
 
     def response_format(self) -> Object | None:
-        """`output_config.format` as a chat completion's `response_format`."""
+        """Return `output_config.format` as the `response_format` of a chat completion."""
         form = None if self.output_config is None else self.output_config.format
         if form is None:
             return None
@@ -135,7 +135,7 @@ async def messages(request: Request) -> Response:
 
 @routes.post("/v1/messages/count_tokens")
 async def count_tokens(request: Request) -> Response:
-    """Tokens of the prompt that a conversation comes to."""
+    """Count the tokens of a conversation's prompt."""
     service = service_of(request)
     body = await read_request(request, CountTokensRequest, service.config.max_body_bytes, MESSAGES.check)
     chat, plan = await beside_loop(request, lambda: _translated(service, body, {}))
@@ -158,7 +158,7 @@ def _translated(service: RouterService, body: CountTokensRequest, fields: Object
 
 
 class _Writer:
-    """How one message is written."""
+    """Writes the answer to one request, whole or as a stream."""
 
     def __init__(self, model: str, generation: Generation, plan: ToolPlan) -> None:
         self._model = model
@@ -167,12 +167,12 @@ class _Writer:
         self._id = f"msg_{draw_hex('id', 12)}"
 
     async def whole(self) -> Object:
-        """The finished message."""
+        """Return the whole message."""
         content = [_block(block, whole=True) for block in await self._answer.whole()]
         return {**self._message(content), **self._end(), "usage": self._usage()}
 
     async def events(self) -> AsyncIterator[bytes]:
-        """The message as server-sent events."""
+        """Yield the message as server-sent events."""
         begun = {**self._message([]), "stop_reason": None, "stop_sequence": None, "usage": self._usage()}
         yield _event("message_start", message=begun) + _event("ping")
         async for changes in self._answer.changes():
@@ -189,7 +189,7 @@ class _Writer:
             reason = "max_tokens"
         elif calls and all(call.arguments() is not None for call in calls):
             reason = "tool_use"
-        else:  # a client must not carry out a call whose arguments nobody can read
+        else:  # a client must not carry out a call whose arguments are not valid JSON
             reason = "end_turn" if answer.stop is None else "stop_sequence"
         return {"stop_reason": reason, "stop_sequence": answer.stop if reason == "stop_sequence" else None}
 
@@ -208,7 +208,7 @@ def _event(kind: str, **fields: Any) -> bytes:
 
 
 def _block(block: Block, *, whole: bool) -> Object:
-    """A block as part of `content`; without its inner part where that follows in deltas."""
+    """Return a block as an entry of `content`; without its text or arguments if these follow in deltas."""
     if not block.is_call:
         return {"type": "text", "text": block.text if whole else ""}
     arguments = block.arguments() if whole else {}

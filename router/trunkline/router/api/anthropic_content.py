@@ -1,7 +1,6 @@
-"""The conversation of `/v1/messages`, translated into the messages of a chat completion. Pure.
+"""Translate the conversation of `/v1/messages` into the messages of a chat completion. Pure.
 
-Consecutive turns of one role become one, as Anthropic's API does it. What other models thought (`thinking` blocks)
-is left out.
+Consecutive turns of one role become one, as in Anthropic's API. `thinking` blocks of other models are left out.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ _THOUGHTS: Final = ("thinking", "redacted_thinking")
 
 
 def to_messages(system: Any, turns: list[Any]) -> list[Message]:
-    """The conversation behind `system` and `messages`.
+    """Translate `system` and `messages`.
 
     Raises:
-        ApiError: 400 naming the place (`messages[2].content[0]`).
+        ApiError: 400, naming the place of the error (`messages[2].content[0]`).
     """
     messages: list[Message] = []
     if system is not None:
@@ -86,7 +85,7 @@ def _call(block: dict[str, Any], path: str) -> dict[str, Any]:
     arguments = block.get("input")
     if not isinstance(arguments, dict):
         raise bad_value(f"{path}.input", f"`{path}.input` must be an object")
-    text = json.dumps(arguments, ensure_ascii=False)  # spaced as models write it: the prefix cache may know it
+    text = json.dumps(arguments, ensure_ascii=False)  # with the spaces that models write, for the prefix cache
     return {
         "id": _string(block, "id", path),
         "type": "function",
@@ -103,7 +102,7 @@ def _result(block: dict[str, Any], path: str) -> Message:
 
 
 def _text_of(content: Any, path: str) -> str:
-    """A string, or text blocks joined by line ends."""
+    """Return a string, or the text of text blocks joined by line ends."""
     if isinstance(content, str):
         return content
     texts = []
@@ -135,10 +134,10 @@ def _string(block: dict[str, Any], name: str, path: str) -> str:
 
 
 def to_functions(tools: Any) -> list[FunctionTool]:
-    """The functions behind `tools`.
+    """Read the functions in `tools`.
 
     Raises:
-        ApiError: 400 naming the field.
+        ApiError: 400, naming the field that is wrong.
     """
     if tools is None:
         return []
@@ -157,10 +156,10 @@ def to_functions(tools: Any) -> list[FunctionTool]:
 
 
 def to_choice(choice: Any, functions: list[FunctionTool]) -> tuple[Choice, bool | None]:
-    """What `tool_choice` asks for, and whether it asks for several calls (None: it says nothing of that).
+    """Read `tool_choice`: the choice, and whether several calls are allowed (None: it does not say).
 
     Raises:
-        ApiError: 400.
+        ApiError: 400, naming the field that is wrong.
     """
     if choice is None:
         return Choice("auto" if functions else "none"), None

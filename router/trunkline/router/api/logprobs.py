@@ -1,4 +1,4 @@
-"""Log-probabilities from the engine's arrays to OpenAI's two forms and, for prompts, vLLM's. Pure."""
+"""Convert log-probabilities from the engine's arrays to OpenAI's two forms and, for prompts, vLLM's. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trunkline.router.streams.choices import TokenLogprob
 from trunkline.router.text.detokenizer import TokenVocabulary
 
 _LOWEST = -9999.0
-"""Stands for minus infinity, which JSON cannot say (OpenAI's own convention)."""
+"""Stands for minus infinity, which JSON cannot express (OpenAI's convention)."""
 
 
 def _finite(value: float) -> float:
@@ -41,7 +41,7 @@ def _own(entry: TokenLogprob) -> float:
 
 
 def chat_logprobs(entries: Sequence[TokenLogprob], count: int, vocabulary: TokenVocabulary) -> ChatLogprobs | None:
-    """Chat form; None for no tokens. `count`: alternatives per position at most."""
+    """Return log-probabilities in the form of chat completions; None for no tokens. `count`: most alternatives."""
     if not entries:
         return None
     return ChatLogprobs(
@@ -63,10 +63,11 @@ def chat_logprobs(entries: Sequence[TokenLogprob], count: int, vocabulary: Token
 def completion_logprobs(
     entries: Sequence[TokenLogprob], count: int, vocabulary: TokenVocabulary, *, offset: int = 0
 ) -> CompletionLogprobs | None:
-    """Plain form; None for no tokens. The sampled token is always among the alternatives.
+    """Return log-probabilities in the form of plain completions; None for no tokens. The alternatives always
+    include the sampled token.
 
     Args:
-        offset: characters of the answer in front of the output, an echoed prompt's.
+        offset: Characters of the answer before the output, which are those of an echoed prompt.
     """
     if not entries:
         return None
@@ -85,32 +86,32 @@ def _named(top: list[tuple[int, float]], token: int, own: float, vocabulary: Tok
 
 
 class PromptScores(msgspec.Struct, frozen=True):
-    """What an engine says of a prompt's tokens, by position; position 0 has nothing to say."""
+    """Scores of a prompt's tokens by position; position 0 has none."""
 
     logprobs: list[float]
-    """`[prompt]`, of the prompt's own tokens."""
+    """`[prompt]`, log-probabilities of the prompt's own tokens."""
     ranks: list[int]
-    """`[prompt]`, 1 the likeliest."""
+    """`[prompt]`, ranks of the prompt's own tokens; 1 is the likeliest."""
     top_ids: list[list[int]]
     """`[prompt, count]`, most likely first."""
     top_logprobs: list[list[float]]
     """`[prompt, count]`."""
 
     def top(self, position: int, count: int) -> list[tuple[int, float]]:
-        """The `count` likeliest tokens at a position."""
+        """Return the `count` likeliest tokens at a position."""
         pairs = zip(self.top_ids[position][:count], self.top_logprobs[position][:count], strict=True)
         return [(token, _finite(value)) for token, value in pairs]
 
 
 def join_prompt_logprobs(pieces: Iterable[PromptLogprobs], length: int, count: int) -> PromptScores:
-    """Put together what came piece by piece, some of it perhaps twice.
+    """Join the pieces of a prompt's scores. Pieces may overlap.
 
     Args:
-        length: of the prompt, in tokens.
-        count: alternatives that were asked for.
+        length: Length of the prompt in tokens.
+        count: Alternatives that were asked for.
 
     Raises:
-        ValueError: a position is missing, or a piece has a wrong form.
+        ValueError: A position is missing, or a piece has a wrong shape.
     """
     logprobs = np.zeros(length, "<f4")
     ranks = np.zeros(length, "<i4")
@@ -132,7 +133,7 @@ def join_prompt_logprobs(pieces: Iterable[PromptLogprobs], length: int, count: i
 def prompt_logprob_list(
     scores: PromptScores, prompt: Sequence[int], count: int, vocabulary: TokenVocabulary
 ) -> PromptLogprobList:
-    """vLLM's form: at each position the likeliest tokens and the prompt's own."""
+    """Return scores in vLLM's form: at each position the likeliest tokens and the prompt's own."""
     result: PromptLogprobList = [None]
     for position in range(1, len(prompt)):
         token = prompt[position]
@@ -150,7 +151,8 @@ def prompt_logprob_list(
 def echo_logprobs(
     scores: PromptScores, prompt: Sequence[int], count: int, vocabulary: TokenVocabulary, offsets: list[int]
 ) -> CompletionLogprobs:
-    """Plain form of an echoed prompt. `offsets`: of each token, in characters of the echoed text."""
+    """Return an echoed prompt's log-probabilities in the form of plain completions. `offsets`: offset of each
+    token."""
     return CompletionLogprobs(
         text_offset=offsets,
         token_logprobs=[None, *(_finite(value) for value in scores.logprobs[1:])],
@@ -166,7 +168,7 @@ def echo_logprobs(
 
 
 def both_logprobs(first: CompletionLogprobs | None, then: CompletionLogprobs | None) -> CompletionLogprobs | None:
-    """One text after the other."""
+    """Return the log-probabilities of two consecutive texts."""
     if first is None or then is None:
         return first or then
     return CompletionLogprobs(

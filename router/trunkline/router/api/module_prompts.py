@@ -1,10 +1,11 @@
-"""From a request whose prompt is made of modules to its job (Prompt Cache §3.4).
+"""Make the job of a request whose prompt consists of modules (Prompt Cache §3.4).
 
     pml / prompt ─► document ─┐
     schema's record ─► compiled schema ─┴─► layout: cached texts, and the request's own tokens between them
     messages ─► further roles behind everything ─┘
 
-The request's own tokens are all that is tokenised and, but for what the engine finds of them, computed.
+Only the request's own tokens are tokenised, and only those are computed that the engine does not find in its
+cache.
 """
 
 from __future__ import annotations
@@ -44,18 +45,19 @@ _NOT_WITH_MODULES: Final[dict[str, str]] = {
 
 
 def has_modules(body: ChatRequest | CompletionRequest, turn: SessionTurn | None) -> bool:
-    """Whether a request's prompt is one of modules, by itself or by its stored session."""
+    """Return whether a prompt has modules, given by the request or by its stored session."""
     return body.modules is not None or (turn is not None and turn.session.modules is not None)
 
 
 class Placed(NamedTuple):
-    """A prompt laid out."""
+    """A compiled prompt of modules, with its schema."""
 
     schema: StoredSchema
     prompt: pml.CompiledPrompt
 
     def layout(self, own_tokens: int | None = None) -> PromptLayout:
-        """As it travels. `own_tokens`: how many of its own it has, if its last part is not as it was laid out."""
+        """Return the layout for the engine. `own_tokens`: number of own tokens, if a session's history changed
+        it."""
         definition = self.schema.definition
         layout: PromptLayout = replace(pml.to_layout(self.prompt, definition.ttl), relocate=definition.relocate)
         if own_tokens is None or own_tokens == len(self.prompt.own):
@@ -67,7 +69,7 @@ class Placed(NamedTuple):
         return replace(layout, runs=pack_int32([number for run in runs for number in run]))
 
     def message_parts(self) -> list[PromptPart]:
-        """The last of its own tokens, which are the messages'."""
+        """Return the own tokens of the messages, as parts of the prompt."""
         prompt = self.prompt
         missing = len(prompt.own) - prompt.messages_from
         parts: list[PromptPart] = []
@@ -89,10 +91,10 @@ async def modules_job(
     plan: ToolPlan | None = None,
     turn: SessionTurn | None = None,
 ) -> Job:
-    """What the engine is asked for a prompt of modules; a chat's messages stand behind them.
+    """Make the job of a prompt of modules; the messages of a chat follow the modules.
 
     Raises:
-        ApiError: 400 naming the parameter, with a PML error's code and place; 404 if the schema is not there.
+        ApiError: 400, naming the parameter, with the code and place of a PML error; 404, there is no such schema.
     """
     placed, given, param = await placed_prompt(service, body, plan, turn)
     own = placed.prompt.own.tolist()
@@ -112,10 +114,10 @@ async def placed_prompt(
     plan: ToolPlan | None = None,
     turn: SessionTurn | None = None,
 ) -> tuple[Placed, SessionModules, str]:
-    """A request's prompt of modules laid out, what it was made from, and the parameter that gave it.
+    """Compile a request's prompt of modules; return it, its source, and the parameter that gave the source.
 
     Raises:
-        ApiError: as `modules_job`.
+        ApiError: As in `modules_job`.
     """
     _check(body, turn)
     given = _given(body) if turn is None else _given_by_session(body, turn)
@@ -144,15 +146,15 @@ async def place(
     add_generation_prompt: bool,
     switches: dict[str, Any] | None = None,
 ) -> Placed:
-    """Lay a prompt out.
+    """Compile a prompt of modules.
 
     Args:
-        param: what it came from.
-        messages: further roles behind everything.
-        switches: the chat template's own.
+        param: Parameter that gave the prompt, for errors.
+        messages: Further messages after the modules.
+        switches: Extra variables of the chat template.
 
     Raises:
-        ApiError: 400, 404.
+        ApiError: 400, the prompt is wrong; 404, there is no such schema.
     """
     with service.schemas.errors_of(param):
         is_long = is_heavier(given.source, OFF_LOOP_CHARACTERS)
@@ -178,7 +180,7 @@ async def place(
 
 
 async def _beside_loop(is_long: bool, work: Callable[[], _T]) -> _T:
-    """Do work; in a thread if it may take long."""
+    """Do work, in a thread if it may take long."""
     return await asyncio.to_thread(work) if is_long else work()
 
 
@@ -193,10 +195,10 @@ def _given(body: ChatRequest | CompletionRequest) -> SessionModules:
 
 
 def _given_by_session(body: ChatRequest | CompletionRequest, turn: SessionTurn) -> SessionModules:
-    """What stands in front of a session's turns.
+    """Return the modules of a session.
 
     Raises:
-        ApiError: 400, the request wants something else.
+        ApiError: 400, the request gives other modules or another salt.
     """
     given = turn.session.modules
     if body.modules is not None or given is None:
@@ -211,7 +213,7 @@ def _given_by_session(body: ChatRequest | CompletionRequest, turn: SessionTurn) 
 
 
 def _check(body: ChatRequest | CompletionRequest, turn: SessionTurn | None) -> None:
-    """Refuse what is not possible with modules, rather than ignore it.
+    """Refuse parameters that are not available with modules.
 
     Raises:
         ApiError: 400.
@@ -234,11 +236,11 @@ def _check(body: ChatRequest | CompletionRequest, turn: SessionTurn | None) -> N
 
 
 def as_roles(tokenizer: Tokenizer, messages: list[Message], plan: ToolPlan | None = None) -> list[dict[str, str]]:
-    """Messages as further roles. Tools are described to the first user of these, since what stands before them has
-    been computed.
+    """Return messages as further roles of a prompt. Tools are described in the user's first message, because the
+    modules before it are computed already.
 
     Raises:
-        ApiError: 400, a tool's result answers no call.
+        ApiError: 400, the result of a tool answers no call.
     """
     turns = [message.for_template() for message in messages]
     tools = None if plan is None else plan.template_tools

@@ -1,4 +1,4 @@
-"""The `input` of `/v1/responses`: a text or items, translated into the messages of a chat completion. Pure.
+"""Translate the `input` of `/v1/responses`, a text or items, into the messages of a chat completion. Pure.
 
 An assistant's text and the calls right after it become one message, as the model wrote them.
 """
@@ -11,16 +11,16 @@ from trunkline.router.errors import bad_value, unsupported
 
 _ROLES: Final = ("user", "assistant", "system", "developer")
 _TEXT_PARTS: Final = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
-"""By type, the field that has the text."""
+"""Field that has the text, by the type of the part."""
 
 Message = dict[str, Any]
 
 
 def to_messages(given: str | list[Any], instructions: str | None) -> list[Message]:
-    """The conversation behind `input`, after `instructions`.
+    """Translate `input`, with `instructions` as its first message.
 
     Raises:
-        ApiError: 400 naming the item (`input[2].content[0]`).
+        ApiError: 400, naming the item that is wrong (`input[2].content[0]`).
     """
     messages: list[Message] = []
     if instructions is not None:
@@ -69,7 +69,7 @@ def _add_message(messages: list[Message], item: dict[str, Any], path: str) -> No
         raise bad_value(f"{path}.role", f"`{path}.role` must be one of {', '.join(_ROLES)}")
     content = _content(item.get("content"), f"{path}.content")
     role = "system" if role == "developer" else role
-    # Most templates take one system message, the first: instructions and what follows them become one.
+    # Most templates take a single system message at the beginning, so leading system messages become one.
     if role == "system" and messages and all(message["role"] == "system" for message in messages):
         messages[-1]["content"] += f"\n\n{content}"
     else:

@@ -24,7 +24,7 @@ def _input(value: Any) -> str | list[Any]:
 
 
 class TextFormat(BaseModel):
-    """`text.format`."""
+    """The field `text.format`."""
 
     model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
 
@@ -36,7 +36,7 @@ class TextFormat(BaseModel):
 
 
 class TextOptions(BaseModel):
-    """`text`."""
+    """The field `text`."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -44,7 +44,7 @@ class TextOptions(BaseModel):
 
 
 class ResponsesRequest(BaseModel):
-    """`POST /v1/responses`. What is not declared is ignored, unless `unsupported.py` lists it."""
+    """The request `POST /v1/responses`. Undeclared fields are ignored, unless `unsupported.py` lists them."""
 
     model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
 
@@ -66,12 +66,12 @@ class ResponsesRequest(BaseModel):
     truncation: Literal["auto", "disabled"] | None = None
     metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
     store: bool | None = None
-    """Accepted because clients leave it at true; nothing is stored, and the answer says so."""
+    """Accepted because it is true by default in clients. Nothing is stored, and the answer says so."""
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
 
     def response_format(self) -> Object | None:
-        """`text.format` as a chat completion's `response_format`.
+        """Return `text.format` as the `response_format` of a chat completion.
 
         Raises:
             ApiError: 400, a schema is missing.
@@ -89,12 +89,12 @@ class ResponsesRequest(BaseModel):
 
 
 def text_part(text: str) -> Object:
-    """The one part of a message's content."""
+    """Return the only part of a message's content."""
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
 def output_item(block: Block, item_id: str, status: str) -> Object:
-    """A block as an item of `output`; one that has only begun has no content yet."""
+    """Return a block as an item of `output`, without content if its status is "in_progress"."""
     if block.is_call:
         return {
             "type": "function_call",
@@ -109,7 +109,7 @@ def output_item(block: Block, item_id: str, status: str) -> Object:
 
 
 def usage_object(prompt_tokens: int, cached_tokens: int, output_tokens: int) -> Object:
-    """Token counts."""
+    """Return token counts as the field `usage`."""
     return {
         "input_tokens": prompt_tokens,
         "input_tokens_details": {"cached_tokens": cached_tokens},
@@ -120,5 +120,5 @@ def usage_object(prompt_tokens: int, cached_tokens: int, output_tokens: int) -> 
 
 
 def error_object(error: ApiError) -> Object:
-    """What a response that failed says of it."""
+    """Return the field `error` of a failed response."""
     return {"code": "rate_limit_exceeded" if error.status == 429 else "server_error", "message": error.message}

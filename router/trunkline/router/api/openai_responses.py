@@ -1,6 +1,6 @@
-"""`POST /v1/responses`, the part that needs no memory between requests.
+"""`POST /v1/responses`, without storing responses between requests.
 
-A request is translated into a chat completion's and runs as one (`blocks.py`); nothing of it is stored.
+A request is translated into a chat completion and runs as one (`blocks.py`).
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ async def responses(request: Request) -> Response:
 
 
 class _Writer:
-    """How one response is written."""
+    """Writes the answer to one request, whole or as a stream."""
 
     def __init__(self, body: ResponsesRequest, model: str, generation: Generation, plan: ToolPlan) -> None:
         self._body = body
@@ -117,12 +117,12 @@ class _Writer:
         self._numbers = itertools.count()
 
     async def whole(self) -> Object:
-        """The finished response."""
+        """Return the whole response."""
         await self._answer.whole()
         return self._over()
 
     async def events(self) -> AsyncIterator[bytes]:
-        """The response as server-sent events."""
+        """Yield the response as server-sent events."""
         begun = self._response("in_progress")
         yield self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
         async for changes in self._answer.changes():
@@ -131,7 +131,7 @@ class _Writer:
         yield self._event(f"response.{over['status']}", response=over)
 
     def failed(self, error: ApiError) -> bytes:
-        """The last event of a response that cannot go on."""
+        """Return the last event of a response that failed."""
         error = with_names(error, _NAMES)
         response = {**self._response("failed", self._output("incomplete")), "error": error_object(error)}
         return self._event("response.failed", response=response)
@@ -179,7 +179,7 @@ class _Writer:
         return self._item_ids[block.index]
 
     def _status(self, block: Block) -> str:
-        """A closed block's. Blocks close one after the other: only the last can have been cut off."""
+        """Return the status of a closed block. Only the last block can have been cut off."""
         if block.is_call:
             return "completed" if block.arguments() is not None else "incomplete"
         cut = block is self._answer.blocks.all[-1] and self._answer.finish == "length"
@@ -235,6 +235,6 @@ class _Writer:
         }
 
     def _extras(self) -> Object:
-        """What is known of the prompt's KV, beside OpenAI's own fields."""
+        """Return fields about the prompt's KV, which OpenAI's API does not have."""
         told = {"cache": cache_use(self._generation), "truncation_details": truncation_result(self._generation)}
         return {name: value for name, value in told.items() if value is not UNSET}

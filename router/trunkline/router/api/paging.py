@@ -17,7 +17,7 @@ PAGE_PARAMETERS: Final[list[dict[str, Any]]] = [
     {"name": "limit", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": _PAGE_MAX}},
     {"name": "after", "in": "query", "schema": {"type": "string"}},
 ]
-"""For the OpenAPI document."""
+"""Query parameters, for the OpenAPI document."""
 
 
 ListOf = TypeVar("ListOf", bound=msgspec.Struct)
@@ -32,10 +32,10 @@ class Page(NamedTuple):
 
 
 def page_of(request: Request) -> Page:
-    """What a request asks for.
+    """Read `limit` and `after` of a request.
 
     Raises:
-        ApiError: 400.
+        ApiError: 400, `limit` is wrong.
     """
     given = request.query_params.get("limit", str(_PAGE_DEFAULT))
     if not (given.isascii() and given.isdigit() and len(given) < 9 and 1 <= int(given) <= _PAGE_MAX):

@@ -18,13 +18,13 @@ class CachedTokens(msgspec.Struct):
 
     cached_tokens: int
     session_tokens: int = 0
-    """Of a stored session's history."""
+    """Tokens of a stored session's history."""
     module_tokens: int = 0
-    """Of modules of a schema."""
+    """Tokens of a schema's modules."""
 
 
 class Usage(msgspec.Struct):
-    """Token counts of a request."""
+    """The field `usage`: token counts of a request."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -33,41 +33,41 @@ class Usage(msgspec.Struct):
 
 
 def make_usage(prompt_tokens: int, completion_tokens: int, details: CachedTokens) -> Usage:
-    """Counts with their sum."""
+    """Return token counts with their sum."""
     return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, details)
 
 
 class CacheUse(msgspec.Struct, kw_only=True):
-    """`cache`: what of a prompt's KV was found, where, and why not all of it."""
+    """The field `cache`: how much of a prompt's KV was found, in which tiers, and why the rest was not."""
 
     status: Literal["hit", "partial", "miss"]
-    """hit: all but the last token, which is always computed."""
+    """"hit": everything but the last token, which is always computed, was found."""
     tier: str | None
-    """The slowest one that was used."""
+    """The slowest tier that was used."""
     tiers: dict[str, int]
     """Tokens found, by tier."""
     exact: bool
-    """False: some of it was computed when the model saw other tokens before it than now: tokens that have been
-    dropped since, or only those that a module sees."""
+    """False: some KV was computed after other tokens than the prompt has now, because tokens before it have been
+    dropped since or because it belongs to a module."""
     reason: str | None
     """Why the rest was not found."""
     miss_token: int | None
-    """Index in the prompt of the first token that was not."""
+    """Index in the prompt of the first token that was not found."""
 
 
 class TruncationResult(msgspec.Struct, kw_only=True):
-    """`truncation`: what of a prompt the model did not see."""
+    """The field `truncation`: tokens of a prompt that the model did not see."""
 
     occurred: bool
     prompt_tokens_before: int
-    """Tokens of the whole prompt; `usage.prompt_tokens` counts what was seen."""
+    """Tokens of the whole prompt; `usage.prompt_tokens` counts the tokens that the model saw."""
     dropped_tokens: int
     kept: Literal["cached", "recomputed"] | None
-    """Whether the KV behind a cut was kept, or computed again."""
+    """Whether the KV after a cut was found in the cache or computed again."""
 
 
 class TopLogprob(msgspec.Struct):
-    """An alternative at one position (chat form)."""
+    """An alternative to one token, in the form of chat completions."""
 
     token: str
     logprob: float
@@ -75,7 +75,7 @@ class TopLogprob(msgspec.Struct):
 
 
 class TokenLogprobContent(msgspec.Struct):
-    """One output token (chat form)."""
+    """Log-probabilities of one token, in the form of chat completions."""
 
     token: str
     logprob: float
@@ -95,33 +95,33 @@ class CompletionLogprobs(msgspec.Struct):
 
     text_offset: list[int]
     token_logprobs: list[float | None]
-    """None for the first token of an echoed prompt, which nothing stands before."""
+    """Log-probability of each token; None for the first token of an echoed prompt."""
     tokens: list[str]
     top_logprobs: list[dict[str, float] | None]
 
 
 class PromptLogprob(msgspec.Struct):
-    """A token at one position of a prompt, in vLLM's form."""
+    """Score of a token at one position of a prompt, in vLLM's form."""
 
     logprob: float
     rank: int
-    """1: the likeliest."""
+    """Rank among all tokens; 1 is the likeliest."""
     decoded_token: str
 
 
 PromptLogprobList = list[dict[str, PromptLogprob] | None]
-"""By position and token id; the first position has none."""
+"""Scores by position and token id; the first position has none."""
 
 
 class CalledFunction(msgspec.Struct):
-    """A call's function, whole or in part."""
+    """The function of a call, whole or in part."""
 
     name: str | UnsetType = UNSET
     arguments: str | UnsetType = UNSET
 
 
 class ToolCallPart(msgspec.Struct, kw_only=True):
-    """A call of an answer. Whole ones have no `index`."""
+    """A call in an answer, whole or in part. Whole calls have no `index`."""
 
     index: int | UnsetType = UNSET
     id: str | UnsetType = UNSET
@@ -130,7 +130,7 @@ class ToolCallPart(msgspec.Struct, kw_only=True):
 
 
 class ChatMessage(msgspec.Struct, kw_only=True):
-    """The answer's message."""
+    """The message of an answer."""
 
     role: Literal["assistant"] = "assistant"
     content: str | None
@@ -152,14 +152,14 @@ class ChatChoice(msgspec.Struct, kw_only=True):
 
 
 class ChatCompletion(msgspec.Struct, kw_only=True):
-    """`POST /v1/chat/completions` without streaming."""
+    """The answer to `POST /v1/chat/completions` without streaming."""
 
     id: str
     object: Literal["chat.completion"] = "chat.completion"
     created: int
     model: str
     choices: list[msgspec.Raw]
-    """Each a `ChatChoice`, encoded already."""
+    """`ChatChoice` structs that are already encoded."""
     usage: Usage
     system_fingerprint: str
     prompt_logprobs: PromptLogprobList | UnsetType = UNSET
@@ -169,7 +169,7 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
 
 
 class ChatDelta(msgspec.Struct):
-    """What a chunk adds to the message."""
+    """The part that a chunk adds to the message."""
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
@@ -200,7 +200,7 @@ class ChatChunk(msgspec.Struct, kw_only=True):
     usage: Usage | UnsetType | None = UNSET
     """With `include_usage`: null in all chunks but the last."""
     prompt_token_ids: list[int] | UnsetType = UNSET
-    """In the first chunk."""
+    """Only in the first chunk."""
     cache: CacheUse | UnsetType = UNSET
     truncation: TruncationResult | UnsetType = UNSET
 
@@ -221,14 +221,14 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
 
 
 class Completion(msgspec.Struct, kw_only=True):
-    """`POST /v1/completions`, and each event of its stream."""
+    """The answer to `POST /v1/completions`, and each event of its stream."""
 
     id: str
     object: Literal["text_completion"] = "text_completion"
     created: int
     model: str
     choices: Sequence[CompletionChoice | msgspec.Raw]
-    """Raw: encoded already."""
+    """Raw choices are already encoded."""
     system_fingerprint: str
     usage: Usage | UnsetType | None = UNSET
     cache: CacheUse | UnsetType = UNSET

@@ -1,8 +1,8 @@
 """`/v1/schemas`: prompt modules that are computed once and serve every prompt that imports them (Prompt Cache).
 
-A schema's id is its name. Posting a name again makes a new version, which later requests use; those that run go on
-as they began. Names live per `cache_salt` (`schemas.py`): who made a schema with a salt names the salt with
-everything that is done to it, in the body or, where there is none, as `?cache_salt=`.
+A schema's id is its name. Posting a name again makes a new version, which later requests use; running requests are
+not affected. Names belong to a `cache_salt` (`schema_store.py`): requests about a schema that was made with a salt
+give the salt in the body or, without a body, as `?cache_salt=`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _INCLUDE: Final = {"name": "include", "in": "query", "schema": {"type": "string"
 
 @routes.post("/v1/schemas", status_code=201, responses=answer_of(SchemaObject, 201))
 async def create_schema(request: Request) -> JsonResponse:
-    """Make a schema, or a new version of it, and have its modules computed."""
+    """Store a schema, or a new version of it, and have its modules computed."""
     service = service_of(request)
     service.check_admission()
     body = await read_request(request, SchemaRequest, service.config.max_body_bytes)
@@ -84,7 +84,7 @@ async def create_schema(request: Request) -> JsonResponse:
     "/v1/schemas", responses=answer_of(SchemaList), openapi_extra={"parameters": [*PAGE_PARAMETERS, _SALT]}
 )
 async def list_schemas(request: Request) -> JsonResponse:
-    """All schemas with a salt (or none), page by page, in the order of their names."""
+    """List the schemas with a salt (or without one), page by page, in the order of their names."""
     page = page_of(request)
     store = service_of(request).schemas
     found = await store.page(_salt_asked(request), page.after, page.limit + 1)
@@ -97,7 +97,7 @@ async def list_schemas(request: Request) -> JsonResponse:
     openapi_extra={"parameters": [_SALT, _INCLUDE]},
 )
 async def get_schema(request: Request, schema_id: str) -> JsonResponse:
-    """A schema, and where its modules are; with its source if `include=pml` is asked for."""
+    """Return a schema and the tiers of its modules; with `include=pml` also its source."""
     service = service_of(request)
     with service.schemas.errors_of("schema"):
         schema = await service.schemas.get(schema_id, _salt_asked(request), service.limits.max_context)
@@ -125,7 +125,7 @@ async def update_schema(request: Request, schema_id: str) -> JsonResponse:
         schema = await service.schemas.change(schema_id, salt, context, change)
     if body.pin is False:
         service.schemas.unpin(schema.key)
-    # Pinned texts are kept for the schema's time: a new one is told as well.
+    # The engine keeps pinned texts for the schema's time to live, so it must know a new one.
     if schema.definition.pin:
         return await _told(service, *await _encode(request, service, schema))
     return await _told(service, schema, await service.schemas.look(schema))
@@ -135,7 +135,7 @@ async def update_schema(request: Request, schema_id: str) -> JsonResponse:
     "/v1/schemas/{schema_id}", responses=answer_of(SchemaDeleted), openapi_extra={"parameters": [_SALT]}
 )
 async def delete_schema(request: Request, schema_id: str) -> JsonResponse:
-    """Forget a schema. Requests that run go on; its KV goes when others need the room."""
+    """Delete a schema. Running requests continue; its KV is evicted when its space is needed."""
     store = service_of(request).schemas
     with store.errors_of("schema"):
         await store.delete(schema_id, _salt_asked(request))
@@ -143,7 +143,7 @@ async def delete_schema(request: Request, schema_id: str) -> JsonResponse:
 
 
 async def _source(body: SchemaRequest) -> str:
-    """What was sent, as text."""
+    """Return the source of a schema as text."""
     if body.pml is not None:
         return body.pml
     if is_heavier(body.json_, _OFF_LOOP_WEIGHT):
@@ -154,7 +154,7 @@ async def _source(body: SchemaRequest) -> str:
 async def _encode(
     request: Request, service: RouterService, schema: StoredSchema
 ) -> tuple[StoredSchema, ModulesReply]:
-    """Have a schema's modules computed; one that cannot be pinned is not said to be."""
+    """Have a schema's modules computed. If they cannot be pinned, the schema's `pin` becomes false."""
     seconds = service.config.request_timeout_seconds or None
     reply = await while_connected(request, service.schemas.encode(schema, seconds))
     if reply.status == "quota":
@@ -185,7 +185,7 @@ def _summary(record: Record) -> SchemaSummary:
 async def _told(
     service: RouterService, schema: StoredSchema, reply: ModulesReply, *, status: int = 200, source: bool = False
 ) -> JsonResponse:
-    """A schema as an answer; `reply`: what the engine says of its texts, in their order."""
+    """Return a schema as an answer. `reply`: the engine's reply about its texts."""
     encoding = service.schemas.is_encoding(schema)
 
     def write() -> JsonResponse:
@@ -208,7 +208,7 @@ def _object(schema: StoredSchema, reply: ModulesReply) -> SchemaObject:
     tiers: list[int] = unpack_int32(reply.tiers).tolist()
     blocks: list[int] = unpack_int32(reply.blocks).tolist()
     count = len(compiled.texts)
-    # An engine that knows nothing (it has only just begun) says nothing.
+    # An engine that has just started may know nothing of the texts.
     tiers, blocks = tiers if len(tiers) == count else [-1] * count, blocks if len(blocks) == count else [0] * count
     return SchemaObject(
         id=schema.name,

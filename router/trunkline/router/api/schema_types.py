@@ -13,7 +13,7 @@ from trunkline.router.jobs.parameters import SchemaTtl, SessionId
 
 
 class SchemaRequest(BaseModel):
-    """`POST /v1/schemas`."""
+    """The request `POST /v1/schemas`."""
 
     model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
 
@@ -23,17 +23,17 @@ class SchemaRequest(BaseModel):
     json_: Annotated[dict[str, Any] | None, Field(alias="json")] = None
     """… the same as JSON."""
     ttl: SchemaTtl | None = None
-    """Seconds without use after which it is forgotten; 0: never."""
+    """Seconds without use after which the schema is deleted; 0: never."""
     pin: bool | None = None
-    """Whether its modules stay in some tier whatever else needs room."""
+    """Whether its modules always stay in some tier."""
     warm: bool | None = None
     """Whether its modules are computed before the answer (the default), or when requests need them."""
     encode_scope: Literal["ancestors", "self"] | None = None
     relocate: bool | None = None
-    """Whether KV serves that was computed for the same text below the same ancestors, but at another distance from
-    them (the default); else it is computed again for each distance."""
+    """Whether KV of a text is reused at another distance from its ancestors (the default), or computed again for
+    each distance."""
     cache_salt: SessionId | None = None
-    """Whose schema it is: only requests with the same salt find it."""
+    """Only requests with the same salt find the schema."""
 
     @model_validator(mode="after")
     def _check(self) -> SchemaRequest:
@@ -45,15 +45,15 @@ class SchemaRequest(BaseModel):
 
 
 class SchemaUpdate(BaseModel):
-    """`PATCH /v1/schemas/{id}`: what is left out, or null, stays as it is."""
+    """The request `PATCH /v1/schemas/{id}`. Fields that are missing or null stay as they are."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
     ttl: SchemaTtl | None = None
     pin: bool | None = None
-    """true: modules that are not there are computed first."""
+    """true: missing modules are computed first."""
     cache_salt: SessionId | None = None
-    """As it was made with."""
+    """The salt that the schema was made with."""
 
 
 class ParamObject(msgspec.Struct, kw_only=True):
@@ -61,47 +61,47 @@ class ParamObject(msgspec.Struct, kw_only=True):
 
     name: str
     length: int
-    """Tokens that an argument may have."""
+    """Most tokens of an argument."""
     required: bool
     default: str | None
 
 
 class ModuleObject(msgspec.Struct, kw_only=True):
-    """A module of a schema. Its texts are what stands in itself, not in modules within it."""
+    """A module of a schema. Its texts are its own, without those of nested modules."""
 
     path: str
-    """"" for what stands in the schema itself."""
+    """Path of the module; "" for the schema's own text."""
     start: int
-    """Position of its first token …"""
+    """Position of the first token …"""
     length: int
-    """… and how many it spans, modules within it included."""
+    """… and number of positions, including nested modules."""
     params: list[ParamObject]
     cached: bool
-    """False: it is computed for each request."""
+    """False: the module is computed for each request."""
     tokens: int
-    """Of its texts, parameters included."""
+    """Number of tokens in its texts, including parameters."""
     bytes: int
-    """Of KV that is kept for its texts."""
+    """Size of the KV that is kept for its texts."""
     tier: str | None
-    """The slowest one from which a part of it has to come; null: not all of it is there."""
+    """The slowest tier that holds a part of the module; null: some of it is not computed."""
 
 
 class SchemaUsage(msgspec.Struct):
-    """What a schema takes."""
+    """Size of a schema."""
 
     tokens: int
-    """Of all its texts: those of scaffolds, too."""
+    """Number of tokens in all its texts, including versions for scaffolds."""
     computed_tokens: int
-    """For this answer."""
+    """Number of tokens computed for this answer."""
     bytes: int
-    """Of KV that is kept, the same texts of other schemas included."""
+    """Size of its KV, including texts that other schemas share."""
 
 
 SchemaStatus = Literal["ready", "partial", "encoding", "cold"]
 
 
 class SchemaObject(msgspec.Struct, kw_only=True):
-    """A schema, as a client sees it. Times are Unix time in seconds."""
+    """A schema in answers to clients. Times are Unix time in seconds."""
 
     id: str
     object: Literal["schema"] = "schema"
@@ -111,9 +111,9 @@ class SchemaObject(msgspec.Struct, kw_only=True):
     """1, and one more each time that a schema of this name is posted."""
     model: str
     status: SchemaStatus
-    """ready: all modules are computed; cold: none; requests have what is missing computed."""
+    """"ready": all modules are computed; "cold": none is. Requests compute missing modules."""
     extent: int
-    """Positions that it spans."""
+    """Number of positions."""
     encode_scope: str
     relocate: bool
     pin: bool
@@ -121,7 +121,7 @@ class SchemaObject(msgspec.Struct, kw_only=True):
     created_at: int
     last_used_at: int
     expires_at: int | None
-    """If nobody uses it until then; null: never."""
+    """When the schema is deleted if it is not used before; null: never."""
     modules: list[ModuleObject]
     usage: SchemaUsage
     warnings: list[str]
@@ -149,7 +149,7 @@ class SchemaList(msgspec.Struct, kw_only=True):
     data: list[SchemaSummary]
     first_id: str | None
     last_id: str | None
-    """To be given as `after` for what follows."""
+    """The value of `after` for the next page."""
     has_more: bool
 
 

@@ -1,8 +1,8 @@
-"""`/v1/sessions`: conversations that the cluster keeps.
+"""`/v1/sessions`: conversations that the cluster stores.
 
-A session's requests send only what is new; its history, with the token ids that the engine saw, is kept here
-(`history.py`), its KV by the engine as long as there is room. What is done to a session (PATCH, discard, DELETE)
-needs it for itself, as its requests do; while one runs the others get 409 `session_busy`.
+Requests of a session send only new messages. The router stores the history with the token ids that the engine saw
+(`session_history.py`); the engine keeps its KV as long as there is space. Each request of a session, and each
+PATCH, discard and DELETE, holds the session's lease; meanwhile others get 409 `session_busy`.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ SCHEMAS: Final[dict[str, Any]] = components_of(SessionObject, SessionList, Sessi
 
 @routes.post("/v1/sessions", responses=answer_of(SessionObject))
 async def create_session(request: Request) -> JsonResponse:
-    """Begin a session."""
+    """Create a session."""
     service = service_of(request)
     body = await read_request(request, SessionRequest, service.config.max_body_bytes, check_session)
     check_model(service, body.model)
@@ -87,7 +87,7 @@ async def create_session(request: Request) -> JsonResponse:
 
 
 async def _bind(service: RouterService, session: SessionState, body: SessionRequest) -> str:
-    """Put modules in front of a session's turns, if it is to have any; the key of their schema."""
+    """Give a session the modules that the request asks for; return the key of their schema, "" without modules."""
     given = body.modules()
     if given is None:
         return ""
@@ -101,7 +101,7 @@ async def _bind(service: RouterService, session: SessionState, body: SessionRequ
 async def _begin(service: RouterService, session: SessionState, messages: list[Message]) -> None:
     """Put messages into an empty session."""
     session.messages = [message.model_dump(exclude_none=True) for message in messages]
-    if session.modules is not None:  # their tokens are those of the first turn
+    if session.modules is not None:  # the first turn will encode them
         return
     text = await Rendering().text(service, messages)
     check_length(len(text), "messages")
@@ -115,7 +115,7 @@ async def _begin(service: RouterService, session: SessionState, messages: list[M
 
 @routes.get("/v1/sessions", responses=answer_of(SessionList), openapi_extra={"parameters": PAGE_PARAMETERS})
 async def list_sessions(request: Request) -> JsonResponse:
-    """All sessions of the tenant, page by page, in the order of their ids; to an admin those of all tenants."""
+    """List the tenant's sessions, page by page, in the order of their ids; for admins those of all tenants."""
     page, service = page_of(request), service_of(request)
     if current_identity().is_all:
         owners = service.tenants.owners()
@@ -127,14 +127,14 @@ async def list_sessions(request: Request) -> JsonResponse:
 
 @routes.get("/v1/sessions/{session_id}", responses=answer_of(SessionObject))
 async def get_session(request: Request, session_id: str) -> JsonResponse:
-    """A session; with its messages if `include=messages` is asked for."""
+    """Return a session; with `include=messages` also its messages."""
     stored = await service_of(request).sessions.get(_checked(session_id))
     return _told(stored, messages="messages" in request.query_params.get("include", "").split(","))
 
 
 @routes.patch("/v1/sessions/{session_id}", responses=answer_of(SessionObject))
 async def update_session(request: Request, session_id: str) -> JsonResponse:
-    """Change what a session's requests do by default, or its metadata, which are replaced as a whole."""
+    """Change a session's time to live, truncation or metadata. Metadata are replaced as a whole."""
     service = service_of(request)
     body = await read_request(request, SessionUpdate, service.config.max_body_bytes)
     lease = await service.sessions.acquire(_checked(session_id))
@@ -147,14 +147,14 @@ async def update_session(request: Request, session_id: str) -> JsonResponse:
 
 @routes.delete("/v1/sessions/{session_id}", responses=answer_of(SessionDeleted))
 async def delete_session(request: Request, session_id: str) -> JsonResponse:
-    """Forget a session. Its KV goes when others need the room."""
+    """Delete a session. Its KV is evicted when its space is needed."""
     await service_of(request).sessions.delete(_checked(session_id))
     return JsonResponse(SessionDeleted(id=session_id))
 
 
 @routes.post("/v1/sessions/{session_id}/fork", responses=answer_of(SessionObject))
 async def fork_session(request: Request, session_id: str) -> JsonResponse:
-    """A copy that goes on by itself. Both have the same tokens, so they share all KV up to here."""
+    """Copy a session. Both have the same tokens, so they share the KV of the history."""
     service = service_of(request)
     content = await read_body(request, service.config.max_body_bytes)
 
@@ -170,7 +170,7 @@ async def fork_session(request: Request, session_id: str) -> JsonResponse:
 
 @routes.post("/v1/sessions/{session_id}/prefetch", responses=answer_of(SessionPrefetch))
 async def prefetch_session(request: Request, session_id: str) -> JsonResponse:
-    """Say that a request of this session is expected soon: its KV is fetched from slow tiers."""
+    """Announce a request of a session, so that its KV is fetched from slow tiers."""
     service = service_of(request)
     session = _readable(service, (await service.sessions.get(_checked(session_id))).session)
     if session.modules is not None:
@@ -196,7 +196,7 @@ async def _prefetch_modules(
         session_id, own, salt=cache_salt(given.salt), layout=placed.layout(len(own))
     )
     tokens = len(own) + placed.prompt.module_tokens
-    # The engine counts a text's chunks as if they were full.
+    # The engine counts a text's last chunk as if it were full.
     return SessionPrefetch(
         id=session_id,
         tokens=tokens,
@@ -206,7 +206,7 @@ async def _prefetch_modules(
 
 
 async def _drops(service: RouterService, session: SessionState, tokens: list[int]) -> tuple[TokenSpan, ...]:
-    """What the next request will most likely not see."""
+    """Return the ranges of the history that the next request will probably not see."""
     context, policy = service.limits.max_context, session.truncation
     room = room_for(None, context)
     discards = clip_spans(session.discards, len(tokens) - 1)
@@ -217,13 +217,13 @@ async def _drops(service: RouterService, session: SessionState, tokens: list[int
         head = await instruction_tokens(service, Rendering(), messages, session.text, tokens)
     try:
         return plan_cut(len(tokens), context, room, policy, head=head, discards=discards).drops
-    except CutError:  # its next request will say so
+    except CutError:  # the next request will report it
         return discards
 
 
 @routes.post("/v1/sessions/{session_id}/discard", responses=answer_of(SessionObject))
 async def discard_tokens(request: Request, session_id: str) -> JsonResponse:
-    """Take parts of the history out of sight of all later requests. They still count as `tokens`."""
+    """Hide parts of the history from all later requests. They still count as `tokens`."""
     service = service_of(request)
     body = await read_request(request, DiscardRequest, service.config.max_body_bytes)
     lease = await service.sessions.acquire(_checked(session_id))
@@ -256,10 +256,10 @@ def _token_spans(session: SessionState, ranges: list[list[int]]) -> list[TokenSp
 
 
 async def _message_span(service: RouterService, session: SessionState, index: int) -> TokenSpan:
-    """A message's tokens, with what the template writes around it.
+    """Return the range of a message's tokens, including those that the template writes around it.
 
     Raises:
-        ApiError: 400, there is no such message, or its tokens cannot be told from others.
+        ApiError: 400, there is no such message, or the place of its tokens is unknown.
     """
     messages = await stored_messages(service, session)
     if index >= len(messages):
@@ -269,7 +269,7 @@ async def _message_span(service: RouterService, session: SessionState, index: in
     start, stop = 0, session.token_count
     first = service.tokenizer.special_token_id("bos_token")
     if index == 0 and session.ids()[:1] == [first]:
-        start = 1  # every model expects it
+        start = 1  # keep the BOS, which every model expects
     if index > 0:
         start = await _tokens_before(service, session, messages, index)
     if index + 1 < len(messages):
@@ -300,7 +300,7 @@ def _checked(session_id: str) -> str:
 
 
 def _readable(service: RouterService, session: SessionState) -> SessionState:
-    """The session without tokens that are not this model's."""
+    """Return a session after dropping token ids of another tokenizer."""
     if session.vocabulary != service.tokenizer.fingerprint:
         session.forget_tokens()
         session.vocabulary = service.tokenizer.fingerprint

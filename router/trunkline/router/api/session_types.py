@@ -18,7 +18,7 @@ from trunkline.router.stores.session_history import SessionModules, SessionState
 from trunkline.router.text.truncation import TokenSpan
 
 DISCARDS_MAX: Final = DROPS_MAX - 1
-"""Ranges that a session may have discarded: a cut may add one to them, and the engine takes no more."""
+"""Most discarded ranges of a session. A cut may add one, and the engine takes one more at most."""
 
 
 def _ranges(value: Any) -> Any:
@@ -39,7 +39,7 @@ _Index = Annotated[int, Field(ge=0)]
 
 
 class SessionUpdate(BaseModel):
-    """`PATCH /v1/sessions/{id}`: what is left out, or null, stays as it is."""
+    """The request `PATCH /v1/sessions/{id}`. Fields that are missing or null stay as they are."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -48,10 +48,10 @@ class SessionUpdate(BaseModel):
     metadata: Metadata | None = None
 
     def apply(self, session: SessionState) -> None:
-        """Change a session.
+        """Apply the changes to a session.
 
         Raises:
-            ApiError: 400, it cannot be changed so.
+            ApiError: 400, a session with modules cannot be truncated.
         """
         if self.ttl is not None:
             session.ttl = float(self.ttl)
@@ -66,26 +66,26 @@ class SessionUpdate(BaseModel):
 
 
 class ForkRequest(SessionUpdate):
-    """`POST /v1/sessions/{id}/fork`: what is to be different in the copy."""
+    """The request `POST /v1/sessions/{id}/fork`: changes in the copy."""
 
 
 class SessionRequest(SessionUpdate):
-    """`POST /v1/sessions`."""
+    """The request `POST /v1/sessions`."""
 
     model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
 
     model: str | None = None
     messages: Annotated[Messages, Field(min_length=1)] | None = None
-    """What the conversation begins with."""
+    """First messages of the conversation."""
     pml: str | None = None
-    """A prompt of modules that stands in front of every turn …"""
+    """A prompt of modules that precedes every turn, in PML, …"""
     prompt: ModulesPrompt | None = None
-    """… the same as an object …"""
+    """… or as an object, …"""
     schema_: Annotated[str | None, Field(alias="schema", min_length=1)] = None
-    """… or all that a schema brings by itself."""
+    """… or the name of a schema whose own texts precede every turn."""
     trailing: Trailing | None = None
     cache_salt: SessionId | None = None
-    """With which the schema was made."""
+    """The salt that the schema was made with."""
 
     @model_validator(mode="after")
     def _check_modules(self) -> SessionRequest:
@@ -102,11 +102,11 @@ class SessionRequest(SessionUpdate):
 
     @property
     def modules_param(self) -> str:
-        """The one that gives the modules."""
+        """The parameter that gives the modules."""
         return "pml" if self.pml is not None else "schema" if self.schema_ is not None else "prompt"
 
     def modules(self) -> SessionModules | None:
-        """What stands in front of every turn, if anything does."""
+        """Return the modules that precede every turn; None if there are none."""
         source = self.pml if self.pml is not None else self.prompt
         if self.schema_ is not None:
             source = {"schema": self.schema_, "modules": []}
@@ -116,14 +116,14 @@ class SessionRequest(SessionUpdate):
 
 
 class DiscardRequest(BaseModel):
-    """`POST /v1/sessions/{id}/discard`: either of both."""
+    """The request `POST /v1/sessions/{id}/discard`, with one of both fields."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
     tokens: _Ranges | None = None
-    """Ranges of history tokens, ends not included."""
+    """Ranges of history tokens, without their ends."""
     messages: Annotated[list[_Index], Field(min_length=1, max_length=DISCARDS_MAX)] | None = None
-    """Messages by index."""
+    """Indexes of messages."""
 
     @model_validator(mode="after")
     def _check_one(self) -> DiscardRequest:
@@ -148,27 +148,27 @@ class SessionTruncation(msgspec.Struct):
 
 
 class SessionObject(msgspec.Struct, kw_only=True):
-    """A session, as a client sees it. Times are Unix time in seconds."""
+    """A session in answers to clients. Times are Unix time in seconds."""
 
     id: str
     object: Literal["session"] = "session"
     created_at: int
     last_used_at: int
     expires_at: int
-    """If nobody uses it until then."""
+    """When the session is deleted if it is not used before."""
     ttl: int
-    """Seconds without use after which it is forgotten."""
+    """Seconds without use after which it is deleted."""
     model: str
     parent: str | None
-    """The session that it was forked from."""
+    """Id of the session that it was forked from."""
     schema: str | None
-    """The schema whose modules stand in front of every turn."""
+    """The schema whose modules precede every turn."""
     turns: int
-    """Requests that were answered."""
+    """Number of requests that were answered."""
     tokens: int
-    """Of the whole history, discarded ones included."""
+    """Tokens of the whole history, including discarded ones."""
     discards: list[TokenSpan]
-    """Ranges of history tokens that no request sees any more."""
+    """Ranges of history tokens that no later request sees."""
     message_count: int
     truncation: SessionTruncation | Literal["disabled"]
     metadata: dict[str, str]
@@ -182,7 +182,7 @@ class SessionSummary(msgspec.Struct, kw_only=True):
     id: str
     object: Literal["session"] = "session"
     tenant: str | UnsetType = UNSET
-    """Whose it is; told to admins only."""
+    """The session's tenant; for admins only."""
     created_at: int
     last_used_at: int
     expires_at: int
@@ -195,7 +195,7 @@ class SessionList(msgspec.Struct, kw_only=True):
     data: list[SessionSummary]
     first_id: str | None
     last_id: str | None
-    """To be given as `after` for what follows."""
+    """The value of `after` for the next page."""
     has_more: bool
 
 
@@ -213,8 +213,8 @@ class SessionPrefetch(msgspec.Struct, kw_only=True):
     id: str
     object: Literal["session.prefetch"] = "session.prefetch"
     tokens: int
-    """That its next request will have in common with what was before."""
+    """Tokens of the history, with which the next request begins."""
     known_tokens: int
-    """Of these, tokens whose KV is kept somewhere …"""
+    """Tokens among them whose KV is in some tier …"""
     coming_tokens: int
-    """… and is being fetched from a slow tier now."""
+    """… and tokens whose KV is now being fetched from a slow tier."""

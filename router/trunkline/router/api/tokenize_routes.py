@@ -1,7 +1,7 @@
 """`POST /tokenize` and `POST /detokenize`, in vLLM's form.
 
-Long answers are written in slices, as they are sent: a million token ids, and as many texts, would hold the event
-loop for a tenth of a second, and be in memory twice.
+Long answers are encoded in slices while they are sent. A million token ids with their texts would otherwise hold
+the event loop for a tenth of a second, and be in memory twice.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from trunkline.router.tools.plan import prepare_tools
 
 routes = APIRouter()
 _SLICE_TOKENS: Final = 2048
-"""A few milliseconds' work."""
+"""Tokens of a slice, which takes a few milliseconds."""
 _SLICED_TOKENS: Final = 16_384
-"""Answers about more are written in slices."""
+"""Answers with more tokens are encoded in slices."""
 _encode = msgspec.json.Encoder().encode
 
 
 @routes.post("/tokenize")
 async def tokenize(request: Request) -> Response:
-    """Token ids of a text or a conversation, exactly as a completion would use them."""
+    """Return the token ids of a text or a conversation, as a completion would use them."""
     service = service_of(request)
     body = await read_request(request, TokenizeRequest, service.config.max_body_bytes, TOKENIZE.check)
     check_model(service, body.model)
@@ -58,10 +58,10 @@ async def tokenize(request: Request) -> Response:
 
 @routes.post("/detokenize")
 async def detokenize(request: Request) -> Response:
-    """Text of token ids, special tokens included.
+    """Return the text of token ids, including special tokens.
 
-    Of many it is what a completion with these tokens would say: bytes that are no text become U+FFFD one by one
-    (`detokenizer.py`), where the tokenizer itself may replace some good ones beside them.
+    For many ids it is the text of a completion with these tokens: each byte that is not text becomes U+FFFD
+    (`detokenizer.py`). The tokenizer itself, used for few ids, may replace good bytes beside bad ones.
     """
     service = service_of(request)
     body = await read_request(request, DetokenizeRequest, service.config.max_body_bytes)
@@ -86,7 +86,7 @@ def _strings(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
 async def _written_tokens(
     head: dict[str, Any], tokens: Sequence[int], tokenizer: Tokenizer | None
 ) -> AsyncIterator[bytes]:
-    """The answer about `tokens`, with their strings if there is a `tokenizer`."""
+    """Yield the answer with `tokens`, and with their strings if there is a `tokenizer`."""
     turns = LoopTurns()
     yield _encode(head)[:-1] + b',"tokens":['
     separator = b""
@@ -106,7 +106,7 @@ async def _written_tokens(
 
 
 async def _written_text(tokenizer: Tokenizer, tokens: Sequence[int]) -> AsyncIterator[bytes]:
-    """The answer with the text of `tokens`."""
+    """Yield the answer with the text of `tokens`."""
     detokenizer = make_detokenizer(tokenizer.vocabulary, skip_special_tokens=False, at_start=True)
     turns = LoopTurns()
     yield b'{"prompt":"'
