@@ -61,7 +61,7 @@ _PATHS = frozenset(
 
 
 def create_app(service: RouterService) -> FastAPI:
-    """An application around a service, which is opened and closed with it."""
+    """Return the FastAPI application of a service; the service opens and closes with it."""
 
     config, metrics = service.config, service.metrics
     metrics.tracer = start_tracing(config.otlp_endpoint, "router", f"router-{config.number}", config.trace_sample)
@@ -144,7 +144,7 @@ async def _on_api_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
-    """Unknown paths and methods, in the same form as all other errors."""
+    """Answer unknown paths and methods in the same form as all other errors."""
     assert isinstance(error, HTTPException)
     path = request.url.path
     answer = ApiError(error.status_code, f"{error.detail}: {request.method} {path[:200]}")

@@ -44,7 +44,7 @@ class ApiError(Exception):
         self.retry_after = retry_after
 
     def body(self) -> dict[str, Any]:
-        """The JSON body; also the payload of an error event within a stream."""
+        """Return the JSON body, which is also the payload of an error event within a stream."""
         return {
             "error": {
                 "message": self.message,
@@ -56,7 +56,7 @@ class ApiError(Exception):
         }
 
     def headers(self) -> dict[str, str]:
-        """`Retry-After` where trying again makes sense."""
+        """Return `Retry-After` where trying again makes sense."""
         seconds = self.retry_after
         if seconds is None and self.status in (429, 503):
             seconds = RETRY_AFTER_SECONDS
@@ -64,42 +64,43 @@ class ApiError(Exception):
 
 
 def bad_value(param: str, message: str, *, code: str | None = None) -> ApiError:
-    """400: a parameter has a value it cannot have."""
+    """Return a 400: a parameter has a value it cannot have."""
     return ApiError(400, message, param=param, code=code)
 
 
 def unsupported(param: str, what: str) -> ApiError:
-    """400: a parameter that would change the answer is known but not supported here."""
+    """Return a 400: a parameter that would change the answer is known but not supported here."""
     return ApiError(400, f"{what} (parameter `{param}`)", param=param, code="unsupported_parameter")
 
 
 def not_found(param: str, message: str, *, code: str) -> ApiError:
-    """404: what the request names is not there."""
+    """Return a 404: the thing that the request names does not exist."""
     return ApiError(404, message, param=param, code=code)
 
 
 def in_conflict(param: str, message: str, *, code: str) -> ApiError:
-    """409: what the request names is not in a state for it."""
+    """Return a 409: the thing that the request names is not in a state for it."""
     return ApiError(409, message, kind="conflict_error", param=param, code=code)
 
 
 def unavailable(message: str, *, code: str = "engine_unavailable") -> ApiError:
-    """503: nothing here can generate now."""
+    """Return a 503: no engine can generate now."""
     return ApiError(503, message, kind="service_unavailable_error", code=code)
 
 
 def overloaded(message: str) -> ApiError:
-    """429: too many requests wait."""
+    """Return a 429: too many requests wait."""
     return ApiError(429, message, kind="rate_limit_error", code="queue_full")
 
 
 def draining() -> ApiError:
-    """503: this process is about to leave."""
+    """Return a 503: this process is about to end."""
     return unavailable("the server is shutting down and takes no new requests", code="draining")
 
 
 def finish_error(reason: str, detail: str, param: str = "") -> ApiError | None:
-    """The error behind a `Finished` of a controller; None for a regular end. `param`: the client's mistake."""
+    """Return the error behind a controller's `Finished`; None for a regular end. `param`: the parameter at
+    fault."""
     if reason in (FinishReason.STOP, FinishReason.LENGTH):
         return None
     if reason == FinishReason.INVALID:

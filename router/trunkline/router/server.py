@@ -7,7 +7,7 @@ everything off at once: exit 1.
 On an inherited socket, from which other routers accept as well, the process accepts nothing before it has met a
 controller that is ready (or waited for one a moment), and SIGUSR1 makes it hand over: it accepts nothing any more,
 closes each connection after its answer, and leaves when all is finished. So a router can be replaced without
-anybody noticing.
+its clients noticing.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _MEET_SECONDS_MAX: Final = 3.0
 """A start of the whole cluster takes longer: then `/health` should say how far it is."""
 _MEET_INTERVAL_S: Final = 0.02
 _IDLE_SECONDS: Final = 2.0
-"""What connections get, after an answer, to send another request while a router hands over."""
+"""How long a connection may still send another request after an answer, while a router hands over."""
 _log = structlog.get_logger("trunkline.router")
 
 
@@ -57,13 +57,14 @@ class _Server(uvicorn.Server):
         self.server_state.limits = limits
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept connections, unless it is over already."""
+        """Accept connections, unless the server hands over already."""
         await super().startup(sockets)
         if self.server_state.hands_over:
             self._accept_no_more()
 
     async def hand_over(self) -> None:
-        """Accept nothing any more and close what is idle. Who is about to send something gets it answered."""
+        """Accept no connections any more and close idle ones. Requests that are on their way are still
+        answered."""
         self.server_state.hands_over = True
         self._accept_no_more()
         idle = []
@@ -95,7 +96,7 @@ class _Server(uvicorn.Server):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket.
+    """Return a listening socket.
 
     Raises:
         OSError: the address is taken, not this machine's or not allowed; the text says which.
@@ -111,10 +112,10 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def inherited(descriptor: int) -> socket.socket:
-    """The listening socket that this process was started with.
+    """Return the listening socket that this process was started with.
 
     Raises:
-        OSError: there is none under this number.
+        OSError: the descriptor is not a listening socket.
     """
     try:
         if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
@@ -130,7 +131,7 @@ def inherited(descriptor: int) -> socket.socket:
 
 
 async def serve(config: RouterConfig, listener: socket.socket) -> int:
-    """Serve until a signal; the process's exit code."""
+    """Serve until a signal; return the process's exit code."""
     bound_heap()
     service = RouterService(config, Tokenizer(config.model_path, config.tool_call_parser))
     spare_the_collector()
@@ -144,7 +145,7 @@ async def serve(config: RouterConfig, listener: socket.socket) -> int:
 
 
 def make_server(service: RouterService, meet_seconds_max: float = 0.0) -> _Server:
-    """A uvicorn server for a service; set its `should_exit` to stop it.
+    """Return a uvicorn server for a service; set its `should_exit` to stop it.
 
     Args:
         meet_seconds_max: how long to wait for a controller that is ready before connections are accepted.
@@ -187,7 +188,7 @@ def make_server(service: RouterService, meet_seconds_max: float = 0.0) -> _Serve
 
 
 def spare_the_collector() -> None:
-    """What is there after the start stays: the garbage collector need not look at it again and again. And streams
+    """Spare the garbage collector work: objects of the start stay, so it need not look at them again. And streams
     make many small objects that die at once, of which it need not hear so often."""
     gc.collect()
     gc.freeze()
@@ -195,7 +196,7 @@ def spare_the_collector() -> None:
 
 
 async def _meet(service: RouterService, seconds_max: float) -> None:
-    """Wait until a controller is ready. Who connects before would be told that there is none."""
+    """Wait until a controller is ready: a client that connects before would get an error."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds_max):
             while not any(link.ready for link in service.links):
@@ -203,7 +204,7 @@ async def _meet(service: RouterService, seconds_max: float) -> None:
 
 
 class _Signals:
-    """What signals make of the process."""
+    """Handles the process's signals."""
 
     def __init__(
         self, config: RouterConfig, service: RouterService, server: _Server, drained: asyncio.Future[bool]
@@ -217,7 +218,7 @@ class _Signals:
         """To leave, and to refuse what comes."""
 
     def handle(self) -> None:
-        """From now on."""
+        """Install the signal handlers."""
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._stop)
         if self._config.tenants:

@@ -45,7 +45,7 @@ _CREATED: Final = int(time.time())
 
 
 class LiveRequest(NamedTuple):
-    """A generation in work, for people."""
+    """A generation that runs or waits, as the dashboard shows it."""
 
     origin: Origin
     stream: Stream
@@ -96,12 +96,12 @@ class RouterService:
 
     @cached_property
     def version(self) -> str:
-        """Of this program."""
+        """This program's version."""
         return importlib.metadata.version("trunkline")
 
     @cached_property
     def fingerprint(self) -> str:
-        """Same model and version, same backend, as far as a client can tell."""
+        """Return a digest that changes with the model and the program's version."""
         name = f"{self.config.model_name} {self.tokenizer.vocab_size} {self.version}"
         return "fp_" + hashlib.blake2b(name.encode(), digest_size=5).hexdigest()
 
@@ -131,7 +131,7 @@ class RouterService:
             link.open()
 
     def close(self) -> None:
-        """Disconnect; generations that still run fail."""
+        """Disconnect from the controllers; generations that still run fail."""
         if self._feeds is not None:
             self._feeds.close()
         for link in self.links:
@@ -143,7 +143,7 @@ class RouterService:
 
     @property
     def limits(self) -> Limits:
-        """What a request may ask for at this moment."""
+        """Return what a request may ask for at this moment."""
         contexts = [self.config.max_context or self.tokenizer.files.max_context]
         capacity = [link.state.max_context for link in self.links if link.state and link.state.max_context > 0]
         if capacity:
@@ -157,7 +157,7 @@ class RouterService:
         )
 
     def check_admission(self, count: int = 1) -> None:
-        """Turn a request away before work is spent on it. `count`: generations that it comes to.
+        """Refuse a request before work is spent on it. `count`: how many generations it needs.
 
         Raises:
             ApiError: 503 draining or no controller, 429 too many at once.
@@ -199,11 +199,12 @@ class RouterService:
         return generation
 
     def events_status(self, controller: int) -> str:
-        """How much of what a controller has is known: "current", "catching up", "stale", or "off"."""
+        """Return how current the index of a controller's chunks is: "current", "catching up", "stale", or
+        "off"."""
         return "off" if self._feeds is None else self._feeds.status(controller)
 
     def _route_of(self, job: Job) -> RouteRequest:
-        """What the choice of a controller depends on."""
+        """Return what the choice of a controller depends on."""
         home = -1
         if is_stored(job.session):
             home = self.sessions.home_of(job.session).index
@@ -236,12 +237,12 @@ class RouterService:
 
     @property
     def live_count(self) -> int:
-        """Generations in work."""
+        """How many generations run or wait."""
         return len(self._generations)
 
     @property
     def generations(self) -> Mapping[Generation, LiveRequest]:
-        """They themselves."""
+        """The generations that run or wait."""
         return self._generations
 
     async def health(self) -> Health:
@@ -280,7 +281,8 @@ class RouterService:
 
 
 def _scoped(job: Job) -> str:
-    """Clients choose the names of their sessions: what one tenant names must not move another's."""
+    """Return a session's name with its tenant: clients choose the names, and one tenant's must not move
+    another's."""
     meter = current_meter()
     return f"{meter.tenant}/{job.salt.hex()}/{job.session}"
 

@@ -15,10 +15,10 @@ from trunkline.router.http.json_slices import PIECE_BYTES, TooManyPartsError, pa
 from trunkline.router.http.large_requests import LargeRequests
 
 _PYTHON_ONLY: Final = re.compile(r" or instance of \w+| after validation")
-"""In pydantic's messages; clients know nothing of this program's classes."""
+"""Parts of pydantic's messages that clients cannot understand."""
 
 SESSION_HEADER: Final = "X-Session-ID"
-"""What the body's `session_id` says, for clients and gateways that cannot write it there; the body comes first."""
+"""Stands for the body's `session_id`, for clients and gateways that cannot change bodies; the body comes first."""
 _SESSION_CHARACTERS_MAX: Final = 128
 """As in the body."""
 
@@ -27,7 +27,7 @@ _Result = TypeVar("_Result")
 
 
 async def read_body(request: Request, bytes_max: int) -> bytes:
-    """The whole body, counted from its first bytes on (`LargeRequests`).
+    """Return the whole body. Its bytes count as they arrive (`LargeRequests`).
 
     Raises:
         ApiError: 413 too large (known from the header, or met while reading), 408 too slow, 503 there are too many
@@ -63,10 +63,10 @@ def _large_requests(request: Request) -> LargeRequests:
 
 
 def session_header(request: Request) -> str | None:
-    """The name of the conversation that the header gives; None: there is no such header.
+    """Return the name of the conversation in the header; None: there is no such header.
 
     Raises:
-        ApiError: 400, it is none.
+        ApiError: 400, the header is no such name.
     """
     label = request.headers.get(SESSION_HEADER)
     if label is not None and not 1 <= len(label) <= _SESSION_CHARACTERS_MAX:
@@ -79,7 +79,7 @@ def session_header(request: Request) -> str | None:
 
 
 def parse_json_object(body: bytes) -> dict[str, Any]:
-    """The body as a JSON object. NaN, lone surrogates, absurd numbers and nesting are JSON errors.
+    """Return the body as a JSON object. NaN, lone surrogates, absurd numbers and nesting are JSON errors.
 
     Raises:
         ApiError: 400 saying what and where, 413 too many parts.
@@ -100,7 +100,7 @@ def parse_json_object(body: bytes) -> dict[str, Any]:
 
 
 def is_heavier(value: object, limit: int) -> bool:
-    """Whether a JSON value has more than so many parts and characters; does not look further than that."""
+    """Return whether a JSON value has more than `limit` parts and characters; the rest is not looked at."""
     weight = 0
     parts = [value]
     while parts:
@@ -134,7 +134,7 @@ async def read_request(
     bytes_max: int,
     check: Callable[[dict[str, Any]], None] | None = None,
 ) -> _Model:
-    """The body as a request model; `check` sees the raw fields first. In a thread if it may take long.
+    """Return the body as a request model; `check` sees the raw fields first. Large bodies are read in a thread.
 
     Raises:
         ApiError: 4xx, saying what is wrong.
@@ -155,7 +155,7 @@ async def read_request(
 
 
 async def beside_loop(request: Request, work: Callable[[], _Result]) -> _Result:
-    """What `work` returns, which has to do with the whole body: done in a thread if that is large."""
+    """Return the result of `work` on the whole body, done in a thread if the body is large."""
     large = _large_requests(request)
     return await large.run(work) if large.holds(request.scope) else work()
 
@@ -170,7 +170,7 @@ def _to_api_error(error: ValidationError) -> ApiError:
 
 
 def _param_name(location: tuple[int | str, ...]) -> str:
-    """ "messages[0].content" from pydantic's path."""
+    """Return a name like "messages[0].content" from pydantic's path."""
     name = ""
     for part in location:
         if isinstance(part, int):

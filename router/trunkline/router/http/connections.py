@@ -1,10 +1,10 @@
-"""What one HTTP connection may cost: uvicorn's protocol with the limits that its parser does not have.
+"""uvicorn's HTTP protocol with limits on what one connection may cost, which its parser does not have.
 
     accepted ─► first byte ─► headers complete ─► body complete ─► answer ─► idle, or the next request
        └ idle_s     └ headers_s        └ body_s (a little more than `read_body` waits, whose answer says why)
 
-Whoever is slower, or sends more, is told so in a line and disconnected. A connection costs a few kilobytes until
-its headers are complete, so `connections` of them are what strangers can have the process keep.
+A client that is slower, or sends more, gets an error and is disconnected. A connection costs a few kilobytes until
+its headers are complete, so `connections` of them are all that unknown clients can make the process keep.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 _FILES_FOR_OTHERS: Final = 256
-"""Descriptors that are left for everything but clients' connections."""
+"""File descriptors that are kept for other uses than clients' connections."""
 _BODY_MARGIN: Final = 1.1
 _AUTHORITY_END: Final = re.compile(rb"[/?#]")
 
@@ -38,7 +38,7 @@ class ConnectionLimits(msgspec.Struct, frozen=True):
 
 
 class ConnectionState(ServerState):
-    """What the connections of a process have in common."""
+    """State that the connections of a process share."""
 
     limits: ConnectionLimits
     hands_over = False
@@ -55,7 +55,7 @@ class BoundedProtocol(HttpToolsProtocol):
     _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A client is there."""
+        """Begin to wait for a client's first request, or refuse one connection too many."""
         super().connection_made(transport)
         limits = self.server_state.limits
         if len(self.connections) > limits.connections:
@@ -64,32 +64,32 @@ class BoundedProtocol(HttpToolsProtocol):
         self._wait(limits.idle_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It has left, or was disconnected."""
+        """Stop the timer of a connection that has ended."""
         self._wait(None)
         super().connection_lost(exc)
 
     def on_message_begin(self) -> None:
-        """A request begins."""
+        """Begin to count a request's headers, and the time that they take."""
         self._in_headers = True
         self._header_bytes = 0
         self._wait(self.server_state.limits.headers_s)
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
-        """A part of its address."""
+        """Take a part of the request's address."""
         super().on_url(url)
         if len(self.url) > self.server_state.limits.url_bytes:
             self._refuse(414, f"the address has more than {self.server_state.limits.url_bytes} bytes")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """One of its headers, or of the trailers behind a body, which nobody reads."""
+        """Take a header. Trailers behind a body come here, too, and are ignored."""
         if self._in_headers and not self._is_refused:
             super().on_header(name, value)
             if len(self.headers) > self.server_state.limits.headers:
                 self._refuse(431, f"the request has more than {self.server_state.limits.headers} headers")
 
     def on_headers_complete(self) -> None:
-        """Now it is known what is wanted."""
+        """Check the headers as a whole, and let the request begin."""
         self._in_headers = False
         # What comes in one piece is counted nowhere else, and a piece may have 256 KiB.
         self._limit_headers(len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers))
@@ -102,8 +102,8 @@ class BoundedProtocol(HttpToolsProtocol):
             self.cycle.keep_alive = False
 
     def _take_authority(self) -> None:
-        """Of a request to a whole URL (`GET http://host/path`), that URL's host counts, not the header's (RFC 9112
-        §3.2.2); what looks at the header later finds it there."""
+        """Put the host of a whole URL (`GET http://host/path`) in the place of the `Host` header: that is what
+        counts (RFC 9112 §3.2.2), and later code reads the header."""
         _, is_whole, rest = self.url.partition(b"://")
         if self.url.startswith(b"/") or not is_whole:
             return
@@ -113,18 +113,18 @@ class BoundedProtocol(HttpToolsProtocol):
             self.headers.append(given)
 
     def on_body(self, body: bytes) -> None:
-        """A part of its body."""
+        """Take a part of the request's body."""
         if not self._is_refused:
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """All of it is there."""
+        """Stop the timer: the request is complete."""
         self._wait(None)
         if not self._is_refused:
             super().on_message_complete()
 
     def data_received(self, data: bytes) -> None:
-        """Some bytes, whatever they are."""
+        """Take bytes, and count them while they are headers."""
         if self._is_refused:
             return
         super().data_received(data)
@@ -135,7 +135,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._wait(self.server_state.limits.idle_s)  # empty lines, which begin nothing
 
     def send_400_response(self, msg: str) -> None:
-        """This is no HTTP."""
+        """Refuse bytes that are no HTTP."""
         self._refuse(400, msg)
 
     def _limit_headers(self, size: int) -> None:
@@ -145,7 +145,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse(431, f"the headers have more than {limit} bytes")
 
     def _wait(self, seconds: float | None) -> None:
-        """Disconnect after so long; None: do not."""
+        """Disconnect after `seconds`; None: do not."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer = None if seconds is None else self.loop.call_later(seconds, self._too_slow)
@@ -158,7 +158,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _refuse(self, status: int, message: str, more: bytes = b"") -> None:
-        """Say why, and disconnect. What comes after it is not looked at."""
+        """Answer with an error, and disconnect. Later bytes are ignored."""
         if self._is_refused:
             return
         self._is_refused = True
@@ -178,7 +178,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 def connections_max(wanted: int) -> int:
-    """How many connections this process can have: what is wanted, or what the system lets it have open.
+    """Return how many connections this process can have: `wanted`, or fewer if the system limits open files.
 
     Raises the process's own limit of open files as far as it may.
     """

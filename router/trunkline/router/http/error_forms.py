@@ -56,12 +56,12 @@ SCHEMAS: Final[dict[str, dict[str, Any]]] = {
 
 
 def schema_of(path: str) -> str:
-    """Which of `SCHEMAS` the errors of a path have."""
+    """Return which of `SCHEMAS` the errors of a path have."""
     return "AnthropicError" if _is_anthropic(path) else "Error"
 
 
 def anthropic_error(error: ApiError) -> dict[str, Any]:
-    """An error's body in Anthropic's form; also the payload of an error event within a stream."""
+    """Return an error's body in Anthropic's form; also the payload of an error event within a stream."""
     kind, message = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error"), error.message
     if error.param is not None and f"`{error.param}`" not in message:  # the form has no field for it
         message += f" (parameter `{error.param}`)"
@@ -69,7 +69,7 @@ def anthropic_error(error: ApiError) -> dict[str, Any]:
 
 
 def error_body(path: str, error: ApiError) -> dict[str, Any]:
-    """An error's body for a request to `path`."""
+    """Return an error's body for a request to `path`."""
     return anthropic_error(error) if _is_anthropic(path) else error.body()
 
 

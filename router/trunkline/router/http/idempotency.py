@@ -31,16 +31,16 @@ from trunkline.router.stores.record_homes import RecordHomes, record_call, recor
 from trunkline.router.streams.link import ControllerLink
 
 BODY_BYTES_MAX: Final = 4 << 20
-"""Of an answer. A longer one is not kept: who comes again has it generated again."""
+"""Of an answer. A longer one is not kept: a repeated request is generated again."""
 WAIT_SECONDS: Final = 60.0
-"""For an answer that somebody else works on."""
+"""How long a request waits for an answer that another request is getting."""
 LEASE_SECONDS: Final = 5.0
-"""After this a router that has died is known to have."""
+"""After this a lease ends that is not renewed: its router has died."""
 _RENEW_SECONDS: Final = 1.5
 _CALL_SECONDS: Final = 2.0
-"""Shorter than other calls' limit: without an answer the request goes on."""
+"""Shorter than other calls' limit: without the controller's answer the request goes on."""
 _PAUSES: Final = (0.02, 0.5)
-"""Between two looks at what somebody else works on: the first, and the longest."""
+"""Between two looks at a record that another request holds: the first pause, and the longest."""
 _KIND: Final = "idem"
 _KEY: Final = re.compile(r"[\x20-\x7e]{1,255}")
 _log = structlog.get_logger("trunkline.router.http.idempotency")
@@ -70,15 +70,15 @@ class RequestName(msgspec.Struct, frozen=True):
 
     @property
     def bytes(self) -> bytes:
-        """All of it."""
+        """The whole name."""
         return bytes.fromhex(self.record) + self.request
 
 
 def name_request(tenant: str, key: str, *asked: bytes) -> RequestName:
-    """The name of a request. `asked`: all that the answer depends on.
+    """Return the name of a request. `asked`: all that the answer depends on.
 
     Raises:
-        ApiError: 400, the key is none.
+        ApiError: 400, the key is not valid.
     """
     if not _KEY.fullmatch(key):
         raise ApiError(
@@ -112,11 +112,11 @@ class IdempotencyStore:
         self._wait_seconds = wait_seconds
 
     async def claim(self, name: RequestName) -> Claim | Result:
-        """The right to answer a request, or the answer that it had.
+        """Return the right to answer a request, or the answer that it has had.
 
         Raises:
-            ApiError: 422, the key was used for another request; 409, somebody has worked on it for too long; 503,
-                the record cannot be had.
+            ApiError: 422, the key was used for another request; 409, another router has worked on it for too long;
+            503, the record cannot be had.
         """
         home = self._homes.home_of(name.record)
         token = secrets.token_hex(8)
@@ -155,7 +155,7 @@ class IdempotencyStore:
         return claim
 
     async def _make(self, home: ControllerLink, name: RequestName) -> Record:
-        """The key's record, without its value; made if it was not there."""
+        """Return the key's record, without its value; make it if there is none."""
         value = msgspec.msgpack.encode(Result(name.request, int(time.time())))
         reply = await _ask(home, "create", name.record, value=value, ttl=self._ttl)
         if reply.status not in ("ok", "exists"):
@@ -174,7 +174,7 @@ class IdempotencyStore:
 
 
 class Claim:
-    """A key that is leased for the request at hand. Call `close` in the end, whatever happened."""
+    """The lease of a key for the request at hand. Call `close` in the end, whatever happened."""
 
     def __init__(self, home: ControllerLink, record: Record, token: str, ttl_seconds: float) -> None:
         self._home = home
@@ -192,12 +192,12 @@ class Claim:
         return self._asked.created
 
     def begin(self, asked: Result) -> None:
-        """Keep it, however long the answer takes. `asked`: the record, so far without an answer."""
+        """Renew the lease until the answer is there. `asked`: the record, so far without an answer."""
         self._asked = asked
         self._renew_later()
 
     async def finish(self, status: int, content_type: str, body: bytes) -> bool:
-        """Keep the answer, and let go of the key; whether it was kept."""
+        """Store the answer and release the key; return whether it was stored."""
         self._stop()
         answer = msgspec.structs.replace(self._asked, status=status, content_type=content_type, body=body)
         value, record = msgspec.msgpack.encode(answer), self._record
@@ -217,7 +217,7 @@ class Claim:
         return reply.status == "ok"
 
     def close(self) -> None:
-        """Let go of the key; without an answer the next one may try. May be called again."""
+        """Release the key; without an answer the next request may try. May be called again."""
         self._stop()
         if self._open:
             self._open = False

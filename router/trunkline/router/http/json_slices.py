@@ -58,7 +58,7 @@ class _Marks(NamedTuple):
 
 
 def parse_slices(body: bytes, piece_bytes: int = PIECE_BYTES) -> Any:
-    """The value of a JSON document. NaN and infinity are errors.
+    """Return the value of a JSON document. NaN and infinity are errors.
 
     Raises:
         ValueError: it is not valid JSON; the text says why.
@@ -70,7 +70,7 @@ def parse_slices(body: bytes, piece_bytes: int = PIECE_BYTES) -> Any:
 
 
 def _scan(body: bytes) -> _Marks:
-    """Find the marks.
+    """Find the marks between which the document is cut.
 
     A backslash outside of a string is taken for one within: the piece that has it is no JSON in any case.
 
@@ -106,7 +106,8 @@ def _scan(body: bytes) -> _Marks:
 
 
 def _quotes(data: npt.NDArray[np.uint8], escapes: bool) -> tuple[npt.NDArray[np.bool_], bool]:
-    """Which bytes of a slice begin or end a string, and whether the next slice begins with an escaped character.
+    """Return which bytes of a slice begin or end a string, and whether the next slice begins with an escaped
+    character.
     `escapes`: this one does."""
     is_quote = data == ord('"')
     is_backslash = data == ord("\\")
@@ -143,7 +144,7 @@ class _Reader:
         self._piece_bytes = piece_bytes
 
     def document(self) -> Any:
-        """The whole.
+        """Return the whole document.
 
         Raises:
             ValueError: it is not valid JSON.
@@ -151,7 +152,7 @@ class _Reader:
         return self._value(0, len(self._body))
 
     def _value(self, start: int, end: int) -> Any:
-        """The value in some bytes, with white space around it."""
+        """Return the value in a range of bytes, with white space around it."""
         if end - start > self._piece_bytes:
             first = int(np.searchsorted(self._marks.places, start))
             last = int(np.searchsorted(self._marks.places, end)) - 1
@@ -162,7 +163,7 @@ class _Reader:
         return self._parse(self._body[start:end], start)
 
     def _container(self, start: int, end: int, first: int, last: int) -> Any:
-        """The list or object between two marks, with nothing but white space around it."""
+        """Return the list or object between two marks, with nothing but white space around it."""
         body, marks = self._body, self._marks
         opens, closes = int(marks.places[first]), int(marks.places[last])
         inner = marks.depths[first:last]
@@ -181,7 +182,7 @@ class _Reader:
         return result
 
     def _groups(self, borders: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
-        """Where members between `borders` begin and end: as many together as make a piece, a longer one alone."""
+        """Yield ranges of members between `borders`: as many together as make a piece, a longer one alone."""
         index = 0
         while index < len(borders) - 1:
             start = int(borders[index]) + 1
@@ -189,7 +190,7 @@ class _Reader:
             yield start, int(borders[index])
 
     def _add(self, result: Any, start: int, end: int, *, alone: bool) -> None:
-        """Put the members in some bytes into a list or an object. `alone`: there are no others."""
+        """Put the members in a range of bytes into a list or an object. `alone`: there are no others."""
         is_object = isinstance(result, dict)
         if end - start <= self._piece_bytes:
             if not alone and not self._body[start:end].strip(_WHITE):
@@ -207,7 +208,7 @@ class _Reader:
             result.append(self._value(start, end))
 
     def _key(self, start: int, end: int) -> tuple[str, int]:
-        """The name of the field in some bytes, and where its value begins."""
+        """Return the name of the field in a range of bytes, and where its value begins."""
         index = int(np.searchsorted(self._marks.places, start))
         colon = int(self._marks.places[index]) if index < len(self._marks.places) else end
         if colon >= end or self._marks.kinds[index] != _COLON:

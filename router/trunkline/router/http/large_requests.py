@@ -69,19 +69,19 @@ class LargeRequests:
         return _HELD in scope
 
     def release(self, scope: MutableMapping[str, Any]) -> None:
-        """A request is over. May be called for any, and again."""
+        """Release the bytes of a request that is over. May be called for any request, and again."""
         held = scope.pop(_HELD, 0)
         self.bytes_held -= held
         if held >= _TRIM_BYTES:
             self.trim_soon()
 
     def trim_soon(self) -> None:
-        """Give memory back when what made it large is over."""
+        """Give memory back to the system soon, when large requests are over."""
         if self._trim_timer is None:
             self._trim_timer = asyncio.get_running_loop().call_later(_TRIM_DELAY_S, self._trim)
 
     async def run(self, work: Callable[[], _T]) -> _T:
-        """What `work` returns, which is done in the thread, in this context."""
+        """Return the result of `work`, done in the thread, in this context."""
         context = contextvars.copy_context()
         return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: context.run(work))
 
@@ -97,7 +97,7 @@ class LargeRequests:
 
 
 def bound_heap() -> None:
-    """Have glibc give large blocks back as soon as they are free: by default it learns from one of 16 MiB that is
+    """Make glibc give large blocks back as soon as they are free: by default it learns from one of 16 MiB that is
     freed to keep such blocks. Without glibc it does nothing.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

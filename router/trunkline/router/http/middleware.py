@@ -1,4 +1,4 @@
-"""Around every HTTP request: its id, its count, and the net that catches what should never happen."""
+"""Around every HTTP request: its id, its record, its count, and a 500 for errors that should never happen."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ class RequestMiddleware:
     ) -> None:
         """
         Args:
-            metrics: counts requests, and knows whether they are traced.
+            metrics: counts requests, and has the tracer.
             paths: labels for metrics; everything else counts as "other", or scanners would make series.
             model: the name that spans say.
-            on_over: told of each request whose answer was sent, or whose client has left.
+            on_over: called with each request whose answer was sent, or whose client has left.
         """
         self._app = app
         self._metrics = metrics
@@ -92,7 +92,7 @@ class RequestMiddleware:
             self._over(scope, path, status, record, began)
 
     def _record(self, request_id: str, path: str, headers: Headers) -> RequestRecord:
-        """A request has come."""
+        """Begin the record of a request, and its trace if it is traced."""
         record = RequestRecord(request_id)
         if self._tracer.is_on and not is_routine(path):
             begun = self._tracer.begin(headers.get("traceparent", ""))
@@ -101,7 +101,7 @@ class RequestMiddleware:
         return record
 
     def _over(self, scope: Scope, path: str, status: int, record: RequestRecord, began: float) -> None:
-        """A request is over: count it, write its line, end its span."""
+        """Count a request that is over, write its log line and end its span."""
         self._metrics.requests.labels(path, str(status)).inc()
         state = scope.get("state", {})
         record.tenant = state.get("tenant", "")
@@ -126,12 +126,12 @@ class RequestMiddleware:
 
 
 def is_routine(path: str) -> bool:
-    """What is asked again and again by machines: it is not traced, and logged at level debug only."""
+    """Return whether machines ask for a path again and again: it is not traced, and logged at level debug only."""
     return path in ("/health", "/metrics", "/version") or path.startswith("/ui")
 
 
 def span_attributes(record: RequestRecord, path: str, model: str) -> dict[str, Value]:
-    """What a request's span says besides HTTP's; never what was asked or answered."""
+    """Return the attributes of a request's span besides HTTP's; never what was asked or answered."""
     found: dict[str, Value] = {"trunkline.request_id": record.id}
     if record.tenant:
         found["trunkline.tenant"] = record.tenant

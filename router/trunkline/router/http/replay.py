@@ -1,4 +1,4 @@
-"""Around the endpoints that make something: a request with an `Idempotency-Key` is answered once
+"""Around the endpoints that create something: a request with an `Idempotency-Key` is answered once
 (`idempotency.py`).
 
 The answer is copied as it is sent, streams included, and kept if it is a good one. Its end is told when it has
@@ -51,7 +51,7 @@ COPIES_BYTES_MAX: Final = 256 << 20
 
 
 def takes_key(method: str, path: str) -> bool:
-    """Whether a request may have a key."""
+    """Return whether requests of a method to a path may have a key."""
     if method != "POST":
         return False
     return path in _PATHS or (path.startswith("/v1/sessions/") and path.endswith(_SESSION_VERBS))
@@ -66,7 +66,8 @@ class ReplayMiddleware:
         """
         Args:
             bytes_max: of a request's body.
-            on_result: told what became of each request with a key: "new", "replayed", "refused", "unavailable".
+            on_result: called with what became of each request with a key: "new", "replayed", "refused",
+            "unavailable".
         """
         self._app = app
         self._store = store
@@ -111,7 +112,7 @@ class ReplayMiddleware:
         await self._run(name, claim, scope, receive_again, send)
 
     async def _read(self, key: str, request: Request) -> tuple[RequestName, Receive]:
-        """A request's name, and its messages from the start, although they were read."""
+        """Return a request's name, and a `receive` that gives its body again."""
         body = await read_body(request, self._bytes_max)
         scope = request.scope
         session = request.headers.get(SESSION_HEADER, "").encode()
@@ -165,14 +166,14 @@ class _Room:
         self._free = size
 
     def take(self, size: int) -> bool:
-        """Have so much, if it is there."""
+        """Take room for `size` bytes if there is enough; return whether there was."""
         if size > self._free:
             return False
         self._free -= size
         return True
 
     def give_back(self, size: int) -> None:
-        """Part with so much."""
+        """Give room back."""
         self._free += size
 
 
@@ -190,7 +191,7 @@ class _Copy:
         """None: it is not to be kept."""
 
     async def send(self, message: Message) -> None:
-        """ASGI's."""
+        """See ASGI; copies the answer on its way."""
         if message["type"] == "http.response.start":
             self._start(message)
         elif message["type"] == "http.response.body" and self._body is not None:

@@ -145,7 +145,7 @@ class Choices:
         self._only = self._texts[0] if job.decoding.samples == 1 and not self._searches else None
 
     def feed(self, batch: Batch, reason: str | None) -> list[Delta]:
-        """What a batch adds, by sample in order.
+        """Return what a batch adds, by sample in order.
 
         Args:
             reason: the regular end of the whole request, None if it goes on or failed.

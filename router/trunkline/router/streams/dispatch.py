@@ -75,8 +75,8 @@ class Dispatcher:
             max_context: prompt and output at most, in tokens, at this moment.
             learns: controllers do not tell which chunks they have: then a chunk is taken to be where this router
                 has seen a prompt with it start, until that controller is lost.
-            on_event: told of "resumed", "retried", "waited" and "gave_up", for metrics.
-            on_route: told of every choice that was carried out, likewise.
+            on_event: called with "resumed", "retried", "waited" and "gave_up", for metrics.
+            on_route: called with every choice that was carried out, likewise.
         """
         self.core = core
         self.has_served = False
@@ -115,7 +115,7 @@ class Dispatcher:
         """Send a job to a controller.
 
         Raises:
-            ApiError: 503, there is none, and none is expected.
+            ApiError: 503, no controller is ready, and none is expected.
         """
         stream = Stream(
             next(self._ids),
@@ -401,7 +401,7 @@ class Dispatcher:
             self._let_go(attempt, abort=abort or attempt.sample != ALL)
 
     def _drop_sample(self, stream: int, sample: int) -> None:
-        """The reader wants no more of one of several samples."""
+        """Stop one of several samples, of which the reader wants no more."""
         routed = self._routed.get(stream)
         if routed is None:
             return
@@ -417,5 +417,5 @@ class Dispatcher:
 
 
 def _identity(state: State) -> Identity:
-    """What the names of a controller's chunks begin with."""
+    """Return what the names of a controller's chunks begin with."""
     return Identity(state.fingerprint, state.dtype, state.chunk_size, state.positions_shift)

@@ -1,4 +1,4 @@
-"""One running generation: a stream of tokens made into deltas of text, measured, and always let go of."""
+"""One running generation: turns its stream of tokens into pieces of text, and measures it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Generation:
         self.steps = 0
         """Tokens of the sample that came furthest."""
         self.outcome = CLIENT_LEFT
-        """How it ended; as long as it has not: how it would if its reader left."""
+        """How the generation ended; while it runs: how it would end if its reader left."""
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -88,7 +88,7 @@ class Generation:
         """Wait until the controller has taken the request on.
 
         Raises:
-            ApiError: it did not; nothing was generated.
+            ApiError: the controller refused it; nothing was generated.
         """
         try:
             async with asyncio.timeout(_FIRST_EVENT_SECONDS_MAX):
@@ -100,7 +100,7 @@ class Generation:
             raise error
 
     async def deltas(self) -> AsyncIterator[Delta]:
-        """The answer, piece by piece; the last piece of each choice has `finish`.
+        """Yield the answer, piece by piece; the last piece of each choice has `finish`.
 
         Raises:
             ApiError: the generation failed on the way.
@@ -132,16 +132,16 @@ class Generation:
             self.close()
 
     def limit(self, seconds: float) -> None:
-        """Cut it off if it is not over after so long."""
+        """Cut the generation off if it is not over after `seconds`."""
         detail = f"the request took longer than {seconds:.0f} s"
         self._timer = self._loop.call_later(seconds, self._stream.cut, TIMED_OUT, detail)
 
     def cut(self, reason: str, detail: str) -> None:
-        """End it with an error that its reader gets."""
+        """End the generation with an error, which its reader gets."""
         self._stream.cut(reason, detail)
 
     def close(self) -> None:
-        """Let go: aborts the request if it still runs. May be called again."""
+        """Abort the request if it still runs, and count the generation. May be called again."""
         self._stream.close()
         if self._timer is not None:
             self._timer.cancel()

@@ -45,7 +45,7 @@ class HealthProbe:
         self._last_at = float("-inf")
 
     async def check(self) -> Health:
-        """Whether a token can be generated now; takes at most about two seconds."""
+        """Return whether a token can be generated now; takes at most about two seconds."""
         now = asyncio.get_running_loop().time()
         ready = [link for link in self._links if link.ready]
         if not ready:
@@ -90,5 +90,5 @@ class HealthProbe:
 
 
 def describe(links: Sequence[ControllerLink]) -> str:
-    """Why no controller takes requests."""
+    """Return why no controller takes requests."""
     return "; ".join(f"controller {link.index}: {link.why_not_ready()}" for link in links)

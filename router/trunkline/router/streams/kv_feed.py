@@ -110,13 +110,13 @@ class FeedState:
         self._waiting_bytes = 0
 
     def status(self, now: float) -> str:
-        """ "current", "catching up", or "stale" (what is known may be old)."""
+        """Return "current", "catching up", or "stale" (the index may be old)."""
         if now - self.heard_at > STALE_SECONDS:
             return "stale"
         return "catching up" if self.is_lacking else "current"
 
     def heard(self, events: KvEvents, now: float) -> Ask | None:
-        """A message of the controller's PUB socket.
+        """Take a message of the controller's PUB socket.
 
         Raises:
             ValueError: it is malformed, and was ignored.
@@ -138,7 +138,7 @@ class FeedState:
         return self._ask(now)
 
     def answered(self, number: int, reply: EventsReply, now: float) -> Ask | None:
-        """The answer to an `Ask`; to one that does not matter any more it is ignored.
+        """Take the answer to an `Ask`; that to an outdated one is ignored.
 
         Raises:
             ValueError: it is malformed; the call is to be taken as failed.
@@ -162,14 +162,14 @@ class FeedState:
         return self._ask(now) if reply.more else self._catch_up(now)
 
     def failed(self, number: int, now: float) -> None:
-        """An `Ask` brought no answer: it is repeated some time."""
+        """Note that an `Ask` brought no answer, and repeat it later."""
         if self._asked is not None and self._asked.number == number:
             self._asked = None
             self._retry_at = now + self._retry_seconds
             self._retry_seconds = min(2 * self._retry_seconds, RETRY_SECONDS_MAX)
 
     def tick(self, now: float) -> Ask | None:
-        """Some time has passed."""
+        """Return what is to be asked for now that time has passed."""
         return self._ask(now) if self.is_lacking and self.stream else None
 
     def _begin(self, stream: bytes) -> None:
@@ -369,7 +369,7 @@ class EventFeeds:
         self._timer: asyncio.TimerHandle | None = None
 
     def open(self) -> None:
-        """Subscribe to all; never waits.
+        """Subscribe to all controllers; never waits.
 
         Raises:
             ValueError: there are not as many endpoints as controllers.
@@ -393,12 +393,13 @@ class EventFeeds:
         self._timer = asyncio.get_running_loop().call_later(TICK_SECONDS, self._tick)
 
     def status(self, controller: int) -> str:
-        """ "current", "catching up", "stale" (nothing was heard for a while) or "off" (it tells nothing)."""
+        """Return "current", "catching up", "stale" (nothing was heard for a while) or "off" (no events are
+        published)."""
         feed = self._feeds.get(controller)
         return "off" if feed is None else feed.state.status(asyncio.get_running_loop().time())
 
     def close(self) -> None:
-        """What was heard stays in the index."""
+        """Unsubscribe. What was heard stays in the index."""
         if self._timer is not None:
             self._timer.cancel()
         for feed in self._feeds.values():

@@ -130,16 +130,16 @@ class ControllerLink:
 
     @property
     def ready(self) -> bool:
-        """Whether it takes requests now."""
+        """Whether the controller takes requests now."""
         return self.state is not None and self.state.status == "ready" and self.state.protocol == PROTOCOL
 
     @property
     def inflight(self) -> int:
-        """Requests of this router there."""
+        """How many requests of this router run there."""
         return len(self._receivers)
 
     def why_not_ready(self) -> str:
-        """For people: what keeps this controller from taking requests."""
+        """Return why this controller takes no requests, for messages to people."""
         if self.state is None:
             return f"not connected: {self.down_reason}"
         if self.state.protocol != PROTOCOL:
@@ -166,7 +166,7 @@ class ControllerLink:
         return request
 
     def release(self, request: int, *, abort: bool) -> None:
-        """Nobody listens any more. `abort`: it may still run there. May be called again."""
+        """Forget a request that has no reader any more. `abort`: it may still run there. May be called again."""
         if self._receivers.pop(request, None) is not None and abort:
             self._send(Abort(request))
 
@@ -176,7 +176,7 @@ class ControllerLink:
             self._send(Abort(request, sample))
 
     async def flush_cache(self, timeout_seconds: float) -> int:
-        """Have unused cached blocks dropped; how many there were.
+        """Have the controller drop unused cached blocks; return how many there were.
 
         Raises:
             ApiError: 503, no answer.
@@ -219,14 +219,14 @@ class ControllerLink:
             self._calls.pop(ticket, None)
 
     async def again(self, deadline: float) -> bool:
-        """After a call without an answer: whether it should be made again, because the connection was lost and
+        """Return whether a call without an answer should be made again, because the connection was lost and
         there is a new one. Waits for that until `deadline` (loop time), if there ever was one."""
         while self.state is None and self.connections and self._loop.time() < deadline:
             await asyncio.sleep(_RECONNECT_POLL_SECONDS)
         return self.state is not None and self._loop.time() < deadline
 
     def tell(self, make: Callable[[int], Call]) -> None:
-        """As `call`, for somebody who does not wait for the answer. Without a connection nothing is sent."""
+        """Send a call whose answer is not waited for. Without a connection nothing is sent."""
         self._send(make(next(self._ids) & 0xFFFF_FFFF))
 
     def _fail_all(self, detail: str) -> None:
@@ -247,7 +247,7 @@ class ControllerLink:
             self.refused(str(error))
 
     def refused(self, reason: str) -> None:
-        """No connection has come about; the timer tries again."""
+        """Note that no connection could be made; the timer tries again."""
         self.down_reason = reason
         _rare.warning("controller_refuses", self._loop.time(), endpoint=self.endpoint, reason=reason)
         socket, self._socket = self._socket, None
@@ -255,7 +255,7 @@ class ControllerLink:
             socket.close(linger_ms=0)
 
     def lost(self, reason: str) -> None:
-        """The controller is dead, or the connection cannot be trusted any more: start anew."""
+        """Start anew: the controller is dead, or the connection cannot be trusted any more."""
         _log.warning("controller_lost", endpoint=self.endpoint, reason=reason, streams=len(self._receivers))
         socket, self._socket = self._socket, None
         lasted = socket is None or self._loop.time() - socket.born >= _LASTING_SECONDS
@@ -346,7 +346,7 @@ class ControllerLink:
             _log.info("controller_state", endpoint=self.endpoint, status=state.status, detail=state.detail)
         self.connections += self.state is None or state.epoch != self.state.epoch
         if self.state is not None and state.output_tokens > self.state.output_tokens:
-            self.last_token_at = self._loop.time()  # somebody's, perhaps of another router
+            self.last_token_at = self._loop.time()  # of any request, perhaps of another router
         self.state = state
         if state.protocol != PROTOCOL:
             reason, now = self.why_not_ready(), self._loop.time()

@@ -1,4 +1,4 @@
-"""What a controller may say: what no right one sends is refused before anybody acts on it. Pure.
+"""Checks of a controller's messages: one that no correct controller sends is refused before it is used. Pure.
 
 Types have been checked when the message was decoded, but every number fits an `int` and NaN is a `float`. What
 requests bring is checked where it is used; here is the report that others' requests depend on.
@@ -19,12 +19,12 @@ _COUNT_MAX: Final = (1 << 63) - 1
 _INT32_MAX: Final = (1 << 31) - 1
 _TEXT_MAX: Final = 65_536
 _MOST: Final = {"chunk_size": 1 << 16, "max_context": _INT32_MAX, "max_rows": _INT32_MAX}
-"""What is calculated with; all other numbers are shown."""
+"""Limits of the numbers that are calculated with; all others are only shown."""
 _TIERS: Final = frozenset(kind.name.lower() for kind in TierKind)
 
 
 def problem_of_reply(message: RouterMessage) -> str:
-    """Why no controller of this version says that; "" if one could."""
+    """Return why no controller of this version sends such a message; "": one could."""
     match message:
         case State():
             return _problem_of_state(message)

@@ -1,4 +1,4 @@
-"""One request's way back: tokens from a controller, waited for by the coroutine that answers the client.
+"""The end of a request's way back: tokens from a controller, read by the coroutine that answers the client.
 
 A step's tokens for many requests arrive in one message; each stream only appends and, if its reader
 waits, wakes it once. The samples of a request share a stream: their tokens come mixed, and each of them
@@ -30,7 +30,7 @@ class End(NamedTuple):
 
 
 class Batch(msgspec.Struct):
-    """What has arrived since the reader last looked."""
+    """Tokens and ends that have arrived since the reader last looked."""
 
     tokens: list[int]
     logprobs: list[TopLogprobs | None]
@@ -65,7 +65,7 @@ class Receiver(Protocol):
 
 
 class Stream:
-    """The router's end of one request at one controller."""
+    """Tokens of one request, in the order of arrival, for one reader."""
 
     def __init__(
         self,
@@ -103,12 +103,12 @@ class Stream:
 
     @property
     def samples(self) -> int:
-        """How many it began with."""
+        """How many samples the request began with."""
         return self._samples
 
     @property
     def ended(self) -> bool:
-        """Whether the controller has nothing more to say, or nobody listens."""
+        """Whether nothing more will come, or the reader has left."""
         return self._release is None
 
     @property
@@ -172,13 +172,13 @@ class Stream:
             self.finish(reason)
 
     def drop_sample(self, sample: int) -> None:
-        """The reader wants no more of one of several samples: it ends, unless it has already."""
+        """End one of several samples, of which the reader wants no more, unless it has ended."""
         if sample in self._running and len(self._running) > 1:
             self._running.discard(sample)
             self._drop(self.request, sample)
 
     def finish(self, reason: str, detail: str = "", param: str = "") -> None:
-        """The request ended. Later calls do nothing: the first end is the one that counts."""
+        """End the request. Later calls do nothing: the first end counts."""
         self._end(End(reason, detail, param), abort=False)
 
     def cut(self, reason: str, detail: str) -> None:
@@ -186,7 +186,7 @@ class Stream:
         self._end(End(reason, detail), abort=True)
 
     def close(self) -> None:
-        """The reader wants no more: abort the request if it still runs. May be called at any time."""
+        """Abort the request if it still runs: the reader wants no more. May be called at any time."""
         self._let_go(abort=True)
 
     async def wait_first(self) -> None:
@@ -195,7 +195,7 @@ class Stream:
             await self._wait()
 
     async def next(self) -> Batch:
-        """What has arrived, waiting until there is something. Not to be called after an end was read."""
+        """Return what has arrived; wait until something has. Not to be called after an end was read."""
         batch = self._batch
         while not (batch.tokens or batch.end is not None or batch.ended):
             await self._wait()

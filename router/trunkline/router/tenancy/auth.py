@@ -2,8 +2,8 @@
 
     (method, path) ─► access_needed ─► may_enter(role of the key) ─► served, or 401, 403
 
-What nobody has classified here is `UNKNOWN`, and is not served: an endpoint that is added without a line in the
-table cannot be reached, with any key.
+An endpoint that is not classified here is `UNKNOWN`, and is not served: one that is added without a line in the
+table cannot be reached with any key.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _KEY_BYTES: Final = 32
 ANONYMOUS: Final = "anonymous"
 """The tenant of requests without a key."""
 KEY_PREFIX: Final = "key-"
-"""Of tenants that are known by nothing but their key."""
+"""Begins the names of tenants that are known by nothing but their key."""
 NAME: Final = re.compile(r"[\x21-\x7e]{1,128}")
 """What a tenant may be called."""
 
@@ -46,12 +46,12 @@ class Access(StrEnum):
     """Who gets in."""
 
     OPEN = "open"
-    """Everybody: there is nothing of anybody in it."""
+    """Everyone: it shows no one's data."""
     USER = "user"
     METRICS = "metrics"
     ADMIN = "admin"
     UNKNOWN = "unknown"
-    """Nobody: there is no such endpoint."""
+    """No one: there is no such endpoint."""
 
 
 class Key(msgspec.Struct, frozen=True):
@@ -59,7 +59,7 @@ class Key(msgspec.Struct, frozen=True):
 
     tenant: str
     name: str = ""
-    """For logs, and for whoever revokes it."""
+    """For logs, and to tell which key to revoke."""
     role: Role = Role.USER
     expires: float | None = None
     """Unix time in seconds from which on it opens nothing; None: never."""
@@ -72,7 +72,7 @@ class Key(msgspec.Struct, frozen=True):
 
 
 class TenantRules(msgspec.Struct, frozen=True):
-    """Everything that an operator has said of tenants."""
+    """All rules about tenants that the operator has set."""
 
     default: TenantLimits = NO_LIMITS
     tenants: dict[str, TenantLimits] = {}
@@ -85,7 +85,7 @@ class TenantRules(msgspec.Struct, frozen=True):
     """Whether a key is needed, also if there is none (any more)."""
 
     def limits_of(self, name: str) -> TenantLimits:
-        """A tenant's."""
+        """Return a tenant's limits."""
         return self.tenants.get(name, self.default)
 
 
@@ -121,7 +121,7 @@ _BELOW: Final = {
 
 
 def access_needed(method: str, path: str) -> Access:
-    """Who may do this. Reading is not told from writing: each tenant's things are its own."""
+    """Return who may call an endpoint. Reading needs no other key than writing: each tenant's data is its own."""
     del method
     exact = _EXACT.get(path)
     if exact is not None:
@@ -152,7 +152,7 @@ def may_enter(role: Role | None, access: Access, *, keys_needed: bool) -> bool:
 
 
 def key_of(headers: Mapping[str, str]) -> str:
-    """The key that a request was sent with; "": none."""
+    """Return the key that a request was sent with; "": none."""
     scheme, _, credentials = headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer" and credentials.strip():
         return credentials.strip()
@@ -160,7 +160,7 @@ def key_of(headers: Mapping[str, str]) -> str:
 
 
 def hash_key(key: str) -> str:
-    """As keys stand in a file: SHA-256 in hexadecimal. Nothing here keeps or logs a key itself.
+    """Return a key's SHA-256 in hexadecimal, as it stands in a file. No key itself is kept or logged.
 
     A key is found by its digest, so how long the comparison takes says nothing of the keys that there are. With
     256 random bits it need not be hashed slowly, nor guessing be slowed down.
@@ -169,7 +169,7 @@ def hash_key(key: str) -> str:
 
 
 def draw_key() -> str:
-    """A new key of 256 random bits."""
+    """Return a new key of 256 random bits."""
     return KEY_TOKEN + secrets.token_urlsafe(_KEY_BYTES)
 
 

@@ -69,12 +69,12 @@ def current_identity() -> Identity:
 
 
 def cache_salt(given: str | None) -> bytes:
-    """What names KV of the request at hand: its tenant's salt, and `given`, its own."""
+    """Return the salt of the request's KV: its tenant's salt, then `given`, its own."""
     return current_identity().salt + (given or "").encode()
 
 
 def tenant_salt(name: str) -> bytes:
-    """The salt with this name, of a tenant or of several that share it."""
+    """Return the salt of this name, of a tenant or of several that share it."""
     return _SALT_MARK + hashlib.blake2b(name.encode(), digest_size=_SALT_BYTES).digest()
 
 
@@ -82,7 +82,7 @@ class AuthError(ApiError):
     """401: who sends this must say who they are."""
 
     def headers(self) -> dict[str, str]:
-        """With what is asked for."""
+        """Return `WWW-Authenticate` besides the others."""
         return {**super().headers(), "WWW-Authenticate": 'Bearer realm="trunkline"'}
 
 
@@ -114,7 +114,7 @@ class Authenticator:
         return self._needs_keys
 
     def admit(self, headers: Mapping[str, str], access: Access, rules: TenantRules, now: float) -> Identity:
-        """Who sends this request.
+        """Return who sends a request.
 
         Args:
             access: what it needs.
@@ -150,7 +150,7 @@ class Authenticator:
         return Identity(tenant)
 
     def acting_for(self, identity: Identity, tenant: str, rules: TenantRules) -> Identity:
-        """An admin, as a tenant.
+        """Return an admin's identity acting for a tenant.
 
         Raises:
             ApiError: 400, that is no tenant's name; 403, it is no admin.
@@ -173,7 +173,7 @@ class Authenticator:
         return msgspec.structs.replace(identity, owner=tenant, salt=salt, is_all=False)
 
     def _named(self, headers: Mapping[str, str]) -> str:
-        """The tenant that a gateway names; "": none."""
+        """Return the tenant that a gateway names; "": none."""
         name = headers.get(self._header) if self._header else None
         if not name:
             return ""
@@ -201,7 +201,7 @@ def check_once(headers: Mapping[str, str]) -> None:
 
 
 def salt_of(tenant: str, rules: TenantRules) -> bytes:
-    """A tenant's salt: its own, unless the operator has said with whom it shares its KV."""
+    """Return a tenant's salt: its own, unless the operator lets it share its KV with others."""
     name = rules.salts.get(tenant)
     if name == SHARED:
         return b""

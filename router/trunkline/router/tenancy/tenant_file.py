@@ -71,7 +71,7 @@ class _Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def parse_rules(text: bytes, base: TenantLimits) -> TenantRules:
-    """Rules from a file's text. `base`: limits where it says nothing.
+    """Return the rules of a file's text. `base`: limits where it says nothing.
 
     Raises:
         ValueError: saying what is wrong, and where.
@@ -108,7 +108,7 @@ def parse_rules(text: bytes, base: TenantLimits) -> TenantRules:
 
 
 def _explained(text: bytes, problem: str) -> str:
-    """What is wrong with a file, with the tenant that it is wrong for, and what there may be instead.
+    """Return what is wrong with a file, for which tenant, and what is allowed instead.
 
     The decoder writes `[...]` for a tenant's name, and what it met, but not what it knows.
     """
@@ -128,7 +128,7 @@ def _explained(text: bytes, problem: str) -> str:
 
 
 def _key(tenant: str, given: str | KeyEntry) -> tuple[str, Key]:
-    """A key of a tenant, by its digest."""
+    """Return a tenant's key with its digest."""
     entry = KeyEntry(given) if isinstance(given, str) else given
     digest = entry.sha256.lower()
     if not _DIGEST.fullmatch(digest):  # perhaps the key itself: it is not shown
@@ -140,7 +140,7 @@ def _key(tenant: str, given: str | KeyEntry) -> tuple[str, Key]:
 
 
 def parse_time(text: str, where: str) -> float:
-    """Unix time in seconds, from RFC 3339.
+    """Return Unix time in seconds from an RFC 3339 time.
 
     Raises:
         ValueError: it is something else, or says no time zone.
@@ -163,7 +163,7 @@ def _filled(given: _Default, base: TenantLimits, where: str) -> TenantLimits:
 
 
 def read_rules(path: str, base: TenantLimits) -> TenantRules:
-    """Rules from a file.
+    """Return the rules of a file.
 
     Raises:
         ValueError: it cannot be read, or is wrong; the text names it.
@@ -172,7 +172,7 @@ def read_rules(path: str, base: TenantLimits) -> TenantRules:
 
 
 def _read(path: str, base: TenantLimits) -> tuple[TenantRules, bytes]:
-    """As `read_rules`, with the file's text."""
+    """Return the rules of a file, and the file's text."""
     try:
         with Path(path).open("rb") as file:
             if os.fstat(file.fileno()).st_mode & stat.S_IWOTH:
@@ -210,7 +210,7 @@ class TenantFile:
             _log.error("tenants_not_reloaded", detail=str(error))
 
     def poll(self, now: float) -> TenantRules:
-        """The rules; looks at the file once in `CHECK_SECONDS`. `now`: in seconds."""
+        """Return the rules; look at the file at most once in `CHECK_SECONDS`. `now`: in seconds."""
         if now >= self._next_check:
             self._next_check = now + CHECK_SECONDS
             stamp = _stamp(self._path)
@@ -243,7 +243,7 @@ class TenantFile:
 
 
 def write_private(path: Path, text: bytes) -> None:
-    """Write a file that nobody else may read, whatever the process's umask is. What was there is gone.
+    """Write a file that only its owner may read, whatever the process's umask is. An older file is replaced.
 
     Raises:
         OSError: it cannot be written.
@@ -254,7 +254,7 @@ def write_private(path: Path, text: bytes) -> None:
 
 
 def _stamp(path: str) -> tuple[int, int, int] | None:
-    """Changes with the file; None: there is none."""
+    """Return a value that changes with the file; None: there is no file."""
     try:
         status = os.stat(path)
     except OSError:

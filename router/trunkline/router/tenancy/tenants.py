@@ -31,7 +31,7 @@ from trunkline.router.tenancy.identity import Authenticator, Identity
 from trunkline.router.tenancy.tenant_file import TenantFile
 
 TENANTS_MAX: Final = 10_000
-"""Kept in memory; of more, those that have done nothing for the longest time are forgotten."""
+"""Kept in memory; of more tenants, those that have been idle for longest are forgotten."""
 MINUTE_S: Final = 60.0
 _ROUNDING: Final = 1e-6
 """Of a token: who waited as long as they were told must not be turned away by the last bit."""
@@ -46,7 +46,7 @@ class Bucket:
     __slots__ = ("_at", "_capacity", "_level", "_per_second")
 
     def __init__(self, per_minute: float, now: float) -> None:
-        """Full. It holds what a minute brings, but one at least."""
+        """Begin full. The bucket holds what a minute brings, but one at least."""
         self._per_second = per_minute / MINUTE_S
         self._capacity = max(per_minute, 1.0)
         self._level = self._capacity
@@ -54,27 +54,27 @@ class Bucket:
 
     @property
     def capacity(self) -> float:
-        """What it holds at most."""
+        """The most that the bucket holds."""
         return self._capacity
 
     def level(self, now: float) -> float:
-        """What is in it; below zero: overdrawn."""
+        """Return what is in the bucket; below zero: it is overdrawn."""
         if now > self._at:
             self._level = min(self._capacity, self._level + (now - self._at) * self._per_second)
             self._at = now
         return self._level
 
     def take(self, amount: float, now: float) -> None:
-        """Take so much, whether it is there or not."""
+        """Take `amount`, even if the bucket holds less."""
         self._level = self.level(now) - amount
 
     def wait_s(self, amount: float, now: float) -> float:
-        """Seconds until `amount`, which is not more than it holds, is in it."""
+        """Return the seconds until `amount`, which is not more than the capacity, is in the bucket."""
         missing = amount - self.level(now)
         return 0.0 if missing <= _ROUNDING else missing / self._per_second
 
     def resize(self, per_minute: float, now: float) -> None:
-        """Another rate; what was taken of the old one stays taken."""
+        """Change the rate; what was taken at the old one stays taken."""
         taken = self._capacity - self.level(now)
         self._per_second = per_minute / MINUTE_S
         self._capacity = max(per_minute, 1.0)
@@ -82,7 +82,7 @@ class Bucket:
 
 
 class _Tenant:
-    """What one tenant does, and how much it may still do."""
+    """One tenant's running requests and buckets."""
 
     __slots__ = ("limits", "minute_requests", "minute_tokens", "name", "rules", "running")
 
@@ -126,14 +126,14 @@ class Admission:
         return self._tenant.name
 
     def priority(self, wanted: int | None) -> int:
-        """What a request gets that wants this one; None: any."""
+        """Return the priority of a request that wants this one; None: it wants none."""
         own = self._tenant.limits.priority
         if own is None:
             return wanted or 0
         return own if wanted is None else max(wanted, own)
 
     def charge_prompt(self, tokens: int, now: float) -> None:
-        """A prompt is about to be given to an engine. Of several in one request the first one decides.
+        """Charge a prompt before an engine gets it. Of several in one request the first one decides.
 
         Raises:
             ApiError: 429, others have emptied the bucket since the request was let in.
@@ -146,7 +146,7 @@ class Admission:
         self._charged = True
 
     def charge_output(self, tokens: int, now: float) -> None:
-        """An answer, or a part of one, has come. Also after `close`."""
+        """Charge an answer, or a part of one. May be called after `close`."""
         if self._tenant.minute_tokens is not None:
             self._tenant.minute_tokens.take(tokens, now)
 
@@ -155,7 +155,7 @@ class Admission:
         return _headers(self._tenant, now)
 
     def close(self) -> None:
-        """It is over: its place is free. May be called again."""
+        """Free the request's place. May be called again."""
         if self._open:
             self._open = False
             self._book.leave(self._tenant)
@@ -182,12 +182,12 @@ class TenantBook:
         return len(self._tenants)
 
     def running(self, name: str) -> int:
-        """Requests of a tenant that were let in and are not over."""
+        """Return how many requests of a tenant were let in and are not over."""
         tenant = self._tenants.get(name)
         return 0 if tenant is None else tenant.running
 
     def admit(self, name: str, now: float) -> Admission:
-        """Let a request of a tenant in.
+        """Let a request of a tenant in, and return its place.
 
         Raises:
             ApiError: 429, saying which limit it is over; nothing was taken from any.
@@ -210,12 +210,12 @@ class TenantBook:
         return Admission(self, tenant)
 
     def headers(self, name: str, now: float) -> dict[str, str]:
-        """OpenAI's headers on how much is left to a tenant, of the limits that there are."""
+        """Return OpenAI's headers about how much is left to a tenant of each limit."""
         tenant = self._tenants.get(name)
         return {} if tenant is None else _headers(tenant, now)
 
     def leave(self, tenant: _Tenant) -> None:
-        """Called by an `Admission`, once."""
+        """Free a place; an `Admission` calls it once."""
         tenant.running -= 1
         if not tenant.running:
             self._idle[tenant.name] = tenant
@@ -272,7 +272,7 @@ def _over(limit: str, most: str, wait_s: float) -> ApiError:
 
 
 def duration(seconds: float) -> str:
-    """As OpenAI writes it: "0s", "120ms", "1.5s", "6m0s"."""
+    """Return a duration as OpenAI writes it: "0s", "120ms", "1.5s", "6m0s"."""
     if seconds <= 0:
         return "0s"
     if seconds < 1:
@@ -297,32 +297,32 @@ class Meter:
         return self._admission.tenant
 
     def priority(self, wanted: int | None) -> int:
-        """What a request gets that wants this one; None: any."""
+        """Return the priority of a request that wants this one; None: it wants none."""
         return self._admission.priority(wanted)
 
     def charge_prompt(self, tokens: int) -> None:
-        """To be called before a prompt is given to an engine, once.
+        """Charge a prompt before an engine gets it; call it once.
 
         Raises:
-            ApiError: 429, it must not be.
+            ApiError: 429, the tenant's tokens are used up.
         """
         self._admission.charge_prompt(tokens, self._clock())
 
     def charge_output(self, tokens: int) -> None:
-        """To be called when a generation is over, or for each part of its output."""
+        """Charge output when a generation is over, or for each part of it."""
         self._admission.charge_output(tokens, self._clock())
 
     def headers(self) -> dict[str, str]:
-        """What an answer says of the tenant's limits."""
+        """Return the headers about the tenant's limits."""
         return self._admission.headers(self._clock())
 
     def close(self) -> None:
-        """The request is over. May be called again."""
+        """Free the request's place. May be called again."""
         self._admission.close()
 
 
 class Tenants:
-    """Who asks, and how much they may ask for."""
+    """The tenants of a running router: who sends a request, and how much the sender may use."""
 
     def __init__(
         self,
@@ -360,7 +360,7 @@ class Tenants:
         return self._authenticator.needs_keys(self._rules())
 
     def identify(self, headers: Mapping[str, str], access: Access) -> Identity:
-        """Who sends a request that needs `access`.
+        """Return who sends a request that needs `access`.
 
         Raises:
             ApiError: 400, 401 or 403; see `Authenticator.admit`.
@@ -368,15 +368,15 @@ class Tenants:
         return self._authenticator.admit(headers, access, self._rules(), self._wall_clock())
 
     def acting_for(self, identity: Identity, tenant: str) -> Identity:
-        """An admin, as a tenant; see `Authenticator.acting_for`."""
+        """Return an admin's identity acting for a tenant; see `Authenticator.acting_for`."""
         return self._authenticator.acting_for(identity, tenant, self._rules())
 
     def owners(self) -> list[str]:
-        """All that may have sessions and are named by the file; "": what nobody else owns."""
+        """Return the owners of sessions that the file names; "": what has no other owner."""
         return ["", *self._book.rules.tenants]
 
     def enter(self, name: str) -> Meter:
-        """Let a request of a tenant in.
+        """Let a request of a tenant in, and return its place.
 
         Raises:
             OverLimitError: 429, a limit is reached.
@@ -389,13 +389,13 @@ class Tenants:
             raise OverLimitError(error, self._book.headers(name, now)) from None
 
     def _rules(self) -> TenantRules:
-        """As the file has them now."""
+        """Return the rules as the file has them now."""
         if self._file is not None:
             self._book.rules = self._file.poll(self._clock())
         return self._book.rules
 
     def running(self, name: str) -> int:
-        """Requests of a tenant that were let in and are not over."""
+        """Return how many requests of a tenant were let in and are not over."""
         return self._book.running(name)
 
     def reload(self) -> None:
@@ -405,7 +405,7 @@ class Tenants:
 
 
 def anonymous_problem(host: str) -> str:
-    """Why a server without keys does not listen on an address that others reach."""
+    """Return why a server without keys does not listen on an address that other machines reach."""
     return (
         f"host: {host!r} is reached by others, and there are no API keys; make one with `trunkline key new`, "
         "listen on 127.0.0.1, or say --allow-anonymous"
@@ -427,12 +427,12 @@ class OverLimitError(ApiError):
         self._headers = headers
 
     def headers(self) -> dict[str, str]:
-        """With `Retry-After`."""
+        """Return what is left to the tenant, and `Retry-After`."""
         return {**self._headers, **super().headers()}
 
 
 _FREE: Final = Meter(TenantBook(TenantRules()).admit(ANONYMOUS, 0.0), lambda: 0.0)
-"""Of what no tenant has asked for."""
+"""For requests that no tenant has made."""
 
 
 def current_meter() -> Meter:
