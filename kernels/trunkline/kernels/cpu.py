@@ -1,9 +1,9 @@
 """The ops on CPUs: attention, blocks and (from `cpu_dense`) linear layers and norms, by the compiled library.
 
-Each op is one native call; what it needs of a plan is derived once and kept in the plan's `state`. Decode
-attention is two-phase-partition (ChunkAttention §3.2) over the pieces of `csrc/common/work_plan.h`; partial
-results are merged in place, serialised per row, or by way of a buffer (for comparison). Chunks are packed in
-place when they are full, see `csrc/cpu/attention.h`.
+Each op is one native call. The data that it needs of a plan is derived once and kept in the plan's `state`. Decode
+attention is the two-phase partition (ChunkAttention §3.2) over the pieces of `csrc/common/work_plan.h`. Partial
+results are merged in place, one after the other per row; for comparison also by way of a buffer. Chunks are packed
+in place when they are full (`csrc/cpu/attention.h`).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ INVARIANT_TOKENS: Final = 512
 VECTORS_PER_READ: Final = 8
 """Query vectors whose products take about as long as reading their tokens: 40 GB/s against 300 GFLOP/s."""
 TILE_VECTORS: Final = 256
-"""Most query vectors of a piece: their accumulators stay in the second-level cache."""
+"""The most query vectors of a piece, so that their accumulators stay in the second-level cache."""
 NONE: Final = torch.empty(0)
-"""In place of an optional tensor."""
+"""Stands for an optional tensor that is not given."""
 
 # Words of the header (csrc/common/work_plan.h, WorkHeader).
 WORK_ENTRIES: Final = 4
@@ -38,14 +38,14 @@ WORK_ENTRY_SHIFT: Final = 17
 
 
 class ShiftTable:
-    """Angles by which queries are turned for shifted items, one per distinct shift; made per frequency tensor."""
+    """The angles by which queries are rotated for shifted items, one per distinct shift and frequency tensor."""
 
     def __init__(self, shifts: NDArray[np.int32]) -> None:
         self.distinct, self.index = np.unique(shifts, return_inverse=True)
         self._made: list[tuple[Tensor, Tensor]] = []
 
     def angles(self, frequencies: Tensor) -> Tensor:
-        """float32 `[shifts, 2, rotary_dim / 2]`: cosines and sines of turning back by the shift."""
+        """Return float32 `[shifts, 2, rotary_dim / 2]`: cosines and sines of a rotation back by the shift."""
         for known, angles in self._made:
             if known is frequencies:
                 return angles
@@ -56,10 +56,10 @@ class ShiftTable:
 
 
 def turns_queries(spec: AttentionSpec) -> bool:
-    """Whether shifted items need turned queries; under ALiBi a shift acts by positions alone.
+    """Return whether shifted items need rotated queries; with ALiBi a shift acts by positions alone.
 
     Raises:
-        ValueError: positions do not enter the scores relatively.
+        ValueError: Attention of this layer does not depend on distances, so parts cannot be shifted.
     """
     if spec.inverse_frequencies is None and spec.alibi_slopes is None:
         raise ValueError("a shift needs rotary positions or ALiBi; this layer's attention has neither")
@@ -67,7 +67,7 @@ def turns_queries(spec: AttentionSpec) -> bool:
 
 
 class CpuDecodeWork:
-    """A decode plan's pieces for certain head counts."""
+    """The pieces of a decode plan for certain head counts."""
 
     def __init__(self, plan: DecodePlan, options: WorkOptions) -> None:
         self.words = plan_decode_work(plan, options)
@@ -93,16 +93,16 @@ class CpuDecodeWork:
 
 @dataclass
 class CpuDecodeState:
-    """What `CpuKernels` derives from a `DecodePlan`."""
+    """The data that `CpuKernels` derives from a `DecodePlan`."""
 
     last_block: int
     has_shifts: bool
     works: dict[WorkOptions, CpuDecodeWork] = field(default_factory=dict)
-    """Layers may differ, and so may the kernels that use the plan."""
+    """By options, because layers may differ, and so may the kernels that use the plan."""
 
 
 class CpuPrefillState:
-    """What `CpuKernels` derives from a `PrefillPlan`: its arrays in one tensor (`csrc/cpu/attention.cc`)."""
+    """The data that `CpuKernels` derives from a `PrefillPlan`: its arrays in one tensor."""
 
     def __init__(self, plan: PrefillPlan) -> None:
         _check_items(plan.block, plan.first, plan.count, plan.chunk_size)
@@ -130,14 +130,14 @@ class CpuPrefillState:
 
 
 class CpuWriteState:
-    """What `CpuKernels` derives from a `WritePlan`."""
+    """The data that `CpuKernels` derives from a `WritePlan`."""
 
     def __init__(self, plan: WritePlan) -> None:
         self.slots = torch.from_numpy(np.array(plan.slots, dtype=np.int32))
 
 
 class Planning:
-    """How certain kernels want decode plans cut."""
+    """The options by which the kernels of one instance cut decode plans."""
 
     def __init__(self, threads: int, invariant_tokens: int, share: bool) -> None:
         self.invariant_tokens = invariant_tokens
@@ -146,7 +146,7 @@ class Planning:
         self._made: dict[tuple[int, int, int, int], WorkOptions] = {}
 
     def options(self, spec: AttentionSpec, element_bytes: int) -> WorkOptions:
-        """The same object for the same arguments: this is asked for each layer of each step."""
+        """Return the options for a layer: always the same object, because each layer of each step needs it."""
         key = (spec.kv_heads, spec.heads, spec.head_dim, element_bytes)
         made = self._made.get(key)
         if made is None:
@@ -180,14 +180,14 @@ class CpuKernels:
     ) -> None:
         """
         Args:
-            isa: one of `native.isa_levels()`; None: the environment's choice, else the best.
-            threads: that share the work of each op, the caller's included.
-            invariant: a row's decode result is then the same bit for bit whatever else is in the batch.
+            isa: One of `native.isa_levels()`; None: the environment's choice, else the best.
+            threads: Threads that share the work of each op, the caller's included.
+            invariant: Whether a row's decode result is the same bits whatever else is in the batch.
             share: False: every row reads all its tokens alone (the sequence-first baseline).
-            merge: where partial results of decode attention meet; the buffer is for comparison.
+            merge: Where partial results of decode attention are merged; the buffer is for comparison.
 
         Raises:
-            NativeLibraryError: no library, a level that does not run here, or threads that cannot be started.
+            NativeLibraryError: There is no library, the level does not run here, or threads cannot be started.
         """
         self._context = context = NativeContext(isa, threads)
         module: Any = library()
@@ -351,7 +351,7 @@ def _int32(array: Int32Array) -> Tensor:
 
 
 def _check_items(block: Int32Array, first: Int32Array, count: Int32Array, chunk_size: int) -> None:
-    """The native code reads what items say without looking again."""
+    """Refuse items outside of their blocks: the native code does not check them again."""
     if not len(block):
         return
     if int(block.min()) < 0 or int(first.min()) < 0 or int(count.min()) < 0:
@@ -361,7 +361,7 @@ def _check_items(block: Int32Array, first: Int32Array, count: Int32Array, chunk_
 
 
 def _check_indptr(name: str, indptr: Int32Array, length: int) -> None:
-    """As `_check_items`."""
+    """Refuse offsets that do not ascend from 0 to `length`: the native code does not check them again."""
     if not len(indptr) or indptr[0] != 0 or indptr[-1] != length or bool((indptr[1:] < indptr[:-1]).any()):
         raise ValueError(f"{name} must ascend from 0 to {length}")
 

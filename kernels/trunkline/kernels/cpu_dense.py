@@ -1,7 +1,7 @@
 """The dense ops on CPUs: linear layers over prepacked weights and RMS norms, one native call each.
 
-The native side is `csrc/cpu/linear.h` (packed form, invariants) and `csrc/cpu/dense_norm.cc`. Everything here is
-on the path of each layer of each step, so it does nothing but allocate the output and call.
+The native side is `csrc/cpu/linear.h` (packed form, invariants) and `csrc/cpu/dense_norm.cc`. Each layer of each
+step runs this code, so it only allocates the output and calls.
 """
 
 from __future__ import annotations
@@ -22,26 +22,25 @@ ACTIVATIONS: Final[dict[Activation, int]] = {"silu": 1, "gelu": 2, "gelu_tanh": 
 DENSE_TYPES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """As `DenseType` there."""
 NONE: Final = torch.empty(0)
-"""In place of an optional tensor."""
-
+"""Stands for an optional tensor that is not given."""
 
 LARGE_PAGE_BYTES: Final = 2 << 20
 SLAB_BYTES: Final = 64 << 20
-"""Of address space; pages that no layer uses stay unmapped. Large enough that the memory is fresh, not reused."""
+"""Address space of a slab: so large that its memory is fresh, not reused. Unused pages stay unmapped."""
 
 
 class PackedMemory:
     """Memory for packed layers, one after the other on large pages.
 
-    A layer on small pages reads 10 to 20 % slower, and most layers are too small to cover large pages of their
-    own. A slab lives as long as any layer in it.
+    A layer on small pages is read 10 to 20 % slower, and most layers are smaller than a large page. A slab lives
+    as long as any layer in it.
     """
 
     def __init__(self) -> None:
         self._free = torch.empty(0, dtype=torch.uint8)
 
     def take(self, size: int) -> Tensor:
-        """uint8 `[size]`, aligned to a cache line."""
+        """Return uint8 `[size]`, aligned to a cache line."""
         rounded = -(-size // 64) * 64
         if rounded > SLAB_BYTES // 4:
             return self._fresh(rounded)[:size]
@@ -60,7 +59,7 @@ class PackedMemory:
 
 
 class PackedWeight:
-    """What `PackedLinear.data` is: the memory of a packed layer and the native layer that points into it."""
+    """The memory of a packed layer, and the native layer that points into it. It is `PackedLinear.data`."""
 
     __slots__ = ("__weakref__", "gated", "handle", "memory")
 
@@ -74,9 +73,9 @@ class DenseOps:
     """The dense part of `trunkline.kernels.ops.Kernels`.
 
     Args:
-        module: the compiled library.
-        context: of it.
-        counters: told of every call.
+        module: The compiled library.
+        context: A context of the library.
+        counters: Count every call.
     """
 
     def __init__(self, module: Any, context: NativeContext, counters: KernelCounters) -> None:

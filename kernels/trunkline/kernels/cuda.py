@@ -4,8 +4,8 @@ Decode attention and prefill attention are one kernel over one kind of work plan
 ChunkAttention §3.2-3.3); see `cuda_work` for where plans lie and why CUDA graphs of a decode step stay valid.
 Matrix products are cuBLAS's through torch. The pool is always in plain order here (`KvPool.packed` stays zero).
 
-Invariant: nothing waits for the device, except a copy to or from ordinary host memory, and an upload for the
-second plan change before it.
+Invariant: no op waits for the device, except that a copy to or from ordinary host memory does, and that the upload
+of a plan waits for the upload before the last one.
 """
 
 from __future__ import annotations
@@ -93,14 +93,14 @@ class CudaKernels:
     ) -> None:
         """
         Args:
-            library: None: the one for the current device, compiled now if needed.
-            stream: address of the stream to use; None: torch's current one at each call.
-            invariant: a row's decode result is then the same bit for bit whatever else is in the batch.
+            library: None: the library for the current device, compiled now if needed.
+            stream: Returns the address of the stream to use; None: torch's current stream at each call.
+            invariant: Whether a row's decode result is the same bits whatever else is in the batch.
             share: False: every row reads all its tokens alone (the sequence-first baseline).
-            workspace_bytes: memory for partial results, which prefill never exceeds (but for a single tile).
+            workspace_bytes: Memory for partial results. Prefill exceeds it only if a single tile does.
 
         Raises:
-            CudaBuildError: no device, no library that runs on it, or no planner.
+            CudaBuildError: There is no device, no library that runs on it, or no planner.
         """
         self.counters = KernelCounters()
         self._library = library_of_device() if library is None else library
@@ -142,10 +142,10 @@ class CudaKernels:
         self._library.call("attention", byref(call), self._stream())
 
     def prepare_replay(self, plan: DecodePlan, pool: KvPool, spec: AttentionSpec) -> None:
-        """Before every replay of a captured step: bring the plan and its step to where the graph looks.
+        """Bring a plan and its step to the device memory that a captured graph reads. Call it before every replay.
 
-        The plan may be another than the captured one, of as many rows. Where this made `graph_generation` change,
-        the step has to be captured again instead.
+        The plan may be another one than the captured one, with as many rows. If this changes `graph_generation`,
+        the step must be captured again.
         """
         check_pool(pool, plan.chunk_size)
         self._constants_of(spec, pool.data.device)
@@ -153,7 +153,7 @@ class CudaKernels:
 
     @property
     def graph_generation(self) -> int:
-        """Graphs of decode steps that were captured at another value hold stale addresses."""
+        """A number that changes when graphs of decode steps captured before hold stale addresses."""
         return sum(part.generation for part in (self._device_work, self._workspace) if part is not None)
 
     def prefill_attention(
@@ -287,7 +287,7 @@ class CudaKernels:
         return call
 
     def _constants_of(self, spec: AttentionSpec, device: torch.device) -> tuple[int | None, int | None]:
-        """Addresses of inverse frequencies and ALiBi slopes."""
+        """Return the addresses of inverse frequencies and ALiBi slopes on the device."""
         frequencies, slopes = spec.inverse_frequencies, spec.alibi_slopes
         return (
             None if frequencies is None else self._constant(frequencies, torch.float64, device),
@@ -295,7 +295,7 @@ class CudaKernels:
         )
 
     def _constant(self, x: Tensor, dtype: torch.dtype, device: torch.device) -> int:
-        """Address of a tensor of a spec on the device; copied once."""
+        """Return the address of a spec's tensor on the device, where it is copied once."""
         known = self._constants.get(id(x))
         if known is None or known[0] is not x:
             refuse_capture(self._is_capturing(), "a constant of the model is not on the device yet")
@@ -315,7 +315,7 @@ class CudaKernels:
         call.partial_acc, call.partial_stats = workspace.take(partials, call.heads, call.head_dim)
 
     def _indices(self, values: Int32Array, device: torch.device) -> Tensor:
-        """int32, on the device. Copied first: the caller's array may be read-only, which torch does not like."""
+        """Return int32 indices on the device. They are copied first, as torch warns of read-only arrays."""
         refuse_capture(self._is_capturing(), "indices are not on the device yet")
         return torch.from_numpy(np.array(values, dtype=np.int32)).to(device, non_blocking=True)
 

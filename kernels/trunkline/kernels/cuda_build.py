@@ -2,9 +2,9 @@
 
     python -m trunkline.kernels.cuda_build [--check | --find | --if-possible] [--to FOLDER]
 
-A wheel brings one library for all devices (`prebuilt/`; see `EVERY_DEVICE`). Where none came with the package, the
-user's cache (`$XDG_CACHE_HOME/trunkline`, or `~/.cache/trunkline`) may have one for the device, else nvcc makes it
-there.
+A wheel contains one library for all devices (`prebuilt/`; see `EVERY_DEVICE`). Without it, the library for the
+device is taken from the user's cache (`$XDG_CACHE_HOME/trunkline`, or `~/.cache/trunkline`), where nvcc builds it
+if needed.
 
 Invariant: a library's name holds a digest of everything that decides its contents (the bytes of all sources and
 headers, the flags, the devices, and nvcc's version), so a stale one is never loaded. Two builds of one name are
@@ -42,7 +42,7 @@ PREBUILT: Final = PACKAGE / "prebuilt"
 """Libraries that came with the package."""
 SYSTEM_COMPILER: Final = Path("/usr/local/cuda/bin/nvcc")
 OLDEST: Final = (8, 0)
-"""Compute capability: asynchronous copies and bfloat16 matrix units."""
+"""The oldest compute capability: the first with asynchronous copies and bfloat16 matrix units."""
 OLDEST_COMPILER: Final = (12, 0)
 """The first nvcc that knows C++20."""
 
@@ -53,9 +53,9 @@ FLAGS: Final = (
     "-Wall,-Wextra,-fPIC",
 )
 STRICT: Final = ("-Werror", "all-warnings")
-"""For developers only: a newer nvcc may warn of more, and a user's first use must not fail for that."""
+"""Flags for developers only: a newer nvcc may warn of more, and a user's first use must not fail for that."""
 LINK_FLAGS: Final = ("-shared", "-cudart", "static", "-Xlinker", "--strip-all")
-"""Without symbols of no use at run time, some of which are named after nvcc's temporary files."""
+"""Symbols are stripped: they have no use at run time, and some are named after nvcc's temporary files."""
 INSTALL_COMPILER: Final = (
     "install nvcc with `pip install 'trunkline[nvcc]'` (cuda-toolkit[nvcc,cccl,cudart]), or install the CUDA "
     "toolkit and put its nvcc on PATH, or set CUDA_HOME"
@@ -77,23 +77,23 @@ class Compiler:
 
     path: Path
     version: str
-    """All that `nvcc --version` says."""
+    """The output of `nvcc --version`."""
 
     @property
     def release(self) -> tuple[int, int]:
-        """(0, 0) if it does not say."""
+        """The release number; (0, 0) if the version does not contain one."""
         found = re.search(r"release (\d+)\.(\d+)", self.version)
         return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
 @dataclass(frozen=True)
 class Devices:
-    """What a library is compiled for."""
+    """The devices that a library is compiled for."""
 
     name: str
-    """Of the library."""
+    """Part of the library's name."""
     codes: tuple[str, ...]
-    """For nvcc's `-gencode`."""
+    """Values of nvcc's option `-gencode`."""
 
 
 EVERY_DEVICE: Final = Devices("all", ("arch=compute_80,code=[sm_80,compute_80]", "arch=compute_90a,code=sm_90a"))
@@ -102,10 +102,10 @@ which its driver compiles when it is loaded (PTX of 9.0a would do for none of th
 
 
 def architecture(capability: tuple[int, int]) -> str:
-    """What nvcc calls a device: "80", "89", "90a".
+    """Return nvcc's name of a device's architecture: "80", "89", "90a".
 
     Raises:
-        CudaBuildError: a device that is too old.
+        CudaBuildError: The device is too old.
     """
     if capability < OLDEST:
         raise CudaBuildError(
@@ -126,8 +126,10 @@ def cache_folder() -> Path:
 
 
 def find_compiler() -> Compiler | None:
-    """nvcc of $CUDA_HOME, of the search path, of the `trunkline[nvcc]` packages, or of a system-wide toolkit: the
-    first that is new enough, or the first that runs where none is."""
+    """Return the first nvcc that is new enough, else the first that runs, else None.
+
+    It is looked for in $CUDA_HOME, on the search path, in the `trunkline[nvcc]` packages and in /usr/local/cuda.
+    """
     home = os.environ.get("CUDA_HOME")
     candidates = [Path(home) / "bin" / "nvcc"] if home else []
     found = shutil.which("nvcc")
@@ -148,10 +150,10 @@ def find_compiler() -> Compiler | None:
 
 
 def check_compiler(compiler: Compiler) -> None:
-    """
+    """Check an nvcc before anything is compiled, because a failure inside a source would not show the reason.
+
     Raises:
-        CudaBuildError: it is too old, it finds no C++ compiler, or it refuses the one that it finds. Said before
-            anything is compiled: what fails inside a source would not tell why.
+        CudaBuildError: The nvcc is too old, finds no C++ compiler, or refuses the one that it finds.
     """
     if compiler.release < OLDEST_COMPILER:
         major, minor = compiler.release
@@ -183,13 +185,13 @@ def check_compiler(compiler: Compiler) -> None:
 
 
 def _host_compiler() -> str:
-    """The C++ compiler that nvcc calls."""
+    """Return the C++ compiler that nvcc calls."""
     chosen = os.environ.get("NVCC_CCBIN", "")
     return str(Path(chosen) / "g++") if chosen and Path(chosen).is_dir() else chosen or "g++"
 
 
 def source_digest(devices: Devices) -> str:
-    """Of everything that decides a library's contents but the compiler."""
+    """Return a digest of everything but the compiler that decides a library's contents."""
     digest = hashlib.blake2b(digest_size=10)
     digest.update(repr((FLAGS, LINK_FLAGS, devices.codes)).encode())
     for folder in (SOURCES, HEADERS):
@@ -210,16 +212,16 @@ def library_name(devices: Devices, compiler: Compiler) -> str:
 
 
 def prebuilt_library() -> Path | None:
-    """The one that came with the package."""
+    """Return the library that came with the package; None if there is none for these sources."""
     known = sorted(PREBUILT.glob(f"{_prefix(EVERY_DEVICE)}-*.so"))
     return known[-1] if known else None
 
 
 def library_path(capability: tuple[int, int]) -> Path:
-    """The library for a device, built now if it has to be.
+    """Return the path of the library for a device, which is built now if needed.
 
     Raises:
-        CudaBuildError: it is not there and cannot be built; the message names the remedies.
+        CudaBuildError: There is none and it cannot be built; the message names the remedies.
     """
     arch = architecture(capability)
     if (prebuilt := prebuilt_library()) is not None:
@@ -228,7 +230,7 @@ def library_path(capability: tuple[int, int]) -> Path:
     compiler = find_compiler()
     if compiler is not None and compiler.release >= OLDEST_COMPILER:
         return build(devices, cache_folder() / library_name(devices, compiler), compiler)
-    # Whichever nvcc made it; a toolkit that was removed since leaves a usable library.
+    # Any nvcc may have built it: a library stays usable after its toolkit was removed.
     known = sorted(cache_folder().glob(f"{_prefix(devices)}-*.so"))
     if known:
         return known[-1]
@@ -241,10 +243,10 @@ def library_path(capability: tuple[int, int]) -> Path:
 
 
 def build(devices: Devices, target: Path, compiler: Compiler, flags: tuple[str, ...] = ()) -> Path:
-    """Make `target` unless it is there already; of several processes one works, the others wait for it.
+    """Build `target` unless it exists. Of several processes one builds, and the others wait for it.
 
     Args:
-        flags: besides `FLAGS`.
+        flags: Flags besides `FLAGS`.
 
     Raises:
         CudaBuildError: nvcc does not work here or fails, or the folder cannot be written.
@@ -271,7 +273,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _compile(devices: Devices, folder: Path, compiler: Compiler, flags: tuple[str, ...]) -> Path:
-    """Compile every source and link them; the files of head sizes take the longest, so side by side."""
+    """Compile all sources, several at once because those of the head sizes take long, and link them."""
     check_compiler(compiler)
     codes = [f"-gencode={code}" for code in devices.codes]
     command = [compiler.path, *FLAGS, *flags, *codes, "-I", SOURCES / "device"]
@@ -305,7 +307,7 @@ def check() -> None:
     """Compile everything for all devices, warnings being errors, and keep nothing.
 
     Raises:
-        CudaBuildError: no nvcc, or it fails.
+        CudaBuildError: There is no nvcc, or it fails.
     """
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
@@ -314,10 +316,10 @@ def check() -> None:
 
 
 def build_prebuilt(folder: Path) -> Path:
-    """Make the library for all devices, as the only one in a folder.
+    """Build the library for all devices, as the only one in a folder.
 
     Raises:
-        CudaBuildError: no nvcc, or it fails.
+        CudaBuildError: There is no nvcc, or it fails.
     """
     compiler = _compiler()
     target = folder / library_name(EVERY_DEVICE, compiler)

@@ -1,4 +1,4 @@
-"""What the CUDA kernels are given, checked on the host before anything is enqueued.
+"""Checks of the CUDA kernels' arguments, on the host before anything is enqueued.
 
 Invariant: a call that is refused has written nothing and enqueued nothing.
 """
@@ -15,11 +15,11 @@ from trunkline.kernels.plan import WritePlan
 from trunkline.kvstore.int32_codec import Int32Array
 
 ALIGNMENT: Final = 16
-"""Bytes; of everything that kernels read in 16-byte units."""
+"""Alignment in bytes of all data that kernels read in 16-byte units."""
 
 
 def check_pool(pool: KvPool, chunk_size: int) -> None:
-    """Its memory, and that a plan is for its blocks."""
+    """Check the pool's memory, and that a plan is for its block size."""
     data = pool.data
     if data.dtype not in DTYPE_NUMBERS:
         raise ValueError(f"KV of type {data.dtype}; the CUDA kernels take float32, float16, bfloat16")
@@ -45,7 +45,7 @@ def check_items(pool: KvPool, last_block: int) -> None:
 
 
 def check_queries(name: str, x: Tensor, pool: KvPool, spec: AttentionSpec, needs: tuple[int, bool]) -> None:
-    """Queries or results of attention; `needs`: rows, and whether they have to be aligned."""
+    """Check queries or results of attention; `needs`: rows, and whether they must be aligned."""
     rows, aligned = needs
     if x.dtype != pool.data.dtype:
         raise ValueError(f"{name} is {x.dtype}, but the KV pool is {pool.data.dtype}")
@@ -71,7 +71,7 @@ def check_slots(plan: WritePlan, pool: KvPool) -> None:
 
 
 def check_written(plan: WritePlan, qkv: Tensor, pool: KvPool, spec: AttentionSpec) -> None:
-    """Queries, keys and values of new tokens."""
+    """Check queries, keys and values of new tokens."""
     if qkv.dtype != pool.data.dtype or not qkv.is_contiguous():
         raise ValueError(f"qkv must be contiguous and {pool.data.dtype} like the pool, not {qkv.dtype}")
     width = (spec.heads + 2 * spec.kv_heads) * spec.head_dim
@@ -91,7 +91,7 @@ def check_copies(pool: KvPool, copies: Int32Array) -> None:
 
 
 def check_moved(pool: KvPool, blocks: Int32Array, layers: range, moved: Tensor) -> None:
-    """A gather or a scatter of some layers of some blocks."""
+    """Check a gather or a scatter of some layers of some blocks."""
     check_pool(pool, pool.chunk_size)
     if len(blocks) and not (int(blocks.min()) >= 0 and int(blocks.max()) < pool.blocks):
         raise ValueError(f"blocks {int(blocks.min())} to {int(blocks.max())}: the pool has {pool.blocks} blocks")

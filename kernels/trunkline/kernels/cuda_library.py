@@ -1,6 +1,6 @@
-"""The C interface of the CUDA kernels (`csrc/cuda/api.h`) as Python sees it.
+"""The C interface of the CUDA kernels (`csrc/cuda/api.h`) in Python.
 
-Invariant: the structures here are those of the header; their sizes are compared when a library is loaded.
+Invariant: the structures here are those of the header. Their sizes are compared when a library is loaded.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class CudaLibrary:
     def __init__(self, path: Path) -> None:
         """
         Raises:
-            CudaBuildError: it cannot be loaded, or has another interface.
+            CudaBuildError: The library cannot be loaded, or has another interface.
         """
         self.path = path
         try:
@@ -117,9 +117,10 @@ class CudaLibrary:
         self._functions = {name.removeprefix("trunkline_"): getattr(self._library, name) for name in _ARGUMENTS}
 
     def call(self, name: str, *arguments: Any) -> None:
-        """
+        """Call a function of the library.
+
         Raises:
-            CudaError: the function refused, or a launch failed.
+            CudaError: The function refused its arguments, or a launch failed.
         """
         error = self._functions[name](*arguments)
         if error:
@@ -127,10 +128,10 @@ class CudaLibrary:
             raise CudaError(f"{name} failed with CUDA error {error}: {text}")
 
     def attention_shape(self, dtype: torch.dtype, head_dim: int) -> AttentionShape:
-        """Constant per device.
+        """Return how attention is launched for a type and head size; constant per device.
 
         Raises:
-            CudaError: a head size that no kernel takes (more than 256).
+            CudaError: No kernel takes the head size (more than 256).
         """
         shape = AttentionShape()
         self.call("attention_shape", DTYPE_NUMBERS[dtype], head_dim, byref(shape))
@@ -138,10 +139,10 @@ class CudaLibrary:
 
 
 def library_of_device() -> CudaLibrary:
-    """The library for the current device, known to run on it.
+    """Return the library for the current device, after a check that it runs there.
 
     Raises:
-        CudaBuildError: no device, no library for it, or a driver that does not take it.
+        CudaBuildError: There is no device or no library for it, or the driver does not take the library.
     """
     if not torch.cuda.is_available():
         raise CudaBuildError("torch finds no CUDA device here")

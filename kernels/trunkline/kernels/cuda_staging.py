@@ -10,20 +10,20 @@ import numpy as np
 from trunkline.kernels.ops import KvPool
 
 STAGING_BYTES: Final = 64 << 20
-"""Staged at once; a single larger piece is staged whole."""
+"""Most bytes that are staged at once; a single larger piece is staged whole."""
 
 
 def layer_bytes(pool: KvPool) -> int:
-    """Of one block."""
+    """Return the bytes of one layer of one block."""
     return int(np.prod(pool.data.shape[2:])) * pool.data.element_size()
 
 
 def block_bytes(pool: KvPool) -> int:
-    """All layers of a block."""
+    """Return the bytes of all layers of one block."""
     return int(pool.data.shape[1]) * layer_bytes(pool)
 
 
 def staged(pool: KvPool, count: int, layers: range) -> Iterator[tuple[int, int]]:
-    """Ranges of `count` blocks whose layers are staged at once."""
+    """Yield ranges of `count` blocks whose layers are staged at once."""
     size = max(1, STAGING_BYTES // (len(layers) * layer_bytes(pool)))
     yield from ((start, min(start + size, count)) for start in range(0, count, size))

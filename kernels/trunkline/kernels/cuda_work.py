@@ -1,16 +1,17 @@
-"""Work plans on the device: where decode's lies, and how prefill's is made.
+"""Work plans on the device: the buffer of the decode plan, and how prefill plans are made.
 
-Decode: one buffer of fixed capacity holds [steps, padding, the plan's words]. It is overwritten only when the
-plan changes, by a copy on the stream from one of two pinned staging buffers; between changes a kernel adds to
-`steps`. A captured CUDA graph reads whatever plan and step the buffer holds when it is replayed, so it stays valid
-until a buffer has to grow (to the next power of two; `generation` tells). The graph itself changes neither: both
-are brought up to date before each replay (`CudaKernels.prepare_replay`), and during a capture that is an error.
+Decode: one buffer of fixed capacity holds [steps, padding, the plan's words]. It is overwritten only when the plan
+changes, by a copy on the stream from one of two pinned staging buffers; between changes a kernel adds to `steps`.
+A captured CUDA graph reads the plan and the step that the buffer holds when the graph is replayed. So the graph
+stays valid until a buffer must grow (to the next power of two), which changes `generation`. The graph itself
+changes neither plan nor step: `CudaKernels.prepare_replay` updates both before each replay. An update during a
+capture is an error.
 
-Prefill: the same words as decode's, so that one kernel serves both. A piece is a tile of consecutive queries of an
-entry and a run of items with equal shift; its rows see keys up to their own position (`causal`). Prompts over many
-shifted modules have so many partial results that they would take gigabytes. So a plan whose partials do not fit
-the workspace is executed in parts, one after the other: some of its rows each, with the same pieces in the same
-order. Results are the same bits.
+Prefill: plans have the same words as decode's, so one kernel serves both. A piece is a tile of consecutive queries
+of an entry and a run of items with equal shift; its rows see keys up to their own position (`causal`). Prompts
+over many shifted modules have so many partial results that these would take gigabytes. So a plan whose partials do
+not fit the workspace is executed in parts, one after the other. Each part has some of the rows, with the same
+pieces in the same order, so results are the same bits.
 """
 
 from __future__ import annotations
@@ -36,28 +37,29 @@ STEPS_WORDS: Final = 4
 """Words in front of the plan, so that it stays aligned to 16 bytes; the first is the number of steps."""
 MIN_WORDS: Final = 1 << 14
 WORKSPACE_BYTES: Final = 256 << 20
-"""Of partial results, allocated at the first use. Prefill never takes more; decode grows it if it has to: 256 rows
-of 32 heads of 128 values with 60 pieces each just fit."""
+"""Memory for partial results, allocated at the first use. Prefill never takes more; decode grows it if it must:
+256 rows of 32 heads of 128 values with 60 pieces each just fit."""
 WORDS_ALIGNED: Final = 4
-"""Words of a part of a prefill plan begin at a multiple of so many: 16 bytes."""
+"""The words of each part of a prefill plan begin at a multiple of this many words: 16 bytes."""
 
 
 def grown(capacity: int, needed: int, least: int) -> int:
-    """The next power of two, so that growing gets rare."""
+    """Return a capacity for `needed`: the present one if it suffices, else the next power of two."""
     return capacity if needed <= capacity else max(least, 1 << (needed - 1).bit_length())
 
 
 def refuse_capture(refused: bool, why: str) -> None:
-    """
+    """Refuse an operation that must not become part of a captured graph.
+
     Raises:
-        CudaError: a graph is being captured.
+        CudaError: A graph is being captured.
     """
     if refused:
         raise CudaError(f"{why}: run the step once, or prepare_replay, before it is captured in a graph")
 
 
 class WorkKey(NamedTuple):
-    """Everything but the plan that decides how its work is cut and where it lies."""
+    """Everything besides the plan that decides how its work is cut and where it lies."""
 
     heads: int
     kv_heads: int
@@ -84,15 +86,15 @@ class CudaDecodeWork:
 
 
 def partial_floats(heads: int, head_dim: int) -> int:
-    """float32 numbers of one partial result of a row: a sum and two statistics for each head."""
+    """Return the float32 numbers of one partial result of a row: a sum and two statistics for each head."""
     return heads * (head_dim + 2)
 
 
 class Workspace:
-    """Partial results of attention, float32, shared by all layers: they are merged before the next one begins."""
+    """Memory for partial results of attention, float32. Layers share it, as each merges before the next begins."""
 
     def __init__(self, device: torch.device, least_bytes: int = WORKSPACE_BYTES) -> None:
-        """`least_bytes`: taken at the first use, so that from then on it is known what a step needs besides KV."""
+        """Make an empty workspace. Its first use allocates `least_bytes`, so its size is known from then on."""
         self.generation = 0
         """Counts reallocations: graphs captured before the last one are stale."""
         self._least = least_bytes // 4
@@ -102,9 +104,9 @@ class Workspace:
         return partials * partial_floats(heads, head_dim) <= len(self._memory) > 0
 
     def take(self, partials: int, heads: int, head_dim: int) -> tuple[int, int]:
-        """Addresses of the sums `[capacity, heads, head_dim]` and of the statistics `[capacity, heads, 2]`.
+        """Return the addresses of sums `[capacity, heads, head_dim]` and of statistics `[capacity, heads, 2]`.
 
-        They do not depend on `partials` unless the memory has to grow: a captured graph holds them.
+        They depend on `partials` only if the memory must grow, because captured graphs hold them.
         """
         each = partial_floats(heads, head_dim)
         size = grown(max(len(self._memory), self._least), partials * each, 1 << 20)
@@ -116,15 +118,15 @@ class Workspace:
 
 
 class DeviceWork:
-    """The decode plan's buffer."""
+    """The device buffer of the decode plan."""
 
     def __init__(self, device: torch.device) -> None:
         self.generation = 0
         """As `Workspace.generation`."""
         self.resident: CudaDecodeWork | None = None
-        """Whose words are there."""
+        """The plan that the buffer holds."""
         self.steps = 0
-        """The step that is there."""
+        """The step that the buffer holds."""
         self._device = device
         self._buffer = torch.empty(0, dtype=torch.int32, device=device)
         self._staging: list[Tensor] = []
@@ -140,7 +142,7 @@ class DeviceWork:
         return self._buffer.data_ptr() + 4 * STEPS_WORDS
 
     def upload(self, work: CudaDecodeWork, steps: int) -> None:
-        """Replace the plan, in stream order: work enqueued before still sees the old one."""
+        """Replace the plan, in stream order: work that was enqueued before still reads the old one."""
         words = work.words
         needed = STEPS_WORDS + len(words)
         if needed > len(self._buffer):
@@ -194,7 +196,7 @@ class PrefillPart(NamedTuple):
 
 
 class PrefillWork:
-    """Words of a prefill plan (`work_plan.h`), part by part, and what the host must know of them."""
+    """The words of a prefill plan (`work_plan.h`), part by part, and their sizes."""
 
     def __init__(self, plan: PrefillPlan, cut: PrefillCut) -> None:
         self._plan = plan
@@ -222,11 +224,11 @@ class PrefillWork:
     def _split(
         self, tiles: list[tuple[int, int]], piece_ends: list[int], partials_max: int
     ) -> tuple[PrefillPart, ...]:
-        """Consecutive tiles whose partials fit; all at once if there is nothing to merge.
+        """Return parts of consecutive tiles whose partials fit; one part if there is nothing to merge.
 
         Args:
-            tiles: their rows.
-            piece_ends: by tile, the index behind its last piece.
+            tiles: The rows of each tile.
+            piece_ends: By tile, the index behind its last piece.
         """
         ends = np.concatenate([[0], np.cumsum(self._row_counts)])
         if int(ends[-1]) == len(self._row_counts):
@@ -265,7 +267,7 @@ class PrefillWork:
         self._row_counts[rows[0] : rows[1]] = ordinal
 
     def words(self) -> tuple[Tensor, list[int]]:
-        """The words of all parts, int32, on the host, and at which of them each part begins."""
+        """Return the int32 words of all parts, on the host, and the index at which each part begins."""
         parts = [self._words(part) for part in self.parts]
         lengths = [-(-len(words) // WORDS_ALIGNED) * WORDS_ALIGNED for words in parts]
         starts = np.cumsum([0, *lengths]).tolist()
@@ -275,7 +277,7 @@ class PrefillWork:
         return torch.from_numpy(joined), starts[:-1]
 
     def _words(self, part: PrefillPart) -> NDArray[np.int32]:
-        """The words of one part; its rows count from 0."""
+        """Return the words of one part, whose rows count from 0."""
         plan, pieces = self._plan, slice(part.piece_start, part.piece_stop)
         rows = self._rows[pieces]
         sizes = [len(items) for items in self._items[pieces]]
@@ -319,6 +321,6 @@ class PrefillDeviceWork:
 
     @property
     def parts(self) -> list[tuple[PrefillPart, int]]:
-        """Each part, and the address of its words."""
+        """The parts, each with the address of its words."""
         base = self._words.data_ptr()
         return [(part, base + 4 * start) for part, start in zip(self.work.parts, self._starts, strict=True)]

@@ -14,7 +14,7 @@ from typing import Final
 from torch import Tensor
 
 _MADV_HUGEPAGE: Final = 14
-"""Linux's number."""
+"""The number of this advice in Linux."""
 
 
 def advise_large_pages(tensor: Tensor) -> bool:

@@ -14,7 +14,7 @@ from trunkline.kernels.ops import Kernels
 from trunkline.kernels.reference import ReferenceKernels
 
 KERNEL_NAMES: Final = ("auto", "cpu", "cuda", "reference")
-"""What `load_kernels` takes; "auto" is the device's own."""
+"""The names that `load_kernels` takes; "auto" is the fastest for the device."""
 
 log = structlog.get_logger()
 
@@ -24,7 +24,7 @@ class KernelsUnavailableError(Exception):
 
 
 def load_kernels(name: str, device: str, threads: int = 1) -> Kernels:
-    """The ops for a device.
+    """Return the ops for a device.
 
     Args:
         name: one of `KERNEL_NAMES`. On a CPU "auto" falls back to the reference, with one warning, where the

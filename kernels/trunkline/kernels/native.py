@@ -1,7 +1,7 @@
-"""The compiled library: finding and loading it, the levels it has, and the planner that CPU and CUDA share.
+"""The compiled library: how it is found and loaded, its instruction-set levels, and the planner of decode work.
 
-Built by CMake when the package is installed (CMakeLists.txt); without a compiler the package installs without
-it, and the reference kernels serve.
+CMake builds it when the package is installed (CMakeLists.txt). Without a compiler the package is installed without
+it, and the reference kernels serve. The CUDA kernels use the planner as well.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import trunkline.kernels
 from trunkline.kernels.plan import DecodePlan
 
 ISA_LEVELS: Final = ("portable", "avx2", "avx512", "avx512bf16")
-"""By the number that the library uses (`csrc/cpu/cpu_level.h`)."""
+"""Names of the levels, in the order of the library's numbers (`csrc/cpu/cpu_level.h`)."""
 ISA_VARIABLE: Final = "TRUNKLINE_CPU_ISA"
 """Environment variable that forces a lower level, for tests and for comparisons."""
 
@@ -33,16 +33,16 @@ LIBRARY_VARIABLE: Final = "TRUNKLINE_NATIVE_LIBRARY"
 
 
 INTERFACE_VERSION: Final = 3
-"""What `interface_version` of a library of these sources returns (`csrc/cpu/module.cc`)."""
+"""The version that a library of these sources reports (`interface_version` in `csrc/cpu/module.cc`)."""
 
 REINSTALL: Final = "reinstall trunkline where a C++20 compiler is"
 
 
 class NativeLibraryError(Exception):
-    """The compiled library is missing or unusable, or cannot do here what was asked for.
+    """The compiled library is missing or unusable, or lacks what was asked for.
 
     Attributes:
-        remedy: what its user can do, an imperative without a full stop.
+        remedy: What the user can do: an imperative without a full stop.
     """
 
     def __init__(self, message: str, remedy: str = REINSTALL) -> None:
@@ -52,10 +52,10 @@ class NativeLibraryError(Exception):
 
 @functools.cache
 def library() -> Any:
-    """The loaded library (a `tvm_ffi.Module`), None if it was not built.
+    """Return the loaded library (a `tvm_ffi.Module`); None if it was not built.
 
     Raises:
-        NativeLibraryError: it is there, or the environment says that it is, but it cannot be used.
+        NativeLibraryError: The library exists, or the environment names it, but it cannot be used.
     """
     path = _library_path()
     if path is None:
@@ -78,7 +78,7 @@ def library() -> Any:
 
 
 def _library_path() -> Path | None:
-    """Beside this file in a wheel; in an editable install, where the installer put the compiled part."""
+    """Return the path of the library, which an editable install has elsewhere; None if it does not exist."""
     forced = os.environ.get(LIBRARY_VARIABLE)
     if forced:
         return Path(forced)
@@ -88,16 +88,16 @@ def _library_path() -> Path | None:
 
 
 def isa_levels() -> tuple[str, ...]:
-    """The levels that run on this machine, best first; none without the library."""
+    """Return the levels that run on this machine, best first; none without the library."""
     module = library()
     return () if module is None else ISA_LEVELS[module.cpu_level() :: -1]
 
 
 def chosen_level(isa: str | None) -> int:
-    """The number of the level to use: the one named, else the environment's, else the best.
+    """Return the number of the level to use: the one named, else the environment's, else the best.
 
     Raises:
-        NativeLibraryError: no library, or a level that does not exist or does not run here.
+        NativeLibraryError: There is no library, or the level does not exist or does not run here.
     """
     levels = isa_levels()
     if not levels:
@@ -112,18 +112,18 @@ def chosen_level(isa: str | None) -> int:
 class NativeContext:
     """A `CpuContext` of the library: a level, threads, scratch memory.
 
-    Whatever calls the library with `handle` holds this object: when nobody does, the context is deleted.
+    Code that calls the library with `handle` must hold this object: without references the context is deleted.
     """
 
     def __init__(self, isa: str | None, threads: int) -> None:
         """
         Args:
-            isa: as for `chosen_level`.
-            threads: that share the work of each op, the caller's included.
+            isa: As for `chosen_level`.
+            threads: Threads that share the work of each op, the caller's included.
 
         Raises:
-            NativeLibraryError: no library, a level that does not run here, or threads that cannot be started.
-            ValueError: fewer than one thread, or more than 1024.
+            NativeLibraryError: There is no library, the level does not run here, or threads cannot be started.
+            ValueError: Fewer than one thread, or more than 1024.
         """
         self.level = chosen_level(isa)
         module = library()
@@ -136,7 +136,7 @@ class NativeContext:
 
 @dataclass(frozen=True)
 class WorkOptions:
-    """As `WorkOptions` in `csrc/common/work_plan.h`, which documents the fields."""
+    """How a decode plan is cut into pieces; `WorkOptions` in `csrc/common/work_plan.h` documents the fields."""
 
     kv_heads: int
     group: int
@@ -161,8 +161,8 @@ def plan_decode_work(plan: DecodePlan, options: WorkOptions) -> Tensor:
         int32 words, the buffer that `WorkView` reads.
 
     Raises:
-        ValueError: items that contradict each other.
-        NativeLibraryError: the library is not installed.
+        ValueError: Items contradict each other.
+        NativeLibraryError: The library is not installed.
     """
     module = library()
     if module is None:
@@ -174,7 +174,7 @@ def plan_decode_work(plan: DecodePlan, options: WorkOptions) -> Tensor:
         raise ValueError("rows and shifts must be as long as row_indptr says")
     if len(plan.tail_item) != rows:
         raise ValueError("tail_item and query_position must be equally long")
-    # One tensor: each that is passed costs as much as planning a row.
+    # All arrays in one tensor: passing a tensor costs as much as planning a row.
     arrays = (plan.block, plan.first, plan.count, plan.base, plan.row_indptr, plan.rows, plan.shifts)
     words = torch.from_numpy(np.concatenate((*arrays, plan.tail_item, plan.query_position), dtype=np.int32))
     sizes = [items, entries, rows, plan.shared_items]

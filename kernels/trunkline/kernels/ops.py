@@ -1,10 +1,10 @@
-"""The op interface: what the decoder calls and what every implementation provides.
+"""The interface of the ops: the calls that the decoder makes and that every implementation provides.
 
-The PyTorch reference (`trunkline.kernels.reference`) is the specification of each op; native versions are
-tested against it. Plans (`trunkline.kernels.plan`) are built on the host once per change and carry a `state`
-in which an implementation keeps what it derived from them.
+The PyTorch reference (`trunkline.kernels.reference`) specifies each op; native versions are tested against it.
+Plans (`trunkline.kernels.plan`) are built on the host once per change. They carry a `state`, in which an
+implementation keeps the data that it derived from them.
 
-Slots of the pool that no plan covers may contain anything, NaN included, and must not influence a result.
+Slots of the pool that no plan covers may contain anything, also NaN, and must not influence a result.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class KvPool:
     """`[blocks, layers, 2, kv_heads, chunk_size, head_dim]` (0 keys, 1 values), contiguous, heads being those of
     this rank: one chunk is one contiguous region for tier moves, and a strided view per layer."""
     packed: Tensor
-    """uint8 `[blocks, layers]`. 1: the block's tiles of that layer are permuted in place into an order private
-    to the kernels that wrote them. Everything but an op of those kernels reads such a block through
-    `gather_blocks`, which always gives the plain order."""
+    """uint8 `[blocks, layers]`. 1: the block's tiles of that layer are permuted in place, into an order private to
+    the kernels that wrote them. Other code reads such a block through `gather_blocks`, which always gives the
+    plain order."""
 
     @classmethod
     def wrap(cls, data: Tensor) -> KvPool:
-        """A pool around a tensor in plain order."""
+        """Return a pool around a tensor in plain order."""
         return cls(data, torch.zeros(data.shape[:2], dtype=torch.uint8, device=data.device))
 
     @property
@@ -72,19 +72,19 @@ Quantisation = Literal["", "int8"]
 
 @dataclass(frozen=True, slots=True)
 class PackedLinear:
-    """A linear layer in the form that its kernels want; made by `Kernels.pack_linear`, used with them only."""
+    """A linear layer in the form that its kernels need. `Kernels.pack_linear` makes it; only they can use it."""
 
     out_features: int
     in_features: int
     data: Any
     """Private to the kernels."""
     packed_bytes: int
-    """What it takes in memory, and what a call with few tokens reads: weight, scales and bias."""
+    """Bytes of weight, scales and bias: the layer's memory, and what a call with few tokens reads."""
 
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """What is constant over all attention calls of a layer on this rank."""
+    """The constants of a layer's attention on this rank."""
 
     heads: int
     kv_heads: int
@@ -108,29 +108,29 @@ class AttentionSpec:
 
 @dataclass
 class KernelCounters:
-    """What ran, so that tests can assert it: a silent fallback or a plan copy too many shows here."""
+    """Counts of the ops that ran, so that tests notice a silent fallback or a superfluous copy of a plan."""
 
     calls: dict[str, int] = field(default_factory=dict)
-    """By op."""
+    """Number of calls by op."""
     decode_plans: int = 0
     """Decode plans turned into device state ("lazy copy", ChunkAttention §3.3)."""
     decode_tokens_read: int = 0
     """Tokens of KV read by decode attention, summed over layers; shared ones count once."""
     decode_bytes_read: int = 0
     prefill_tokens_read: int = 0
-    """Likewise of prefill attention."""
+    """Tokens of KV read by prefill attention, likewise."""
 
     def called(self, op: str) -> None:
         self.calls[op] = self.calls.get(op, 0) + 1
 
     def reset(self) -> None:
-        """Forget everything, in place: parts of an implementation hold this object."""
+        """Set all counts to zero, in place: parts of an implementation hold this object."""
         self.calls.clear()
         self.decode_plans = self.decode_tokens_read = self.decode_bytes_read = self.prefill_tokens_read = 0
 
 
 class Kernels(Protocol):
-    """One implementation of all ops, for one device. Ops of one instance run on one thread."""
+    """An implementation of all ops for one device. One thread at a time may call an instance."""
 
     name: str
     counters: KernelCounters
@@ -145,7 +145,7 @@ class Kernels(Protocol):
         spec: AttentionSpec,
         norm: QkNorm | None = None,
     ) -> Tensor:
-        """Split, rotate and store in one go (PagedAttention §4.3 and §5.1: fused reshape and block write).
+        """Split, rotate and store keys and values in one op (PagedAttention §4.3 and §5.1: fused block write).
 
         Args:
             plan: where each token's key and value go.
@@ -164,7 +164,7 @@ class Kernels(Protocol):
     def decode_attention(
         self, plan: DecodePlan, q: Tensor, pool: KvPool, layer: int, spec: AttentionSpec, out: Tensor
     ) -> None:
-        """Two-phase attention of one query per row (ChunkAttention §3.2; PagedAttention §4.1 for the blocks).
+        """Compute attention of one query per row in two phases (ChunkAttention §3.2; PagedAttention §4.1: blocks).
 
         Args:
             plan: the work list, at its current `steps`.
@@ -176,7 +176,7 @@ class Kernels(Protocol):
     def prefill_attention(
         self, plan: PrefillPlan, q: Tensor, pool: KvPool, layer: int, spec: AttentionSpec, out: Tensor
     ) -> None:
-        """Attention of new tokens over their paged context and causally among themselves.
+        """Compute attention of new tokens over their paged context, and causally among themselves.
 
         Args:
             plan: the work list.
@@ -193,12 +193,12 @@ class Kernels(Protocol):
                 range may be a source range of the same call.
 
         Raises:
-            ValueError: a block or a range outside the pool.
+            ValueError: A block or a range lies outside the pool.
         """
         ...
 
     def gather_blocks(self, pool: KvPool, blocks: Int32Array, layers: range, out: Tensor) -> None:
-        """Collect blocks' layers, in plain order whatever the pool holds.
+        """Copy layers of blocks into one tensor, in plain order however the pool holds them.
 
         Args:
             out: `[n, len(layers), 2, kv_heads, chunk_size, head_dim]`, overwritten.
@@ -206,13 +206,13 @@ class Kernels(Protocol):
         ...
 
     def scatter_blocks(self, pool: KvPool, blocks: Int32Array, layers: range, data: Tensor) -> None:
-        """The reverse of `gather_blocks`; `blocks` are distinct."""
+        """Copy layers of blocks back into the pool, the reverse of `gather_blocks`. `blocks` are distinct."""
         ...
 
     def gather_slots(
         self, pool: KvPool, blocks: Int32Array, layers: range, host: Tensor, slots: Int32Array
     ) -> None:
-        """`gather_blocks` straight into main memory, for tier moves (CachedAttention §3.2).
+        """Copy layers of blocks straight into main memory, for tier moves (CachedAttention §3.2).
 
         Args:
             host: `[slots, all layers, 2, kv_heads, chunk_size, head_dim]`, contiguous, on the CPU; pinned if the
@@ -224,11 +224,11 @@ class Kernels(Protocol):
     def scatter_slots(
         self, pool: KvPool, blocks: Int32Array, layers: range, host: Tensor, slots: Int32Array
     ) -> None:
-        """The reverse of `gather_slots`; `blocks` are distinct."""
+        """Copy layers of blocks from main memory, the reverse of `gather_slots`. `blocks` are distinct."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """`x / sqrt(mean(x²) + eps) * weight` over the last dimension; statistics in at least float32."""
+        """Return `x / sqrt(mean(x²) + eps) * weight` over the last dimension; statistics in at least float32."""
         ...
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -236,16 +236,16 @@ class Kernels(Protocol):
         ...
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None, quantisation: Quantisation = "") -> PackedLinear:
-        """Prepare `y = x @ weight.T + bias`, once per layer; `weight` `[out, in]` is not kept if it was copied.
+        """Prepare the layer `y = x @ weight.T + bias`; `weight` is `[out, in]`, and is not kept if it was copied.
 
         Args:
-            quantisation: "int8" stores one byte per weight and a scale per output; `x` is then of the type that
-                `weight` has here, like without.
+            quantisation: "int8" stores one byte per weight and a scale per output. As without it, `x` has the type
+                that `weight` has here.
         """
         ...
 
     def linear(self, x: Tensor, layer: PackedLinear, out_dtype: torch.dtype | None = None) -> Tensor:
-        """Apply it to `x` `[tokens, in]`, contiguous.
+        """Apply a layer to `x` `[tokens, in]`, contiguous.
 
         Returns:
             `[tokens, out]`, in `out_dtype` (the type of `x`, or float32) or else in the type of `x`; sums are
@@ -256,16 +256,16 @@ class Kernels(Protocol):
     def pack_gated_linear(
         self, weight: Tensor, bias: Tensor | None, activation: Activation, quantisation: Quantisation = ""
     ) -> PackedLinear:
-        """Prepare `activation(gate) * up` of `x @ weight.T + bias`; `weight` `[2 * n, in]` holds gate, then up."""
+        """Prepare `activation(gate) * up` of `x @ weight.T + bias`; `weight` is `[2 * n, in]`: gate, then up."""
         ...
 
     def gated_linear(self, x: Tensor, layer: PackedLinear) -> Tensor:
-        """Apply it to `x` `[tokens, in]`; returns `[tokens, n]`."""
+        """Apply a gated layer to `x` `[tokens, in]`; return `[tokens, n]`."""
         ...
 
 
 def swap_halves(x: Tensor) -> Tensor:
-    """The two halves of the last dimension exchanged, as a new tensor."""
+    """Return a new tensor with the two halves of the last dimension exchanged."""
     half = x.shape[-1] // 2
     return torch.cat((x[..., half:], x[..., :half]), dim=-1)
 
@@ -273,7 +273,7 @@ def swap_halves(x: Tensor) -> Tensor:
 def make_angles(
     positions: Tensor, inverse_frequencies: Tensor, factor: float = 1.0, dtype: torch.dtype | None = None
 ) -> Angles:
-    """Rotary factors of positions.
+    """Return the rotary factors of positions.
 
     Args:
         positions: `[tokens]`, any numeric type, negative ones allowed.

@@ -1,4 +1,4 @@
-"""Work lists of one step: what attention reads, as flat int32 arrays that native kernels take as they are.
+"""The work lists of a step: what attention reads, as flat int32 arrays that native kernels take unchanged.
 
 An *item* is a token range of one block together with the rows (queries) that read it:
 
@@ -83,14 +83,14 @@ class DecodePlan:
 
     @property
     def tokens_read(self) -> int:
-        """Tokens of KV that one layer reads now: those of shared items once."""
+        """Tokens of KV that one layer reads now. Those of shared items count once."""
         return int(self.count.sum()) + self.steps * self.num_rows
 
     def advance(self) -> None:
-        """One more token per row.
+        """Add one token to each row's tail.
 
         Raises:
-            ValueError: a tail is full; the plan must be rebuilt.
+            ValueError: A tail is full, so the plan must be built anew.
         """
         if self.steps >= self.steps_left:
             raise ValueError(f"decode plan is valid for {self.steps_left} more steps after its build, not more")
@@ -126,7 +126,7 @@ class PrefillPlan:
 
 @dataclass
 class WritePlan:
-    """Where the step's keys and values go: `slot = block * chunk_size + offset`, -1: not stored."""
+    """The slots of the step's keys and values: `block * chunk_size + offset`; -1: not stored."""
 
     chunk_size: int
     slots: Int32Array
@@ -137,17 +137,17 @@ class WritePlan:
 def build_decode_plan(
     segments: Segments, query_position: Int32Array, runs: Int32Array, chunk_size: int
 ) -> DecodePlan:
-    """Turn what each row reads into items, one per distinct token range within the controller's runs.
+    """Build a decode plan: one item per distinct token range within the controller's runs.
 
     Args:
-        segments: see `Segments`; every row of the batch has at least its tail.
+        segments: What each row reads; every row of the batch has at least its tail.
         query_position: int32 `[rows]`.
-        runs: int32 `[n, 4]`, `StepPlan.runs`. A hint: where tables do not agree after all (a module used in
-            part by one row), the differing ranges become separate items, so a wrong run costs time, not text.
+        runs: int32 `[n, 4]`, `StepPlan.runs`. A hint: where the rows' tables differ (one row uses a part of a
+            module), the differing ranges become separate items. So a wrong run costs time, but changes no result.
         chunk_size: tokens per block.
 
     Raises:
-        ValueError: a row without a segment, or a run outside the batch.
+        ValueError: A row has no segment, or a run lies outside the batch.
     """
     num_rows, total = len(query_position), len(segments.row)
     is_tail = np.ones(total, dtype=bool)
@@ -182,7 +182,7 @@ def build_decode_plan(
 
 
 def _in_runs(segments: Segments, num_rows: int, runs: Int32Array) -> BoolArray:
-    """Which segments lie in a run."""
+    """Return which segments lie in a run."""
     width = int(segments.table_index.max(initial=-1)) + 1
     covered = np.zeros((num_rows, width), dtype=bool)
     for row_start, row_stop, table_start, table_stop in runs.tolist():
@@ -194,12 +194,12 @@ def _in_runs(segments: Segments, num_rows: int, runs: Int32Array) -> BoolArray:
 
 
 def _group(segments: Segments, chosen: NDArray[np.int64], chunk_size: int) -> tuple[NDArray[np.int64], int]:
-    """A key for each segment, equal for those of one item, that sorts items as they are numbered.
+    """Return a key for each segment: equal within an item, and in the order of the items.
 
-    Plans of beam searches are built anew at each step, so this is two sorts and little else.
+    Plans of beam searches are built anew at each step, so this is little more than two sorts.
 
     Args:
-        chosen: segments that may share an item with others, ascending.
+        chosen: Segments that may share an item with others, ascending.
 
     Returns:
         The keys (shared items first, each kind in order of appearance) and the number of shared items.
@@ -218,8 +218,8 @@ def _group(segments: Segments, chosen: NDArray[np.int64], chunk_size: int) -> tu
     is_again = np.zeros(len(chosen), dtype=bool)
     np.logical_and(is_like_previous[1:-1], row[1:] == row[:-1], out=is_again[1:])
     if is_again.any():
-        # A row that reads a range at several places, each with a shift of its own, is in several items: of all
-        # rows the first reading in one, the second in another.
+        # A row that reads a range at several places, each with its own shift, is in several items: one for the
+        # first reading of all rows, one for the second, and so on.
         number = np.arange(len(chosen))
         reading = number - np.maximum.accumulate(np.where(is_again, 0, number))
         order = np.lexsort((reading, place))

@@ -1,13 +1,13 @@
-"""Weight-only quantisation to int8: the scheme, which all kernels share, and its plain form in PyTorch.
+"""Weight-only quantisation to int8: the scheme that all kernels share, and its plain form in PyTorch.
 
 Each output (row of the weight) has one float32 scale, its largest magnitude over 127, and integers in
 `[-127, 127]`, rounded to nearest; activations stay as they are:
 
       y = (x · qᵀ) * scale + bias          sums in at least float32, the product over the integers themselves
 
-Every floating type holds these integers exactly, so all that is lost is lost once, when the weight is packed: at
-most half a scale per element. Symmetric, because a zero point would cost a sum over the inputs per token; per
-output, because a scale per group of inputs would have to be applied inside the sum.
+Every floating type holds these integers exactly, so precision is lost only once, when the weight is packed: at
+most half a scale per element. The scheme is symmetric, because a zero point would cost a sum over the inputs per
+token. It has a scale per output, because scales per group of inputs would have to be applied inside the sum.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def quantise(weight: Tensor) -> QuantisedWeight:
     """Quantise a floating-point weight `[out, in]`, on its device.
 
     Raises:
-        ValueError: not a matrix of a floating-point type, or NaN or infinity in it.
+        ValueError: The weight is no matrix of a floating-point type, or holds NaN or infinity.
     """
     if weight.dim() != 2 or not weight.is_floating_point():
         kind = str(weight.dtype).removeprefix("torch.")
@@ -62,7 +62,7 @@ def quantise(weight: Tensor) -> QuantisedWeight:
 
 
 def linear_int8(x: Tensor, weight: QuantisedWeight, bias: Tensor | None) -> Tensor:
-    """`(x · valuesᵀ) * scale + bias` of `x` `[tokens, in]`, float64 if `x` is, else float32."""
+    """Return `(x · valuesᵀ) * scale + bias` of `x` `[tokens, in]`, in float64 if `x` is, else in float32."""
     wide = torch.promote_types(x.dtype, torch.float32)
     out = torch.empty(x.shape[0], weight.values.shape[0], dtype=wide, device=x.device)
     # cuBLAS multiplies half types with float32 sums and results; elsewhere such a product would be rounded.
@@ -77,5 +77,5 @@ def linear_int8(x: Tensor, weight: QuantisedWeight, bias: Tensor | None) -> Tens
 
 
 def stored_bytes(weight: Tensor | QuantisedWeight, bias: Tensor | None) -> int:
-    """What a layer kept as these takes in memory."""
+    """Return the bytes of a layer that is kept as this weight and bias."""
     return weight.nbytes + (0 if bias is None else bias.nbytes)

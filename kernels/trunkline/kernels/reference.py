@@ -1,4 +1,4 @@
-"""The PyTorch reference of every op: the specification, and what runs where no native kernels are.
+"""The PyTorch reference of every op: the specification, and the fallback on machines without native kernels.
 
 Any device and any floating type; sums of half types are in float32. Attention is two-phase like the native
 kernels' (ChunkAttention §3.2), see `reference_decode`. Per-plan index tensors are made once, so that a layer

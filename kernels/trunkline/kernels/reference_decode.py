@@ -39,11 +39,11 @@ from trunkline.kernels.softmax_state import SoftmaxState, attend, merge
 from trunkline.kvstore.int32_codec import Int32Array
 
 RUN_ITEMS_MIN: Final = 4
-"""Shared items with the same rows from which a matmul of their own pays; fewer go with the other phase."""
+"""Fewest shared items with the same rows that get a matmul of their own; fewer are read in the other phase."""
 
 
 class ReferenceDecodeState:
-    """What the reference derives from a `DecodePlan`; private to `ReferenceKernels`."""
+    """The data that the reference derives from a `DecodePlan`; private to `ReferenceKernels`."""
 
     def __init__(self, plan: DecodePlan, pool: KvPool) -> None:
         check_plain(pool, plan.block)
@@ -62,7 +62,7 @@ class ReferenceDecodeState:
         self.needs_empty = self.slots is not None and self.slots.numel() > sum(map(len, row_of_partial))
 
     def advance_to(self, steps: int) -> int:
-        """Grow tails by the steps made since the last call; returns the tokens that a layer now reads."""
+        """Grow tails by the steps made since the last call; return the tokens that a layer now reads."""
         grown = steps - self.steps
         if grown:
             self.count[self.tail_item] += grown
@@ -97,7 +97,7 @@ class ReferenceDecodeState:
 
 
 class _Distance:
-    """Positions from the query to each key, `[..., rows, tokens]`; made only if a layer asks."""
+    """The distance from the query to each key, `[..., rows, tokens]`; computed only if a layer needs it."""
 
     def __init__(self, key_position: Int32Array, query_position: Int32Array, device: torch.device) -> None:
         self._key_position = key_position
@@ -107,7 +107,7 @@ class _Distance:
         self._made: Tensor | None = None
 
     def advance(self, steps: int) -> None:
-        """Queries moved on by so many tokens."""
+        """Move the queries on by `steps` tokens."""
         self._steps += steps
         if self._made is not None:
             self._made -= steps
@@ -199,7 +199,7 @@ class _Bucket:
         self.unused_rows: Tensor | None = None
 
     def refresh(self, count: Int32Array) -> None:
-        """Recompute which slots are unused, after tails have grown."""
+        """Compute again which slots are unused, after tails have grown."""
         offset = np.arange(self.chunk_size)
         first = self.first[:, None]
         unused = (offset < first) | (offset >= first + count[self.items][:, None])
@@ -246,7 +246,7 @@ class _Bucket:
 
 
 def _split(plan: DecodePlan) -> tuple[list[NDArray[np.int64]], NDArray[np.int64]]:
-    """Shared items that form runs worth a matmul of their own, and all other items."""
+    """Return the runs of shared items that get a matmul of their own, and all other items."""
     runs: dict[bytes, list[int]] = {}
     for item in range(plan.shared_items):
         entries = slice(int(plan.row_indptr[item]), int(plan.row_indptr[item + 1]))

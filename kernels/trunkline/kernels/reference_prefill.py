@@ -24,11 +24,11 @@ from trunkline.kernels.softmax_state import attend
 from trunkline.kvstore.int32_codec import Int32Array
 
 SCORES_MAX: Final = 1 << 22
-"""Scores held at a time by the path without fused attention."""
+"""Scores that the path without fused attention holds at a time."""
 
 
 class ReferencePrefillState:
-    """What the reference derives from a `PrefillPlan`; private to `ReferenceKernels`."""
+    """The data that the reference derives from a `PrefillPlan`; private to `ReferenceKernels`."""
 
     def __init__(self, plan: PrefillPlan, pool: KvPool) -> None:
         check_plain(pool, plan.block)
@@ -53,7 +53,7 @@ class _Mask:
             visible &= distance > -window
         blind = ~visible.any(axis=1)
         self.blind = torch.from_numpy(np.flatnonzero(blind)).to(device) if blind.any() else None
-        """Queries that see nothing: they attend to anything, and their results are replaced."""
+        """Queries that see no key. They attend to arbitrary keys, and their results are replaced."""
         visible[blind] = True
         size = len(query_position)
         self.is_causal = visible.shape == (size, size) and np.array_equal(visible, np.tri(size, dtype=np.bool_))
@@ -139,7 +139,7 @@ class _Entry:
             out[chosen] = result.transpose(0, 1).flatten(1, 2).to(out.dtype)
 
     def _select(self, gathered: Tensor, spec: AttentionSpec) -> Tensor:
-        """The covered tokens `[kv_heads, tokens, head_dim]` of gathered blocks."""
+        """Return the covered tokens `[kv_heads, tokens, head_dim]` of gathered blocks."""
         by_head = gathered.view(spec.kv_heads, -1, spec.head_dim)
         if self.tokens is None:
             return by_head[:, : self.num_tokens]

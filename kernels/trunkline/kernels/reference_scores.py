@@ -1,4 +1,4 @@
-"""What an `AttentionSpec` does to queries, keys and scores, the same for decode and prefill attention.
+"""How an `AttentionSpec` changes queries, keys and scores, for both decode and prefill attention.
 
 A score is `cap(q · k * scale) + slope * distance`, distance being the key's acting position minus the query's;
 it counts only where the distance is in `(-window, 0]`. Layers may differ in all of this but share a plan, so
@@ -19,12 +19,12 @@ from trunkline.kvstore.int32_codec import Int32Array
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Half types are computed in float32."""
+    """Return the type to compute in: float32 for half types, else the type itself."""
     return torch.float32 if dtype.itemsize == 2 else dtype
 
 
 def check_plain(pool: KvPool, blocks: NDArray[np.integer[Any]]) -> None:
-    """The reference knows the plain order only.
+    """Check that blocks are in plain order, the only one that the reference knows.
 
     Raises:
         ValueError: a block is packed in some layer.
@@ -36,14 +36,14 @@ def check_plain(pool: KvPool, blocks: NDArray[np.integer[Any]]) -> None:
 
 
 class ShiftAngles:
-    """Rotary factors of shifts, made at their first use with a layer's frequencies."""
+    """The rotary factors of shifts, computed at their first use with a layer's frequencies."""
 
     def __init__(self, shifts: Int32Array) -> None:
         self._shifts = shifts.astype(np.float64) if shifts.any() else None
         self._made: list[tuple[Tensor, Angles]] = []
 
     def of(self, spec: AttentionSpec, pool: KvPool) -> Angles | None:
-        """None: nothing is to be turned.
+        """Return the factors for a layer; None if no key is shifted.
 
         Raises:
             ValueError: tokens are shifted, but positions do not enter the scores relatively.
@@ -74,7 +74,7 @@ def turn(x: Tensor, angles: Angles | None) -> Tensor:
 
 
 def needs_distance(spec: AttentionSpec) -> bool:
-    """Whether decode attention must know positions; otherwise a row sees all that its items hold."""
+    """Return whether decode attention depends on positions; if not, a row sees all tokens of its items."""
     return spec.window > 0 or spec.alibi_slopes is not None
 
 

@@ -50,11 +50,11 @@ def _native() -> Any:
 
 
 def create_file(size: int, *, slot_bytes: int = SLOT_BYTES, folder: Path = FOLDER) -> Path:
-    """Make the file of a group of `size` ranks. Whoever calls unlinks it as soon as all have joined, or failed to.
+    """Make the file of a group of `size` ranks. The caller unlinks it when all ranks have joined or failed to.
 
     Raises:
-        NativeLibraryError: the library is not installed.
-        GroupFileError: no such folder, or no room in it.
+        NativeLibraryError: The library is not installed.
+        GroupFileError: There is no such folder, or no room in it.
     """
     path = folder / f"trunkline-{secrets.token_hex(16)}"
     _native().shared_group_create(str(path), size, slot_bytes)
@@ -62,7 +62,7 @@ def create_file(size: int, *, slot_bytes: int = SLOT_BYTES, folder: Path = FOLDE
 
 
 class SharedGroup:
-    """One rank's view of a group; a process may be several ranks, each with a thread of its own.
+    """A rank of a group. A process may be several ranks, each with its own thread.
 
     The thread that makes it must live as long as the group: the rank counts as dead when that thread ends.
     Collectives must be called by one thread at a time, in the same order on every rank; tensors must be
@@ -80,12 +80,12 @@ class SharedGroup:
 
         Args:
             path: from `create_file`.
-            isa: instruction-set level of the sums, one of `native.isa_levels()`; the results do not depend on it.
+            isa: Instruction-set level of the sums, one of `native.isa_levels()`; the results do not depend on it.
 
         Raises:
-            NativeLibraryError: the library is not installed.
-            GroupFileError: the file cannot be opened, as on another host, or the rank is taken.
-            ValueError: not such a file, or of another size.
+            NativeLibraryError: The library is not installed.
+            GroupFileError: The file cannot be opened, as on another host, or the rank is taken.
+            ValueError: It is no file of a group, or of a group of another size.
         """
         module = _native()
         self._handle = module.shared_group_join(str(path), rank, size, chosen_level(isa), int(timeout_s * 1e3))
@@ -99,17 +99,18 @@ class SharedGroup:
         self._close = module.shared_group_close
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """Sum over ranks, in place; the same bits on every rank. float32, bfloat16, float16 or float64."""
+        """Sum a tensor over ranks, in place; the same bits on every rank. float32, bfloat16, float16 or
+        float64."""
         self._all_reduce(self._handle, tensor)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """`[size, *tensor.shape]`: every rank's tensor, on every rank."""
+        """Return every rank's tensor on every rank, `[size, *tensor.shape]`."""
         whole = tensor.new_empty(self.size, *tensor.shape)
         self._all_gather(self._handle, tensor, whole)
         return whole
 
     def gather_columns(self, tensor: Tensor) -> Tensor | None:
-        """Rank 0 gets all ranks' columns side by side, `[rows, size * columns]`; the others None."""
+        """Return all ranks' columns side by side, `[rows, size * columns]`, on rank 0; None on the others."""
         if self.rank != 0:
             self._gather_columns(self._handle, tensor, tensor)
             return None
@@ -118,15 +119,16 @@ class SharedGroup:
         return whole
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Overwrite `tensor` with rank 0's."""
+        """Overwrite `tensor` with that of rank 0."""
         self._broadcast(self._handle, tensor)
 
     def close(self) -> None:
-        """Leave: who waits for this rank, or as this rank, gets `PeerGoneError`. From any thread; idempotent."""
+        """Leave the group. Calls that wait for this rank, or on it, raise `PeerGoneError`. Any thread may call
+        this, also repeatedly."""
         self._close(self._handle)
 
 
 def _waiting(function: Any) -> Any:
-    """A function during which other threads of the interpreter run, whatever tvm-ffi's default is."""
+    """Let other threads of the interpreter run during calls of `function`; return it."""
     function.release_gil = True
     return function

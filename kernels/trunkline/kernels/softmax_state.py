@@ -23,7 +23,7 @@ class SoftmaxState(NamedTuple):
     """`[...]`: sum of `exp(score - peak)`."""
 
     def output(self) -> Tensor:
-        """The attention's result; zeros where the state is empty."""
+        """Return the result of attention; zeros where the state is empty."""
         return self.acc / self.total.clamp_min(torch.finfo(self.total.dtype).tiny).unsqueeze(-1)
 
 
@@ -49,5 +49,5 @@ def merge(states: SoftmaxState, dim: int) -> SoftmaxState:
 
 
 def _finite(peak: Tensor) -> Tensor:
-    """`-inf - -inf` is NaN; `-inf - lowest` is -inf, whose exponential is the wanted 0."""
+    """Replace -inf by the lowest number: `-inf - -inf` is NaN, `-inf - lowest` is -inf, whose exponential is 0."""
     return peak.clamp_min(torch.finfo(peak.dtype).min)

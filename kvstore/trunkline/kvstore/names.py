@@ -1,12 +1,13 @@
 """Names of chunks: a chain of hashes from a root that stands for everything that KV depends on besides the tokens.
 
 Two chunks have the same name only if model, precision, chunk size, tenant salt and every token up to their
-end agree, and, for chunks behind a cut, the cut (`trunkline.kvstore.cuts.cut_name`). So equal names in any tiers of
-any processes mean the same KV (design.md section 2).
+end agree, and, for chunks behind a cut, the cut (`trunkline.kvstore.cuts.cut_name`). So equal names in any tiers
+of any processes mean the same KV (design.md section 2).
 
 Controllers tell routers by these names which chunks they have, with one exception. A module's text serves at any
-place, but the names of its chunks depend on where it was computed. So its chunks are announced under the chain that
-begins with the text's place: `chain(place, tokens, chunk_size)`, whose last name may be that of a partial chunk.
+place, but the names of its chunks depend on where it was computed. So its chunks are announced under the chain
+that begins with the text's place: `chain(place, tokens, chunk_size)`, whose last name may be that of a partial
+chunk.
 """
 
 from __future__ import annotations
