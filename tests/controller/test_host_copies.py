@@ -229,3 +229,15 @@ def test_a_chunk_computed_again_returns_to_the_device() -> None:
     assert bench.kv.seal(row, 8, 1.0) == []
     assert [node.on_device and node.host != NO_SLOT for node in row.path] == [True, True]
     bench.check([row], [waiting])
+
+
+def test_the_least_recently_used_leaf_is_evicted_first() -> None:
+    """A chunk that was used again has a new turn; its old one does not count."""
+    bench = Bench(8, 0)
+    for tokens in ([1, 2, 3, 4], [5, 6, 7, 8]):
+        bench.cache(tokens)
+    first = min(bench.tree.nodes(), key=lambda node: node.last_use)
+    bench.tree.hold(first)
+    bench.tree.release(first, bench.step + 1)
+    assert bench.tree.evict(1) == 1
+    assert list(bench.tree.nodes()) == [first]

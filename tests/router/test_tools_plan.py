@@ -135,10 +135,11 @@ def test_demanded_calls(style: ToolStyle, accepts: Accepts) -> None:
     several_lines = written(style, ("add", '{ \n  "x": 1\n}'))
     assert accepts(msgspec.structs.replace(any_of_them, grammar=spaced), several_lines)
     assert not accepts(any_of_them, several_lines)
-    certain = prepare_tools(tools, {"type": "function", "function": {"name": "sub"}}, None, style)
-    assert accepts(certain, written(style, two))
-    assert not accepts(certain, written(style, one))
-    assert not accepts(certain, written(style, two, two))
+    for parallel in (None, True):  # a named function is called once
+        certain = prepare_tools(tools, {"type": "function", "function": {"name": "sub"}}, parallel, style)
+        assert accepts(certain, written(style, two))
+        assert not accepts(certain, written(style, one))
+        assert not accepts(certain, written(style, two, two))
 
 
 @pytest.mark.parametrize("style", STYLES.values(), ids=STYLES)
