@@ -14,8 +14,12 @@ from simulation.module_prompts import layout, text
 
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import BeamSearch, ModulesCall, ModuleText, Prefetch, PromptLayout, Submit
-from trunkline.controller.service.layout_checks import problem_of_call, problem_of_layout
-from trunkline.controller.service.validation import problem_of, problem_of_prefetch
+from trunkline.controller.service.validation import (
+    problem_of,
+    problem_of_call,
+    problem_of_layout,
+    problem_of_prefetch,
+)
 from trunkline.kvstore.int32_codec import pack_int32
 from trunkline.worker.messages import Sampling
 

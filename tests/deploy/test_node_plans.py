@@ -10,7 +10,7 @@ import pytest
 
 from trunkline.controller.config import ControllerConfig
 from trunkline.controller.messages import WorkerHello
-from trunkline.controller.service.terms import disagreement
+from trunkline.controller.service.membership import disagreement
 from trunkline.deploy.cli.node_cli import group, router, workers
 from trunkline.deploy.config.disk_folders import DiskFolders
 from trunkline.deploy.config.node_settings import Kind, NodeSettings

@@ -36,7 +36,7 @@ from trunkline.controller.engine.events import (
     WorkersLost,
 )
 from trunkline.controller.engine.integrity import check_integrity
-from trunkline.controller.engine.timeline import Journey
+from trunkline.controller.engine.timeline import RequestTimeline
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import (
     BeamSearch,
@@ -155,7 +155,7 @@ class Simulation:
         """Not noted, because there is no `persistence`."""
         self.orders: list[TierMoves | Probe] = []
         """Not given to the tiers yet."""
-        self.journeys: list[Journey] = []
+        self.timelines: list[RequestTimeline] = []
         """Of requests that have ended."""
         self.wake_at = float("inf")
         self.pace_s = 1.0
@@ -290,7 +290,7 @@ class Simulation:
         self.orders += ready.orders
         if ready.outputs is not None:
             self._collect_from(ready.outputs)
-        self.journeys += ready.ended
+        self.timelines += ready.ended
         self.wake_at = ready.wake_at
 
     def _execute(self, plan: StepPlan) -> StepResult:

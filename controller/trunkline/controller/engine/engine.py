@@ -18,7 +18,6 @@ from math import inf
 
 import msgspec
 
-from trunkline.controller.config import EngineConfig
 from trunkline.controller.engine.disk_chunks import DiskChange, StoredChunks, restore_chunks, take_disk_changes
 from trunkline.controller.engine.events import (
     AbortRequest,
@@ -37,11 +36,18 @@ from trunkline.controller.engine.events import (
     WorkersLost,
 )
 from trunkline.controller.engine.grammars import GrammarBook
-from trunkline.controller.engine.intake import from_its_start, group_of, limit_of, moves_of
 from trunkline.controller.engine.limits import is_expectable, problem_of_request, problem_of_texts
-from trunkline.controller.engine.recovery import Survivor, carry_totals, keep, revive
-from trunkline.controller.engine.requests import EngineCounters, RequestTable
-from trunkline.controller.engine.step_results import Answers, ProtocolError, result_rows
+from trunkline.controller.engine.recovery import RequestSnapshot, carry_totals, restore, snapshot
+from trunkline.controller.engine.requests import (
+    EngineCounters,
+    RequestTable,
+    from_its_start,
+    group_of,
+    limit_of,
+    moves_of,
+)
+from trunkline.controller.engine.step_results import ProtocolError, apply_step_result, result_rows
+from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import GrammarReady, ModulesCall, MovesDone, Probed, StepResult
 from trunkline.controller.scheduling.module_calls import CallDone, TextsCall
 from trunkline.controller.scheduling.quarantine import DEADLY
@@ -78,7 +84,6 @@ class Engine:
         self.is_away = False
         """The workers are lost and no new ones are ready: nothing is planned."""
         self._requests = RequestTable()
-        self._answers = Answers(self._requests)
         self._inflight: deque[InflightStep] = deque()
         self._arrivals = 0
         self._drops_cache = False
@@ -131,7 +136,7 @@ class Engine:
             disk_changes=disk_changes,
             orders=orders,
             outputs=self.take_outputs(),
-            ended=self._requests.journeys.take_done(),
+            ended=self._requests.timelines.take_done(),
             problem=problem,
             again=plan is not None and len(self._inflight) < self.config.max_inflight_steps,
             wake_at=self._wake_at(now),
@@ -241,11 +246,11 @@ class Engine:
             self._requests.pending_outputs.finished.append(refusal)
             return
         self._arrivals += 1
-        self._requests.journeys.came(request, now)
+        self._requests.timelines.came(request, now)
         request = from_its_start(request)
         self._queue(request, self._arrivals, now, None)
 
-    def _queue(self, request: Request, arrival: int, now: float, survivor: Survivor | None) -> None:
+    def _queue(self, request: Request, arrival: int, now: float, survivor: RequestSnapshot | None) -> None:
         """Let a request wait for its turn.
 
         Args:
@@ -258,16 +263,14 @@ class Engine:
         limit, tree = limit_of(request, self.config), self.scheduler.kv.tree
         group = group_of(request, arrival, limit, sampling, tree, self.config)
         self._requests.groups[request.id] = group
-        if survivor is not None and not revive(survivor, group, sampling):
+        if survivor is not None and not restore(survivor, group, sampling):
             detail = f"the workers are new and hold {self.config.longest_sequence} tokens, fewer than it has"
             self._requests.end(self.scheduler, group, Finished(group.id, FinishReason.ENGINE_FAILED, detail), now)
             return
         self.scheduler.queue.add(group)
-        self.scheduler.encoding.jobs.encode_missing_texts(
-            group, self._step + 1
-        )  # texts that are nowhere: begin with the next plan
+        self.scheduler.encoding.jobs.encode_missing_texts(group, self._step + 1)  # from the next plan on
         if self.config.prefix_cache and self.config.host_slots:
-            known = self.prefetcher.came(group, self._step + 1, now)
+            known = self.prefetcher.arrived(group, self._step + 1, now)
             self.scheduler.queue.found(group, known)
         elif self.config.prefix_cache:  # there is nothing to fetch from, or to keep
             self.scheduler.queue.found(group, self.prefetcher.known_tokens(group, self._step + 1))
@@ -278,10 +281,10 @@ class Engine:
                 self._refuse_grammar(group, entry.problem, now)
 
     def _expect_texts(self, now: float) -> None:
-        """Texts are to be encoded: other controllers may have put them into the remote tier."""
+        """Look for texts that are to be encoded: other controllers may have put them into the remote tier."""
         for job in self.scheduler.encoding.jobs.take_new():
             if self.config.host_slots and job.members:
-                self.prefetcher.came(job, self._step + 1, now)
+                self.prefetcher.arrived(job, self._step + 1, now)
 
     def _refusal(self, request: Request) -> Finished | None:
         if request.id in self._requests.groups:
@@ -330,7 +333,7 @@ class Engine:
         survivors = [survivor for survivor in self._survivors() if survivor.request.id not in deadly]
         for request in sorted(deadly):
             self._requests.gone(Finished(request, FinishReason.ENGINE_FAILED, DEADLY))
-        self._requests.journeys.lost(now)
+        self._requests.timelines.lost(now)
         self.epoch, self.is_away = epoch, True
         self._begin_again(self.config, survivors, None, now)
 
@@ -341,13 +344,13 @@ class Engine:
             self._drops_cache = False
             self.scheduler.kv.tree.flush()
 
-    def _survivors(self) -> list[Survivor]:
+    def _survivors(self) -> list[RequestSnapshot]:
         lost = {request for step in self._inflight for request in step.scored.values()}
         rows = self.scheduler.rows
-        return [keep(group, rows, scores_lost=group.id in lost) for group in self._requests.groups.values()]
+        return [snapshot(group, rows, scores_lost=group.id in lost) for group in self._requests.groups.values()]
 
     def _begin_again(
-        self, config: EngineConfig, survivors: list[Survivor], stored: StoredChunks | None, now: float
+        self, config: EngineConfig, survivors: list[RequestSnapshot], stored: StoredChunks | None, now: float
     ) -> None:
         calls = self.scheduler.encoding.calls
         self._requests.pending_outputs.modules += calls.done
@@ -370,7 +373,7 @@ class Engine:
         """Forget all that workers held; totals go on."""
         self._disk_changes += take_disk_changes(self.scheduler.kv.tree)
         old, lost_chunks = self.scheduler, self.traffic.lost_chunks
-        self._install(config, old.kv.tree.tiers.copies.disk.highest_generation)
+        self._install(config, old.kv.tree.highest_disk_generation)
         carry_totals(old, self.scheduler)
         self.traffic.lost_chunks = lost_chunks
 
@@ -469,7 +472,7 @@ class Engine:
                 decode_rows=len(draft.rows),
                 prefill_tokens=draft.prefill_tokens,
                 scored=draft.scored,
-                traced_first=self._requests.journeys.planned(draft) if draft.traced else (),
+                traced_first=self._requests.timelines.planned(draft) if draft.traced else (),
             )
         )
         for sequence in draft.sampling:
@@ -490,6 +493,6 @@ class Engine:
             expected = self._inflight[0].step if self._inflight else "none"
             raise ProtocolError(f"the workers answered step {result.step}; expected was {expected}")
         for request in self._inflight[0].traced_first:  # it may be the last one, too
-            self._requests.journeys.got_token(request, now)
-        self._answers.take(self.scheduler, self._inflight[0], result, now)
+            self._requests.timelines.got_token(request, now)
+        apply_step_result(self._requests, self.scheduler, self._inflight[0], result, now)
         self._inflight.popleft()

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from trunkline.controller.engine.disk_chunks import DiskChange, StoredChunks
-from trunkline.controller.engine.timeline import Journey
+from trunkline.controller.engine.timeline import RequestTimeline
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import GrammarReady, ModulesCall, MovesDone, Probed, StepResult, TopLogprobs
 from trunkline.controller.scheduling.module_calls import CallDone
@@ -162,7 +162,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True):
     """Send to all workers after `plan`, whose saves and loads they follow."""
     outputs: EngineOutputs | None
     """Send to the routers, each its part. The next `Ready` continues it: none may be left out."""
-    ended: Sequence[Journey]
+    ended: Sequence[RequestTimeline]
     """Log, and emit as spans: the requests that have ended. Any time later will do."""
     problem: str = ""
     """Why the workers cannot be trusted any more; "" if they can. If they cannot, nothing was planned, and a

@@ -4,7 +4,7 @@ What a request has said so far is all that counts: its tokens are drawn from (se
 them again gets the same ones. All else (blocks, chunks, places in a batch, steps that nobody will answer) is
 forgotten with the old scheduler, and each request begins again in a new one, as if it had been preempted:
 
-    keep(group) ──► Survivor (no references into the old tree) ──► revive(survivor, new group)
+    snapshot(group) ──► RequestSnapshot (no references into the old tree) ──► restore(snapshot, new group)
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from trunkline.worker.messages import Sampling
 
 
 @dataclass(frozen=True, slots=True)
-class Survivor:
+class RequestSnapshot:
     """What is kept of a request that has not ended."""
 
     request: Request
@@ -50,8 +50,8 @@ class Survivor:
     search: BeamHistory | None
 
 
-def keep(group: SequenceGroup, rows: DecodeRows, *, scores_lost: bool) -> Survivor:
-    """What is left of a group when its workers are gone.
+def snapshot(group: SequenceGroup, rows: DecodeRows, *, scores_lost: bool) -> RequestSnapshot:
+    """Return what is left of a group when its workers are gone.
 
     Args:
         scores_lost: log-probabilities of its prompt were to come with a step that will not be answered.
@@ -70,7 +70,7 @@ def keep(group: SequenceGroup, rows: DecodeRows, *, scores_lost: bool) -> Surviv
     if group.request.width > 1 and whole and not len(outputs[0][1]):
         # Nothing tells the sequences apart yet: they fork again.
         forked, search, outputs = False, None, outputs[:1]
-    return Survivor(
+    return RequestSnapshot(
         request=group.request,
         arrival=group.arrival,
         preempted=group.preempted or group.runs,
@@ -83,9 +83,10 @@ def keep(group: SequenceGroup, rows: DecodeRows, *, scores_lost: bool) -> Surviv
     )
 
 
-def revive(survivor: Survivor, group: SequenceGroup, sampling: Sampling) -> bool:
-    """Give a new group of one sequence what the request has been given before; False: it is longer than what its
-    workers hold now.
+def restore(survivor: RequestSnapshot, group: SequenceGroup, sampling: Sampling) -> bool:
+    """Give a new group of one sequence what its request has been given before.
+
+    Return False if the request is longer than what the workers hold now.
 
     Args:
         group: made of the survivor's request.
@@ -108,7 +109,7 @@ def revive(survivor: Survivor, group: SequenceGroup, sampling: Sampling) -> bool
 
 
 def carry_totals(old: Scheduler, new: Scheduler) -> None:
-    """Totals since the start go on where the old scheduler's ended."""
+    """Let the totals since the start go on where the old scheduler's ended."""
     new.counters = old.counters
     new.forks.count = old.forks.count
     jobs, old_jobs = new.encoding.jobs, old.encoding.jobs

@@ -1,18 +1,24 @@
-"""The requests that have not ended, and what routers have to be told of them: where they start and end. Pure."""
+"""Requests from their arrival to their end: how they become groups, and what routers are told of them. Pure."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from trunkline.controller.allocation.cuts import cut_group
+from trunkline.controller.allocation.modules import lay_out, prompt_of
+from trunkline.controller.cache.radix_cache import RadixCache
 from trunkline.controller.engine.events import EngineOutputs
 from trunkline.controller.engine.grammars import GrammarBook
-from trunkline.controller.engine.prompt_scores import ScoreLedger
-from trunkline.controller.engine.timeline import Journeys
+from trunkline.controller.engine.timeline import Timelines
+from trunkline.controller.engine_config import EngineConfig
+from trunkline.controller.messages import PromptLogprobs
 from trunkline.controller.scheduling.quarantine import Quarantine
 from trunkline.controller.scheduling.scheduler import Scheduler
-from trunkline.controller.sequences.sequence import CacheReport, Sequence, SequenceGroup
+from trunkline.controller.sequences.sequence import CacheReport, Request, Sequence, SequenceGroup
+from trunkline.kvstore.module_names import RelocationRule
 from trunkline.kvstore.tier import TierKind
 from trunkline.router.messages import Finished, FinishReason, Started
+from trunkline.worker.messages import Sampling
 
 
 @dataclass(slots=True)
@@ -52,7 +58,7 @@ class RequestTable:
         self.grammars = GrammarBook()
         self.scores = ScoreLedger()
         self.quarantine = Quarantine()
-        self.journeys = Journeys()
+        self.timelines = Timelines()
         self.counters = EngineCounters()
         self.pending_outputs = EngineOutputs()
         """Since the last `take_outputs`."""
@@ -61,7 +67,7 @@ class RequestTable:
         """Report a request whose prompt is computed with the step that is being planned."""
         found = group.found
         assert found is not None
-        self.journeys.started(group, now)
+        self.timelines.started(group, now)
         cut = "" if not group.request.drops else "kept" if group.cut is not None else "recomputed"
         if not group.started:
             group.started = True
@@ -91,7 +97,7 @@ class RequestTable:
             sample = -1 if group.request.n == 1 else sequence.sample
             self.end(scheduler, group, Finished(group.id, reason, sample=sample), now)
             return
-        self.journeys.sampled(group.id, _output_tokens(scheduler, sequence))
+        self.timelines.sampled(group.id, _output_tokens(scheduler, sequence))
         scheduler.end(sequence, now)
         self.pending_outputs.finished.append(Finished(group.id, reason, sample=sequence.sample))
 
@@ -100,7 +106,7 @@ class RequestTable:
         here."""
         del self.groups[group.id]
         for sequence in reversed(group.members.copy()):
-            self.journeys.sampled(group.id, _output_tokens(scheduler, sequence))
+            self.timelines.sampled(group.id, _output_tokens(scheduler, sequence))
             scheduler.end(sequence, now)
         if group.request.grammar is not None:
             self.grammars.leave(group.request.grammar, group.id)
@@ -110,7 +116,7 @@ class RequestTable:
         """Report the end of a request that holds nothing any more."""
         self.scores.ended(finished.request)
         self.quarantine.ended(finished.request)
-        self.journeys.ended(finished)
+        self.timelines.ended(finished)
         self.pending_outputs.finished.append(finished)
 
     def take_outputs(self) -> EngineOutputs | None:
@@ -124,3 +130,80 @@ class RequestTable:
 def _output_tokens(scheduler: Scheduler, sequence: Sequence) -> int:
     known = sequence.tokens.count if sequence.slot < 0 else int(scheduler.rows.known[sequence.slot])
     return max(0, known - sequence.prompt_len)
+
+
+_INT32_BYTES = 4
+
+
+class ScoreLedger:
+    """How far the scores of each prompt have been reported. They come in the order of positions; a prompt that is
+    computed again begins again at its start."""
+
+    def __init__(self) -> None:
+        self._next: dict[int, int] = {}
+        """By request: the first position that has not been reported."""
+
+    def news(self, request: int, scores: PromptLogprobs) -> PromptLogprobs | None:
+        """What has not been reported of these, which is taken for reported from now on."""
+        count = len(scores.token_logprobs) // _INT32_BYTES
+        known = min(max(0, self._next.get(request, 0) - scores.start), count)
+        if known == count:
+            return None
+        self._next[request] = scores.start + count
+        if not known:
+            return scores
+        top = known * (len(scores.top_ids) // count)
+        return PromptLogprobs(
+            scores.start + known,
+            scores.token_logprobs[known * _INT32_BYTES :],
+            scores.ranks[known * _INT32_BYTES :],
+            scores.top_ids[top:],
+            scores.top_logprobs[top:],
+        )
+
+    def ended(self, request: int) -> None:
+        """Nothing more comes of it."""
+        self._next.pop(request, None)
+
+
+def prompt_length(request: Request) -> int:
+    """Tokens of its prompt, those that it does not see included."""
+    return request.prompt_len if request.prompt_len >= 0 else len(request.tokens)
+
+
+def from_its_start(request: Request) -> Request:
+    """The request as it can be begun here. A search that comes from elsewhere starts again: only its own beams
+    could say what came of it."""
+    prompt_len = prompt_length(request)
+    if request.beam is not None and len(request.tokens) > prompt_len:
+        return replace(request, tokens=request.tokens[:prompt_len])
+    return request
+
+
+def limit_of(request: Request, config: EngineConfig) -> int:
+    """Tokens, of those that it sees, at which each of its sequences ends."""
+    dropped = sum(stop - start for start, stop in request.drops)
+    return min(prompt_length(request) - dropped + request.max_tokens, config.longest_sequence)
+
+
+def moves_of(config: EngineConfig, *, relocate: bool) -> RelocationRule:
+    """Where texts of modules may act, if their client lets them `relocate`."""
+    return RelocationRule.of(config.positions_shift, relocate)
+
+
+def group_of(
+    request: Request, arrival: int, limit: int, sampling: Sampling, tree: RadixCache, config: EngineConfig
+) -> SequenceGroup:
+    """A new group of one sequence; what it does not see and texts of modules are in its table.
+
+    Args:
+        limit: `limit_of` it; 0: it is only announced.
+        sampling: the request's, with what the engine added to it.
+    """
+    group = SequenceGroup(request, arrival, limit, sampling)
+    if request.drops:
+        cut_group(group, tree, config)
+    if request.layout is not None:
+        moves = moves_of(config, relocate=request.layout.relocate)
+        lay_out(group, prompt_of(tree, request.salt, request.layout, moves), config.max_context)
+    return group

@@ -36,106 +36,107 @@ def result_rows(draft: PlanBuilder, rows: DecodeRows) -> RowSet:
     )
 
 
-class Answers:
-    """Takes them in."""
+def apply_step_result(
+    requests: RequestTable, scheduler: Scheduler, step: InflightStep, result: StepResult, now: float
+) -> None:
+    """Apply the workers' answer to the oldest step: append tokens, end rows and advance searches.
 
-    def __init__(self, requests: RequestTable) -> None:
-        self._requests = requests
+    Raises:
+        ProtocolError: the result does not fit the step. What was applied before that is sound.
+    """
+    rows = step.rows
+    requests.counters.plan_copies += result.plan_copies
+    requests.counters.kv_bytes_read += result.kv_bytes_read
+    costs = scheduler.costs
+    if step.prefill_tokens or result.waited_us or step.step % PLAIN_STEPS_PER_OBSERVATION == 0:
+        elapsed_us = result.elapsed_us - result.waited_us
+        costs.observe(rows=step.decode_rows, prefill_tokens=step.prefill_tokens, elapsed_us=elapsed_us)
+    if result.moved_blocks:
+        costs.observe_moves(result.moved_blocks, result.moved_us)
+    if len(result.tokens) != 4 * len(rows):
+        raise ProtocolError(
+            f"step {result.step} samples {len(rows)} int32 tokens; {len(result.tokens)} bytes came back"
+        )
+    if result.logprobs and not all(0 <= index < len(rows) for index in result.logprobs):
+        raise ProtocolError(f"step {result.step} has log-probabilities beyond its {len(rows)} tokens")
+    _score(requests, step, result.prompt_logprobs or {})
+    if len(rows):
+        _accept(requests, scheduler, rows, unpack_int32(result.tokens), result.logprobs, now)
+    if result.beams:
+        _advance_searches(requests, scheduler, result.beams, now)
 
-    def take(self, scheduler: Scheduler, step: InflightStep, result: StepResult, now: float) -> None:
-        """The answer to the oldest step.
 
-        Raises:
-            ProtocolError: what it brings does not fit the step. What was taken in before that is sound.
-        """
-        rows = step.rows
-        self._requests.counters.plan_copies += result.plan_copies
-        self._requests.counters.kv_bytes_read += result.kv_bytes_read
-        costs = scheduler.costs
-        if step.prefill_tokens or result.waited_us or step.step % PLAIN_STEPS_PER_OBSERVATION == 0:
-            elapsed_us = result.elapsed_us - result.waited_us
-            costs.observe(rows=step.decode_rows, prefill_tokens=step.prefill_tokens, elapsed_us=elapsed_us)
-        if result.moved_blocks:
-            costs.observe_moves(result.moved_blocks, result.moved_us)
-        if len(result.tokens) != 4 * len(rows):
+def _score(requests: RequestTable, step: InflightStep, scores: dict[int, PromptLogprobs]) -> None:
+    for batch_seq_id, logprobs in scores.items():
+        request = step.scored.get(batch_seq_id)
+        if request is None:
             raise ProtocolError(
-                f"step {result.step} samples {len(rows)} int32 tokens; {len(result.tokens)} bytes came back"
+                f"step {step.step} scores a prompt of sequence {batch_seq_id}, which asked for nothing"
             )
-        if result.logprobs and not all(0 <= index < len(rows) for index in result.logprobs):
-            raise ProtocolError(f"step {result.step} has log-probabilities beyond its {len(rows)} tokens")
-        self._score(step, result.prompt_logprobs or {})
-        if len(rows):
-            self._accept(scheduler, rows, unpack_int32(result.tokens), result.logprobs, now)
-        if result.beams:
-            self._advance_searches(scheduler, result.beams, now)
+        if request not in requests.groups:
+            continue
+        if (news := requests.scores.news(request, logprobs)) is not None:
+            requests.pending_outputs.prompt_logprobs.append(PromptScored(request, news))
 
-    def _score(self, step: InflightStep, scores: dict[int, PromptLogprobs]) -> None:
-        for batch_seq_id, logprobs in scores.items():
-            request = step.scored.get(batch_seq_id)
-            if request is None:
-                raise ProtocolError(
-                    f"step {step.step} scores a prompt of sequence {batch_seq_id}, which asked for nothing"
-                )
-            if request not in self._requests.groups:
-                continue
-            if (news := self._requests.scores.news(request, logprobs)) is not None:
-                self._requests.pending_outputs.prompt_logprobs.append(PromptScored(request, news))
 
-    def _accept(
-        self,
-        scheduler: Scheduler,
-        rows: RowSet,
-        tokens: Int32Array,
-        logprobs: dict[int, TopLogprobs] | None,
-        now: float,
-    ) -> None:
-        state = scheduler.rows
-        valid, slots, stopped = state.accept(rows, tokens)
-        counts = valid
-        if (rows.samples == BEAM).any():
-            counts = valid & (rows.samples != BEAM)
-            own = rows.samples[valid] != BEAM
-            slots, stopped = slots[own], stopped[own]
-        requests, samples = rows.requests, rows.samples
-        if len(slots) != len(rows):
-            if logprobs:
-                position = np.cumsum(counts) - 1
-                logprobs = {int(position[i]): value for i, value in logprobs.items() if counts[i]}
-            requests, samples, tokens = requests[counts], samples[counts], tokens[counts]
-        if not len(slots):
-            return
-        self._requests.quarantine.got_tokens(requests)
-        self._requests.pending_outputs.requests.append(requests)
-        self._requests.pending_outputs.samples.append(samples)
-        self._requests.pending_outputs.tokens.append(tokens)
-        self._requests.pending_outputs.logprobs.append(logprobs)
-        self._requests.counters.output_tokens += len(slots)
-        known = state.known[slots]
-        ended = stopped | (known >= state.limit[slots])
-        for index in np.flatnonzero(((known - 1) % scheduler.config.chunk_size == 0) & ~ended).tolist():
-            scheduler.seal(int(slots[index]), int(known[index]) - 1, now)
-        for index in np.flatnonzero(ended).tolist():
-            sequence = state.sequences[slots[index]]
-            assert sequence is not None
-            self._requests.end_sequence(
-                scheduler, sequence, FinishReason.STOP if stopped[index] else FinishReason.LENGTH, now
-            )
+def _accept(
+    requests: RequestTable,
+    scheduler: Scheduler,
+    rows: RowSet,
+    tokens: Int32Array,
+    logprobs: dict[int, TopLogprobs] | None,
+    now: float,
+) -> None:
+    state = scheduler.rows
+    valid, slots, stopped = state.accept(rows, tokens)
+    counts = valid
+    if (rows.samples == BEAM).any():
+        counts = valid & (rows.samples != BEAM)
+        own = rows.samples[valid] != BEAM
+        slots, stopped = slots[own], stopped[own]
+    owners, samples = rows.requests, rows.samples
+    if len(slots) != len(rows):
+        if logprobs:
+            position = np.cumsum(counts) - 1
+            logprobs = {int(position[i]): value for i, value in logprobs.items() if counts[i]}
+        owners, samples, tokens = owners[counts], samples[counts], tokens[counts]
+    if not len(slots):
+        return
+    requests.quarantine.got_tokens(owners)
+    requests.pending_outputs.requests.append(owners)
+    requests.pending_outputs.samples.append(samples)
+    requests.pending_outputs.tokens.append(tokens)
+    requests.pending_outputs.logprobs.append(logprobs)
+    requests.counters.output_tokens += len(slots)
+    known = state.known[slots]
+    ended = stopped | (known >= state.limit[slots])
+    for index in np.flatnonzero(((known - 1) % scheduler.config.chunk_size == 0) & ~ended).tolist():
+        scheduler.seal(int(slots[index]), int(known[index]) - 1, now)
+    for index in np.flatnonzero(ended).tolist():
+        sequence = state.sequences[slots[index]]
+        assert sequence is not None
+        requests.end_sequence(
+            scheduler, sequence, FinishReason.STOP if stopped[index] else FinishReason.LENGTH, now
+        )
 
-    def _advance_searches(self, scheduler: Scheduler, steps: dict[int, BeamStep], now: float) -> None:
-        for search_id, step in steps.items():
-            group = scheduler.forks.searches.get(search_id)
-            if group is None or group.search is None:
-                continue  # it has left meanwhile
-            try:
-                parents = group.search.advance(step)
-            except ValueError as error:
-                raise ProtocolError(f"search {search_id}: {error}") from error
-            self._requests.counters.output_tokens += group.search.width
-            self._requests.quarantine.ended(group.id)
-            if parents:
-                scheduler.move_beams(group, parents, now)
-            if not group.search.done:
-                continue
-            hypotheses = group.search.hypotheses()
-            self._requests.pending_outputs.beams.append(BeamsFound(group.id, hypotheses))
-            self._requests.end(scheduler, group, Finished(group.id, hypotheses[0].reason), now)
+
+def _advance_searches(
+    requests: RequestTable, scheduler: Scheduler, steps: dict[int, BeamStep], now: float
+) -> None:
+    for search_id, step in steps.items():
+        group = scheduler.forks.searches.get(search_id)
+        if group is None or group.search is None:
+            continue  # it has left meanwhile
+        try:
+            parents = group.search.advance(step)
+        except ValueError as error:
+            raise ProtocolError(f"search {search_id}: {error}") from error
+        requests.counters.output_tokens += group.search.width
+        requests.quarantine.ended(group.id)
+        if parents:
+            scheduler.move_beams(group, parents, now)
+        if not group.search.done:
+            continue
+        hypotheses = group.search.hypotheses()
+        requests.pending_outputs.beams.append(BeamsFound(group.id, hypotheses))
+        requests.end(scheduler, group, Finished(group.id, hypotheses[0].reason), now)

@@ -1,7 +1,7 @@
-"""When what happened to each request: what its log line, its report to the router and its spans are made of. Pure.
+"""When what happened to each request: its log line, its report to the router and its spans are made of this. Pure.
 
-Each request has a `Journey` from its coming to its end. What costs something at every step is kept of those only
-whose client is traced (`Request.trace`). Times are the engine's (`now`, seconds of any origin).
+Each request has a `RequestTimeline` from its arrival to its end. What costs something at every step is kept for
+traced requests only (`Request.trace`). Times are the engine's (`now`, seconds of any origin).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ EVENTS_MAX: Final = 64
 
 
 @dataclass(slots=True)
-class Journey:
-    """One request's way."""
+class RequestTimeline:
+    """When what happened to one request."""
 
     request: Request
     came: float
@@ -52,7 +52,7 @@ class Journey:
         return max(0, self.past_batch_seq_ids + len(self.batch_seq_ids) - 1)
 
     def chunk(self, now: float, step: int, batch_seq_id: int, tokens: int) -> None:
-        """A part of its prompt is computed in a step."""
+        """Note a part of the prompt that a step computes."""
         self.batch_seq_ids.add(batch_seq_id)
         self.computed_tokens += tokens
         self.chunk_count += 1
@@ -60,71 +60,71 @@ class Journey:
             self.chunks.append((now, step, tokens))
 
 
-class Journeys:
-    """Of all requests that have not ended, and those that have since somebody looked."""
+class Timelines:
+    """The timelines of all requests that have not ended, and of those that ended since the last `take_done`."""
 
     def __init__(self) -> None:
-        self._going: dict[int, Journey] = {}
-        self._done: list[Journey] = []
+        self._going: dict[int, RequestTimeline] = {}
+        self._done: list[RequestTimeline] = []
 
     def came(self, request: Request, now: float) -> None:
-        """It was accepted."""
-        self._going[request.id] = Journey(request, now)
+        """Begin the timeline of a request that was accepted."""
+        self._going[request.id] = RequestTimeline(request, now)
 
-    def of(self, request: int) -> Journey | None:
-        """A request's that has not ended."""
+    def of(self, request: int) -> RequestTimeline | None:
+        """Return the timeline of a request that has not ended."""
         return self._going.get(request)
 
     def started(self, group: SequenceGroup, now: float) -> None:
-        """The step that computes the end of its prompt is planned. Sets `CacheReport.queued_s` at the first time."""
-        journey, found = self._going.get(group.id), group.found
-        if journey is None or found is None or journey.planned >= 0:
+        """Note that the step which computes the end of a prompt is planned; set `CacheReport.queued_s` once."""
+        timeline, found = self._going.get(group.id), group.found
+        if timeline is None or found is None or timeline.planned >= 0:
             return
-        journey.admitted, journey.planned = found.at, now
-        journey.cached_tokens, journey.tier_tokens = found.tokens, found.tier_tokens
-        found.queued_s = found.at - journey.came
+        timeline.admitted, timeline.planned = found.at, now
+        timeline.cached_tokens, timeline.tier_tokens = found.tokens, found.tier_tokens
+        found.queued_s = found.at - timeline.came
 
     def planned(self, draft: PlanBuilder) -> tuple[int, ...]:
-        """A step computes parts of traced prompts. Those whose first token it brings."""
+        """Note the parts of traced prompts that a step computes; return those that get their first token."""
         first = []
         sampling = {sequence.group.id for sequence in draft.sampling}
         for group, batch_seq_id, tokens in draft.traced:
-            journey = self._going.get(group.id)
-            if journey is None:
+            timeline = self._going.get(group.id)
+            if timeline is None:
                 continue
-            if journey.admitted < 0:
-                journey.admitted = draft.now
-            journey.chunk(draft.now, draft.step, batch_seq_id, tokens)
-            if group.id in sampling and journey.first_token < 0:
+            if timeline.admitted < 0:
+                timeline.admitted = draft.now
+            timeline.chunk(draft.now, draft.step, batch_seq_id, tokens)
+            if group.id in sampling and timeline.first_token < 0:
                 first.append(group.id)
         return tuple(first)
 
     def got_token(self, request: int, now: float) -> None:
-        """A traced request has its first token."""
-        if (journey := self._going.get(request)) is not None and journey.first_token < 0:
-            journey.first_token = now
+        """Note the first token of a traced request."""
+        if (timeline := self._going.get(request)) is not None and timeline.first_token < 0:
+            timeline.first_token = now
 
     def lost(self, now: float) -> None:
-        """The workers are gone."""
-        for journey in self._going.values():
-            journey.past_batch_seq_ids += len(journey.batch_seq_ids)
-            journey.batch_seq_ids.clear()
-            if len(journey.losses) < EVENTS_MAX:
-                journey.losses.append(now)
+        """Note that the workers are gone."""
+        for timeline in self._going.values():
+            timeline.past_batch_seq_ids += len(timeline.batch_seq_ids)
+            timeline.batch_seq_ids.clear()
+            if len(timeline.losses) < EVENTS_MAX:
+                timeline.losses.append(now)
 
     def sampled(self, request: int, tokens: int) -> None:
-        """One of its samples is over, with so many tokens."""
-        if (journey := self._going.get(request)) is not None:
-            journey.output_tokens += tokens
+        """Add the output tokens of a sample that is over."""
+        if (timeline := self._going.get(request)) is not None:
+            timeline.output_tokens += tokens
 
     def ended(self, finished: Finished) -> None:
-        """It is over."""
-        if (journey := self._going.pop(finished.request, None)) is not None:
-            journey.reason = finished.reason
-            self._done.append(journey)
+        """Close the timeline of a request that has ended."""
+        if (timeline := self._going.pop(finished.request, None)) is not None:
+            timeline.reason = finished.reason
+            self._done.append(timeline)
 
-    def take_done(self) -> list[Journey]:
-        """Those that have ended since the last call."""
+    def take_done(self) -> list[RequestTimeline]:
+        """Return the timelines of the requests that have ended since the last call."""
         if not self._done:
             return []
         done, self._done = self._done, []

@@ -14,6 +14,7 @@ reports as soon as the process dies or its connection breaks.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
 from typing import Final
@@ -63,7 +64,7 @@ class _Loss:
     decided_at: float
 
 
-class Epochs:
+class Membership:
     """The processes of a group's ranks that are there."""
 
     def __init__(self, tp: int, node: str, first_epoch: int) -> None:
@@ -296,3 +297,13 @@ class StepClock:
         elif passed <= self.LOOKS_WITHIN_S:
             self._waited_s += passed
         return self._waited_s
+
+
+def disagreement(terms: Mapping[str, str], hello: WorkerHello) -> str:
+    """What differs, for people; "": nothing that both know of."""
+    for name, mine in terms.items():
+        theirs = hello.terms.get(name, "")
+        if mine and theirs and theirs != mine:
+            what = "another checkpoint or quantization" if name == "model" else f"another {name}"
+            return f"rank {hello.rank} has {what} ({theirs[:80]}) than the group ({mine})"
+    return ""

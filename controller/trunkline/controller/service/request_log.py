@@ -19,8 +19,7 @@ from typing import Final
 import structlog
 
 from trunkline.controller.engine.engine import Engine
-from trunkline.controller.engine.timeline import Journey
-from trunkline.controller.service.tier_warnings import TierWarnings
+from trunkline.controller.engine.timeline import RequestTimeline
 from trunkline.controller.trace_ids import TraceIds
 from trunkline.kvstore.tier import TierKind
 from trunkline.router.messages import FinishReason
@@ -40,8 +39,8 @@ def draw_ids(packed: bytes) -> TraceIds | None:
     return TraceIds(context, *(drawn[at : at + SPAN_BYTES] for at in range(0, len(drawn), SPAN_BYTES)))
 
 
-class Teller:
-    """Tells it."""
+class RequestLog:
+    """Logs the requests that end and the tiers that fail; emits the spans of traced requests."""
 
     def __init__(self, tracer: Tracer, group: int) -> None:
         self._tracer = tracer
@@ -52,13 +51,13 @@ class Teller:
         """Of a request that comes with this context (`Submit.trace`); None: nothing is to be told of it."""
         return draw_ids(packed) if packed and self._tracer.is_on else None
 
-    def look(self, engine: Engine, ended: Iterable[Journey], now: float) -> None:
+    def look(self, engine: Engine, ended: Iterable[RequestTimeline], now: float) -> None:
         """Log what a step of the engine has brought: tiers that fail, requests that have ended."""
         self._tier_warnings.look(engine)
-        for journey in ended:
-            self._log(journey, now)
-            if (ids := journey.request.trace) is not None:
-                for span in spans_of(journey, ids, self._group, now):
+        for timeline in ended:
+            self._log(timeline, now)
+            if (ids := timeline.request.trace) is not None:
+                for span in spans_of(timeline, ids, self._group, now):
                     self._tracer.emit(span)
 
     def refused(self, request_id: str, reason: str, detail: str) -> None:
@@ -69,82 +68,104 @@ class Teller:
         """Send what has not been sent."""
         self._tracer.close()
 
-    def _log(self, journey: Journey, now: float) -> None:
-        request = journey.request
+    def _log(self, timeline: RequestTimeline, now: float) -> None:
+        request = timeline.request
         fields = {"trace_id": request.trace.router.trace_id.hex()} if request.trace is not None else {}
-        is_failure = journey.reason == FinishReason.ENGINE_FAILED
-        write = log.debug if journey.reason in _REGULAR else log.warning if is_failure else log.info
+        is_failure = timeline.reason == FinishReason.ENGINE_FAILED
+        write = log.debug if timeline.reason in _REGULAR else log.warning if is_failure else log.info
         write(
             "request_over",
             request_id=request.request_id,
             **fields,
-            reason=str(journey.reason),
-            prompt_tokens=prompt_tokens(journey),
-            cached_tokens=journey.cached_tokens,
-            output_tokens=journey.output_tokens,
-            duration_s=round(now - journey.came, 4),
+            reason=str(timeline.reason),
+            prompt_tokens=prompt_tokens(timeline),
+            cached_tokens=timeline.cached_tokens,
+            output_tokens=timeline.output_tokens,
+            duration_s=round(now - timeline.came, 4),
         )
 
 
-def prompt_tokens(journey: Journey) -> int:
+def prompt_tokens(timeline: RequestTimeline) -> int:
     """Tokens of a request's prompt, without its modules'."""
-    request = journey.request
+    request = timeline.request
     return request.prompt_len if request.prompt_len >= 0 else len(request.tokens)
 
 
-def spans_of(journey: Journey, ids: TraceIds, group: int, now: float) -> Iterable[Span]:
+def spans_of(timeline: RequestTimeline, ids: TraceIds, group: int, now: float) -> Iterable[Span]:
     """The spans of a request that ends now. Phases that it never came to have none."""
-    reason = str(journey.reason)
-    is_failure = journey.reason not in _REGULAR
+    reason = str(timeline.reason)
+    is_failure = timeline.reason not in _REGULAR
     about: dict[str, Value] = {
         "trunkline.group": group,
-        "trunkline.request_id": journey.request.request_id,
+        "trunkline.request_id": timeline.request.request_id,
         "trunkline.finish": reason,
-        "trunkline.prompt_tokens": prompt_tokens(journey),
-        "trunkline.output_tokens": journey.output_tokens,
-        "trunkline.returns": journey.returns,
+        "trunkline.prompt_tokens": prompt_tokens(timeline),
+        "trunkline.output_tokens": timeline.output_tokens,
+        "trunkline.returns": timeline.returns,
     }
     yield Span(
         "generate",
         ids.context(ids.generate),
         ids.router.span_id,
-        journey.came,
+        timeline.came,
         now,
         about,
         Kind.SERVER,
-        [(at, "workers_lost", {}) for at in journey.losses],
+        [(at, "workers_lost", {}) for at in timeline.losses],
         error=reason if is_failure else "",
     )
-    admitted = journey.admitted if journey.admitted >= 0 else now
-    yield Span("queue", ids.context(ids.queue), ids.generate, journey.came, admitted, {"trunkline.group": group})
-    if journey.admitted < 0:
+    admitted = timeline.admitted if timeline.admitted >= 0 else now
+    yield Span("queue", ids.context(ids.queue), ids.generate, timeline.came, admitted, {"trunkline.group": group})
+    if timeline.admitted < 0:
         return
-    computed = journey.first_token if journey.first_token >= 0 else now
-    yield _prefill(journey, ids, group, computed)
-    if journey.first_token >= 0:
-        decode: dict[str, Value] = {"trunkline.group": group, "trunkline.output_tokens": journey.output_tokens}
-        yield Span("decode", ids.context(ids.decode), ids.generate, journey.first_token, now, decode)
+    computed = timeline.first_token if timeline.first_token >= 0 else now
+    yield _prefill(timeline, ids, group, computed)
+    if timeline.first_token >= 0:
+        decode: dict[str, Value] = {"trunkline.group": group, "trunkline.output_tokens": timeline.output_tokens}
+        yield Span("decode", ids.context(ids.decode), ids.generate, timeline.first_token, now, decode)
 
 
-def _prefill(journey: Journey, ids: TraceIds, group: int, end: float) -> Span:
+def _prefill(timeline: RequestTimeline, ids: TraceIds, group: int, end: float) -> Span:
     attributes: dict[str, Value] = {
         "trunkline.group": group,
-        "trunkline.cached_tokens": journey.cached_tokens,
-        "trunkline.computed_tokens": journey.computed_tokens,
-        "trunkline.steps": journey.chunk_count,
+        "trunkline.cached_tokens": timeline.cached_tokens,
+        "trunkline.computed_tokens": timeline.computed_tokens,
+        "trunkline.steps": timeline.chunk_count,
     }
-    for kind, tokens in zip(TierKind, journey.tier_tokens, strict=False):
+    for kind, tokens in zip(TierKind, timeline.tier_tokens, strict=False):
         if tokens:
             attributes[f"trunkline.cached_tokens.{kind.name.lower()}"] = tokens
     events: list[tuple[float, str, dict[str, Value]]] = [
-        (at, "chunk", {"trunkline.step": step, "trunkline.tokens": tokens}) for at, step, tokens in journey.chunks
+        (at, "chunk", {"trunkline.step": step, "trunkline.tokens": tokens}) for at, step, tokens in timeline.chunks
     ]
     return Span(
         "prefill",
         ids.context(ids.prefill),
         ids.generate,
-        journey.admitted,
-        max(end, journey.admitted),
+        timeline.admitted,
+        max(end, timeline.admitted),
         attributes,
         events=list(events),
     )
+
+
+class TierWarnings:
+    """Remembers what has been said."""
+
+    def __init__(self) -> None:
+        self._problems: dict[TierKind, str] = {}
+        self._said_lost = False
+
+    def look(self, engine: Engine) -> None:
+        """Say what is new."""
+        for tier, health in engine.scheduler.kv.tree.tiers.health.items():
+            before, self._problems[tier] = self._problems.get(tier, ""), health.problem
+            if health.problem and not before:
+                log.warning(
+                    "a tier fails; it is left alone for a while", tier=tier.name.lower(), problem=health.problem
+                )
+            elif before and not health.problem:
+                log.info("a tier works again", tier=tier.name.lower())
+        if engine.traffic.lost_chunks and not self._said_lost:
+            self._said_lost = True
+            log.warning("a tier did not hold a chunk whole, which is computed again; from now on only counted")

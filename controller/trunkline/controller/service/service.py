@@ -54,21 +54,21 @@ from trunkline.controller.messages import (
 from trunkline.controller.scheduling.module_calls import CallDone
 from trunkline.controller.sequences.sequence import Request
 from trunkline.controller.service.event_publisher import EventPublisher
-from trunkline.controller.service.layout_checks import problem_of_call
 from trunkline.controller.service.membership import GroupLostError
 from trunkline.controller.service.record_replies import RecordReplies
-from trunkline.controller.service.request_log import Teller
+from trunkline.controller.service.request_log import RequestLog
 from trunkline.controller.service.routers import CLIENT_SHIFT, NUMBER_MASK, Client, Clients
 from trunkline.controller.service.status import state_of
 from trunkline.controller.service.validation import (
     is_request_number,
     problem_of,
+    problem_of_call,
     problem_of_prefetch,
     request_of,
     request_of_prefetch,
 )
 from trunkline.controller.service.wakeup import WakeUps
-from trunkline.controller.service.worker_loss import Outage
+from trunkline.controller.service.worker_loss import WorkerLoss
 from trunkline.controller.service.workers import WorkerGroup
 from trunkline.controller.storage.persistence import Persistence
 from trunkline.router.messages import (
@@ -137,10 +137,10 @@ class ControllerService:
         self.detail = ""
         self._drain_deadline = float("inf")
         self._settle_deadline = float("inf")
-        self._teller = Teller(
+        self._request_log = RequestLog(
             start_tracing(config.otlp_endpoint, "controller", f"controller-{config.group}"), config.group
         )
-        self._outage = Outage(config.step_timeout_s, config.resume_seconds_max)
+        self._worker_loss = WorkerLoss(config.step_timeout_s, config.resume_seconds_max)
         self._wake_ups = WakeUps()
 
     def run(self) -> int:
@@ -172,7 +172,7 @@ class ControllerService:
             self.events.close()
             self.gate.context.term()
             self.persistence.close()
-            self._teller.close()
+            self._request_log.close()
             self._wake_ups.close()
 
     def _stop_requested(self) -> None:
@@ -248,7 +248,7 @@ class ControllerService:
             ready = self.engine.step(events, now)
             try:
                 self._act(self.engine, ready)
-                reason = ready.problem or self._outage.hangs(self.engine, now)
+                reason = ready.problem or self._worker_loss.hangs(self.engine, now)
             except GroupLostError as error:
                 reason = str(error)
             if self.config.debug_checks:
@@ -276,7 +276,7 @@ class ControllerService:
         finally:
             if ready.outputs is not None:
                 self._publish(ready.outputs)
-            self._teller.look(engine, ready.ended, time.monotonic())
+            self._request_log.look(engine, ready.ended, time.monotonic())
 
     def _forget_pins(self, now: float) -> None:
         """Unpin what was pinned for records that are gone."""
@@ -292,7 +292,7 @@ class ControllerService:
             return
         log.error("the workers are lost; others are waited for", reason=reason, epoch=self.group.epoch)
         self.group.lose(now)
-        self._outage.began(reason, now)
+        self._worker_loss.began(reason, now)
         if self.engine is not None:
             self._events.append(WorkersLost(self.group.epoch))
         if self.status is Status.READY:
@@ -310,11 +310,11 @@ class ControllerService:
             ConfigError: the ranks hold too little to work with.
         """
         has_waiting = self.engine is not None and self.engine.is_away and not self.engine.is_idle
-        if has_waiting and self._outage.is_too_long(now):
-            self._events.append(EndAll(f"{self._outage.reason}; no others have come in time"))
+        if has_waiting and self._worker_loss.is_too_long(now):
+            self._events.append(EndAll(f"{self._worker_loss.reason}; no others have come in time"))
         if self.status is not Status.STARTING:
             return
-        self.detail = "; ".join(filter(None, [self._outage.reason, self.group.describe()]))
+        self.detail = "; ".join(filter(None, [self._worker_loss.reason, self.group.describe()]))
         if not self.group.is_complete:
             return
         for problem in self.group.tier_problems:
@@ -329,7 +329,7 @@ class ControllerService:
             self.engine = Engine(limits, group.epoch, self.persistence.first_generation, stored, now)
         else:
             self._events.append(WorkersBack(limits, stored))
-        self._outage.ended()
+        self._worker_loss.ended()
         log.info("ready", epoch=group.epoch, blocks=group.num_blocks, max_context=limits.longest_sequence)
         self._set_status(Status.READY, "")
 
@@ -390,10 +390,10 @@ class ControllerService:
     def _submit(self, client: Client, message: Submit) -> None:
         refusal = self._refusal(message)
         if refusal is not None:
-            self._teller.refused(message.request_id, refusal.reason, refusal.detail)
+            self._request_log.refused(message.request_id, refusal.reason, refusal.detail)
             self.clients.send(client, Outputs(client.next_seq(), finished=[refusal]))
             return
-        trace = self._teller.ids(message.trace)
+        trace = self._request_log.ids(message.trace)
         self._events.append(request_of(message, client.index << CLIENT_SHIFT | message.request, trace))
 
     def _prefetch(self, client: Client, message: Prefetch) -> None:
@@ -422,7 +422,7 @@ class ControllerService:
             return Finished(message.request, FinishReason.DRAINING, self.detail)
         if self.status is Status.FAILED:
             return Finished(message.request, FinishReason.ENGINE_FAILED, self.detail)
-        if self.engine is None or self._outage.is_too_long(time.monotonic()):
+        if self.engine is None or self._worker_loss.is_too_long(time.monotonic()):
             return Finished(message.request, FinishReason.ENGINE_FAILED, f"the group is starting: {self.detail}")
         if problem := problem_of(message, self.config.vocab_size):
             return Finished(message.request, FinishReason.INVALID, problem)

@@ -40,7 +40,7 @@ def state_of(engine: Engine) -> dict[str, Any]:
         "blocks_saved": tree.saved_blocks,
         "blocks_loaded": tree.loaded_blocks,
         "host_slots": config.host_slots,
-        "host_slots_free": config.host_slots - tree.tiers.copies.host.used_count if config.prefix_cache else 0,
+        "host_slots_free": config.host_slots - tree.host_slots_used if config.prefix_cache else 0,
         "max_rows": config.max_rows,
         "tiers": _tiers(engine),
         "misses": dict(counters.misses),

@@ -7,7 +7,7 @@ node, so that a description is about as long as the tree has branches. What is u
 used last, until there are as many nodes as were asked for; so a node is never there without those above it.
 
 The tree changes while it is walked: each node is as it was when the walk came by, and what has gone meanwhile is
-passed over. Without changes the description is exact (tests/controller/test_describing.py).
+passed over. Without changes the description is exact (tests/controller/test_tree_view.py).
 """
 
 from __future__ import annotations

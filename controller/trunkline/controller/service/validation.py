@@ -1,18 +1,36 @@
-"""What a router may ask: a `Submit` that could harm the group is refused before the engine sees it.
+"""Which messages of routers and workers are refused before the engine sees them. Pure.
 
-Routers check what clients send and answer in HTTP's words; this is the last line. Types have been checked when
-the message was decoded, but every number fits an `int` and NaN is a `float`. Past this point nobody checks
-again, and one number that a rank cannot handle would end the whole group with everybody's requests.
+Types have been checked when a message was decoded, but every number fits an `int` and NaN is a `float`. Nothing
+behind this checks again: one number of a router that a rank cannot handle would end the whole group, with the
+requests of all clients; a wrong number of a worker must cost its group, not the controller.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Final
 
-from trunkline.controller.messages import Prefetch, Submit
+from trunkline.controller.messages import (
+    GrammarReady,
+    LoadProgress,
+    ModulesCall,
+    ModuleText,
+    MovesDone,
+    Prefetch,
+    Probed,
+    PromptLayout,
+    PromptLogprobs,
+    StepResult,
+    Submit,
+    TopLogprobs,
+    WorkerFailed,
+    WorkerHello,
+    WorkerReady,
+    WorkerReport,
+)
 from trunkline.controller.sequences.sequence import Request
-from trunkline.controller.service.layout_checks import problem_of_layout, tokens_problem
 from trunkline.controller.trace_ids import TraceIds
 from trunkline.kvstore.beams import candidate_count
 from trunkline.kvstore.cuts import problem_of_drops
@@ -165,3 +183,203 @@ def _sampling_problem(sampling: Sampling, id_max: int) -> str:
     if sampling.grammar:
         return "grammars are named by the controller, not by routers"
     return ""
+
+
+TEXTS_MAX: Final = 65_536
+"""Of one schema."""
+RUNS_MAX: Final = 65_536
+_PAIR_BYTES: Final = 8
+OPERATIONS: Final = ("encode", "look", "unpin", "cancel")
+
+
+def tokens_problem(packed: bytes, vocab_size: int) -> str:
+    """Why these are no int32 ids of tokens; "" if they are.
+
+    Args:
+        vocab_size: 0 if unknown.
+    """
+    if len(packed) % 4:
+        return f"tokens are {len(packed)} bytes, which is no array of int32"
+    tokens, id_max = unpack_int32(packed), vocab_size - 1 if vocab_size else _INT32_MAX
+    if len(tokens) and not (tokens.min() >= 0 and tokens.max() <= id_max):
+        return f"token ids from {tokens.min()} to {tokens.max()} were given; they are 0 to {id_max}"
+    return ""
+
+
+def problem_of_call(call: ModulesCall, vocab_size: int) -> str:
+    """Why a call about texts can never be given to the engine; "" if it can."""
+    if call.op not in OPERATIONS:
+        return f"operation {call.op!r} is unknown; known are {', '.join(OPERATIONS)}"
+    if not 0.0 <= call.ttl < math.inf:
+        return f"ttl is {call.ttl}; it is a time in seconds"
+    return _problem_of_texts(call.texts, vocab_size)
+
+
+def problem_of_layout(layout: PromptLayout, prompt_len: int, vocab_size: int) -> str:
+    """Why a prompt of `prompt_len` own tokens cannot be laid out so; "" if it can."""
+    if not 0.0 <= layout.ttl < math.inf:
+        return f"the layout's ttl is {layout.ttl}; it is a time in seconds"
+    problem = _problem_of_texts(layout.texts, vocab_size)
+    if problem:
+        return problem
+    if len(layout.runs) % _PAIR_BYTES:
+        return f"runs are {len(layout.runs)} bytes, which is no array of pairs of int32"
+    runs = unpack_int32(layout.runs, columns=2).tolist()
+    if len(runs) > RUNS_MAX:
+        return f"{len(runs)} runs of own tokens were given; at most {RUNS_MAX} are allowed"
+    if sum(count for _, count in runs) != prompt_len:
+        return f"runs hold {sum(count for _, count in runs)} tokens; the prompt has {prompt_len} of its own"
+    return _problem_of_places(layout, runs) if runs else ""
+
+
+def _problem_of_places(layout: PromptLayout, runs: list[list[int]]) -> str:
+    """Every position has one token, and the last is the request's own."""
+    if any(position < 0 or count < 1 for position, count in runs):
+        return "a run of own tokens is empty or begins before the prompt"
+    if any(a[0] + a[1] > b[0] for a, b in pairwise(runs)):
+        return "runs of own tokens are not in the order of their positions"
+    taken = [(position, position + count) for position, count in runs]
+    for text in layout.texts:
+        taken += [(text.position + start, text.position + stop) for start, stop in _ranges(text)]
+    taken.sort()
+    for before, after in pairwise(taken):
+        if before[1] > after[0]:
+            return f"position {after[0]} has two tokens"
+    last = runs[-1][0] + runs[-1][1]
+    if taken[-1][1] != last:
+        return f"own tokens end at position {last}, but texts are seen up to {taken[-1][1]}"
+    return "" if last <= _INT32_MAX else f"the prompt ends at position {last}"
+
+
+def _ranges(text: ModuleText) -> list[tuple[int, int]]:
+    return [(start, stop) for start, stop in unpack_int32(text.seen, columns=2).tolist()]
+
+
+def _problem_of_texts(texts: Sequence[ModuleText], vocab_size: int) -> str:
+    if len(texts) > TEXTS_MAX:
+        return f"{len(texts)} texts were given; at most {TEXTS_MAX} are allowed"
+    # All tokens at once: there may be tens of thousands of texts, and the group waits meanwhile.
+    whole = not any(len(text.tokens) % 4 for text in texts)
+    sound = whole and not tokens_problem(b"".join([text.tokens for text in texts]), vocab_size)
+    for index, text in enumerate(texts):
+        problem = "" if sound else tokens_problem(text.tokens, vocab_size)
+        problem = problem or _problem_of_text(texts, index)
+        if problem:
+            return f"text {index}: {problem}"
+        if text.parent >= 0 and texts[text.parent].position + len(texts[text.parent].tokens) // 4 > text.position:
+            return f"text {index} begins at {text.position}, before the end of its parent, text {text.parent}"
+    return ""
+
+
+def _problem_of_text(texts: Sequence[ModuleText], index: int) -> str:
+    """Its tokens are ids."""
+    text = texts[index]
+    count = len(text.tokens) // 4
+    if not count:
+        return "it is empty"
+    if not 0 <= text.position <= _INT32_MAX - count:
+        return f"it stands at position {text.position}"
+    if not -1 <= text.parent < index:
+        return f"its parent is text {text.parent}; parents come first"
+    if len(text.seen) % _PAIR_BYTES:
+        return f"seen ranges are {len(text.seen)} bytes, which is no array of pairs of int32"
+    before = 0
+    for start, stop in _ranges(text):
+        if not before <= start < stop <= count:
+            return (
+                f"range [{start}, {stop}) of its {count} tokens is seen; ranges are ascending, apart and not empty"
+            )
+        before = stop
+    return ""
+
+
+BLOCKS_MAX: Final = 1 << 24
+SLOTS_MAX: Final = 1 << 28
+_COUNT_MAX: Final = 1 << 31
+_BYTES_MAX: Final = 1 << 48
+"""Totals of them are kept, and sent as 64-bit numbers."""
+_US_MAX: Final = 1 << 42
+"""Seven weeks."""
+_TEXT_MAX: Final = 4096
+_RESULT_RANGES: Final = {
+    "elapsed_us": _US_MAX,
+    "plan_copies": 1,
+    "kv_bytes_read": _BYTES_MAX,
+    "moved_us": _US_MAX,
+    "moved_blocks": _COUNT_MAX,
+    "waited_us": _US_MAX,
+}
+_READY_RANGES: Final = {
+    "num_blocks": BLOCKS_MAX,
+    "block_bytes": _BYTES_MAX,
+    "host_slots": SLOTS_MAX,
+    "disk_slots": SLOTS_MAX,
+    "swap_us_per_block": _US_MAX,
+}
+
+
+def problem_of_report(report: WorkerReport, ranks: int) -> str:
+    """Why no worker of a group of so many ranks says that; "" if one could."""
+    match report:
+        case StepResult():
+            return _out_of_range(report, _RESULT_RANGES) or _problem_of_scores(report)
+        case WorkerReady():
+            return _problem_of_rank(report.rank, ranks) or _out_of_range(report, _READY_RANGES)
+        case WorkerHello():
+            return _problem_of_rank(report.rank, ranks) or _too_long(report.node)
+        case LoadProgress():
+            is_sound = math.isfinite(report.fraction)
+            problem = _too_long(report.stage) or ("" if is_sound else "its progress is no number")
+            return _problem_of_rank(report.rank, ranks) or problem
+        case MovesDone():
+            late = next((move for move in report.outcomes if not 0 <= move.elapsed_us <= _US_MAX), None)
+            problem = "" if late is None else f"a move took {late.elapsed_us} us"
+            return _problem_of_rank(report.rank, ranks) or problem
+        case Probed():
+            return _problem_of_rank(report.rank, ranks)
+        case GrammarReady():
+            return ""
+        case WorkerFailed():
+            return ""  # its reason is all that people will know; whatever it is, its epoch ends
+
+
+def _problem_of_rank(rank: int, ranks: int) -> str:
+    return "" if 0 <= rank < ranks else f"rank {rank} reports; the group has {ranks}"
+
+
+def _too_long(text: str) -> str:
+    return f"a name has {len(text)} characters" if len(text) > _TEXT_MAX else ""
+
+
+def _out_of_range(report: StepResult | WorkerReady, ranges: dict[str, int]) -> str:
+    for name, most in ranges.items():
+        value = getattr(report, name)
+        if not 0 <= value <= most:  # also true of NaN
+            return f"{type(report).__name__}.{name} is {value}; allowed are 0 to {most}"
+    return ""
+
+
+def _problem_of_scores(result: StepResult) -> str:
+    for top in (result.logprobs or {}).values():
+        if not _are_pairs(top):
+            return f"log-probabilities of step {result.step} do not go with their tokens"
+    for scored in (result.prompt_logprobs or {}).values():
+        if not _fit(scored):
+            return f"scores of a prompt in step {result.step} do not go with their tokens"
+    return ""
+
+
+def _are_pairs(top: TopLogprobs) -> bool:
+    return len(top.top_ids) == len(top.top_logprobs) and len(top.top_ids) % 4 == 0
+
+
+def _fit(scored: PromptLogprobs) -> bool:
+    count, top = len(scored.token_logprobs), len(scored.top_ids)
+    return (
+        0 <= scored.start < _COUNT_MAX
+        and count > 0
+        and count % 4 == 0
+        and len(scored.ranks) == count
+        and len(scored.top_logprobs) == top
+        and top % count == 0
+    )

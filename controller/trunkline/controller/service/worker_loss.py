@@ -12,7 +12,7 @@ PREDICTED_STEPS: Final = 20.0
 """A step that takes so many times as long as predicted hangs, if it also takes longer than `step_timeout_s`."""
 
 
-class Outage:
+class WorkerLoss:
     """What the service remembers of it."""
 
     def __init__(self, step_timeout_s: float, resume_seconds_max: float) -> None:

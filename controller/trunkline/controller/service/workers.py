@@ -29,9 +29,8 @@ from trunkline.controller.messages import (
     WorkerReady,
     WorkerReport,
 )
-from trunkline.controller.service.membership import REASON_WITHIN_S, Epochs, GroupLostError
-from trunkline.controller.service.report_checks import problem_of_report
-from trunkline.controller.service.terms import disagreement
+from trunkline.controller.service.membership import REASON_WITHIN_S, GroupLostError, Membership, disagreement
+from trunkline.controller.service.validation import problem_of_report
 from trunkline.runtime.host import is_worker, node_id
 from trunkline.runtime.rare_log import RareLog
 from trunkline.runtime.wire_gate import MESSAGE_BYTES_MAX, SUBSCRIPTION_BYTES_MAX, Gate
@@ -74,7 +73,7 @@ class WorkerGroup:
         self.reports = gate.context.socket(zmq.PULL)
         gate.bind(self.plans, config.plan_endpoint, Role.WORKER, SUBSCRIPTION_BYTES_MAX)
         gate.bind(self.reports, config.report_endpoint, Role.WORKER, MESSAGE_BYTES_MAX)
-        self._epochs = Epochs(config.tp, node_id(), config.epoch or _wall_ms())
+        self._membership = Membership(config.tp, node_id(), config.epoch or _wall_ms())
         self._terms = config.terms
         self._step_limits = (config.token_budget, config.max_rows)
         self._progress: dict[int, LoadProgress] = {}
@@ -85,22 +84,22 @@ class WorkerGroup:
     @property
     def epoch(self) -> int:
         """The one that runs or is being formed."""
-        return self._epochs.epoch
+        return self._membership.epoch
 
     @property
     def is_formed(self) -> bool:
         """Whether the epoch has its ranks, who may still be loading."""
-        return self._epochs.is_formed
+        return self._membership.is_formed
 
     @property
     def is_complete(self) -> bool:
         """Every rank has subscribed and loaded."""
-        return self._epochs.is_complete
+        return self._membership.is_complete
 
     @property
     def ready(self) -> dict[int, WorkerReady]:
         """Ranks that have loaded."""
-        return self._epochs.ready
+        return self._membership.ready
 
     @property
     def num_blocks(self) -> int:
@@ -135,7 +134,7 @@ class WorkerGroup:
     def describe(self) -> str:
         """For the person who waits: what each rank is doing."""
         progress = {rank: f"{report.stage} {report.fraction:.0%}" for rank, report in self._progress.items()}
-        return self._epochs.describe(progress)
+        return self._membership.describe(progress)
 
     def send(self, message: WorkerMessage) -> None:
         """Broadcast a plan, or what concerns grammars or tiers.
@@ -165,7 +164,7 @@ class WorkerGroup:
 
     def reform(self, now: float) -> None:
         """While there is no epoch: see to it that the old one's ranks leave, and that the next one begins."""
-        for hello in self._epochs.to_kill(now):
+        for hello in self._membership.to_kill(now):
             if is_worker(hello.pid):
                 log.warning("a rank of an old epoch does not leave and is killed", rank=hello.rank, pid=hello.pid)
                 with suppress(OSError):
@@ -175,7 +174,7 @@ class WorkerGroup:
         if now >= self._leave_at:
             self._leave_at = now + LEAVE_EVERY_S
             self._say_leave()
-        for hello in self._epochs.form(now):
+        for hello in self._membership.form(now):
             self._welcome(hello)
 
     def _say_leave(self) -> None:
@@ -185,24 +184,24 @@ class WorkerGroup:
     @property
     def patience_s(self) -> float:
         """After so long `reform` and `check_loss` should be called again although nothing has come."""
-        if self._epochs.is_ending:
+        if self._membership.is_ending:
             return REASON_WITHIN_S
         return 1.0 if self.is_formed else LEAVE_EVERY_S
 
     def lose(self, now: float) -> None:
         """The epoch is over: all its ranks are to leave, and others are waited for."""
-        self._epochs.lose(_wall_ms(), now)
+        self._membership.lose(_wall_ms(), now)
         self._progress.clear()
         self._leave_at = now
 
     def shut_down(self, seconds_max: float = 3.0) -> None:
         """Ask all ranks to leave after the steps they have, and wait for them: a rank whose connection
         closes first would take that for our death. Bounded well below the supervisor's patience."""
-        for rank, incarnation in self._epochs.present:
+        for rank, incarnation in self._membership.present:
             with suppress(zmq.Again):  # it reads no more: it will not leave by itself, the others may
                 self._send(rank_topic(rank, incarnation), Shutdown())
         deadline = time.monotonic() + seconds_max
-        while self._epochs.present and (left := deadline - time.monotonic()) > 0:
+        while self._membership.present and (left := deadline - time.monotonic()) > 0:
             self.plans.poll(int(left * 1000) + 1)
             self.membership_events(time.monotonic())
 
@@ -212,7 +211,7 @@ class WorkerGroup:
         Raises:
             GroupLostError: a rank that was there is gone.
         """
-        self._epochs.check_loss(now)
+        self._membership.check_loss(now)
 
     def membership_events(self, now: float) -> None:
         """Read subscriptions and their ends."""
@@ -222,9 +221,9 @@ class WorkerGroup:
             except zmq.Again:
                 return
             if event[:1] == b"\x01":
-                self._epochs.subscribed(event[1:])
+                self._membership.subscribed(event[1:])
             else:
-                self._epochs.unsubscribed(event[1:], now)
+                self._membership.unsubscribed(event[1:], now)
 
     def receive(self, now: float) -> list[StepResult | GrammarReady | MovesDone | Probed]:
         """Read all waiting reports; those among them that are for the engine.
@@ -240,7 +239,7 @@ class WorkerGroup:
                 return results
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 raise GroupLostError(f"a worker's report cannot be decoded: {error}") from error
-            if nonsense := problem_of_report(report, self._epochs.tp):
+            if nonsense := problem_of_report(report, self._membership.tp):
                 if not isinstance(report, WorkerHello | LoadProgress):
                     raise GroupLostError(f"a worker's report makes no sense: {nonsense}")
                 # Of a process that need not be a member: those who are go on.
@@ -252,15 +251,15 @@ class WorkerGroup:
                 case WorkerHello() if problem := disagreement(self._terms, report):
                     self._refuse(report, problem)
                 case WorkerHello():
-                    if self._epochs.hello(report):
+                    if self._membership.hello(report):
                         self._welcome(report)
                 case WorkerReady():
-                    if self._epochs.says_ready(report):
+                    if self._membership.says_ready(report):
                         self._say_leave()
                 case LoadProgress():
                     self._progress[report.rank] = report
                 case WorkerFailed():
-                    self._epochs.failed(report, now)
+                    self._membership.failed(report, now)
 
     def close(self) -> None:
         self.plans.close()

@@ -12,7 +12,7 @@ from simulation.engines import ENGINES, MIXES
 from simulation.traffic import Mix, Traffic
 
 from trunkline.controller.engine.events import EndAll, Event
-from trunkline.controller.engine.timeline import Journey
+from trunkline.controller.engine.timeline import RequestTimeline
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import BeamSearch, Submit
 from trunkline.controller.sequences.sequence import Request
@@ -58,16 +58,16 @@ class Traced:
         monkeypatch.setattr(self.simulation.engine, "receive", receive_traced)
         monkeypatch.setattr(self.simulation, "_execute", execute_kept)
 
-    def journey(self) -> Journey:
+    def timeline(self) -> RequestTimeline:
         """The only one that has ended."""
         self.simulation.plan()
-        [journey] = self.simulation.journeys
-        return journey
+        [timeline] = self.simulation.timelines
+        return timeline
 
-    def spans(self, journey: Journey) -> dict[str, Span]:
+    def spans(self, timeline: RequestTimeline) -> dict[str, Span]:
         """By name."""
         assert self.ids is not None
-        return {span.name: span for span in spans_of(journey, self.ids, 3, self.simulation.now)}
+        return {span.name: span for span in spans_of(timeline, self.ids, 3, self.simulation.now)}
 
 
 def test_a_request_from_its_coming_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,17 +76,17 @@ def test_a_request_from_its_coming_to_its_end(monkeypatch: pytest.MonkeyPatch) -
     simulation.now = 100.0
     request = simulation.submit(PROMPT, 12)
     simulation.run()
-    journey = traced.journey()
-    assert (journey.came, journey.admitted, journey.planned) == (100.0, 101.0, 101.0 + 1)
-    assert journey.first_token > journey.planned
-    assert [tokens for _, _, tokens in journey.chunks] == [24, 24, 12]
-    assert journey.output_tokens == len(simulation.streams[request].output) == 12
-    spans = traced.spans(journey)
+    timeline = traced.timeline()
+    assert (timeline.came, timeline.admitted, timeline.planned) == (100.0, 101.0, 101.0 + 1)
+    assert timeline.first_token > timeline.planned
+    assert [tokens for _, _, tokens in timeline.chunks] == [24, 24, 12]
+    assert timeline.output_tokens == len(simulation.streams[request].output) == 12
+    spans = traced.spans(timeline)
     assert list(spans) == ["generate", "queue", "prefill", "decode"]
     assert (spans["generate"].start, spans["generate"].end) == (100.0, simulation.now)
     assert (spans["queue"].start, spans["queue"].end) == (100.0, 101.0)
-    assert (spans["prefill"].start, spans["prefill"].end) == (101.0, journey.first_token)
-    assert (spans["decode"].start, spans["decode"].end) == (journey.first_token, simulation.now)
+    assert (spans["prefill"].start, spans["prefill"].end) == (101.0, timeline.first_token)
+    assert (spans["decode"].start, spans["decode"].end) == (timeline.first_token, simulation.now)
     assert traced.ids is not None
     assert spans["generate"].parent == PACKED[16:]
     assert {span.context.trace_id for span in spans.values()} == {PACKED[:16]}
@@ -115,8 +115,8 @@ def test_who_is_not_traced_is_told_of_in_no_plan(monkeypatch: pytest.MonkeyPatch
     traced.simulation.submit(PROMPT, 12)
     traced.simulation.run()
     assert {plan.traces for plan in traced.plans} == {None}
-    journey = traced.journey()
-    assert (journey.chunks, journey.batch_seq_ids, journey.output_tokens) == ([], set(), 12)
+    timeline = traced.timeline()
+    assert (timeline.chunks, timeline.batch_seq_ids, timeline.output_tokens) == ([], set(), 12)
     assert msgspec.msgpack.encode(StepPlan(1, 1)).endswith(b"\xc0"), "traces cost such a step one byte"
 
 
@@ -137,9 +137,9 @@ def test_a_request_of_one_token_has_a_first_token(monkeypatch: pytest.MonkeyPatc
     traced = Traced(monkeypatch)
     traced.simulation.submit(PROMPT[:8], 1)
     traced.simulation.run()
-    journey = traced.journey()
-    assert journey.first_token > 0
-    assert (journey.output_tokens, journey.reason) == (1, FinishReason.LENGTH)
+    timeline = traced.timeline()
+    assert timeline.first_token > 0
+    assert (timeline.output_tokens, timeline.reason) == (1, FinishReason.LENGTH)
 
 
 def test_one_that_never_began_has_waited_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +147,7 @@ def test_one_that_never_began_has_waited_only(monkeypatch: pytest.MonkeyPatch) -
     request = traced.simulation.submit(PROMPT, 4)
     traced.simulation.now = 7.0
     traced.simulation.abort(request)
-    spans = traced.spans(traced.journey())
+    spans = traced.spans(traced.timeline())
     assert list(spans) == ["generate", "queue"]
     assert spans["queue"].end == 7.0
     assert not spans["generate"].error, "a client that leaves is no failure"
@@ -164,11 +164,11 @@ def test_workers_that_are_lost_are_told_of(monkeypatch: pytest.MonkeyPatch) -> N
     lost_at = simulation.now
     simulation.replace_workers()
     simulation.run()
-    journey = traced.journey()
-    assert journey.losses == [lost_at]
-    assert journey.first_token < lost_at
-    assert journey.output_tokens == 12
-    generate = traced.spans(journey)["generate"]
+    timeline = traced.timeline()
+    assert timeline.losses == [lost_at]
+    assert timeline.first_token < lost_at
+    assert timeline.output_tokens == 12
+    generate = traced.spans(timeline)["generate"]
     assert [(at, name) for at, name, _ in generate.events] == [(lost_at, "workers_lost")]
     assert generate.attributes["trunkline.returns"] == 1
 
@@ -178,7 +178,7 @@ def test_who_fails_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     traced.simulation.submit(PROMPT, 12)
     traced.simulation.step()
     traced.simulation.receive(EndAll("the end"))
-    assert traced.spans(traced.journey())["generate"].error == FinishReason.ENGINE_FAILED
+    assert traced.spans(traced.timeline())["generate"].error == FinishReason.ENGINE_FAILED
 
 
 @pytest.mark.parametrize("name", ["tiny, both", "tiers", "modules, tiers"])
@@ -197,18 +197,18 @@ def test_each_request_has_one_journey_in_any_traffic(name: str, monkeypatch: pyt
     monkeypatch.setattr(simulation, "submit", submit_kept)
     traffic.run(60)
     simulation.plan()
-    journeys = {journey.request.id: journey for journey in simulation.journeys}
+    timelines = {timeline.request.id: timeline for timeline in simulation.timelines}
     ended = {request: stream for request, stream in streams.items() if stream.ended is not None}
-    assert len(journeys) > 20
-    assert set(journeys) <= set(ended)
-    refused = {ended[request].reason for request in set(ended) - set(journeys)}
+    assert len(timelines) > 20
+    assert set(timelines) <= set(ended)
+    refused = {ended[request].reason for request in set(ended) - set(timelines)}
     assert refused <= {FinishReason.INVALID, FinishReason.QUEUE_FULL}
-    for request, journey in journeys.items():
+    for request, timeline in timelines.items():
         stream = ended[request]
-        assert journey.reason == stream.reason
-        assert journey.came <= journey.admitted <= journey.planned or journey.planned < 0
+        assert timeline.reason == stream.reason
+        assert timeline.came <= timeline.admitted <= timeline.planned or timeline.planned < 0
         if stream.beam is None and stream.reason in (FinishReason.STOP, FinishReason.LENGTH):
-            assert journey.output_tokens == sum(map(len, stream.outputs))
+            assert timeline.output_tokens == sum(map(len, stream.outputs))
 
 
 def test_what_a_router_says_of_itself_is_bounded() -> None:
@@ -228,6 +228,6 @@ def test_beams_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     traced = Traced(monkeypatch)
     traced.simulation.submit(PROMPT[:12], 5, beam=BeamSearch(3), n=2)
     traced.simulation.run()
-    journey = traced.journey()
-    assert journey.first_token > 0
-    assert journey.chunk_count == 1
+    timeline = traced.timeline()
+    assert timeline.first_token > 0
+    assert timeline.chunk_count == 1

@@ -13,8 +13,8 @@ from trunkline.controller.service.membership import (
     LEAVE_WITHIN_S,
     OLD_WAIT_S,
     REASON_WITHIN_S,
-    Epochs,
     GroupLostError,
+    Membership,
     StepClock,
 )
 from trunkline.worker.messages import member_topic, rank_topic
@@ -61,7 +61,7 @@ class World:
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
-        self.epochs = Epochs(self.tp, HERE, 5)
+        self.epochs = Membership(self.tp, HERE, 5)
         self.members: dict[int, Process] = {}
         self.used: set[int] = set()
 
@@ -211,7 +211,7 @@ def test_random_lives(seed: int, tp: int) -> None:
     assert world.epochs.is_formed
 
 
-def pair(epochs: Epochs, rank: int, letter: bytes, node: str = HERE) -> bytes:
+def pair(epochs: Membership, rank: int, letter: bytes, node: str = HERE) -> bytes:
     """A process that is there and has said hello."""
     incarnation = letter * 16
     epochs.subscribed(rank_topic(rank, incarnation))
@@ -220,7 +220,7 @@ def pair(epochs: Epochs, rank: int, letter: bytes, node: str = HERE) -> bytes:
 
 
 def test_who_came_last_is_the_one() -> None:
-    epochs = Epochs(2, HERE, 1)
+    epochs = Membership(2, HERE, 1)
     pair(epochs, 0, b"a")
     newer = pair(epochs, 0, b"b")
     epochs.hello(WorkerHello(0, 7, HERE, b"a" * 16))  # the older one says it again
@@ -231,7 +231,7 @@ def test_who_came_last_is_the_one() -> None:
 
 def test_the_old_ones_go_first_but_not_for_ever() -> None:
     """Here one is killed; elsewhere nothing can be done, and files are locked there, not here."""
-    epochs = Epochs(1, HERE, 1)
+    epochs = Membership(1, HERE, 1)
     old = pair(epochs, 0, b"a", "elsewhere")
     epochs.form(0.0)
     epochs.lose(0, 10.0)
@@ -245,7 +245,7 @@ def test_the_old_ones_go_first_but_not_for_ever() -> None:
 
 
 def test_a_failure_before_an_epoch_is_shown() -> None:
-    epochs = Epochs(2, HERE, 1)
+    epochs = Membership(2, HERE, 1)
     pair(epochs, 0, b"a")
     epochs.failed(WorkerFailed(0, "no such model", b"a" * 16), 0.0)
     pair(epochs, 1, b"b")
@@ -254,9 +254,9 @@ def test_a_failure_before_an_epoch_is_shown() -> None:
     assert "rank 1 there" in epochs.describe({})
 
 
-def lost_pair() -> tuple[Epochs, bytes, bytes]:
+def lost_pair() -> tuple[Membership, bytes, bytes]:
     """An epoch of two ranks; the incarnations of its members."""
-    epochs = Epochs(2, HERE, 1)
+    epochs = Membership(2, HERE, 1)
     members = pair(epochs, 0, b"a"), pair(epochs, 1, b"b")
     assert len(epochs.form(0.0)) == 2
     return epochs, *members
