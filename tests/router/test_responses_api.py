@@ -13,7 +13,7 @@ import pytest
 from router import api_calls
 from router.api_calls import BROKEN_CALL, CITY, TWO_CALLS, Say, last_prompt, named_events, without_repeats
 from router.fake_controller import FakeController, prompt_of
-from router.harness import ANSWER, RunningRouter, wait_until
+from router.harness import ANSWER
 
 from trunkline.router.text.tokenizer import Tokenizer
 
@@ -194,15 +194,6 @@ def test_a_failure_on_the_way(http: httpx.Client, client: openai.OpenAI, fake: F
     with pytest.raises(openai.InternalServerError) as caught:
         client.responses.create(model="demo", input="Hi")
     assert caught.value.status_code == 503
-
-
-def test_a_client_that_leaves(router: RunningRouter, http: httpx.Client, fake: FakeController) -> None:
-    fake.behaviour.seconds_per_token = 0.02
-    body = {"input": "Hi", "stream": True}
-    with http.stream("POST", "/v1/responses", json=body) as answer:
-        next(answer.iter_lines())
-    wait_until(lambda: bool(fake.behaviour.aborts))
-    assert router.inflight == 0
 
 
 def test_what_asks_for_nothing_is_taken(http: httpx.Client) -> None:

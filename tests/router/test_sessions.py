@@ -231,6 +231,8 @@ def test_what_cannot_be_stored_is_an_error(http: httpx.Client, fake: FakeControl
     fake.behaviour.records.limits = Limits(value_bytes=10)
     assert error_of(chat(http, session))[1] == "session_not_stored"
     fake.behaviour.records.limits = Limits()
+    assert get(http, session)["turns"] == 0
+    assert http.delete(f"/v1/sessions/{session}").status_code == 200, "its lease was released"
 
 
 @pytest.mark.parametrize("stream", [False, True])
