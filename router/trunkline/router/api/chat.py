@@ -132,12 +132,9 @@ class _Answer:
         prompt = self._generation.job.prompt
         return JsonResponse(
             ChatCompletion(
-                id=self._head.id,
-                created=self._head.created,
-                model=self._head.model,
+                **self._head,
                 choices=[encoded(choice) for choice in choices],
                 usage=usage_of(self._generation),
-                system_fingerprint=self._service.fingerprint,
                 prompt_logprobs=optional(self._prompt_logprobs()),
                 prompt_token_ids=prompt if self._body.return_token_ids else UNSET,
                 cache=cache_use(self._generation),
@@ -243,11 +240,8 @@ class _Answer:
     ) -> bytes:
         return event(
             ChatChunk(
-                id=self._head.id,
-                created=self._head.created,
-                model=self._head.model,
+                **self._head,
                 choices=list(choices),
-                system_fingerprint=self._service.fingerprint,
                 usage=usage if self._body.include_usage else UNSET,
                 prompt_token_ids=self._generation.job.prompt if first and self._body.return_token_ids else UNSET,
                 cache=cache_use(self._generation) if last else UNSET,

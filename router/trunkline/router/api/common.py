@@ -46,15 +46,6 @@ _TURN_S: Final = 0.005
 """How long work may keep the event loop; threads wait as long for Python's lock."""
 
 
-class Head(msgspec.Struct, frozen=True):
-    """Fields that every chunk of an answer repeats."""
-
-    id: str
-    created: int
-    """Unix time in seconds."""
-    model: str
-
-
 class Collected(msgspec.Struct):
     """A whole choice of an answer, collected from its deltas."""
 
@@ -95,9 +86,15 @@ def service_of(request: Request) -> RouterService:
     return service
 
 
-def make_head(prefix: str, service: RouterService, model: str | None) -> Head:
-    """Return a new id, the time, and the model's name as the client wrote it."""
-    return Head(f"{prefix}-{draw_hex('id', 16)}", created_at(), model or service.config.model_name)
+def make_head(prefix: str, service: RouterService, model: str | None) -> dict[str, Any]:
+    """Return the fields that every chunk of an answer repeats: a new id, the time, the model's name, the
+    fingerprint."""
+    return {
+        "id": f"{prefix}-{draw_hex('id', 16)}",
+        "created": created_at(),
+        "model": model or service.config.model_name,
+        "system_fingerprint": service.fingerprint,
+    }
 
 
 def check_length(characters: int, param: str) -> None:

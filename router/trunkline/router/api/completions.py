@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 from fastapi import APIRouter
@@ -18,7 +18,6 @@ from trunkline.router.api.caching import cache_use, truncation_result
 from trunkline.router.api.common import (
     LOGPROBS_OFF_LOOP,
     Collected,
-    Head,
     LoopTurns,
     check_model,
     check_scores,
@@ -178,7 +177,7 @@ class _Answer:
         service: RouterService,
         body: CompletionRequest,
         batch: PromptBatch,
-        head: Head,
+        head: dict[str, Any],
         turn: SessionTurn | None = None,
     ) -> None:
         self._service = service
@@ -216,12 +215,9 @@ class _Answer:
                 choices.append(encoded(self._choice(len(choices), prompt, echo, one)))
         return JsonResponse(
             Completion(
-                id=self._head.id,
-                created=self._head.created,
-                model=self._head.model,
+                **self._head,
                 choices=choices,
                 usage=self._usage(),
-                system_fingerprint=self._service.fingerprint,
                 cache=cache_use(*self._batch.generations),
                 truncation=truncation_result(self._batch.generations[0]),
             )
@@ -293,11 +289,8 @@ class _Answer:
     def _chunk(self, *choices: CompletionChoice, usage: Usage | None = None, last: bool = False) -> bytes:
         return event(
             Completion(
-                id=self._head.id,
-                created=self._head.created,
-                model=self._head.model,
+                **self._head,
                 choices=choices,
-                system_fingerprint=self._service.fingerprint,
                 usage=usage if self._body.include_usage else UNSET,
                 cache=cache_use(*self._batch.generations) if last else UNSET,
                 truncation=truncation_result(self._batch.generations[0]) if last else UNSET,
