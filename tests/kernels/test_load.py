@@ -26,9 +26,9 @@ from trunkline.kernels.load import KERNEL_NAMES, KernelsUnavailableError, load_k
 from trunkline.kernels.native import ISA_VARIABLE, LIBRARY_VARIABLE, REINSTALL, NativeLibraryError
 from trunkline.kernels.ops import Kernels, KvPool
 from trunkline.kernels.plan import WritePlan
-from trunkline.worker import runner
 from trunkline.worker.config import WorkerConfig
-from trunkline.worker.errors import ConfigError
+from trunkline.worker.errors import WorkerConfigError
+from trunkline.worker.startup import devices
 
 needs_native = pytest.mark.skipif(not NATIVE, reason="the compiled kernels are not installed")
 
@@ -71,8 +71,8 @@ def test_no_slow_kernels_on_a_gpu_unless_asked_for(name: str, monkeypatch: pytes
         assert words in str(raised.value)
     assert logs == []
     config = WorkerConfig(model="", plan_endpoint="", report_endpoint="", device="cuda", gpu=0, kernels=name)
-    with pytest.raises(ConfigError, match="--kernels reference"):  # the rank then ends with code 2, and stays away
-        runner._kernels(config, 1)
+    with pytest.raises(WorkerConfigError, match="--kernels reference"):  # the rank ends with code 2, for good
+        devices.choose_kernels(config, 1)
     assert load_kernels("reference", "cuda").name == "reference"
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from kernels.forests import Forest, Range, Row, Shape, beam_forest, random_forest
 from numpy.typing import NDArray
+from seeds import seeds
 
 from trunkline.kernels.native import WorkOptions, plan_decode_work
 from trunkline.kernels.plan import DecodePlan
@@ -98,7 +99,7 @@ def check(work: Work, forest: Forest) -> None:
     assert work.query_position == [row.position for row in forest.rows]
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", seeds(24))
 def test_nothing_is_lost_or_read_twice(seed: int) -> None:
     rng = np.random.default_rng(seed)
     shape = Shape(
@@ -141,7 +142,7 @@ def test_shared_tokens_are_read_once_when_that_pays() -> None:
     assert work_of(plan, replace(OPTIONS, share=False)).tokens > plan.tokens_read
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(8))
 def test_only_runs_that_pay_are_packed(seed: int) -> None:
     """Of the runs that stay packed, each saves more than it adds (no cuts: one worker)."""
     forest = random_forest(np.random.default_rng(seed), Shape(rows=60, chunk_size=16, holes=True, modules=2))
@@ -203,7 +204,7 @@ def partition(work: Work, row: int) -> list[list[tuple[int, ...]]]:
     return [parts[ordinal] for ordinal in sorted(parts)]
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", seeds(12))
 def test_invariant_mode_cuts_a_row_alike_in_any_company(seed: int) -> None:
     rng = np.random.default_rng(seed)
     shape = Shape(rows=40, chunk_size=16, shifts=seed % 2 == 1, holes=seed % 3 == 1, modules=seed % 4)
@@ -217,7 +218,7 @@ def test_invariant_mode_cuts_a_row_alike_in_any_company(seed: int) -> None:
         assert partition(together, row) == partition(alone, 0)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", seeds(16))
 def test_beams_share_what_they_have_in_common(seed: int) -> None:
     """Blocks of any subset of rows: read once where that costs nothing, and by no one twice where it does."""
     rng = np.random.default_rng(seed)
