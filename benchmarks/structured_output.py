@@ -31,7 +31,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from trunkline.deploy.config.models import DEMO_FOLDER
 from trunkline.kvstore.int32_codec import pack_int32
-from trunkline.worker.batch.sequences import Sequence
+from trunkline.worker.batch.sequences import BatchSequence
 from trunkline.worker.grammar.compiler import GrammarStore
 from trunkline.worker.messages import Join, Sampling
 from trunkline.worker.sampling.sampler import Sampler
@@ -102,7 +102,7 @@ class Bench:
         self.compile_s[name] = time.perf_counter() - start
         return grammar
 
-    def rows(self, count: int, constrained: int, grammar: int, temperature: float) -> list[Sequence]:
+    def rows(self, count: int, constrained: int, grammar: int, temperature: float) -> list[BatchSequence]:
         """`count` sequences, the first of which follow a grammar."""
         found = []
         for row in range(count):
@@ -110,11 +110,11 @@ class Bench:
             followed = {"grammar": grammar, "stop_ids": pack_int32([STOP])} if row < constrained else {}
             sampling = Sampling(temperature=temperature, seed=row, **followed)  # type: ignore[arg-type]
             join = Join(self._next, pack_int32([2, 3]), 0, 2, pack_int32([0]), sampling)
-            found.append(Sequence(join))
+            found.append(BatchSequence(join))
         return found
 
 
-def steps(bench: Bench, rows: list[Sequence]) -> Callable[[], float]:
+def steps(bench: Bench, rows: list[BatchSequence]) -> Callable[[], float]:
     """One step at each call: seconds of `Sampler.sample`."""
     sampler = Sampler(bench.size, torch.device("cpu"), bench.store)
     generator = torch.Generator().manual_seed(0)
@@ -138,7 +138,7 @@ def steps(bench: Bench, rows: list[Sequence]) -> Callable[[], float]:
     return step
 
 
-def fills(bench: Bench, row: Sequence, count: int) -> list[float]:
+def fills(bench: Bench, row: BatchSequence, count: int) -> list[float]:
     """Seconds per mask: a random output of the grammar, walked."""
     rng, found = random.Random(0), []
     words = np.zeros(-(-bench.size // 32), dtype=np.int32)

@@ -9,7 +9,7 @@ import numpy as np
 
 from trunkline.controller.messages import GrammarReady
 from trunkline.kvstore.int32_codec import pack_int32
-from trunkline.worker.batch.sequences import Sequence
+from trunkline.worker.batch.sequences import BatchSequence
 from trunkline.worker.grammar.compiler import GrammarStore
 from trunkline.worker.messages import Join, Sampling
 
@@ -53,16 +53,18 @@ class Grammars:
         assert ready.grammar == grammar
         return ready.problem
 
-    def row(self, grammar: int, output: list[int] | None = None, **sampling: Any) -> Sequence:
+    def row(self, grammar: int, output: list[int] | None = None, **sampling: Any) -> BatchSequence:
         self._next_sequence += 1
         defaults: dict[str, Any] = {"temperature": 1.0, "seed": self._next_sequence, "grammar": grammar}
         if grammar:
             defaults["stop_ids"] = pack_int32([STOP])
         tokens = pack_int32([5, 6, 7, *(output or [])])
-        return Sequence(Join(self._next_sequence, tokens, 0, 3, pack_int32([0]), Sampling(**defaults | sampling)))
+        return BatchSequence(
+            Join(self._next_sequence, tokens, 0, 3, pack_int32([0]), Sampling(**defaults | sampling))
+        )
 
 
-def allowed(grammars: Grammars, row: Sequence, size: int = V) -> set[int]:
+def allowed(grammars: Grammars, row: BatchSequence, size: int = V) -> set[int]:
     words = np.zeros(-(-size // 32), dtype=np.int32)
     grammars.store.fill(row, words)
     return set(np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist())

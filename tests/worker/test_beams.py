@@ -25,7 +25,7 @@ from worker.ranks import run_ranks
 
 from trunkline.controller.messages import BeamSearch
 from trunkline.kvstore.int32_codec import pack_int32
-from trunkline.worker.batch.sequences import Sequence
+from trunkline.worker.batch.sequences import BatchSequence
 from trunkline.worker.errors import PlanError
 from trunkline.worker.messages import BeamPosition, Fork, Join, Sampling, StepPlan
 from trunkline.worker.runner import Runner
@@ -192,11 +192,11 @@ def test_beams_that_stay_change_no_table() -> None:
     assert group.copies.tolist() == [[8, 9, 0, 3]]
 
 
-def make_group(tables: list[list[int]], tokens: int) -> tuple[BeamGroup, list[Sequence]]:
+def make_group(tables: list[list[int]], tokens: int) -> tuple[BeamGroup, list[BatchSequence]]:
     """A search whose beams have the block tables, `tokens` of each being computed."""
     positions = [BeamPosition(1, index, len(tables)) for index in range(len(tables))]
     members = [
-        Sequence(
+        BatchSequence(
             Join(
                 10 + i, pack_int32(prompt(tokens)), 0, 3, pack_int32(table), Sampling(), beam_position=positions[i]
             )

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from trunkline.worker.config import WorkerConfig, load_config
-from trunkline.worker.errors import ConfigError
+from trunkline.worker.errors import WorkerConfigError
 
 GOOD: dict[str, Any] = {
     "model": "m",
@@ -23,7 +23,7 @@ def test_a_file_is_read(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(GOOD))
     assert load_config(path) == WorkerConfig(**GOOD)
-    with pytest.raises(ConfigError, match="No such file"):
+    with pytest.raises(WorkerConfigError, match="No such file"):
         load_config(tmp_path / "none.json")
 
 
@@ -58,5 +58,5 @@ def test_a_file_is_read(tmp_path: Path) -> None:
 def test_what_cannot_work_is_refused_in_one_sentence(change: dict[str, Any], message: str, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**GOOD, **change}))
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(WorkerConfigError, match=message):
         load_config(path)

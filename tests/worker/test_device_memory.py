@@ -17,7 +17,7 @@ from trunkline.kvstore.int32_codec import unpack_int32
 from trunkline.worker import runner as runner_module
 from trunkline.worker.batch.batch import BatchBuilder
 from trunkline.worker.config import WorkerConfig
-from trunkline.worker.errors import ConfigError, WorkerError
+from trunkline.worker.errors import WorkerConfigError, WorkerError
 from trunkline.worker.model.decoder import Decoder
 from trunkline.worker.runner import Runner
 from trunkline.worker.sampling.sampler import Sampler
@@ -91,7 +91,7 @@ def test_the_pool_gets_what_weights_and_steps_leave(fields: dict[str, object], l
     ],
 )
 def test_what_can_never_fit_is_a_mistake_in_the_configuration(fields: dict[str, object], words: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(WorkerConfigError) as caught:
         blocks_that_fit(USE, gpu_config(**fields), 8 * MIB)
     assert words in str(caught.value)
 
@@ -101,7 +101,7 @@ def test_memory_that_others_use_may_be_there_the_next_time(fields: dict[str, obj
     use = MemoryUse(total=80 * GIB, free=1 * GIB, weights=16 * GIB, step=3 * GIB, kept=1 * GIB, outside=1 * GIB)
     with pytest.raises(WorkerError, match=r"other processes have left 0\.00 GiB of this GPU's 80\.00") as caught:
         blocks_that_fit(use, gpu_config(**fields), 8 * MIB)
-    assert not isinstance(caught.value, ConfigError)
+    assert not isinstance(caught.value, WorkerConfigError)
 
 
 def test_what_is_taken_outside_torch_is_measured_within_reason() -> None:
@@ -213,7 +213,7 @@ def test_the_pool_takes_what_was_measured(folder: Path) -> None:
     runner = Runner.load(config, lambda *_: None, meter)
     assert runner.num_blocks == (int(4 * GIB * 0.9) - 3 * GIB) // runner.block_bytes
     meter.peak_bytes = 4 * GIB
-    with pytest.raises(ConfigError, match=r"no room for KV: this GPU has 4\.00 GiB"):
+    with pytest.raises(WorkerConfigError, match=r"no room for KV: this GPU has 4\.00 GiB"):
         Runner.load(config, lambda *_: None, meter)
 
 
@@ -234,5 +234,5 @@ def test_a_step_that_does_not_fit_says_what_to_do(folder: Path, monkeypatch: pyt
         )
 
     monkeypatch.setattr(runner_module, "load_weights", refuse)
-    with pytest.raises(ConfigError, match=r"other GPUs than this one.*no kernel image is available"):
+    with pytest.raises(WorkerConfigError, match=r"other GPUs than this one.*no kernel image is available"):
         Runner.load(run_config(folder), lambda *_: None)

@@ -9,7 +9,7 @@ from seeds import seeds
 from trunkline.kvstore.extents import OPEN_COUNT, PLAIN_LAYOUT, Extent
 from trunkline.kvstore.int32_codec import pack_int32
 from trunkline.worker.batch.extents import PLAIN, ContextLayout
-from trunkline.worker.batch.sequences import Sequence, segments_of
+from trunkline.worker.batch.sequences import BatchSequence, segments_of
 from trunkline.worker.errors import PlanError
 from trunkline.worker.messages import Fork, Join, Sampling
 
@@ -29,13 +29,13 @@ def cells_of(extents: tuple[Extent, ...], length: int, chunk_size: int) -> list[
     return cells
 
 
-def make_sequence(extents: tuple[Extent, ...], tokens: int, blocks: list[int], first: int = 0) -> Sequence:
+def make_sequence(extents: tuple[Extent, ...], tokens: int, blocks: list[int], first: int = 0) -> BatchSequence:
     packed = b"" if extents == PLAIN_LAYOUT else pack_int32(np.array(extents, dtype=np.int32))
     ids = pack_int32(list(range(first, tokens)))
-    return Sequence(Join(7, ids, first, tokens, pack_int32(blocks), Sampling(), packed))
+    return BatchSequence(Join(7, ids, first, tokens, pack_int32(blocks), Sampling(), packed))
 
 
-def read_cells(sequences: list[Sequence], lengths: list[int], chunk_size: int) -> list[list[Cell]]:
+def read_cells(sequences: list[BatchSequence], lengths: list[int], chunk_size: int) -> list[list[Cell]]:
     """What `segments_of` says, row by row, token by token; blocks are looked up in the tables."""
     segments = segments_of(sequences, np.array(lengths, dtype=np.int32), chunk_size)
     assert all(column.dtype == np.int32 for column in vars(segments).values())
@@ -109,7 +109,7 @@ def test_lengths_clip_extents() -> None:
 def test_forks_share_the_layout() -> None:
     extents = (Extent(0, 0, 5, 10, 0), Extent(2, 0, OPEN_COUNT, 20, 0))
     parent = make_sequence(extents, 8, [4, 9, 2], first=5)
-    child = Sequence.forked(Fork(7, 8, pack_int32([4, 9, 3]), seed=1), parent)
+    child = BatchSequence.forked(Fork(7, 8, pack_int32([4, 9, 3]), seed=1), parent)
     assert child.layout is parent.layout
     assert not child.is_plain
     assert make_sequence(PLAIN_LAYOUT, 3, [1]).layout is PLAIN

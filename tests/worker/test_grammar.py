@@ -21,7 +21,7 @@ from worker.grammar_driver import STOP, Grammars, V, allowed
 from trunkline.controller.messages import GrammarReady
 from trunkline.deploy.config.models import DEMO_FOLDER
 from trunkline.kvstore.int32_codec import pack_int32
-from trunkline.worker.batch.sequences import Sequence
+from trunkline.worker.batch.sequences import BatchSequence
 from trunkline.worker.errors import PlanError
 from trunkline.worker.grammar.compiler import GrammarStore
 from trunkline.worker.sampling.sampler import Sampler
@@ -52,7 +52,7 @@ def token(text: str) -> int:
     return int(found)
 
 
-def text_of(row: Sequence) -> str:
+def text_of(row: BatchSequence) -> str:
     output = [one for one in row.tokens[row.prompt_len :] if one != STOP]
     found: str = tokenizer().decode(output, skip_special_tokens=True)
     return found
@@ -64,7 +64,7 @@ def closers() -> tuple[int, ...]:
     return (STOP, *map(token, '"}]'))
 
 
-def logits_for(rows: list[Sequence]) -> Tensor:
+def logits_for(rows: list[BatchSequence]) -> Tensor:
     """Random, more and more inclined to end; a row's depend on its own output only."""
     logits = torch.empty(len(rows), V)
     for i, row in enumerate(rows):
@@ -74,7 +74,7 @@ def logits_for(rows: list[Sequence]) -> Tensor:
     return logits
 
 
-def generate(store: GrammarStore, rows: list[Sequence], steps: int = 400) -> None:
+def generate(store: GrammarStore, rows: list[BatchSequence], steps: int = 400) -> None:
     """Sample until every row that follows a grammar has ended."""
     sampler = Sampler(V, CPU, store)
     live = list(rows)
@@ -286,7 +286,7 @@ def test_an_id_that_comes_back_with_another_output_is_not_confused(grammars: Gra
 
 
 def test_other_rows_do_not_notice(grammars: Grammars) -> None:
-    def plain() -> list[Sequence]:
+    def plain() -> list[BatchSequence]:
         variants: list[dict[str, Any]] = [
             {"seed": 2, "temperature": 0},
             {"seed": 3},
@@ -295,7 +295,7 @@ def test_other_rows_do_not_notice(grammars: Grammars) -> None:
         ]
         return [grammars.row(0, **variant) for variant in variants]
 
-    def steps(sampler: Sampler, rows: list[Sequence]) -> None:
+    def steps(sampler: Sampler, rows: list[BatchSequence]) -> None:
         for step in range(20):
             ids, _ = sampler.sample(logits_for(rows), rows, changed=step == 0)
             for row, token in zip(rows, ids.tolist(), strict=True):

@@ -18,7 +18,7 @@ from trunkline.kvstore.extents import SlotId
 from trunkline.kvstore.int32_codec import Int32Array, pack_int32, unpack_int32
 from trunkline.kvstore.names import ChunkName
 from trunkline.kvstore.tier import SlotKey, Tier
-from trunkline.worker.errors import ConfigError, PlanError
+from trunkline.worker.errors import PlanError, WorkerConfigError
 from trunkline.worker.messages import Join, Sampling, StepPlan
 from trunkline.worker.runner import Runner
 from trunkline.worker.tiers.copier import Copier
@@ -191,7 +191,7 @@ def test_memory_is_taken_when_it_is_used(make_pool: MakePool) -> None:
 
 
 def test_impossible_sizes_are_refused(make_pool: MakePool) -> None:
-    with pytest.raises(ConfigError, match="no memory for a host pool of"):
+    with pytest.raises(WorkerConfigError, match="no memory for a host pool of"):
         make_pool("large", "auto", slots=1 << 35)
 
 
@@ -260,5 +260,5 @@ def test_a_runner_without_a_host_pool_moves_nothing(folder: Path) -> None:
 
 
 def test_too_little_memory_is_refused(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="no room for a single block"):
+    with pytest.raises(WorkerConfigError, match="no room for a single block"):
         Runner.load(run_config(folder, host_memory_bytes=100), lambda *_: None)

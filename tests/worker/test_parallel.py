@@ -14,7 +14,7 @@ from worker.ranks import run_ranks
 
 from trunkline.kernels.native import ISA_VARIABLE, LIBRARY_VARIABLE, library
 from trunkline.kernels.shared_group import CollectiveMismatchError, PeerGoneError
-from trunkline.worker.errors import ConfigError, PeerLostError, WorkerError
+from trunkline.worker.errors import PeerLostError, WorkerConfigError, WorkerError
 from trunkline.worker.parallel.backend_errors import of_collective
 from trunkline.worker.parallel.collectives import TensorParallel
 
@@ -66,7 +66,11 @@ NCCL = "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:77,"
         ("shared", CollectiveMismatchError("calls differ"), WorkerError),
         ("shared", RuntimeError("not enough memory"), RuntimeError),
         ("nccl", torch.distributed.DistBackendError("NCCL error"), PeerLostError),
-        ("nccl", torch.distributed.DistBackendError(f"{NCCL} ncclInvalidUsage: this is refused"), ConfigError),
+        (
+            "nccl",
+            torch.distributed.DistBackendError(f"{NCCL} ncclInvalidUsage: this is refused"),
+            WorkerConfigError,
+        ),
         ("nccl", torch.distributed.DistBackendError(f"{NCCL} ncclUnhandledCudaError: failed"), WorkerError),
         ("nccl", RuntimeError("not enough memory"), RuntimeError),
         ("gloo", RuntimeError("Connection closed by peer"), PeerLostError),
@@ -123,7 +127,7 @@ def test_a_backend_s_own_words_are_kept(backend: str, raised: RuntimeError, word
 @pytest.mark.parametrize(
     ("raised", "seen"),
     [
-        (torch.distributed.DistBackendError(DUPLICATE), ConfigError),
+        (torch.distributed.DistBackendError(DUPLICATE), WorkerConfigError),
         (torch.distributed.DistBackendError(SYSTEM), WorkerError),
     ],
 )

@@ -14,7 +14,7 @@ from worker.driver import VOCAB_SIZE, Driver, Stream, dense_logprobs, generate, 
 from trunkline.controller.messages import StepResult
 from trunkline.kvstore.extents import OPEN_COUNT, Extent
 from trunkline.kvstore.int32_codec import pack_int32, unpack_int32
-from trunkline.worker.errors import ConfigError, PlanError
+from trunkline.worker.errors import PlanError, WorkerConfigError
 from trunkline.worker.messages import Join, Sampling, StepPlan
 from trunkline.worker.parallel.collectives import TensorParallel
 from trunkline.worker.runner import Runner
@@ -210,7 +210,7 @@ def test_pool_size_from_memory(folder: Path) -> None:
     config = run_config(folder, pool_blocks=0, kv_memory_bytes=100_000)
     runner = Runner.load(config, lambda *_: None)
     assert runner.num_blocks == 100_000 // runner.block_bytes
-    with pytest.raises(ConfigError, match="no room"):
+    with pytest.raises(WorkerConfigError, match="no room"):
         Runner.load(run_config(folder, pool_blocks=0, kv_memory_bytes=100), lambda *_: None)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from trunkline.kvstore.int32_codec import pack_int32, unpack_int32
-from trunkline.worker.batch.sequences import Sequence
+from trunkline.worker.batch.sequences import BatchSequence
 from trunkline.worker.messages import Join, Sampling
 from trunkline.worker.sampling.noise import gumbel, token_keys
 from trunkline.worker.sampling.sampler import LOGPROB_MIN, Sampler, first_argmax, is_plain_greedy
@@ -20,12 +20,12 @@ from trunkline.worker.sampling.sampler import LOGPROB_MIN, Sampler, first_argmax
 V = 50
 
 
-def sequence(prompt: list[int], output: list[int], **sampling: Any) -> Sequence:
+def sequence(prompt: list[int], output: list[int], **sampling: Any) -> BatchSequence:
     join = Join(1, pack_int32(prompt + output), 0, len(prompt), pack_int32([0]), Sampling(**sampling))
-    return Sequence(join)
+    return BatchSequence(join)
 
 
-def draw(logits: Tensor, samples: list[Sequence]) -> list[int]:
+def draw(logits: Tensor, samples: list[BatchSequence]) -> list[int]:
     sampler = Sampler(logits.shape[1], torch.device("cpu"))
     ids, _ = sampler.sample(logits.clone(), samples, changed=True)
     found: list[int] = ids.tolist()
@@ -168,7 +168,7 @@ def test_penalties_and_bias_against_a_naive_version_over_steps() -> None:
             row.append(token)
 
 
-def naive(logits: Tensor, row: Sequence) -> Tensor:
+def naive(logits: Tensor, row: BatchSequence) -> Tensor:
     """One row, token by token."""
     p, tokens = row.sampling, list(row.tokens)
     output = tokens[row.prompt_len :]

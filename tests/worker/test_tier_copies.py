@@ -28,7 +28,7 @@ from worker.tier_driver import (
 from trunkline.kernels.load import load_kernels
 from trunkline.kernels.ops import KvPool
 from trunkline.kvstore.int32_codec import Int32Array, pack_int32
-from trunkline.worker.errors import ConfigError, CopyError
+from trunkline.worker.errors import CopyError, WorkerConfigError
 from trunkline.worker.messages import StepPlan
 from trunkline.worker.tiers.copier import Copier, CopyOptions
 from trunkline.worker.tiers.host_pool import HostPool
@@ -241,7 +241,7 @@ def test_copies_do_not_use_the_runners_kernels(travel: Travel) -> None:
     """Ops of one instance run on one thread. Without a host pool there are none, and no traces of them."""
     runner, copier = travel().runner, travel().copier
     assert len({id(kernels) for kernels in (runner.kernels, copier.saves.kernels, copier.loads.kernels)}) == 3
-    with pytest.raises(ConfigError, match="without a host pool"):
+    with pytest.raises(WorkerConfigError, match="without a host pool"):
         travel(host_memory_bytes=0).runner.trace_layers()
 
 

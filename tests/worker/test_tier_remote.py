@@ -16,7 +16,7 @@ from trunkline.kvstore.extents import SlotId
 from trunkline.kvstore.names import NAME_BYTES, ChunkName
 from trunkline.kvstore.remote_stores import REMOTE_STORES, RemoteStore
 from trunkline.kvstore.tier import SharedTier, SlotKey
-from trunkline.worker.errors import ConfigError
+from trunkline.worker.errors import WorkerConfigError
 from trunkline.worker.tiers.chunk_record import RecordKeeper
 from trunkline.worker.tiers.remote_tier import open_remote_tier
 
@@ -164,7 +164,7 @@ def test_passwords_are_not_told(redis_server: RedisServer) -> None:
     ],
 )
 def test_urls_that_name_nothing(url: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(WorkerConfigError, match=message):
         open_tier(url)
 
 
@@ -191,7 +191,7 @@ def test_a_further_kind_of_store_is_a_further_entry(monkeypatch: pytest.MonkeyPa
     """In one table: the launcher and the workers know it then."""
     url = "dict://here"
     for check in (check_remote_url, open_tier):
-        with pytest.raises((UserError, ConfigError), match=r"allowed are redis://.*, unix:///PATH\?db=DB$"):
+        with pytest.raises((UserError, WorkerConfigError), match=r"allowed are redis://.*, unix:///PATH\?db=DB$"):
             check(url)
     store = RemoteStore("dict://PLACE", f"{__name__}:DictTier", lambda parts: "" if parts.hostname else "no place")
     monkeypatch.setitem(REMOTE_STORES, "dict", store)
@@ -200,5 +200,5 @@ def test_a_further_kind_of_store_is_a_further_entry(monkeypatch: pytest.MonkeyPa
     assert isinstance(tier, DictTier)
     assert tier.given == (url, SLOT, KEEPER, 60.0)
     for check in (check_remote_url, open_tier):
-        with pytest.raises((UserError, ConfigError), match="no place"):
+        with pytest.raises((UserError, WorkerConfigError), match="no place"):
             check("dict://")

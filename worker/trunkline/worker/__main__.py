@@ -11,7 +11,7 @@ from pathlib import Path
 
 from trunkline.runtime.process import enter_role
 from trunkline.worker.config import load_config
-from trunkline.worker.errors import ConfigError
+from trunkline.worker.errors import WorkerConfigError
 from trunkline.worker.runner import Runner
 from trunkline.worker.service import serve
 
@@ -22,7 +22,7 @@ def main() -> int:
     parser.add_argument("--config", type=Path, required=True, help="JSON file with a WorkerConfig")
     try:
         config = load_config(parser.parse_args().config)
-    except ConfigError as error:
+    except WorkerConfigError as error:
         print(f"trunkline.worker: {error}", file=sys.stderr)
         return 2
     # Ctrl-C reaches the whole terminal group; the supervisor decides in which order its children leave.

@@ -8,7 +8,7 @@ from typing import Final, Literal
 import msgspec
 
 from trunkline.runtime.wire_keys import Role, problem_of
-from trunkline.worker.errors import ConfigError
+from trunkline.worker.errors import WorkerConfigError
 
 DTYPES: Final = ("float32", "bfloat16", "float16")
 QUANTISATIONS: Final = ("", "int8")
@@ -130,14 +130,14 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         """One sentence per rule.
 
         Raises:
-            ConfigError: naming the field, its value and what is allowed.
+            WorkerConfigError: naming the field, its value and what is allowed.
         """
         for holds, sentence in (*self._rules(), *self._tier_rules()):
             if not holds:
-                raise ConfigError(sentence)
+                raise WorkerConfigError(sentence)
         endpoints = [self.plan_endpoint, self.report_endpoint]
         if problem := problem_of(endpoints, self.wire_keys, Role.WORKER, plain_tcp=self.plain_tcp):
-            raise ConfigError(problem)
+            raise WorkerConfigError(problem)
 
     def _rules(self) -> tuple[tuple[bool, str], ...]:
         return (
@@ -222,11 +222,11 @@ def load_config(path: Path) -> WorkerConfig:
     """Read and validate a configuration.
 
     Raises:
-        ConfigError: unreadable file, unknown or missing field, wrong type, forbidden value.
+        WorkerConfigError: unreadable file, unknown or missing field, wrong type, forbidden value.
     """
     try:
         config = msgspec.json.decode(path.read_bytes(), type=WorkerConfig)
     except (OSError, msgspec.MsgspecError) as error:
-        raise ConfigError(f"{path}: {error}") from error
+        raise WorkerConfigError(f"{path}: {error}") from error
     config.validate()
     return config

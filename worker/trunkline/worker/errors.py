@@ -7,7 +7,7 @@ class WorkerError(Exception):
     """Anything that makes a rank stop or refuse to start."""
 
 
-class ConfigError(WorkerError):
+class WorkerConfigError(WorkerError):
     """A `WorkerConfig` that cannot work."""
 
 
@@ -39,7 +39,7 @@ class PeerLostError(WorkerError):
     """A collective failed: another rank of the group died or cannot be reached."""
 
 
-class RefusedError(WorkerError):
+class RankRefusedError(WorkerError):
     """The controller does not take this rank into its group: it is configured for another one."""
 
 
@@ -47,6 +47,6 @@ def can_never_work(error: Exception) -> bool:
     """Return whether a rank that fails with this error would fail again however often it is started: what its
     configuration or its model says is wrong. Files that the system could not read may be there the next time.
     """
-    return isinstance(error, ConfigError) or (
+    return isinstance(error, WorkerConfigError) or (
         isinstance(error, ModelError) and not isinstance(error.__cause__, OSError)
     )

@@ -22,7 +22,7 @@ from trunkline.kvstore.int32_codec import Int32Array, pack_int32, unpack_int32
 from trunkline.worker.batch.batch import Batch, BatchBuilder
 from trunkline.worker.batch.sequences import SequenceTable
 from trunkline.worker.config import WorkerConfig
-from trunkline.worker.errors import ConfigError, PlanError
+from trunkline.worker.errors import PlanError, WorkerConfigError
 from trunkline.worker.grammar.compiler import GrammarStore
 from trunkline.worker.messages import CompileGrammar, StepPlan
 from trunkline.worker.model.checkpoint import Progress, Shard, load_weights
@@ -92,7 +92,7 @@ class Runner:
             connect: How this rank meets the others; tests on one GPU have collectives in a group of one.
 
         Raises:
-            ConfigError: A configuration that can never work on this device.
+            WorkerConfigError: A configuration that can never work on this device.
             WorkerError: A model, a configuration or a group that does not work.
         """
         try:
@@ -141,7 +141,7 @@ class Runner:
             )
         blocks = group.minimum(fitting)
         if blocks < 1:
-            raise ConfigError("the KV pool has no room for a single block; give it more memory")
+            raise WorkerConfigError("the KV pool has no room for a single block; give it more memory")
         runner = make(blocks, config.host_memory_bytes)
         runner.warm_up()
         return runner
@@ -199,10 +199,10 @@ class Runner:
         """Keep, from now on, when the last `length` layers were computed, loaded and saved.
 
         Raises:
-            ConfigError: this rank has no host pool.
+            WorkerConfigError: this rank has no host pool.
         """
         if self.copier is None:
-            raise ConfigError("no layers are traced without a host pool")
+            raise WorkerConfigError("no layers are traced without a host pool")
         return self.copier.start_trace(length)
 
     def compile_grammar(self, request: CompileGrammar) -> None:
@@ -358,5 +358,5 @@ def _copier(config: WorkerConfig, pool: KvPool, memory_bytes: int, options: Copy
         return None
     slots = memory_bytes // (pool.data[0].numel() * pool.data.element_size())
     if slots < 1:
-        raise ConfigError("the host pool has no room for a single block; give it more memory, or none")
+        raise WorkerConfigError("the host pool has no room for a single block; give it more memory, or none")
     return Copier(HostPool(slots, pool), pool.data.device, pool.blocks, lambda: choose_kernels(config, 1), options)

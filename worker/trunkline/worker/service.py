@@ -44,7 +44,7 @@ from trunkline.runtime.tracing import start as start_tracing
 from trunkline.runtime.wire_keys import Role
 from trunkline.runtime.wire_peer import HANDSHAKE_FAILED, WirePeer
 from trunkline.worker.config import WorkerConfig
-from trunkline.worker.errors import PeerLostError, PlanError, RefusedError, WorkerError, can_never_work
+from trunkline.worker.errors import PeerLostError, PlanError, RankRefusedError, WorkerError, can_never_work
 from trunkline.worker.messages import (
     LEAVE_TOPIC,
     CompileGrammar,
@@ -347,7 +347,7 @@ def serve(config: WorkerConfig, load: Callable[[WorkerConfig, Callable[[str, flo
         log.warning("the group is lost", error=str(error))
         link.offer(WorkerFailed(config.rank, str(error), link.incarnation, is_consequence=True))
         return EXIT_LEFT
-    except RefusedError as error:  # the controller knows
+    except RankRefusedError as error:  # the controller knows
         log.error(str(error))
         return 1
     except Exception as error:  # whatever it is, the controller must hear of it
@@ -387,7 +387,7 @@ def _wait_for_welcome(link: Link, watchdog: Watchdog) -> Welcome | None:
         if isinstance(message, Shutdown):
             return None
         if isinstance(message, Refused):
-            raise RefusedError(f"the controller refuses this rank: {message.reason}")
+            raise RankRefusedError(f"the controller refuses this rank: {message.reason}")
         if isinstance(message, Welcome):
             watchdog.epoch = message.epoch
             link.enter(message.epoch)

@@ -23,7 +23,7 @@ from torch import Tensor
 from trunkline.kernels.plan import DecodePlan, PrefillPlan, WritePlan, build_decode_plan
 from trunkline.kvstore.extents import NO_BLOCK
 from trunkline.kvstore.int32_codec import Int32Array, unpack_int32
-from trunkline.worker.batch.sequences import Sequence, SequenceTable, segments_of
+from trunkline.worker.batch.sequences import BatchSequence, SequenceTable, segments_of
 from trunkline.worker.errors import PlanError
 from trunkline.worker.messages import StepPlan
 
@@ -55,7 +55,7 @@ class Batch:
     write: WritePlan
     decode: DecodePlan | None
     prefill: PrefillPlan | None
-    samples: list[Sequence]
+    samples: list[BatchSequence]
     """Whose next token is drawn, in the order of `StepResult.tokens`: rows, prefill entries, forks."""
     samples_changed: bool
     """False if `samples` are those of the step before."""
@@ -72,7 +72,7 @@ class Batch:
         return bool(self.samples or self.scored)
 
     @property
-    def children(self) -> list[Sequence]:
+    def children(self) -> list[BatchSequence]:
         """The forks, the last of the samples."""
         return self.samples[self.sampled_rows :]
 
@@ -89,7 +89,7 @@ class BatchBuilder:
         self._sequences = sequences
         self._chunk_size = chunk_size
         self._device = device
-        self._rows: list[Sequence] = []
+        self._rows: list[BatchSequence] = []
         self._runs: Int32Array = _NO_RUNS
         self._plan: DecodePlan | None = None
         self._positions = np.zeros(0, dtype=np.int32)
@@ -145,7 +145,7 @@ class BatchBuilder:
         """Block tables of rows changed otherwise than by a step plan: the next step needs a new decode plan."""
         self._plan = None
 
-    def _fork(self, plan: StepPlan, prefill: _Prefill) -> tuple[list[Sequence], list[int]]:
+    def _fork(self, plan: StepPlan, prefill: _Prefill) -> tuple[list[BatchSequence], list[int]]:
         """The plan's new sequences, and for each the index of its parent among the prefill samples.
 
         Raises:
@@ -217,13 +217,13 @@ class _Prefill:
         self.ids: list[Int32Array] = []
         self.positions: list[Int32Array] = []
         self.slots: list[Int32Array] = []
-        self.samples: list[Sequence] = []
+        self.samples: list[BatchSequence] = []
         self.last_tokens: list[int] = []
         """Index, among all prefill tokens, of the last token of each entry that samples."""
         self.scored: list[ScoredPrompt] = []
         self.scored_tokens: list[NDArray[np.int64]] = []
         """Indices, among all prefill tokens, of those before each of the scored ones."""
-        self._sequences: list[Sequence] = []
+        self._sequences: list[BatchSequence] = []
         self._stops: list[int] = []
         """By entry: the index behind its last token."""
         total = 0
@@ -248,7 +248,7 @@ class _Prefill:
                 self.samples.append(sequence)
                 self.last_tokens.append(total - 1)
 
-    def _score(self, sequence: Sequence, start: int, stop: int, first_token: int) -> None:
+    def _score(self, sequence: BatchSequence, start: int, stop: int, first_token: int) -> None:
         """Note what the entry `[start, stop)`, whose tokens begin at index `first_token`, says of the prompt."""
         count = min(stop, sequence.prompt_len - 1) - start
         if count <= 0:

@@ -19,7 +19,7 @@ from trunkline.worker.errors import PlanError
 from trunkline.worker.messages import BeamPosition, Fork, Join, Sampling, StepPlan
 
 
-class Sequence:
+class BatchSequence:
     """One stay of a sequence in the batch."""
 
     __slots__ = (
@@ -58,7 +58,7 @@ class Sequence:
             )
 
     @classmethod
-    def forked(cls, fork: Fork, parent: Sequence) -> Sequence:
+    def forked(cls, fork: Fork, parent: BatchSequence) -> BatchSequence:
         """A sequence with the parent's tokens and parameters, but its own seed, beam position and block table.
 
         Raises:
@@ -159,12 +159,12 @@ class SequenceTable:
 
     def __init__(self, pool_blocks: int) -> None:
         self._pool_blocks = pool_blocks
-        self._by_id: dict[int, Sequence] = {}
+        self._by_id: dict[int, BatchSequence] = {}
 
     def __len__(self) -> int:
         return len(self._by_id)
 
-    def __getitem__(self, sequence: int) -> Sequence:
+    def __getitem__(self, sequence: int) -> BatchSequence:
         try:
             return self._by_id[sequence]
         except KeyError:
@@ -180,23 +180,23 @@ class SequenceTable:
             if self._by_id.pop(sequence, None) is None:
                 raise PlanError(f"the plan lets sequence {sequence} leave, which has not joined")
         for join in plan.joins:
-            self._add(Sequence(join))
+            self._add(BatchSequence(join))
         entries = unpack_int32(plan.blocks, columns=3)
         self._check_blocks(entries[:, 2])
         for sequence, index, block in entries.tolist():
             self[sequence].set_block(index, block)
 
-    def fork(self, fork: Fork) -> Sequence:
+    def fork(self, fork: Fork) -> BatchSequence:
         """The new sequence that comes out of one whose prompt ends in this step.
 
         Raises:
-            PlanError: as `apply` and `Sequence.forked`.
+            PlanError: as `apply` and `BatchSequence.forked`.
         """
-        child = Sequence.forked(fork, self[fork.parent])
+        child = BatchSequence.forked(fork, self[fork.parent])
         self._add(child)
         return child
 
-    def _add(self, sequence: Sequence) -> None:
+    def _add(self, sequence: BatchSequence) -> None:
         if sequence.id in self._by_id:
             raise PlanError(f"sequence {sequence.id} joins, but is here already")
         self._check_blocks(np.array(sequence.blocks, dtype=np.int32))
@@ -207,7 +207,7 @@ class SequenceTable:
             raise PlanError(f"blocks {blocks.min()} to {blocks.max()} named; the pool has {self._pool_blocks}")
 
 
-def segments_of(sequences: list[Sequence], lengths: Int32Array, chunk_size: int) -> Segments:
+def segments_of(sequences: list[BatchSequence], lengths: Int32Array, chunk_size: int) -> Segments:
     """What sequences read, rows numbered in order: of each the tokens with indices below its length.
 
     Raises:
@@ -218,7 +218,7 @@ def segments_of(sequences: list[Sequence], lengths: Int32Array, chunk_size: int)
     return _laid_out_segments(sequences, lengths, chunk_size)
 
 
-def _plain_segments(sequences: list[Sequence], positions: Int32Array, chunk_size: int) -> Segments:
+def _plain_segments(sequences: list[BatchSequence], positions: Int32Array, chunk_size: int) -> Segments:
     """`segments_of` plain sequences, of which the last token read has this position (no loop over blocks)."""
     used = positions // chunk_size + 1
     for sequence, entries in zip(sequences, used.tolist(), strict=True):
@@ -237,7 +237,7 @@ def _plain_segments(sequences: list[Sequence], positions: Int32Array, chunk_size
     return Segments(row, index, np.concatenate(tables), zeros, count, index * np.int32(chunk_size), zeros)
 
 
-def _laid_out_segments(sequences: list[Sequence], lengths: Int32Array, chunk_size: int) -> Segments:
+def _laid_out_segments(sequences: list[BatchSequence], lengths: Int32Array, chunk_size: int) -> Segments:
     """`segments_of` sequences with any layouts (no loop over extents or blocks)."""
     spans = [sequence.layout.spans for sequence in sequences]
     row = np.repeat(np.arange(len(sequences), dtype=np.int32), [part.shape[1] for part in spans])

@@ -89,7 +89,7 @@ class Vocabulary:
         self._json = compiler([b"" if _NOT_IN_JSON.search(text) else text for text in hidden])
         self._tags = compiler([b"" if _NOT_IN_TEXT.search(text) else text for text in spelled])
 
-    def compile(self, kind: str, text: str, *, spaced: bool = False) -> Grammar:
+    def compile(self, kind: str, text: str, *, spaced: bool = False) -> TokenGrammar:
         """Compile a grammar (`CompileGrammar`); may take very long, without holding the GIL.
 
         Raises:
@@ -112,7 +112,7 @@ class Vocabulary:
             raise GrammarError("the grammar needs too much memory to compile") from error
         except (RuntimeError, ValueError, TypeError) as error:  # xgrammar's, and pydantic's for tags
             raise GrammarError(explain(kind, str(error))) from error
-        grammar = Grammar(compiled, self)
+        grammar = TokenGrammar(compiled, self)
         if not grammar.matches_something():
             raise GrammarError("the grammar matches no text that ends")
         return grammar
@@ -168,7 +168,7 @@ def _is_wide(schema: Any) -> bool:
     return False
 
 
-class Grammar:
+class TokenGrammar:
     """A compiled grammar; shared by the sequences that follow it."""
 
     def __init__(self, compiled: xgrammar.CompiledGrammar, vocabulary: Vocabulary) -> None:
@@ -198,7 +198,7 @@ class Matcher:
     allowed. If there are none, the grammar has nothing more to say, and everything is allowed.
     """
 
-    def __init__(self, grammar: Grammar, stop_ids: Iterable[int]) -> None:
+    def __init__(self, grammar: TokenGrammar, stop_ids: Iterable[int]) -> None:
         vocabulary = grammar.vocabulary
         self.accepted = 0
         """Output tokens taken in so far."""

@@ -29,7 +29,7 @@ import structlog
 
 from trunkline.controller.messages import GrammarReady
 from trunkline.kvstore.int32_codec import Int32Array, unpack_int32
-from trunkline.worker.batch.sequences import Sequence
+from trunkline.worker.batch.sequences import BatchSequence
 from trunkline.worker.errors import PlanError
 from trunkline.worker.grammar.cache import GrammarCache, Wanted
 from trunkline.worker.grammar.checks import GrammarError, prepare
@@ -37,7 +37,7 @@ from trunkline.worker.grammar.process import TooSlowError, TrialProcess
 from trunkline.worker.grammar.queue import GrammarQueue, Line
 
 if TYPE_CHECKING:
-    from trunkline.worker.grammar.automaton import Grammar, Matcher, Vocabulary
+    from trunkline.worker.grammar.automaton import Matcher, TokenGrammar, Vocabulary
 
 SLICE_S: Final = 0.5
 """On trial at first: what others may have to wait for. Ordinary schemas take some milliseconds."""
@@ -64,12 +64,12 @@ class GrammarStore:
             slice_s: how long it may take before it has to wait for a long trial.
         """
         self._lines = _Lines(model, vocab_size, {Line.FIRST: slice_s, Line.LONG: seconds_max})
-        self._done: list[tuple[int, Grammar | str]] = []
+        self._done: list[tuple[int, TokenGrammar | str]] = []
         """Known without a trial."""
         self._pending: set[int] = set()
-        self._cache: GrammarCache[Grammar] = GrammarCache()
-        self._grammars: dict[int, Grammar] = {}
-        self._outputs: dict[int, tuple[Sequence, Matcher]] = {}
+        self._cache: GrammarCache[TokenGrammar] = GrammarCache()
+        self._grammars: dict[int, TokenGrammar] = {}
+        self._outputs: dict[int, tuple[BatchSequence, Matcher]] = {}
 
     @property
     def pending(self) -> bool:
@@ -84,7 +84,7 @@ class GrammarStore:
         if grammar in self._grammars:
             return
         wanted = Wanted(kind, text, spaced)
-        known: Grammar | str | None
+        known: TokenGrammar | str | None
         try:
             prepare(kind, text)
             known = self._cache.find(wanted, time.monotonic())
@@ -131,7 +131,7 @@ class GrammarStore:
             for sequence in sequences:
                 self._outputs.pop(sequence, None)
 
-    def fill(self, sequence: Sequence, words: Int32Array) -> None:
+    def fill(self, sequence: BatchSequence, words: Int32Array) -> None:
         """Write the ids that the grammar allows as the sequence's next token; at least one.
 
         A sequence that is new here, or was elsewhere for a while, has its output replayed.
@@ -152,7 +152,7 @@ class GrammarStore:
             log.warning("a grammar is too slow to follow: the output ends", sequence=sequence.id)
             matcher.finish()
 
-    def _matcher(self, sequence: Sequence) -> Matcher:
+    def _matcher(self, sequence: BatchSequence) -> Matcher:
         known = self._outputs.get(sequence.id)
         # Another sequence may have come under the same id, or this one with other tokens.
         if known is not None and known[0] is sequence and known[1].accepted <= sequence.output_index:
@@ -182,7 +182,7 @@ class _Lines:
         self._is_closed = False
         self._changed = threading.Condition()
         self._threads: dict[Line, threading.Thread] = {}
-        self._results: queue.SimpleQueue[tuple[int, Wanted, Grammar | str, bool]] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[tuple[int, Wanted, TokenGrammar | str, bool]] = queue.SimpleQueue()
 
     def add(self, grammar: int, wanted: Wanted, tenant: bytes, *, is_new: bool) -> None:
         with self._changed:
@@ -198,7 +198,7 @@ class _Lines:
             self._queue.remove(grammar)
             self._wanted.pop(grammar, None)
 
-    def results(self) -> list[tuple[int, Wanted, Grammar | str, bool]]:
+    def results(self) -> list[tuple[int, Wanted, TokenGrammar | str, bool]]:
         """Grammars, or what is wrong with them and whether it will be next time, since the last call."""
         found = []
         while not self._results.empty():
@@ -258,7 +258,7 @@ class _Compiler:
         self._trial = TrialProcess(model, vocab_size, seconds_max)
         self._vocabulary: Vocabulary | None = None
 
-    def compile(self, wanted: Wanted) -> tuple[Grammar | str, bool]:
+    def compile(self, wanted: Wanted) -> tuple[TokenGrammar | str, bool]:
         """A grammar, or what is wrong with it and whether that is the grammar's own fault.
 
         Raises:

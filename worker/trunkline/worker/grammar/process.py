@@ -23,14 +23,14 @@ class TooSlowError(Exception):
     """A grammar takes longer than it may. The message is for the user."""
 
 
-class Trial(msgspec.Struct, frozen=True):
+class TrialRequest(msgspec.Struct, frozen=True):
     """What the process is asked."""
 
     grammar: Wanted
     seconds_max: float
 
 
-class Verdict(msgspec.Struct, frozen=True):
+class TrialVerdict(msgspec.Struct, frozen=True):
     """What it answers."""
 
     problem: str = ""
@@ -72,7 +72,7 @@ class TrialProcess:
             bufsize=0,
         )
 
-    def verdict_on(self, wanted: Wanted) -> Verdict:
+    def verdict_on(self, wanted: Wanted) -> TrialVerdict:
         """What is wrong with a grammar, if anything is.
 
         Raises:
@@ -87,16 +87,16 @@ class TrialProcess:
             if not self._ready:
                 self._read_line(process, _START_S_MAX)
                 self._ready = True
-            process.stdin.write(msgspec.json.encode(Trial(wanted, self._seconds_max)) + b"\n")
-            answer = msgspec.json.decode(self._read_line(process, self._seconds_max + _GRACE_S), type=Verdict)
+            process.stdin.write(msgspec.json.encode(TrialRequest(wanted, self._seconds_max)) + b"\n")
+            answer = msgspec.json.decode(self._read_line(process, self._seconds_max + _GRACE_S), type=TrialVerdict)
         except (TimeoutError, EOFError, BrokenPipeError) as error:
             was_ready = self._ready
             self.close()
             if not was_ready:
                 raise OSError("the process that tries grammars does not start") from error
             if not isinstance(error, TimeoutError):
-                return Verdict("the grammar needs too much memory to compile", is_lost=True)
-            answer = Verdict(late=True)
+                return TrialVerdict("the grammar needs too much memory to compile", is_lost=True)
+            answer = TrialVerdict(late=True)
         if answer.late:
             raise TooSlowError(f"the grammar does not compile within {self._seconds_max:.0f} seconds")
         return answer

@@ -5,7 +5,7 @@ limit and is killed when a compilation takes too long. A child is there at once,
 to start. What passes is compiled again in rank 0, for a compiled grammar is far slower to hand over than to make
 (some become hundreds of megabytes).
 
-Lines of JSON: `Trial` on stdin, `Verdict` on stdout; an empty line says "ready".
+Lines of JSON: `TrialRequest` on stdin, `TrialVerdict` on stdout; an empty line says "ready".
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ import msgspec
 import numpy as np
 
 from trunkline.runtime.process import die_with_parent
-from trunkline.worker.grammar.automaton import Grammar, Vocabulary, explain
+from trunkline.worker.grammar.automaton import TokenGrammar, Vocabulary, explain
 from trunkline.worker.grammar.cache import Wanted
 from trunkline.worker.grammar.checks import GrammarError
-from trunkline.worker.grammar.process import Trial, Verdict
+from trunkline.worker.grammar.process import TrialRequest, TrialVerdict
 
 MEMORY_BYTES_MAX: Final = 1 << 30
 """Beyond what the process has after its start."""
@@ -53,11 +53,11 @@ def main() -> None:
     _limit_memory()
     answers.write(b"\n")
     for line in sys.stdin.buffer:
-        trial = msgspec.json.decode(line, type=Trial)
+        trial = msgspec.json.decode(line, type=TrialRequest)
         answers.write(msgspec.json.encode(_in_child(vocabulary, trial)) + b"\n")
 
 
-def _in_child(vocabulary: Vocabulary, trial: Trial) -> Verdict:
+def _in_child(vocabulary: Vocabulary, trial: TrialRequest) -> TrialVerdict:
     """Try a grammar in a process of its own."""
     own, childs = os.pipe()
     parent = os.getpid()
@@ -71,15 +71,15 @@ def _in_child(vocabulary: Vocabulary, trial: Trial) -> Verdict:
     os.close(childs)
     try:
         if not select.select([own], [], [], trial.seconds_max)[0]:
-            return Verdict(late=True)
+            return TrialVerdict(late=True)
         told = os.read(own, PIPE_BUF)
     finally:
         os.close(own)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
     if not told:
-        return Verdict("the grammar needs too much memory to compile")
-    return Verdict(told.decode(errors="replace").strip("\0"))
+        return TrialVerdict("the grammar needs too much memory to compile")
+    return TrialVerdict(told.decode(errors="replace").strip("\0"))
 
 
 def _limit_memory() -> None:
@@ -117,7 +117,7 @@ def _messages() -> Iterator[BinaryIO]:
             os.close(kept)
 
 
-def _walk(grammar: Grammar) -> str:
+def _walk(grammar: TokenGrammar) -> str:
     """A random output, to find out what its tokens cost: in an ambiguous grammar more and more."""
     size, rng = grammar.vocabulary.size, random.Random(0)
     matcher = grammar.matcher([grammar.vocabulary.end])

@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import Final
 
 
-class Norm(StrEnum):
+class NormKind(StrEnum):
     """How hidden states are normalised."""
 
     RMS = "rms"
@@ -98,7 +98,7 @@ class Architecture:
     """A family of decoders."""
 
     family: str
-    norm: Norm
+    norm: NormKind
     positions: Positions
     qkv: Qkv
     mlp: Mlp
@@ -114,7 +114,7 @@ class Architecture:
 
 LLAMA: Final = Architecture(
     family="llama",
-    norm=Norm.RMS,
+    norm=NormKind.RMS,
     positions=Positions.ROTARY,
     qkv=Qkv.SEPARATE,
     mlp=Mlp.GATED,
@@ -158,7 +158,7 @@ MIXTRAL: Final = replace(
 GEMMA2: Final = replace(
     LLAMA,
     family="gemma2",
-    norm=Norm.RMS_OFFSET,
+    norm=NormKind.RMS_OFFSET,
     names=replace(
         LLAMA.names,
         attention_post_norm="post_attention_layernorm",
@@ -173,7 +173,7 @@ GEMMA3: Final = replace(
 )
 GPT2: Final = Architecture(
     family="gpt2",
-    norm=Norm.LAYER,
+    norm=NormKind.LAYER,
     positions=Positions.LEARNED,
     qkv=Qkv.STACKED,
     mlp=Mlp.PLAIN,
@@ -195,7 +195,7 @@ GPT2: Final = Architecture(
 )
 OPT: Final = Architecture(
     family="opt",
-    norm=Norm.LAYER,
+    norm=NormKind.LAYER,
     positions=Positions.LEARNED,
     qkv=Qkv.SEPARATE,
     mlp=Mlp.PLAIN,
@@ -231,7 +231,7 @@ OPT_POST_NORM: Final = replace(
 )
 GPT_NEOX: Final = Architecture(
     family="gpt_neox",
-    norm=Norm.LAYER,
+    norm=NormKind.LAYER,
     positions=Positions.ROTARY,
     qkv=Qkv.GROUPED,
     mlp=Mlp.PLAIN,
@@ -252,7 +252,7 @@ GPT_NEOX: Final = Architecture(
 )
 FALCON: Final = Architecture(
     family="falcon",
-    norm=Norm.LAYER,
+    norm=NormKind.LAYER,
     positions=Positions.ROTARY,
     qkv=Qkv.GROUPED,
     mlp=Mlp.PLAIN,
@@ -278,7 +278,7 @@ FALCON_SEQUENTIAL: Final = replace(
 )
 MPT: Final = Architecture(
     family="mpt",
-    norm=Norm.LAYER_NO_BIAS,
+    norm=NormKind.LAYER_NO_BIAS,
     positions=Positions.ALIBI,
     qkv=Qkv.STACKED,
     mlp=Mlp.PLAIN,

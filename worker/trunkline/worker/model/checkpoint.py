@@ -19,7 +19,7 @@ from torch import Tensor
 
 from trunkline.kernels.ops import Activation, Kernels, PackedLinear, QkNorm, Quantisation
 from trunkline.worker.errors import CheckpointError
-from trunkline.worker.model.architecture import Mlp, Norm
+from trunkline.worker.model.architecture import Mlp, NormKind
 from trunkline.worker.model.expected_tensors import find_prefix
 from trunkline.worker.model.sharding import Piece, Shard
 from trunkline.worker.model.tensor_index import read_tensor_index
@@ -248,7 +248,7 @@ class _Reader:
     def _norm(self, prefix: str, name: str) -> NormWeights | None:
         if not name:
             return None
-        bias = self._files.slice(f"{prefix}{name}.bias") if self._architecture.norm is Norm.LAYER else None
+        bias = self._files.slice(f"{prefix}{name}.bias") if self._architecture.norm is NormKind.LAYER else None
         return NormWeights(self._norm_weight(prefix + name), bias)
 
     def _qk_norm(self, prefix: str) -> QkNorm | None:
@@ -260,7 +260,7 @@ class _Reader:
 
     def _norm_weight(self, name: str) -> Tensor:
         weight = self._files.slice(f"{name}.weight")
-        return weight + 1 if self._architecture.norm is Norm.RMS_OFFSET else weight
+        return weight + 1 if self._architecture.norm is NormKind.RMS_OFFSET else weight
 
     def _positions(self) -> Tensor | None:
         if not self._names.positions or self._shard.rank:

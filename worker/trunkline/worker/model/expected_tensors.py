@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from trunkline.worker.errors import CheckpointError
-from trunkline.worker.model.architecture import Architecture, Mlp, Norm, Qkv
+from trunkline.worker.model.architecture import Architecture, Mlp, NormKind, Qkv
 from trunkline.worker.model.model_config import ModelConfig
 from trunkline.worker.model.tensor_index import read_tensor_index
 
@@ -67,7 +67,7 @@ def _layer_shapes(config: ModelConfig) -> Shapes:
 def _norm(config: ModelConfig, name: str) -> Shapes:
     if name:
         yield f"{name}.weight", (config.hidden_size,)
-        if config.architecture.norm is Norm.LAYER:
+        if config.architecture.norm is NormKind.LAYER:
             yield f"{name}.bias", (config.hidden_size,)
 
 

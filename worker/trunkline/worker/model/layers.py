@@ -211,7 +211,7 @@ def make_norm(shard: Shard, kernels: Kernels, weights: NormWeights | None) -> No
     kind, eps = shard.config.architecture.norm, shard.config.norm_eps
     if weights is None:
         return NO_NORM
-    if kind in (architecture.Norm.RMS, architecture.Norm.RMS_OFFSET):
+    if kind in (architecture.NormKind.RMS, architecture.NormKind.RMS_OFFSET):
         return RmsNorm(kernels, weights.weight, eps)
     return LayerNorm(weights, eps)
 

@@ -1,6 +1,6 @@
 """What NCCL, gloo and CUDA say when something fails, as this worker's exceptions, with their own words kept.
 
-never works, however often it is tried   ConfigError     exit code 2: the cluster ends
+never works, however often it is tried   WorkerConfigError     exit code 2: the cluster ends
 another rank, or the way to it, is gone  PeerLostError   this rank leaves and is started again
 a failure of this rank's own             WorkerError     likewise, and the controller hears why
 """
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from trunkline.kernels.shared_group import CollectiveMismatchError, PeerGoneError
-from trunkline.worker.errors import ConfigError, PeerLostError, WorkerError
+from trunkline.worker.errors import PeerLostError, WorkerConfigError, WorkerError
 
 _TEXT_MAX: Final = 600
 """Characters of a backend's text: the first of them say what happened, more would be stack frames."""
@@ -48,12 +48,12 @@ def words_of(error: BaseException) -> str:
     return text if len(text) <= _TEXT_MAX else f"{text[:_TEXT_MAX]}…"
 
 
-def hopeless(error: BaseException) -> ConfigError | None:
+def hopeless(error: BaseException) -> WorkerConfigError | None:
     """The error as that of a configuration that can never work; None if it may work the next time."""
     text = str(error)
     for words, remedy in _REMEDIES.items():
         if words in text:
-            return ConfigError(f"{remedy}. The error was: {words_of(error)}")
+            return WorkerConfigError(f"{remedy}. The error was: {words_of(error)}")
     return None
 
 

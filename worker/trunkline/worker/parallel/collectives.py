@@ -89,7 +89,7 @@ class TensorParallel:
         """Meet the other ranks, also in a group of one.
 
         Raises:
-            ConfigError: the backend refuses such a group, so it can never work.
+            WorkerConfigError: the backend refuses such a group, so it can never work.
             WorkerError: they did not come in time, the address cannot be used, or the collectives asked for do
                 not work here.
         """

@@ -21,7 +21,7 @@ from trunkline.controller.messages import BeamStep
 from trunkline.kvstore.beams import assign_tails, choose_beams
 from trunkline.kvstore.int32_codec import Int32Array, pack_int32, unpack_int32
 from trunkline.worker.batch.batch import Batch
-from trunkline.worker.batch.sequences import Sequence
+from trunkline.worker.batch.sequences import BatchSequence
 from trunkline.worker.errors import PlanError
 from trunkline.worker.messages import BeamPosition
 
@@ -55,9 +55,9 @@ class BeamGroup:
         """Of the members; kept up to date on rank 0 only, which alone needs them."""
         self.copies = _NO_COPIES
         """int32 `[n, 4]`: what `copy_blocks` must do before the next step."""
-        self._seats: dict[int, Sequence] = {}
+        self._seats: dict[int, BatchSequence] = {}
 
-    def add(self, sequence: Sequence, beam_position: BeamPosition) -> None:
+    def add(self, sequence: BatchSequence, beam_position: BeamPosition) -> None:
         """A sequence takes its beam_position.
 
         Raises:
@@ -76,7 +76,7 @@ class BeamGroup:
         self.scores[beam_position.index] = beam_position.score
 
     @property
-    def members(self) -> list[Sequence]:
+    def members(self) -> list[BatchSequence]:
         """By rank of the beam.
 
         Raises:
@@ -274,7 +274,7 @@ class BeamSearches:
         self._group_of: dict[int, BeamGroup] = {}
         self._seating: Seating | None = None
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: BatchSequence) -> None:
         """A sequence joined or was forked.
 
         Raises:

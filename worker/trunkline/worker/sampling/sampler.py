@@ -20,7 +20,7 @@ from torch import Tensor
 
 from trunkline.controller.messages import TopLogprobs
 from trunkline.kvstore.int32_codec import pack_int32
-from trunkline.worker.batch.sequences import Sequence
+from trunkline.worker.batch.sequences import BatchSequence
 from trunkline.worker.messages import Sampling
 from trunkline.worker.sampling.noise import gumbel, token_keys
 from trunkline.worker.sampling.token_masks import Grammars, TokenMasks, needs_mask
@@ -29,7 +29,7 @@ LOGPROB_MIN: Final = -9999.0
 """Reported instead of -inf, which JSON cannot express."""
 
 
-def is_plain_greedy(samples: list[Sequence]) -> bool:
+def is_plain_greedy(samples: list[BatchSequence]) -> bool:
     """Whether every row just takes its largest logit, so that ranks need not bring all logits together."""
     return all(
         s.sampling.temperature == 0
@@ -53,7 +53,7 @@ class Sampler:
         self._rows: _Rows | None = None
 
     def sample(
-        self, logits: Tensor, samples: list[Sequence], *, changed: bool
+        self, logits: Tensor, samples: list[BatchSequence], *, changed: bool
     ) -> tuple[Tensor, dict[int, TopLogprobs] | None]:
         """One token per row.
 
@@ -90,7 +90,7 @@ class Sampler:
         if self._grammars is not None:
             self._grammars.forget_sequences(sequences)
 
-    def _draw(self, logits: Tensor, samples: list[Sequence], rows: _Rows) -> Tensor:
+    def _draw(self, logits: Tensor, samples: list[BatchSequence], rows: _Rows) -> Tensor:
         # Not `Tensor.argmax`: which of several equal maxima it returns is not specified.
         greedy = first_argmax(logits)
         if rows.all_greedy:
@@ -112,7 +112,7 @@ class _Rows:
     """Sampling parameters of a fixed set of rows, as tensors."""
 
     def __init__(
-        self, samples: list[Sequence], vocab_size: int, device: torch.device, grammars: Grammars | None
+        self, samples: list[BatchSequence], vocab_size: int, device: torch.device, grammars: Grammars | None
     ) -> None:
         params = [s.sampling for s in samples]
 
@@ -163,7 +163,9 @@ def _is_penalised(sampling: Sampling) -> bool:
 class _Penalties:
     """Token counts of the rows that are penalised, kept up to date as they grow."""
 
-    def __init__(self, samples: list[Sequence], rows: list[int], vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self, samples: list[BatchSequence], rows: list[int], vocab_size: int, device: torch.device
+    ) -> None:
         chosen = [samples[row] for row in rows]
         seen = np.zeros((len(rows), vocab_size), dtype=bool)
         counts = np.zeros((len(rows), vocab_size), dtype=np.float32)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from trunkline.kvstore.int32_codec import Int32Array, unpack_int32
-from trunkline.worker.batch.sequences import Sequence
+from trunkline.worker.batch.sequences import BatchSequence
 from trunkline.worker.errors import PlanError
 from trunkline.worker.messages import Sampling
 
@@ -31,7 +31,7 @@ penalties and temperature, whatever the model or a bias made of it (NaN and -inf
 class Grammars(Protocol):
     """What masks need of `grammar.GrammarStore`."""
 
-    def fill(self, sequence: Sequence, words: Int32Array) -> None:
+    def fill(self, sequence: BatchSequence, words: Int32Array) -> None:
         """Write the ids that the grammar allows next; at least one."""
 
     def forget_sequences(self, sequences: Iterable[int]) -> None:
@@ -52,7 +52,7 @@ class TokenMasks:
     """The masks of a fixed set of rows."""
 
     def __init__(
-        self, samples: list[Sequence], vocab_size: int, device: torch.device, grammars: Grammars | None
+        self, samples: list[BatchSequence], vocab_size: int, device: torch.device, grammars: Grammars | None
     ) -> None:
         """`samples`: of all rows; those that ask for nothing are left alone.
 
@@ -88,7 +88,7 @@ class TokenMasks:
 class _RowMask:
     """What one row asks for; `sequence` grows from step to step."""
 
-    def __init__(self, sequence: Sequence, vocab_size: int, grammars: Grammars | None) -> None:
+    def __init__(self, sequence: BatchSequence, vocab_size: int, grammars: Grammars | None) -> None:
         self._sequence = sequence
         self._size = vocab_size
         self._grammars = grammars

@@ -15,7 +15,7 @@ from typing import Final, Protocol
 import torch
 
 from trunkline.worker.config import WorkerConfig
-from trunkline.worker.errors import ConfigError, WorkerError
+from trunkline.worker.errors import WorkerConfigError, WorkerError
 
 BLOCKS_MIN: Final = 2
 """Blocks that a controller needs to work with."""
@@ -105,7 +105,7 @@ def blocks_that_fit(use: MemoryUse, config: WorkerConfig, block_bytes: int) -> i
     """Blocks of the KV pool: as many as the configuration asks for, or as many as fit.
 
     Raises:
-        ConfigError: too few fit this GPU, so there will never be enough memory.
+        WorkerConfigError: too few fit this GPU, so there will never be enough memory.
         WorkerError: other processes take the memory now.
     """
     asked = config.pool_blocks * block_bytes or config.kv_memory_bytes
@@ -113,7 +113,7 @@ def blocks_that_fit(use: MemoryUse, config: WorkerConfig, block_bytes: int) -> i
     wanted = asked or limit
     needed = max(asked, BLOCKS_MIN * block_bytes)
     if limit < needed:
-        raise ConfigError(_too_little(use, config, block_bytes, asked))
+        raise WorkerConfigError(_too_little(use, config, block_bytes, asked))
     if use.available < needed:
         raise WorkerError(
             f"KV needs {gib(needed)} GiB, but other processes have left {gib(max(0, use.available))} GiB of this "

@@ -142,7 +142,7 @@ def measure_largest_step(
         free_at_start: Bytes that were free before this rank had taken any.
 
     Raises:
-        ConfigError: Too few blocks fit this GPU.
+        WorkerConfigError: Too few blocks fit this GPU.
         WorkerError: The steps, or the blocks, do not fit what other processes leave free now.
     """
     weights = meter.held()

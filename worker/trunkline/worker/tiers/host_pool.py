@@ -21,7 +21,7 @@ from trunkline.kernels.ops import Kernels, KvPool
 from trunkline.kvstore.extents import SlotId
 from trunkline.kvstore.int32_codec import Int32Array
 from trunkline.kvstore.tier import SlotKey, TierKind
-from trunkline.worker.errors import ConfigError, PlanError
+from trunkline.worker.errors import PlanError, WorkerConfigError
 
 _EMPTY: Final = -1
 """Generation of a slot without content; the controller's are not negative."""
@@ -42,7 +42,7 @@ class HostPool:
         its copies need memory that stays where it is).
 
         Raises:
-            ConfigError: the system does not give that much.
+            WorkerConfigError: the system does not give that much.
         """
         data = pool.data
         self.capacity_slots = capacity_slots
@@ -172,7 +172,7 @@ def _reserve(size: int) -> Tensor:
     try:
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, ValueError, OverflowError) as error:
-        raise ConfigError(f"no memory for a host pool of {size} bytes: {error}") from error
+        raise WorkerConfigError(f"no memory for a host pool of {size} bytes: {error}") from error
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
@@ -181,7 +181,7 @@ def _pin(memory: Tensor) -> None:
     size = memory.numel()
     status = int(_cuda_runtime().cudaHostRegister(memory.data_ptr(), size, 0))
     if status != 0:
-        raise ConfigError(f"no pinned memory for a host pool of {size} bytes: CUDA error {status}")
+        raise WorkerConfigError(f"no pinned memory for a host pool of {size} bytes: CUDA error {status}")
 
 
 def _cuda_runtime() -> Any:

@@ -25,7 +25,7 @@ from trunkline.kvstore.extents import SlotId
 from trunkline.kvstore.names import ChunkName
 from trunkline.kvstore.remote_stores import RemoteUrlError, find_store
 from trunkline.kvstore.tier import SharedTier, SlotKey, TierKind
-from trunkline.worker.errors import ConfigError
+from trunkline.worker.errors import WorkerConfigError
 from trunkline.worker.tiers.chunk_record import RECORD_BYTES, RecordKeeper
 
 _CONNECT_S: Final = 1.0
@@ -51,7 +51,7 @@ class RedisTier:
             ttl_s: seconds after which the store forgets a chunk; 0: never.
 
         Raises:
-            ConfigError: a URL that cannot be read.
+            WorkerConfigError: a URL that cannot be read.
         """
         self.slot_bytes = slot_bytes
         self._keeper = keeper
@@ -70,7 +70,7 @@ class RedisTier:
                 **keepalive,
             )
         except (ValueError, redis.RedisError) as error:
-            raise ConfigError(f"remote tier at {self._place}: {error}") from error
+            raise WorkerConfigError(f"remote tier at {self._place}: {error}") from error
         self._lock = threading.Lock()
         self._next_attempt = 0.0
         self._retry_s = 0.0
@@ -160,11 +160,11 @@ def open_remote_tier(url: str, slot_bytes: int, keeper: RecordKeeper, ttl_s: flo
     """The tier that a URL names (`trunkline.kvstore.remote_stores`). It need not be reachable yet.
 
     Raises:
-        ConfigError: an unknown scheme, or a URL that cannot be read.
+        WorkerConfigError: an unknown scheme, or a URL that cannot be read.
     """
     try:
         module, _, name = find_store(url).tier.partition(":")
     except RemoteUrlError as error:
-        raise ConfigError(f"remote_url (scheme {urlsplit(url).scheme!r}): {error}") from None
+        raise WorkerConfigError(f"remote_url (scheme {urlsplit(url).scheme!r}): {error}") from None
     tier: SharedTier = getattr(import_module(module), name)(url, slot_bytes, keeper, ttl_s)
     return tier

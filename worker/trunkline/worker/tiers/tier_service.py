@@ -56,7 +56,7 @@ class TierService:
             report: called from any thread with what became of a move or a probe.
 
         Raises:
-            ConfigError: a remote tier that can never be used. A disk that cannot be, by contrast, is a
+            WorkerConfigError: a remote tier that can never be used. A disk that cannot be, by contrast, is a
                 `problem`, with which the rank goes on.
         """
         self.problem = ""
