@@ -39,7 +39,7 @@ ORDER: Final = """serve chat ui
 
 
 class OrderedGroup(TyperGroup):
-    """The commands of `trunkline --help`, in their order."""
+    """The commands of `trunkline`, in the order of `ORDER`."""
 
     def list_commands(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]
         """Return the names in `ORDER`, then the others."""

@@ -29,7 +29,7 @@ _PROMPT: Final = "> "
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """What `trunkline chat` was asked for. None: the server's default."""
+    """The options of `trunkline chat`. None: the server's default."""
 
     url: str = DEFAULT_URL
     model: str | None = None
@@ -37,12 +37,12 @@ class ChatOptions:
     max_tokens: int | None = None
     temperature: float | None = None
     api_key_file: str = ""
-    """File with a key; "": as `credentials.client_key` finds one, if any."""
+    """File with a key; "" for the one that `client_keys.client_key` finds, if any."""
 
 
 @dataclass
 class Answer:
-    """An answer as it comes in."""
+    """An answer, as far as it has come."""
 
     started_s: float
     text: str = ""
@@ -52,7 +52,7 @@ class Answer:
     stopped: bool = False
 
     def summary(self) -> str:
-        """Speed, reuse and waiting time in one line."""
+        """Return speed, reuse and waiting time in one line."""
         parts = []
         tokens = self.usage.get("completion_tokens")
         if self.first_token_s is not None:
@@ -87,14 +87,13 @@ class Session:
         self._turns.clear()
 
     def ask(self, text: str) -> Generator[Answer, None, None]:
-        """Send a message; yields the answer each time it has grown, and once more when it is complete.
+        """Send a message, and yield the answer each time it has grown and once more when it is complete.
 
         Closing the iterator early disconnects, which makes the server stop computing; what came so far
         stays in the conversation.
 
         Raises:
-            ChatError: the server refused, failed or went away; the message is then not part of the
-                conversation.
+            ChatError: The server refused, failed or went away. The message is then not part of the conversation.
         """
         turn = {"role": "user", "content": text}
         system = [{"role": "system", "content": self.system}] if self.system else []
@@ -120,7 +119,7 @@ class Session:
                 self._turns += [turn, {"role": "assistant", "content": answer.text}]
 
     def _events(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """The JSON objects of the answer's event stream."""
+        """Yield the JSON objects of the answer's event stream."""
         with (
             _mapped_errors(str(self._client.base_url)),
             self._client.stream("POST", "/v1/chat/completions", json=body) as response,
@@ -142,7 +141,7 @@ class Session:
 
 
 def chat(options: ChatOptions) -> int:
-    """Talk until the person leaves or the input ends; the exit code."""
+    """Talk until the person leaves or the input ends; return the exit code."""
     console = Console(stderr=True, highlight=False)
     interactive = sys.stdin.isatty()
     timeout = httpx.Timeout(10.0, read=600.0)  # a queue may be long; silence for ten minutes is not
@@ -169,7 +168,7 @@ def chat(options: ChatOptions) -> int:
 
 
 def _show(session: Session, text: str) -> Answer:
-    """Ask, and print the answer on standard output as it grows."""
+    """Send a message, and print the answer on standard output as it grows."""
     shown = 0
     answer = Answer(started_s=time.monotonic())
     growing = session.ask(text)
@@ -189,7 +188,7 @@ def _show(session: Session, text: str) -> Answer:
 
 
 def _messages(interactive: bool) -> Iterator[str]:
-    """Lines the person typed or piped, without the empty ones."""
+    """Yield the lines that were typed or piped, without empty ones."""
     while True:
         try:
             line = input(_PROMPT if interactive else "").strip()
@@ -219,7 +218,7 @@ def _command(session: Session, text: str) -> str:
 
 
 def _take(answer: Answer, event: dict[str, Any]) -> bool:
-    """Add an event to the answer; whether the text grew."""
+    """Add an event to the answer; return whether the text grew."""
     if event.get("usage"):
         answer.usage = event["usage"]
     grown = False
@@ -256,12 +255,12 @@ def _error_text(response: httpx.Response) -> str:
 
 @contextlib.contextmanager
 def _mapped_errors(url: str) -> Iterator[None]:
-    """The one seam at which errors of the HTTP library become ours."""
+    """Turn errors of the HTTP library into `ChatError`."""
     try:
         yield
     except httpx.ConnectError as error:
         raise ChatError(
-            f"no server answers at {url}; start one with `trunkline serve`, or say where with --url"
+            f"no server answers at {url}; start one with `trunkline serve`, or give its address with --url"
         ) from error
     except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
         raise ChatError(f"{url} is no address of a server: {error}") from error

@@ -1,4 +1,4 @@
-"""`trunkline status`, `drain`, `undrain`, `restart`: what can be asked of a cluster that runs on this machine."""
+"""`trunkline status`, `drain`, `undrain` and `restart`, for a cluster that runs on this machine."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ _STYLES = {
 
 
 class RefusedError(DeployError):
-    """The cluster does not do what was asked for, or could not."""
+    """The cluster refused or failed to do what was asked for."""
 
 
 def add_to(app: typer.Typer, panel: str) -> None:
-    """Make these commands known."""
+    """Add these commands to the app."""
     for command in (status, drain, undrain, restart):
         app.command(rich_help_panel=panel)(command)
 
 
 def status(
     port: _Port = None,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
 ) -> None:
     """Show the processes of a running cluster.
 
@@ -64,11 +64,11 @@ def drain(
     port: _Port = None,
     wait: _Wait = True,
 ) -> None:
-    """Stop a group without losing a request: its streams finish, or go on
-    elsewhere.
+    """Stop a group without losing a request.
 
-    It stays down until `trunkline undrain`. The other groups take its requests;
-    if there is none, they wait.
+    Its streams finish, or go on in another group, which also takes its new
+    requests; if there is none, they wait. The group stays down until
+    `trunkline undrain`.
 
     [bold]Examples[/]
 
@@ -101,11 +101,10 @@ def restart(
     port: _Port = None,
     wait: _Wait = True,
 ) -> None:
-    """Restart a cluster unit by unit, without losing a request.
+    """Restart groups and routers one after the other, without losing a request.
 
-    A group stops, starts and is ready again before the next one stops; then
-    each router hands over to a new one. The first unit that does not come back
-    ends it: the others stay as they are. Drained groups stay down.
+    Each is ready again before the next one stops. If one does not come back,
+    the others are left as they are. Drained groups stay down.
 
     [bold]Examples[/]
 
@@ -119,7 +118,7 @@ def restart(
 
 
 def print_status(running: Running, answer: Mapping[str, Any]) -> None:
-    """What runs, and why something was given up."""
+    """Print what runs, and why a group or router was given up."""
     console = Console(highlight=False)
     console.print(f"{running.title}\n{running.url} · {answer['phase']}", markup=False, soft_wrap=True)
     console.print(status_table(answer))
@@ -128,7 +127,7 @@ def print_status(running: Running, answer: Mapping[str, Any]) -> None:
 
 
 def status_table(answer: Mapping[str, Any]) -> Table:
-    """Groups and processes in rows."""
+    """Return a table of groups and processes."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     for title in ("process", "pid", "state", "restarts", "up"):
         table.add_column(title, justify="right" if title in ("pid", "restarts", "up") else "left")
@@ -153,7 +152,7 @@ def status_table(answer: Mapping[str, Any]) -> Table:
 
 
 def _age(seconds: float) -> str:
-    """As short as it is useful."""
+    """Return a duration in one unit."""
     for unit, size in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"
@@ -178,7 +177,7 @@ def _order(command: str, units: list[str], port: int | None, wait: bool) -> None
             if not wait:
                 return
     except KeyboardInterrupt:
-        console.print(f"\nNobody waits any more, but the {command} goes on; see `trunkline status`.")
+        console.print(f"\nNo longer waiting, but the {command} goes on; see `trunkline status`.")
         raise typer.Exit(130) from None
 
 

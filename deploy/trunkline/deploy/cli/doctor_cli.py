@@ -1,4 +1,4 @@
-"""`trunkline doctor`: the shell around `checks.py`."""
+"""`trunkline doctor`: gather facts, check them, and print what is wrong."""
 
 from __future__ import annotations
 
@@ -24,10 +24,12 @@ _MARKS: Final = {Level.OK: ("ok", "green"), Level.WARNING: ("warn", "yellow"), L
 def command(
     url: Url = None,
     api_key_file: KeyFile = "",
-    probe: Annotated[bool, typer.Option("--probe/--no-probe", help="Generate a few tokens, twice.")] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    probe: Annotated[bool, typer.Option("--probe/--no-probe", help="Send a short request, twice.")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
 ) -> None:
-    """Look at a deployment and say what is wrong, and what to do. Exit code 1: something fails.
+    """Check a running cluster: say what is wrong, and what to do about it.
+
+    Exit code 1: a check failed.
 
     [bold]Examples[/]
 

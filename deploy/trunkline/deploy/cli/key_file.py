@@ -103,7 +103,7 @@ def revoke_key(path: Path, named: str, tenant: str = "") -> Row:
 
     Args:
         named: its name, or how its digest begins.
-        tenant: whose it is; "": anybody's.
+        tenant: The tenant who has it; "" for any.
 
     Raises:
         UserError: there is none, or there are several.
@@ -182,7 +182,7 @@ def _write(path: Path, document: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Nobody else changes the folder's key files meanwhile."""
+    """Keep other commands from changing the folder's key files meanwhile."""
     try:
         folder = os.open(path.absolute().parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:

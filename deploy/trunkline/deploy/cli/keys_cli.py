@@ -1,4 +1,4 @@
-"""`trunkline key`: API keys of tenants, in the file of `--tenants`, and keys of the cluster's own connections."""
+"""`trunkline key`: API keys of tenants, and keys of the connections between a cluster's hosts."""
 
 from __future__ import annotations
 
@@ -17,22 +17,33 @@ from trunkline.deploy.errors import UserError
 from trunkline.deploy.reporting import run
 from trunkline.router.tenancy.auth import Role, draw_key
 
-app = typer.Typer(no_args_is_help=True, help="Make, list and revoke API keys.")
-_File = Annotated[Path, typer.Option("--file", metavar="FILE", help="The file that --tenants names.")]
+app = typer.Typer(no_args_is_help=True, help="Make, list and revoke API keys, and keys between hosts.")
+_File = Annotated[Path, typer.Option("--file", metavar="FILE", help="The file of --tenants.")]
 
 
 @app.command()
 def new(
     file: _File,
-    tenant: Annotated[str, typer.Option(help="Whose key it is.")],
-    name: Annotated[str, typer.Option(help="What to call the key. Default: key1, key2, …")] = "",
-    role: Annotated[str, typer.Option(help="user (text), metrics (scraping) or admin (everything).")] = "user",
-    expires: Annotated[str, typer.Option(help="After 90d, 12h, 4w, 1y, or at 2027-01-31T12:00:00Z.")] = "",
+    tenant: Annotated[str, typer.Option(help="The tenant who gets the key.")],
+    name: Annotated[str, typer.Option(help="Name of the key. Default: key1, key2, …")] = "",
+    role: Annotated[
+        str,
+        typer.Option(
+            help="What the key allows: user (requests), metrics (reading metrics) or admin (everything)."
+        ),
+    ] = "user",
+    expires: Annotated[
+        str, typer.Option(help="When it expires: after 90d, 12h, 4w or 1y, or at 2027-01-31T12:00:00Z.")
+    ] = "",
     gateway: Annotated[
-        bool, typer.Option("--gateway", help="May name the tenant in the header of --tenant-header.")
+        bool,
+        typer.Option("--gateway", help="A gateway may use it and name the tenant in a header (--tenant-header)."),
     ] = False,
 ) -> None:
-    """Draw a key. It is printed once; the file has its digest only. Running routers know it within a second.
+    """Make an API key, and print it.
+
+    It is printed once: the file holds only its digest. Running routers accept
+    it within a second.
 
     [bold]Examples[/]
 
@@ -51,7 +62,7 @@ def new(
 
 @app.command("list")
 def list_keys(file: _File) -> None:
-    """Show who has which keys."""
+    """List the keys of all tenants."""
     rows = run(lambda: keys_of(file))
     table = Table(box=None, pad_edge=False, header_style="dim")
     for title in ("tenant", "name", "role", "digest", "created", "expires"):
@@ -68,18 +79,21 @@ def list_keys(file: _File) -> None:
 
 @app.command()
 def revoke(
-    key: Annotated[str, typer.Argument(help="Its name, or how its digest begins (8 digits or more).")],
+    key: Annotated[str, typer.Argument(help="Name of the key, or the first 8 digits of its digest, or more.")],
     file: _File,
-    tenant: Annotated[str, typer.Option(help="Whose key it is, if several have one with this name.")] = "",
+    tenant: Annotated[str, typer.Option(help="The tenant, if several have a key of this name.")] = "",
 ) -> None:
-    """Take a key out of the file: routers refuse it within a second; streams that run go on to their end."""
+    """Remove a key from the file.
+
+    Routers refuse it within a second; running streams go on to their end.
+    """
     row = run(lambda: revoke_key(file, key, tenant))
     typer.echo(f"key {row.name or row.digest[:12]} of tenant {row.tenant} is revoked")
 
 
 @app.command()
 def draw() -> None:
-    """Print a new key and keep it nowhere: for TRUNKLINE_API_KEY, or a file for --api-key-file."""
+    """Print a new key without storing it, for TRUNKLINE_API_KEY or --api-key-file."""
     typer.echo(draw_key())
 
 

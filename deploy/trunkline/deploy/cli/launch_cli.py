@@ -1,4 +1,4 @@
-"""`trunkline launch` on the command line."""
+"""The commands of `trunkline launch`."""
 
 from __future__ import annotations
 
@@ -15,22 +15,24 @@ from trunkline.deploy.launch.fileformat import schema as file_schema
 from trunkline.deploy.launch.loading import DEFAULT_FILE, is_file, launched, split
 from trunkline.deploy.reporting import run
 
-_File = Annotated[Path, typer.Argument(help="Describes the cluster (docs/launch.md).", metavar="FILE")]
+_File = Annotated[
+    Path, typer.Argument(help="The file that describes the cluster (docs/launch.md).", metavar="FILE")
+]
 _Words = Annotated[
     list[str] | None,
     typer.Argument(
-        help="The file first, unless one cluster only was launched; then units, groups, or routers. Default: all.",
+        help="The file, unless only one cluster was launched; then units, groups or 'routers'. Default: all.",
         metavar="[FILE] [UNIT]...",
     ),
 ]
 _OptionalFile = Annotated[
     str | None, typer.Argument(help="Default: cluster.yaml, or what was launched.", metavar="[FILE]")
 ]
-_Start = Annotated[float, typer.Option(help="How long units may take to be ready.")]
+_Start = Annotated[float, typer.Option(help="Seconds in which units must become ready.")]
 
 
 class _UpByDefault(TyperGroup):
-    """`trunkline launch FILE` is `trunkline launch up FILE`."""
+    """Commands, of which `up` is meant if only a file is given."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
         if any(is_file(word) for word in args[:1]) or (
@@ -44,7 +46,7 @@ app = typer.Typer(
     cls=_UpByDefault,
     no_args_is_help=True,
     rich_markup_mode="rich",
-    help="""A cluster on several hosts, described by a file: start it, look at it, stop it.
+    help="""Start, watch and stop a cluster that a file describes.
 
     [bold]Examples[/]
 
@@ -52,7 +54,7 @@ app = typer.Typer(
 
     trunkline launch up cluster.yaml --detach  [dim]# start it, or what has changed in the file[/]
 
-    trunkline launch check cluster.yaml  [dim]# who would run what where[/]
+    trunkline launch check cluster.yaml  [dim]# show the units, their hosts and command lines[/]
 
     trunkline launch logs cluster.yaml group-0 -f
 
@@ -65,18 +67,23 @@ app = typer.Typer(
 def up(
     file: _File = DEFAULT_FILE,
     detach: Annotated[
-        bool, typer.Option("--detach", "-d", help="Leave it alone once it is ready, instead of staying.")
+        bool, typer.Option("--detach", "-d", help="Exit once the cluster is ready, instead of watching it.")
     ] = False,
     yes: Annotated[
-        bool, typer.Option("--yes", "-y", help="Restart what runs in another way than the file says.")
+        bool, typer.Option("--yes", "-y", help="Restart units whose part of the file has changed, without asking.")
     ] = False,
-    keep: Annotated[bool, typer.Option("--keep", help="If it fails, leave what was started.")] = False,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="After a failure, leave the units running that were started.")
+    ] = False,
     start_seconds: _Start = 1800.0,
 ) -> None:
-    """Start a cluster, or what is missing of it, and wait until it is ready.
+    """Start a cluster, or the units that do not run, and wait until it is ready.
 
-    What runs already as the file says stays as it is. Exit code: 0, 1 if it failed, 2 if what the file asks for
-    is impossible, 130 after Ctrl-C while it started. Ctrl-C stops what this command has started.
+    Units that run as the file says are left alone. Ctrl-C stops the units that
+    this command has started.
+
+    Exit code: 0, 1 if it failed, 2 if the file asks for the impossible, 130
+    after Ctrl-C while it started.
 
     [bold]Examples[/]
 
@@ -91,12 +98,11 @@ def up(
 @app.command()
 def check(
     file: _File = DEFAULT_FILE,
-    hosts: Annotated[
-        bool, typer.Option("--hosts", help="Ask the hosts, too: whether they can be reached.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    hosts: Annotated[bool, typer.Option("--hosts", help="Check also whether the hosts can be reached.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
 ) -> None:
-    """Read a file, and show who would run what where, with which command line. Nothing is started.
+    """Show the units of a file with their hosts and command lines. Nothing is
+    started.
 
     [bold]Example[/]
 
@@ -108,9 +114,9 @@ def check(
 @app.command()
 def status(
     file: _OptionalFile = None,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
 ) -> None:
-    """Show how the units of a cluster are. Exit code 0: all are ready.
+    """Show the states of a cluster's units. Exit code 0: all are ready.
 
     [bold]Example[/]
 
@@ -123,10 +129,10 @@ def status(
 @app.command()
 def logs(
     words: _Words = None,
-    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="How many of each unit.")] = 50,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="And then new ones, until Ctrl-C.")] = False,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Number of lines of each unit.")] = 50,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Then print new lines, until Ctrl-C.")] = False,
 ) -> None:
-    """Print what units wrote last.
+    """Print the last lines of units' logs.
 
     [bold]Example[/]
 
@@ -140,7 +146,8 @@ def logs(
 def stop(
     words: _Words = None,
     seconds: Annotated[
-        float | None, typer.Option(help="After which a unit is killed. Default: stop_seconds of the file.", min=0)
+        float | None,
+        typer.Option(help="Seconds after which a unit is killed. Default: stop_seconds in the file.", min=0),
     ] = None,
 ) -> None:
     """Stop a cluster, or some units: running requests finish; routers stop first.
@@ -159,7 +166,8 @@ def stop(
 def restart(words: _Words = None, start_seconds: _Start = 1800.0) -> None:
     """Restart units as the file says: one group after the other, then routers.
 
-    Each is ready before the next one stops. The first that does not come back ends it.
+    Each is ready before the next one stops. If one does not come back, the
+    others are left as they are.
 
     [bold]Example[/]
 
@@ -183,5 +191,5 @@ def schema() -> None:
 
 @app.command(hidden=True)
 def agent() -> None:
-    """What the launcher runs on each host."""
+    """Run the agent of a host, for the launcher."""
     raise typer.Exit(host_agent.main())

@@ -1,4 +1,4 @@
-"""PML files as the command line reads them: sources, the tokenizer that counts them, and where they are wrong."""
+"""Read PML files for the command line, count their tokens, and show where they are wrong."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 _SHOWN_BEFORE: Final = 60
 _SHOWN_CHARACTERS: Final = 100
-"""Of a line with a mistake."""
+"""Characters that are shown of a line with a mistake."""
 _NO_LIMIT: Final = 1 << 30
 
 
@@ -38,26 +38,26 @@ class Source:
         return self.path.endswith(".json")
 
     def schema(self) -> pml.SchemaDocument:
-        """What it says as a schema.
+        """Return the schema in the file.
 
         Raises:
-            SourceError: it is none.
+            SourceError: It holds none.
         """
         return self._read(pml.parse_schema, pml.schema_from_json)
 
     def prompt(self) -> pml.PromptDocument:
-        """What it says as a prompt.
+        """Return the prompt in the file.
 
         Raises:
-            SourceError: it is none.
+            SourceError: It holds none.
         """
         return self._read(pml.parse_prompt, pml.prompt_from_json)
 
     def value(self) -> Any:
-        """The JSON form, decoded.
+        """Return the decoded JSON of the file.
 
         Raises:
-            SourceError: it is not JSON.
+            SourceError: It is not JSON.
         """
         try:
             return json.loads(self.text)
@@ -72,10 +72,10 @@ class Source:
 
     @contextmanager
     def errors(self) -> Iterator[None]:
-        """Errors of PML, within, as errors of this file.
+        """Turn errors of PML into errors of this file.
 
         Raises:
-            SourceError: in their place.
+            SourceError: In their place.
         """
         try:
             yield
@@ -85,7 +85,8 @@ class Source:
     def error(
         self, code: str, message: str, line: int | None = None, column: int | None = None, path: str = ""
     ) -> SourceError:
-        """An error in this file. `line`, `column`: from 1; `path`: of the module, shown if there is no line."""
+        """Return an error in this file. Lines and columns count from 1; a module's path is shown without a
+        line."""
         place = self.path
         if line is not None:
             place += f":{line}" if column is None else f":{line}:{column}"
@@ -94,7 +95,7 @@ class Source:
         return SourceError(f"{place}: {code}: {message}{self._excerpt(line, column)}")
 
     def _excerpt(self, line: int | None, column: int | None) -> str:
-        """The line with a caret under the column."""
+        """Return the line with a caret under the column."""
         # As XML and JSON count lines: not at each of the separators that `splitlines` knows.
         lines = self.text.split("\n")
         if line is None or not 1 <= line <= len(lines):
@@ -108,10 +109,10 @@ class Source:
 
 
 def read_source(path: str) -> Source:
-    """A file.
+    """Return a file.
 
     Raises:
-        UserError: it cannot be read as text.
+        UserError: It cannot be read as text.
     """
     try:
         return Source(path, Path(path).expanduser().read_text(encoding="utf-8"))
@@ -123,7 +124,7 @@ def read_source(path: str) -> Source:
 
 @dataclass(frozen=True)
 class Counting:
-    """What tokens are: a model's, or words if no model was named."""
+    """How to count: tokens of a model, or words if no model was named."""
 
     tokenizer: pml.PmlTokenizer
     context: int
@@ -133,13 +134,13 @@ class Counting:
 
 
 def counting(model: str | None) -> Counting:
-    """How to count.
+    """Return how to count.
 
     Args:
-        model: as in `trunkline serve`; None: count words.
+        model: The model, as for `trunkline serve`; None to count words.
 
     Raises:
-        UserError: it is no checkpoint, or has no tokenizer that can be read.
+        UserError: It is not a checkpoint, or its tokenizer cannot be read.
     """
     if model is None:
         return Counting(WordTokenizer(), _NO_LIMIT, "words")
@@ -158,7 +159,7 @@ def counting(model: str | None) -> Counting:
 class WordTokenizer:
     """A stand-in for a model's tokenizer: every word is a token."""
 
-    bos_ids: list[int] = []  # noqa: RUF012 (as the protocol has it; nobody changes it)
+    bos_ids: list[int] = []  # noqa: RUF012 (as the protocol has it; it never changes)
     has_chat_template = True
 
     def encode_plain(self, text: str) -> list[int]:

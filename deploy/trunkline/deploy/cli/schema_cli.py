@@ -23,15 +23,17 @@ from trunkline.router import pml
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
-    help="Prompt schemas: check files, see how a prompt is laid out, manage what a server keeps.",
+    help="Check prompt schemas, and manage those of a server.",
 )
 
-Url = Annotated[str, typer.Option("--url", help="Where the server is.")]
+Url = Annotated[str, typer.Option("--url", help="Address of the server.")]
 Salt = Annotated[str | None, typer.Option("--cache-salt", help="Schemas of this salt only.")]
 Model = Annotated[
     str | None,
     typer.Option(
-        "--model", metavar="MODEL", help="Count tokens of this model: as in `serve`. Default: count words."
+        "--model",
+        metavar="MODEL",
+        help="Count tokens of this model, as for serve. Default: count words.",
     ),
 ]
 Scope = Annotated[
@@ -44,18 +46,18 @@ Scope = Annotated[
 def add(
     file: Annotated[str, typer.Argument(help="A schema: XML, or JSON if it ends in .json.", metavar="FILE")],
     url: Url = DEFAULT_URL,
-    model: Annotated[str | None, typer.Option(help="A served name. Default: the first.")] = None,
+    model: Annotated[str | None, typer.Option(help="Name of a served model. Default: the first.")] = None,
     ttl: Annotated[
-        int | None, typer.Option(help="Seconds without use after which the server forgets it; 0: never.")
+        int | None, typer.Option(help="Seconds after its last use when the server forgets it; 0: never.")
     ] = None,
-    pin: Annotated[bool, typer.Option("--pin", help="Keep its KV in some tier as long as it is kept.")] = False,
+    pin: Annotated[bool, typer.Option("--pin", help="Never evict its KV from all tiers.")] = False,
     warm: Annotated[
-        bool, typer.Option("--warm/--no-warm", help="Compute its KV now, not with the first prompts.")
+        bool, typer.Option("--warm/--no-warm", help="Compute its KV now; else with the first prompts.")
     ] = True,
     scope: Scope = "ancestors",
     cache_salt: Salt = None,
 ) -> None:
-    """Have a server keep a schema; in place of the one with its name."""
+    """Store a schema on a server, in place of the one with its name."""
 
     def store() -> None:
         encode_scope = _scope(scope)
@@ -81,7 +83,7 @@ def add(
 
 @app.command("list")
 def list_schemas(url: Url = DEFAULT_URL, cache_salt: Salt = None) -> None:
-    """List the schemas that a server keeps."""
+    """List the schemas of a server."""
 
     def show() -> None:
         with _mapped_errors(), Client(url, api_key=client_key(url) or None) as client:
@@ -93,7 +95,7 @@ def list_schemas(url: Url = DEFAULT_URL, cache_salt: Salt = None) -> None:
 
 @app.command()
 def show(
-    name: Annotated[str, typer.Argument(help="Of the schema.", metavar="NAME")],
+    name: Annotated[str, typer.Argument(help="Name of the schema.", metavar="NAME")],
     url: Url = DEFAULT_URL,
     cache_salt: Salt = None,
 ) -> None:
@@ -109,11 +111,11 @@ def show(
 
 @app.command("rm")
 def remove(
-    names: Annotated[list[str], typer.Argument(help="Of the schemas.", metavar="NAME...")],
+    names: Annotated[list[str], typer.Argument(help="Names of the schemas.", metavar="NAME...")],
     url: Url = DEFAULT_URL,
     cache_salt: Salt = None,
 ) -> None:
-    """Have a server forget schemas. Requests that run are not disturbed."""
+    """Remove schemas from a server. Running requests are not disturbed."""
 
     def forget() -> None:
         with _mapped_errors(), Client(url, api_key=client_key(url) or None) as client:
@@ -131,7 +133,7 @@ def lint(
     model: Model = None,
     scope: Scope = "ancestors",
 ) -> None:
-    """Check files, without a server. Exit code: 1 if one is wrong, 0 if there are but warnings.
+    """Check files, without a server. Exit code 1: a file is wrong.
 
     [bold]Examples[/]
 
@@ -171,14 +173,15 @@ def lint(
 @app.command()
 def render(
     schema_file: Annotated[str, typer.Argument(help="The schema.", metavar="SCHEMA")],
-    prompt_file: Annotated[str, typer.Argument(help="A prompt of it.", metavar="PROMPT")],
+    prompt_file: Annotated[str, typer.Argument(help="A prompt that uses the schema.", metavar="PROMPT")],
     model: Model = None,
     scope: Scope = "ancestors",
     trailing: Annotated[
         str, typer.Option(help="Where trailing text stands: fixed (behind the schema), compact.")
     ] = "fixed",
 ) -> None:
-    """Show how a prompt is laid out: every part with its position, and what of it is cached. Needs no server.
+    """Show the layout of a prompt, without a server: positions of its parts, and
+    which are cached.
 
     [bold]Examples[/]
 
@@ -207,7 +210,7 @@ def render(
 
 
 def _split_place(warning: str) -> tuple[str, str]:
-    """A warning's place, if it begins with one ("4:5:"), and its text."""
+    """Return the place at the beginning of a warning ("4:5:"), if there is one, and its text."""
     found = re.match(r"(\d+:\d+:) (.*)", warning, re.DOTALL)
     return (found[1], found[2]) if found else ("", warning)
 
@@ -240,7 +243,7 @@ def _trailing(given: str) -> Literal["fixed", "compact"]:
 
 @contextlib.contextmanager
 def _mapped_errors(source: Source | None = None) -> Iterator[None]:
-    """Errors of the client as errors for people; those of PML, of `source`, with its line."""
+    """Turn errors of the client into errors for people; those about `source` with its line."""
     try:
         yield
     except PmlRequestError as error:

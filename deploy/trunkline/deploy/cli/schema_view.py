@@ -1,4 +1,4 @@
-"""What `trunkline schema` shows: a prompt as it is laid out, a schema's modules, lists."""
+"""Show what `trunkline schema` prints: the layout of a prompt, the modules of a schema, lists."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ _STYLES: Final = {
     "free": "dim",
 }
 _LEGEND: Final = {
-    "text": "of the schema",
-    "role": "of the chat template",
-    "argument": "in a parameter's place",
-    "hole": "what it leaves of that",
-    "gap": "between modules",
-    "trailing": "behind them",
+    "text": "text of the schema",
+    "role": "text of the chat template",
+    "argument": "the value of a parameter",
+    "hole": "unused rest of a parameter",
+    "gap": "text between modules",
+    "trailing": "text after the modules",
     "free": "not selected",
 }
 
 
 def show_prompt(console: Console, schema: pml.CompiledSchema, prompt: pml.CompiledPrompt, unit: str) -> None:
-    """A prompt's parts with their positions; `unit`: what counts as a token."""
+    """Print a prompt's parts with their positions; `unit` says what is counted."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for name in ("position", unit.split()[0]):
         table.add_column(name, justify="right", no_wrap=True)
@@ -61,7 +61,7 @@ def show_prompt(console: Console, schema: pml.CompiledSchema, prompt: pml.Compil
 
 
 def _rows(prompt: pml.CompiledPrompt) -> Iterator[tuple[str, str, int, int, str, str]]:
-    """(kind, module, position, count, text, where its KV is from), with what is left free in between."""
+    """Yield (kind, module, position, count, text, origin of its KV) of each part, and of gaps between them."""
     end = 0
     for piece in prompt.pieces:
         if piece.position > end:
@@ -72,13 +72,13 @@ def _rows(prompt: pml.CompiledPrompt) -> Iterator[tuple[str, str, int, int, str,
 
 
 def _visible(text: str) -> str:
-    """With line ends to be seen, and nothing that a terminal obeys."""
+    """Return a text with visible line ends, and without characters that control a terminal."""
     shown = (character if character.isprintable() or character == "\n" else "�" for character in text)
     return "".join(shown).replace("\n", "⏎\n").removesuffix("\n")
 
 
 def show_compiled(console: Console, schema: pml.CompiledSchema, unit: str) -> None:
-    """The modules of a schema that was compiled here."""
+    """Print the modules of a schema that was compiled here."""
     table = _module_table(unit)
     for module in schema.modules:
         params = ", ".join(f"{slot.name}[{slot.length}]" for slot in module.params)
@@ -87,7 +87,7 @@ def show_compiled(console: Console, schema: pml.CompiledSchema, unit: str) -> No
 
 
 def show_schema(console: Console, schema: Schema) -> None:
-    """A schema that a server keeps."""
+    """Print a schema of a server."""
     console.print(
         f"{schema.name}, version {schema.version}: {schema.status}, {schema.extent} positions, "
         f"{_expiry(schema.expires_at)}",
@@ -108,7 +108,7 @@ def show_schema(console: Console, schema: Schema) -> None:
 
 
 def show_list(console: Console, entries: list[SchemaEntry]) -> None:
-    """Names, one a line."""
+    """Print the names of schemas, one a line."""
     if not entries:
         Console(stderr=True).print("There are no schemas.")
         return

@@ -1,4 +1,4 @@
-"""`trunkline size`: how much memory for how many sessions."""
+"""`trunkline size`: compute how much memory the sessions of a cluster need."""
 
 from __future__ import annotations
 
@@ -23,19 +23,21 @@ _CHUNK_SIZE: Final = 64
 
 def command(
     model: Annotated[
-        str, typer.Argument(help="As of serve; a folder needs no weights, config.json is enough.", metavar="MODEL")
+        str, typer.Argument(help="As for serve; of a folder only config.json is needed.", metavar="MODEL")
     ] = "demo",
-    sessions_per_hour: Annotated[float, typer.Option(help="Distinct sessions in an hour.")] = 1000.0,
+    sessions_per_hour: Annotated[float, typer.Option(help="Different sessions in an hour.")] = 1000.0,
     context: Annotated[
         int | None,
-        typer.Option(help="Tokens that a session comes to. Default: the model's longest context."),
+        typer.Option(help="Tokens of a session. Default: the model's longest context."),
     ] = None,
-    ttl: Annotated[float, typer.Option(help="Seconds for which KV is kept after its last use.")] = 3600.0,
-    concurrent: Annotated[int, typer.Option(help="Sequences that run at once.")] = 32,
-    dtype: Annotated[str, typer.Option(help="Of KV: float32, bfloat16 or float16.")] = "bfloat16",
+    ttl: Annotated[
+        float, typer.Option(help="Seconds for which KV is kept after its last use (--session-ttl).")
+    ] = 3600.0,
+    concurrent: Annotated[int, typer.Option(help="Requests that run at the same time.")] = 32,
+    dtype: Annotated[str, typer.Option(help="Number format of KV: float32, bfloat16 or float16.")] = "bfloat16",
     tp: Annotated[int, typer.Option(help="Tensor-parallel workers per group.")] = 1,
 ) -> None:
-    """Say how much memory the KV of so many sessions takes, and what part of it is enough.
+    """Compute how much memory the KV of your sessions needs.
 
     [bold]Examples[/]
 

@@ -1,4 +1,4 @@
-"""`trunkline top`: the shell around `screen.py`."""
+"""`trunkline top`: show a cluster in the terminal, again and again."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from trunkline.deploy.watch.screen import screen
 from trunkline.deploy.watch.source import Look, Source, WatchError
 
 Url = Annotated[
-    str | None, typer.Option(help="Where the server is. Default: the cluster that runs on this machine.")
+    str | None, typer.Option(help="Address of the server. Default: the cluster that runs on this machine.")
 ]
 KeyFile = Annotated[
     str,
-    typer.Option(help="File with a key of role admin. Default: TRUNKLINE_API_KEY, or the local cluster's own."),
+    typer.Option(help="File with a key of role admin. Default: TRUNKLINE_API_KEY, or the key of a local cluster."),
 ]
 
 
 def command(
     url: Url = None,
     api_key_file: KeyFile = "",
-    interval: Annotated[float, typer.Option(help="Seconds between two looks.")] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="Print one look and leave.")] = False,
+    interval: Annotated[float, typer.Option(help="Seconds between two updates.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print the figures once and exit.")] = False,
 ) -> None:
-    """Watch a cluster in the terminal: groups, tiers, hit rates, sessions. Ctrl-C leaves.
+    """Watch groups, tiers, cache hits and sessions in the terminal; Ctrl-C leaves.
 
     [bold]Examples[/]
 
@@ -67,8 +67,10 @@ def _top(url: str | None, api_key_file: str, interval: float, once: bool) -> Non
 
 
 class _Interrupt:
-    """Ctrl-C: raises `KeyboardInterrupt`, and remembers that it came. Python drops an exception that a signal
-    raises while an object is being finalised, and the command would stay.
+    """Raise `KeyboardInterrupt` at Ctrl-C, and remember that it came.
+
+    Python drops an exception that a signal raises while an object is being finalised, and the command would not
+    end.
     """
 
     def __init__(self) -> None:
@@ -81,7 +83,7 @@ class _Interrupt:
 
 
 def _next(source: Source, last: Look) -> tuple[Look, RenderableType]:
-    """A new look; if there is none, the last one, and what is wrong. A router may be replaced at any time."""
+    """Return new figures and their screen; if the router does not answer, the last ones with the reason."""
     try:
         look = source.look()
     except WatchError as error:

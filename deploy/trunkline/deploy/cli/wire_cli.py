@@ -1,4 +1,4 @@
-"""`trunkline key wire`: makes, changes and divides the keys with which a cluster's hosts know each other."""
+"""`trunkline key wire`: make, change and divide the keys of connections between a cluster's hosts."""
 
 from __future__ import annotations
 
@@ -13,34 +13,35 @@ from trunkline.runtime.wire_keys import PARTS, WireKeys, WireKeysError, generate
 
 
 def add_to(app: typer.Typer) -> None:
-    """Make the command known, as `wire`."""
+    """Add the command to the app, as `wire`."""
     app.command(name="wire")(wire)
 
 
 def wire(
-    file: Annotated[Path, typer.Argument(help="The file of keys; it is made readable for its owner only.")],
-    rotate: Annotated[
-        bool, typer.Option("--rotate", help="Put a new generation of keys before those in the file.")
-    ] = False,
+    file: Annotated[Path, typer.Argument(help="The file of keys; only its owner can read it.")],
+    rotate: Annotated[bool, typer.Option("--rotate", help="Add new keys before those in the file.")] = False,
     retire: Annotated[
-        bool, typer.Option("--retire", help="Forget all generations but the newest in the file.")
+        bool, typer.Option("--retire", help="Remove all keys but the newest from the file.")
     ] = False,
     part: Annotated[
         str,
         typer.Option(
             metavar="PART",
-            help=f"Make FILE from --of with what one part needs: {', '.join(PARTS)}.",
+            help=f"Copy to FILE the keys in --of that one part needs: {', '.join(PARTS)}.",
             show_default=False,
         ),
     ] = "",
     of: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The whole cluster's file, for --part.", show_default=False)
+        Path | None,
+        typer.Option(metavar="FILE", help="The file of the whole cluster, for --part.", show_default=False),
     ] = None,
 ) -> None:
-    """Make the keys of a cluster's network connections, for --wire-keys.
+    """Make the keys of connections between hosts, for --wire-keys.
 
-    Whoever has the file is let in: carry it to the cluster's hosts by a way that others cannot read. Changing keys
-    stops nothing: --rotate, exchange all files, restart the groups; then --retire, and exchange them again.
+    A process that has the file can connect to the cluster: copy it to the hosts
+    in a way that others cannot read. Keys can be changed while the cluster
+    runs: use --rotate, copy the file to all hosts and restart the groups; then
+    use --retire, and copy it again.
 
     [bold]Examples[/]
 

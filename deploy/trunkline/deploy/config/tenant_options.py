@@ -76,6 +76,6 @@ def check_exposure(host: str, tenants: str, api_key_file: str, *, allow_anonymou
     if not (keys_needed(tenants, api_key_file) or allow_anonymous or is_loopback(host)):
         raise UserError(
             f"--host is {host}, where other machines can connect, and there are no API keys; make one with "
-            "`trunkline key new --tenant NAME --file FILE` and give --tenants FILE, or set TRUNKLINE_API_KEY, or stay on 127.0.0.1; "
-            "--allow-anonymous answers requests without a key"
+            "`trunkline key new --tenant NAME --file FILE` and give --tenants FILE, or set TRUNKLINE_API_KEY, "
+            "or stay on 127.0.0.1; --allow-anonymous answers requests without a key"
         )

@@ -1,4 +1,4 @@
-"""`trunkline launch agent`: does on a host what a launcher asks for over its standard input (`protocol.py`).
+"""`trunkline launch agent`: do on a host what a launcher asks for over standard input (`protocol.py`).
 
 It lives as long as the launcher's command. What it starts lives on: each unit has a keeper (`keeper.py`) in a
 session of its own. All that must be known later is in the host's folder (`folders.py`), so that another launcher,
@@ -71,7 +71,7 @@ _NAME: Final = re.compile(r"[a-z0-9][a-z0-9.-]{0,100}")
 _FILE: Final = re.compile(r"[a-z0-9][a-z0-9.-]{0,60}")
 _FOLLOW_S: Final = 0.25
 _KEEPER_S: Final = 20.0
-"""Within which a keeper has taken the lock, or has failed."""
+"""Seconds in which a keeper must have taken the lock."""
 _PROBES_MAX: Final = 16
 _PROBE_S_MAX: Final = 5.0
 _PROBE_BYTES_MAX: Final = 2000
@@ -83,16 +83,16 @@ class RefusedError(Exception):
 
 
 class Agent:
-    """One launcher's hands on one host."""
+    """Carries out a launcher's requests on one host."""
 
     def __init__(self) -> None:
         self._folder: Path | None = None
         self._keepers: list[subprocess.Popen[bytes]] = []
 
     def answer(self, request: Request) -> Iterator[Reply]:
-        """The replies to a request, the last of them `Done` or `Refused`."""
+        """Yield the replies to a request, the last of them `Done` or `Refused`."""
         for keeper in self._keepers:
-            keeper.poll()  # nobody else reaps them as long as this process lives
+            keeper.poll()  # only this process can reap them, as long as it runs
         try:
             yield from self._answer(request)
             yield Done()
@@ -153,7 +153,7 @@ class Agent:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """No other launcher's agent changes units here meanwhile."""
+        """Keep other agents from changing units here meanwhile."""
         descriptor = os.open(self._home / "agent.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -184,7 +184,7 @@ class Agent:
             self._wait_for(unit, keeper)
 
     def _wait_for(self, unit: UnitFolder, keeper: subprocess.Popen[bytes]) -> None:
-        """Until the keeper has said that it keeps the unit."""
+        """Wait until the keeper has written that it keeps the unit."""
         deadline = time.monotonic() + _KEEPER_S
         while time.monotonic() < deadline:
             state = unit.state()
@@ -231,7 +231,7 @@ class Agent:
             for line in last_lines(unit.path, min(request.lines, _LINES_MAX)):
                 yield LogLine(unit=unit.name, text=line)
         try:
-            # Anything at standard input, its end above all, means that nobody reads any more.
+            # Input on standard input, or its end, means that the launcher does not read any more.
             while followers and not select.select([sys.stdin], [], [], _FOLLOW_S)[0]:
                 for unit, follower in zip(units, followers, strict=True):
                     for line in follower.read():
@@ -308,14 +308,14 @@ def _get(port: int, path: str) -> tuple[int, str]:
 
 
 def _gpu_names(count: int, visible: str | None) -> list[str]:
-    """Names of so many GPUs, of which a variable of this host may show a part only."""
+    """Return the names of the GPUs, of which a variable of this host may show only a part."""
     if visible is None:
         return [str(index) for index in range(count)]
     return [name.strip() for name in visible.split(",")][:count]
 
 
 def _is_taken(port: int) -> bool:
-    """Whether somebody listens there on any address. Addresses of others may differ: better one port too many."""
+    """Return whether a process listens on this port, on any address: better one port too many than one too few."""
     for family, address in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as trial:
             trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -331,14 +331,14 @@ def _is_taken(port: int) -> bool:
 
 
 def _check(name: str, rule: re.Pattern[str]) -> str:
-    """A name that becomes one of a file."""
+    """Return a name that is safe as the name of a file."""
     if not rule.fullmatch(name):
         raise RefusedError(f"{name!r} cannot be a name here")
     return name
 
 
 def serve(source: RawIOBase, target: BinaryIO) -> int:
-    """Answer requests until there are no more; the exit code."""
+    """Answer requests until there are no more; return the exit code."""
     agent = Agent()
     for line in iter(lambda: source.readline(protocol.LINE_BYTES_MAX), b""):
         try:
@@ -355,7 +355,7 @@ def serve(source: RawIOBase, target: BinaryIO) -> int:
 
 
 def main() -> int:
-    """The process's `main`."""
+    """Run the process."""
     os.umask(0o077)
     # Ctrl-C is for the launcher: it decides what becomes of the units.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""`trunkline launch`: its commands, between what was typed and the launcher."""
+"""The actions behind the commands of `trunkline launch`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _WATCH_S: Final = 2.0
 
 @dataclass(frozen=True)
 class UpOptions:
-    """How `up` goes about it."""
+    """The options of `up`."""
 
     detach: bool = False
     yes: bool = False
@@ -56,10 +56,10 @@ class UpOptions:
 
 
 def up(path: Path, options: UpOptions) -> int:
-    """Put a file into effect; the exit code.
+    """Put a file into effect; return the exit code.
 
     Raises:
-        DeployError: it cannot be done.
+        DeployError: This is not possible.
     """
     console = Console(stderr=True, highlight=False)
     reporter = ConsoleReporter(console)
@@ -79,7 +79,7 @@ def up(path: Path, options: UpOptions) -> int:
 
 
 def _left_hosts(before: Launched | None, wanted: Mapping[str, Host], reporter: ConsoleReporter) -> dict[str, Host]:
-    """Hosts that the file has no more, where units may run still."""
+    """Return the hosts that the file no longer has, where units may still run."""
     left = {}
     for label, host in (before.hosts if before is not None else {}).items():
         if label not in wanted:
@@ -115,7 +115,7 @@ def _prepare(loaded: Loaded, hosts: Hosts, reporter: ConsoleReporter, options: U
 
 
 def _facts_of(found: Mapping[str, HostFacts]) -> dict[str, Facts]:
-    """What the plan needs to know of hosts."""
+    """Return what the plan needs to know of hosts."""
     return {label: Facts(facts.cores, facts.memory_bytes, tuple(facts.gpus)) for label, facts in found.items()}
 
 
@@ -145,7 +145,7 @@ def _confirm(decision: Decision, console: Console) -> None:
 
 
 def _undo(launcher: Launcher, reporter: ConsoleReporter, error: BaseException, *, keep: bool) -> int:
-    """After a failure or Ctrl-C: what this command has started is stopped, and nothing else."""
+    """After a failure or Ctrl-C, stop what this command has started, and nothing else."""
     if isinstance(error, DeployError):
         reporter.say(f"Error: {error}", "bold red")
     code = error.exit_code if isinstance(error, DeployError) else INTERRUPTED
@@ -172,7 +172,7 @@ def _stop_started(launcher: Launcher, reporter: ConsoleReporter) -> None:
             for error in failed.values():
                 raise error
     except KeyboardInterrupt:
-        reporter.say("Nobody waits any more; units that were told to stop go on stopping", "warning")
+        reporter.say("No longer waiting; units that were told to stop go on stopping", "warning")
     except DeployError as error:
         reporter.say(f"Error: {error}; `trunkline launch stop` tries again", "bold red")
     else:
@@ -198,7 +198,7 @@ def _announce(plan: Plan, console: Console, path: Path, *, detached: bool) -> No
 
 
 def _watch(launcher: Launcher, reporter: ConsoleReporter) -> int:
-    """Tell what changes, until Ctrl-C or until nothing can be served any more."""
+    """Show what changes, until Ctrl-C or until no group or no router is left."""
     plan, told = launcher.plan, set[str]()
     try:
         while True:
@@ -225,7 +225,7 @@ def _watch(launcher: Launcher, reporter: ConsoleReporter) -> int:
 
 
 def _is_over(plan: Plan, states: dict[Place, UnitState]) -> str:
-    """Why nothing can be served; "": something can, or it is not known."""
+    """Return why the cluster cannot serve any more; "" if it can, or if that is not known."""
 
     def has_ended(name: str) -> bool:
         unit = plan.by_name[name]
@@ -240,10 +240,10 @@ def _is_over(plan: Plan, states: dict[Place, UnitState]) -> str:
 
 
 def _chosen(plan: Plan, words: tuple[str, ...]) -> list[str]:
-    """Units by their names, by their group, or all routers as `routers`; none: all.
+    """Return units by their names, by their group, or all routers as `routers`; without words all units.
 
     Raises:
-        UserError: there is no such unit.
+        UserError: There is no such unit.
     """
     found: list[str] = []
     for word in words or [unit.name for unit in plan.units]:
@@ -259,10 +259,10 @@ def _chosen(plan: Plan, words: tuple[str, ...]) -> list[str]:
 
 
 def check(path: Path, *, with_hosts: bool, as_json: bool) -> int:
-    """Show the plan; with hosts, whether they can do it. The exit code.
+    """Show the plan and, if asked for, whether its hosts can be reached; return the exit code.
 
     Raises:
-        DeployError: it cannot work.
+        DeployError: The plan cannot work.
     """
     loaded = Loaded(path)
     plan = loaded.plan()
@@ -288,10 +288,10 @@ def check(path: Path, *, with_hosts: bool, as_json: bool) -> int:
 
 
 def status(path: Path | None, *, as_json: bool) -> int:
-    """Show units; 0: all are ready.
+    """Show the units of a cluster; return 0 if all are ready.
 
     Raises:
-        DeployError: it is not known of which cluster.
+        DeployError: It is not clear which cluster is meant.
     """
     cluster = launched(path)
     console = Console(highlight=False)
@@ -317,10 +317,10 @@ def status(path: Path | None, *, as_json: bool) -> int:
 
 
 def stop(path: Path | None, words: list[str], seconds: float | None) -> int:
-    """Stop a cluster, or some of its units; the exit code.
+    """Stop a cluster, or some of its units; return the exit code.
 
     Raises:
-        DeployError: it could not be done.
+        DeployError: A unit could not be stopped.
     """
     cluster = launched(path)
     reporter = ConsoleReporter(Console(stderr=True, highlight=False))
@@ -337,7 +337,7 @@ def stop(path: Path | None, words: list[str], seconds: float | None) -> int:
         try:
             stop_all(hosts, reporter, running, cluster.routers, cluster.stop_s if seconds is None else seconds)
         except KeyboardInterrupt:
-            reporter.say("Nobody waits any more; units that were told to stop go on stopping", "warning")
+            reporter.say("No longer waiting; units that were told to stop go on stopping", "warning")
             return INTERRUPTED
         if not words and not failed:
             _mark_stopped(cluster.name)
@@ -345,10 +345,10 @@ def stop(path: Path | None, words: list[str], seconds: float | None) -> int:
 
 
 def logs(path: Path | None, words: list[str], lines: int, *, follow: bool) -> int:
-    """Print what units wrote; the exit code.
+    """Print what units wrote; return the exit code.
 
     Raises:
-        DeployError: there is no such unit, or no host answers.
+        DeployError: There is no such unit, or no host answers.
     """
     cluster = launched(path)
     names = _named(cluster, list(cluster.units), words)
@@ -388,7 +388,7 @@ def _read_logs(connection: Connection, request: Logs, found: queue.Queue[LogLine
 
 
 def _named(cluster: Launched, known: list[str], words: list[str]) -> list[str]:
-    """As `_chosen`, of what was launched."""
+    """Return the launched units that the words mean, as `_chosen` does for a plan."""
     found: list[str] = []
     for word in words or known:
         if word == "routers":
@@ -404,7 +404,7 @@ def _named(cluster: Launched, known: list[str], words: list[str]) -> list[str]:
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """SIGTERM means what Ctrl-C means."""
+    """Let SIGTERM do what Ctrl-C does."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""The launcher's end of an agent on one host (`agent.py`), over whatever runs it there (`transports.py`)."""
+"""Talk to the agent on one host (`agent.py`), which a command of `transports.py` runs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from trunkline.deploy.launch.protocol import (
 from trunkline.deploy.launch.transports import agent_command, describe
 
 ANSWER_SECONDS_MAX: Final = 90.0
-"""A host whose disk is slow, and which looks at units that do not answer, is given that long."""
+"""Enough for a host with a slow disk, or with units that do not answer."""
 _END_SECONDS_MAX: Final = 5.0
 _SHOWN_LINES: Final = 8
 _SSH_FAILED: Final = 255
@@ -38,7 +38,7 @@ _NOT_FOUND: Final = (126, 127)
 
 
 class HostError(DeployError):
-    """A host cannot be reached, or cannot do what it is asked for."""
+    """A host cannot be reached, or cannot do what was asked for."""
 
     def __init__(self, label: str, text: str) -> None:
         super().__init__(f"host {label}: {text}")
@@ -46,13 +46,13 @@ class HostError(DeployError):
 
 
 class Connection:
-    """An agent that runs. For one thread at a time."""
+    """A connection to an agent. For one thread at a time."""
 
     def __init__(self, label: str, host: Host, cluster: str, sockets: Path | None) -> None:
-        """Start it and greet it.
+        """Start the agent and greet it.
 
         Raises:
-            HostError: it cannot be reached.
+            HostError: The host cannot be reached.
         """
         self.label = label
         self._host = host
@@ -83,21 +83,21 @@ class Connection:
         self.facts = found
 
     def ask(self, request: Request, seconds: float = ANSWER_SECONDS_MAX) -> list[Reply]:
-        """All replies but the last.
+        """Return all replies but the last.
 
         Raises:
-            HostError: it refuses, or does not answer.
+            HostError: The agent refuses, or does not answer.
         """
         return list(self.stream(request, seconds))
 
     def stream(self, request: Request, seconds: float | None) -> Iterator[Reply]:
-        """Replies as they come.
+        """Yield replies as they come.
 
         Args:
-            seconds: for each; None: any time.
+            seconds: How long each reply may take; None: any time.
 
         Raises:
-            HostError: as `ask`.
+            HostError: As `ask`.
         """
         assert self._process.stdin is not None
         try:
@@ -118,7 +118,7 @@ class Connection:
                 yield reply
 
     def close(self) -> None:
-        """The agent ends; what it started goes on."""
+        """Let the agent end; what it started goes on."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with contextlib.suppress(OSError):  # what it has not read is lost with it
@@ -150,7 +150,7 @@ class Connection:
         return line
 
     def _lost(self) -> HostError:
-        """Why the agent is gone."""
+        """Return why the agent ended."""
         try:
             code = self._process.wait(_END_SECONDS_MAX)
         except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""What `up` has to do, from what should run and what does. Pure."""
+"""Decide what `up` has to do, from what should run and what does. Pure."""
 
 from __future__ import annotations
 
@@ -10,39 +10,40 @@ from trunkline.deploy.launch.plan import Plan
 from trunkline.deploy.launch.protocol import UnitState
 
 ENDED: Final = ("stopped", "failed", "gone")
-"""States of what does not run, and will not by itself."""
+"""States of units that do not run, and are not started again by themselves."""
 Place = tuple[str, str]
 """Host and unit."""
 
 
 @dataclass
 class Decision:
-    """Units by what becomes of them."""
+    """What is to be done with each unit."""
 
     keep: list[str] = field(default_factory=list)
-    """They run as they should."""
+    """Units that run as they should."""
     start: list[str] = field(default_factory=list)
     change: dict[str, str] = field(default_factory=dict)
-    """They run in another way; with what is different."""
+    """Units that run in another way, with the difference in words."""
     extra: list[Place] = field(default_factory=list)
-    """They run, but the file does not know them."""
+    """Units that run but are not in the file."""
     forget: list[Place] = field(default_factory=list)
-    """They ran once, and the file does not know them."""
+    """Units that ran once and are not in the file."""
 
     @property
     def is_disruptive(self) -> bool:
-        """Whether something that runs is stopped."""
+        """Whether a running unit is stopped."""
         return bool(self.change or self.extra)
 
 
 def decide(
     plan: Plan, digests: Mapping[str, str], versions: Mapping[str, str], states: Mapping[Place, UnitState]
 ) -> Decision:
-    """
+    """Return what is to be done with each unit.
+
     Args:
-        digests: of the plan's units.
-        versions: of Trunkline, by host.
-        states: of all that the hosts know.
+        digests: Digests of the plan's units.
+        versions: Versions of Trunkline, by host.
+        states: States of all units that the hosts know.
     """
     decision = Decision()
     places = {(unit.host, unit.name) for unit in plan.units}
@@ -63,7 +64,7 @@ def decide(
 
 
 def difference(old: list[str], new: list[str]) -> str:
-    """What is told of two command lines."""
+    """Return the difference between two command lines in words."""
     gone, come = [word for word in old if word not in new], [word for word in new if word not in old]
     parts = []
     for word in gone:

@@ -1,4 +1,4 @@
-"""YAML as strict as it can be had, with the line of everything, so that an error can say where it is. Pure.
+"""Parse YAML strictly, and keep the line of each value, so that messages can name it. Pure.
 
 Plain words are strings, but for `true`, `false`, `null` and numbers as JSON writes them: `on`, `no` and `22:30`
 mean what they say. Keys are strings, and none comes twice. Tags and merge keys are refused; aliases are allowed.
@@ -23,7 +23,7 @@ _WORDS: Final = {"true": True, "false": False, "null": None, "~": None, "": None
 _TAGS: Final = ("str", "map", "seq")
 
 Path = tuple[str | int, ...]
-"""Of a value: keys and indices from the root on."""
+"""The path of a value: keys and indices from the root on."""
 
 
 class FileError(UserError):
@@ -32,16 +32,16 @@ class FileError(UserError):
 
 @dataclass
 class Document:
-    """What a file says."""
+    """The contents of a file, with line numbers."""
 
     source: str
     """The file's name, for errors."""
     value: Any = None
     lines: dict[Path, int] = field(default_factory=dict)
-    """From 1; of keys in mappings and of items in lists."""
+    """Line numbers, from 1, of keys in mappings and of items in lists."""
 
     def error(self, path: Path, problem: str) -> FileError:
-        """What is wrong with the value there, with the nearest line that is known."""
+        """Return the error about a value, with the nearest line that is known."""
         known = path
         while known and known not in self.lines:
             known = known[:-1]
@@ -49,18 +49,19 @@ class Document:
 
 
 def shown(path: Path) -> str:
-    """`groups[0].tp: `; nothing for the root."""
+    """Return a path as in `groups[0].tp: `; "" for the root."""
     text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
     return f"{text.removeprefix('.')}: " if text else ""
 
 
 def parse(text: str, source: str) -> Document:
-    """
+    """Return the document in a text.
+
     Args:
-        source: the file's name.
+        source: The file's name, for messages.
 
     Raises:
-        FileError: it is no YAML, or more than what is allowed here.
+        FileError: The text is not YAML, or uses more of it than is allowed here.
     """
     document = Document(source)
     try:

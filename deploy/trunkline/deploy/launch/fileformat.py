@@ -1,4 +1,4 @@
-"""What a file that describes a cluster may say: the records, their rules, and the JSON schema. Pure.
+"""The format of the file that describes a cluster: records, their rules, and a JSON schema. Pure.
 
 The records are what `docs/launch.md` and `trunkline launch schema` show: each field's text below it is its
 documentation in both. Rules that concern several fields at once, or several hosts, are in `plan.py`.
@@ -22,7 +22,7 @@ from trunkline.deploy.launch.document import Document, Path
 
 VERSION: Final = 1
 NAME: Final = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?")
-"""Of clusters, hosts, groups and routers. They become names of folders."""
+"""Names of clusters, hosts, groups and routers, which become names of folders."""
 _NAME_RULE: Final = "names are made of a-z, 0-9 and -, 40 at most, with a letter or digit first and last"
 _ADDRESS: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,252})")
 _IPV6: Final = re.compile(r"[0-9A-Fa-f:.]{2,45}")
@@ -188,7 +188,7 @@ class Cluster(Record, frozen=True):
 
 
 def schema() -> dict[str, Any]:
-    """The JSON schema of the file, for editors."""
+    """Return the JSON schema of the file, for editors."""
     found: dict[str, Any] = msgspec.json.schema(Cluster)
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -198,10 +198,10 @@ def schema() -> dict[str, Any]:
 
 
 def read(document: Document) -> Cluster:
-    """The records that a file's text means.
+    """Return the records that a document describes.
 
     Raises:
-        FileError: with the line, what is given and what is allowed.
+        FileError: A value is wrong. The text has its line, what is given and what is allowed.
     """
     raw = document.value
     if not isinstance(raw, dict):
@@ -237,7 +237,7 @@ def _convert(document: Document, raw: Any, kind: type[T], path: Path) -> T:
 
 
 def _check_fields(document: Document, raw: Any, kind: Any, path: Path) -> None:
-    """Unknown names, with the nearest known one. Wrong types are left to the conversion."""
+    """Refuse unknown names, with the nearest known one. Wrong types are left to the conversion."""
     record, container = _record_of(kind)
     if record is None:
         return
@@ -261,7 +261,7 @@ def _hints(record: type[Record]) -> dict[str, Any]:
 
 
 def _record_of(kind: Any) -> tuple[type[Record] | None, type | None]:
-    """The record in an annotation, and whether a list or a mapping of them is meant."""
+    """Return the record in an annotation, and the container if it is a list or a mapping of records."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if isinstance(kind, type) and issubclass(kind, Record):
         return kind, None
@@ -275,7 +275,7 @@ def _record_of(kind: Any) -> tuple[type[Record] | None, type | None]:
 
 
 def nearest(given: str, allowed: list[str]) -> str:
-    """What to write instead."""
+    """Return a hint at the allowed name that is most like the given one, or at all of them."""
     found = difflib.get_close_matches(given, allowed, 1, 0.6)
     return f"did you mean {found[0]!r}?" if found else f"allowed are {', '.join(allowed)}"
 

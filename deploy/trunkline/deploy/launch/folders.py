@@ -1,4 +1,4 @@
-"""The folder of a cluster on one of its hosts, and who a process is.
+"""The folder of a cluster on one of its hosts, and the identity of processes.
 
     <state>/<cluster>/<host>/            0700
         wire.key, api-keys.json          0600, as the launcher has copied them
@@ -27,7 +27,7 @@ from trunkline.deploy.errors import UserError
 from trunkline.deploy.launch.protocol import UnitRecord
 
 STATE: Final = "{state}"
-"""In a command line: the host's folder of this cluster."""
+"""The host's folder of this cluster, in a command line."""
 LOCK: Final = "lock"
 LOG: Final = "log"
 OLD_LOG: Final = "log.1"
@@ -37,18 +37,18 @@ T = TypeVar("T")
 
 
 class Process(msgspec.Struct, frozen=True):
-    """A process that cannot be mistaken for a later one with its id."""
+    """A process by its id and start time, so that it is not mistaken for a later one with the same id."""
 
     pid: int
     started: int
-    """In ticks since the machine's start."""
+    """Its start time, in ticks since the machine's start."""
 
 
 class KeeperState(msgspec.Struct, frozen=True):
-    """What a keeper says of its unit."""
+    """The state of a unit, as its keeper writes it."""
 
     node: str
-    """`host.node_id` of both."""
+    """The machine and process namespace of both (`host.node_id`)."""
     keeper: Process
     unit: Process | None
     state: str
@@ -57,14 +57,14 @@ class KeeperState(msgspec.Struct, frozen=True):
     """Wall-clock time of the last change, seconds."""
     restarts: int = 0
     exit_code: int | None = None
-    """Of its last end; negative: the signal that killed it."""
+    """The exit code of its last end; a negative one is the signal that killed it."""
 
 
 def state_base(given: str) -> Path:
-    """`given`, with ~; else `$XDG_STATE_HOME/trunkline` or `~/.local/state/trunkline`.
+    """Return the folder for states: `given`, else `$XDG_STATE_HOME/trunkline` or `~/.local/state/trunkline`.
 
     Raises:
-        UserError: there is no home folder.
+        UserError: There is no home folder.
     """
     try:
         if given:
@@ -76,10 +76,10 @@ def state_base(given: str) -> Path:
 
 
 def private_folder(path: Path) -> Path:
-    """Make a folder for the owner only, with all above it; return it.
+    """Make a folder for its owner only, with all folders above it, and return it.
 
     Raises:
-        OSError: it cannot be made, or belongs to somebody else.
+        OSError: It cannot be made, or belongs to another user.
     """
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     if path.stat().st_uid != os.getuid():
@@ -104,7 +104,7 @@ def write_private(path: Path, content: bytes) -> None:
 
 
 def start_time(pid: int) -> int | None:
-    """When a process started, in ticks; None: there is none, or it has ended and nobody has asked how."""
+    """Return when a process started, in ticks; None if it does not run (any more)."""
     try:
         # The name before it may hold anything, brackets too.
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
@@ -114,17 +114,17 @@ def start_time(pid: int) -> int | None:
 
 
 def this_process() -> Process:
-    """Ours."""
+    """Return this process."""
     return process_of(os.getpid())
 
 
 def process_of(pid: int) -> Process:
-    """One that lives, such as a child."""
+    """Return the process with this id, which must run, such as a child."""
     return Process(pid, start_time(pid) or 0)
 
 
 def send_signal(process: Process, number: int) -> bool:
-    """Send a signal to this very process; False: it is not there any more."""
+    """Send a signal to this very process; return False if it has ended."""
     try:
         # From here on the id cannot pass to another one without this descriptor knowing.
         descriptor = os.pidfd_open(process.pid)
@@ -149,30 +149,30 @@ class UnitFolder:
 
     @property
     def name(self) -> str:
-        """The unit's."""
+        """The unit's name."""
         return self.path.name
 
     def record(self) -> UnitRecord | None:
-        """What it was last started from."""
+        """Return what the unit was last started from."""
         return self._read(_RECORD, UnitRecord)
 
     def write_record(self, record: UnitRecord) -> None:
-        """Before it is started."""
+        """Write what the unit is to be started from."""
         write_private(self.path / _RECORD, msgspec.json.encode(record))
 
     def state(self) -> KeeperState | None:
-        """What its keeper last said."""
+        """Return the state that its keeper wrote last."""
         return self._read(_STATE, KeeperState)
 
     def write_state(self, state: KeeperState) -> None:
-        """For the keeper."""
+        """Write the unit's state; for its keeper."""
         write_private(self.path / _STATE, msgspec.json.encode(state))
 
     def lock(self) -> int | None:
-        """Hold the lock: a descriptor; None: somebody else does.
+        """Take the lock and return its descriptor; None if another process has it.
 
         Raises:
-            OSError: it cannot be found out.
+            OSError: This cannot be found out.
         """
         descriptor = os.open(self.path / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
@@ -183,7 +183,7 @@ class UnitFolder:
         return descriptor
 
     def is_held(self) -> bool:
-        """Whether the unit, or its keeper, lives."""
+        """Return whether the unit, or its keeper, runs."""
         try:
             descriptor = os.open(self.path / LOCK, os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Which rank of which group is on which host. Pure."""
+"""Place the ranks of groups on hosts. Pure."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from trunkline.deploy.launch.fileformat import Cluster, Group, nearest
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """A group, with its ranks in their places."""
+    """A group, and the hosts of its ranks."""
 
     name: str
     record: Group
     path: Path
-    """In the file."""
+    """Where it stands in the file."""
     ranks: dict[str, range]
-    """By host, in the order of the ranks; the first one runs the controller."""
+    """Ranks by host, in order; the first host runs the controller."""
 
     @property
     def chooses(self) -> bool:
-        """Whether it is left to the group how many ranks it has, if its host has GPUs."""
+        """Whether the group itself chooses its number of ranks, if its host has GPUs."""
         return self.record.tp is None and len(self.ranks) == 1
 
     @property
@@ -31,10 +31,10 @@ class GroupPlan:
 
 
 def plan_groups(document: Document, cluster: Cluster, hosts: list[str]) -> list[GroupPlan]:
-    """All groups, in the file's order.
+    """Return all groups, in the file's order.
 
     Raises:
-        FileError: ranks and hosts do not fit.
+        FileError: The ranks do not fit the hosts.
     """
     groups = []
     records = cluster.groups or [Group()]
@@ -50,10 +50,10 @@ def plan_groups(document: Document, cluster: Cluster, hosts: list[str]) -> list[
 
 
 def host_named(document: Document, given: str, hosts: list[str], path: Path) -> str:
-    """`given`, if it is a host; "": the only one.
+    """Return `given` if it is a host; the only host if it is "".
 
     Raises:
-        FileError: there is no such host, or there are several.
+        FileError: There is no such host, or there are several.
     """
     if not given:
         if len(hosts) > 1:

@@ -1,4 +1,4 @@
-"""All hosts of a cluster at once: connections to their agents, and what is asked of all of them."""
+"""Talk to the agents on all hosts of a cluster at the same time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Place = tuple[str, str]
 
 
 class Hosts:
-    """Agents on the hosts. Each is used by one thread at a time; `close` ends them, and nothing else."""
+    """Connections to the agents on all hosts. Each is used by one thread at a time."""
 
     def __init__(self, cluster: str, hosts: Mapping[str, Host]) -> None:
         self._cluster = cluster
@@ -34,11 +34,11 @@ class Hosts:
 
     @property
     def connections(self) -> Mapping[str, Connection]:
-        """By host; those that could be reached."""
+        """Connections to the hosts that could be reached, by host."""
         return self._connections
 
     def connect(self) -> dict[str, HostError]:
-        """Reach those that are not reached yet; why that failed, by host."""
+        """Connect to the hosts that are not connected yet; return why that failed, by host."""
         sockets = socket_folder()
         missing = [label for label in self._hosts if label not in self._connections]
 
@@ -59,7 +59,7 @@ class Hosts:
     def each(
         self, action: Callable[[Connection], T], labels: Iterable[str] | None = None
     ) -> dict[str, T | HostError]:
-        """What an action gives on each of the reached hosts, all at the same time."""
+        """Return what an action gives on each of the connected hosts, all at the same time."""
         chosen = [
             label for label in (self._connections if labels is None else labels) if label in self._connections
         ]
@@ -73,7 +73,7 @@ class Hosts:
         return dict(zip(chosen, self._pool.map(act, chosen), strict=True))
 
     def states(self, *, probe: bool = True) -> tuple[dict[Place, UnitState], dict[str, HostError]]:
-        """Of all units, by host and name; and the hosts that did not answer, which are given up for now."""
+        """Return the states of all units, by host and name, and why some hosts did not answer."""
         states: dict[Place, UnitState] = {}
         failed: dict[str, HostError] = {}
         for label, found in self.each(lambda connection: connection.ask(Look(probe=probe))).items():
@@ -85,18 +85,20 @@ class Hosts:
         return states, failed
 
     def signal(self, places: Iterable[Place], kind: str) -> None:
-        """
+        """Send a signal to units.
+
         Raises:
-            HostError: one could not be told.
+            HostError: A host could not be told.
         """
         for label, unit in places:
             if label in self._connections:
                 self._connections[label].ask(Signal(unit=unit, kind=kind))
 
     def forget(self, place: Place) -> None:
-        """
+        """Remove the folder of a unit that does not run.
+
         Raises:
-            HostError: the unit runs.
+            HostError: It runs.
         """
         self._connections[place[0]].ask(Forget(unit=place[1]))
 
@@ -107,7 +109,7 @@ class Hosts:
             files: contents by name, by host.
 
         Raises:
-            HostError: one could not be written.
+            HostError: A file could not be written.
         """
 
         def copy(connection: Connection) -> None:
@@ -119,7 +121,7 @@ class Hosts:
                 raise done
 
     def close(self) -> None:
-        """Let the agents end."""
+        """Close all connections, and so end the agents."""
         for connection in self._connections.values():
             connection.close()
         self._connections.clear()

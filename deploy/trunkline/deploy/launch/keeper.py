@@ -1,11 +1,11 @@
-"""`python -m trunkline.deploy.launch.keeper FOLDER`: runs one unit, apart from whoever started it.
+"""`python -m trunkline.deploy.launch.keeper FOLDER`: run one unit, apart from the launcher that started it.
 
 It holds the unit's lock, writes its output into a log of bounded size, and starts it again when it dies, by the
 same rule as a cluster's own processes (`restarts.py`). The unit ends with its keeper, by the kernel's doing.
 SIGTERM is passed on, and means that the unit is not started again.
 
 A unit that says that what it was asked for is impossible (exit code 2) is not tried again; one that ends with 0
-was told to stop by somebody else.
+was told to stop by another process.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from trunkline.runtime.process import die_with_parent
 
 PROGRAM: Final = (sys.executable, "-P", "-m", "trunkline.deploy.cli.app")
 BUSY: Final = 3
-"""Exit code: the unit runs already."""
+"""The exit code if the unit runs already."""
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
 _SPAWN_FAILED: Final = 127
 
@@ -59,12 +59,12 @@ class Keeper:
         self._process: subprocess.Popen[bytes] | None = None
         self._started_s = 0.0
         self._again_s: float | None = None
-        """When it is started again, by the monotonic clock."""
+        """When the unit is started again, by the monotonic clock."""
         self._stopping = False
         self._state = KeeperState(node_id(), this_process(), None, "running", time.time())
 
     def run(self) -> int:
-        """Until it is not started again; 0: it ended as it should."""
+        """Run the unit until it is not to be started again; return 0 if it ended as it should."""
         with selectors.DefaultSelector() as selector:
             wake_read = _wakeups(selector)
             self._start(selector)
@@ -126,7 +126,7 @@ class Keeper:
                 self._process.send_signal(signal.SIGTERM)
 
     def _copy(self, selector: selectors.BaseSelector) -> None:
-        """What the unit wrote since, into the log."""
+        """Copy what the unit wrote into the log."""
         stream = self._process.stdout if self._process is not None else None
         if stream is None or stream.closed:
             return
@@ -141,7 +141,7 @@ class Keeper:
             return
         self._copy(selector)
         stream = self._process.stdout
-        if stream is not None and not stream.closed:  # somebody whom it started has it still
+        if stream is not None and not stream.closed:  # a process that it started still has it
             selector.unregister(stream)
             stream.close()
         self._process = None
@@ -160,7 +160,7 @@ class Keeper:
         self._tell("waiting", None, code, restarts=self._state.restarts + 1)
 
     def _say(self, text: str) -> None:
-        """In the log, between the unit's lines."""
+        """Write a line into the log, between those of the unit."""
         stamp = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         self._log.write(f"[{stamp}] {self._record.name} {text}\n".encode())
 
@@ -183,7 +183,7 @@ class Keeper:
 
 
 def _wakeups(selector: selectors.BaseSelector) -> int:
-    """A pipe on which every signal of interest appears as a byte, until the end of the process."""
+    """Open a pipe on which each signal of interest appears as a byte, until the end of the process."""
     read, write = os.pipe()
     os.set_blocking(read, False)
     os.set_blocking(write, False)
@@ -199,7 +199,7 @@ def _describe(code: int) -> str:
 
 
 def main(argv: list[str]) -> int:
-    """The process's `main`; its exit code."""
+    """Run the process; return its exit code."""
     folder = UnitFolder(Path(argv[0]))
     record = folder.record()
     if record is None:

@@ -1,4 +1,4 @@
-"""Files with keys: made once, if they are not there, and handed to the hosts that need them.
+"""Make files with keys where they are missing, and hand to each host the keys that it needs.
 
 Each kind of unit gets the secrets of its own roles only (`wire_keys.PARTS`): a router's host cannot pass for a
 worker. API keys are in their file as digests; those that are drawn here are told once, and kept nowhere.
@@ -26,14 +26,14 @@ _NEW_KEYS: Final = (("operators", Role.ADMIN), ("main", Role.USER))
 
 
 def contents(security: Security, cluster: str, base: Path, say: Callable[[str], None]) -> dict[str, bytes]:
-    """What hosts get, by the name of the file there.
+    """Return the contents of the key files for hosts, by their names there.
 
     Args:
-        base: folder of the cluster's file.
-        say: tells a person what was made.
+        base: The folder of the cluster's file.
+        say: Called with a sentence about each file that was made.
 
     Raises:
-        UserError: a file cannot be used.
+        UserError: A file cannot be used.
     """
     found: dict[str, bytes] = {}
     if not security.plain_tcp:

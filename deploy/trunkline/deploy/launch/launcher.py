@@ -1,4 +1,4 @@
-"""Puts a plan into effect, and takes it back: what is done in which order, over the agents (`hosts.py`).
+"""Put a plan into effect, or take it back, by the agents on its hosts (`hosts.py`), in the right order.
 
 up     keys are copied, what is missing is started at once, and waited for; then what runs in another way is
        restarted, group by group and then router by router, each ready before the next one stops
@@ -22,56 +22,56 @@ from trunkline.deploy.supervisor.members import EXIT_IMPOSSIBLE
 
 POLL_S: Final = 0.5
 _KILL_S: Final = 20.0
-"""Within which a killed unit is gone."""
+"""Seconds in which a killed unit must have ended."""
 _LAST_LINES: Final = 25
 _UNREACHED_S: Final = 60.0
 """How long a host may be out of reach while its units start."""
 
 
 class LaunchError(DeployError):
-    """The cluster could not be started, or stopped. What is said of it was said."""
+    """The cluster could not be started or stopped; the reasons were shown before."""
 
 
 class ImpossibleError(LaunchError):
-    """A unit says that what the file asks for can never work."""
+    """A unit reported that what the file asks for can never work."""
 
     exit_code = EXIT_IMPOSSIBLE
 
 
 class Reporter(Protocol):
-    """Shows a person what happens."""
+    """Show a person what happens."""
 
     def say(self, text: str, style: str = "") -> None:
-        """A sentence."""
+        """Show a sentence."""
 
     def unit(self, place: Place, state: UnitState) -> None:
-        """How a unit is; told again and again."""
+        """Take the state of a unit, also if it has not changed."""
 
     def lines(self, unit: str, lines: Iterable[str]) -> None:
-        """The end of a unit's log."""
+        """Show the end of a unit's log."""
 
 
 @dataclass
 class Launcher:
-    """A plan, the hosts it is for, and somebody who is told."""
+    """A plan, its hosts, and what shows the progress."""
 
     plan: Plan
     hosts: Hosts
     reporter: Reporter
     contents: Mapping[str, bytes]
-    """Of the files that units need."""
+    """Contents of the files that units need, by name."""
     start_s: float
     """How long a unit may take to be ready."""
     started: list[str] = field(default_factory=list)
     """Units that did not run before this launcher started them."""
     begun: set[str] = field(default_factory=set)
-    """These, and those that it has restarted."""
+    """Units that this launcher started or restarted."""
 
     def decision(self) -> Decision:
-        """What has to be done.
+        """Return what has to be done to put the plan into effect.
 
         Raises:
-            HostError: a host does not answer.
+            HostError: A host does not answer.
         """
         states, failed = self.hosts.states(probe=False)
         for label, error in failed.items():
@@ -88,10 +88,10 @@ class Launcher:
         return decide(self.plan, digests, versions, states)
 
     def bring_up(self, decision: Decision) -> None:
-        """Do it.
+        """Do what was decided.
 
         Raises:
-            HostError, LaunchError: something could not be started.
+            HostError, LaunchError: A unit could not be started.
         """
         units = self.plan.by_name
         self._copy_files()
@@ -116,7 +116,7 @@ class Launcher:
         """Stop units, start them, and wait until they are ready.
 
         Raises:
-            HostError, LaunchError: one does not come back.
+            HostError, LaunchError: A unit does not come back.
         """
         self.reporter.say(f"Restarting {', '.join(unit.name for unit in stage)}")
         end_units(self.hosts, self.reporter, [(unit.host, unit.name) for unit in stage], self.plan.stop_s)
@@ -124,10 +124,10 @@ class Launcher:
         self.wait(stage)
 
     def wait(self, units: list[Unit]) -> None:
-        """Until all are ready.
+        """Wait until all units are ready.
 
         Raises:
-            LaunchError: one ended, or it takes too long.
+            LaunchError: A unit ended, or takes too long.
         """
         places = [(unit.host, unit.name) for unit in units]
         deadline = time.monotonic() + self.start_s
@@ -157,7 +157,7 @@ class Launcher:
             time.sleep(POLL_S)
 
     def _note_unreached(self, failed: Mapping[str, HostError], since: dict[str, float]) -> None:
-        """A connection may break while large models load: it is made again, for a while."""
+        """Note a broken connection, which may happen while large models load; it is made again for a while."""
         now = time.monotonic()
         for label, error in {**failed, **self.hosts.connect()}.items():
             if label not in since:
@@ -218,7 +218,7 @@ def end_units(hosts: Hosts, reporter: Reporter, places: Iterable[Place], stop_s:
     """Stop units, and kill those that have not ended in time.
 
     Raises:
-        HostError, LaunchError: one could not be told, or does not end.
+        HostError, LaunchError: A unit could not be told, or does not end.
     """
     places = [place for place in places if place[0] in hosts.connections]
     hosts.signal(places, "term")
@@ -250,10 +250,10 @@ def _wait_for_ends(hosts: Hosts, reporter: Reporter, places: list[Place], second
 def stop_all(
     hosts: Hosts, reporter: Reporter, places: Iterable[Place], routers: Iterable[str], stop_s: float
 ) -> None:
-    """Stop units: routers first.
+    """Stop units, routers first.
 
     Raises:
-        HostError, LaunchError: as `end_units`.
+        HostError, LaunchError: As `end_units`.
     """
     first, rest = set(routers), list(places)
     for part in (

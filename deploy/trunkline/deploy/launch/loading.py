@@ -1,4 +1,4 @@
-"""From a path, or nothing, to a plan, or to what was launched."""
+"""Load the file of a cluster, or the record of one that was launched."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ _FILE_BYTES_MAX: Final = 4 << 20
 
 
 class Loaded:
-    """A file that was read."""
+    """A file of a cluster, loaded."""
 
     def __init__(self, path: Path) -> None:
-        """
+        """Load a file.
+
         Raises:
-            UserError: it cannot be read, or is wrong.
+            UserError: It cannot be read, or is wrong.
         """
         self.path = path.absolute()
         try:
@@ -44,30 +45,31 @@ class Loaded:
         self.name = self.cluster.name or _name_from(path)
 
     def plan(self, facts: Mapping[str, Facts] | None = None) -> Plan:
-        """
+        """Return the plan for the file.
+
         Raises:
-            UserError: it cannot work.
+            UserError: It cannot work.
         """
         return make_plan(self.document, self.cluster, command_rules(), facts, self.name, self.path.parent)
 
 
 def is_file(word: str) -> bool:
-    """Whether a word on the command line means a file, and not a unit."""
+    """Return whether a word on the command line means a file, and not a unit."""
     return word.endswith(_SUFFIXES) or "/" in word
 
 
 def split(words: list[str]) -> tuple[Path | None, list[str]]:
-    """The file, if there is one in front, and units."""
+    """Return the file, if the first word is one, and the units."""
     if words and is_file(words[0]):
         return Path(words[0]), words[1:]
     return None, words
 
 
 def launched(path: Path | None) -> Launched:
-    """What a command is about that needs no file: what was launched, or else what the file says.
+    """Return the cluster that a command is about: as it was launched, or else as the file describes it.
 
     Raises:
-        UserError: that cannot be told.
+        UserError: It is not clear which cluster is meant.
     """
     if path is None and DEFAULT_FILE.is_file():
         path = DEFAULT_FILE

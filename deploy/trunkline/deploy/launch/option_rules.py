@@ -1,7 +1,4 @@
-"""What the options in the file may be: the options of `trunkline group`, `workers` and `router` themselves.
-
-Nothing is said twice: names, types and defaults are those of the commands.
-"""
+"""The options that the file may have: those of `trunkline group`, `workers` and `router`, by their own table."""
 
 from __future__ import annotations
 
@@ -32,26 +29,26 @@ _FIELDS: Final = {
     "remote-tier": "tiers.remote",
     "tier-policy": "tiers.policy",
 }
-"""Options that the plan sets, and where the file says them."""
+"""Options that the plan sets, and where the file gives them."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """An option of a command."""
+    """How an option is written on a command line."""
 
     flag: str
     off: str = ""
-    """Of a switch: what turns it off."""
+    """The flag that turns a switch off."""
     is_switch: bool = False
     variable: str = ""
-    """Environment variable that means the same, for what must not be on a command line."""
+    """An environment variable that means the same, for a value that must not be on a command line."""
     kind: type = str
 
     def words(self, value: Scalar) -> list[str]:
-        """On a command line.
+        """Return the words for a value.
 
         Raises:
-            ValueError: it cannot have this value.
+            ValueError: The option cannot have this value.
         """
         if self.is_switch:
             if not isinstance(value, bool):
@@ -75,12 +72,12 @@ Rules = Mapping[str, Mapping[str, Rule]]
 
 
 def plain(name: str) -> str:
-    """An option's name as it is written here; `max_context` and `max-context` are the same."""
+    """Return an option's name with hyphens; `max_context` and `max-context` are the same."""
     return name.replace("_", "-")
 
 
 def reserved(name: str) -> str:
-    """Where the file says it instead; "": it is an ordinary option."""
+    """Return where the file gives this option instead; "" for an ordinary option."""
     return _FIELDS.get(plain(name), "")
 
 

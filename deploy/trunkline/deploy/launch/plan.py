@@ -1,4 +1,4 @@
-"""From the file to who runs what where: units with their command lines, no two of them with the same port. Pure.
+"""Make the plan of a cluster from its file: units with their hosts, command lines and ports. Pure.
 
     cluster.yaml ──document.py──► lines and values ──fileformat.py──► Cluster ──here──► Plan
 
@@ -41,35 +41,36 @@ from trunkline.deploy.launch.shares import Facts, Shares, merged, share
 from trunkline.deploy.launch.words import Words
 
 WIRE_KEYS: Final = {"group": "wire-group.key", "workers": "wire-workers.key", "router": "wire-router.key"}
-"""By kind of unit: each has only the secrets that it needs."""
+"""File of wire keys, by kind of unit: each has only the secrets that it needs."""
 _HERE: Final = PurePath(".")
 API_KEYS: Final = "api-keys.json"
 
 
 @dataclass(frozen=True)
 class Unit:
-    """What runs on a host as a whole."""
+    """A `trunkline group`, `workers` or `router` that runs on a host."""
 
     name: str
     host: str
     kind: str
     """`group`, `workers` or `router`."""
     group: str
-    """Whose part it is; "": it is a router."""
+    """The group it is a part of; "" for a router."""
     argv: tuple[str, ...]
     """After `trunkline`."""
     environment: Mapping[str, str]
     ports: tuple[int, ...]
-    """That it listens on, besides the one for its health."""
+    """Ports that it listens on, beside the one for its health."""
     health_port: int
-    """On the loopback address."""
+    """Port for its health, on the loopback address."""
     ranks: tuple[int, ...] = ()
-    """Empty: it is a router, or a group that chooses how many it has."""
+    """Ranks that run in it; empty for a router, or a group that chooses its number of ranks."""
     files: tuple[str, ...] = ()
-    """That must be in the host's folder before it starts."""
+    """Files that must be in the host's folder before it starts."""
 
     def digest(self, contents: Mapping[str, bytes]) -> str:
-        """Of all that a running unit would have to be restarted for; clients' keys are followed as it runs."""
+        """Return a digest of all that a unit would have to be restarted for; not of API keys, which it reads
+        again."""
         name = WIRE_KEYS[self.kind]
         wire = hashlib.sha256(contents.get(name, b"")).hexdigest() if name in self.files else ""
         said = [self.argv, sorted(self.environment.items()), wire]
@@ -78,7 +79,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Plan:
-    """Who runs what where."""
+    """The units of a cluster, and where they run."""
 
     name: str
     hosts: Mapping[str, Host]
@@ -100,14 +101,14 @@ class Plan:
         return {unit.name: unit for unit in self.units}
 
     def stages(self) -> list[tuple[str, ...]]:
-        """What is restarted together, one after the other: each group, then each router."""
+        """Return the units that are restarted together: each group, then each router."""
         routers = [(unit.name,) for unit in self.units if unit.kind == "router"]
         return [*self.groups.values(), *routers]
 
 
 @dataclass(frozen=True)
 class _Parts:
-    """What units are made from."""
+    """What all units are made from."""
 
     document: Document
     cluster: Cluster
@@ -119,7 +120,7 @@ class _Parts:
     """`HOST:PORT` of each group's controller."""
 
     def wire(self, kind: str) -> tuple[list[str], tuple[str, ...]]:
-        """Options and files for what goes between processes."""
+        """Return options and files for connections between processes."""
         if self.cluster.security.plain_tcp:
             return ["--plain-tcp"], ()
         return [f"--wire-keys={STATE}/{WIRE_KEYS[kind]}"], (WIRE_KEYS[kind],)
@@ -133,7 +134,8 @@ def make_plan(
     name: str = "",
     base: PurePath = _HERE,
 ) -> Plan:
-    """
+    """Return the plan for a file.
+
     Args:
         document: for the lines of what is wrong.
         rules: the options of the commands.
@@ -178,7 +180,7 @@ def make_plan(
 
 
 def _group_units(parts: _Parts, group: GroupPlan, port: int) -> list[Unit]:
-    """The leader first."""
+    """Return the units of a group, the leader first."""
     units = []
     cluster, record = parts.cluster, group.record
     tiers = merged(record.tiers, cluster.tiers)
@@ -250,7 +252,7 @@ def _router_unit(parts: _Parts, router: Router, path: Path) -> Unit:
 
 
 def _routers(document: Document, cluster: Cluster, hosts_by_name: Mapping[str, Host]) -> list[tuple[Router, Path]]:
-    """With names and hosts, and where they are in the file."""
+    """Return the routers with names and hosts, and where they stand in the file."""
     hosts = list(hosts_by_name)
     if not cluster.routers:
         return [(Router(name="router", host=hosts[0]), ())]
@@ -266,7 +268,7 @@ def _routers(document: Document, cluster: Cluster, hosts_by_name: Mapping[str, H
 
 
 def _check_exposure(document: Document, cluster: Cluster, host: Host, router: Router, path: Path) -> None:
-    """As the router itself would, but before anything starts."""
+    """Refuse a router that listens for others without keys, as it would itself, but before anything starts."""
     options = {plain(name): value for name, value in {**cluster.options, **router.options}.items()}
     environment = {**host.environment, **router.environment}
     has_keys = cluster.security.api_keys or options.get("api-key-file") or environment.get(SINGLE_KEY)
@@ -288,7 +290,7 @@ def _check_names(document: Document, groups: list[GroupPlan], routers: list[tupl
 
 
 def _check_machines(document: Document, hosts: Mapping[str, Host]) -> None:
-    """No machine twice: ports and memory would be given out twice."""
+    """Refuse two hosts that are one machine: its ports and memory would be given out twice."""
     seen: dict[object, str] = {}
     for label, host in hosts.items():
         way: object = tuple(host.command) if host.command else repr(host.ssh) if host.ssh else "here"
@@ -310,7 +312,7 @@ def _check_machines(document: Document, hosts: Mapping[str, Host]) -> None:
 def _address(
     document: Document, hosts: Mapping[str, Host], group: GroupPlan, routers: list[tuple[Router, Path]]
 ) -> str:
-    """Where a group's controller listens: on the loopback address if nobody comes from elsewhere."""
+    """Return where a group's controller listens: on the loopback address if all its peers are on its host."""
     others = sorted({*group.ranks, *(router.host for router, _ in routers)} - {group.leader})
     if not others:
         return LOOPBACK
@@ -325,7 +327,7 @@ def _address(
 
 
 def _url(host: Host, router: Router) -> str:
-    """Where clients find it; from elsewhere if it listens to them."""
+    """Return the address at which clients reach a router."""
     return f"http://{joined(address_of(host) if is_any(router.listen) else router.listen, router.port)}"
 
 

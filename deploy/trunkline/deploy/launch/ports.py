@@ -17,7 +17,7 @@ _PORT_MAX: Final = 65535
 
 
 class Ports:
-    """Ports that are taken, by host."""
+    """The ports that are taken, by host."""
 
     def __init__(self, document: Document, first: fileformat.Ports) -> None:
         self._document = document
@@ -25,10 +25,10 @@ class Ports:
         self._taken: dict[str, dict[int, str]] = defaultdict(dict)
 
     def take(self, host: str, port: int, path: Path, who: str, count: int = 1) -> None:
-        """Ports that the file says.
+        """Take ports that the file gives.
 
         Raises:
-            FileError: they are somebody else's, or do not exist.
+            FileError: Another unit has them, or they do not exist.
         """
         if port + count - 1 > _PORT_MAX:
             raise self._document.error(path, f"is {port}, the first of {count}; the last one would be too large")
@@ -41,11 +41,11 @@ class Ports:
         self._taken[host].update(dict.fromkeys(range(port, port + count), who))
 
     def group(self, host: str, who: str) -> int:
-        """The first of five that are free."""
+        """Return the first of five ports in a row that are free."""
         return self._next(host, self._first.groups, GROUP_PORTS, ("ports", "groups"), who)
 
     def health(self, host: str, who: str) -> int:
-        """One that is free."""
+        """Return a port that is free."""
         return self._next(host, self._first.health, 1, ("ports", "health"), who)
 
     def _next(self, host: str, first: int, count: int, path: Path, who: str) -> int:
@@ -59,7 +59,7 @@ class Ports:
 
 
 def group_ports(ports: Ports, groups: list[GroupPlan]) -> dict[str, int]:
-    """The first port of each group: those that the file says come first."""
+    """Return the first port of each group; those that the file gives are taken first."""
     found = {}
     for group in groups:
         if group.record.port is not None:
@@ -72,12 +72,12 @@ def group_ports(ports: Ports, groups: list[GroupPlan]) -> dict[str, int]:
 
 
 def joined(address: str, port: int) -> str:
-    """`HOST:PORT`, with brackets where they are needed."""
+    """Return `HOST:PORT`, with brackets where they are needed."""
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only the machine itself can reach it there."""
+    """Return whether only the machine itself can connect to this address."""
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:
@@ -85,12 +85,12 @@ def is_loopback(address: str) -> bool:
 
 
 def is_any(address: str) -> bool:
-    """Whether it stands for all addresses of a machine."""
+    """Return whether this stands for all addresses of a machine."""
     return address in ("0.0.0.0", "::")
 
 
 def address_of(host: Host) -> str:
-    """Where the cluster's other hosts reach it."""
+    """Return the address at which the cluster's other hosts reach a host."""
     if host.address or host.ssh is None:
         return host.address or LOOPBACK
     target = host.ssh.host if isinstance(host.ssh, Ssh) else host.ssh

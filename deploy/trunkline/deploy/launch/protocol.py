@@ -1,4 +1,4 @@
-"""What the launcher and the agent on a host say to each other: a line of JSON each, over whatever runs the agent.
+"""The messages between the launcher and the agent on a host: lines of JSON on the agent's standard streams.
 
     → {"type": "Hello", "cluster": "demo", "host": "a", "state": ""}        one request
     ← trunkline-agent {"type": "Facts", …}                                  its reply, or several of them
@@ -25,7 +25,7 @@ class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True,
 
 
 class Hello(Message, frozen=True):
-    """The first request: of which cluster, and as which of its hosts. Answered by `Facts`."""
+    """The first request, with the cluster and the host's name in it. Answered by `HostFacts`."""
 
     cluster: str
     host: str
@@ -35,7 +35,7 @@ class Hello(Message, frozen=True):
 
 
 class UnitRecord(msgspec.Struct, frozen=True):
-    """What a unit is started from; kept in its folder (`unit.json`, 0600)."""
+    """What a unit is started from, kept in its folder (`unit.json`, 0600)."""
 
     name: str
     kind: str
@@ -48,20 +48,20 @@ class UnitRecord(msgspec.Struct, frozen=True):
 
 
 class Put(Message, frozen=True):
-    """Write a file into the host's folder, for the owner only. Answered by `Done`."""
+    """Write a file into the host's folder, for its owner only. Answered by `Done`."""
 
     name: str
     content: bytes
 
 
 class CheckPorts(Message, frozen=True):
-    """Which of these ports are taken by others. Answered by `TakenPorts`."""
+    """Find which of these ports are in use. Answered by `TakenPorts`."""
 
     ports: list[int]
 
 
 class Begin(Message, frozen=True):
-    """Start a unit that does not run. Answered by `Done` when somebody keeps it, not when it is ready."""
+    """Start a unit that does not run. Answered by `Done` when its keeper has begun, not when it is ready."""
 
     unit: UnitRecord
 
@@ -74,14 +74,15 @@ class Signal(Message, frozen=True):
 
 
 class Look(Message, frozen=True):
-    """Answered by a `UnitState` for each unit that was ever started, and not forgotten."""
+    """Ask for the state of all units that were started and not forgotten. Answered by `UnitState`s."""
 
     probe: bool = True
-    """Whether they are asked for their health."""
+    """Whether units are asked for their health."""
 
 
 class Logs(Message, frozen=True):
-    """The last lines that units wrote, and then, if `follow`, new ones as they come. Answered by `LogLine`s."""
+    """Ask for the last lines that units wrote and, if `follow`, for new ones as they come. Answered by
+    `LogLine`s."""
 
     units: list[str]
     lines: int
@@ -98,7 +99,7 @@ Request = Hello | Put | CheckPorts | Begin | Signal | Look | Logs | Forget
 
 
 class HostFacts(Message, frozen=True):
-    """What a host says of itself."""
+    """The answer to `Hello`: facts about the host."""
 
     version: str
     protocol: int
@@ -106,19 +107,19 @@ class HostFacts(Message, frozen=True):
     cores: int
     memory_bytes: int
     gpus: list[str]
-    """As `CUDA_VISIBLE_DEVICES` names those that its processes can use."""
+    """GPUs that its processes can use, as `CUDA_VISIBLE_DEVICES` names them."""
     folder: str
-    """Of this cluster on this host."""
+    """The folder of this cluster on this host."""
 
 
 class TakenPorts(Message, frozen=True):
-    """Those on which nobody else can listen."""
+    """The ports that are in use."""
 
     ports: list[int]
 
 
 class UnitState(Message, frozen=True):
-    """How a unit is."""
+    """The state of a unit."""
 
     name: str
     kind: str
@@ -137,7 +138,7 @@ class UnitState(Message, frozen=True):
 
 
 class LogLine(Message, frozen=True):
-    """What a unit wrote."""
+    """A line that a unit wrote."""
 
     unit: str
     text: str
@@ -160,28 +161,29 @@ _REPLIES: Final = msgspec.json.Decoder(Reply)
 
 
 def encode_request(request: Request) -> bytes:
-    """As a line."""
+    """Return a message as a line."""
     return msgspec.json.encode(request) + b"\n"
 
 
 def decode_request(line: bytes) -> Request:
-    """
+    """Return the request in a line.
+
     Raises:
-        msgspec.MsgspecError: it is none.
+        msgspec.MsgspecError: It holds none.
     """
     request: Request = _REQUESTS.decode(line)
     return request
 
 
 def encode_reply(reply: Reply) -> bytes:
-    """As a line."""
+    """Return a message as a line."""
     return MARK + msgspec.json.encode(reply) + b"\n"
 
 
 def decode_reply(line: bytes) -> Reply | None:
-    """None: it is a line of somebody else's.
+    """Return the reply in a line; None if the line is not the agent's.
 
     Raises:
-        msgspec.MsgspecError: it has the mark and is no reply: the agent is of another version.
+        msgspec.MsgspecError: The line has the mark but is not a reply: the agent is of another version.
     """
     return _REPLIES.decode(line[len(MARK) :]) if line.startswith(MARK) else None

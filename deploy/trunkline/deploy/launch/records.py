@@ -1,4 +1,4 @@
-"""What the launcher keeps on its own machine, so that later commands need no file and find old hosts.
+"""Records of what was launched, on the launcher's own machine, so that later commands need no file.
 
 <state>/<cluster>/_launcher/      0700; no host's name begins with _
     launched.json                 what was launched, and how its hosts are reached
@@ -45,11 +45,11 @@ class Launched(msgspec.Struct, frozen=True):
 
 
 class BusyError(DeployError):
-    """Another command is at work."""
+    """Another command changes the cluster."""
 
 
 def launched_from(plan: Plan, file: Path) -> Launched:
-    """The record of a plan."""
+    """Return the record of a plan."""
     return Launched(
         name=plan.name,
         file=str(file),
@@ -63,10 +63,10 @@ def launched_from(plan: Plan, file: Path) -> Launched:
 
 
 def launcher_folder(cluster: str) -> Path:
-    """Of a cluster, on this machine; made if it is not there.
+    """Return the launcher's folder of a cluster; make it if it does not exist.
 
     Raises:
-        UserError: it cannot be made.
+        UserError: It cannot be made.
     """
     path = state_base("") / cluster / _FOLDER
     try:
@@ -76,12 +76,12 @@ def launcher_folder(cluster: str) -> Path:
 
 
 def save(launched: Launched) -> None:
-    """Keep it."""
+    """Write the record of a cluster."""
     write_private(launcher_folder(launched.name) / _FILE, msgspec.json.encode(launched))
 
 
 def load(cluster: str) -> Launched | None:
-    """What was launched under this name; None: nothing."""
+    """Return the record of the cluster with this name; None if there is none."""
     try:
         return msgspec.json.decode((state_base("") / cluster / _FOLDER / _FILE).read_bytes(), type=Launched)
     except (OSError, msgspec.MsgspecError):
@@ -89,17 +89,17 @@ def load(cluster: str) -> Launched | None:
 
 
 def all_launched() -> list[Launched]:
-    """Everything that was launched from this account."""
+    """Return the records of all clusters that were launched from this account."""
     found = [load(path.parents[1].name) for path in sorted(state_base("").glob(f"*/{_FOLDER}/{_FILE}"))]
     return [launched for launched in found if launched is not None]
 
 
 @contextlib.contextmanager
 def alone(cluster: str) -> Iterator[None]:
-    """No other launcher of this account changes the cluster meanwhile.
+    """Keep other launchers of this account from changing the cluster meanwhile.
 
     Raises:
-        BusyError: one does.
+        BusyError: Another launcher changes it.
     """
     descriptor = os.open(launcher_folder(cluster) / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
@@ -115,7 +115,7 @@ def alone(cluster: str) -> Iterator[None]:
 
 
 def socket_folder() -> Path | None:
-    """Where ssh connections wait for the next command; None: there is no place for them."""
+    """Return the folder for ssh connections that later commands share; None if its path would be too long."""
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     path = Path(runtime) / "trunkline-ssh" if os.path.isabs(runtime) else state_base("") / "ssh"
     if len(os.fsencode(path)) > _SOCKET_FOLDER_BYTES_MAX:

@@ -1,4 +1,4 @@
-"""A log that stays bounded: what is written goes to `log` until that is large, then it becomes `log.1`."""
+"""Log files of bounded size: lines go to `log`, which becomes `log.1` when it is large."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from trunkline.deploy.launch.folders import LOG, OLD_LOG
 LOG_BYTES_MAX: Final = 16 << 20
 """Days of warnings; a unit keeps twice that at most."""
 _READ_BYTES_MAX: Final = 4 << 20
-"""Of what is there already, for somebody who asks for the last lines."""
+"""Bytes of a log that are read for its last lines."""
 
 
 class LogFile:
-    """Where a keeper writes what its unit says. A disk that is full costs lines, never the unit."""
+    """The log of a unit, which its keeper writes. A full disk costs lines, but does not stop the unit."""
 
     def __init__(self, folder: Path, bytes_max: int = LOG_BYTES_MAX) -> None:
         self._folder = folder
@@ -29,7 +29,7 @@ class LogFile:
             self._open()
 
     def write(self, data: bytes) -> None:
-        """Append; never raises."""
+        """Append to the log; never raise."""
         with suppress(OSError):
             if self._descriptor < 0:
                 self._open()
@@ -39,7 +39,7 @@ class LogFile:
             self._size += len(data)
 
     def close(self) -> None:
-        """No more lines."""
+        """Close the log."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -56,7 +56,7 @@ class LogFile:
 
 
 def last_lines(folder: Path, count: int) -> list[str]:
-    """What was written last."""
+    """Return the last lines of a log."""
     lines: deque[str] = deque(maxlen=count)
     for name in (OLD_LOG, LOG):
         with suppress(OSError), (folder / name).open("rb") as file:

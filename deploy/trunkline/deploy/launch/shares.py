@@ -1,4 +1,4 @@
-"""What groups on one host share: its cores, its memory, its GPUs. Pure."""
+"""Divide a host's cores, memory and GPUs among its groups. Pure."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ _FRACTION: Final = "gpu-memory-fraction"
 
 @dataclass(frozen=True)
 class Facts:
-    """What a host says of itself."""
+    """The cores, memory and GPUs of a host."""
 
     cores: int
     memory_bytes: int
     gpus: tuple[str, ...] = ()
-    """As `CUDA_VISIBLE_DEVICES` names them."""
+    """Its GPUs, as `CUDA_VISIBLE_DEVICES` names them."""
 
 
 @dataclass
 class Shares:
-    """What each part of a group gets of its host. Empty: it decides for itself."""
+    """What each part of a group gets of its host. A part that is missing here decides for itself."""
 
     threads: dict[str, int]
-    """Per rank, by host: where ranks of several units share its cores."""
+    """Threads of each rank, by host, where ranks of several units share its cores."""
     devices: dict[tuple[str, str], dict[str, str]]
-    """Variables, by group and host."""
+    """Environment variables, by group and host."""
 
 
 def merged(over: Tiers | None, under: Tiers) -> Tiers:
-    """Field by field."""
+    """Return the fields of `over` that are set, and those of `under` for the rest."""
     if over is None:
         return under
     fields = {name: getattr(over, name) for name in Tiers.__struct_fields__}
@@ -52,9 +52,10 @@ def share(
     groups: list[GroupPlan],
     facts: Mapping[str, Facts],
 ) -> Shares:
-    """
+    """Return what each part of a group gets of its host.
+
     Raises:
-        FileError: a host has not what its groups need, as far as that is known.
+        FileError: A host has less than its groups need, as far as that is known.
     """
     shares = Shares({}, {})
     for label, host in hosts.items():
@@ -74,7 +75,7 @@ def share(
 def _check_memory(
     document: Document, cluster: Cluster, label: str, here: list[GroupPlan], host: Host, known: Facts | None
 ) -> None:
-    """What is asked for; what is not said is chosen by the unit, and not used before it is needed."""
+    """Check the memory that the file asks for. The defaults of units are not used before they are needed."""
     memory = parse_bytes(host.memory, "memory") if host.memory else known.memory_bytes if known else None
     if memory is None:
         return
@@ -118,7 +119,7 @@ def _give_devices(
     known: Facts | None,
     shares: Shares,
 ) -> None:
-    """A GPU for each rank, where they are counted; groups whose environment says which ones are left alone.
+    """Give each rank a GPU, on hosts whose GPUs are known, unless a group's environment names its own.
 
     Groups that say `gpu-memory-fraction` share GPUs once there are no free ones, as far as their shares fit. Those
     that leave their number of ranks open have equal parts of what the others leave.
@@ -138,7 +139,7 @@ def _give_devices(
 
 
 def _names(host: Host, known: Facts | None) -> tuple[str, ...]:
-    """Of a host's GPUs. What the file says of their number counts more than what the host shows."""
+    """Return the names of a host's GPUs. A number in the file counts more than what the host shows."""
     shown = known.gpus if known is not None else ()
     if host.gpus is None or host.gpus <= len(shown):
         return shown[: host.gpus]
@@ -154,9 +155,10 @@ def _take(
     load: dict[str, float],
     shares: Shares,
 ) -> None:
-    """
+    """Return the GPUs of a group.
+
     Raises:
-        FileError: there are too few.
+        FileError: There are too few.
     """
     fraction = _fraction(cluster, group)
     share = 1.0 if fraction is None else fraction
@@ -177,7 +179,7 @@ def _take(
 
 
 def _fraction(cluster: Cluster, group: GroupPlan) -> float | None:
-    """The share of each of its GPUs that a group says it needs; None: it has them alone."""
+    """Return the part of each of its GPUs that a group asks for; None if it wants them alone."""
     options = {plain(name): value for name, value in {**cluster.options, **group.record.options}.items()}
     value = options.get(_FRACTION)
     # What cannot be a share is refused with the other options, or by the group itself.

@@ -1,4 +1,4 @@
-"""How a command runs on a host: here, behind some words, or over ssh. Only command lines are made here. Pure.
+"""Make the command lines that run the agent on a host: here, behind a command, or over ssh. Pure.
 
 Nothing but a fixed command goes through the shell that `ssh` starts on the other side: what the agent is to do
 comes over its standard input.
@@ -16,7 +16,7 @@ from trunkline.deploy.launch.fileformat import Host, Ssh
 _CONTROL_NAME: Final = "%C"
 """ssh's own digest of user, host and port: 40 characters, as a socket's path must be short."""
 _SSH_OPTIONS: Final = (
-    "BatchMode=yes",  # a question that nobody sees would wait for ever
+    "BatchMode=yes",  # a question would wait for ever
     "ConnectTimeout=15",
     "ServerAliveInterval=15",
     "ServerAliveCountMax=4",
@@ -28,10 +28,10 @@ _SSH_OPTIONS: Final = (
 
 
 def agent_command(host: Host, sockets: Path | None) -> list[str]:
-    """The command line that runs the agent of a host.
+    """Return the command line that runs the agent of a host.
 
     Args:
-        sockets: folder for connections that commands share; None: they share none.
+        sockets: Folder for connections that commands share; None if they share none.
     """
     here = [sys.executable, "-P", "-m", "trunkline.deploy.launch.agent"]
     there = [host.trunkline or "trunkline", "launch", "agent"]
@@ -44,7 +44,7 @@ def agent_command(host: Host, sockets: Path | None) -> list[str]:
 
 
 def describe(host: Host) -> str:
-    """In a few words."""
+    """Return how a host is reached, in a few words."""
     if host.ssh is not None:
         ssh = Ssh(host=host.ssh) if isinstance(host.ssh, str) else host.ssh
         return f"ssh {f'{ssh.user}@' if ssh.user else ''}{ssh.host}{f' port {ssh.port}' if ssh.port else ''}"
@@ -68,12 +68,12 @@ def _ssh(ssh: Ssh, sockets: Path | None) -> list[str]:
 
 
 def _escaped(path: Path) -> str:
-    """For ssh, to which % says something."""
+    """Return a path for an option of ssh, in which % must be doubled."""
     return str(path).replace("%", "%%")
 
 
 def _remote(words: list[str]) -> str:
-    """For the other side's shell: everything quoted, but for the ~ that stands for the home there."""
+    """Return a command line for the shell on the host, with all words quoted, but for a leading ~/."""
     first = words[0]
     home = "~/" if first.startswith("~/") else ""
     return f"{home}{shlex.quote(first.removeprefix(home) if home else first)} {shlex.join(words[1:])}"

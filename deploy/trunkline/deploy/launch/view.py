@@ -1,4 +1,4 @@
-"""What a person sees of `trunkline launch`: a line for each change, a table on demand."""
+"""Show a person what `trunkline launch` does: a line for each change, and tables."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _STYLES: Final = {
     "gone": "bold red",
 }
 _DETAIL_S: Final = 10.0
-"""How often the same unit may say that something else keeps it from being ready."""
+"""Seconds between two lines about why a unit is not ready."""
 
 
 class ConsoleReporter:
-    """Implements `launcher.Reporter`."""
+    """A `launcher.Reporter` on a console."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -39,11 +39,11 @@ class ConsoleReporter:
         self._told_s: dict[Place, float] = {}
 
     def say(self, text: str, style: str = "") -> None:
-        """A sentence; style: that of the theme, or `warning`."""
+        """Print a sentence, in a style of the theme, or in that of a `warning`."""
         self._console.print(Text(text, style="yellow" if style == "warning" else style), soft_wrap=True)
 
     def unit(self, place: Place, state: UnitState) -> None:
-        """A line when it is in another state than before."""
+        """Print a line if a unit is in another state than before."""
         old, new = self._shown.get(place), (state.state, state.detail, state.restarts)
         now = time.monotonic()
         if old == new:
@@ -61,7 +61,7 @@ class ConsoleReporter:
         self._console.print(line, soft_wrap=True)
 
     def lines(self, unit: str, lines: Iterable[str]) -> None:
-        """The end of a log."""
+        """Print the end of a log."""
         found = list(lines)
         if found:
             self._console.print(Text(f"Its last lines ({unit}):", style="bold"))
@@ -70,7 +70,7 @@ class ConsoleReporter:
 
 
 def states_table(states: Mapping[Place, UnitState], missing: Mapping[Place, str]) -> Table:
-    """Units in rows; missing: those of which no host says anything, and what is written for them."""
+    """Return a table of units; `missing` has the words for units that no host knows."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     for title in ("unit", "host", "state", "process", "restarts", "up", ""):
         table.add_column(title, justify="right" if title in ("process", "restarts", "up") else "left")
@@ -93,7 +93,7 @@ def states_table(states: Mapping[Place, UnitState], missing: Mapping[Place, str]
 
 
 def states_json(states: Mapping[Place, UnitState], missing: Mapping[Place, str]) -> list[dict[str, Any]]:
-    """For programs."""
+    """Return the states of units for programs."""
     rows = []
     for (label, _), state in states.items():
         row: dict[str, Any] = msgspec.to_builtins(state)
@@ -103,7 +103,7 @@ def states_json(states: Mapping[Place, UnitState], missing: Mapping[Place, str])
 
 
 def plan_lines(plan: Plan) -> Iterable[str]:
-    """Who runs what where, with which command line. Values of variables are not shown: there may be secrets."""
+    """Return what runs where, with which command line. Values of variables are left out: they may be secrets."""
     yield f"{plan.name}: {plan.model}, {len(plan.groups)} group{'s' if len(plan.groups) > 1 else ''}"
     for label, host in plan.hosts.items():
         yield f"\n{label} ({describe(host)})"
@@ -122,7 +122,7 @@ def plan_lines(plan: Plan) -> Iterable[str]:
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
-    """For programs; without values of variables."""
+    """Return the plan for programs, without values of variables."""
     units = [
         {
             "name": unit.name,
@@ -140,7 +140,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
 
 
 def decision_lines(decision: Decision) -> Iterable[str]:
-    """What `up` is going to do to what runs."""
+    """Return what `up` is going to change about running units."""
     for name, text in decision.change.items():
         yield f"  {name}: {text}"
     for label, name in decision.extra:
@@ -148,7 +148,7 @@ def decision_lines(decision: Decision) -> Iterable[str]:
 
 
 def _age(seconds: float) -> str:
-    """As short as it is useful."""
+    """Return a duration in one unit."""
     for unit, size in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"

@@ -1,6 +1,6 @@
-"""From the file's options and tiers to words of a command line. Pure.
+"""Turn options and tiers of the file into words of a command line. Pure.
 
-What may hold a password goes by an environment variable: others can read command lines.
+A value that may hold a password becomes an environment variable: other users can read command lines.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _TIER_OPTIONS: Final = {
 
 
 class Words:
-    """Reads options by the commands' own rules."""
+    """Turns options into words, by the commands' own rules."""
 
     def __init__(self, document: Document, cluster: Cluster, rules: Rules) -> None:
         """
@@ -37,10 +37,10 @@ class Words:
             self._check_name(name, known, ("options",))
 
     def of(self, command: str, own: Options, path: Path) -> tuple[list[str], dict[str, str]]:
-        """Words and variables for the options of a command, its own over those of all.
+        """Return words and variables for the options of a command; its own options go before the common ones.
 
         Raises:
-            FileError: it does not know one of its own, or a value is impossible.
+            FileError: The command does not know one of its own options, or a value is impossible.
         """
         rules = self._rules[command]
         known = sorted(name for name in rules if not reserved(name))
@@ -55,7 +55,7 @@ class Words:
         return self._written(rules, values)
 
     def of_tiers(self, command: str, tiers: Tiers, path: Path, folder: str) -> tuple[list[str], dict[str, str]]:
-        """Words and variables for the tiers.
+        """Return words and variables for the tiers.
 
         Args:
             folder: name of the group's own folder, below that of the disk tier if this is named.

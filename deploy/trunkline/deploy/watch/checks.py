@@ -1,7 +1,7 @@
-"""What is wrong with a deployment, and what to do about it. Pure: from `Facts` to findings.
+"""Find what is wrong with a deployment, and what to do about it. Pure: from `Facts` to findings.
 
-Each check is a generator that looks at one thing. It says something in any case, so that a reader sees what was
-looked at; thresholds stand beside the reasons for them.
+Each check is a generator that looks at one thing. It always yields a finding, so that a reader sees what was
+checked.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ SHARED_MEMORY_MIN: Final = 64 << 20
 """Collectives between ranks of a host go through it; containers get 64 MiB unless told otherwise."""
 SLOW_PROBE_S: Final = 10.0
 EVICTED_SHARE_MAX: Final = 0.2
-"""Of requests whose KV was not there: above that, more memory would pay."""
+"""Part of the missing prefixes that were evicted before: above this, more memory would pay."""
 MISSES_MIN: Final = 50
 RESTARTS_MAX: Final = 3
 
 
 class Level(StrEnum):
-    """How bad it is."""
+    """How bad a finding is."""
 
     OK = "ok"
     WARNING = "warning"
-    """It works, but not as well or as safely as it could."""
+    """The cluster works, but not as well or as safely as it could."""
     FAILURE = "failure"
-    """Clients notice it, or strangers can use it."""
+    """Clients notice the fault, or strangers can use the cluster."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A sentence about one thing."""
+    """The result of a check."""
 
     level: Level
     about: str
@@ -52,7 +52,7 @@ Findings = Iterator[Finding]
 
 
 def examine(facts: Facts) -> list[Finding]:
-    """All findings, in the order in which somebody would look."""
+    """Return all findings, in the order in which an operator would look for them."""
     if facts.unreachable:
         return [*_unreachable(facts), *processes(facts), *machine(facts)]
     return [finding for check in CHECKS for finding in check(facts)]
@@ -66,7 +66,7 @@ def _unreachable(facts: Facts) -> Findings:
 
 
 def health(facts: Facts) -> Findings:
-    """Whether a token can be generated."""
+    """Check that a token can be generated."""
     said = (facts.health or {}).get("reason", f"/health answers {facts.health_status}")
     if facts.health_status == 200:
         yield Finding(Level.OK, "health", f"{facts.url}: {said}")
@@ -78,7 +78,7 @@ def health(facts: Facts) -> Findings:
 
 
 def groups(facts: Facts) -> Findings:
-    """Whether all groups serve, and routers hear of their chunks."""
+    """Check that all groups serve, and that routers know what they have cached."""
     found = (facts.health or {}).get("controllers", [])
     ready = [group for group in found if group.get("ready")]
     if found and len(ready) == len(found):
@@ -97,7 +97,7 @@ def groups(facts: Facts) -> Findings:
 
 
 def _remedy(facts: Facts, group: object) -> str:
-    """What to do about a group that does not serve."""
+    """Return what to do about a group that does not serve."""
     for row in (facts.status or {}).get("groups", []):
         if row["group"] == group and row["state"] == "down":
             return f"it was drained; `trunkline undrain {group}` starts it"
@@ -108,7 +108,7 @@ def _remedy(facts: Facts, group: object) -> str:
 
 
 def processes(facts: Facts) -> Findings:
-    """What the supervisor of a cluster on this machine says."""
+    """Check the processes of a cluster on this machine, by its supervisor's status."""
     if facts.status is None:
         return
     rows = facts.status.get("processes", [])
@@ -128,7 +128,7 @@ def processes(facts: Facts) -> Findings:
 
 
 def tiers(facts: Facts) -> Findings:
-    """Whether every tier is used, and nothing was damaged."""
+    """Check that every tier is used, and that nothing was damaged."""
     problems, failures, names = [], defaultdict[str, int](int), set()
     for group in (facts.overview or {}).get("groups", []):
         for tier in group.get("tiers", []):
@@ -151,7 +151,7 @@ def tiers(facts: Facts) -> Findings:
 
 
 def cache(facts: Facts) -> Findings:
-    """Whether more memory for KV would pay."""
+    """Check whether more memory for KV would pay."""
     reasons: defaultdict[str, int] = defaultdict(int)
     prompt = cached = preempted = 0
     for group in (facts.overview or {}).get("groups", []):
@@ -179,7 +179,7 @@ def cache(facts: Facts) -> Findings:
 
 
 def probe(facts: Facts) -> Findings:
-    """Whether a request is answered, and the second one finds what the first has left."""
+    """Check that a request is answered, and that a second one finds the KV of the first."""
     found = facts.probe
     if found is None:
         return
@@ -201,7 +201,7 @@ def probe(facts: Facts) -> Findings:
 
 
 def access(facts: Facts) -> Findings:
-    """Who may use it."""
+    """Check who may use the server."""
     dashboard_open = "/ui/api/overview" in facts.open_paths
     if dashboard_open:
         yield Finding(
@@ -211,7 +211,7 @@ def access(facts: Facts) -> Findings:
         if not dashboard_open:
             yield Finding(Level.OK, "access", "connects over loopback")
     elif "/v1/models" in facts.open_paths:
-        text = f"{facts.url} answers anybody who can connect"
+        text = f"{facts.url} answers every client that can connect, without a key"
         yield Finding(
             Level.FAILURE, "access", text, "give it keys: `trunkline key new`, --tenants FILE; docs/security.md"
         )
@@ -231,7 +231,7 @@ def access(facts: Facts) -> Findings:
 
 
 def machine(facts: Facts) -> Findings:
-    """The machine that a local cluster runs on."""
+    """Check the machine that a local cluster runs on."""
     found = facts.machine
     if found is None or facts.status is None:
         return

@@ -1,4 +1,4 @@
-"""What `trunkline doctor` looks at. Gathering decides nothing (`checks.py` does); a failed look is a fact, too."""
+"""Gather the facts that `trunkline doctor` checks. A question that failed is a fact, too."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from trunkline.router.tenancy.auth import is_loopback
 
 PROBE_TOKENS: Final = 4
 _PROBE_WORDS: Final = 96
-"""Longer than a chunk: what is cached is found in whole chunks after a restart, too."""
+"""Words of the prompt: more than a chunk, as after a restart KV is found in whole chunks."""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """The same completion, asked for twice."""
+    """The result of the same completion, requested twice."""
 
     status: int
-    """Of the answer; 0: none came."""
+    """Status of the answer; 0: none came."""
     said: str
     """The error, if it was none."""
     seconds: tuple[float, ...] = ()
@@ -47,7 +47,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class Machine:
-    """Where the command runs, which is where the cluster runs if `is_local`."""
+    """The machine on which the command runs."""
 
     open_files_max: int
     cores: int
@@ -61,7 +61,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Facts:
-    """All that is known. None: it could not be found out, or does not apply."""
+    """All facts about a deployment. None: it could not be found out, or does not apply."""
 
     url: str
     is_loopback: bool
@@ -73,22 +73,22 @@ class Facts:
     own_version: str = ""
     overview: Mapping[str, Any] | None = None
     no_overview: str = ""
-    """Why there is none."""
+    """Why there is no overview."""
     open_paths: tuple[str, ...] = ()
-    """That answer somebody without a key, of those that need one where strangers can connect."""
+    """Paths that answer without a key, although they need one where strangers can connect."""
     probe: Probe | None = None
     status: Mapping[str, Any] | None = None
-    """The supervisor's, of a cluster on this machine."""
+    """The status that the supervisor of a cluster on this machine gives."""
     loose_files: tuple[str, ...] = ()
-    """Of the run folder, that others may read or write though they hold secrets."""
+    """Files with secrets in the run folder that other users may read or write."""
     machine: Machine | None = None
 
 
 def gather(source: Source, own_version: str, *, probes: bool) -> Facts:
-    """Look at everything. `probes`: also generate a few tokens, twice.
+    """Gather all facts. With `probes`, also generate a few tokens, twice.
 
     Raises:
-        DeployError: as `Source`.
+        DeployError: As `Source`.
     """
     address = urlsplit(source.url)
     known: dict[str, Any] = {
@@ -119,7 +119,7 @@ def gather(source: Source, own_version: str, *, probes: bool) -> Facts:
 
 
 def machine() -> Machine:
-    """This one."""
+    """Return the facts about this machine."""
     memory, cache = psutil.virtual_memory(), cache_folder()
     return Machine(
         open_files_max=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
@@ -134,7 +134,7 @@ def machine() -> Machine:
 
 
 def loose_files(folder: Path) -> tuple[str, ...]:
-    """Names of what in a run folder others could read or write. The folder itself keeps them out of all of it."""
+    """Return the files in a run folder that other users could read or write, if the folder let them in."""
     loose = []
     with contextlib.suppress(OSError):
         if stat.S_IMODE(folder.stat().st_mode) & 0o077:

@@ -1,4 +1,4 @@
-"""What `trunkline top` shows, from one look at a cluster. Pure: the same look gives the same screen."""
+"""Draw the screen of `trunkline top` from the figures of a cluster. Pure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MISSES_SHOWN: Final = 4
 
 
 def screen(look: Look) -> RenderableType:
-    """All of it."""
+    """Return the whole screen."""
     parts: list[RenderableType] = [head(look), Text(), groups(look)]
     for part in (tiers(look), sessions(look)):
         if part is not None:
@@ -31,7 +31,7 @@ def screen(look: Look) -> RenderableType:
 
 
 def head(look: Look) -> RenderableType:
-    """The cluster in three lines."""
+    """Return three lines about the cluster."""
     overview, router = look.overview, look.overview["router"]
     series = look.history.get("series", {})
     first = Text.assemble(
@@ -66,7 +66,7 @@ def head(look: Look) -> RenderableType:
 
 
 def groups(look: Look) -> Table:
-    """A line for each group."""
+    """Return a table with a line for each group."""
     series = look.history.get("series", {})
     table = _table("group state >running >waiting >tokens_to_compute KV_of_running >cached >hits >tokens/s note")
     for group in look.overview["groups"]:
@@ -93,7 +93,7 @@ def groups(look: Look) -> Table:
 
 
 def tiers(look: Look) -> Table | None:
-    """All groups' tiers together; None: nothing is known of any."""
+    """Return a table of the tiers of all groups together; None if no figures are known."""
     whole: dict[str, dict[str, float]] = {}
     problems: dict[str, str] = {}
     hits = 0.0
@@ -125,7 +125,7 @@ def tiers(look: Look) -> Table | None:
 
 
 def sessions(look: Look) -> Table | None:
-    """Those used last; None: there are none."""
+    """Return a table of the sessions that were used last; None if there are none."""
     if not look.sessions:
         return None
     now = look.overview["now"]
@@ -148,7 +148,8 @@ def sessions(look: Look) -> Table | None:
 
 
 def spark(values: Sequence[float | None], top: float = 0.0) -> str:
-    """The last values as a line of blocks. `top`: the value of a full block; 0: the largest of them."""
+    """Return the last values as a line of blocks; `top` is the value of a full block, or 0 for the largest
+    value."""
     shown = list(values)[-_SPARK:]
     highest = top or max((value for value in shown if value is not None), default=0.0)
     if not highest:
@@ -160,7 +161,7 @@ def spark(values: Sequence[float | None], top: float = 0.0) -> str:
 
 
 def bar(share: float | None) -> Text:
-    """How full something is."""
+    """Return a bar that shows a fraction."""
     if share is None:
         return Text(_UNKNOWN)
     filled = max(0, min(_BAR, round(share * _BAR)))
@@ -169,7 +170,7 @@ def bar(share: float | None) -> Text:
 
 
 def number(value: float | None) -> str:
-    """A count, as short as it can be read."""
+    """Return a count in few characters."""
     if value is None:
         return _UNKNOWN
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e4)):
@@ -179,7 +180,7 @@ def number(value: float | None) -> str:
 
 
 def age(seconds: float) -> str:
-    """As short as it is useful."""
+    """Return a duration in few characters."""
     for unit, size in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"
@@ -187,7 +188,7 @@ def age(seconds: float) -> str:
 
 
 def _table(titles: str) -> Table:
-    """Columns by their titles, with underscores for blanks; > in front: to the right."""
+    """Return a table with these column titles: underscores stand for blanks, a > aligns to the right."""
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
     for title in titles.split():
         table.add_column(title.lstrip(">").replace("_", " "), justify="right" if title[0] == ">" else "left")

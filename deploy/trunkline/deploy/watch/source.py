@@ -1,4 +1,4 @@
-"""What a router says of its cluster, over HTTP, for people who watch it from a terminal."""
+"""Ask a router about its cluster over HTTP, for `trunkline top` and `doctor`."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ SESSIONS_MAX: Final = 100
 
 
 class WatchError(DeployError):
-    """The server cannot be reached, or does not say what is asked."""
+    """The server cannot be reached, or refuses to answer."""
 
 
 @dataclass(frozen=True)
 class Look:
-    """A cluster at one moment, as `/ui/api/…` says it (docs/dashboard.md)."""
+    """The figures of a cluster at one moment, as `/ui/api/…` gives them (docs/dashboard.md)."""
 
     overview: Mapping[str, Any]
     history: Mapping[str, Any] = field(default_factory=dict)
@@ -39,14 +39,15 @@ class Source:
     """A connection to a router."""
 
     def __init__(self, url: str | None = None, api_key_file: str = "", *, key: str | None = None) -> None:
-        """
+        """Connect to a router.
+
         Args:
-            url: of the server; None: of the cluster that runs on this machine, or else the default address.
-            api_key_file: with a key of role admin; "": as other commands find one.
-            key: to be sent instead; "": none.
+            url: Its address; None for the cluster that runs on this machine, or else the default address.
+            api_key_file: File with a key of role admin; "" to find a key as other commands do.
+            key: A key to send instead; "" to send none.
 
         Raises:
-            DeployError: the key's file cannot be read, or several clusters run here.
+            DeployError: The key's file cannot be read, or several clusters run here.
         """
         self.url = (url or _local_url()).rstrip("/")
         if key is None:
@@ -60,10 +61,10 @@ class Source:
         self._client.close()
 
     def look(self) -> Look:
-        """Everything that `top` shows. Sessions and requests are left out if they cannot be had just then.
+        """Return the figures that `top` shows; without sessions and requests if the router does not give them now.
 
         Raises:
-            WatchError: nobody is there, or the key is refused.
+            WatchError: The server does not answer, or refuses the key.
         """
         overview = self.get("/ui/api/overview")
         history = self.get(f"/ui/api/history?seconds={HISTORY_S}")
@@ -80,10 +81,10 @@ class Source:
         return Look(overview, history, *lists)
 
     def get(self, path: str) -> Any:
-        """JSON.
+        """Return the JSON at a path.
 
         Raises:
-            WatchError: there is none; the text says why.
+            WatchError: There is none; the text says why.
         """
         answer = self.fetch(path)
         if answer.status_code in (401, 403):
@@ -99,10 +100,10 @@ class Source:
             raise WatchError(f"{self.url}{path} does not answer in JSON: is that a Trunkline router?") from error
 
     def fetch(self, path: str, body: Mapping[str, Any] | None = None) -> httpx.Response:
-        """Whatever the server answers to a GET, or to a POST of this body.
+        """Return the answer to a GET, or to a POST of this body.
 
         Raises:
-            WatchError: nobody is there.
+            WatchError: The server does not answer.
         """
         try:
             return self._client.get(path) if body is None else self._client.post(path, json=body)
@@ -112,7 +113,7 @@ class Source:
             ) from error
 
     def timed(self, path: str, body: Mapping[str, Any]) -> tuple[httpx.Response, float]:
-        """As `fetch`, with the seconds that it took."""
+        """Return the answer as `fetch`, with the seconds that it took."""
         begun = time.monotonic()
         return self.fetch(path, body), time.monotonic() - begun
 
