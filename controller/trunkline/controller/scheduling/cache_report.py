@@ -1,4 +1,4 @@
-"""What was found of a prompt, where, and why the rest was not: the question that users of a cache ask most."""
+"""Report to a client how much of its prompt was cached, in which tiers, and why the rest was not."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trunkline.router.messages import MissReason
 
 
 def explain(kv: KVCacheManager, fetching: Fetching, sequence: Sequence, plan: PlanBuilder) -> CacheReport:
-    """A sequence has been admitted for the first time, in the plan being made: the report for its client."""
+    """Return the cache report of a sequence that this plan admits for the first time."""
     group, size = sequence.group, kv.chunk_size
     seen = sequence.prompt_len - group.holes
     if sequence.recompute_from_start or not kv.prefix_cache:
@@ -23,7 +23,7 @@ def explain(kv: KVCacheManager, fetching: Fetching, sequence: Sequence, plan: Pl
     modules = group.modules
     exact = group.cut is None and modules is None
     found = CacheReport(tokens=max(0, min(sequence.resident - group.holes, seen - 1)), exact=exact, at=plan.now)
-    # Chunks that were on the device, or came from a tier below it; those to be computed are in the path, too.
+    # Only chunks that were cached: the path also has those that are still to be computed.
     path = sequence.path[: sequence.resident // size]
     loaded = {block for block, _, _ in plan.loads}
     counts = [size] * len(path)
@@ -45,8 +45,9 @@ def explain(kv: KVCacheManager, fetching: Fetching, sequence: Sequence, plan: Pl
 
 
 def _balance(found: CacheReport, last: TierKind) -> None:
-    """The part of a chunk counts where the chunk before it was; what is not counted after all (holes, the last
-    token) is taken from the nearest tiers."""
+    """Make the counts by tier add up to the total: a partial chunk counts in the tier of the chunk before it;
+    holes
+    and the last token are subtracted from the nearest tiers."""
     difference = found.tokens - sum(found.tier_tokens)
     if difference > 0:
         found.tier_tokens[last] += difference
@@ -60,7 +61,7 @@ def _balance(found: CacheReport, last: TierKind) -> None:
 
 
 def _reason(kv: KVCacheManager, fetching: Fetching, sequence: Sequence) -> MissReason:
-    """Why the first token that was not found was not."""
+    """Return why the first token that was not cached is missing."""
     tree, size = kv.tree, kv.chunk_size
     index = sequence.resident // size
     is_known = index < len(sequence.path) and sequence.path[index].is_stored
@@ -69,11 +70,11 @@ def _reason(kv: KVCacheManager, fetching: Fetching, sequence: Sequence) -> MissR
     above = sequence.path[index - 1] if index > sequence.stem.base else sequence.stem.root
     key = sequence.tokens.to_bytes(index * size, min((index + 1) * size, sequence.tokens.count))
     if tree.most_similar_child(above, key, 1 << 62)[1] > sequence.resident - index * size:
-        return MissReason.SLOW  # a part of a chunk that is far away is not waited for
+        return MissReason.SLOW  # requests do not wait for a part of a chunk that is far away
     departed = tree.departed(chunk_name(above.name, sequence.stem.marker + key))
     if departed is not None:
         return departed
-    # A tail that this prompt goes on from says nothing of other prompts.
+    # A tail that this prompt continues says nothing about other prompts.
     others = [c for c in above.children.values() if c not in sequence.path and not key.startswith(c.key)]
     if sequence.resident or any(_agrees(child.key, key) for child in others):
         return MissReason.DIVERGED if others else MissReason.NEW

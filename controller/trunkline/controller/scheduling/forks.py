@@ -1,4 +1,4 @@
-"""Groups of several sequences: how samples and beams come out of one prompt, and how beams move.
+"""Forks: make the samples and beams of one prompt, and move beams.
 
 `fork` (here), `append` (`Scheduler._append_block`) and `free` (`KVCacheManager.leave`) are all that parallel
 sampling, beam search and prefix sharing need of memory (PagedAttention §4.4, §5.2):
@@ -23,19 +23,19 @@ from trunkline.worker.messages import BeamPosition, Fork
 
 
 class Forks:
-    """Makes sequences out of prompts, and knows which searches run."""
+    """Forks sequences from prompts, and knows the running beam searches."""
 
     def __init__(self) -> None:
         self.searches: dict[int, SequenceGroup] = {}
-        """By the id of the search's stay."""
+        """By the id that a search has during its time in the batch."""
         self.count = 0
-        """Sequences made, since the start."""
+        """Sequences forked since the start."""
         self._next_search = 1
         self._children: list[Sequence] = []
-        """Whose tails the next plan copies."""
+        """Children whose tails the next plan copies."""
 
     def place_beams(self, group: SequenceGroup) -> None:
-        """A search enters the batch: its present members get their places, under a new id."""
+        """Give the members of a search that enters the batch their positions, under a new id."""
         if group.search is None:
             request = group.request
             assert request.beam is not None
@@ -51,14 +51,14 @@ class Forks:
         )
 
     def leave_batch(self, sequence: Sequence) -> None:
-        """The sequence has left the batch."""
+        """Clear the ids of a sequence that has left the batch."""
         sequence.batch_seq_id = 0
         if sequence.beam_position is not None:
             self.searches.pop(sequence.beam_position.group, None)
             sequence.beam_position = None
 
     def fork(self, parent: Sequence, plan: PlanBuilder, kv: KVCacheManager, rows: DecodeRows) -> None:
-        """The prompt of a group will have been computed after this step: its other sequences come out of it."""
+        """Fork the other sequences of a group from its prompt, which will have been computed after this step."""
         group, chunk_size = parent.group, kv.chunk_size
         partial = parent.tokens.count % chunk_size > 0
         for index in range(1, group.request.width):
@@ -87,16 +87,17 @@ class Forks:
             rows.read_alike(parent, group.members[1:], parent.tokens.count // chunk_size)
 
     def copy_tails(self, plan: PlanBuilder) -> list[BlockId]:
-        """Plan the copies that the forks of the last plan need, in one go (PagedAttention §4.3: fused block copy).
+        """Plan the tail copies for the forks of the last plan, all at once (PagedAttention §4.3: fused block
+        copy).
 
         A child that ends with its first token never writes, so it needs no copy.
 
         Returns:
-            the sources, to be released when the plan is complete: no block of a plan is both source and reused.
+            the source blocks, to be released when the plan is complete: no plan may reuse a block that it copies.
         """
         sources = []
         for child in self._children:
-            if child.tails and child.group.limit > child.prompt_len + 1:  # no tails: it has left meanwhile
+            if child.tails and child.group.limit > child.prompt_len + 1:  # no tails: it has left the batch
                 source = child.tails.pop()
                 count = child.prompt_len % plan.chunk_size
                 plan.copies.append((source, child.private[-1], 0, count))
@@ -106,7 +107,7 @@ class Forks:
 
 
 def restore_output(sequence: Sequence) -> int:
-    """Give a beam that leaves the rows its tokens, which only the search knew; returns how many are output."""
+    """Copy a beam's output from its search into its tokens when it leaves the rows; return its length."""
     search = sequence.group.search
     assert search is not None
     sequence.tokens.truncate(sequence.prompt_len)
@@ -115,14 +116,13 @@ def restore_output(sequence: Sequence) -> int:
 
 
 def move_beams(members: list[Sequence], parents: list[int], stored: int, kv: KVCacheManager, now: float) -> None:
-    """Give beams the tables that they have after a step, by the workers' own rules (`trunkline.kvstore.beams`).
+    """Update the block tables of beams after a step, by the same rules as the workers (`trunkline.kvstore.beams`).
 
     Args:
         members: in the order of the beams.
         parents: for each new beam, the old one that it continues.
-        stored: tokens of each beam whose KV is stored at the end of the step.
-
-    Blocks beyond `stored` have been appended for later steps and stay with their member.
+        stored: tokens of each beam whose KV is stored at the end of the step. Blocks behind these were appended
+            for later steps and stay with their member.
     """
     tails = assign_tails(parents)
     entries = blocks_for(stored, kv.chunk_size)

@@ -11,7 +11,11 @@ from trunkline.controller.allocation.modules import find_text, name_texts
 from trunkline.controller.cache.radix_tree import Node
 from trunkline.controller.messages import ModuleText
 from trunkline.controller.scheduling.module_jobs import ModuleJobs, Wish
+from trunkline.controller.scheduling.queue import RequestQueue
 from trunkline.controller.sequences.module_prompt import CachedText
+from trunkline.controller.sequences.sequence import Sequence as TokenSequence
+from trunkline.controller.sequences.sequence import SequenceGroup
+from trunkline.controller.tiers.fetching import Fetching
 from trunkline.kvstore.extents import blocks_for
 from trunkline.kvstore.int32_codec import pack_int32
 from trunkline.kvstore.module_names import RelocationRule
@@ -265,3 +269,40 @@ class ModuleCalls:
 
 def _unbegun(call: TextsCall, call_id: int) -> TextsCall:
     return replace(call, id=call_id, texts=[], tiers=[], chunks={}, computed_tokens=0)
+
+
+class ModuleEncoding:
+    """The scheduler's part for modules: encoding jobs, calls of routers, and what is held for both."""
+
+    def __init__(self, kv: KVCacheManager, queue: RequestQueue, fetching: Fetching) -> None:
+        self.jobs = ModuleJobs(kv.tree, queue, fetching)
+        self.calls = ModuleCalls(kv, self.jobs)
+        self._queue = queue
+        self.finishing: list[TokenSequence] = []
+        """Texts whose last part is computed by the last plan; they end with the next one."""
+
+    @property
+    def is_working(self) -> bool:
+        """Whether texts are being encoded or calls are open."""
+        return bool(len(self.jobs) or len(self.calls))
+
+    @property
+    def held(self) -> list[Node]:
+        """Chunks that are held, but not by running sequences."""
+        return [*self.jobs.held, *self.calls.held]
+
+    def hold_for_first(self, step: int) -> SequenceGroup | None:
+        """Hold texts of modules for the first request in the queue, and return that request."""
+        first = next((group for group in self._queue if not group.encodes), None)
+        if len(self.jobs) or self.jobs.held:
+            self.jobs.hold_for(first, step)
+        return first
+
+    def make_way(self, blocked: SequenceGroup, now: float, *, going: bool) -> bool:
+        """Release something that is held for others, because a group lacks blocks; return whether there was
+        anything.
+
+        Args:
+            going: whether running sequences make progress; if not, even pinned chunks are released.
+        """
+        return self.jobs.make_way(blocked, going=going) or (not going and self.calls.make_way(now))

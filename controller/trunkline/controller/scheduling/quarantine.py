@@ -1,14 +1,15 @@
-"""Requests that may be what kills the workers. Pure.
+"""Quarantine: find the request that kills the workers, and end it. Pure.
 
-A request that makes the workers die or hang would do so again and again, and with it everybody else would wait for
-ever. Nobody knows which one it was: all that ran are suspected, until a token of theirs has come.
+A request that makes the workers die or hang would do so again after each restart, and all others would wait for
+ever. It is not known which request it was, so all that were running are suspected, until they get a token.
 
     lost ──► 1: goes on like all ──lost again, no token between──► 2: tried alone ──lost──► 3: ends
               ▲                                                        │
               └──────────────── no suspect any more ◄─────a token──────┘
 
-Who was there twice is tried alone: it comes in when all others in the batch have had a token, and nobody comes in
-before it has had one. So the third loss hits who is to blame, and who merely ran beside it goes on.
+A request that was running at two losses is tried alone: it enters when all others in the batch have had a token,
+and no other request enters before it has had one. So the third loss ends the culprit, and its former neighbours go
+on.
 """
 
 from __future__ import annotations
@@ -21,36 +22,36 @@ import numpy as np
 from trunkline.controller.sequences.decode_rows import Int64Array
 
 LOSSES_ALONE: Final = 2
-"""With so many losses in a row it is tried alone, …"""
+"""After so many losses in a row a request is tried alone."""
 LOSSES_MAX: Final = 3
-"""… and with so many it ends."""
+"""After so many losses in a row a request ends."""
 DEADLY: Final = f"the workers were lost {LOSSES_MAX} times while they computed this, and no token came between"
-"""What is said of such an end."""
+"""What the client is told then."""
 
 
 class Quarantine:
-    """They outlive workers and schedulers. Requests are named by their ids."""
+    """Suspected requests, by id. Outlives workers and schedulers."""
 
     def __init__(self) -> None:
         self._losses: dict[int, int] = {}
-        """In a row, without a token between; none: not in here."""
+        """Losses in a row without a token between, by request."""
         self._alone: int | None = None
-        """Who is being tried."""
+        """The request that is being tried alone."""
         self._fresh: set[int] = set()
-        """Those in the batch that have had no token yet, noted while anybody is suspected."""
+        """Requests in the batch without a token yet; noted only while there are suspects."""
 
     def __len__(self) -> int:
-        """Requests that have had no token since a loss."""
+        """Number of requests that have had no token since a loss."""
         return len(self._losses)
 
     def lost(self, running: Iterable[int]) -> list[int]:
-        """The workers were lost.
+        """Note that the workers were lost.
 
         Args:
-            running: requests that they were computing.
+            running: the requests that they were computing.
 
         Returns:
-            those of them that are to end.
+            those of them that must end.
         """
         self._alone = None
         self._fresh.clear()
@@ -62,13 +63,13 @@ class Quarantine:
         return ending
 
     def must_wait(self, request: int) -> bool:
-        """Whether it may not come into the batch now; then nobody behind it should."""
+        """Return whether a request, and all behind it, must not enter the batch now."""
         if self._alone is not None:
             return self._alone != request
         return self._losses.get(request, 0) >= LOSSES_ALONE and bool(self._fresh - {request})
 
     def came(self, request: int) -> None:
-        """It is in the batch. May be said again."""
+        """Note that a request is in the batch; repeating this is harmless."""
         if not self._losses:
             return
         self._fresh.add(request)
@@ -76,18 +77,18 @@ class Quarantine:
             self._alone = request
 
     def left(self, request: int) -> None:
-        """It is not in the batch any more."""
+        """Note that a request has left the batch."""
         self._fresh.discard(request)
         if self._alone == request:
             self._alone = None
 
     def got_tokens(self, requests: Int64Array) -> None:
-        """Workers have computed these, and are still there."""
+        """Clear requests that got tokens: the workers survived them."""
         if self._losses or self._fresh:
             for request in np.unique(requests).tolist():
                 self.ended(request)
 
     def ended(self, request: int) -> None:
-        """Nothing is to be known of it any more."""
+        """Forget a request."""
         self._losses.pop(request, None)
         self.left(request)

@@ -1,4 +1,4 @@
-"""The groups that wait, in the order in which they may start, and how much there is to compute of them. Pure."""
+"""The queue of waiting groups, the order in which they may start, and how much they have to compute. Pure."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from trunkline.controller.sequences.sequence import Phase, SequenceGroup
 
 
 def tokens_to_compute(group: SequenceGroup) -> int:
-    """Tokens that a group which comes into the queue has to have computed, if nothing is found of them. What is
-    dropped and texts of modules do not count; what its samples share counts once."""
+    """Return how many tokens must be computed for a group if none of them is cached.
+
+    Dropped parts and texts of modules do not count; tokens that its samples share count once.
+    """
     if not group.members:
         return 0
     tokens = group.members[0].tokens.count
@@ -23,20 +25,22 @@ def tokens_to_compute(group: SequenceGroup) -> int:
 
 
 class RequestQueue:
-    """Sorted by `SequenceGroup.key`: priority, the preempted before the new, arrival. Keys are unique and do not
-    change while a group is in the queue."""
+    """Waiting groups by priority, preempted before new ones, then arrival (`SequenceGroup.key`).
+
+    Keys are unique and do not change while a group is in the queue.
+    """
 
     def __init__(self) -> None:
         self._groups: list[SequenceGroup] = []
         self._tokens: dict[SequenceGroup, int] = {}
         self.tokens = 0
-        """To be computed of all of them, as far as is known."""
+        """Tokens to be computed for all of them, as far as is known."""
 
     def __len__(self) -> int:
         return len(self._groups)
 
     def __iter__(self) -> Iterator[SequenceGroup]:
-        """Over the groups as they are now; the queue may change meanwhile."""
+        """Iterate over a copy: the queue may change meanwhile."""
         return iter(self._groups.copy())
 
     def add(self, group: SequenceGroup) -> None:
@@ -47,14 +51,14 @@ class RequestQueue:
         self.tokens += tokens
 
     def found(self, group: SequenceGroup, tokens: int) -> None:
-        """KV of so many of its tokens is in some tier. A group that is not here is fine."""
+        """Note that so many tokens of a group are cached; nothing happens if it is not in the queue."""
         known = self._tokens.get(group)
-        if known is not None and group.prompt_scored:  # else all of it is computed all the same
+        if known is not None and group.prompt_scored:  # a scored prompt is computed whole in any case
             self._tokens[group] = rest = max(1, known - tokens)
             self.tokens += rest - known
 
     def tokens_of(self, group: SequenceGroup) -> int:
-        """To be computed of one of them."""
+        """Return how many tokens must be computed for a group in the queue."""
         return self._tokens[group]
 
     def remove(self, group: SequenceGroup) -> None:
@@ -71,25 +75,24 @@ def _key(group: SequenceGroup) -> tuple[int, bool, int, int]:
 
 
 class AdmissionOrder:
-    """Groups between the queue and the batch."""
+    """Which waiting group may enter the batch next."""
 
     def __init__(self, queue: RequestQueue, quarantine: Quarantine) -> None:
         self.quarantine = quarantine
         self._queue = queue
         self._entering: dict[int, SequenceGroup] = {}
-        """Groups that come back after a preemption, some sequences of them already, while others still wait."""
+        """Resumed groups of which some sequences are in the batch and others still wait."""
         self._blocked: tuple[int, int, int] | None = None
-        """(request, blocks available, sequences that run) of the last admission that failed for lack of blocks."""
+        """(request, available blocks, running sequences) of the last admission that failed for lack of blocks."""
 
     def candidates(self, available: int, running: int, *, going: bool) -> list[SequenceGroup]:
-        """Who may start now, in order; nobody while the first of them still lacks blocks.
+        """Return the groups that may start now, in order; none while the first one still lacks blocks.
 
-        Sequences that have come back hold blocks and compute nothing before all of their group are in the batch.
-        So a group that has begun to come in goes before all others, and alone: two of them, or one and a prompt of
-        better priority, could each hold what the other waits for.
+        Resumed sequences hold blocks and compute nothing until their whole group is in the batch. So a group that
+        has begun to enter goes before all others, and alone: two such groups could wait for each other's blocks.
 
         Args:
-            going: whether anything may change by itself.
+            going: whether running sequences make progress.
         """
         waiting = list(self._queue)
         for entering in self._entering.values():
@@ -100,28 +103,28 @@ class AdmissionOrder:
         return waiting
 
     def blocked(self, group: SequenceGroup, available: int, running: int) -> None:
-        """It lacks blocks, and will as long as these numbers are the same."""
+        """Note that a group lacks blocks; it will as long as these numbers do not change."""
         self._blocked = (group.id, available, running)
 
     def unblock(self) -> None:
-        """Somebody has come in; should it be who was blocked: it needs other blocks now."""
+        """Try again with the next plan, because a sequence has entered the batch."""
         self._blocked = None
 
     def is_entering(self, group: SequenceGroup) -> bool:
-        """Whether some of its sequences are in, and others still wait."""
+        """Return whether some sequences of a group are in the batch while others still wait."""
         return group.id in self._entering
 
     def entering(self) -> dict[int, SequenceGroup]:
-        """All of these, by request."""
+        """Return all such groups by request."""
         return self._entering
 
     def left(self, group: SequenceGroup) -> None:
-        """It has left the batch whole."""
+        """Note that a whole group has left the batch."""
         self._entering.pop(group.id, None)
         self.quarantine.left(group.id)
 
     def note(self, group: SequenceGroup) -> None:
-        """A sequence of the group has come in or has ended: whether others of it wait may be different now."""
+        """Update a group of which a sequence has entered the batch or ended."""
         is_in = group.in_batch
         (self.quarantine.came if is_in else self.quarantine.left)(group.id)
         waits = any(member.phase is Phase.WAITING for member in group.members)

@@ -31,8 +31,8 @@ from trunkline.controller.cache.block_pool import BlockPool
 from trunkline.controller.cache.radix_cache import RadixCache
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.scheduling.cache_report import explain
-from trunkline.controller.scheduling.encoding import ModuleEncoding
 from trunkline.controller.scheduling.forks import Forks, move_beams, restore_output
+from trunkline.controller.scheduling.module_calls import ModuleEncoding
 from trunkline.controller.scheduling.quarantine import Quarantine
 from trunkline.controller.scheduling.queue import AdmissionOrder, RequestQueue
 from trunkline.controller.sequences.decode_rows import NO_ROWS, DecodeRows

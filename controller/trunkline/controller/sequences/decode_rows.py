@@ -1,9 +1,14 @@
-"""The decoding rows of a group as arrays, so that a step costs the same Python for 32 rows as for 256.
+"""The decoding rows of a group of workers as arrays, so that a step costs the same Python for 32 rows as for 256.
 
-A sequence gets a *slot* here with its last prefill step and keeps it until it ends or is preempted. A
-`RowSet` is the frozen list of slots that one step decodes; steps share it while nothing joins or leaves.
-Results come back one or two steps after planning; by then a slot may belong to somebody else, so a result
-counts only if the slot still has the stay it had when the step was planned.
+A sequence gets a *slot* here with its last prefill step and keeps it until it ends or is preempted. A `RowSet` is
+the frozen list of slots that one step decodes; steps share it while no sequence joins or leaves. Results come back
+one or two steps after planning. By then a slot may belong to another sequence, so a result counts only if the slot
+still has the `batch_seq_id` that it had when the step was planned.
+
+Rows are put in tree order, where each shared chunk belongs to a contiguous range [i, j) of rows (ChunkAttention
+§3.1): a kernel reads it once for all of them. Chunks with the same range form one *run*; planning by run instead
+of by chunk saves partial results. Runs follow from the block tables alone: two rows share a chunk exactly if their
+tables agree up to it. They are computed only when rows join, leave or change a shared block.
 """
 
 from __future__ import annotations
@@ -24,18 +29,18 @@ BoolArray = NDArray[np.bool_]
 BEAM: Final = -1
 """`RowSet.samples` of a beam."""
 STOP_IDS_INLINE: Final = 8
-"""Stop tokens per row that are compared as arrays; rows with more are looked up one by one."""
+"""Stop tokens per row that are compared as arrays; rows with more are checked one by one."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowSet:
-    """Slots that a step decodes, in tree order, with what was true of them then. All arrays are `[rows]`."""
+    """Slots that a step decodes, in tree order, and their state when it was planned. All arrays are `[rows]`."""
 
     slots: NDArray[np.intp]
     batch_seq_ids: Int64Array
     requests: Int64Array
     samples: Int64Array
-    """Which of its request's samples a row is; `BEAM` for a beam, whose tokens are not yet any's output."""
+    """Index of the sample within its request; `BEAM` for a beam, whose tokens are not output yet."""
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -46,10 +51,10 @@ NO_ROWS: Final = RowSet(np.empty(0, np.intp), _NONE, _NONE, _NONE)
 
 
 class DecodeRows:
-    """Slots of `capacity` sequences. Lengths count tokens.
+    """Slots for `capacity` sequences. Lengths count tokens.
 
-    For a slot: `known` tokens have arrived here, KV of `planned` tokens exists or is planned; the next
-    step computes position `planned`. `known` lags behind by the steps in flight.
+    Of each slot, `known` tokens have arrived, and KV of `planned` tokens exists or is planned: the next step
+    computes position `planned`. `known` lags behind by the steps in flight.
     """
 
     def __init__(self, capacity: int, chunk_size: int, max_blocks: int) -> None:
@@ -68,7 +73,7 @@ class DecodeRows:
         self._stop_ids: Int32Array = np.full((capacity, STOP_IDS_INLINE), -1, np.int32)
         self._many_stops: dict[int, frozenset[int]] = {}
         self._recent: Int32Array = np.zeros((capacity, 2 * chunk_size), np.int32)
-        """Ring of the latest tokens by position; flushed to the sequence when a chunk fills."""
+        """Ring buffer of the latest tokens by position; moved to the sequence when a chunk fills."""
         self._free = list(range(capacity - 1, -1, -1))
 
     @property
@@ -76,8 +81,9 @@ class DecodeRows:
         return len(self._free)
 
     def add(self, sequence: Sequence) -> int:
-        """Give a sequence whose last prefill chunk is being planned a slot; or one that has come back with all but
-        its last token computed (`Sequence.prefill_stop`)."""
+        """Give a slot to a sequence whose prompt this plan completes, or which has resumed with all but its last
+        token
+        computed (`Sequence.prefill_stop`)."""
         slot = self._free.pop()
         sequence.slot = slot
         self.sequences[slot] = sequence
@@ -91,7 +97,7 @@ class DecodeRows:
         self.tables[slot, : len(table)] = table
         self.block_counts[slot] = len(table)
         self.text_blocks[slot] = sequence.stem.base if sequence.group.modules is not None else 0
-        # A search decides itself what a stop token means.
+        # A beam search handles stop tokens itself.
         stop_ids = sequence.group.request.stop_ids if sequence.beam_position is None else ()
         if len(stop_ids) <= STOP_IDS_INLINE:
             self._stop_ids[slot, : len(stop_ids)] = stop_ids
@@ -100,13 +106,14 @@ class DecodeRows:
         return slot
 
     def read_alike(self, leader: Sequence, others: list[Sequence], blocks: int) -> None:
-        """Plan the first `blocks` table entries of some beams as one run, whichever of them are the same: only the
-        workers know that in time. From here on these entries are a hint, not the beams' tables."""
+        """Plan the first `blocks` table entries of some beams as one run. Only the workers know in time which of
+        them
+        are equal, so from here on these entries are a hint, not the beams' tables."""
         for sequence in others:
             self.tables[sequence.slot, :blocks] = self.tables[leader.slot, :blocks]
 
     def remove(self, sequence: Sequence) -> None:
-        """Take the slot back after the sequence's known tokens were flushed to it."""
+        """Move the known tokens of a sequence to it and free its slot."""
         slot = sequence.slot
         self.flush(slot)
         self.sequences[slot] = None
@@ -124,7 +131,7 @@ class DecodeRows:
         self.block_counts[slot] = max(int(self.block_counts[slot]), index + 1)
 
     def flush(self, slot: int) -> None:
-        """Move tokens that have arrived from the ring to the sequence."""
+        """Move tokens that have arrived from the ring buffer to the sequence."""
         sequence = self.sequences[slot]
         assert sequence is not None
         first, stop = sequence.tokens.count, int(self.known[slot])
@@ -133,11 +140,11 @@ class DecodeRows:
             sequence.tokens.extend(self._recent[slot, columns])
 
     def active_slots(self) -> NDArray[np.intp]:
-        """Slots that have at least one more token to compute, as of the steps planned so far."""
+        """Return the slots that have a token to compute after the steps planned so far."""
         return np.flatnonzero((self.batch_seq_ids > 0) & (self.planned + 1 < self.limit))
 
     def arrange(self, slots: NDArray[np.intp]) -> tuple[RowSet, Int32Array]:
-        """The row set of these slots in tree order, and its shared runs (`sharing.shared_runs`)."""
+        """Return the row set of these slots in tree order, and its runs (`shared_runs`, `text_runs`)."""
         if not len(slots):
             return NO_ROWS, np.empty((0, 4), np.int32)
         width = int(self.block_counts[slots].max())
@@ -149,14 +156,14 @@ class DecodeRows:
         return self.row_set(ordered), np.concatenate([runs, texts]) if len(texts) else runs
 
     def row_set(self, slots: NDArray[np.intp]) -> RowSet:
-        """The rows in these slots, in this order, as they are now."""
+        """Return a row set of these slots, in this order, with their present state."""
         return RowSet(slots, self.batch_seq_ids[slots], self.requests[slots], self.samples[slots])
 
     def accept(self, rows: RowSet, tokens: Int32Array) -> tuple[BoolArray, NDArray[np.intp], BoolArray]:
-        """Take in the tokens sampled for a row set.
+        """Store the tokens sampled for a row set.
 
         Returns:
-            valid `[rows]`: the row still has its stay, so that its token counts;
+            valid `[rows]`: whether the row is still the same sequence, so that its token counts;
             slots `[valid rows]`; stopped `[valid rows]`: the token is one of the row's stop tokens.
         """
         valid = self.batch_seq_ids[rows.slots] == rows.batch_seq_ids
@@ -173,7 +180,7 @@ class DecodeRows:
 
 
 def tree_order(tables: Int32Array) -> NDArray[np.intp]:
-    """Order of rows that puts equal prefixes of their block tables side by side.
+    """Return an order of rows that puts equal prefixes of their block tables side by side.
 
     Args:
         tables: `[rows, blocks]`, padded with -1.
@@ -192,11 +199,11 @@ def tree_order(tables: Int32Array) -> NDArray[np.intp]:
 
 
 def shared_runs(tables: Int32Array, block_counts: Int32Array) -> Int32Array:
-    """Runs shared by at least two rows that are in tree order.
+    """Return the runs of blocks that at least two rows share.
 
     Args:
         tables: `[rows, blocks]` in tree order.
-        block_counts: `[rows]`, entries of each table that count.
+        block_counts: `[rows]`, entries of each table that are in use.
 
     Returns:
         `[runs, 4]`: row_start, row_stop, table_start, table_stop; outer runs before the runs within them.
@@ -222,11 +229,11 @@ def shared_runs(tables: Int32Array, block_counts: Int32Array) -> Int32Array:
 
 
 def text_runs(text_blocks: Int32Array) -> Int32Array:
-    """Runs that cover the texts of modules: any rows may share any of these blocks, wherever in their tables, so
-    that the workers look for equal ones among all of them (`trunkline.kernels.plan.build_decode_plan`).
+    """Return the runs that cover texts of modules. Any rows may share these blocks, at any entries, so the workers
+    look for equal ones among all of them (`trunkline.kernels.plan.build_decode_plan`).
 
     Args:
-        text_blocks: `[rows]`, entries of texts at the beginning of each table.
+        text_blocks: `[rows]`, how many entries at the beginning of each table belong to texts.
 
     Returns:
         `[runs, 4]` as `shared_runs`; none if fewer than two rows have texts.

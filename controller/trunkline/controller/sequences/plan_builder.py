@@ -1,4 +1,4 @@
-"""A step plan while it is being made, and the record kept of it until its result arrives."""
+"""Build a step plan, and remember what is needed to understand its result."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from trunkline.worker.messages import Fork, Join, StepPlan
 
 @dataclass(slots=True)
 class PlanBuilder:
-    """What step `step` will tell the workers. See `StepPlan` for the meaning and order of the fields."""
+    """The plan of one step while it is being made. See `StepPlan` for the meaning and order of the fields."""
 
     step: int
     chunk_size: int
     now: float = 0.0
-    """When it is made, in seconds."""
+    """The time at which it is made, in seconds."""
     leaves: list[int] = field(default_factory=list)
     joins: list[Join] = field(default_factory=list)
     saves: list[tuple[int, int, int]] = field(default_factory=list)
@@ -35,20 +35,20 @@ class PlanBuilder:
     new_runs: Int32Array | None = None
     """Set if `rows` differs from the previous step's."""
     sampling: list[Sequence] = field(default_factory=list)
-    """Sequences whose last prefill chunk this is, in the order of `prefill`."""
+    """Sequences whose prompts this step completes, in the order of `prefill`."""
     forks: list[Fork] = field(default_factory=list)
     forked: list[Sequence] = field(default_factory=list)
-    """The children, in the order of `forks`."""
+    """The forked sequences, in the order of `forks`."""
     scored: dict[int, int] = field(default_factory=dict)
-    """Stay → request of the prompts whose tokens are scored in this step."""
+    """Prompts whose tokens this step scores: id in the batch → request."""
     traced: list[tuple[SequenceGroup, int, int]] = field(default_factory=list)
-    """(group, batch_seq_id, tokens) of traced prompts that this step computes parts of."""
+    """(group, id in the batch, tokens) of traced prompts that this step computes parts of."""
     copy_sources: list[Node] = field(default_factory=list)
-    """Held until the plan is complete, so that no block of this plan is both a copy's source and reused."""
+    """Chunks held until the plan is complete, so that it does not reuse blocks that it copies from."""
 
     @property
     def is_empty(self) -> bool:
-        """Whether the workers would do nothing."""
+        """Whether the workers would have nothing to do."""
         told = self.joins or self.saves or self.loads or self.copies or self.blocks
         return not (self.prefill or len(self.rows) or told)
 
@@ -74,7 +74,7 @@ class PlanBuilder:
         )
 
     def compute(self, sequence: Sequence, tokens: int, *, samples: bool, scored: bool) -> None:
-        """The next tokens of a prompt are computed."""
+        """Add the next tokens of a prompt to the step."""
         group, start = sequence.group, sequence.computed
         write_from, holes = max(start, sequence.resident), group.holes
         self.prefill.append((sequence.batch_seq_id, start - holes, tokens, write_from - holes, int(samples)))
@@ -96,25 +96,25 @@ class PlanBuilder:
 
 @dataclass(slots=True)
 class PendingChanges:
-    """What the workers have not been told yet."""
+    """Changes that the next plan will tell the workers."""
 
     rows_changed: bool = False
     left: list[int] = field(default_factory=list)
-    """Stays that are over."""
+    """Ids of sequences that have left the batch."""
     merged: list[tuple[int, int, int]] = field(default_factory=list)
-    """(batch_seq_id, index, block) of table entries that were replaced."""
+    """(id in the batch, index, block) of block-table entries that were replaced."""
 
 
 @dataclass(frozen=True, slots=True)
 class InflightStep:
-    """What the engine must remember to understand a step's result."""
+    """A step that the workers have not answered yet: what is needed to understand its result."""
 
     step: int
     rows: RowSet
-    """Decode rows, the sequences whose prefill ended, forks: the order of `StepResult.tokens`."""
+    """Decode rows, then completed prompts, then forks: the order of `StepResult.tokens`."""
     decode_rows: int
     prefill_tokens: int
     scored: dict[int, int]
-    """See `PlanBuilder`."""
+    """As in `PlanBuilder`."""
     traced_first: tuple[int, ...] = ()
-    """Traced requests whose first token it brings."""
+    """Traced requests whose first token the step brings."""

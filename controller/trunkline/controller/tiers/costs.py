@@ -3,8 +3,13 @@
     step time ≈ base + rows · row + prompt tokens · token          (µs, without saves and loads)
     move time ≈ blocks · move
 
-With it the scheduler chooses between swapping and recomputation (PagedAttention §4.5, §7.3) and how much prefill
-fits beside running streams (`trunkline.controller.tiers.costs`).
+The scheduler uses this to choose between swapping and recomputation (PagedAttention §4.5, §7.3), and to limit the
+prefill in a step (`prefill_budget`): prompt tokens that share a step with decoding rows make every stream wait.
+
+      |── base + rows ──|──── prompt tokens ────|
+      0                                         target
+
+The target is soft: prompts always progress by `least` tokens in every step, or a full batch would starve them.
 
 The three step costs are estimated by a Kalman filter over a random walk: a cost that recent steps say nothing
 about keeps its estimate and becomes less certain. Machines stall now and then, so a surprise beyond three standard

@@ -1,8 +1,8 @@
 """Preload: which chunks a sequence loads, and when it may begin to compute (CachedAttention §3.2.1). Pure.
 
-Preloads starts as soon as blocks are reserved, while other sequences compute: the reserved blocks are the paper's
-read buffer. The first prefill step then overlaps with the rest of the loading, layer by layer. It waits for
-nothing if
+Loading starts as soon as blocks are reserved, while other sequences compute: the reserved blocks are the paper's
+read buffer. The first prefill step then overlaps with the rest of the loading, layer by layer. It never waits
+if
 
       S_buf = max(0, B · (T_load · L_hist - T_pref · L_new))
 
