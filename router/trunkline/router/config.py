@@ -1,4 +1,4 @@
-"""What a router process is told at its start. Read from a JSON file, checked once, never changed."""
+"""The settings of a router process. Read from a JSON file at its start, checked once, never changed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LIMIT_MAX: Final = 10**12
 
 
 def problem_of_model_name(name: str) -> str:
-    """Why no model can be served under this name; "": it can. It goes into answers, logs and onto terminals."""
+    """Return why no model can be served under this name; "": it can. Names appear in answers, logs and terminals."""
     if not 1 <= len(name) <= MODEL_NAME_CHARACTERS_MAX:
         return f"{name[:40]!r} has {len(name)} characters; allowed are 1 to {MODEL_NAME_CHARACTERS_MAX}"
     bad = next((character for character in name if not character.isprintable()), "")
@@ -47,7 +47,7 @@ class TenantLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Of requests that ask for none; none is more urgent. Smaller goes first."""
 
     def problem(self) -> str:
-        """What is wrong with it; "": nothing."""
+        """Return what is wrong with the limits; "": nothing."""
         for name in ("requests", "requests_per_minute", "tokens_per_minute"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -235,7 +235,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ValueError(problem)
 
     def _limit_rules(self) -> tuple[tuple[bool, str], ...]:
-        """Of what one client may cost."""
+        """Return the rules about what one client may cost."""
         return (
             (self.max_body_bytes >= 1024, f"max_body_bytes: {self.max_body_bytes} is less than 1024"),
             (
@@ -256,7 +256,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         )
 
     def _access_rules(self) -> tuple[tuple[bool, str], ...]:
-        """Of who gets in."""
+        """Return the rules about who gets in."""
         return (
             (
                 not self.tenant_header or HEADER_NAME.fullmatch(self.tenant_header) is not None,
@@ -287,7 +287,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def model_name(self) -> str:
-        """The name responses carry."""
+        """The model's name in answers."""
         return self.served_model_name or Path(self.model_path).resolve().name
 
     @property

@@ -63,13 +63,13 @@ class Decoding(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """For metrics."""
+        """The method's name in metrics."""
         if self.beam is not None:
             return "beam_search"
         return "sampling" if self.samples == 1 else "parallel_sampling"
 
     def in_clients_words(self, error: ApiError) -> ApiError:
-        """The engine's error about the number of rows (to it, `n` or `beam_width`) with `rows_param` instead."""
+        """Return an engine's error with `rows_param` as the name of what the engine calls `n` or `beam_width`."""
         if error.param != ("n" if self.beam is None else "beam_width") or error.param == self.rows_param:
             return error
         message = re.sub(rf"\b{error.param}\b", self.rows_param, error.message)
@@ -77,7 +77,7 @@ class Decoding(msgspec.Struct, frozen=True):
 
 
 def decoding_of(request: GenerationRequest, rows_max: int) -> Decoding:
-    """The method a request asks for.
+    """Return the method a request asks for.
 
     Args:
         rows_max: sequences that the engine can decode at once; 0: not known yet.

@@ -61,7 +61,7 @@ class Prompt(msgspec.Struct, frozen=True):
 
     @property
     def span(self) -> int:
-        """How much of the context it takes."""
+        """How many tokens of the context the prompt takes."""
         return len(self.tokens) - self.cut.dropped_tokens if self.modules is None else self.modules.end
 
 
@@ -95,20 +95,20 @@ class Job(msgspec.Struct, frozen=True):
 
     @property
     def module_tokens(self) -> int:
-        """Prompt tokens that are modules'."""
+        """How many prompt tokens belong to modules."""
         return 0 if self.modules is None else self.modules.tokens
 
     @property
     def seen_tokens(self) -> int:
-        """Prompt tokens that the model sees."""
+        """How many prompt tokens the model sees."""
         return len(self.prompt) - self.cut.dropped_tokens + self.module_tokens
 
     def packed_prompt(self) -> bytes:
-        """The prompt as it travels."""
+        """Return the prompt as it is sent to a controller."""
         return pack_int32(self.prompt)
 
     def packed_drops(self) -> bytes:
-        """What is dropped of it, likewise."""
+        """Return the dropped ranges of the prompt as they are sent."""
         return pack_int32([end for span in self.cut.drops for end in span])
 
 
@@ -154,7 +154,7 @@ def check_ids(ids: Iterable[int], vocab_size: int, param: str) -> None:
 
 
 def bad_word_ids(words: Sequence[str], encode: Callable[[str], list[int]]) -> list[list[int]]:
-    """Token sequences that write `words`, at the beginning of a text and, after a space, within one."""
+    """Return the token sequences that write `words`, at the beginning of a text and, after a space, within one."""
     sequences = []
     for word in words:
         for text in (word.lstrip(), " " + word.lstrip()):
@@ -173,7 +173,7 @@ def make_job(
     bad_words: list[list[int]] | None = None,
     tools: ToolPlan | None = None,
 ) -> Job:
-    """Put a request together for the engine.
+    """Return the job of a checked request.
 
     Args:
         bad_words: the request's, as token ids.
@@ -222,7 +222,7 @@ def make_job(
 def another_job(
     job: Job, request: CompletionRequest, prompt: Prompt, limits: Limits, draw_seed: Callable[[], int]
 ) -> Job:
-    """A request's job again, for another of its prompts.
+    """Return a request's job for another of its prompts.
 
     Raises:
         ApiError: 400: the prompt cannot run.
@@ -250,7 +250,7 @@ def check_repeated(job: Job, prompts: int) -> None:
 
 
 def _fit(request: ChatRequest | CompletionRequest, prompt: Prompt, limits: Limits) -> int:
-    """Output tokens that a prompt gets, at least 1."""
+    """Return how many output tokens a prompt gets, at least 1."""
     check_prompt(prompt, limits, prompt.param or ("messages" if isinstance(request, ChatRequest) else "prompt"))
     max_tokens = _max_tokens(request, prompt.span, limits.max_context)
     if request.min_tokens and request.min_tokens > max_tokens:
@@ -280,7 +280,7 @@ def _one_grammar(request: GenerationRequest, of_tools: Grammar | None, eos_ids: 
 
 
 def wanted_tokens(request: GenerationRequest) -> tuple[str, int | None]:
-    """How long the answer may be, as the client said (None: it did not), and the parameter that says so."""
+    """Return how long the client wants the answer to be (None: any), and the parameter that says so."""
     if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
         return "max_completion_tokens", request.max_completion_tokens
     return "max_tokens", request.max_tokens
@@ -339,7 +339,7 @@ def _sampling(
 
 
 def _prompt_logprobs(request: GenerationRequest) -> int:
-    """Alternatives wanted at each position of the prompt; -1: nothing is to be said of it."""
+    """Return how many alternatives are wanted at each position of the prompt; -1: no log-probabilities of it."""
     count = -1 if request.prompt_logprobs is None else request.prompt_logprobs
     if isinstance(request, CompletionRequest) and request.echo:
         count = max(count, request.alternatives)

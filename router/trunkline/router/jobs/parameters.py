@@ -1,4 +1,4 @@
-"""Types of request parameters that `models.py` composes, with the checks that need no other parameter.
+"""Types of request parameters, for `request_models.py`, with the checks that need no other parameter.
 
 Types are strict (`"temperature": "0.5"` is an error). What they bound is bounded because somebody pays for it:
 the text held back, the work per token, the size of a message to the engine.
@@ -106,7 +106,7 @@ def _one_prompt(value: Any) -> str | list[int]:
 
 
 def _prompts(value: Any) -> list[str] | list[list[int]] | dict[str, Any]:
-    """Every prompt: one is a text or a list of token ids; several, all of one kind, stand in a list. One of
+    """Return every prompt: one is a text or a list of token ids; several of one kind stand in a list. A prompt of
     modules stays as it is; none at all is fine here.
     """
     if value is None:
@@ -131,7 +131,7 @@ def _prompts(value: Any) -> list[str] | list[list[int]] | dict[str, Any]:
 
 
 def _modules(value: Any) -> Any:
-    """A prompt of a schema's modules; all but its form is the compiler's business."""
+    """Check the form of a prompt of a schema's modules; the compiler checks the rest."""
     if not isinstance(value, dict):
         raise PydanticCustomError("prompt", "must be an object with a `schema` and, mostly, `modules`")
     if not isinstance(value.get("schema"), str) or not value["schema"]:
@@ -150,7 +150,7 @@ def _false_is_none(value: Any) -> Any:
 
 
 def _json_text(value: Any) -> Any:
-    """JSON that may also be given as a string with JSON in it."""
+    """Return a JSON value that may also be given as a string."""
     if not isinstance(value, str):
         return value
     try:
@@ -443,7 +443,7 @@ class TruncationChoice(BaseModel):
         return self
 
     def policy(self) -> RetentionPolicy | None:
-        """How to cut; None: not at all."""
+        """Return how to cut; None: not at all."""
         if self.type == "disabled":
             return None
         return RetentionPolicy(self.retention_ratio, self.keep.instructions, self.keep.sink_tokens)

@@ -47,7 +47,7 @@ from trunkline.router.jobs.parameters import (
 
 
 def _content(value: Any) -> str:
-    """A message's text: a string, or text parts joined by line ends."""
+    """Return a message's text: a string, or text parts joined by line ends."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -89,7 +89,7 @@ _SLICE_IDS: Final = 1 << 16
 
 
 def _token_ids(value: Any) -> list[int]:
-    """A long list of token ids; checked here because pydantic's own check would hold Python's lock to its end."""
+    """Check a long list of token ids, here because pydantic's own check would hold Python's lock to its end."""
     if not isinstance(value, list):
         raise PydanticCustomError("tokens", "must be a list of token ids")
     if len(value) > DETOKENIZE_IDS_MAX:
@@ -258,7 +258,7 @@ class Message(BaseModel):
         return value
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates expect it. "developer" is OpenAI's newer word for "system", which few know."""
+        """Return the message as chat templates expect it: few know "developer", OpenAI's newer word for "system"."""
         fields: dict[str, Any] = {
             "role": "system" if self.role == "developer" else self.role,
             "content": self.content,

@@ -23,7 +23,7 @@ _TENANT_BYTES: Final = 8
 
 
 def grammar_of(request: GenerationRequest) -> Grammar | None:
-    """The grammar that a request's answer has to follow, or None for free text.
+    """Return the grammar that a request's answer has to follow, or None for free text.
 
     Raises:
         ApiError: 400: two are asked for, or one is incomplete or too large.
@@ -44,12 +44,12 @@ def grammar_of(request: GenerationRequest) -> Grammar | None:
 
 
 def spaced(grammar: Grammar, request: GenerationRequest) -> Grammar:
-    """The grammar with as much white space between the parts of JSON as the request allows."""
+    """Return the grammar with as much white space between the parts of JSON as the request allows."""
     return msgspec.structs.replace(grammar, spaced=request.whitespace == "any" and grammar.kind in _JSON_KINDS)
 
 
 def owned(grammar: Grammar | None, tenant: str) -> Grammar | None:
-    """The grammar with the tenant whose turn is used for it."""
+    """Return the grammar with the tenant whose turn at the compiler it uses."""
     if grammar is None:
         return None
     digest = hashlib.blake2b(tenant.encode(), digest_size=_TENANT_BYTES).digest()

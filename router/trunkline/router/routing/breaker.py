@@ -38,36 +38,36 @@ class Breaker:
 
     @property
     def is_closed(self) -> bool:
-        """Whether it takes everything."""
+        """Whether all requests are allowed."""
         return self.failures <= TOLERATED
 
     def allows(self, now: float) -> bool:
-        """Whether a request may be sent."""
+        """Return whether a request may be sent."""
         if self.is_closed:
             return True
         return self._probe == _NOBODY and (self._half_open or now >= self._open_until)
 
     def wait_seconds(self, now: float) -> float:
-        """How long until a request may be sent, at least; infinity: that depends on the one that tries now."""
+        """Return how long until a request may be sent; infinity: that depends on the request that tries now."""
         if self.allows(now):
             return 0.0
         return float("inf") if self._probe != _NOBODY else self._open_until - now
 
     def sent(self, ticket: int) -> None:
-        """A request was sent, allowed or not; in a half-open breaker the first one tries."""
+        """Note that a request was sent, allowed or not; in a half-open breaker the first one is the trial."""
         if not self.is_closed and self._probe == _NOBODY:
             self._half_open = True
             self._probe = ticket
 
     def succeeded(self, sent_at: float) -> None:
-        """A request that was sent then has been admitted."""
+        """Note that a request, sent at `sent_at`, has been admitted."""
         if sent_at > self._failed_at:
             self.failures = 0
             self._half_open = False
             self._probe = _NOBODY
 
     def failed(self, sent_at: float, now: float) -> None:
-        """A request that was sent then has failed through no fault of its own."""
+        """Note that a request, sent at `sent_at`, has failed through no fault of its own."""
         if self.failures and sent_at <= self._failed_at:
             return
         self.failures += 1
@@ -79,10 +79,10 @@ class Breaker:
             self._open_until = now + min(PAUSE_SECONDS_MAX, PAUSE_SECONDS * 2.0**doublings)
 
     def ended(self, ticket: int) -> None:
-        """A request ended, whichever way: another one may try."""
+        """Note that a request ended in any way: another one may be the trial."""
         if ticket == self._probe:
             self._probe = _NOBODY
 
     def back(self) -> None:
-        """The controller says that it is ready again: it may be tried without delay."""
+        """Allow a trial without delay: the controller reports that it is ready again."""
         self._half_open = not self.is_closed

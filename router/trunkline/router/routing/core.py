@@ -91,7 +91,7 @@ class RoutingCore:
     # What is known of controllers
 
     def set_identity(self, controller: int, identity: Identity) -> None:
-        """What the names of its chunks begin with; until it is known, nothing is found there."""
+        """Set what the names of a controller's chunks begin with; until then nothing is found there."""
         if self._identities[controller] == identity:
             return
         self._identities[controller] = identity
@@ -116,7 +116,7 @@ class RoutingCore:
     def report(
         self, controller: int, *, requests: int, queued_tokens: int, kv_used: float, running: int, now: float
     ) -> None:
-        """What a controller says of all routers' requests.
+        """Take a controller's report about the requests of all routers.
 
         Args:
             requests: that have not ended.
@@ -129,7 +129,7 @@ class RoutingCore:
         )
 
     def set_available(self, controller: int, available: bool, now: float) -> None:
-        """Whether it can take requests. May be said again and again; only a change does something: one that is
+        """Set whether a controller can take requests. Only a change has an effect: a controller that is
         back after failures is tried with one request first."""
         if not available:
             self.loads.lost(controller)
@@ -138,20 +138,20 @@ class RoutingCore:
         self._available[controller] = available
 
     def is_available(self, controller: int, now: float) -> bool:
-        """Whether a request may be sent there."""
+        """Return whether a request may be sent to a controller."""
         return bool(self._available[controller]) and self._breakers[controller].allows(now)
 
     def inflight(self, controller: int) -> int:
-        """This router's requests there."""
+        """Return how many of this router's requests a controller has."""
         return int(self.loads.own_inflight[controller])
 
     # A request's life
 
     def route(self, request: RouteRequest, now: float) -> Decision:
-        """Where it should go.
+        """Return which controller should get a request.
 
         Raises:
-            NoControllerError: nowhere, at present.
+            NoControllerError: none, at present.
             ValueError: see `prompt_names`.
         """
         candidates = self._candidates(request, now)
@@ -202,7 +202,7 @@ class RoutingCore:
         )
 
     def sent(self, ticket: int, decision: Decision, request: RouteRequest, now: float) -> None:
-        """The request was sent as decided.
+        """Note that a request was sent as decided.
 
         Raises:
             ValueError: the ticket is in use.
@@ -216,7 +216,7 @@ class RoutingCore:
             self._sessions.sent(request.session, controller)
 
     def started(self, ticket: int, now: float) -> None:
-        """Its prompt is computed. Unknown tickets, and ones that have started, are fine."""
+        """Note that a request's prompt is computed. Unknown tickets, and ones that have started, are fine."""
         live = self.loads.started(ticket)
         if live is not None:
             self.index.settle(ticket, now)
@@ -225,7 +225,7 @@ class RoutingCore:
                 self._failing.discard(live.controller)
 
     def ended(self, ticket: int, now: float, *, failed: bool = False) -> None:
-        """It has ended in any way. Unknown tickets, and ones that have ended, are fine.
+        """Note that a request has ended in any way. Unknown tickets, and ones that have ended, are fine.
 
         Args:
             failed: the controller failed it (it was lost, its workers were, it did not answer); not: the request
@@ -270,7 +270,7 @@ class RoutingCore:
         return candidates
 
     def _look_up(self, request: RouteRequest, now: float) -> tuple[dict[Identity, _Found], IntArray, FloatArray]:
-        """What each identity's names are; cached tokens, `[controllers, 4]`; what these save, in tokens."""
+        """Return each identity's names; cached tokens, `[controllers, 4]`; and what these save, in tokens."""
         count = len(self._available)
         tiers = np.zeros((count, TIERS), np.int64)
         effective = np.zeros(count)
@@ -286,7 +286,7 @@ class RoutingCore:
 
 
 def _best_way(overlaps: Sequence[tuple[Chain, IntArray]]) -> IntArray:
-    """Cached tokens by tier, of each controller's best way."""
+    """Return cached tokens by tier, of each controller's best way."""
     ways: dict[int, IntArray] = {}
     for chain, chunks in overlaps:
         tokens = _tokens(chain, chunks)
@@ -298,7 +298,7 @@ def _best_way(overlaps: Sequence[tuple[Chain, IntArray]]) -> IntArray:
 
 
 def _tokens(chain: Chain, chunks: IntArray) -> IntArray:
-    """Tokens that are seen of the chunks that are there, by tier."""
+    """Return how many tokens are seen of the chunks that each controller has, by tier."""
     tokens = chunks * chain.tokens
     if chain.least <= 1 and chain.last_tokens == chain.tokens and not chain.unseen_tokens:
         return tokens
@@ -317,7 +317,7 @@ def _tokens(chain: Chain, chunks: IntArray) -> IntArray:
 
 
 def _missing(found: _Found, controller: int) -> list[bytes]:
-    """Of each chain, the chunks that the controller has yet to compute, as far as it has not told of them."""
+    """Return the chunks of each chain that the controller has yet to compute."""
     names: list[bytes] = []
     for chain, chunks in found.overlaps:
         if chain.way:
@@ -329,5 +329,5 @@ def _missing(found: _Found, controller: int) -> list[bytes]:
 
 
 def _prompt_tokens(request: RouteRequest) -> int:
-    """Of a prompt whose chunks nobody could name."""
+    """Return the tokens of a prompt whose chunks no controller could name."""
     return request.token_count if request.names is not None else len(request.tokens) // 4

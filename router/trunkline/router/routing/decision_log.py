@@ -1,4 +1,4 @@
-"""The last choices of a router, with what was known of every controller when they were made: for people. Pure.
+"""The last choices of controllers, with what was known of each at that time; the dashboard shows them. Pure.
 
 What is kept are references to arrays that each choice makes anew, so that remembering costs next to nothing; they
 are made readable only for those whom somebody looks at.
@@ -42,7 +42,7 @@ class DecisionLog:
         self._ring: deque[Logged] = deque(maxlen=size)
 
     def add(self, decision: Decision, request: RouteRequest, now: float) -> None:
-        """A request was sent as decided."""
+        """Note that a request was sent as decided."""
         self.count += 1
         self._ring.append(
             Logged(
@@ -58,10 +58,10 @@ class DecisionLog:
         )
 
     def after(self, number: int, limit: int) -> list[Logged]:
-        """Those with higher numbers, oldest first; if they are too many or not kept any more, the last ones."""
+        """Return choices with higher numbers, oldest first; if there are too many, the last ones."""
         wanted = min(max(0, self.count - number), limit, len(self._ring))
         return list(islice(self._ring, len(self._ring) - wanted, None))
 
     def newest(self) -> Iterator[Logged]:
-        """All that are kept, the last one first."""
+        """Yield all choices that are kept, the last one first."""
         return reversed(self._ring)

@@ -128,18 +128,18 @@ class ChunkIndex:
 
     @property
     def estimated_bytes(self) -> int:
-        """Memory that it takes, about; what is expected apart."""
+        """About how much memory the names take, without expectations."""
         return self._names.count * self._names.bytes_each
 
     @property
     def evicted(self) -> int:
-        """Names that had to make room since the start."""
+        """How many names were removed for lack of room since the start."""
         return self._names.evicted
 
     # What controllers tell
 
     def apply(self, controller: int, names: bytes, tiers: bytes) -> None:
-        """A controller's chunks have moved.
+        """Take a controller's event: the tiers in which chunks now are.
 
         Args:
             names: 16 bytes each.
@@ -172,7 +172,7 @@ class ChunkIndex:
         self._write(self._shadows[controller], names, tiers)
 
     def end_snapshot(self, controller: int) -> None:
-        """From now on the snapshot is what is known.
+        """Replace what is known of a controller by the snapshot.
 
         Raises:
             ValueError: none has begun.
@@ -192,7 +192,7 @@ class ChunkIndex:
         self._make_room()
 
     def forget(self, controller: int) -> None:
-        """A controller has gone, or begins anew: nothing is known of it, and nothing expected."""
+        """Forget all chunks and expectations of a controller that has gone, or begins anew."""
         self._drop_shadow(controller)
         old = int(self._columns[controller])
         self._columns[controller] = self._take_column()
@@ -203,7 +203,7 @@ class ChunkIndex:
     # What is expected
 
     def expect(self, ticket: int, controller: int, names: Sequence[bytes], now: float) -> None:
-        """A request was sent to a controller, which will compute these chunks unless it has them.
+        """Expect that a controller computes these chunks, because a request was sent to it, unless it has them.
 
         Chunks that are there are not noted: if they leave before the request starts, they are missed until it has
         computed them again.
@@ -235,13 +235,13 @@ class ChunkIndex:
         self._make_room()
 
     def settle(self, ticket: int, now: float) -> None:
-        """It has started: what it was expected to compute ends `EXPECT_SECONDS` later."""
+        """Let the expectation of a started request end in `EXPECT_SECONDS`: its controller publishes the chunks."""
         if ticket in self._tickets:
             self._settled.append((now + EXPECT_SECONDS, ticket))
         self._expire(now)
 
     def drop(self, ticket: int) -> None:
-        """It will compute nothing (it failed, or was aborted, before it started)."""
+        """Drop the expectation of a request that failed or was aborted before it started."""
         entry = self._tickets.pop(ticket, None)
         if entry is None:
             return
@@ -266,13 +266,13 @@ class ChunkIndex:
 
     @property
     def expecting(self) -> int:
-        """Tickets whose chunks are expected."""
+        """How many requests' chunks are expected."""
         return len(self._tickets)
 
     # Looking up
 
     def match(self, names: Sequence[bytes], now: float) -> Overlap:
-        """How much of a chain each controller has, without a gap from its beginning."""
+        """Return how much of a chain each controller has, without a gap from its beginning."""
         self._expire(now)
         self._wipe()
         shards = self._shards
@@ -367,7 +367,7 @@ class ChunkIndex:
             self._clean.sort(reverse=True)
 
     def _make_room(self) -> None:
-        """Second chance, shard by shard, oldest names first."""
+        """Remove names by second chance, shard by shard, the oldest first."""
         bound = self._names
         while bound.count > bound.names_max:
             shard = self._shards[bound.hand]
@@ -398,7 +398,7 @@ class _Bound:
         """The next shard from which names go."""
 
     def widen(self, row_bytes: int) -> None:
-        """Names take so many bytes from now on."""
+        """Set how many bytes a name takes from now on."""
         digits = -(-8 * row_bytes // 30)
         self.bytes_each = _NAME_OVERHEAD_BYTES + -(-(24 + 4 * digits) // 16) * 16
         self.names_max = self.bytes_max // self.bytes_each

@@ -1,4 +1,4 @@
-"""What each controller has to do. Pure.
+"""The load of each controller. Pure.
 
 A router knows its own requests exactly, and of all others what controllers report. A report counts this router's
 requests, too, so what others have is what was reported less its own at that moment; between reports its own move
@@ -59,7 +59,7 @@ class Loads:
         return self.own_queued + self.other_queued
 
     def find(self, ticket: int) -> Live | None:
-        """A live request."""
+        """Return a live request; None: it is not live."""
         return self._live.get(ticket)
 
     def tickets(self) -> dict[int, Live]:
@@ -67,19 +67,19 @@ class Loads:
         return self._live
 
     def report(self, controller: int, *, requests: int, queued_tokens: int, kv_used: float, running: int) -> None:
-        """What a controller says of all routers' requests."""
+        """Take a controller's report about the requests of all routers."""
         self.other_inflight[controller] = max(0.0, requests - self.own_inflight[controller])
         self.other_queued[controller] = max(0.0, queued_tokens - self.own_queued[controller])
         self.kv_used[controller] = kv_used
         self.running[controller] = running
 
     def lost(self, controller: int) -> None:
-        """What a controller said counts no more. What was sent there ends ticket by ticket."""
+        """Forget a controller's report. Requests that were sent there end ticket by ticket."""
         for reported in (self.other_inflight, self.other_queued, self.kv_used, self.running):
             reported[controller] = 0.0
 
     def sent(self, ticket: int, live: Live) -> None:
-        """A request was sent.
+        """Add a request that was sent.
 
         Raises:
             ValueError: its ticket is in use.
@@ -92,7 +92,7 @@ class Loads:
         self.own_blocks[live.controller] += live.blocks
 
     def started(self, ticket: int) -> Live | None:
-        """Its prompt is computed. None: it is not live, or was known to have started."""
+        """Note that a prompt is computed, and return its request; None: it is not live, or has started before."""
         live = self._live.get(ticket)
         if live is None or live.started:
             return None
@@ -101,7 +101,7 @@ class Loads:
         return live
 
     def ended(self, ticket: int) -> Live | None:
-        """It is no load any more. None: it was none."""
+        """Remove a request, and return it; None: it was not live."""
         live = self._live.pop(ticket, None)
         if live is None:
             return None

@@ -1,4 +1,4 @@
-"""Under which names the KV of a prompt is told by controllers (`trunkline.kvstore.names`). Pure.
+"""The names under which controllers publish the KV of a prompt (`trunkline.kvstore.names`). Pure.
 
 A plain prompt is one chain of whole chunks. Others are looked for in several places:
 
@@ -59,7 +59,7 @@ class Chain(msgspec.Struct, frozen=True):
 
     @property
     def whole(self) -> bool:
-        """Whether all of it must be there."""
+        """Whether the chain counts only if all of it is cached."""
         return self.least >= len(self.names)
 
 
@@ -73,12 +73,12 @@ class Names(NamedTuple):
 
 
 def names_of(request: RouteRequest, identity: Identity) -> list[Chain]:
-    """Where its KV may be; see `prompt_names`."""
+    """Return under which names a prompt's KV may be; see `prompt_names`."""
     return prompt_names(request, identity).chains
 
 
 def prompt_names(request: RouteRequest, identity: Identity) -> Names:
-    """Where the KV of a prompt may be, and how long it is.
+    """Return under which names the KV of a prompt may be, and how long the prompt is.
 
     Raises:
         ValueError: its tokens are no int32, or its drops or its layout make no sense.
@@ -100,7 +100,7 @@ def prompt_names(request: RouteRequest, identity: Identity) -> Names:
 
 
 def whole_chunks(root: bytes, tokens: bytes, chunk_size: int, marker: bytes = b"") -> list[bytes]:
-    """The names of the full chunks of a plain prompt. Most of the time of a decision goes by here.
+    """Return the names of the full chunks of a plain prompt. Most of a decision's time is spent here.
 
     Args:
         marker: name of a root behind which these tokens see other ones; empty: they are all that is in sight.
@@ -140,7 +140,7 @@ def _cut_chains(request: RouteRequest, root: ChunkName, identity: Identity) -> l
 def _module_chains(
     layout: PromptLayout, own: bytes, root: ChunkName, identity: Identity
 ) -> tuple[list[Chain], int]:
-    """The chains, and how many tokens the prompt sees."""
+    """Return the chains, and how many tokens the prompt sees."""
     size = identity.chunk_size
     base = modules_root(root)
     moves = RelocationRule.of(identity.positions_shift, layout.relocate)
@@ -166,7 +166,7 @@ def _module_chains(
 
 
 def _text_chain(place: ChunkName, tokens: bytes, seen: Sequence[tuple[int, int]], size: int) -> Chain:
-    """Chunks of a text up to the last one that is seen."""
+    """Return the chain of a text's chunks up to the last one that is seen."""
     chunks = blocks_for(seen[-1][1], size)
     held = tokens[: chunks * size * _TOKEN_BYTES]
     names = chain(place, held, size)

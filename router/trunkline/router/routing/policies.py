@@ -10,7 +10,7 @@ which here look at the same exact index, so that a comparison shows the rule and
       lmetric       new prefill · (requests + 1)                                      lowest
       llm-d         3 · cached part + 2 · relative queue + 2 · free KV                highest
 
-Of equal values none is preferred: whoever is next in turn gets the request.
+Of equal values none is preferred: they take turns.
 """
 
 from __future__ import annotations
@@ -109,14 +109,14 @@ class Turns:
         self._turn = seed * 7919
 
     def pick(self, equals: IntArray) -> int:
-        """One of them, which are not empty."""
+        """Return the one of `equals` whose turn it is; there is at least one."""
         if len(equals) == 1:
             return int(equals[0])
         self._turn += 1
         return int(equals[self._turn % len(equals)])
 
     def lowest(self, values: NDArray[np.float64], candidates: IntArray) -> int:
-        """The candidate with the lowest value.
+        """Return the candidate with the lowest value.
 
         Args:
             values: by controller; not negative.
@@ -131,7 +131,7 @@ class Policy(Protocol):
     def __init__(self, settings: RoutingSettings, turns: Turns) -> None: ...
 
     def choose(self, view: View) -> tuple[int, str]:
-        """One of the candidates, and the reason (`Decision.reason`); "": the rule's name."""
+        """Return one of the candidates, and the reason (`Decision.reason`); "": the rule's name."""
 
 
 class _Rule:

@@ -1,4 +1,4 @@
-"""Choices on which processes agree without talking (rendezvous hashing)."""
+"""Rendezvous hashing: choices on which processes agree without talking."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Iterable
 
 
 def rendezvous(key: str, count: int) -> int:
-    """Which of `count` controllers keeps the records of `key`: the one with the highest hash of both, so that when
-    one is added only its share moves. By index, since addresses change from start to start."""
+    """Return which of `count` controllers keeps the records of `key`: the one with the highest hash of both, so
+    that when one is added only its share moves. By index, since addresses change from start to start."""
     return rendezvous_among(key, range(count))
 
 
 def rendezvous_among(key: str, controllers: Iterable[int]) -> int:
-    """Which of these controllers `key` belongs to: when one goes, only what belonged to it moves.
+    """Return which of these controllers `key` belongs to: when one goes, only what belonged to it moves.
 
     Raises:
         ValueError: there are none.

@@ -130,7 +130,7 @@ def _tier_family(part: str, kind: str, text: str) -> Family:
 
 
 def metric_of(family: Family) -> GaugeMetricFamily | CounterMetricFamily:
-    """A metric of a family, without samples."""
+    """Return a metric of a family, without samples."""
     kind = GaugeMetricFamily if family.kind == "gauge" else CounterMetricFamily
     return kind(family.name, family.text, labels=family.labels)
 
@@ -142,7 +142,7 @@ class ControllerCollector(FamilyCollector):
         self._links = links
 
     def families(self) -> Iterable[Family]:
-        """All that `collect` ever gives."""
+        """Return all families that `collect` may give."""
         yield _READY
         yield _KV_USED
         yield from (_family(name, "gauge", text) for _, name, text in _GAUGES)
@@ -152,7 +152,7 @@ class ControllerCollector(FamilyCollector):
         yield _MISSES
 
     def collect(self) -> Iterable[Metric]:
-        """What Prometheus gets."""
+        """Yield what Prometheus gets."""
         ready = metric_of(_READY)
         links = self._links()
         for link in links:
@@ -203,11 +203,11 @@ class LinkCollector(FamilyCollector):
         self._links = links
 
     def families(self) -> Iterable[Family]:
-        """All that `collect` ever gives."""
+        """Return all families that `collect` may give."""
         return (_INFLIGHT, _CONNECTIONS)
 
     def collect(self) -> Iterable[Metric]:
-        """What Prometheus gets."""
+        """Yield what Prometheus gets."""
         inflight, connections = metric_of(_INFLIGHT), metric_of(_CONNECTIONS)
         for link in self._links():
             inflight.add_metric([str(link.index)], float(link.inflight))

@@ -30,7 +30,7 @@ class Family(NamedTuple):
 
     @property
     def series(self) -> str:
-        """The name that queries use; a histogram's gets `_bucket`, `_sum` or `_count` behind it."""
+        """The family's name in queries; a histogram's gets `_bucket`, `_sum` or `_count` behind it."""
         return f"{self.name}_total" if self.kind == "counter" else self.name
 
 
@@ -38,7 +38,7 @@ class FamilyCollector(Collector):
     """A collector of our own."""
 
     def families(self) -> Iterable[Family]:
-        """All that `collect` ever gives."""
+        """Return all families that `collect` may give."""
         raise NotImplementedError
 
 
@@ -50,17 +50,17 @@ class FamilyRegistry:
         self._families: list[Family] = []
 
     def counter(self, name: str, text: str, labels: Sequence[str] = ()) -> Counter:
-        """A new counter; `name` without `_total`."""
+        """Return a new counter; `name` without `_total`."""
         self._families.append(Family(name, "counter", text, tuple(labels)))
         return Counter(name, text, labels, registry=self._registry)
 
     def gauge(self, name: str, text: str, value: Callable[[], float]) -> None:
-        """A new gauge, whose value is asked for at each scrape."""
+        """Add a gauge, whose value is asked for at each scrape."""
         self._families.append(Family(name, "gauge", text))
         Gauge(name, text, registry=self._registry).set_function(value)
 
     def histogram(self, name: str, text: str, buckets: Sequence[float], labels: Sequence[str] = ()) -> Histogram:
-        """A new histogram; `buckets` are upper ends, ascending."""
+        """Return a new histogram; `buckets` are upper ends, ascending."""
         self._families.append(Family(name, "histogram", text, tuple(labels)))
         return Histogram(name, text, labels, buckets=buckets, registry=self._registry)
 
@@ -75,11 +75,11 @@ class FamilyRegistry:
         self._families += families
 
     def families(self) -> list[Family]:
-        """All of them, in the order of registration."""
+        """Return all families, in the order of registration."""
         return list(self._families)
 
     def collect(self) -> Iterator[Metric]:
-        """What Prometheus would get."""
+        """Yield what Prometheus gets."""
         return iter(self._registry.collect())
 
 
@@ -98,7 +98,7 @@ class _Collected(Collector):
 
 
 def exposition(registry: FamilyRegistry, labels: Mapping[str, str]) -> Exposition:
-    """What is in a registry now; each sample gets `labels` in addition."""
+    """Return the present values of a registry; each sample gets `labels` in addition."""
     text = generate_latest(_Collected(_labelled(registry.collect(), labels))).decode()
     blocks: Exposition = []
     for block in text.split(f"\n{_HELP}"):
@@ -108,7 +108,7 @@ def exposition(registry: FamilyRegistry, labels: Mapping[str, str]) -> Expositio
 
 
 def joined(parts: Iterable[Exposition]) -> bytes:
-    """The expositions of several processes as one: each family once, with the samples of all."""
+    """Return the expositions of several processes as one: each family once, with the samples of all."""
     families: dict[str, list[str]] = {}
     for part in parts:
         for head, samples in part:

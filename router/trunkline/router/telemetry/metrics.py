@@ -1,4 +1,4 @@
-"""What Prometheus gets to see. One registry per service, so that tests can have several in a process.
+"""The router's metrics. One registry per service, so that tests can have several in a process.
 
 docs/metrics.md lists all of it (`docs/generate_metrics.py`).
 """
@@ -97,7 +97,7 @@ class RoutingMetrics:
         )
 
     def chose(self, decision: Decision) -> None:
-        """A request was sent."""
+        """Count a choice of a controller."""
         self.decisions.labels(str(decision.controller), decision.reason).inc()
         self.expected.labels("cached").inc(decision.cached_tokens)
         self.expected.labels("new").inc(decision.new_tokens)
@@ -134,11 +134,11 @@ class _Build(FamilyCollector):
         self._labels = (version, model, platform.python_version())
 
     def families(self) -> Iterable[Family]:
-        """All that `collect` ever gives."""
+        """Return all families that `collect` may give."""
         return (self._FAMILY,)
 
     def collect(self) -> Iterable[Metric]:
-        """What Prometheus gets."""
+        """Yield what Prometheus gets."""
         metric = GaugeMetricFamily(self._FAMILY.name, self._FAMILY.text, labels=self._FAMILY.labels)
         metric.add_metric(self._labels, 1.0)
         yield metric
@@ -156,11 +156,11 @@ class _Spans(FamilyCollector):
         self._tracer = tracer
 
     def families(self) -> Iterable[Family]:
-        """All that `collect` ever gives."""
+        """Return all families that `collect` may give."""
         return (self._EXPORTED, self._DROPPED)
 
     def collect(self) -> Iterable[Metric]:
-        """What Prometheus gets."""
+        """Yield what Prometheus gets."""
         tracer = self._tracer()
         yield CounterMetricFamily(self._EXPORTED.name, self._EXPORTED.text, tracer.exported)
         yield CounterMetricFamily(self._DROPPED.name, self._DROPPED.text, tracer.dropped)
@@ -238,10 +238,10 @@ class Metrics:
         registry.foreign(lambda inner: ProcessCollector(registry=inner), _PROCESS)
 
     def own(self, labels: dict[str, str]) -> Exposition:
-        """What this process alone can tell, with `labels` at each sample."""
+        """Return this process's own values, with `labels` at each sample."""
         return exposition(self.registry, labels)
 
     def scrape(self, own: Iterable[Exposition] | None = None) -> bytes:
-        """Everything in Prometheus' text form; `own` of all router processes, or of this one only."""
+        """Return all values in Prometheus' text form; `own` of all router processes, or of this one only."""
         parts = [self.own({})] if own is None else own
         return joined([exposition(self.shared, {}), *parts])

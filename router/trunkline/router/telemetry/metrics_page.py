@@ -1,4 +1,4 @@
-"""`/metrics`: of all router processes of a cluster, whichever is asked.
+"""`/metrics`: the values of all router processes of a cluster, whichever of them is asked.
 
     Prometheus ─► router 1 ─┬─ metrics-0 (socket in the run folder) ─► router 0: its own families, labelled
                             ├─ its own families, labelled
@@ -54,7 +54,7 @@ class MetricsPage:
 
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[None]:
-        """Answer the others meanwhile."""
+        """Answer the other router processes meanwhile."""
         if self._routers == 1:
             yield
             return
@@ -65,7 +65,7 @@ class MetricsPage:
             server.close()
 
     def _bound(self) -> socket.socket:
-        """A socket in the place of whatever is there: the process that this one replaces answers no more."""
+        """Return a socket in the place of an older one: the process that this one replaces answers no more."""
         path = f"{self._path}-{self._number}"
         own = f"{path}.{os.getpid()}"
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -93,7 +93,7 @@ class MetricsPage:
         return self._metrics.own({"router": str(self._number)} if self._routers > 1 else {})
 
     async def scrape(self) -> bytes:
-        """Everything in Prometheus' text form."""
+        """Return all values in Prometheus' text form."""
         others = [number for number in range(self._routers) if number != self._number]
         answers = dict(zip(others, await asyncio.gather(*map(self._ask, others)), strict=True))
         answers[self._number] = self._own()
@@ -107,7 +107,7 @@ class MetricsPage:
         return self._metrics.scrape([[(head, up)], *parts])
 
     async def _ask(self, number: int) -> Exposition | None:
-        """What another process can tell; None: it does not answer."""
+        """Return another process's values; None: it does not answer."""
         try:
             async with asyncio.timeout(ANSWER_SECONDS_MAX):
                 reader, writer = await asyncio.open_unix_connection(f"{self._path}-{number}")
@@ -120,7 +120,7 @@ class MetricsPage:
 
 
 async def _read_all(reader: asyncio.StreamReader) -> bytes:
-    """What comes until the end.
+    """Return what is sent until the connection ends.
 
     Raises:
         OSError: it is more than any router says.

@@ -43,7 +43,7 @@ class TenantLabels:
         self._series_max = series_max
 
     def of(self, tenant: str) -> str:
-        """The label of a tenant."""
+        """Return the label of a tenant."""
         if tenant.startswith(KEY_PREFIX):
             return UNNAMED
         if tenant not in self._known:
@@ -135,7 +135,7 @@ class TokenMetrics(FamilyCollector):
         self._noted: list[float] = []
 
     def between(self, seconds: float, tokens: int = 1) -> None:
-        """So much time lay between a token and the one before it; or, if several came together, before each."""
+        """Note the time between a token and the one before it; if several came together, the time for each."""
         self._noted.append(seconds)
         for _ in range(tokens - 1):
             self._noted.append(seconds)
@@ -151,11 +151,11 @@ class TokenMetrics(FamilyCollector):
         self._sum += float(values.sum())
 
     def families(self) -> Iterable[Family]:
-        """All that `collect` ever gives."""
+        """Return all families that `collect` may give."""
         return (_LATENCY, _TOKENS)
 
     def collect(self) -> Iterable[Metric]:
-        """What Prometheus gets."""
+        """Yield what Prometheus gets."""
         self._count()
         ends = [*(str(float(bound)) for bound in self._bounds), "+Inf"]
         totals = np.cumsum(self._counts).tolist()
