@@ -25,7 +25,7 @@ LIMIT_MAX: Final = 10**12
 
 
 def problem_of_model_name(name: str) -> str:
-    """Return why no model can be served under this name; "": it can. Names appear in answers, logs and terminals."""
+    """Return why no model can be served under this name; "": it can. Names go into answers and logs."""
     if not 1 <= len(name) <= MODEL_NAME_CHARACTERS_MAX:
         return f"{name[:40]!r} has {len(name)} characters; allowed are 1 to {MODEL_NAME_CHARACTERS_MAX}"
     bad = next((character for character in name if not character.isprintable()), "")

@@ -258,7 +258,7 @@ class Message(BaseModel):
         return value
 
     def for_template(self) -> dict[str, Any]:
-        """Return the message as chat templates expect it: few know "developer", OpenAI's newer word for "system"."""
+        """Return the message as chat templates expect it: "developer" is OpenAI's newer word for "system"."""
         fields: dict[str, Any] = {
             "role": "system" if self.role == "developer" else self.role,
             "content": self.content,

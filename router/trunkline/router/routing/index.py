@@ -235,7 +235,7 @@ class ChunkIndex:
         self._make_room()
 
     def settle(self, ticket: int, now: float) -> None:
-        """Let the expectation of a started request end in `EXPECT_SECONDS`: its controller publishes the chunks."""
+        """Let the expectation of a started request end in `EXPECT_SECONDS`: by then its chunks are published."""
         if ticket in self._tickets:
             self._settled.append((now + EXPECT_SECONDS, ticket))
         self._expire(now)
