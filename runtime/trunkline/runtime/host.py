@@ -1,4 +1,4 @@
-"""Which host a process runs on, and whether a process id there still is a worker's.
+"""Name the host of a process, and find whether a process id on it is a worker's.
 
 A leaf (it imports nothing of Trunkline), as `trunkline.runtime.process` is.
 """
@@ -15,8 +15,10 @@ _PID_NAMESPACE: Final = "/proc/self/ns/pid"
 
 
 def node_id() -> str:
-    """Names the running kernel and the namespace of process ids: among processes with the same one an id means the
-    same process. Empty where that cannot be found out."""
+    """Return a name for the running kernel and the namespace of process ids; "" if it cannot be found out.
+
+    Among processes with the same name, a process id means the same process.
+    """
     try:
         return f"{_BOOT_ID.read_text().strip()}:{os.stat(_PID_NAMESPACE).st_ino}"
     except OSError:
@@ -24,7 +26,7 @@ def node_id() -> str:
 
 
 def is_worker(pid: int) -> bool:
-    """Whether this is the id of a worker process, by its title or, before it has one, its command line."""
+    """Return whether this is the id of a worker, by its title or, before it has one, its command line."""
     with suppress(OSError):
         line = Path(f"/proc/{pid}/cmdline").read_bytes()
         return line.startswith(b"trunkline: worker ") or b"trunkline.worker" in line.split(b"\0")

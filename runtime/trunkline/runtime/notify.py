@@ -1,4 +1,4 @@
-"""How a process tells its supervisor where it stands: one datagram per change on a socket in the run folder.
+"""Report the status of a process to its supervisor: one datagram for each change, on a socket in the run folder.
 
 A leaf (it imports nothing of Trunkline), as `trunkline.runtime.process` is.
 """
@@ -10,20 +10,20 @@ import os
 import socket
 
 _TIMEOUT_S = 1.0
-"""A supervisor that is slow keeps few datagrams; one that hangs must not hang us."""
+"""A slow supervisor holds few datagrams, and one that hangs must not block its children."""
 
 
 def report_status(path: str, status: str, detail: str = "", *, epoch: int = 0) -> bool:
-    """Tell the supervisor; never raises.
+    """Report a status to the supervisor; never raise.
 
     Args:
-        path: of its socket, `status_path` of the configuration; "": nobody supervises this process.
+        path: The path of its socket, `status_path` of the configuration; "" if the process has no supervisor.
         status: "starting", "ready", "draining" or "failed".
-        detail: why, for people.
-        epoch: of a worker group.
+        detail: The reason, for people.
+        epoch: The epoch of a worker's group.
 
     Returns:
-        Whether it was told. Nobody needs to act on it: a supervisor that is gone takes its children along.
+        Whether the report was sent. Callers need not act on it: children end with their supervisor.
     """
     if not path:
         return False

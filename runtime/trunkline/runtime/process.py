@@ -1,4 +1,4 @@
-"""What every Trunkline process does first: a title that names its role, a parent to die with, a log.
+"""Set up a Trunkline process: its title, its log, and its end when its supervisor ends.
 
 A leaf (it imports nothing of Trunkline), so that each role's `__main__` may use it although `deploy`
 stands above the roles (docs/architecture.md).
@@ -21,7 +21,7 @@ _PR_SET_PDEATHSIG: Final = 1  # from <linux/prctl.h>
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Ask the kernel to SIGKILL this process when the thread that started it ends (Linux only).
+    """Have the kernel send SIGKILL to this process when the thread that started it ends (Linux only).
 
     Without it a `kill -9` of the supervisor would leave ranks behind that hold memory and ports. Other
     systems have no such call; there the supervisor's normal shutdown is what stops children.
@@ -36,7 +36,7 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def configure_logging(role: str, level: str = "info", log_format: str = "auto", **fields: Any) -> None:
-    """Structured lines on stderr; every line names the role, and `fields` of this process (`group`, `rank`).
+    """Log structured lines on stderr, each with the role and the `fields` of this process (`group`, `rank`).
 
     Args:
         log_format: "json", "text" (for people), or "auto": text on a terminal, JSON elsewhere.
@@ -50,7 +50,7 @@ def configure_logging(role: str, level: str = "info", log_format: str = "auto", 
     own = {"role": role, **fields}
 
     def of_process(_: object, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
-        # Not as context variables: those are the main thread's only.
+        # Not as context variables: those are known in the main thread only.
         return {"time": None, "level": None, "event": None, **own, **event}
 
     structlog.configure(
@@ -68,7 +68,7 @@ def configure_logging(role: str, level: str = "info", log_format: str = "auto", 
 
 
 def is_for_people() -> bool:
-    """Whether somebody reads stderr as it comes."""
+    """Return whether a person reads stderr as it comes."""
     return sys.stderr.isatty() or os.environ.get("TRUNKLINE_LOG") == "console"
 
 
@@ -81,15 +81,16 @@ def enter_role(
     title: str = "",
     **fields: Any,
 ) -> None:
-    """First call of a process's `main`: title `trunkline: <role>`, files for its user only, logging, and death
-    with the parent.
+    """Set up a process: title, files that only its user can read, logging, and its end with its parent.
+
+    Call this first in `main`.
 
     Args:
-        parent_pid: 0: nobody supervises this process (it was started by hand or by Kubernetes).
-        title: in place of the role in the list of processes.
-        fields: of this process, for its log lines.
+        parent_pid: The supervisor; 0 if the process was started by hand or by Kubernetes.
+        title: Text for the list of processes, in place of the role.
+        fields: Fields of this process for its log lines.
     """
-    os.umask(0o077)  # what a process writes, sockets too, is nobody else's
+    os.umask(0o077)  # only this user may read what a process writes, and connect to its sockets
     setproctitle.setproctitle(f"trunkline: {title or role}")
     configure_logging(role, log_level, log_format, **fields)
     if parent_pid:

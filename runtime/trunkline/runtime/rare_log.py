@@ -1,4 +1,5 @@
-"""Log lines that a peer can cause at will: at most one per kind and interval, which says how many there were.
+"""Limit warnings that a peer can cause: at most one of each kind in an interval, with the number of those left
+out.
 
 A leaf (it imports nothing of Trunkline), as `trunkline.runtime.process` is. Time is an argument, in seconds.
 """
@@ -11,11 +12,11 @@ import structlog
 
 INTERVAL_SECONDS: Final = 10.0
 _KINDS_MAX: Final = 64
-"""Kinds that are kept apart; there are as many as there are places in the program that use one."""
+"""Kinds of warnings that are counted apart, at most."""
 
 
 class RareLog:
-    """Warnings of which the first is written at once, and then one in `INTERVAL_SECONDS` for all that came."""
+    """Writes the first warning of a kind at once, and then one in each interval for all that came meanwhile."""
 
     def __init__(self, name: str, interval_seconds: float = INTERVAL_SECONDS) -> None:
         self.counts: dict[str, int] = {}
@@ -26,7 +27,7 @@ class RareLog:
         """When each kind was last written, and its count then."""
 
     def warning(self, event: str, now: float, **fields: Any) -> None:
-        """Warn; `event` is the kind, so it must not contain what a peer sent."""
+        """Warn; `event` is the kind of warning, so it must not contain text that a peer sent."""
         if event not in self.counts and len(self.counts) >= _KINDS_MAX:
             event = "other"
         count = self.counts[event] = self.counts.get(event, 0) + 1

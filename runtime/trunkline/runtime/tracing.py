@@ -1,4 +1,4 @@
-"""Spans: what a traced request did, and when, in each process that worked for it.
+"""Trace requests: spans say what each process did for a request, and when.
 
     HTTP `traceparent` ─► router ─ Submit.trace ─► controller ─ StepPlan.traces ─► workers
                             │                         │                              │
@@ -7,12 +7,10 @@
                                             ▼
                                      OTLP over HTTP (`tracing_export.py`, only if tracing is on)
 
-A request is traced or not from its first moment: as its `traceparent` says, or by lot. One that is not carries
-nothing and costs nothing. A span is made whole when what it tells of is over; its id is drawn before, so that
-others can be its children meanwhile. Times are of the monotonic clock, in seconds; they become wall-clock time by
-one look at both clocks at the start of the process.
-
-Spans as data are in `spans.py`.
+Whether a request is traced is decided when it arrives: by its `traceparent` header, or at random. A request that is
+not traced carries nothing and costs nothing. A span is emitted when it has ended; its id is drawn at its beginning,
+so that other spans can be its children meanwhile. Times are of the monotonic clock, in seconds; they become
+wall-clock time by one look at both clocks at the start of the process. Spans as data are in `spans.py`.
 """
 
 from __future__ import annotations
@@ -53,17 +51,17 @@ class Sink(Protocol):
         """Spans that were lost."""
 
     def put(self, span: Span) -> None:
-        """Take a span, or drop it. Never waits."""
+        """Take a span, or drop it; never wait."""
 
     def close(self, seconds_max: float) -> None:
-        """Send what there is, and end."""
+        """Send the spans that wait, for `seconds_max` at most."""
 
 
 class Tracer:
-    """A process' part in traces. Without a sink it does nothing, and nothing is traced."""
+    """Emits the spans of a process. Without a sink it does nothing, and no request is traced."""
 
     def __init__(self, sink: Sink | None = None, ratio: float = 1.0) -> None:
-        """`ratio`: of those requests whose caller has not decided, so many are traced."""
+        """`ratio` is the part of the requests that are traced, among those whose caller has not decided."""
         self._sink = sink
         self._ratio = ratio
 
@@ -83,7 +81,7 @@ class Tracer:
         return 0 if self._sink is None else self._sink.dropped
 
     def begin(self, traceparent: str) -> tuple[SpanContext, bytes] | None:
-        """A request has come: its span's context and its caller's span id; None: it is not traced."""
+        """Return the context of a new request's span and the id of its caller's span; None if it is not traced."""
         if self._sink is None:
             return None
         caller = parse_traceparent(traceparent) if traceparent else None
@@ -94,12 +92,12 @@ class Tracer:
         return (context, b"") if is_chosen(context.trace_id, self._ratio) else None
 
     def emit(self, span: Span) -> None:
-        """Send a span. Never waits."""
+        """Send a span; never wait."""
         if self._sink is not None:
             self._sink.put(span)
 
     def close(self, seconds_max: float = 1.0) -> None:
-        """Send what there is, for so long at most."""
+        """Send the spans that wait, for `seconds_max` at most."""
         if self._sink is not None:
             self._sink.close(seconds_max)
 
@@ -108,11 +106,11 @@ OFF: Final = Tracer()
 
 
 class TracingError(ValueError):
-    """Tracing was asked for and cannot be; the text says why."""
+    """Tracing was asked for and is not possible; the text says why."""
 
 
 def problem_of_endpoint(endpoint: str) -> str:
-    """What is wrong with an `--otlp-endpoint`; "": nothing."""
+    """Return what is wrong with an `--otlp-endpoint`; "" if it can be used."""
     if not endpoint:
         return ""
     try:
@@ -134,12 +132,12 @@ def _has_exporter() -> bool:
 
 
 def traces_url(endpoint: str) -> str:
-    """Where spans are sent: a collector's address with the usual path, unless it has one."""
+    """Return where spans are sent: a collector's address, with the usual path if it has none."""
     return endpoint if urlsplit(endpoint).path.strip("/") else endpoint.rstrip("/") + _TRACES_PATH
 
 
 def is_wanted(endpoint: str, environment: Mapping[str, str]) -> bool:
-    """Whether there is a collector, named by an option or by OpenTelemetry's variables."""
+    """Return whether an option or OpenTelemetry's variables name a collector."""
     if environment.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return False
     if endpoint:
@@ -149,10 +147,10 @@ def is_wanted(endpoint: str, environment: Mapping[str, str]) -> bool:
 
 
 def ratio_of(wanted: float | None, environment: Mapping[str, str]) -> float:
-    """The part of requests that is traced, by the option, else by OpenTelemetry's variables, else all.
+    """Return the part of requests that is traced: by the option, else by OpenTelemetry's variables, else all.
 
     Raises:
-        TracingError: the variables say something else.
+        TracingError: The variables cannot be understood.
     """
     if wanted is not None:
         return wanted
@@ -173,16 +171,16 @@ def ratio_of(wanted: float | None, environment: Mapping[str, str]) -> float:
 
 
 def start(endpoint: str, role: str, instance: str, ratio: float | None = None) -> Tracer:
-    """A process' tracer.
+    """Return the tracer of a process.
 
     Args:
-        endpoint: of `--otlp-endpoint`; "": as OpenTelemetry's environment variables say, by default nowhere.
+        endpoint: The value of `--otlp-endpoint`; "" to follow OpenTelemetry's environment variables.
         role: "router", "controller" or "worker".
-        instance: which of them it is.
-        ratio: of `--trace-sample`.
+        instance: The process's name among those of its role.
+        ratio: The value of `--trace-sample`.
 
     Raises:
-        TracingError: it is not possible.
+        TracingError: Tracing is not possible.
     """
     if not is_wanted(endpoint, os.environ):
         return OFF
@@ -198,5 +196,5 @@ def start(endpoint: str, role: str, instance: str, ratio: float | None = None) -
 
 
 def wall_offset_ns() -> int:
-    """To be added to the monotonic clock's nanoseconds to have those since 1970."""
+    """Return the nanoseconds from the monotonic clock's time to time since 1970."""
     return time.time_ns() - time.monotonic_ns()

@@ -1,7 +1,7 @@
-"""The way of spans to a collector: a bounded queue, and a thread that makes OpenTelemetry's spans and sends them.
+"""Send spans to a collector: a bounded queue, and a thread that makes OpenTelemetry's spans of them.
 
-Imported only where tracing is on. Whatever the collector does, the process that emits spans only ever appends to a
-queue; what does not fit, and what no collector takes, is dropped and counted.
+Imported only where tracing is on. Whatever the collector does, the process that emits spans only appends to a
+queue; spans that do not fit, or that no collector takes, are dropped and counted.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _log = structlog.get_logger("trunkline.tracing")
 
 
 class _GivenIds(IdGenerator):
-    """Spans get the ids that were drawn for them long before."""
+    """Gives spans the ids that were drawn for them before."""
 
     def __init__(self) -> None:
         self.next = SpanContext(b"", b"")
@@ -49,7 +49,7 @@ class _GivenIds(IdGenerator):
 
 
 class _Batch(SpanProcessor):
-    """Spans that have ended, to be sent together."""
+    """Collects spans that are sent together."""
 
     def __init__(self) -> None:
         self.spans: list[ReadableSpan] = []
@@ -59,14 +59,14 @@ class _Batch(SpanProcessor):
 
 
 class SpanExport:
-    """The queue and its thread."""
+    """The queue of spans, and the thread that sends them."""
 
     def __init__(self, url: str | None, role: str, instance: str, wall_offset_ns: int) -> None:
         """
         Args:
-            url: where spans are sent; None: as OpenTelemetry's environment variables say.
-            role: with `instance` what the spans' resource says of this process.
-            wall_offset_ns: from the monotonic clock to time since 1970.
+            url: Where spans are sent; None: as OpenTelemetry's environment variables say.
+            role: The process's role, which with `instance` names it in the collector.
+            wall_offset_ns: Nanoseconds from the monotonic clock to time since 1970.
         """
         self.exported = 0
         """Spans that a collector has taken."""
@@ -78,7 +78,7 @@ class SpanExport:
         self._offset_ns = wall_offset_ns
         self._ids = _GivenIds()
         self._batch = _Batch()
-        # Theirs would be plain lines among ours; what they say is in the counts, and in a line a minute.
+        # Its own lines would be plain text among ours; the counts, and a line a minute, say the same.
         logging.getLogger("opentelemetry").addHandler(logging.NullHandler())
         logging.getLogger("opentelemetry").propagate = False
         self._exporter = OTLPSpanExporter(endpoint=url)
@@ -97,7 +97,7 @@ class SpanExport:
         return self._refused + self._lost
 
     def put(self, span: Span) -> None:
-        """Take a span, or drop it if too many wait. Never waits; from any thread."""
+        """Take a span, or drop it if too many wait. Never wait; from any thread."""
         if len(self._queue) >= QUEUE_MAX or self._closing:
             self._refused += 1
             return
@@ -106,7 +106,7 @@ class SpanExport:
             self._wake.set()
 
     def close(self, seconds_max: float) -> None:
-        """Send what waits, for so long at most; the rest is dropped."""
+        """Send the spans that wait, for `seconds_max` at most, and drop the rest."""
         self._closing = True
         self._wake.set()
         self._thread.join(seconds_max)
@@ -174,7 +174,7 @@ def _outer(trace_id: bytes, span_id: bytes) -> trace.SpanContext:
 
 
 def _resource(role: str, instance: str) -> Resource:
-    """What the environment says of the service goes before what is known here."""
+    """Return the description of this process; the environment's values go first."""
     own: dict[str, str | int] = {
         "service.name": f"trunkline-{role}",
         "service.namespace": "trunkline",

@@ -1,9 +1,9 @@
-"""The server's side of wire keys: who may connect to a controller's sockets, and how much who may not can cost.
+"""The server's side of wire keys: which peers may connect to a controller's sockets, and limits for all others.
 
     socket.bind ──► libzmq: CURVE handshake ──► "inproc://zeromq.zap.01" ──► Gate: is the client's key in the file?
                     monitor: accepted, refused, closed ────────────────────► Gate: counts, rare log lines
 
-libzmq asks before a connection exists for the socket; one that it cannot ask lets nobody in
+libzmq asks before a connection exists for the socket; if it gets no answer, it refuses the peer
 (`ZAP_ENFORCE_DOMAIN`), so there is no moment without a guard. A thread answers: not the controller's loop, whose
 steps would wait for strangers. What an unknown peer can hold is a connection, for `HANDSHAKE_MS`; while there are
 too many the kernel drops requests for new ones (a filter on the listening socket, because `unbind` would close
@@ -47,51 +47,51 @@ _SO_ATTACH_FILTER: Final = 26  # from <asm/socket.h>
 _SO_DETACH_FILTER: Final = 27
 _BPF_RETURN: Final = 0x06  # from <linux/filter.h>
 MESSAGE_BYTES_MAX: Final = 128 << 20
-"""Of the longest that a router or worker has to say: a prompt of 16 million tokens is half of it."""
+"""Bytes of the longest message of a router or worker: a prompt of 16 million tokens is half of it."""
 SUBSCRIPTION_BYTES_MAX: Final = 4096
-"""Who only listens sends nothing longer."""
+"""Bytes of the longest message of a peer that only subscribes."""
 _LOOK_SECONDS: Final = 1.0
-"""The file of keys is looked at again at most so often."""
+"""Seconds between two looks at the file of keys, at least."""
 _CONNECTIONS_MIN: Final = 64
 _CONNECTIONS_MAX: Final = 1024
 _DESCRIPTORS_SHARE: Final = 8
-"""Each port may use this part of the descriptors that the process can have: there are four, and files."""
+"""Each port may use one part in so many of the process's file descriptors: there are four ports, and files."""
 
 log = structlog.get_logger("trunkline.wire")
 
 
 def connections_max() -> int:
-    """Connections of one port at most."""
+    """Return the number of connections that one port may have."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return min(max(soft // _DESCRIPTORS_SHARE, _CONNECTIONS_MIN), _CONNECTIONS_MAX)
 
 
 @dataclass(slots=True)
 class Port:
-    """A socket that listens on the network. The gate's thread writes, others read."""
+    """A socket that listens on the network, and counts of its connections. Only the gate's thread changes them."""
 
     socket: zmq.Socket[bytes]
     endpoint: str
     listener: int = -1
-    """Descriptor of the listening socket; -1: not known yet."""
+    """File descriptor of the listening socket; -1: not known yet."""
     is_open: bool = True
-    """Whether new connections are let through to it."""
+    """Whether new connections are let through."""
     accepted: int = 0
     closed: int = 0
     refused: int = 0
     """Connections that were closed because of their handshake."""
     strangers: dict[int, str] = field(default_factory=dict)
-    """Addresses of connections that have certainly not ended their handshake, by descriptor."""
+    """Addresses of connections that have certainly not finished their handshake, by descriptor."""
     failure: MonitorEvent | None = None
-    """A failed handshake whose connection's end is the next event."""
+    """A failed handshake; the end of its connection is the next event."""
 
     @property
     def connections(self) -> int:
-        """At present."""
+        """The number of connections at present."""
         return self.accepted - self.closed
 
     def take(self, event: MonitorEvent) -> tuple[str, dict[str, Any]] | None:
-        """Count an event of the socket's monitor. Returns what is worth a line in the log, and its details."""
+        """Count an event of the socket's monitor; return a line for the log and its details, if there is one."""
         kind, value = event["event"], int(event["value"])
         if kind == zmq.EVENT_LISTENING:
             self.listener = value
@@ -99,7 +99,7 @@ class Port:
             self.accepted += 1
             self.strangers[value] = _address_of(value)
         elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            # libzmq does not say whose: from now on nobody who is there is certainly a stranger.
+            # libzmq does not say whose: from now on no connection is certainly a stranger's.
             self.strangers.clear()
         elif kind & HANDSHAKE_FAILED:
             self.failure = event
@@ -116,7 +116,7 @@ class Port:
 
 
 def _kind_of(failure: MonitorEvent | None) -> str:
-    """What a refused connection was, as far as one can tell."""
+    """Return why a connection was refused, as far as that is known."""
     if failure is None:
         return "refused a connection that does not speak this protocol"
     if failure["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
@@ -131,8 +131,11 @@ def _kind_of(failure: MonitorEvent | None) -> str:
 
 
 def _address_of(descriptor: int) -> str:
-    """Of a connection's other end; "" if it is gone already. The descriptor is libzmq's, and stays so: even a copy
-    of it must not be made, because it may be another file's by now, and closing that would drop its locks."""
+    """Return the address of a connection's other end; "" if it has gone already.
+
+    The descriptor belongs to libzmq. Not even a copy of it may be made: it may be another file's by now, and
+    closing a copy would drop that file's locks.
+    """
     try:
         borrowed = sockets.socket(fileno=descriptor)
     except OSError:
@@ -146,10 +149,10 @@ def _address_of(descriptor: int) -> str:
 
 
 def _let_through(listener: int, whether: bool) -> None:
-    """Have the kernel drop what arrives for a listening socket, or not any more; its connections notice nothing.
+    """Have the kernel drop new connections to a listening socket, or not any more; those that exist go on.
 
     Raises:
-        OSError: this kernel does not do that.
+        OSError: This kernel cannot do that.
     """
     nothing = ctypes.create_string_buffer(struct.pack("HBBI", _BPF_RETURN, 0, 0, 0))  # of a packet, keep 0 bytes
     borrowed = sockets.socket(fileno=listener)
@@ -164,18 +167,18 @@ def _let_through(listener: int, whether: bool) -> None:
 
 
 class Gate:
-    """Lets a context's sockets listen. All calls come from the thread that owns these."""
+    """Lets the sockets of a context listen. All calls must come from the thread that owns them."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], path: str = "") -> None:
         """
         Args:
-            path: of the file of keys; "": there are none, and ports on the network let everybody in.
+            path: The file of keys; "" if there are none, and ports on the network are open to all.
 
         Raises:
-            WireKeysError: the file is not right.
+            WireKeysError: The file cannot be used.
         """
         self.context = context
-        """From which all sockets that listen come."""
+        """The context of all sockets that listen."""
         self.ports: list[Port] = []
         self.log = RareLog("trunkline.wire")
         self._path = path
@@ -189,14 +192,14 @@ class Gate:
         self._connections_max = connections_max()
 
     def bind(self, socket: zmq.Socket[bytes], endpoint: str, role: Role, bytes_max: int) -> None:
-        """Have a socket listen. On the network it lets in only who has a key of `role`, once the gate is open.
+        """Have a socket listen. On the network it accepts only peers with a key of `role`, once the gate is open.
 
         Args:
-            bytes_max: of one message; who sends a longer one is disconnected. It also bounds what a stranger can
-                have the process keep.
+            bytes_max: Bytes of the longest message; a peer that sends a longer one is disconnected. It also bounds
+                the memory that a stranger can take.
 
         Raises:
-            zmq.ZMQError: it cannot listen there.
+            zmq.ZMQError: The socket cannot listen there.
         """
         if not is_network(endpoint):
             socket.bind(endpoint)
@@ -220,13 +223,13 @@ class Gate:
         self._monitors[monitor] = port
 
     def _guard(self) -> None:
-        """From now on libzmq has somebody to ask."""
+        """Open the socket on which libzmq asks about peers."""
         if self._zap is None:
             self._zap = self.context.socket(zmq.ROUTER)
             self._zap.bind(_ZAP)
 
     def open(self) -> None:
-        """All sockets are bound: from now on peers get in."""
+        """Let peers in. Call this when all sockets are bound."""
         if not self.ports:
             return
         address = f"inproc://gate-{id(self):x}"
@@ -239,7 +242,7 @@ class Gate:
             log.info("wire keys are on", keys=self._keys.names, ports=[port.endpoint for port in self.ports])
 
     def close(self) -> None:
-        """Before the sockets are closed: nobody gets in any more, and what is there stays."""
+        """Let no more peers in; connections stay. Call this before the sockets are closed."""
         for port in self.ports:
             port.socket.disable_monitor()
         if self._thread is not None and self._wake is not None:
@@ -265,7 +268,7 @@ class Gate:
         woken.close(linger=0)
 
     def _observe(self, monitor: zmq.Socket[bytes], now: float) -> bool:
-        """Take what a monitor has to say; False if that was its last."""
+        """Take the events of a monitor; return False if there will be no more."""
         port = self._monitors[monitor]
         while monitor.poll(0):
             event = parse_monitor_message(monitor.recv_multipart())
@@ -293,7 +296,7 @@ class Gate:
         port.is_open = not port.is_open
 
     def _answer(self, frames: list[bytes]) -> list[bytes] | None:
-        """To a question of libzmq (ZAP, RFC 27): may this key enter that domain?"""
+        """Return the answer to a question of libzmq (ZAP, RFC 27): may this key enter that domain?"""
         at = frames.index(b"") + 1 if b"" in frames else len(frames)
         if len(frames) < at + 6:
             return None
@@ -306,7 +309,7 @@ class Gate:
         return [*frames[:at], version, number, *verdict, b""]
 
     def _current(self) -> WireKeys:
-        """The keys in the file; if that is wrong, those from before."""
+        """Return the keys in the file; if it cannot be used, those read before."""
         assert self._keys is not None
         now = time.monotonic()
         if now - self._looked_at < _LOOK_SECONDS:
@@ -324,7 +327,7 @@ class Gate:
 
 
 def _stamp(path: str) -> tuple[int, ...]:
-    """Differs when the file does."""
+    """Return a value that changes when the file does."""
     if not path:
         return ()
     try:

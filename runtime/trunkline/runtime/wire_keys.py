@@ -1,10 +1,10 @@
-"""The keys with which a cluster's processes know each other on the network: the file that holds them.
+"""The file of keys by which a cluster's processes authenticate each other on the network.
 
     {"format": 1, "generations": [{"controller": {"public": …, "secret": …}, "router": …, "worker": …}, …]}
 
-Controllers are CURVE servers; routers and workers are clients. Each role has a key pair of its own, so that
-whoever holds a router's secret can neither pass for a worker, to which the tokens of all prompts go, nor for a
-controller (docs/decisions/0014-wire-keys.md). A file may have only those secrets that its host needs (`part`).
+Controllers are CURVE servers; routers and workers are clients. Each role has a key pair of its own, so that a
+router's secret does not allow to pass for a worker, which receives the tokens of all prompts, nor for a controller
+ (docs/decisions/0014-wire-keys.md). A file may have only those secrets that its host needs (`part`).
 
 Keys change by *generations*: servers use the newest, and let in clients of all that their file lists; clients try
 one after the other. So files may be exchanged and processes started again in any order while two are listed.
@@ -38,7 +38,7 @@ class WireKeysError(ValueError):
 
 
 class Role(StrEnum):
-    """Who a key pair belongs to."""
+    """The role that a key pair belongs to."""
 
     CONTROLLER = "controller"
     ROUTER = "router"
@@ -50,7 +50,7 @@ PARTS: Final[dict[str, tuple[Role, ...]]] = {
     "workers": (Role.WORKER,),
     "router": (Role.ROUTER,),
 }
-"""Whose secrets a host needs on which a part of a cluster runs."""
+"""The roles whose secrets a host needs, by the part of a cluster that runs on it."""
 
 
 class Pair(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -65,14 +65,14 @@ class Pair(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Keys that were made together."""
+    """The key pairs of all roles that were made together."""
 
     controller: Pair
     router: Pair
     worker: Pair
 
     def of(self, role: Role) -> Pair:
-        """The pair of a role."""
+        """Return the key pair of a role."""
         match role:
             case Role.CONTROLLER:
                 return self.controller
@@ -83,34 +83,36 @@ class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def name(self) -> str:
-        """By which people can tell whether two files have the same keys; not secret, and of no use as a key."""
+        """A digest by which people can tell whether two files have the same keys; it is not secret."""
         joined = "\n".join(self.of(role).public for role in Role)
         return hashlib.blake2b(joined.encode(), digest_size=4).hexdigest()
 
 
 class WireKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a file holds. Generations stand newest first."""
+    """The contents of a file of keys. The newest generation comes first."""
 
     generations: tuple[Generation, ...]
     format: int = FORMAT
 
     @property
     def names(self) -> str:
-        """Of its generations, for logs."""
+        """The names of its generations, for logs."""
         return ", ".join(generation.name for generation in self.generations)
 
     def lets_in(self, role: Role) -> frozenset[str]:
-        """Public keys of the clients that a controller's sockets for a role let in. Who has the controller's own
-        secret is its host: it may ask whether its group works."""
+        """Return the public keys of clients that may connect to a controller's sockets for a role.
+
+        The controller's own key is one of them: its host may ask whether the group works.
+        """
         return frozenset(
             generation.of(known).public for generation in self.generations for known in (role, Role.CONTROLLER)
         )
 
     def rotated(self) -> WireKeys:
-        """With a new generation before those that are there.
+        """Return these keys with a new generation before them.
 
         Raises:
-            WireKeysError: there are too many.
+            WireKeysError: There are too many generations.
         """
         if len(self.generations) >= GENERATIONS_MAX:
             raise WireKeysError(
@@ -120,11 +122,11 @@ class WireKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return replace(self, generations=(_generation(), *self.generations))
 
     def retired(self) -> WireKeys:
-        """With the newest generation only."""
+        """Return the newest generation only."""
         return replace(self, generations=self.generations[:1])
 
     def part(self, roles: Sequence[Role]) -> WireKeys:
-        """With the secrets of some roles only."""
+        """Return these keys with the secrets of some roles only."""
         return replace(self, generations=tuple(_without(generation, roles) for generation in self.generations))
 
 
@@ -145,7 +147,7 @@ def _generation() -> Generation:
 
 
 def generate() -> WireKeys:
-    """Keys of a new cluster."""
+    """Return keys for a new cluster."""
     return WireKeys((_generation(),))
 
 
@@ -153,10 +155,10 @@ def write(keys: WireKeys, path: str | Path, *, overwrite: bool = False) -> None:
     """Write a file that only its owner can read (mode 0600).
 
     Args:
-        overwrite: replace a file that is there, in one go: who reads it sees the old or the new one.
+        overwrite: Replace an existing file, so that readers see either the old or the new one.
 
     Raises:
-        WireKeysError: there is a file, or it cannot be written.
+        WireKeysError: The file exists, or cannot be written.
     """
     data = msgspec.json.format(msgspec.json.encode(keys), indent=2) + b"\n"
     target = Path(path)
@@ -179,10 +181,10 @@ def write(keys: WireKeys, path: str | Path, *, overwrite: bool = False) -> None:
 
 
 def load(path: str | Path) -> WireKeys:
-    """Read a file, if nobody else can.
+    """Return the keys in a file that only its owner can read.
 
     Raises:
-        WireKeysError: it cannot be read, others may read it, or it is no file of keys.
+        WireKeysError: It cannot be read, others may read it, or it is not a file of keys.
     """
     try:
         with open(path, "rb") as file:
@@ -208,8 +210,10 @@ def load(path: str | Path) -> WireKeys:
 
 
 def _readers(status: os.stat_result) -> str:
-    """Why the file is not safe; "" if it is. As in volumes of secrets, which belong to root and a group of the
-    process, a group may read what is not the process's own."""
+    """Return why the file is not safe; "" if it is.
+
+    A group may read a file of another user: volumes of secrets belong to root and to a group of the process.
+    """
     mode = stat.S_IMODE(status.st_mode)
     forbidden = 0o077 if status.st_uid == os.geteuid() else 0o037
     if not stat.S_ISREG(status.st_mode):
@@ -232,7 +236,7 @@ def _problem(keys: WireKeys) -> str:
 
 
 def _is_pair(pair: Pair) -> bool:
-    """Whether it could be one, and the public key belongs to the secret one if that is there."""
+    """Return whether the keys are well formed, and the public key belongs to the secret one, if that is known."""
     try:
         if len(pair.public) != 40 or len(z85.decode(pair.public.encode())) != _KEY_BYTES:
             return False
@@ -242,12 +246,12 @@ def _is_pair(pair: Pair) -> bool:
 
 
 def is_network(endpoint: str) -> bool:
-    """Whether what is sent there leaves the process's host, or could."""
+    """Return whether messages to this endpoint can leave the host."""
     return not endpoint.startswith(("ipc://", "inproc://"))
 
 
 def problem_of(endpoints: Sequence[str], path: str, role: Role, *, plain_tcp: bool) -> str:
-    """Why a process cannot use these endpoints with these keys; "" if it can. For `validate` of configurations."""
+    """Return why a process cannot use these endpoints with these keys; "" if it can."""
     open_ones = [endpoint for endpoint in endpoints if is_network(endpoint)]
     if path:
         try:
@@ -259,8 +263,8 @@ def problem_of(endpoints: Sequence[str], path: str, role: Role, *, plain_tcp: bo
         return ""
     if open_ones and not plain_tcp:
         return (
-            f"endpoint {open_ones[0]} is on the network, but there are no wire keys: everybody could listen. "
+            f"endpoint {open_ones[0]} is on the network, but there are no wire keys: others could listen. "
             "Make some with `trunkline key wire FILE`, give every host the file and name it with --wire-keys; "
-            "or say --plain-tcp where nobody else can reach it"
+            "or say --plain-tcp where no other machine can reach it"
         )
     return ""

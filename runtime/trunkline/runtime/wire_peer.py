@@ -1,7 +1,7 @@
-"""The client's side of wire keys: a socket that knows whom it talks to, and what its refusals mean.
+"""The client's side of wire keys: connect sockets with keys, and explain why a connection was refused.
 
-libzmq gives up for good on a connection whose handshake was refused. So whoever makes sockets here also reads
-their monitors, and after one of `HANDSHAKE_FAILED` advances to the next keys and connects anew, a little later.
+libzmq gives up for good on a connection whose handshake was refused. So the owner of a socket reads its monitor,
+and after one of `HANDSHAKE_FAILED` advances to the next keys and connects again, a little later.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from trunkline.runtime.wire_keys import Generation, Role, WireKeysError, is_netw
 HANDSHAKE_FAILED: Final = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
-"""Monitor events that `refusal_of` explains."""
+"""Events of a socket's monitor that `refusal_of` explains."""
 HANDSHAKE_MS: Final = 5000
-"""A handshake that takes longer has failed; also what a peer gets that connects and says nothing."""
+"""Milliseconds after which a handshake has failed, also that of a peer that connects and sends nothing."""
 _RETRY_MS: Final = 100
 _RETRY_MS_MAX: Final = 1000
 
 
 class MonitorEvent(TypedDict):
-    """As `zmq.utils.monitor` parses it."""
+    """An event of a socket's monitor, as `zmq.utils.monitor` parses it."""
 
     event: int
     value: int
@@ -32,7 +32,7 @@ class MonitorEvent(TypedDict):
 
 
 class WirePeer:
-    """One peer of a process, and which generation of keys is tried there. Without keys sockets are plain."""
+    """A peer of a process, and the generation of keys that is tried there. Without keys, sockets are plain."""
 
     def __init__(self, path: str = "", role: Role = Role.ROUTER) -> None:
         """
@@ -42,17 +42,17 @@ class WirePeer:
         """
         self.path = path
         self.attempts = 0
-        """Of generations; when it has grown, other sockets to the same peer should connect anew."""
+        """How many generations were tried; when it grows, other sockets to the same peer should connect again."""
         self._role = role
         self._generations: tuple[Generation, ...] = ()
         self.problem = ""
-        """Why the file could not be read when it was last; the keys from before are used."""
+        """Why the file could not be read the last time; then the keys read before are used."""
 
     def connect(self, socket: zmq.Socket[bytes], endpoint: str) -> None:
-        """Connect, with keys if the endpoint is on the network and there are any.
+        """Connect a socket, with keys if the endpoint is on the network and there are any.
 
         Raises:
-            WireKeysError: the file was never right.
+            WireKeysError: The file could never be read.
         """
         if is_network(endpoint):
             socket.set(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
@@ -69,10 +69,10 @@ class WirePeer:
         socket.connect(endpoint)
 
     def again(self, socket: zmq.Socket[bytes], endpoint: str) -> None:
-        """Connect anew: a connection that was refused is dead, and options are those of the next one.
+        """Connect a socket again: a refused connection is dead, and new options count for the next one only.
 
         Raises:
-            WireKeysError: the file was never right.
+            WireKeysError: The file could never be read.
         """
         try:
             socket.disconnect(endpoint)
@@ -94,19 +94,19 @@ class WirePeer:
         return self._generations[self.attempts % len(self._generations)]
 
     def explain(self, event: MonitorEvent) -> str:
-        """Why a handshake has failed, for people."""
+        """Return why a handshake failed, for people."""
         text = refusal_of(event, self.path)
         if self._generations:
             text += f" (keys tried: {self._generations[self.attempts % len(self._generations)].name})"
         return f"{text}; {self.problem}" if self.problem else text
 
     def advance(self) -> None:
-        """The next connection is to try the next generation of keys."""
+        """Use the next generation of keys for the next connection."""
         self.attempts += 1
 
 
 def refusal_of(event: MonitorEvent, path: str) -> str:
-    """What a failed handshake means for the client that sees it.
+    """Return what a failed handshake means for the client that sees it.
 
     Args:
         event: of the socket's monitor, one of `HANDSHAKE_FAILED`.

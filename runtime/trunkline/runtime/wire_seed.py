@@ -1,10 +1,10 @@
-"""Wire keys from a secret text, for places that can make and keep a text, but no key pairs: a Kubernetes Secret.
+"""Make wire keys from a secret text, where a text can be kept but key pairs cannot be made: a Kubernetes Secret.
 
     python -m trunkline.runtime.wire_seed --part group SEED_FILE KEY_FILE
 
 Every line of the seed is a generation of keys, newest first (`wire_keys.py`). The same line makes the same keys
-wherever it is read, so the parts of a cluster agree without a word between them; each writes down only the secrets
-of its own part. Who knows the seed knows all keys: give it to nobody but the step that runs this.
+wherever it is read, so the parts of a cluster agree without talking to each other; each writes only the secrets of
+its own part. The seed gives all keys: only the step that runs this may read it.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _SEED_BYTES_MAX: Final = 4096
 
 
 def keys_of(seed: str) -> WireKeys:
-    """The keys that a seed stands for.
+    """Return the keys that a seed stands for.
 
     Raises:
-        WireKeysError: it has too few characters in a line, or too few or too many lines.
+        WireKeysError: A line has too few characters, or there are too few or too many lines.
     """
     lines = [line for line in map(str.strip, seed.splitlines()) if line]
     if not 1 <= len(lines) <= GENERATIONS_MAX:
@@ -63,10 +63,10 @@ def _pair(line: str, role: Role) -> Pair:
 
 
 def read_seed(path: str | Path) -> str:
-    """A seed's text.
+    """Return the text of a seed.
 
     Raises:
-        WireKeysError: it cannot be read, or is no text.
+        WireKeysError: It cannot be read, or is not text.
     """
     try:
         with open(path, "rb") as file:
@@ -82,7 +82,7 @@ def read_seed(path: str | Path) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Write the file of keys; what was there is replaced."""
+    """Write the file of keys, in place of one that exists."""
     parser = argparse.ArgumentParser(prog="wire_seed", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--part", choices=sorted(PARTS), required=True, help="whose secrets are written down")
     parser.add_argument("seed_file", type=Path)
