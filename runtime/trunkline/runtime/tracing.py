@@ -7,10 +7,10 @@
                                             ▼
                                      OTLP over HTTP (`tracing_export.py`, only if tracing is on)
 
-Whether a request is traced is decided when it arrives: by its `traceparent` header, or at random. A request that is
-not traced carries nothing and costs nothing. A span is emitted when it has ended; its id is drawn at its beginning,
-so that other spans can be its children meanwhile. Times are of the monotonic clock, in seconds; they become
-wall-clock time by one look at both clocks at the start of the process. Spans as data are in `spans.py`.
+Whether a request is traced is decided when it arrives: by its `traceparent` header, or at random. A request that
+is not traced carries nothing and costs nothing. A span is emitted when it has ended; its id is drawn at its
+beginning, so that other spans can be its children meanwhile. Times are of the monotonic clock, in seconds; they
+become wall-clock time by one look at both clocks at the start of the process. Spans as data are in `spans.py`.
 """
 
 from __future__ import annotations

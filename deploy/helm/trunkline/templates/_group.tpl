@@ -109,7 +109,7 @@ spec:
         {{- end }}
         - {name: health, containerPort: {{ $net.healthPort }}}
       {{- if $leads }}
-      # Started: a token was generated. Whoever has not got there in time hangs, and is started again.
+      # Started: a token was generated. A pod that takes longer hangs, and is started again.
       startupProbe:
         httpGet: {path: /startupz, port: health}
         periodSeconds: 5

@@ -1,4 +1,4 @@
-{{/* Parts of pods that are the same everywhere: nobody is root, nothing but what is mounted can be written. */}}
+{{/* Parts that all pods share: no container runs as root, and only mounted folders can be written. */}}
 {{- define "trunkline.podSecurity" -}}
 automountServiceAccountToken: false
 enableServiceLinks: false

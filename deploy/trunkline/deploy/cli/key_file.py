@@ -41,7 +41,7 @@ class Row:
     expires: str
     """"": never."""
     created: str
-    """"": nobody knows."""
+    """"": not known."""
     gateway: bool
 
     def is_over(self, now: datetime) -> bool:
