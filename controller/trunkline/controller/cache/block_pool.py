@@ -1,8 +1,9 @@
-"""The device blocks of a group: which are free, and how many hold each (PagedAttention §4.2 and §4.4).
+"""The device blocks of a group of workers: which are free, and how many holders each has (PagedAttention §4.2,
+§4.4).
 
-Blocks are ids: the memory lies in the workers, the same id on every rank (ChunkAttention §3.1's pool
-allocator). A chunk of the tree holds its block once, whoever refers to the chunk. A block outside the tree
-is held by one sequence, or by several beams of one search. Invariant: a block's count equals its holders, and
+Blocks are ids; the memory is in the workers, under the same id on every rank (the pool allocator of ChunkAttention
+§3.1). A chunk of the radix tree holds its block once, however many sequences use the chunk. A block outside the
+tree is held by one sequence, or by several beams of one search. Invariant: a block's count equals its holders, and
 it is free exactly at zero (checked by `integrity`).
 """
 
@@ -19,7 +20,7 @@ class BlockPool:
         self._free = [BlockId(i) for i in range(num_blocks - 1, -1, -1)]
         self._holders = [0] * num_blocks
         self.taken: list[BlockId] = []
-        """Allocated since somebody emptied this list: by the plan being made."""
+        """Blocks allocated since this list was emptied: by the plan that is being made."""
 
     @property
     def free_count(self) -> int:
@@ -50,9 +51,9 @@ class BlockPool:
             self._free.append(block)
 
     def holders(self, block: BlockId) -> int:
-        """How many hold it; 0: it is free."""
+        """Return how many holders a block has; 0: it is free."""
         return self._holders[block]
 
     def free_blocks(self) -> frozenset[BlockId]:
-        """The free ids, for checks."""
+        """Return the free ids, for checks."""
         return frozenset(self._free)

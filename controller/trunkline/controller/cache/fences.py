@@ -1,15 +1,14 @@
-"""When the computation must wait for copies between device and host that go on beside it. Pure.
+"""Fences: when the computation must wait for copies between device and host that run beside it. Pure.
 
-Saves and loads run on threads of their own, in the order of the plans. A plan names the last plan whose saves,
-and the last whose loads, must be done before it may go on (`StepPlan.save_fence`, `load_fence`). Two hazards
-there are:
+Saves and loads run on their own threads, in the order of the plans. A plan names the last plan whose saves, and
+the last plan whose loads, must be done before it may run (`StepPlan.save_fence`, `load_fence`). There are two
+hazards:
 
 - a block that was given away is written again while an earlier save still reads it, or an earlier load still
   writes;
 - a block or slot is read before the save or load that fills it is done.
 
-Fences only ever grow, and a plan runs after the one before: what a fence has covered once is over for all later
-plans.
+Fences only grow, and plans run in order, so copies that a fence has covered are done for all later plans.
 """
 
 from __future__ import annotations
@@ -22,42 +21,42 @@ from trunkline.kvstore.extents import BlockId, SlotId
 
 
 class Fences:
-    """The last plan that moved each block and slot."""
+    """The last plan that copied each block and slot."""
 
     def __init__(self, num_blocks: int, host_slots: int) -> None:
         self._block_saved = np.zeros(num_blocks, np.int64)
         self._block_loaded = np.zeros(num_blocks, np.int64)
         self._slot_saved = np.zeros(host_slots, np.int64)
         self._saves_done = 0
-        """Saves of plans up to this one are over when the next plan runs, …"""
+        """Saves of plans up to this one are done when the next plan runs."""
         self._loads_done = 0
-        """… and loads."""
+        """Loads of plans up to this one are done when the next plan runs."""
         self._save_fence = 0
         self._load_fence = 0
 
     def saved(self, block: BlockId, slot: SlotId, step: int) -> None:
-        """The plan of `step` saves `block`, now or when it has computed it."""
+        """Note that the plan of `step` saves `block`, before or after computing it."""
         self._block_saved[block] = self._slot_saved[slot] = step
 
     def loaded(self, block: BlockId, slot: SlotId, step: int) -> None:
-        """The plan of `step` loads `slot` into `block`."""
+        """Note that the plan of `step` loads `slot` into `block`."""
         self._save_fence = max(self._save_fence, int(self._slot_saved[slot]))
         self._block_loaded[block] = step
 
     def ready_after(self, blocks: list[BlockId]) -> int:
-        """The plan whose loads must be done before these blocks are read; 0: they are there."""
+        """Return the plan whose loads must be done before these blocks are read; 0: none."""
         step = int(self._block_loaded[blocks].max()) if blocks else 0
         return step if step > self._loads_done else 0
 
     def reads(self, step: int) -> None:
-        """This plan computes with blocks that the plan of `step` loads (see `ready_after`)."""
+        """Note that this plan reads blocks that the plan of `step` loads (see `ready_after`)."""
         self._load_fence = max(self._load_fence, step)
 
     def close(self, step: int, taken: Iterable[BlockId], copied: list[BlockId]) -> tuple[int, int]:
-        """The plan of `step` is complete.
+        """Complete the plan of `step`.
 
         Args:
-            taken: blocks that were free before it and are written by it, or by its loads.
+            taken: blocks that were free before the plan and that it, or its loads, write.
             copied: sources and destinations of its copies.
 
         Returns:
@@ -67,7 +66,7 @@ class Fences:
         for block in taken:
             save_fence = max(save_fence, int(self._block_saved[block]))
             loaded = int(self._block_loaded[block])
-            if loaded < step:  # its own load comes after all earlier ones by itself
+            if loaded < step:  # its own load runs after all earlier ones anyway
                 load_fence = max(load_fence, loaded)
         self._save_fence = self._load_fence = 0
         save_fence = save_fence if save_fence > self._saves_done else 0

@@ -1,4 +1,4 @@
-"""What routers ask about the texts of a schema: encode them, keep them, say where they are. Pure."""
+"""Calls of routers about the texts of a schema: encode them, pin them, say where they are. Pure."""
 
 from __future__ import annotations
 
@@ -21,21 +21,23 @@ from trunkline.kvstore.int32_codec import pack_int32
 from trunkline.kvstore.module_names import RelocationRule
 
 JOBS_AT_ONCE: Final = 32
-"""Texts of all calls that are encoded at the same time (one of each call at least): enough to fill steps, few
-enough that requests which come meanwhile soon have their turn."""
+"""Texts of all calls that are encoded at the same time (at least one of each call): enough to fill steps, few
+enough
+that new requests soon have their turn."""
 TEXTS_PER_STEP: Final = 256
-"""Texts of all calls that are named, or looked for, at once, some 20 µs each: the 20,000 of a large schema would
-stop every stream for a second."""
+"""Texts of all calls that are named, or searched for, before one plan. Each takes some 20 µs: the 20,000 texts of
+a
+large schema would stop every stream for a second."""
 PINNED_DEVICE_SHARE: Final = 0.5
-"""Of the device blocks, those that pins may take where there is no tier below."""
+"""Share of the device blocks that pins may take where there is no tier below."""
 
 
 @dataclass(eq=False, slots=True)
 class TextsCall:
-    """One call to encode texts, or to look for them. Compared by identity: it is what its jobs wait under."""
+    """A call to encode texts, or to look for them. Compared by identity: its jobs are registered under it."""
 
     id: int
-    """Of nobody's call: negative. It gets no answer."""
+    """Negative for a call of the engine itself, which gets no answer."""
     sources: Sequence[ModuleText]
     salt: bytes
     moves: RelocationRule
@@ -43,11 +45,11 @@ class TextsCall:
     holder: str = ""
     ttl: float = 0.0
     texts: list[CachedText] = field(default_factory=list)
-    """Those that have been named; if it encodes, they are there, or are being encoded, or have been once."""
+    """Texts that have been named. If the call encodes, each was present, is being encoded, or has been encoded."""
     tiers: list[int] = field(default_factory=list)
-    """Of those that have been looked for after that, as in `CallDone`."""
+    """Tiers of the texts that were searched for after that, as in `CallDone`."""
     chunks: dict[Node, None] = field(default_factory=dict)
-    """Theirs, to be pinned: texts that begin alike share some."""
+    """Their chunks, to be pinned, each once: texts that begin alike share some."""
     computed_tokens: int = 0
 
 
@@ -64,19 +66,19 @@ class CallDone:
 
 
 class ModuleCalls:
-    """Calls that are not done, and what is pinned."""
+    """Open calls, and what is pinned."""
 
     def __init__(self, kv: KVCacheManager, jobs: ModuleJobs) -> None:
         self._residence = kv
         self._tree = kv.tree
         self._jobs = jobs
         self._left = 0
-        """Texts that may still be named or looked for before the next plan."""
+        """Texts that may still be named or searched for before the next plan."""
         self._calls: dict[int, TextsCall] = {}
         self._pinned: dict[str, list[Node]] = {}
-        """By holder: chunks, each as often as the holder pinned it."""
+        """Pinned chunks by holder."""
         self._pinned_by: dict[str, TextsCall] = {}
-        """By holder: what was asked for."""
+        """The call that pinned them, by holder."""
         self.done: list[CallDone] = []
 
     def __len__(self) -> int:
@@ -98,11 +100,11 @@ class ModuleCalls:
 
     @property
     def is_busy(self) -> bool:
-        """Whether there was more to name, or to look for, than could be done before the last plan."""
+        """Whether calls have more texts to name or to search for than fitted before the last plan."""
         return bool(self._calls) and not self._left
 
     def begin(self, call: TextsCall, step: int, now: float) -> None:
-        """`done` gets the answer: where the texts are, after everything has been encoded once if it is to be."""
+        """Begin a call; `done` gets its answer when all texts are encoded, if wanted, and searched for."""
         if call.id in self._calls:
             self.done.append(CallDone(call.id, "failed", "a call with this ticket has not been answered yet"))
             return
@@ -115,19 +117,21 @@ class ModuleCalls:
             self._look(call, step, now)
 
     def _pin_no_more(self, holder: str) -> None:
-        """What was to be pinned again for a holder is not: it was unpinned, or another call replaces it."""
+        """Do not pin texts again for a holder, because it was unpinned or another call replaces it."""
         for call in [call for call in self._calls.values() if call.id < 0 and call.holder == holder]:
             call.holder = ""
             if not call.texts:  # else its jobs end by themselves
                 del self._calls[call.id]
 
     def postpone(self, call: TextsCall) -> None:
-        """As `begin`, with the next step."""
+        """Begin a call with the next step."""
         self._calls[call.id] = call
 
     def begin_again(self) -> list[TextsCall]:
-        """What is to be asked of other workers if these, with all that is pinned, are gone: to pin that again, and
-        all calls that are not done. They know nothing of the old tree."""
+        """Return the calls to repeat after the workers were lost: pin everything again, and all open calls.
+
+        They keep nothing of the old tree.
+        """
         replaced = {call.holder for call in self._calls.values()}
         wanted = [call for holder, call in self._pinned_by.items() if holder not in replaced]
         wanted = [_unbegun(call, -number) for number, call in enumerate(wanted, start=1)]
@@ -136,7 +140,7 @@ class ModuleCalls:
         return wanted
 
     def cancel(self, call_id: int) -> TextsCall | None:
-        """Forget a call; its jobs are to be left (`ModuleJobs.left`). An unknown one is fine."""
+        """Forget a call, whose jobs the caller must leave (`ModuleJobs.left`). An unknown id does nothing."""
         call = self._calls.pop(call_id, None)
         if call is not None:
             self._answer(CallDone(call_id, "cancelled"))
@@ -147,14 +151,14 @@ class ModuleCalls:
             self.done.append(done)
 
     def ids(self) -> list[int]:
-        """Calls that are not done."""
+        """Return the ids of the open calls."""
         return list(self._calls)
 
     def advance(self, step: int, arrival: int, now: float) -> bool:
-        """Start what may be started now; whether that is anything.
+        """Go on with the open calls; return whether new jobs were started.
 
         Args:
-            arrival: of the next request: it and those after it go behind what is started now, others before it.
+            arrival: arrival number of the next request; requests from there on go behind the jobs started now.
         """
         started = self._jobs.started_texts
         self._left = TEXTS_PER_STEP
@@ -166,7 +170,7 @@ class ModuleCalls:
         return self._jobs.started_texts > started
 
     def _name(self, call: TextsCall, step: int, now: float, wish: Wish | None) -> None:
-        """Go on with a call's texts: name them and, with a wish, have those encoded that are not there."""
+        """Name a call's next texts and, with a wish, have missing ones encoded."""
         at_once = max(1, JOBS_AT_ONCE // len(self._calls))
         while self._left and len(call.texts) < len(call.sources) and self._jobs.waits_of(call) < at_once:
             self._left -= 1
@@ -183,7 +187,7 @@ class ModuleCalls:
                 self._jobs.encode(call.texts, index, wish)
 
     def _look(self, call: TextsCall, step: int, now: float) -> None:
-        """See where a call's texts are now; with the last one it is done."""
+        """Search for a call's texts; finish the call with the last one."""
         while self._left and len(call.tiers) < len(call.texts):
             self._left -= 1
             text = call.texts[len(call.tiers)]
@@ -191,7 +195,7 @@ class ModuleCalls:
             places = [self._tree.tiers.tier_of(node) for node in nodes]
             call.tiers.append(max((int(place) for place in places if place is not None), default=-1))
             if call.encodes:
-                self._tree.keep(nodes, now, self._ttl(call))  # others may have had it encoded for less time
+                self._tree.keep(nodes, now, self._ttl(call))  # another call may have set a shorter time
             if call.holder:
                 call.chunks.update(dict.fromkeys(nodes))
         if len(call.tiers) == len(call.sources):
@@ -225,7 +229,7 @@ class ModuleCalls:
         return self._tree.tiers.config.pins_max - self._tree.tiers.pinned_count
 
     def _new(self, nodes: list[Node]) -> int:
-        """Chunks of these that nobody has pinned on the device."""
+        """Return how many of these chunks are not pinned on the device yet."""
         held = {id(node) for node in self.held}
         return sum(id(node) not in held for node in nodes)
 
@@ -243,7 +247,7 @@ class ModuleCalls:
         return True
 
     def unpin(self, holder: str, now: float) -> None:
-        """Undo what was pinned for a holder, or is to be when a call is done. An unknown one is fine."""
+        """Unpin a holder's chunks, now and when an open call is done. An unknown holder does nothing."""
         self._pin_no_more(holder)
         for call in self._calls.values():
             if call.holder == holder:
@@ -260,7 +264,8 @@ class ModuleCalls:
             self._tree.release(node, now)
 
     def make_way(self, now: float) -> bool:
-        """Nothing runs, and what waits lacks blocks: undo a pin that takes some; whether there was one."""
+        """Undo one pin that takes device blocks, because nothing runs for lack of blocks; return whether there was
+        one."""
         if not (self._on_device and self._pinned):
             return False
         self._release(next(iter(self._pinned)), now)

@@ -1,12 +1,12 @@
-"""Texts of modules that somebody waits for and no tier has: each is encoded once, however many wait. Pure.
+"""Jobs that encode texts of modules which no tier has: each text once, however many requests wait. Pure.
 
-A job is a group that samples nothing (`SequenceGroup.encodes`): it is queued before who waits for it, admitted,
-computed in chunks beside all others, preempted and brought back like any group. What it has computed when it
-ends is found in the forest by everybody.
+A job is a group that samples nothing (`SequenceGroup.encodes`). It is queued before the requests that wait for it,
+and admitted, computed in chunks, preempted and resumed like any group. When it ends, its text is in the radix
+tree.
 
-The first request in the queue *holds* those of its texts that are there while others of them are encoded: else
-what was encoded first could be evicted before the last is done. Only one does so, and only as long as it is the
-first; and it lets go if somebody else's job before it needs the blocks: so nobody waits for blocks in a circle.
+The first request in the queue *holds* those of its texts that are complete while the others are encoded; else the
+first could be evicted before the last is done. Only one request holds texts, only while it is the first, and it
+releases them if a job before it needs the blocks. So no requests wait for each other's blocks.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ from trunkline.router.messages import MissReason
 from trunkline.worker.messages import Sampling
 
 FIRST_JOB_ID: Final = -(1 << 40)
-"""Ids of jobs go down from here: they are no request's, nor an announcement's."""
+"""Ids of jobs count down from here, apart from those of requests and announcements."""
 _NO_LIMIT: Final = 1 << 40
 TEXTS_AT_ONCE: Final = 64
-"""Texts that somebody waits for at the same time. A job has a table of all that its text sees: a thousand texts in
-a chain, all at once, would take seconds and gigabytes."""
+"""Texts that one request waits for at the same time. A job's table has all that its text sees: a thousand texts in
+a
+chain, all at once, would take seconds and gigabytes."""
 JOBS_MAX: Final = 256
-"""Jobs, from which on only the first request in the queue has more texts encoded (and jobs those above their
-own)."""
+"""With so many jobs, only the first request in the queue (and jobs, for the texts above their own) may add
+more."""
 
 
 @dataclass(slots=True)
@@ -47,7 +48,7 @@ class _Job:
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """For whom texts are encoded: requests (their group), or calls."""
+    """What texts are encoded for: a request (its group), or a call."""
 
     waiter: Hashable
     salt: bytes
@@ -58,7 +59,7 @@ class Wish:
 
     @property
     def key(self) -> tuple[int, bool, int]:
-        """Where in the queue its jobs stand: right before it."""
+        """Order of its jobs in the queue: right before it."""
         return self.priority, not self.preempted, self.arrival
 
 
@@ -76,11 +77,11 @@ class ModuleJobs:
         self._held: list[Node] = []
         self._new: list[SequenceGroup] = []
         self.started_texts = 0
-        """Jobs since the start, …"""
+        """Jobs since the start."""
         self.encoded_texts = 0
-        """… those that have come to their end, …"""
+        """Jobs that have encoded their text."""
         self.encoded_tokens = 0
-        """… and the tokens of these."""
+        """Tokens of those texts."""
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -95,15 +96,14 @@ class ModuleJobs:
         return (job.group for job in self._jobs.values())
 
     def take_new(self) -> list[SequenceGroup]:
-        """Jobs that have begun since the last call."""
+        """Return the jobs made since the last call."""
         new, self._new = self._new, []
         return new
 
     # Waiting
 
     def encode_missing_texts(self, group: SequenceGroup, step: int, *, is_first: bool = False) -> bool:
-        """Whether all texts that a group sees are somewhere. Those that are not are being encoded from now on, as
-        many at once as is allowed.
+        """Have the missing texts of a group encoded, as many at once as allowed; return whether none is missing.
 
         Args:
             is_first: no request is before it in the queue.
@@ -114,7 +114,7 @@ class ModuleJobs:
         if self._waits.get(group):
             return False
         if len(self._jobs) >= JOBS_MAX and not (is_first or group.encodes):
-            return False  # not even looked for: many may wait
+            return False  # do not even search: many groups may wait
         found = {
             part.text: find_text(self._tree, prompt.texts[part.text], part.tokens(prompt), step).nodes
             for part in prompt.parts
@@ -124,14 +124,14 @@ class ModuleJobs:
         far = {text: sum(not node.is_loadable for node in nodes) for text, nodes in found.items()}
         crowd = sum(far.values()) > self._tree.tiers.config.host_slots // 2
         if crowd:
-            # Host memory does not hold all at once that comes from below: each text goes to the device by itself.
+            # Host memory cannot hold all these texts at once: bring each to the device by itself.
             wish = _wish_of(group, prompt)
             for text in list(filter(far.__getitem__, far))[:TEXTS_AT_ONCE]:
                 self.encode(prompt.texts, text, wish)
         return not (lacking or crowd)
 
     def encode_far_texts(self, group: SequenceGroup, step: int) -> None:
-        """Texts of a group are in tiers from which they would come too late, or never: they are computed again."""
+        """Have those texts of a group encoded again that are in far tiers, from which they would come too late."""
         prompt = group.modules
         assert prompt is not None
         far = []
@@ -151,15 +151,15 @@ class ModuleJobs:
             self.encode(prompt.texts, index, wish, far=far)
 
     def _why(self, text: CachedText) -> MissReason:
-        """Why a text is not there, as far as its first chunk tells."""
+        """Return why a text is missing, as far as its first chunk tells."""
         name = self._tree.first_chunk_name(text.place, text.position, text.tokens[: self._tree.chunk_bytes])
         return self._tree.departed(name) or MissReason.NEW
 
     def encode(self, texts: list[CachedText], index: int, wish: Wish, *, far: bool = False) -> None:
-        """Have a text encoded for somebody who waits for it, unless it is being encoded already.
+        """Have a text encoded for a request or call, unless it is being encoded already.
 
         Args:
-            far: it is not to be waited for if it is in a far tier.
+            far: encode it even if it is in a far tier.
         """
         text = texts[index]
         job = self._jobs.get(text.content)
@@ -176,7 +176,7 @@ class ModuleJobs:
         self._waits.setdefault(wish.waiter, {})[text.content] = None
 
     def _hurry(self, group: SequenceGroup, wish: Wish) -> None:
-        """Somebody more urgent waits for a job, too; if it runs, that counts when somebody must be preempted."""
+        """Make a job as urgent as a new wish; for a running job that counts at preemptions."""
         queued = group.queued
         if queued:
             self._queue.remove(group)
@@ -206,21 +206,21 @@ class ModuleJobs:
         return group
 
     def waits_of(self, waiter: Hashable) -> int:
-        """Texts that are being encoded for somebody."""
+        """Return how many texts are being encoded for a request or call."""
         return len(self._waits.get(waiter, ()))
 
     # Ending
 
     def found(self, step: int) -> list[SequenceGroup]:
-        """Jobs that have not begun and whose text has turned up in a tier; they are to be ended."""
+        """Return the queued jobs whose text has turned up in a tier; they must be ended."""
         queued = [group for group in self.groups() if group.queued]
         return [g for g in queued if find_text(self._tree, text := _target(g), text.token_count, step).nodes]
 
     def done(self, group: SequenceGroup, step: int, *, computed: bool = True) -> None:
-        """A job has ended: whoever waits for it finds its text.
+        """Note that a job has ended and its text can be found.
 
         Args:
-            computed: the text was; else it was found in some tier.
+            computed: whether the text was computed; else it was found in some tier.
         """
         text = _target(group)
         job = self._jobs.pop(text.content)
@@ -234,8 +234,9 @@ class ModuleJobs:
             self._hold(text, text.token_count, step)
 
     def left(self, waiter: Hashable) -> list[SequenceGroup]:
-        """Somebody does not wait any more; returns the jobs that nobody waits for now, those that only such jobs
-        waited for among them. They are to be ended."""
+        """Note that a request or call no longer waits; return the jobs for which nothing waits now, directly or
+        through
+        other such jobs. They must be ended."""
         if waiter is self._holder:
             self.let_go()
         orphans: list[SequenceGroup] = []
@@ -259,8 +260,7 @@ class ModuleJobs:
     # Holding
 
     def hold_for(self, first: SequenceGroup | None, step: int) -> None:
-        """`first` is the first request in the queue (None: there is none): if it waits for texts, keep what
-        there is of them."""
+        """Hold the present texts of the first request in the queue, if it waits for others; None: no request."""
         if first is self._holder:
             return
         self.let_go()
@@ -277,19 +277,18 @@ class ModuleJobs:
             self._held.append(nodes[-1])
 
     def let_go(self) -> None:
-        """Hold nothing any more."""
+        """Release everything that is held."""
         for node in self._held:
             self._tree.release(node, node.last_use)
         self._held, self._holder = [], None
 
     def make_way(self, blocked: SequenceGroup, *, going: bool) -> bool:
-        """A group lacks blocks: let go of what is held for somebody behind it in the queue, who would wait for
-        its end in turn; whether that was anything.
+        """Release what is held for a request behind a group that lacks blocks; return whether there was anything.
 
-        Who comes later waits: else those who wait for texts could evict each other's for ever.
+        A group behind the holder must wait: else requests could evict each other's texts for ever.
 
         Args:
-            going: whether anything may change by itself.
+            going: whether running sequences make progress.
         """
         if self._holder is None or not self._held or (going and blocked.key >= self._holder.key):
             return False
@@ -299,7 +298,7 @@ class ModuleJobs:
         return True
 
     def _serves(self, group: SequenceGroup, waiter: SequenceGroup) -> bool:
-        """Whether somebody waits for a job, or for one that waits for it."""
+        """Return whether a request waits for a job, directly or through other jobs."""
         order, known = [group], {group}
         for one in order:  # grows while it is read
             for other in self._jobs[_target(one).content].waiters:
@@ -317,7 +316,7 @@ def _wish_of(group: SequenceGroup, prompt: ModulePrompt) -> Wish:
 
 
 def _target(group: SequenceGroup) -> CachedText:
-    """The text that a job computes."""
+    """Return the text that a job computes."""
     prompt = group.modules
     assert prompt is not None
     return prompt.texts[prompt.target]

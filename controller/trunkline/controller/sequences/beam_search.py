@@ -1,7 +1,7 @@
-"""Beam search as `transformers` defines it: which hypotheses are finished, when the search is over. Pure.
+"""Beam search as `transformers` defines it: which hypotheses are finished, and when the search ends. Pure.
 
 PagedAttention §4.4. The workers find the candidates of each step and move the beams
-(`trunkline.kvstore.beams`); here is what the result of a step means:
+(`trunkline.kvstore.beams`). This file interprets the result of a step:
 
 - of the best `width` candidates those that end (a stop token, or the last token allowed) become hypotheses;
   a hypothesis' score is its sum of log-probabilities over its length to the power of `length_penalty`;
@@ -27,7 +27,7 @@ from trunkline.kvstore.int32_codec import Int32Array, pack_int32, unpack_int32
 from trunkline.router.messages import FinishReason, Hypothesis
 
 WIDTH_MAX: Final = 64
-"""Candidates per step grow with it, and each is looked at."""
+"""The widest beam search: candidates per step grow with the width."""
 
 Float32Array = NDArray[np.float32]
 
@@ -42,17 +42,17 @@ class _Finished:
 
 
 class BeamHistory:
-    """A search's beams and finished hypotheses. Survives preemption: only the blocks are given up then."""
+    """A search's beams and finished hypotheses. It survives preemption, which gives up only the blocks."""
 
     def __init__(self, spec: BeamSearch, n: int, stop_ids: tuple[int, ...], output_limit: int) -> None:
         """
         Args:
-            n: hypotheses to return.
-            output_limit: output tokens of a hypothesis at most.
+            n: how many hypotheses to return.
+            output_limit: output tokens of a hypothesis, at most.
         """
         self.width = spec.width
         self.scores: Float32Array = np.zeros(spec.width, np.float32)
-        """Of the beams, best first."""
+        """Scores of the beams, best first."""
         self.done = False
         self._spec = spec
         self._n = n
@@ -64,21 +64,21 @@ class BeamHistory:
 
     @property
     def candidates(self) -> int:
-        """Continuations that a step must report."""
+        """How many continuations a step must report."""
         return candidate_count(self.width, len(self._stop_ids))
 
     @property
     def stop_ids(self) -> bytes:
-        """int32, as they travel."""
+        """Stop tokens as int32 bytes, as in messages."""
         return pack_int32(self._stop_ids)
 
     @property
     def length(self) -> int:
-        """Output tokens of each beam."""
+        """How many output tokens each beam has."""
         return len(self._tokens)
 
     def output(self, beam: int) -> Int32Array:
-        """A beam's output so far."""
+        """Return a beam's output so far."""
         tokens = np.empty(self.length, np.int32)
         for step in range(self.length - 1, -1, -1):
             tokens[step] = self._tokens[step][beam]
@@ -86,13 +86,13 @@ class BeamHistory:
         return tokens
 
     def advance(self, step: BeamStep) -> list[int]:
-        """Take in a step's candidates.
+        """Choose the next beams from a step's candidates.
 
         Returns:
             for each new beam, the old beam that it continues; empty if no token may follow.
 
         Raises:
-            ValueError: candidates that cannot be those of this search.
+            ValueError: the candidates do not fit this search.
         """
         parents, tokens = unpack_int32(step.parents), unpack_int32(step.tokens)
         scores = np.frombuffer(step.scores, dtype="<f4")
@@ -135,7 +135,7 @@ class BeamHistory:
         return bool(best <= self._finished[-1].score)
 
     def hypotheses(self) -> list[Hypothesis]:
-        """The results, best first."""
+        """Return the results, best first."""
         return [
             Hypothesis(
                 tokens=pack_int32(found.tokens),
@@ -148,7 +148,8 @@ class BeamHistory:
 
 
 def _penalised(logprob: np.float32, length: int, penalty: float) -> np.float32:
-    """A hypothesis' score: the power in double precision, the division in single, as Python and torch do it."""
+    """Return a hypothesis' score: the power in double, the division in single precision, as Python and torch
+    do."""
     try:
         divisor = float(length**penalty)
     except OverflowError:
@@ -161,9 +162,9 @@ _MASK: Final = (1 << 64) - 1
 
 
 def sample_seed(seed: int, sample: int) -> int:
-    """The seed of sample `sample`: the request's own for sample 0, else 64 bits mixed from both.
+    """Return the seed of a sample: the request's own seed for sample 0, else 64 bits mixed from both.
 
-    So the first of n samples is what the request gives alone, and each of them can be drawn again by itself.
+    So the first of n samples equals the request's only one, and each sample can be drawn again by itself.
     The mixer is the finaliser of SplitMix64.
     """
     if sample == 0:

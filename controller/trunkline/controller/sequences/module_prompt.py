@@ -1,4 +1,4 @@
-"""Which texts a sequence with modules sees, and how its table is made of them
+"""A prompt with modules: the texts that it sees, and how its block table is made of them
 (`trunkline.controller.allocation.modules`)."""
 
 from __future__ import annotations
@@ -18,42 +18,42 @@ Ranges = tuple[tuple[int, int], ...]
 
 
 class CachedText(NamedTuple):
-    """One text, with the names under which its KV is found."""
+    """A module's text, with the names under which its KV is found."""
 
     tokens: bytes
     position: int
     parent: int
     """Index of the text before it on its path; -1: none."""
     seen: Ranges
-    """Of its tokens, those that the request sees."""
+    """Ranges of its tokens that the request sees."""
     place: ChunkName
-    """Names its tree: what it sees, and its first chunk."""
+    """Name of its tree, from what it sees and its first chunk."""
     content: ChunkName
-    """Names the whole of it, and what it sees."""
+    """Name of the whole text, with what it sees."""
 
     @property
     def token_count(self) -> int:
-        """Tokens."""
+        """Number of its tokens."""
         return len(self.tokens) // TOKEN_BYTES
 
 
 class Part(NamedTuple):
-    """A text in the table."""
+    """A text in the block table."""
 
     text: int
-    """Its index."""
+    """Index of the text."""
     chunks: int
-    """How many of its chunks, from the first one on."""
+    """How many of its chunks are in the table, from the first one on."""
     ranges: Ranges
-    """Of its tokens, those that are seen."""
+    """Ranges of its tokens that are seen."""
 
     def tokens(self, prompt: ModulePrompt) -> int:
-        """How many of its first tokens those chunks hold."""
+        """Return how many tokens of the text those chunks hold."""
         return min(prompt.texts[self.text].token_count, self.chunks * prompt.chunk_size)
 
 
 class ModulePrompt:
-    """Immutable, but for `ttl`, `encoded` and `miss`."""
+    """The layout of a prompt with modules. Immutable, except for `ttl`, `encoded` and `miss`."""
 
     __slots__ = (
         "chunk_size",
@@ -98,22 +98,21 @@ class ModulePrompt:
             Part(text, blocks_for(seen[-1][1], chunk_size), seen) for text, seen in zip(shown, ranges, strict=True)
         ]
         self.entries = sum(part.chunks for part in self.parts)
-        """Table entries before the own tokens."""
+        """Block-table entries before the own tokens."""
         self.seen_indices = self._seen()
-        """Of the table's tokens before the own ones, those that are seen."""
+        """Indices of the seen tokens in the table, before the own ones."""
         self.seen_tokens = len(self.seen_indices)
         self.holes = self.entries * chunk_size - self.seen_tokens
         self.ttl = 0.0
-        """Seconds for which the texts are kept after the request; 0: as the group is set."""
+        """Seconds for which the texts are kept after the request; 0: as the group of workers is set."""
         self.encoded: set[int] = set()
-        """Texts that were computed, perhaps more than once, because this request asked for them: no hits of the
-        cache."""
+        """Texts that were encoded because of this request: they do not count as cached."""
         self.miss = ""
-        """Why they were not there; "" if all were."""
+        """Why texts were not cached; "" if all were."""
 
     @property
     def encoded_tokens(self) -> int:
-        """Seen tokens of the texts that this request asked for."""
+        """Seen tokens of the texts that were encoded because of this request."""
         return sum(stop - start for text in self.encoded for start, stop in self.texts[text].seen)
 
     def _seen(self) -> NDArray[np.int64]:
@@ -126,7 +125,7 @@ class ModulePrompt:
         return np.concatenate(ranges) if ranges else np.empty(0, np.int64)
 
     def table_tokens(self, own: Int32Array) -> Int32Array:
-        """The tokens of the table: texts, zeros where a chunk is not full, own ones."""
+        """Return the tokens of the table: texts, zeros where a chunk is not full, and the own tokens."""
         table = np.zeros(self.entries * self.chunk_size + len(own), np.int32)
         at = 0
         for part in self.parts:
@@ -137,7 +136,7 @@ class ModulePrompt:
         return table
 
     def not_encoded(self, text: CachedText) -> None:
-        """It was found after all."""
+        """Note that a text was found in a tier after all."""
         self.encoded = {index for index in self.encoded if self.texts[index].content != text.content}
         if not self.encoded:
             self.miss = ""

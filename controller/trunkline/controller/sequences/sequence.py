@@ -1,15 +1,15 @@
 """Requests, their sequence groups, and sequences: tokens, limits, and what each owns of the tree and the pool.
 
       Request ──► SequenceGroup ──► Sequence 0 … n−1
-                  rank, limits      tokens, path, private blocks, stay in the batch
+                  rank, limits      tokens, path, private blocks, id in the batch
 
-A group is what is scheduled: its samples or beams are admitted, preempted and brought back together
-(PagedAttention §4.5, gang scheduling). It begins with one sequence, the prompt's; the others fork from it when the
+The scheduler works with groups: the samples or beams of a request are admitted, preempted and resumed together
+(PagedAttention §4.5, gang scheduling). A group begins with the prompt's sequence; the others fork from it when the
 prompt is computed.
 
-A sequence's context is `path` (whole chunks in the tree, shared with whoever has the same tokens) followed by
-`private` blocks (chunks not yet full, or not yet known in full). Only `path[-1]` is held (and, behind a cut, the
-last chunk in each other tree): the tree keeps what is above a held node.
+A sequence's context is its `path` (whole chunks in the radix tree, shared with all sequences that have the same
+tokens) followed by `private` blocks (chunks that are not full yet, or not wholly known). It holds only `path[-1]`,
+and behind a cut the last chunk in each other tree: the tree keeps everything above a held node.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from trunkline.kvstore.tier import TierKind
 from trunkline.worker.messages import BeamPosition, Sampling
 
 ALL_ENTRIES: Final = 1 << 62
-"""More than any block table has."""
+"""More entries than any block table has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What the engine needs to know of a request; ids are the caller's, unique among live requests."""
+    """A request as the engine sees it; the caller chooses ids, unique among live requests."""
 
     id: int
     tokens: Int32Array
@@ -49,41 +49,42 @@ class Request:
     stop_ids: tuple[int, ...] = ()
     salt: bytes = b""
     drops: tuple[tuple[int, int], ...] = ()
-    """Ranges of the prompt that are not seen (`trunkline.kvstore.cuts`)."""
+    """Ranges of the prompt that it does not see (`trunkline.kvstore.cuts`)."""
     ttl: float = 0.0
-    """Seconds for which its KV is kept behind its end; 0: as the group is set."""
+    """Seconds for which its KV is kept after its end; 0: as the group of workers is set."""
     layout: PromptLayout | None = None
-    """Of a prompt with modules (`trunkline.controller.allocation.modules`): then `tokens` are its own only."""
+    """Set for a prompt with modules (`trunkline.controller.allocation.modules`); `tokens` are then its own
+    only."""
     n: int = 1
-    """Samples, or hypotheses of a beam search."""
+    """How many samples, or hypotheses of a beam search."""
     beam: BeamSearch | None = None
     priority: int = 0
     grammar: Grammar | None = None
     request_id: str = ""
-    """Of the HTTP request, for people."""
+    """Id of the HTTP request, for the log."""
     trace: TraceIds | None = None
-    """None: it is not traced."""
+    """Ids of its spans; None: it is not traced."""
 
     @property
     def width(self) -> int:
-        """Sequences that decode at once."""
+        """How many sequences decode at once."""
         return self.n if self.beam is None else self.beam.width
 
 
 class Phase(Enum):
-    """Where a sequence is in its life; preemption takes it from the middle ones back to WAITING."""
+    """The phase of a sequence; preemption takes it back to WAITING."""
 
     WAITING = auto()
     PREFILL = auto()
     PARKED = auto()
-    """Back from a preemption, with all but its last token computed: it waits for the others of its group, holding
-    its blocks."""
+    """Resumed after a preemption, with all but its last token computed: it holds its blocks and waits for the
+    others of its group."""
     DECODE = auto()
     ENDED = auto()
 
 
 class TokenBuffer:
-    """int32 tokens that grow at the end, with amortised growth."""
+    """A growing array of int32 tokens."""
 
     __slots__ = ("_data", "count")
 
@@ -101,44 +102,44 @@ class TokenBuffer:
         self.count = needed
 
     def truncate(self, count: int) -> None:
-        """Forget the tokens from index `count` on."""
+        """Drop the tokens from index `count` on."""
         self.count = min(self.count, count)
 
     def view(self, start: int = 0, stop: int | None = None) -> Int32Array:
         return self._data[start : self.count if stop is None else stop]
 
     def to_bytes(self, start: int = 0, stop: int | None = None) -> bytes:
-        """Little-endian int32 bytes: the form of chunk keys and of messages."""
+        """Return little-endian int32 bytes, as in chunk keys and messages."""
         return self.view(start, stop).astype("<i4", copy=False).tobytes()
 
 
 class Stem(NamedTuple):
-    """From where a sequence's chunks hang: one tree, or, behind cuts (`trunkline.controller.allocation.cuts`)
-    and with modules (`trunkline.controller.allocation.modules`), several."""
+    """The trees in which a sequence's chunks are: one, or several behind cuts
+    (`trunkline.controller.allocation.cuts`) and with modules (`trunkline.controller.allocation.modules`)."""
 
     root: Node
-    """Of the tree in which its last chunks are, and new ones will be."""
+    """Root of the tree in which its last chunks are, and new ones will be."""
     base: int = 0
     """How many of its first chunks are in other trees."""
     pins: tuple[Node, ...] = ()
-    """The last of them in each of these trees: holding it keeps those before."""
+    """Its last chunk in each of those trees: holding it keeps the ones before."""
     marker: bytes = b""
-    """Names what it sees, if that is not all before it (a cut, modules); else empty."""
+    """Name of what it sees, if that is not its whole history (a cut, modules); else empty."""
     extents: tuple[Extent, ...] = ()
-    """Its layout, with modules."""
+    """Positions of its tokens; empty without modules."""
 
 
 class PrefixMatch(NamedTuple):
-    """Where a sequence's tokens are found in the forest."""
+    """What is cached of a sequence's tokens, and in which trees."""
 
     stem: Stem
     match: Match
-    """The whole path: chunks in other trees first (`Stem.base` of them)."""
+    """The whole path; chunks in other trees come first (`Stem.base` of them)."""
 
 
 @dataclass(frozen=True, slots=True)
 class CutPrompt:
-    """What a group does not see, and what must be known to find the KV of the rest."""
+    """A prompt with parts cut off: what it does not see, and how to find the KV of the rest."""
 
     cut: ContextCut
     history: bytes
@@ -149,7 +150,7 @@ class CutPrompt:
 
 @dataclass(slots=True)
 class CacheReport:
-    """What was found of a request's prompt at its first admission, for its `Started`."""
+    """What was cached of a request's prompt at its first admission, for its `Started` message."""
 
     tokens: int = 0
     tier_tokens: list[int] = field(default_factory=lambda: [0] * len(TierKind))
@@ -158,17 +159,17 @@ class CacheReport:
     exact: bool = True
     module_tokens: int = 0
     cut: str = ""
-    """What was said of its cut (`Started.cut`)."""
+    """What the client was told of its cut (`Started.cut`)."""
     at: float = 0.0
-    """When that was."""
+    """The time of the admission."""
     queued_s: float = 0.0
-    """How long it had waited, in seconds."""
+    """Seconds that it had waited."""
     entries: int = 0
-    """Block-table entries whose chunks were found whole; the request computed what is behind them itself."""
+    """Block-table entries whose chunks were found whole; the request computed the later ones itself."""
 
 
 class SequenceGroup:
-    """A request while it lives. State is changed by the scheduler and the engine only."""
+    """A live request and its sequences. Only the scheduler and the engine change it."""
 
     __slots__ = (
         "arrival",
@@ -191,9 +192,9 @@ class SequenceGroup:
     def __init__(self, request: Request, arrival: int, limit: int, sampling: Sampling) -> None:
         """
         Args:
-            arrival: rank in the first-come-first-served order; kept through preemption.
-            limit: total tokens at which each sequence ends.
-            sampling: the request's, with what the engine added to it.
+            arrival: number in order of arrival; kept through preemption.
+            limit: tokens at which each sequence ends, prompt included.
+            sampling: the request's, with the engine's additions.
         """
         self.request = request
         self.arrival = arrival
@@ -201,52 +202,51 @@ class SequenceGroup:
         self.prompt_len = request.prompt_len if request.prompt_len >= 0 else len(request.tokens)
         self.preempted = False
         self.queued = False
-        """Whether a sequence of it waits, so that it is in the queue."""
+        """Whether it is in the queue, because one of its sequences waits."""
         self.forked = request.width == 1
-        """Whether all sequences exist that ever will."""
+        """Whether its sequences have forked (or there is only one)."""
         self.started = False
         self.found: CacheReport | None = None
-        """Set at the first admission: a later one would find what the request computed itself."""
+        """Set at the first admission: a later one would find chunks that the request computed itself."""
         self.cut: CutPrompt | None = None
-        """Set if parts of the prompt are not seen while KV of the rest is kept: then prompt, limit and tokens
-        count in the table (`trunkline.kvstore.cuts`)."""
+        """Set if parts of the prompt are cut off and KV of the rest is kept. Then `prompt_len`, `limit` and tokens
+        count in the block table (`trunkline.kvstore.cuts`)."""
         self.modules: ModulePrompt | None = None
-        """Set if the prompt has modules: likewise."""
+        """Set if the prompt has modules; the same holds then."""
         self.prompt_scored = request.sampling.prompt_logprobs < 0
-        """Whether the log-probabilities of the whole prompt have been computed, if they were asked for."""
+        """Whether the log-probabilities of the prompt are computed, or were not asked for."""
         self.waits_for_grammar = False
         self.search: BeamHistory | None = None
-        """Of a beam search."""
+        """Beams and hypotheses of a beam search."""
         self.members: list[Sequence] = [Sequence(self, 0, TokenBuffer(request.tokens), sampling)]
-        """Sequences that have not ended; of a beam search in the order of the beams."""
+        """Sequences that have not ended; for a beam search, in the order of the beams."""
 
     @property
     def id(self) -> int:
-        """The request's."""
+        """Id of the request."""
         return self.request.id
 
     @property
     def key(self) -> tuple[int, bool, int, int]:
-        """Order in the queue: by priority; who was preempted before who is new; by arrival; what encodes a text
-        for a request (its id is negative) before that."""
+        """Order in the queue: priority; preempted before new; arrival; a job that encodes a text for a request
+        (its id is negative) before that request."""
         return self.request.priority, not self.preempted, self.arrival, self.id
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Order among those who run: the largest is preempted first."""
+        """Order among running groups: the largest is preempted first."""
         return self.request.priority, self.arrival
 
     @property
     def holes(self) -> int:
-        """Tokens in the block tables that are not seen: positions act so much earlier than they are counted
-        here."""
+        """Tokens in the block table that are not seen: actual positions are smaller by this number."""
         if self.modules is not None:
             return self.modules.holes
         return self.cut.cut.holes if self.cut is not None else 0
 
     @property
     def runs(self) -> bool:
-        """Whether any of it is in the batch."""
+        """Whether any of its sequences has been admitted."""
         return any(member.phase is not Phase.WAITING for member in self.members)
 
     @property
@@ -256,11 +256,11 @@ class SequenceGroup:
 
     @property
     def encodes(self) -> bool:
-        """Whether it computes a text of a module, for others: it samples nothing."""
+        """Whether it is a job that computes a module's text and samples nothing."""
         return self.modules is not None and self.modules.target >= 0
 
     def compact(self) -> None:
-        """Go on as a plain prompt of what is seen: the KV that was kept is not used (any more)."""
+        """Become a plain prompt of the tokens that are seen; KV kept behind the cut is not used."""
         if self.cut is None:
             return
         cut, holes = self.cut.cut, self.holes
@@ -273,19 +273,19 @@ class SequenceGroup:
     @property
     def gathers(self) -> bool:
         """Whether its sequences decode only when all of them are in the batch (gang scheduling, PagedAttention
-        §4.5): several sequences of one prompt that come back from a preemption."""
+        §4.5): true for several sequences that resume after a preemption."""
         return self.forked and self.request.width > 1
 
     @property
     def rows_needed(self) -> int:
-        """Sequences that will decode at once."""
+        """How many rows it will need to decode."""
         if self.encodes:
             return 0
         return len(self.members) if self.forked else self.request.width
 
 
 class Sequence:
-    """One stream of tokens. State is changed by the scheduler and the engine only."""
+    """One stream of tokens. Only the scheduler and the engine change it."""
 
     __slots__ = (
         "batch_seq_id",
@@ -309,31 +309,33 @@ class Sequence:
     def __init__(self, group: SequenceGroup, sample: int, tokens: TokenBuffer, sampling: Sampling) -> None:
         self.group = group
         self.sample = sample
-        """Index among the request's samples; of a beam search, of the beam."""
+        """Index of the sample, or of the beam."""
         self.tokens = tokens
         self.sampling = sampling
         self.beam_position: BeamPosition | None = None
-        """Its place in a beam search, for this stay."""
+        """Its position in a beam search while it is in the batch."""
         self.stem: Stem
         """Set at admission."""
         self.waits_on: Node | None = None
-        """The chunk somebody else is computing for us."""
+        """A chunk of its prompt that another sequence is computing."""
         self.phase = Phase.WAITING
         self.batch_seq_id = 0
-        """Id under which the workers know it during this stay in the batch; 0 while it is not there."""
+        """Id under which the workers know it, new each time it enters the batch; 0 while it is not in the
+        batch."""
         self.slot = -1
         """Index in `DecodeRows` from its last prefill step on."""
         self.path: list[Node] = []
         self.private: list[BlockId] = []
         self.tails: list[BlockId] = []
-        """Before a fork, blocks reserved for the children's tails; of a child, the parent's tail that is still to
-        be copied into its own."""
+        """Before a fork, blocks reserved for the children's tails. Of a child, the parent's tail, which is still
+        to be
+        copied into its own."""
         self.resident = 0
-        """Tokens whose KV was found at admission."""
+        """Tokens whose KV was cached at admission."""
         self.computed = 0
-        """Tokens whose KV exists or is planned, while in prefill."""
+        """Tokens whose KV exists or is planned, during prefill."""
         self.claim: list[Node] | None = None
-        """While preempted: the chunks that it wants to find again (PagedAttention §4.5, swapping)."""
+        """While preempted: the chunks that it has claimed (PagedAttention §4.5, swapping)."""
 
     @property
     def request(self) -> int:
@@ -353,22 +355,23 @@ class Sequence:
 
     @property
     def recompute_from_start(self) -> bool:
-        """Whether every prompt position must be computed, because the prompt's tokens are to be scored."""
+        """Whether the whole prompt must be computed, because its tokens are scored."""
         return not self.group.prompt_scored
 
     @property
     def prefill_stop(self) -> int:
-        """Tokens to compute before it decodes. A sequence that comes back with others of its group leaves its last
-        token to the step in which all of them are sampled from."""
+        """Tokens to compute before it decodes. A sequence that resumes with others of its group leaves its last
+        token
+        to the step in which all of them are sampled."""
         return self.tokens.count - self.group.gathers
 
     @property
     def anchor(self) -> Node:
-        """The node this sequence holds while it runs."""
+        """The node that the sequence holds while it runs."""
         return self.path[-1] if len(self.path) > self.stem.base else self.stem.root
 
     def is_pending(self, step: int) -> bool:
-        """Whether the chunk that it waits for cannot be read yet."""
+        """Return whether the chunk that it waits for cannot be read yet."""
         node = self.waits_on
         return node is not None and node.parent is not None and node.ready_step >= step
 
@@ -376,5 +379,5 @@ class Sequence:
         return [node.block for node in self.path] + self.private
 
     def blocks_needed(self, chunk_size: int) -> int:
-        """Blocks for all tokens known now (what admission reserves)."""
+        """Return the blocks for all tokens known now, which admission reserves."""
         return blocks_for(self.tokens.count, chunk_size)
