@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable
+from contextlib import ExitStack
 
 from fastapi import APIRouter
 from msgspec import UNSET
@@ -42,7 +43,7 @@ from trunkline.router.api.responses import (
     ToolCallPart,
     Usage,
 )
-from trunkline.router.api.turn import SessionTurn, Together, open_turn
+from trunkline.router.api.turn import SessionTurn, open_turn
 from trunkline.router.errors import bad_value
 from trunkline.router.http.answers import (
     DONE_EVENT,
@@ -75,24 +76,20 @@ async def chat_completions(request: Request) -> Response:
     plan = prepare_tools(body.tools, body.tool_choice, body.parallel_tool_calls, service.tokenizer.tool_style)
     if plan.active and body.use_beam_search:
         raise bad_value("tools", "`tools` are not available in a beam search (`use_beam_search: true`)")
-    turn = await while_connected(request, open_turn(service, body, "chat"))
-    work = Together(turn)
-    streaming = False
-    try:
+    with ExitStack() as work:
+        turn = await while_connected(request, open_turn(service, body, "chat"))
+        if turn is not None:
+            work.callback(turn.close)
         if has_modules(body, turn):
             job = await modules_job(service, body, plan, turn)
         else:
             job = await chat_job(service, body, plan, turn)
         generation = await while_connected(request, start(service, job, arrived_at))
-        work = Together(generation, turn)
+        work.callback(generation.close)
         answer = _Answer(service, body, plan, generation, turn)
         if not body.stream:
             return await while_connected(request, answer.whole())
-        streaming = True
-        return EventStream(work, answer.events())
-    finally:
-        if not streaming:
-            work.close()
+        return EventStream(work.pop_all(), answer.events())
 
 
 class _Answer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -46,7 +47,7 @@ from trunkline.router.api.responses import (
     PromptLogprobList,
     Usage,
 )
-from trunkline.router.api.turn import SessionTurn, Together, open_turn
+from trunkline.router.api.turn import SessionTurn, open_turn
 from trunkline.router.errors import ApiError, bad_value
 from trunkline.router.http.answers import (
     DONE_EVENT,
@@ -81,32 +82,24 @@ async def completions(request: Request) -> Response:
     service = service_of(request)
     arrived_at = asyncio.get_running_loop().time()
     service.check_admission()
-    body = await read_request(
-        request,
-        CompletionRequest,
-        service.config.max_body_bytes,
-        unsupported.COMPLETIONS.check,
-    )
+    check = unsupported.COMPLETIONS.check
+    body = await read_request(request, CompletionRequest, service.config.max_body_bytes, check)
     check_model(service, body.model)
     check_choices(max(len(body.prompts), 1), decoding_of(body, service.limits.max_rows))
     _check_one_prompt(body)
-    turn = await while_connected(request, open_turn(service, body, "text"))
-    work = Together(turn)
-    streaming = False
-    try:
+    with ExitStack() as work:
+        turn = await while_connected(request, open_turn(service, body, "text"))
+        if turn is not None:
+            work.callback(turn.close)
         batch = PromptBatch()
-        work = Together(batch, turn)
+        work.callback(batch.close)
         jobs = await _jobs(service, body, turn)
         await while_connected(request, batch.submit(service, jobs, arrived_at))
         answer = _Answer(service, body, batch, make_head("cmpl", service, body.model), turn)
         if not body.stream:
             return await while_connected(request, answer.whole())
         await while_connected(request, batch.begin())
-        streaming = True
-        return EventStream(work, answer.events())
-    finally:
-        if not streaming:
-            work.close()
+        return EventStream(work.pop_all(), answer.events())
 
 
 def _check_one_prompt(body: CompletionRequest) -> None:

@@ -14,7 +14,6 @@ from msgspec.structs import replace
 from trunkline.router.api.common import check_length
 from trunkline.router.api.responses import ChatMessage
 from trunkline.router.errors import bad_value
-from trunkline.router.http.answers import Closable
 from trunkline.router.jobs.request_models import ChatRequest, CompletionRequest, Message
 from trunkline.router.request_context import request_name
 from trunkline.router.service import RouterService
@@ -36,18 +35,6 @@ _MESSAGES_OFF_LOOP: Final = 500
 """More messages are validated in a thread: each takes about 10 microseconds."""
 _MESSAGE_BYTES: Final = 256
 """Size of a message in a record, without its text."""
-
-
-class Together:
-    """Several pieces of work with one `close`."""
-
-    def __init__(self, *works: Closable | None) -> None:
-        self._works = [work for work in works if work is not None]
-
-    def close(self) -> None:
-        """Close all of them. Calling it again has no effect."""
-        for work in self._works:
-            work.close()
 
 
 class SessionTurn:
