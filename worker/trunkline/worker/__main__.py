@@ -1,4 +1,4 @@
-"""`python -m trunkline.worker --config FILE.json`: one rank."""
+"""`python -m trunkline.worker --config FILE.json`: run one rank of a group."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trunkline.worker.service import serve
 
 
 def main() -> int:
-    """Returns the exit code: 0 after an orderly shutdown, 1 after a failure, 2 for a bad configuration."""
+    """Run the rank; return 0 after an orderly shutdown, 1 after a failure, 2 for a bad configuration."""
     parser = argparse.ArgumentParser(prog="trunkline.worker", description="One tensor-parallel rank.")
     parser.add_argument("--config", type=Path, required=True, help="JSON file with a WorkerConfig")
     try:
@@ -45,7 +45,7 @@ def main() -> int:
 
 
 def _leave_on_sigterm() -> None:
-    """Exit code 0 at SIGTERM, at once: what is on disk survives that, and peers notice by their connections.
+    """Exit with code 0 at SIGTERM, at once: what is on disk survives, and the other ranks see closed connections.
 
     A thread leaves, because a Python handler would not run while the main thread is inside a collective; the
     interpreter's own handler, which always runs, wakes it through a pipe.

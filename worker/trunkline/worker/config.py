@@ -1,4 +1,4 @@
-"""Configuration of one rank: a JSON file that whoever starts the rank writes."""
+"""Configuration of one rank: a JSON file, written by the launcher or by the operator who starts the rank."""
 
 from __future__ import annotations
 
@@ -57,16 +57,16 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     disk_path: str = ""
     """This rank's slab file below the host pool; "": none."""
     disk_bytes: int = 0
-    """Most that the slab file may take; 0: none."""
+    """Largest size of the slab file; 0: no disk tier."""
     remote_url: str = ""
-    """Of a store that all controllers share (`redis://…`); "": none."""
+    """URL of a store that all controllers share (`redis://…`); "": none."""
     remote_ttl_s: float = 7 * 86400.0
-    """After so many seconds without a write the remote tier forgets a chunk; 0: never."""
+    """Seconds without a write after which the remote tier forgets a chunk; 0: never."""
     tier_fingerprint: str = ""
     """Hexadecimal: what KV depends on besides the tokens. The tiers below the host pool never give a rank what was
     written under another one."""
     io_threads: int = 4
-    """That read and write a tier below the host pool, for each such tier."""
+    """Threads that read and write a tier below the host pool, for each such tier."""
     max_context: int = 0
     """Longest sequence in tokens; 0: the model's own limit."""
     token_budget: int = 1024
@@ -77,7 +77,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     rendezvous: str = ""
     """`init_method` of torch.distributed, such as `tcp://127.0.0.1:29500`; needed for collectives."""
     is_spread: bool = False
-    """Ranks of this group run on other hosts, too: `rendezvous` is then tcp://HOST:PORT, where rank 0 listens."""
+    """Whether the group runs on several hosts: `rendezvous` is then tcp://HOST:PORT, where rank 0 listens."""
     model_fingerprint: str = ""
     """Hexadecimal, of configuration and weights as they are computed with; the controller refuses a rank with
     another one than its own. "": not compared."""
@@ -91,7 +91,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     wire_keys: str = ""
     """File of the keys of sockets between hosts (`trunkline key wire`); "": there is none."""
     plain_tcp: bool = False
-    """Sockets between hosts have no keys: for tests, and networks in which nobody else is."""
+    """Sockets between hosts have no keys: for tests, and for networks that no other machine can reach."""
     log_level: str = "info"
     log_format: str = "auto"
     """"json", "text", or "auto": text on a terminal."""
@@ -103,20 +103,20 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def group_label(self) -> str | int:
-        """The group in log lines: its number, if that is how it is called."""
+        """Return the group's label in log lines: its number if the name is `group-NUMBER`, else the name."""
         number = self.group.removeprefix("group-")
         return int(number) if number.isdecimal() else self.group
 
     def of_epoch(self, epoch: int) -> WorkerConfig:
-        """The configuration of a rank of this epoch. What is left in a file in which the ranks of an earlier one
-        met must not be found by this one's."""
+        """Return the configuration of a rank of this epoch. Ranks that meet by a file get a new one in each
+        epoch, so that they never read what an earlier epoch left there."""
         is_file = self.rendezvous.startswith("file:")
         meeting = f"{self.rendezvous}-{epoch}" if is_file else self.rendezvous
         return msgspec.structs.replace(self, epoch=epoch, rendezvous=meeting)
 
     @property
     def terms(self) -> dict[str, str]:
-        """What the controller, and with it all ranks, must have in common with this one."""
+        """Return the settings that must be equal on the controller and on all ranks, by name."""
         terms = {
             "tp": str(self.tp),
             "dtype": self.dtype,
@@ -127,10 +127,10 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return {name: value for name, value in terms.items() if value not in ("", "0")}
 
     def validate(self) -> None:
-        """One sentence per rule.
+        """Check every rule; each has a sentence that names the field, its value and what is allowed.
 
         Raises:
-            WorkerConfigError: naming the field, its value and what is allowed.
+            WorkerConfigError: The first rule that does not hold.
         """
         for holds, sentence in (*self._rules(), *self._tier_rules()):
             if not holds:

@@ -1,4 +1,4 @@
-"""The worker's exceptions, and the configuration's. One tree; messages say what was given, what is allowed."""
+"""The exceptions of a worker, in one tree. Messages say what was given and what is allowed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What workers receive: the controller's broadcast (XPUB → SUB, MessagePack, one message per frame pair).
+"""The messages that workers receive from their controller (XPUB → SUB, MessagePack, one message per frame pair).
 
 A step plan is a delta: it carries what changed since the step before. A decode step in which nothing
 joins, leaves or fills a block is 31 to 43 bytes, whatever the batch. Integer arrays travel as
@@ -12,24 +12,24 @@ from typing import Final
 import msgspec
 
 LEAVE_TOPIC: Final = b"leave"
-"""A rank's watchdog listens to it with a socket of its own: it must hear it from within a step, too."""
+"""Topic of `Leave`. A rank's watchdog has its own socket for it: the order is heard during a step, too."""
 
 
 def rank_topic(rank: int, incarnation: bytes) -> bytes:
-    """A rank process subscribes to it first: what is for it alone comes by it, and the end of this subscription
-    makes its death known to the controller."""
+    """Return the topic of messages for one rank process. The process subscribes to it first. When this
+    subscription ends, the controller knows that the process has died."""
     return b"rank:%d:%s" % (rank, incarnation.hex().encode())
 
 
 def plan_topic(epoch: int) -> bytes:
-    """By it comes what is for all ranks of an epoch. Each epoch has its own: whoever is left of an older one, and
-    perhaps frozen, must not fill the queue."""
+    """Return the topic of messages for all ranks of an epoch. Each epoch has its own topic, so that a frozen rank
+    of an older epoch does not fill the queue."""
     return b"plan:%d:" % epoch
 
 
 def member_topic(incarnation: bytes) -> bytes:
-    """A rank process subscribes to it right after its epoch's `plan_topic`: when the controller sees it, plans
-    reach the rank."""
+    """Return the topic to which a rank process subscribes right after its epoch's `plan_topic`. When the
+    controller sees this subscription, plans reach the rank."""
     return b"member:" + incarnation.hex().encode()
 
 
@@ -182,18 +182,18 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True, tag="step"):
 
 
 class TierMove(msgspec.Struct, array_like=True, frozen=True):
-    """One chunk between a slot of the host pool and a tier below it."""
+    """Copy one chunk between a slot of the host pool and a tier below it."""
 
     id: int
     """Never used twice within an epoch."""
     tier: int
     """`trunkline.kvstore.tier.TierKind`: `DISK` or `REMOTE`."""
     is_write: bool
-    """From the host slot to the tier; else from the tier into the host slot."""
+    """Whether the chunk goes from the host slot to the tier; else it comes from the tier."""
     host_slot: int
     host_generation: int
     slot: int
-    """Of the disk tier; the remote tier goes by `name` only (-1)."""
+    """Slot of the disk tier; -1 for the remote tier, which goes by `name` only."""
     generation: int
     """Of the disk slot."""
     name: bytes
@@ -210,7 +210,7 @@ class TierMoves(msgspec.Struct, array_like=True, frozen=True, tag="moves"):
 
 
 class Probe(msgspec.Struct, array_like=True, frozen=True, tag="probe"):
-    """Which chunks does the remote tier have? Every rank answers with `Probed`."""
+    """Ask which chunks the remote tier has. Every rank answers with `Probed`."""
 
     id: int
     names: bytes
@@ -222,26 +222,26 @@ class Welcome(msgspec.Struct, array_like=True, frozen=True, tag="welcome"):
     meets the others of that epoch."""
 
     incarnation: bytes
-    """Whom it is for."""
+    """Names the rank process that this message is for."""
     epoch: int
     token_budget: int = 0
     """Tokens of one step at most: what a rank on a GPU keeps memory for; 0: it goes by its own configuration."""
     max_rows: int = 0
-    """Likewise sequences that decode."""
+    """Sequences that decode in one step at most; 0: the rank goes by its own configuration."""
 
 
 class Refused(msgspec.Struct, array_like=True, frozen=True, tag="refused"):
     """On a rank's own topic: answer to a `WorkerHello` of a rank that cannot belong to this group. It ends."""
 
     incarnation: bytes
-    """Whom it is for."""
+    """Names the rank process that this message is for."""
     reason: str
-    """For people: what differs."""
+    """What differs, as a sentence for the operator."""
 
 
 class Leave(msgspec.Struct, array_like=True, frozen=True, tag="leave"):
-    """On `LEAVE_TOPIC`: an epoch is over, because a rank was lost or the controller gave it up. Whoever belongs to
-    it, or to an older one, leaves at once, also from within a step or a collective, and is started again."""
+    """On `LEAVE_TOPIC`: an epoch is over, because a rank was lost or the controller gave it up. Ranks of this
+    epoch and of older ones leave at once, also from within a step or a collective, and are started again."""
 
     epoch: int
 

@@ -180,7 +180,7 @@ class Runner:
         return self._step
 
     def close(self) -> None:
-        """Leave the group, end what compiles grammars, give the host pool back. Nobody may use it any more."""
+        """Leave the group, end the grammar compiler, give the host pool back. Nothing works afterwards."""
         self._group.close()
         if self._grammars is not None:
             self._grammars.close()
@@ -188,9 +188,10 @@ class Runner:
             self.copier.close()
 
     def check(self) -> None:
-        """
+        """Raise what stopped the copies beside the steps, if anything did.
+
         Raises:
-            CopyError: copies beside the steps have failed, so that the rank cannot go on.
+            CopyError: Copies have failed, so that the rank cannot go on.
         """
         if self.copier is not None:
             self.copier.check()
@@ -206,30 +207,30 @@ class Runner:
         return self.copier.start_trace(length)
 
     def compile_grammar(self, request: CompileGrammar) -> None:
-        """Begin to prepare a grammar beside the steps; on rank 0, `grammar_reports` then says how that went."""
+        """Begin to compile a grammar beside the steps. On rank 0 `grammar_reports` says when it is ready."""
         if self._grammars is not None:
             self._grammars.compile(
                 request.grammar, request.kind, request.text, spaced=request.spaced, tenant=request.tenant
             )
 
     def forget_grammar(self, grammar: int) -> None:
-        """No sequence uses the grammar any more."""
+        """Forget a grammar that no sequence uses any more."""
         if self._grammars is not None:
             self._grammars.forget(grammar)
 
     @property
     def is_compiling(self) -> bool:
-        """Whether `grammar_reports` has something to say, now or soon."""
+        """Whether `grammar_reports` has, or will soon have, a report."""
         return self._grammars is not None and self._grammars.pending
 
     def grammar_reports(self) -> list[GrammarReady]:
-        """What became of grammars since the last call. Does not wait."""
+        """Return the grammars that became ready or were refused since the last call. Does not wait."""
         return self._grammars.poll() if self._grammars is not None and self._grammars.pending else []
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Meet torch's and the collectives' one-time costs now rather than in the first request, and measure what
-        moving a block costs."""
+        """Pay one-time costs of torch and of the collectives before the first request, and measure what moving a
+        block costs."""
         zero, two = np.zeros(1, dtype=np.int32), np.array([0, 1], dtype=np.int32)
         batch = Batch(
             ids=torch.zeros(1, dtype=torch.int64, device=self.pool.data.device),
@@ -259,7 +260,7 @@ class Runner:
         Raises:
             PlanError: A gap in the steps, another epoch, or a plan that does not fit the state. The rank's
                 state is then undefined: it must stop.
-            CopyError: Blocks could not be copied; likewise.
+            CopyError: Blocks could not be copied. The rank must stop, too.
         """
         started = time.perf_counter_ns()
         counters = self.kernels.counters

@@ -1,4 +1,4 @@
-"""The shell around `Runner`: ZeroMQ in, ZeroMQ out, and noticing who died.
+"""Run a rank as a process: receive plans and send results by ZeroMQ, and notice the death of controller or peers.
 
       main thread      SUB: plans ──► Runner.execute ──► PUSH: results (rank 0)
                        moves, probes ──► TierService (threads of its own)
@@ -76,7 +76,7 @@ _READY_EVERY_S: Final = 1.0
 _POLL_MS: Final = 250
 """How long the idle main thread sleeps at most before it looks whether the controller is gone."""
 _COMPILING_POLL_MS: Final = 3
-"""Likewise while a grammar is compiled, whose request waits for this rank's report."""
+"""The same while a grammar is compiled: a request waits for this rank's report."""
 _LEAVE_WITHIN_S: Final = 0.7
 """Time that the main thread has to leave by itself once the controller is gone, or the rank has given up."""
 _LINGER_MS: Final = 500
@@ -101,7 +101,7 @@ class Link:
         """The controller's wire keys."""
         self.status_path = config.status_path
         self.is_refused = False
-        """Whether the controller has not let this rank in; the watchdog says so."""
+        """Whether the controller has refused this rank's connection; set by the watchdog."""
         self._plans = self._subscriber()
         self.monitor = self._plans.get_monitor_socket(
             zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED | HANDSHAKE_FAILED
@@ -111,7 +111,7 @@ class Link:
         self.peer.connect(self._plans, config.plan_endpoint)
 
     def connect_again(self) -> None:
-        """If the controller has refused this rank: try again, perhaps with other keys."""
+        """Connect again, perhaps with other keys, if the controller has refused this rank's connection."""
         if self.is_refused:
             self.is_refused = False
             self.peer.advance()
@@ -128,31 +128,31 @@ class Link:
         return socket
 
     def open_leave(self) -> zmq.Socket[bytes]:
-        """A socket for `Leave`, for the thread that calls this; to be closed before `close`. It is connected once
-        the controller has let this rank in."""
+        """Return a socket for `Leave`, to be used by the calling thread only and closed before `close`. It is
+        connected when the controller has accepted this rank's connection."""
         socket = self._subscriber()
         socket.subscribe(LEAVE_TOPIC)
         return socket
 
     def connect_leave(self, socket: zmq.Socket[bytes]) -> None:
-        """By the same thread."""
+        """Connect the socket of `open_leave`; called by the same thread."""
         self.peer.connect(socket, self._config.plan_endpoint)
 
     def say_hello(self) -> None:
-        """Say that this process is there and belongs to no epoch."""
+        """Tell the controller that this process has started and belongs to no epoch."""
         self.offer(WorkerHello(self._config.rank, os.getpid(), node_id(), self.incarnation, self._config.terms))
 
     def enter(self, epoch: int) -> None:
-        """Have plans of an epoch reach this process, and let the controller know when they do."""
+        """Subscribe to the plans of an epoch, then to the topic that tells the controller so."""
         # In this order: what the controller sees last was made last.
         self._plans.subscribe(plan_topic(epoch))
         self._plans.subscribe(member_topic(self.incarnation))
 
     def open_reports(self, *, has_limit: bool = True) -> zmq.Socket[bytes]:
-        """A socket for reports, for the thread that calls this; to be closed before `close`.
+        """Return a socket for reports, to be used by the calling thread only and closed before `close`.
 
         Args:
-            has_limit: of how much waits in it for the controller to take it.
+            has_limit: Whether sending waits when many reports have not been taken by the controller.
         """
         reports = self._context.socket(zmq.PUSH)
         reports.set(zmq.LINGER, _LINGER_MS)
@@ -162,18 +162,18 @@ class Link:
         return reports
 
     def report(self, message: WorkerReport) -> None:
-        """Send, waiting for the controller if it is slow."""
+        """Send a report; wait for the controller if it is slow."""
         self._reports.send(self._encoder.encode(message))
 
     def offer(self, message: WorkerReport) -> None:
-        """Send unless too much is waiting already: for messages that are repeated or only informative."""
+        """Send a report, or drop it if too many wait: for messages that are repeated or only informative."""
         try:
             self._reports.send(self._encoder.encode(message), zmq.NOBLOCK)
         except zmq.Again:
             log.warning("report dropped: the controller takes none", message=type(message).__name__)
 
     def receive(self, timeout_ms: int) -> WorkerMessage | None:
-        """The next message, None if there is none within `timeout_ms`.
+        """Return the next message; None if none comes within `timeout_ms`.
 
         Raises:
             PlanError: something that is not a message of this protocol.
@@ -187,18 +187,18 @@ class Link:
             raise PlanError(f"undecodable plan of {len(frames[-1])} bytes: {error}") from error
 
     def stop_monitor(self) -> None:
-        """The monitor socket gets its last event."""
+        """End the monitoring of connections: the monitor socket gets its last event."""
         self._plans.disable_monitor()
 
     def close(self) -> None:
-        """Close, giving the last report a moment to leave. The monitor socket must be closed before."""
+        """Close the sockets; the last report has a moment to be sent. The monitor socket must be closed before."""
         self._plans.close(linger=0)
         self._reports.close(linger=_LINGER_MS)
         self._context.term()
 
 
 class Outbox:
-    """Reports what the tiers' threads have done, at once, also while the main thread is in a long step."""
+    """Sends the reports of the tiers' threads at once, also while the main thread is in a long step."""
 
     def __init__(self, config: WorkerConfig, link: Link) -> None:
         self._config = config
@@ -208,11 +208,11 @@ class Outbox:
         self._thread.start()
 
     def put(self, report: MoveOutcome | Probed) -> None:
-        """Report it, from any thread."""
+        """Send a report soon. May be called from any thread."""
         self._waiting.put(report)
 
     def close(self) -> None:
-        """Before the link is closed. What was put before is sent."""
+        """Send what was put before, then end the thread. To be called before the link is closed."""
         self._waiting.put(None)
         self._thread.join()
 
@@ -255,12 +255,15 @@ class Watchdog:
         self._thread.start()
 
     def give_up(self, exit_code: int) -> None:
-        """The main thread is about to report a failure and to leave with this code. From now on orders to leave
-        change neither: that the epoch is over may be heard before the report has left."""
+        """Note that the main thread is about to report a failure and to leave with this code.
+
+        From now on an order to leave changes neither the report nor the code: the order may arrive before the
+        report has been sent.
+        """
         self._exit_code = exit_code
 
     def stop(self) -> None:
-        """The main thread has left its loop."""
+        """End the watchdog: the main thread has left its loop."""
         self._left.set()
         self._link.stop_monitor()
         self._thread.join()
@@ -279,7 +282,7 @@ class Watchdog:
             leave.close(linger=0)
 
     def _controller_leaves(self, monitor: zmq.Socket[bytes], leave: zmq.Socket[bytes]) -> bool:
-        """Waits; False if the main thread left first."""
+        """Wait until the controller is gone; return False if the main thread left first."""
         connected = False
         poller = zmq.Poller()
         poller.register(monitor, zmq.POLLIN)
@@ -325,7 +328,7 @@ class Watchdog:
 
 
 def serve(config: WorkerConfig, load: Callable[[WorkerConfig, Callable[[str, float], None]], Runner]) -> int:
-    """Run a rank until it is told to leave; returns the exit code.
+    """Run a rank until it is told to leave; return the exit code.
 
     Args:
         load: `Runner.load`.
@@ -367,14 +370,14 @@ def serve(config: WorkerConfig, load: Callable[[WorkerConfig, Callable[[str, flo
 
 
 def _welcomed(config: WorkerConfig, welcome: Welcome) -> WorkerConfig:
-    """The configuration of a rank that belongs to an epoch, with the controller's limits of a step."""
+    """Return the configuration of a rank that belongs to an epoch, with the controller's limits of a step."""
     if welcome.token_budget > 1 and welcome.max_rows > 0:
         config = msgspec.structs.replace(config, token_budget=welcome.token_budget, max_rows=welcome.max_rows)
     return config.of_epoch(welcome.epoch)
 
 
 def _wait_for_welcome(link: Link, watchdog: Watchdog) -> Welcome | None:
-    """The message by which this process belongs to an epoch from now on; None: it is to leave."""
+    """Say hello until the controller welcomes this process to an epoch; return None if the process is to leave."""
     next_hello = 0.0
     report_status(link.status_path, "starting")
     while not watchdog.controller_gone.is_set():

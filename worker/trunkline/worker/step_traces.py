@@ -1,7 +1,7 @@
-"""Spans of one rank: the steps that compute parts of traced prompts, and what came after, as one.
+"""Spans of one rank for traced requests: one for each step that computes part of a prompt, one for all decoding.
 
-Nothing is done for a token. Each step is added to two totals; a traced sequence remembers what they were when its
-prompt was computed, and the difference is told when it has left, or when no step comes any more.
+No work is done per token. Each step is added to two totals; a traced sequence remembers their values from the
+step that computed its prompt, and the span has the difference when the sequence leaves or no step comes any more.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from trunkline.worker.messages import StepPlan
 
 @dataclass(slots=True)
 class _Decoding:
-    """A traced sequence whose prompt is computed, as far as is known here."""
+    """A traced sequence whose prompt is computed: totals when that step ended."""
 
     parent: SpanContext
     since: float
@@ -25,7 +25,7 @@ class _Decoding:
 
 
 class StepTraces:
-    """Makes them. Times in seconds of the monotonic clock."""
+    """Makes the spans. Times are in seconds of the monotonic clock."""
 
     def __init__(self, tracer: Tracer, rank: int, group: str | int, epoch: int) -> None:
         self._tracer = tracer
@@ -41,7 +41,7 @@ class StepTraces:
         """By stay."""
 
     def step(self, plan: StepPlan, began: float, ended: float) -> None:
-        """A step was computed."""
+        """Note a step that was computed."""
         if self._decoding and plan.leaves:
             for stay in unpack_int32(plan.leaves).tolist():
                 self._left(stay)
@@ -53,12 +53,12 @@ class StepTraces:
                 self._computed(trace, plan.step, began, ended)
 
     def idle(self) -> None:
-        """No step has come for a while: whoever decoded has ended."""
+        """End the spans of all sequences that decode: no step has come for a while."""
         for stay in list(self._decoding):
             self._left(stay)
 
     def close(self) -> None:
-        """Tell the rest, and send it."""
+        """End all spans and send them."""
         self.idle()
         self._tracer.close()
 

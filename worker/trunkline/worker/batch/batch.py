@@ -1,4 +1,4 @@
-"""From a step plan's delta to the flat arrays of one forward pass.
+"""Build the flat arrays of one forward pass from a step plan, which says only what changed.
 
 In the steady state of decoding nothing but counters move: positions and slots grow by one and the decode plan
 advances. The plan is rebuilt only when rows, runs or blocks change, or when a row has filled its block (the
@@ -31,7 +31,7 @@ _NO_RUNS = np.zeros((0, 4), dtype=np.int32)
 
 
 class ScoredPrompt(NamedTuple):
-    """Prompt tokens whose log-probabilities are asked for: those behind the tokens of one prefill entry."""
+    """Prompt tokens whose log-probabilities are asked for: those that follow the tokens of one prefill entry."""
 
     sequence: int
     start: int
@@ -56,7 +56,7 @@ class Batch:
     decode: DecodePlan | None
     prefill: PrefillPlan | None
     samples: list[BatchSequence]
-    """Whose next token is drawn, in the order of `StepResult.tokens`: rows, prefill entries, forks."""
+    """Sequences whose next token is drawn, in the order of `StepResult.tokens`: rows, prefill entries, forks."""
     samples_changed: bool
     """False if `samples` are those of the step before."""
     logit_rows: Tensor | None
@@ -83,7 +83,7 @@ class Batch:
 
 
 class BatchBuilder:
-    """Keeps the decode rows between steps."""
+    """Builds the batch of each step; keeps the decode rows between steps."""
 
     def __init__(self, sequences: SequenceTable, chunk_size: int, device: torch.device) -> None:
         self._sequences = sequences
@@ -97,7 +97,7 @@ class BatchBuilder:
         self._had_prefill_samples = False
 
     def build(self, plan: StepPlan) -> Batch:
-        """The batch of a plan whose leaves, joins and blocks have been applied.
+        """Return the batch of a plan whose leaves, joins and blocks have been applied.
 
         Raises:
             PlanError: rows, runs or prefill entries that do not fit the sequences.
@@ -142,11 +142,11 @@ class BatchBuilder:
         )
 
     def forget_plan(self) -> None:
-        """Block tables of rows changed otherwise than by a step plan: the next step needs a new decode plan."""
+        """Make the next step build a new decode plan: beams have exchanged block tables."""
         self._plan = None
 
     def _fork(self, plan: StepPlan, prefill: _Prefill) -> tuple[list[BatchSequence], list[int]]:
-        """The plan's new sequences, and for each the index of its parent among the prefill samples.
+        """Make the plan's forks; return them, and for each the index of its parent among the prefill samples.
 
         Raises:
             PlanError: a fork of a sequence whose prompt does not end in this step.

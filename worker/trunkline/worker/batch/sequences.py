@@ -1,4 +1,4 @@
-"""A worker's mirror of the sequences in the controller's batch, kept up to date by the deltas of step plans.
+"""The sequences in the batch as a worker knows them, kept up to date by step plans.
 
 A sequence's tokens are numbered by index; `trunkline.worker.batch.extents` knows where they lie and at which
 positions they act. What is stored is always "the rotation of the position at which it was computed".
@@ -20,7 +20,7 @@ from trunkline.worker.messages import BeamPosition, Fork, Join, Sampling, StepPl
 
 
 class BatchSequence:
-    """One stay of a sequence in the batch."""
+    """One stay of a sequence in the batch: from its `Join` or `Fork` until it leaves."""
 
     __slots__ = (
         "beam_position",
@@ -94,12 +94,12 @@ class BatchSequence:
         return self.known - self.prompt_len
 
     def append(self, token: int) -> None:
-        """A token was sampled."""
+        """Append a sampled token."""
         self.tokens.append(token)
         self.known += 1
 
     def continue_with(self, token: int) -> None:
-        """A beam goes on with `token`, perhaps behind other tokens than its own so far.
+        """Let a beam go on with `token`, perhaps behind other tokens than its own so far.
 
         Those are forgotten: a beam of the batch only ever needs its last token, and copying the others from beam
         to beam would cost more with each step.
@@ -109,7 +109,7 @@ class BatchSequence:
         self.known += 1
 
     def token_slice(self, start: int, stop: int) -> Int32Array:
-        """Token ids at indices `[start, stop)`.
+        """Return the token ids at indices `[start, stop)`.
 
         Raises:
             PlanError: not all of them are known.
@@ -121,7 +121,7 @@ class BatchSequence:
         return np.array(self.tokens[start - self.first : stop - self.first], dtype=np.int32)
 
     def set_block(self, index: int, block: int) -> None:
-        """An entry of the block table was set or appended.
+        """Set or append an entry of the block table.
 
         Raises:
             PlanError: it would leave a hole.
@@ -135,7 +135,7 @@ class BatchSequence:
             raise PlanError(f"sequence {self.id}: block-table entry {index} set; there are {len(self.blocks)}")
 
     def slots(self, start: int, stop: int, chunk_size: int) -> Int32Array:
-        """Where the KV of new tokens with indices `[start, stop)` goes: `block * chunk_size + offset`.
+        """Return where the KV of new tokens with indices `[start, stop)` goes: `block * chunk_size + offset`.
 
         Raises:
             PlanError: the block table is too short, or some of them can only be read.
@@ -171,7 +171,7 @@ class SequenceTable:
             raise PlanError(f"the plan names sequence {sequence}, which has not joined") from None
 
     def apply(self, plan: StepPlan) -> None:
-        """Leaves, joins and block-table entries of a plan (forks come later, see `fork`).
+        """Carry out the leaves, joins and block-table entries of a plan (forks come later, see `fork`).
 
         Raises:
             PlanError: an unknown or already known sequence, or a block outside the pool.
@@ -187,7 +187,7 @@ class SequenceTable:
             self[sequence].set_block(index, block)
 
     def fork(self, fork: Fork) -> BatchSequence:
-        """The new sequence that comes out of one whose prompt ends in this step.
+        """Add and return a new sequence that comes out of one whose prompt ends in this step.
 
         Raises:
             PlanError: as `apply` and `BatchSequence.forked`.
@@ -208,7 +208,7 @@ class SequenceTable:
 
 
 def segments_of(sequences: list[BatchSequence], lengths: Int32Array, chunk_size: int) -> Segments:
-    """What sequences read, rows numbered in order: of each the tokens with indices below its length.
+    """Return the segments that sequences read: of each the tokens with indices below its length, rows in order.
 
     Raises:
         PlanError: a block table is too short.

@@ -239,7 +239,7 @@ class Matcher:
 
 
 def explain(kind: str, message: str) -> str:
-    """xgrammar's message as a sentence for whoever wrote the grammar."""
+    """Return xgrammar's message as a sentence for the author of the grammar."""
     detail = _SOURCE.sub("", message).split("The JSON string is")[0].split("\n")[0]
     detail = detail.replace("It is ignored.", "").strip(" .:")
     detail = _KIND_OF_ERROR.sub("", detail)

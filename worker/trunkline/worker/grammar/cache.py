@@ -29,7 +29,7 @@ class Wanted(msgspec.Struct, frozen=True):
     spaced: bool = False
 
     def digest(self) -> bytes:
-        """Names it."""
+        """Return a name that only the same grammar has."""
         return hashlib.blake2b(msgspec.msgpack.encode(self), digest_size=_DIGEST_BYTES).digest()
 
 
@@ -42,14 +42,14 @@ _Grammar = TypeVar("_Grammar", bound=_Sized)
 
 
 class GrammarCache(Generic[_Grammar]):
-    """By content, the least recently used first."""
+    """Compiled grammars and refusals by content, the least recently used first."""
 
     def __init__(self) -> None:
         self._compiled: OrderedDict[bytes, _Grammar] = OrderedDict()
         self._refused: OrderedDict[bytes, tuple[str, float]] = OrderedDict()
 
     def find(self, wanted: Wanted, now: float) -> _Grammar | str | None:
-        """The compiled grammar, or what is wrong with it; None: it has to be tried. `now`: in seconds."""
+        """Return the compiled grammar, or its problem; None if it has to be tried. `now` is in seconds."""
         digest = wanted.digest()
         compiled = self._compiled.get(digest)
         if compiled is not None:
@@ -63,13 +63,13 @@ class GrammarCache(Generic[_Grammar]):
         return None
 
     def keep(self, wanted: Wanted, grammar: _Grammar) -> None:
-        """It was compiled."""
+        """Keep a compiled grammar."""
         self._compiled[wanted.digest()] = grammar
         while len(self._compiled) > KEPT_MAX or sum(g.bytes for g in self._compiled.values()) > KEPT_BYTES_MAX:
             self._compiled.popitem(last=False)
 
     def refuse(self, wanted: Wanted, problem: str, now: float) -> None:
-        """It cannot be compiled."""
+        """Keep a refusal for a while."""
         self._refused[wanted.digest()] = problem, now + REFUSED_S
         while len(self._refused) > REFUSALS_MAX:
             self._refused.popitem(last=False)

@@ -5,10 +5,10 @@
                     poll() ◄── GrammarReady ◄──────────────────────────┘
                     fill(sequence, words): which ids may come next
 
-A user's grammar is hostile until it has passed: `grammar_checks` refuses what xgrammar would misread; a
-process of its own bounds time and memory (`grammar_trial`); only then it is compiled here. What takes more than a
+A user's grammar is hostile until it has passed: `checks` refuses what xgrammar would misread; a
+process of its own bounds time and memory (`trial`); only then it is compiled here. What takes more than a
 slice is tried again by a second thread with a second process, which there is from the first such grammar on: it
-holds up no ordinary one (`grammar_queue`). What remains unbounded: following a grammar costs microseconds per
+holds up no ordinary one (`queue`). What remains unbounded: following a grammar costs microseconds per
 token as a rule, but an ambiguous one can be written to pass the trial and to become slow later. An output that
 meets such a token is ended by the grammar's side: only its stop ids are allowed from there on.
 
@@ -50,12 +50,12 @@ log = structlog.get_logger()
 
 
 class GrammarStore:
-    """Grammars by id, and where each sequence stands in its own. All of it is the step thread's."""
+    """Grammars by id, and the state of each sequence in its grammar. Used by the step thread only."""
 
     def __init__(
         self, model: Path, vocab_size: int, seconds_max: float = COMPILE_S_MAX, slice_s: float = SLICE_S
     ) -> None:
-        """Cheap: nothing is read before the first grammar.
+        """Read nothing yet: the tokenizer is loaded with the first grammar.
 
         Args:
             model: the model's folder; its `tokenizer.json` spells the tokens.
@@ -65,7 +65,7 @@ class GrammarStore:
         """
         self._lines = _Lines(model, vocab_size, {Line.FIRST: slice_s, Line.LONG: seconds_max})
         self._done: list[tuple[int, TokenGrammar | str]] = []
-        """Known without a trial."""
+        """Grammars whose result is known without a trial."""
         self._pending: set[int] = set()
         self._cache: GrammarCache[TokenGrammar] = GrammarCache()
         self._grammars: dict[int, TokenGrammar] = {}
@@ -73,13 +73,13 @@ class GrammarStore:
 
     @property
     def pending(self) -> bool:
-        """Whether `poll` has something to give, now or later."""
+        """Whether `poll` has a report, now or later."""
         return bool(self._pending)
 
     def compile(self, grammar: int, kind: str, text: str, *, spaced: bool = False, tenant: bytes = b"") -> None:
-        """Begin with a grammar; `poll` says when it is ready. Does not wait.
+        """Begin to compile a grammar; `poll` says when it is ready. Does not wait.
 
-        Of one that is under way, this says that it is wanted by another tenant, too.
+        For a grammar that is being compiled, note that another tenant wants it, too.
         """
         if grammar in self._grammars:
             return
@@ -98,7 +98,7 @@ class GrammarStore:
             self._done.append((grammar, known))
 
     def poll(self) -> list[GrammarReady]:
-        """Grammars that became ready, or turned out to have a problem, since the last call."""
+        """Return the grammars that became ready or were refused since the last call."""
         ready = []
         done, self._done = self._done, []
         for grammar, wanted, result, lasts in self._lines.results():
@@ -119,14 +119,14 @@ class GrammarStore:
         return ready
 
     def forget(self, grammar: int) -> None:
-        """No sequence uses the grammar any more."""
+        """Forget a grammar that no sequence uses any more."""
         self._grammars.pop(grammar, None)
         if grammar in self._pending:
             self._pending.remove(grammar)
             self._lines.remove(grammar)
 
     def forget_sequences(self, sequences: Iterable[int]) -> None:
-        """Sequences that left the batch."""
+        """Forget sequences that left the batch."""
         if self._outputs:
             for sequence in sequences:
                 self._outputs.pop(sequence, None)
@@ -172,7 +172,7 @@ class GrammarStore:
 
 
 class _Lines:
-    """A thread for each line of the queue, from its first grammar on."""
+    """The compile threads: one for each line of the queue, started with its first grammar."""
 
     def __init__(self, model: Path, vocab_size: int, seconds_max: dict[Line, float]) -> None:
         self._compilers = {line: _Compiler(model, vocab_size, seconds) for line, seconds in seconds_max.items()}
@@ -199,7 +199,7 @@ class _Lines:
             self._wanted.pop(grammar, None)
 
     def results(self) -> list[tuple[int, Wanted, TokenGrammar | str, bool]]:
-        """Grammars, or what is wrong with them and whether it will be next time, since the last call."""
+        """Return new results: a grammar, or its problem and whether that will be the same next time."""
         found = []
         while not self._results.empty():
             found.append(self._results.get())
@@ -239,7 +239,7 @@ class _Lines:
         compiler.close()
 
     def _next(self, line: Line) -> tuple[int, Wanted] | None:
-        """The next one to try; None: there will be no more."""
+        """Wait for the next grammar to try; return None when the store is closed."""
         with self._changed:
             while not self._is_closed:
                 grammar = self._queue.take(line)
@@ -250,7 +250,7 @@ class _Lines:
 
 
 class _Compiler:
-    """What one compile thread owns."""
+    """A trial process and a vocabulary: what one compile thread owns."""
 
     def __init__(self, model: Path, vocab_size: int, seconds_max: float) -> None:
         self._model = model
@@ -259,7 +259,7 @@ class _Compiler:
         self._vocabulary: Vocabulary | None = None
 
     def compile(self, wanted: Wanted) -> tuple[TokenGrammar | str, bool]:
-        """A grammar, or what is wrong with it and whether that is the grammar's own fault.
+        """Return a grammar, or what is wrong with it and whether that is the grammar's own fault.
 
         Raises:
             TooSlowError: it takes longer than allowed here.

@@ -1,4 +1,4 @@
-"""Rank 0's side of `grammar_trial`: a process in which a grammar may take only so much time and memory."""
+"""The process in which rank 0 tries grammars (`grammar.trial`), which limits their time and memory."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class TooSlowError(Exception):
 
 
 class TrialRequest(msgspec.Struct, frozen=True):
-    """What the process is asked."""
+    """The question to the process: can this grammar be compiled in time?"""
 
     grammar: Wanted
     seconds_max: float
 
 
 class TrialVerdict(msgspec.Struct, frozen=True):
-    """What it answers."""
+    """The answer of the process."""
 
     problem: str = ""
     """What is wrong with the grammar; "": nothing."""
@@ -73,7 +73,7 @@ class TrialProcess:
         )
 
     def verdict_on(self, wanted: Wanted) -> TrialVerdict:
-        """What is wrong with a grammar, if anything is.
+        """Try a grammar; return what is wrong with it, if anything is.
 
         Raises:
             TooSlowError: that would take longer than allowed.
@@ -115,7 +115,7 @@ class TrialProcess:
         return line
 
     def cancel(self) -> None:
-        """From another thread: make a trial that is under way end, and no other begin."""
+        """Called by another thread: end the present trial, and let no other begin."""
         self._cancelled = True
         process = self._process
         if process is not None:

@@ -1,4 +1,4 @@
-"""Whose grammar is compiled next: fair shares between tenants, and short slices before long ones. Pure.
+"""Choose the grammar to compile next: fair shares between tenants, short trials before long ones. Pure.
 
     add ──► FIRST line ──take──► a trial of at most one slice ──► compiled, or refused
                                         │ late
@@ -17,12 +17,12 @@ from enum import Enum, auto
 
 
 class Line(Enum):
-    """Where a grammar waits."""
+    """The line in which a grammar waits."""
 
     FIRST = auto()
-    """For its first, short trial."""
+    """For a first, short trial."""
     LONG = auto()
-    """It took longer than a slice."""
+    """For a long trial: the short one was not enough."""
 
 
 class GrammarQueue:
@@ -44,7 +44,7 @@ class GrammarQueue:
         return len(self._tenants)
 
     def add(self, grammar: int, tenant: bytes) -> None:
-        """A tenant wants it, maybe not the first one: its turn comes with the first of theirs."""
+        """Note that a tenant wants a grammar. If several do, it comes with the first of their turns."""
         if grammar not in self._tenants:
             self._tenants[grammar] = {}
             self._waits[grammar] = Line.FIRST
@@ -54,7 +54,7 @@ class GrammarQueue:
             self._lines[line].setdefault(tenant, OrderedDict())[grammar] = None
 
     def take(self, line: Line) -> int | None:
-        """The next one to try; it stays known until `late` or `remove`. None: none waits."""
+        """Return the next grammar to try, None if none waits. It stays known until `late` or `remove`."""
         waiting = self._lines[line]
         if not waiting:
             return None
@@ -65,14 +65,14 @@ class GrammarQueue:
         return grammar
 
     def late(self, grammar: int) -> None:
-        """It took more than its slice: it waits for a long trial. Nothing happens if it was removed meanwhile."""
+        """Let a grammar wait for a long trial: it took more than a slice. Nothing happens if it was removed."""
         if grammar in self._tenants:
             self._waits[grammar] = Line.LONG
             for tenant in self._tenants[grammar]:
                 self._lines[Line.LONG].setdefault(tenant, OrderedDict())[grammar] = None
 
     def remove(self, grammar: int) -> None:
-        """It is compiled, refused, or not wanted any more."""
+        """Forget a grammar that is compiled, refused, or not wanted any more."""
         self._leave(grammar)
         self._tenants.pop(grammar, None)
 

@@ -1,4 +1,4 @@
-"""Loading one rank's shard: only its slices are read from the safetensors files, straight into place.
+"""Load one rank's shard: only its slices are read from the safetensors files.
 
 What a rank's slices are is in `sharding`. Matrices that read the same input are fused into one, and each is
 packed for the kernels at once, so that no more than one exists in two forms. Whatever the checkpoint's layout
@@ -148,7 +148,7 @@ class _Files:
 
 
 class _Reader:
-    """Knows where a family has what."""
+    """Reads the weights of a shard from where its family keeps them."""
 
     def __init__(self, files: _Files, shard: Shard, kernels: Kernels, quantisation: Quantisation) -> None:
         self._files = files

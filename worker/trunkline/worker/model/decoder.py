@@ -64,7 +64,7 @@ class Decoder:
         """Compute a step: store the new tokens' KV and return the logits that are asked for.
 
         Args:
-            gate: waits for, and is told of, each layer of KV; None: everything is there, and nobody follows.
+            gate: Waits for each layer of KV, and is told when it is stored; None: nothing is loaded or saved.
 
         Returns:
             float32 `[logits rows, padded vocabulary / tp]`: this rank's columns, -inf where padded; None if the

@@ -1,4 +1,4 @@
-"""From a model folder to a `ModelConfig`, or to an error that says what is wrong, without torch.
+"""Read a model folder into a `ModelConfig`, or say what is wrong with it. No torch.
 
 The launcher calls `check_model` before it starts any process; workers call it again to build their shard.
 """

@@ -1,4 +1,4 @@
-"""Which part of a model each of the ranks of a tensor-parallel group holds (PagedAttention §4.6). No torch.
+"""The part of a model that each rank of a tensor-parallel group holds (PagedAttention §4.6). No torch.
 
 Projections to heads and the first MLP matrices are split by output rows, those that come after them by input
 columns. KV heads fewer than ranks are replicated. The vocabulary is padded to a multiple of the ranks. Experts

@@ -1,4 +1,4 @@
-"""What tensors a checkpoint has, where and in what shape, from the headers of its safetensors files.
+"""The tensors of a checkpoint, their files and shapes, from the headers of its safetensors files.
 
 A safetensors file starts with a little-endian uint64, the length of a JSON object that gives each tensor's
 dtype, shape and byte range behind it. Reading that alone tells whether a download was cut off.

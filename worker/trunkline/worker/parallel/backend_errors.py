@@ -1,8 +1,8 @@
-"""What NCCL, gloo and CUDA say when something fails, as this worker's exceptions, with their own words kept.
+"""Turn errors of NCCL, gloo and CUDA into this worker's exceptions; their own words are kept.
 
 never works, however often it is tried   WorkerConfigError     exit code 2: the cluster ends
 another rank, or the way to it, is gone  PeerLostError   this rank leaves and is started again
-a failure of this rank's own             WorkerError     likewise, and the controller hears why
+a failure of this rank's own             WorkerError     this rank leaves, and the controller hears why
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ _REMEDIES: Final = {
 
 
 def words_of(error: BaseException) -> str:
-    """The text of a backend's error in one line, without places in its sources and without stack frames."""
+    """Return the text of a backend's error in one line, without places in its sources and without stack frames."""
     text = _SOURCE.sub("", _STACK.sub("", str(error)))
     text = " ".join(text.split())
     return text if len(text) <= _TEXT_MAX else f"{text[:_TEXT_MAX]}…"
 
 
 def hopeless(error: BaseException) -> WorkerConfigError | None:
-    """The error as that of a configuration that can never work; None if it may work the next time."""
+    """Return the error as that of a configuration that can never work; None if a new start may succeed."""
     text = str(error)
     for words, remedy in _REMEDIES.items():
         if words in text:
@@ -58,7 +58,7 @@ def hopeless(error: BaseException) -> WorkerConfigError | None:
 
 
 def of_collective(error: RuntimeError, backend: str) -> Exception:
-    """The worker's exception for what a collective raised; the error itself if it says nothing of other ranks.
+    """Return the worker's exception for what a collective raised; the error itself if it is about no other rank.
 
     Args:
         backend: "shared", "gloo" or "nccl".

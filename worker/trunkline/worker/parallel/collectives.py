@@ -50,7 +50,7 @@ log = structlog.get_logger()
 
 @contextmanager
 def _peers(backend: str) -> Iterator[None]:
-    """The seam at which errors of the backends become ours; nothing but the backend's call belongs inside."""
+    """Turn errors of a backend into ours; nothing but the backend's call belongs inside."""
     try:
         yield
     except RuntimeError as error:
@@ -150,7 +150,7 @@ class TensorParallel:
         return tensor
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """`[size, *tensor.shape]`: every rank's tensor, on every rank."""
+        """Return every rank's tensor on every rank, `[size, *tensor.shape]`."""
         if self.backend == "none":
             return tensor[None]
         operand = self._operand(tensor)
@@ -163,7 +163,7 @@ class TensorParallel:
         return torch.stack(parts).to(self.device)
 
     def gather_columns(self, tensor: Tensor) -> Tensor | None:
-        """Rank 0 gets all ranks' columns side by side, `[rows, size * columns]`; the others None."""
+        """Return all ranks' columns side by side on rank 0, `[rows, size * columns]`; None on the others."""
         if self.backend == "none":
             return tensor
         operand = self._operand(tensor)
@@ -186,11 +186,11 @@ class TensorParallel:
         return tensor
 
     def minimum(self, value: int) -> int:
-        """The smallest value given by any rank."""
+        """Return the smallest value given by any rank."""
         return int(self.all_gather(torch.tensor([value], device=self.device)).min())
 
     def close(self) -> None:
-        """Leave the group: whoever still waits for this rank gets `PeerLostError`."""
+        """Leave the group. Ranks that still wait for this one get `PeerLostError`."""
         if self._shared is not None:
             self._shared.close()
             self._shared = None

@@ -1,11 +1,11 @@
 """How the ranks of a group find each other for their collectives when they are on several hosts.
 
 Rank 0 listens for the others at the address of `WorkerConfig.rendezvous`, anew in every epoch. What they write
-there stands under the epoch's number, so that a process that is left over from an earlier one meets nobody. The
+there has the epoch's number as prefix, so that a process of an earlier epoch never meets ranks of this one. The
 collectives' own connections go through the network interface by which this host reaches that address.
 
-None of this is encrypted or authenticated: whoever reaches these ports can harm the group. So the network between
-the hosts of one group must be theirs alone (docs/nodes.md).
+None of this is encrypted or authenticated: any host that reaches these ports can harm the group. So
+only the hosts of one group may reach the network between them (docs/nodes.md).
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from trunkline.worker.errors import WorkerError
 
 _ANY: Final = "0.0.0.0"
 _ELSEWHERE: Final = "192.0.2.1"
-"""In a range that nobody has: the way there is the way to any other host. Nothing is sent."""
+"""Of a range reserved for documentation: the route there is that to any other host. Nothing is sent."""
 _INTERFACE_VARIABLES: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def open_store(config: WorkerConfig, timeout: datetime.timedelta) -> dist.distributed_c10d.Store:
-    """What the ranks of an epoch exchange addresses by. Waits for rank 0.
+    """Return the store by which the ranks of an epoch exchange addresses. Waits for rank 0.
 
     Raises:
-        WorkerError: nobody answers there within the timeout, or rank 0 cannot listen there.
+        WorkerError: Rank 0 does not answer within the timeout, or cannot listen there.
     """
     host, port = _address(config.rendezvous)
     try:
@@ -56,7 +56,7 @@ def open_store(config: WorkerConfig, timeout: datetime.timedelta) -> dist.distri
 
 
 def choose_interface(config: WorkerConfig) -> None:
-    """Have the collectives use the interface that leads to the other hosts, unless somebody has named one."""
+    """Let the collectives use the interface that leads to the other hosts, unless the environment names one."""
     host, port = _address(config.rendezvous)
     address = _own_address(_ELSEWHERE if host == _ANY else host, port)
     name = interface_of(address) if address else ""
@@ -68,7 +68,7 @@ def choose_interface(config: WorkerConfig) -> None:
 
 
 def interface_of(address: str) -> str:
-    """Name of the interface with this address; "": there is none."""
+    """Return the name of the interface with this address; "" if there is none."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(found.address == address for found in addresses):
             return str(name)
@@ -76,7 +76,7 @@ def interface_of(address: str) -> str:
 
 
 def _own_address(host: str, port: int) -> str:
-    """Of this host, as seen from that one; "": there is no way there."""
+    """Return this host's own address on the route to another host; "" if there is no route."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as trial:
             trial.connect((host, port))  # only looks the way up

@@ -1,4 +1,4 @@
-"""Beam searches on the workers' side: which beams go on, and what that does to their sequences.
+"""Beam searches on the workers' side: which beams go on, and how their sequences change.
 
 Rank 0 chooses from the logits (`Seating.choose`), all ranks carry it out (`BeamGroup.advance`). The members of
 a search are ordinary sequences and rows; a step changes what they contain, never which they are: member i is the
@@ -34,7 +34,7 @@ IndexArray = NDArray[np.intp]
 
 
 class Continuations(NamedTuple):
-    """The best continuations of a search's beams, best first."""
+    """The best continuations of a search's beams, best first: three columns of one table."""
 
     parents: Int32Array
     """Indices of beams."""
@@ -77,7 +77,7 @@ class BeamGroup:
 
     @property
     def members(self) -> list[BatchSequence]:
-        """By rank of the beam.
+        """Return the members, the best beam first.
 
         Raises:
             PlanError: not all of them have joined.

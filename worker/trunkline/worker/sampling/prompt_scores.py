@@ -1,4 +1,4 @@
-"""Log-probabilities of a prompt's own tokens: how likely the model found what it was given to read."""
+"""Log-probabilities of a prompt's own tokens: how likely each was, given those before it."""
 
 from __future__ import annotations
 

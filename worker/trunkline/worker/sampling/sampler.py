@@ -42,7 +42,7 @@ def is_plain_greedy(samples: list[BatchSequence]) -> bool:
 
 
 class Sampler:
-    """Keeps what depends on the set of rows only, between steps."""
+    """Draws tokens; keeps between steps what depends on the set of rows only."""
 
     def __init__(self, vocab_size: int, device: torch.device, grammars: Grammars | None = None) -> None:
         """`grammars`: of this rank; without them no row may follow one."""
@@ -55,7 +55,7 @@ class Sampler:
     def sample(
         self, logits: Tensor, samples: list[BatchSequence], *, changed: bool
     ) -> tuple[Tensor, dict[int, TopLogprobs] | None]:
-        """One token per row.
+        """Draw one token per row.
 
         Args:
             logits: float32 `[rows, vocabulary]`, overwritten.
@@ -86,7 +86,7 @@ class Sampler:
         return ids, reports
 
     def forget(self, sequences: Iterable[int]) -> None:
-        """Sequences that left the batch: nothing is kept of them."""
+        """Forget sequences that left the batch."""
         if self._grammars is not None:
             self._grammars.forget_sequences(sequences)
 

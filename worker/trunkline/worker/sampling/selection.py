@@ -23,7 +23,7 @@ from trunkline.worker.sampling.sampler import Sampler, first_argmax, is_plain_gr
 
 @dataclass
 class Selection:
-    """What a step's logits led to."""
+    """The tokens that a step chose, and what rank 0 reports of them."""
 
     tokens: Int32Array
     """In the order of `StepResult.tokens`; the same on every rank."""
@@ -38,7 +38,7 @@ class Selection:
 
 
 class Selector:
-    """Draws for all samples of a batch and gives their sequences the tokens."""
+    """Chooses the next token of every sample of a batch, and appends it to its sequence."""
 
     def __init__(
         self, group: TensorParallel, sampler: Sampler, searches: BeamSearches, vocab_size: int, chunk_size: int
@@ -56,7 +56,7 @@ class Selector:
         self._sampler_is_current = False
 
     def select(self, batch: Batch, logits: Tensor | None, vocab_start: int) -> Selection:
-        """Decide and carry it out.
+        """Choose the tokens, the same on every rank, and append them.
 
         Args:
             logits: float32 `[logits rows, padded vocabulary / tp]`, this rank's columns, overwritten; None: none
@@ -88,7 +88,7 @@ class Selector:
         return selection
 
     def _select_on_rank_0(self, batch: Batch, seating: Seating | None, logits: Tensor) -> Selection:
-        """Gather the logits, decide, tell all ranks; beams go on at once."""
+        """Gather the logits on rank 0, which chooses and tells all ranks; advance the beams."""
         selection = Selection(np.zeros(0, dtype=np.int32))
         count = len(batch.samples)
         whole = self._group.gather_columns(logits)

@@ -1,4 +1,4 @@
-"""Which tokens rows may draw: grammars, allowed ids, minimum lengths, bad words. Only rows that ask cost anything.
+"""Masks of the tokens that rows may draw: grammars, allowed ids, minimum lengths, bad words.
 
 A mask is one bit per id (int32 words, little-endian, bit i of word w is id 32·w + i), so that 128,000 ids are
 16 KB: masks are combined on the CPU and travel packed to where the logits are.
@@ -29,17 +29,17 @@ penalties and temperature, whatever the model or a bias made of it (NaN and -inf
 
 
 class Grammars(Protocol):
-    """What masks need of `grammar.GrammarStore`."""
+    """What masks need of `grammar.compiler.GrammarStore`."""
 
     def fill(self, sequence: BatchSequence, words: Int32Array) -> None:
         """Write the ids that the grammar allows next; at least one."""
 
     def forget_sequences(self, sequences: Iterable[int]) -> None:
-        """Sequences that left the batch."""
+        """Forget sequences that left the batch."""
 
 
 def needs_mask(sampling: Sampling, output_index: int) -> bool:
-    """Whether anything may be forbidden to a row, now or later."""
+    """Return whether a row may be forbidden any token, now or later."""
     return bool(
         sampling.grammar
         or sampling.allowed_ids
@@ -86,7 +86,7 @@ class TokenMasks:
 
 
 class _RowMask:
-    """What one row asks for; `sequence` grows from step to step."""
+    """The mask of one row, whose sequence grows from step to step."""
 
     def __init__(self, sequence: BatchSequence, vocab_size: int, grammars: Grammars | None) -> None:
         self._sequence = sequence
@@ -107,14 +107,14 @@ class _RowMask:
         self._bad_sequences = [word for word in words if len(word) > 1]
 
     def _without(self, ids: Iterable[int]) -> Int32Array:
-        """All bits but those of `ids`; also none beyond the vocabulary."""
+        """Return a mask of all ids of the vocabulary but these."""
         bits = np.zeros(-(-self._size // 32) * 32, dtype=bool)
         bits[: self._size] = True
         bits[[token for token in ids if 0 <= token < self._size]] = False
         return np.packbits(bits, bitorder="little").view(np.int32)
 
     def fill(self, words: Int32Array) -> None:
-        """Write what is allowed now."""
+        """Write the ids that are allowed now."""
         sequence = self._sequence
         words[:] = self._everything
         if sequence.sampling.grammar:

@@ -1,4 +1,4 @@
-"""How much of a GPU's memory the KV pool gets: what is left beside the weights and the largest step. Pure.
+"""Divide a GPU's memory: the KV pool gets what weights and the largest step leave. Pure.
 
       total memory of the GPU
       ├── what `gpu_memory_fraction` allows this rank ───────────────────────────┐ rest: other processes,
@@ -24,7 +24,7 @@ OUTSIDE_BYTES_MAX: Final = 2 << 30
 
 
 class MemoryMeter(Protocol):
-    """What is asked of a device. Numbers are bytes."""
+    """What a device says of its memory. Numbers are bytes."""
 
     def total_and_free(self) -> tuple[int, int]:
         """Of the whole device, all its processes together."""
@@ -33,14 +33,14 @@ class MemoryMeter(Protocol):
         """Taken from the device by torch in this process, after all that it does not need was given back."""
 
     def begin_peak(self) -> None:
-        """The next `peak` counts from now on."""
+        """Let the next `peak` count from now on."""
 
     def peak(self) -> int:
         """The most that torch has taken from the device since `begin_peak`; waits for the device."""
 
 
 class CudaMemory:
-    """The real one."""
+    """Memory of a CUDA device, as torch and the driver say."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

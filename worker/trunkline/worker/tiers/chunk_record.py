@@ -1,5 +1,5 @@
-"""What stands beside a chunk's bytes in a tier that may give back other bytes than it was given: who wrote them,
-as what, and a checksum over everything (CachedAttention §3.3).
+"""The record beside a chunk's bytes in a tier: which rank wrote them, under which name, and a checksum over all
+(CachedAttention §3.3).
 
 A record is read back only whole, under the name, generation, rank and fingerprint that it was written with. A
 crash in the middle of a write, a flipped bit, a slab of another model: all of these are misses.

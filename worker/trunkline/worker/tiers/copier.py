@@ -36,18 +36,18 @@ _MEASURED_NS: Final = 200_000_000
 
 
 class CopyOptions(NamedTuple):
-    """How copies go on beside the computation; other than the defaults for comparison."""
+    """How copies go on beside the computation. Only benchmarks and tests use other values than the defaults."""
 
     link_bytes_per_s: float = 0.0
-    """Emulates a slower link between device and host, in each direction; 0: none."""
+    """Speed of an emulated slower link between device and host, in each direction; 0: no emulation."""
     is_layerwise: bool = True
-    """Each layer of the computation waits for its own layer of the loads; else the first for all of them."""
+    """Whether each layer of the computation waits for its own KV only; else the first waits for that of all."""
     saves_beside: bool = True
-    """Else a step that saves waits until everything is saved."""
+    """Whether steps go on while blocks are saved; else a step that saves waits for the end of it."""
 
 
 class Ticket(NamedTuple):
-    """The last copies, so far, of a host slot."""
+    """The last copies of a host slot that the plans so far have ordered."""
 
     save: int
     """Number of the save into it; 0: none."""
@@ -188,7 +188,7 @@ class Copier:
     # --- the tiers below
 
     def ticket(self, slot: int) -> Ticket:
-        """The copies of a host slot that the plans so far have ordered.
+        """Return the last copies of a host slot that the plans so far have ordered.
 
         Raises:
             PlanError: there is no such slot.
@@ -258,6 +258,6 @@ class Copier:
         self.host.close()
 
     def _fail(self, error: BaseException) -> None:
-        """On a copy thread that ends: nobody waits for what it does not do any more."""
+        """End all waiting: a copy thread has ended, so what it had to do will never be done."""
         for gate in (self._computed, self.saves.gate, self.loads.gate):
             gate.fail(error)

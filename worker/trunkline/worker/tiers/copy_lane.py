@@ -24,9 +24,9 @@ from trunkline.worker.tiers.host_pool import HostPool
 from trunkline.worker.tiers.layer_gate import LATE_SAVE, LOAD, LayerGate, LayerSpan, LayerTrace
 
 _QUANTUM_BYTES: Final = 256 << 10
-"""Copied before the next who wait are let through: a job of small layers goes several layers at a time."""
+"""Bytes copied before waiting threads are told: a job of small layers goes several layers at a time."""
 _CUDA_QUANTUM_BYTES: Final = 4 << 20
-"""Likewise on a GPU, where each quantum costs a round trip."""
+"""The same on a GPU, where each quantum costs a round trip."""
 
 log = structlog.get_logger()
 
@@ -135,7 +135,7 @@ class CopyLane:
                     self._carry_out(job, number)
         except CopyError as error:
             self._failed(error)
-        except Exception as error:  # whatever it is, nobody must wait for this thread any more
+        except Exception as error:  # whatever it is, no thread may wait for this one any more
             log.error("copies between device and host failed", error=str(error), exc_info=True)
             self._failed(error)
 
@@ -165,7 +165,7 @@ class CopyLane:
             self.gate.advance(behind + layers.stop)
 
     def _quanta(self, job: CopyJob) -> Iterator[range]:
-        """The layers that are copied before anybody is told; all at once where nobody waits for single ones."""
+        """Return the layers that are copied together; all at once where no thread waits for single layers."""
         layers = self._host.layers
         size = layers
         if self.is_layerwise and job.kind in (LOAD, LATE_SAVE):

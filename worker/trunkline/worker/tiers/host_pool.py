@@ -61,7 +61,7 @@ class HostPool:
     # --- what the plans say
 
     def begin_saves(self, moves: Int32Array) -> tuple[Int32Array, Int32Array]:
-        """The slots hold from now on, by the order of the plans, what is in the blocks.
+        """Note that by the order of the plans the slots hold from now on what is in the blocks.
 
         Args:
             moves: int32 `[n, 3]`: block, slot, generation; slots are distinct.
@@ -83,7 +83,7 @@ class HostPool:
         return blocks, slots
 
     def begin_loads(self, moves: Int32Array) -> tuple[Int32Array, Int32Array]:
-        """The blocks hold from now on, by the order of the plans, what is in the slots.
+        """Note that by the order of the plans the blocks hold from now on what is in the slots.
 
         Args:
             moves: int32 `[n, 3]`: block, slot, generation; blocks are distinct.
@@ -128,15 +128,15 @@ class HostPool:
     # --- Tier
 
     def generation(self, slot: int) -> int:
-        """Of the slot's content; negative if it has none."""
+        """Return the generation of a slot's content; negative if it has none."""
         return int(self._generations[slot])
 
     def set_generation(self, slot: int, generation: int) -> None:
-        """The slot's bytes were written through `view`, and are whole."""
+        """Note that a slot's bytes were written through `view`, and are whole."""
         self._generations[slot] = generation
 
     def view(self, slot: int) -> memoryview:
-        """A slot's bytes. Not to be kept beyond `close`."""
+        """Return a slot's bytes. The view must not be used after `close`."""
         return self._bytes[slot].numpy().data
 
     def write(self, key: SlotKey, data: memoryview) -> None:

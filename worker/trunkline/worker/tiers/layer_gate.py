@@ -1,4 +1,4 @@
-"""Counts of layers that threads wait for: how computation and copies go side by side (CachedAttention §3.2).
+"""Counts of layers that threads wait for, so that computation and copies overlap (CachedAttention §3.2).
 
 Three of them, each written by one thread and waited for by others, say how far a rank is:
 
@@ -32,13 +32,13 @@ class LayerGate:
         self._condition = threading.Condition()
 
     def advance(self, to: int) -> None:
-        """Let those through who wait for counts up to `to`."""
+        """Raise the count, and wake the threads that wait for it."""
         with self._condition:
             self.passed = max(self.passed, to)
             self._condition.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """The count will grow no more: whoever waits, now or later, gets an error."""
+        """End the counting: every thread that waits, now or later, gets an error."""
         with self._condition:
             if self._failure is None:
                 self._failure = error
@@ -89,7 +89,7 @@ class LayerSpan(NamedTuple):
 
 
 class LayerTrace:
-    """The last layers computed and copied, for those who want to see that both went on at the same time."""
+    """When the last layers were computed and copied: shows whether both overlapped."""
 
     def __init__(self, length: int) -> None:
         self._spans: deque[LayerSpan] = deque(maxlen=length)
@@ -104,7 +104,7 @@ class LayerTrace:
 
 
 class StepGate:
-    """Where the computation of one step stops for loads and lets late saves follow. Used by one thread."""
+    """Lets the computation of one step wait for loads, and late saves follow it, by layer. Used by one thread."""
 
     def __init__(self, step: int, layers: int, loads: LayerGate, computed: LayerGate) -> None:
         self.step = step
@@ -116,7 +116,7 @@ class StepGate:
         self.loads_from: int | None = None
         """What `loads` counts before layer 0 of the last load that the step needs; None: it needs none."""
         self.tells_layers = False
-        """Whether anybody waits for single layers of this step."""
+        """Whether late saves wait for single layers of this step."""
         self.record_layer: Callable[[], object] = _no_mark
         self.marks: list[object] = []
         """By layer: what `record_layer` gave when it was stored."""

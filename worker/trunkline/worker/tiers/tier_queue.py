@@ -1,4 +1,4 @@
-"""Threads that do the blocking work of one tier: reads before writes, since requests wait for reads only."""
+"""Threads that do the blocking work of one tier. Reads go before writes, since requests wait for reads only."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class TierQueue:
             thread.start()
 
     def put(self, task: Task, *, is_write: bool) -> None:
-        """Do it when its turn comes. A task must not raise."""
+        """Add a task. It must not raise."""
         with self._changed:
             (self._writes if is_write else self._reads).append(task)
             self._changed.notify()
 
     def close(self, within_s: float) -> None:
-        """Begin nothing more; what is under way gets a moment to end."""
+        """Begin no more tasks; wait a moment for those that have begun."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()

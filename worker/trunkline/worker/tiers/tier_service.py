@@ -46,7 +46,7 @@ class _Served(NamedTuple):
 
 
 class TierService:
-    """Moves between the host pool and what is below it. `move` and `probe` never wait."""
+    """Moves chunks between the host pool and the tiers below it. `move` and `probe` never wait."""
 
     def __init__(self, config: WorkerConfig, copier: Copier | None, report: Report) -> None:
         """Open the tiers that the configuration asks for.
@@ -60,7 +60,7 @@ class TierService:
                 `problem`, with which the rank goes on.
         """
         self.problem = ""
-        """Why a tier that was asked for is not there."""
+        """Why a tier of the configuration could not be opened; "" if all were."""
         self._rank, self._epoch = config.rank, config.epoch
         self._copier = copier
         self._report = report
@@ -96,7 +96,7 @@ class TierService:
         return self._shared is not None
 
     def move(self, message: TierMoves) -> None:
-        """Have moves carried out behind the copies that the plans so far have ordered from and to their slots.
+        """Queue moves. Each waits for the copies from and to its host slot that the plans so far have ordered.
 
         Raises:
             PlanError: a host slot that does not exist.
@@ -112,7 +112,7 @@ class TierService:
             served.queue.put(self._task(served.tier, move, ticket), is_write=move.is_write)
 
     def probe(self, message: Probe) -> None:
-        """Have the remote tier asked which chunks it has."""
+        """Queue a question to the remote tier: which chunks does it have?"""
         names = [
             ChunkName(message.names[start : start + NAME_BYTES])
             for start in range(0, len(message.names), NAME_BYTES)
@@ -133,7 +133,7 @@ class TierService:
         served.queue.put(ask, is_write=False)
 
     def close(self) -> None:
-        """Begin no more moves, and let the tiers go."""
+        """Begin no more moves, and close the tiers."""
         for served in self._served.values():
             served.queue.close(_CLOSE_WITHIN_S)
             served.tier.close()
