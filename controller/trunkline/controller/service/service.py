@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import signal
 import time
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
@@ -58,7 +59,7 @@ from trunkline.controller.service.membership import GroupLostError
 from trunkline.controller.service.record_replies import RecordReplies
 from trunkline.controller.service.request_log import RequestLog
 from trunkline.controller.service.routers import CLIENT_SHIFT, NUMBER_MASK, Client, Clients
-from trunkline.controller.service.status import state_of
+from trunkline.controller.service.status import NO_COUNTS, state_of
 from trunkline.controller.service.validation import (
     is_request_number,
     problem_of,
@@ -104,6 +105,28 @@ class Status(StrEnum):
     FAILED = "failed"
 
 
+@dataclass(slots=True)
+class _Deadlines:
+    """When the loop has to turn even if nothing arrives."""
+
+    drain: float = math.inf
+    """A drain waits for running requests until then, …"""
+    settle: float = math.inf
+    """… and then for chunks to be written to disk until then."""
+    engine: float = math.inf
+    """The engine wants its next step (`Ready.wake_at`)."""
+
+
+@dataclass(slots=True)
+class _Pending:
+    """What has been collected in this turn of the loop."""
+
+    events: list[Event] = field(default_factory=list)
+    """For the engine's next step."""
+    state_for: dict[int, Client] = field(default_factory=dict)
+    """Routers that are sent the state after that step, by index."""
+
+
 class ControllerService:
     """Owns the sockets and the engine; `run` returns the exit code."""
 
@@ -127,16 +150,10 @@ class ControllerService:
         )
         self.record_replies = RecordReplies(self.clients, self.persistence)
         self.engine: Engine | None = None
-        self._events: list[Event] = []
-        """For the engine's next step."""
-        self._wake_at = math.inf
-        """When the engine wants its next step even if nothing happens."""
+        self._pending = _Pending()
+        self._deadlines = _Deadlines()
         self.status = Status.STARTING
-        self._state_is_news = False
-        """Whether all routers are to be told after this turn."""
         self.detail = ""
-        self._drain_deadline = float("inf")
-        self._settle_deadline = float("inf")
         self._request_log = RequestLog(
             start_tracing(config.otlp_endpoint, "controller", f"controller-{config.group}"), config.group
         )
@@ -179,15 +196,15 @@ class ControllerService:
         """Drain; the second time, do not wait any longer."""
         if self.status in (Status.STARTING, Status.READY):
             now = time.monotonic()
-            self._drain_deadline = now + self.config.drain_seconds
+            self._deadlines.drain = now + self.config.drain_seconds
             if self.engine is not None:
                 for call in self.engine.open_calls():  # no request's answer depends on them
                     self._cancel(call)
                 # Other controllers can begin with the waiting requests at once.
-                self._events.append(EndWaiting(FinishReason.DRAINING, _STOPPING))
+                self._pending.events.append(EndWaiting(FinishReason.DRAINING, _STOPPING))
             self._set_status(Status.DRAINING, _STOPPING)
         else:
-            self._drain_deadline = 0.0
+            self._deadlines.drain = 0.0
 
     def _is_drained(self) -> bool:
         if self.status is not Status.DRAINING:
@@ -195,15 +212,16 @@ class ControllerService:
         if self.engine is None or self.engine.is_settled:
             return True
         if self.engine.is_away:
-            self._drain_deadline = 0.0  # who will not be computed here any more may go on elsewhere
+            self._deadlines.drain = 0.0  # who will not be computed here any more may go on elsewhere
         if self.engine.is_idle and not self.engine.is_away:
             # Nobody waits for an answer any more: only what is not on disk yet, and that not for long.
-            self._settle_deadline = min(self._settle_deadline, time.monotonic() + SETTLE_SECONDS_MAX)
-            if time.monotonic() >= self._settle_deadline:
+            self._deadlines.settle = min(self._deadlines.settle, time.monotonic() + SETTLE_SECONDS_MAX)
+            if time.monotonic() >= self._deadlines.settle:
                 return True
-        if time.monotonic() < self._drain_deadline:
+        if time.monotonic() < self._deadlines.drain:
             return False
-        self._events.append(EndAll("the controller was stopped before the request ended", FinishReason.DRAINING))
+        detail = "the controller was stopped before the request ended"
+        self._pending.events.append(EndAll(detail, FinishReason.DRAINING))
         self._step(time.monotonic())
         return True
 
@@ -211,9 +229,9 @@ class ControllerService:
         now = time.monotonic()
         if self.events.descriptions.is_busy:
             return 0
-        until = min(self._drain_deadline, self._settle_deadline, self.events.next_deadline)
+        until = min(self._deadlines.drain, self._deadlines.settle, self.events.next_deadline)
         until = min(until, now + self.group.patience_s, self.record_replies.next_deadline)
-        until = min(until, self._wake_at)
+        until = min(until, self._deadlines.engine)
         return int(max(0, min(POLL_MS_MAX, math.ceil((until - now) * 1000) if until < math.inf else POLL_MS_MAX)))
 
     def _turn(self) -> None:
@@ -225,18 +243,19 @@ class ControllerService:
         try:
             self.group.membership_events(now)
             reports = self.group.receive(now)
-            self._events += reports if self.engine is not None else ()
+            self._pending.events += reports if self.engine is not None else ()
             self.group.check_loss(now)
         except GroupLostError as error:
             self._lose(str(error), now)
         self.group.reform(now)
         self._try_start(now)
-        pinging = [client for client, message in self.clients.receive(now) if self._handle(client, message, now)]
+        for client, message in self.clients.receive(now):
+            self._handle(client, message, now)
         for client in self.clients.silent(now, self.config.router_silence_seconds_max):
             self._forget(client)
         self._forget_pins(now)
         self._step(now)
-        self._send_state(pinging)
+        self._send_state()
         self.record_replies.turn(now)
         self.events.turn(self.engine, now)
         self.events.descriptions.turn(self.engine, now, self.clients.answer)
@@ -244,7 +263,7 @@ class ControllerService:
     def _step(self, now: float) -> None:
         """Give the engine what has happened, and do what it says until it can plan no more."""
         while self.engine is not None:
-            events, self._events = self._events, []
+            events, self._pending.events = self._pending.events, []
             ready = self.engine.step(events, now)
             try:
                 self._act(self.engine, ready)
@@ -255,8 +274,8 @@ class ControllerService:
                 check_integrity(self.engine.scheduler)
             if reason:
                 self._lose(reason, now)
-            if not (ready.again or self._events):
-                self._wake_at = ready.wake_at
+            if not (ready.again or self._pending.events):
+                self._deadlines.engine = ready.wake_at
                 return
 
     def _act(self, engine: Engine, ready: Ready) -> None:
@@ -283,7 +302,7 @@ class ControllerService:
         self.persistence.records.expire(self.persistence.wall(now))
         gone = self.persistence.records.take_gone()
         if self.engine is not None:
-            self._events += [UnpinTexts(f"{kind}/{id_}") for kind, id_ in gone]
+            self._pending.events += [UnpinTexts(f"{kind}/{id_}") for kind, id_ in gone]
 
     def _lose(self, reason: str, now: float) -> None:
         """Give up the workers: requests wait for new ones."""
@@ -294,14 +313,14 @@ class ControllerService:
         self.group.lose(now)
         self._worker_loss.began(reason, now)
         if self.engine is not None:
-            self._events.append(WorkersLost(self.group.epoch))
+            self._pending.events.append(WorkersLost(self.group.epoch))
         if self.status is Status.READY:
             self._set_status(Status.STARTING, reason)
 
     def _set_status(self, status: Status, detail: str) -> None:
         self.status, self.detail = status, detail
         report_status(self.config.status_path, status, detail, epoch=self.group.epoch)
-        self._state_is_news = True
+        self._pending.state_for |= {client.index: client for client in self.clients.all()}
 
     def _try_start(self, now: float) -> None:
         """Start or go on if all ranks are ready; end the requests if that takes too long.
@@ -311,15 +330,15 @@ class ControllerService:
         """
         has_waiting = self.engine is not None and self.engine.is_away and not self.engine.is_idle
         if has_waiting and self._worker_loss.is_too_long(now):
-            self._events.append(EndAll(f"{self._worker_loss.reason}; no others have come in time"))
+            self._pending.events.append(EndAll(f"{self._worker_loss.reason}; no others have come in time"))
         if self.status is not Status.STARTING:
             return
         self.detail = "; ".join(filter(None, [self._worker_loss.reason, self.group.describe()]))
         if not self.group.is_complete:
             return
-        for problem in self.group.tier_problems:
-            log.warning("a tier is not used", problem=problem)
         group = self.group
+        for problem in group.tier_problems:
+            log.warning("a tier is not used", problem=problem)
         limits = self.config.engine(
             group.num_blocks, group.host_slots, group.swap_us_per_block, group.disk_slots, group.has_remote
         )
@@ -328,7 +347,7 @@ class ControllerService:
         if self.engine is None:
             self.engine = Engine(limits, group.epoch, self.persistence.first_generation, stored, now)
         else:
-            self._events.append(WorkersBack(limits, stored))
+            self._pending.events.append(WorkersBack(limits, stored))
         self._worker_loss.ended()
         log.info("ready", epoch=group.epoch, blocks=group.num_blocks, max_context=limits.longest_sequence)
         self._set_status(Status.READY, "")
@@ -337,8 +356,7 @@ class ControllerService:
         """Send the routers their parts of what happened, and the answers to their calls."""
         self.clients.publish(outputs)
         for done in outputs.modules:
-            client = self.clients.find(done.call >> CLIENT_SHIFT)
-            if client is not None:
+            if (client := self.clients.find(done.call >> CLIENT_SHIFT)) is not None:
                 self.clients.send(client, self._modules_reply(client, done))
         for (index, ticket), blocks in outputs.dropped:
             if (client := self.clients.find(index)) is not None:
@@ -359,22 +377,22 @@ class ControllerService:
             sum(rank.block_bytes for rank in self.group.ready.values()),
         )
 
-    def _handle(self, client: Client, message: RouterRequest, now: float) -> bool:
-        """Answer a router, or note what it wants of the engine; return whether it wants to be told the state."""
+    def _handle(self, client: Client, message: RouterRequest, now: float) -> None:
+        """Answer a router, or note what it wants for the engine's next step."""
         match message:
             case Submit():
                 self._submit(client, message)
             case Abort():
                 if self.engine is not None and is_request_number(message.request):
-                    self._events.append(
+                    self._pending.events.append(
                         AbortRequest(client.index << CLIENT_SHIFT | message.request, message.sample)
                     )
             case Ping():
-                return True
+                self._pending.state_for[client.index] = client
             case FlushCache() if self.engine is None:
                 self.clients.send(client, Flushed(client.next_seq(), message.ticket, 0))
             case FlushCache():
-                self._events.append(DropCache((client.index, message.ticket)))
+                self._pending.events.append(DropCache((client.index, message.ticket)))
             case RecordCall():
                 self.record_replies.handle(client.index, message, now)
             case Prefetch():
@@ -385,7 +403,6 @@ class ControllerService:
                 self.clients.send(client, self.events.answer(message, client.next_seq(), now))
             case DescribeTree():
                 self.events.descriptions.ask(client.index, message)
-        return False
 
     def _submit(self, client: Client, message: Submit) -> None:
         refusal = self._refusal(message)
@@ -394,13 +411,15 @@ class ControllerService:
             self.clients.send(client, Outputs(client.next_seq(), finished=[refusal]))
             return
         trace = self._request_log.ids(message.trace)
-        self._events.append(request_of(message, client.index << CLIENT_SHIFT | message.request, trace))
+        self._pending.events.append(request_of(message, client.index << CLIENT_SHIFT | message.request, trace))
 
     def _prefetch(self, client: Client, message: Prefetch) -> None:
         if self.engine is None or problem_of_prefetch(message, self.config.vocab_size):
             self.clients.send(client, Prefetched(client.next_seq(), message.ticket, 0, 0))
         else:
-            self._events.append(ExpectRequest((client.index, message.ticket), request_of_prefetch(message)))
+            self._pending.events.append(
+                ExpectRequest((client.index, message.ticket), request_of_prefetch(message))
+            )
 
     def _modules_call(self, client: Client, call: ModulesCall) -> None:
         problem = problem_of_call(call, self.config.vocab_size)
@@ -415,7 +434,7 @@ class ControllerService:
         kind, slash, id_ = call.holder.partition("/")
         if call.op == "encode" and slash and not self.persistence.records.has(kind, id_):
             call = msgspec.structs.replace(call, holder="")  # what it was to be pinned for is gone already
-        self._events.append(CallTexts(client.index << CLIENT_SHIFT | call.ticket, call))
+        self._pending.events.append(CallTexts(client.index << CLIENT_SHIFT | call.ticket, call))
 
     def _refusal(self, message: Submit) -> Finished | None:
         if self.status is Status.DRAINING:
@@ -434,11 +453,14 @@ class ControllerService:
             return
         requests = [
             *self.engine.request_ids(),
-            *(event.id for event in self._events if isinstance(event, Request)),
+            *(event.id for event in self._pending.events if isinstance(event, Request)),
         ]
-        calls = [*self.engine.open_calls(), *(event.id for event in self._events if isinstance(event, CallTexts))]
+        calls = [
+            *self.engine.open_calls(),
+            *(event.id for event in self._pending.events if isinstance(event, CallTexts)),
+        ]
         mine = [request for request in requests if request >> CLIENT_SHIFT == client.index]
-        self._events += [AbortRequest(request) for request in mine]
+        self._pending.events += [AbortRequest(request) for request in mine]
         for call in calls:
             if call >> CLIENT_SHIFT == client.index:
                 self._cancel(call)
@@ -446,10 +468,10 @@ class ControllerService:
             log.warning("a router is gone; its requests were aborted", requests=len(mine))
 
     def _cancel(self, call: int) -> None:
-        self._events.append(CallTexts(call, ModulesCall(call & NUMBER_MASK, "cancel")))
+        self._pending.events.append(CallTexts(call, ModulesCall(call & NUMBER_MASK, "cancel")))
 
     def _state(self, client: Client) -> State:
-        counts = state_of(self.engine) if self.engine is not None else dict.fromkeys(_STATE_COUNTS, 0)
+        counts = state_of(self.engine) if self.engine is not None else NO_COUNTS
         size = sum(rank.block_bytes for rank in self.group.ready.values())
         return State(
             seq=client.next_seq(),
@@ -460,26 +482,19 @@ class ControllerService:
             **counts,
         )
 
-    def _send_state(self, asking: list[Client]) -> None:
-        """Send the state to those that ask, and to all routers after a change of status."""
-        for client in self.clients.all() if self._state_is_news else asking:
+    def _send_state(self) -> None:
+        """Send the state to the routers that wait for it: after a ping, or a change of status."""
+        for client in self._pending.state_for.values():
             self.clients.send(client, self._state(client))
-        self._state_is_news = False
+        self._pending.state_for.clear()
 
     def _fail(self, reason: str) -> None:
         """Tell every router, whose clients get an error; the exit code tells the supervisor."""
         log.error("this group cannot work", reason=reason)
         self._set_status(Status.FAILED, reason)
-        self._events.append(EndAll(reason))
+        self._pending.events.append(EndAll(reason))
         now = time.monotonic()
         for client, message in self.clients.receive(now):
             self._handle(client, message, now)  # what had arrived unread gets its answer, too
         self._step(now)
-        self._send_state([])
-
-
-_STATE_COUNTS = tuple(
-    field.name
-    for field in msgspec.structs.fields(State)
-    if field.required and field.type is int and field.name != "seq"
-)
+        self._send_state()

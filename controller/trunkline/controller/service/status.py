@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
+
+import msgspec
 
 from trunkline.controller.engine.engine import Engine
 from trunkline.kvstore.tier import TierKind
-from trunkline.router.messages import TierState
+from trunkline.router.messages import State, TierState
+
+NO_COUNTS: Final[dict[str, Any]] = {
+    field.name: 0
+    for field in msgspec.structs.fields(State)
+    if field.required and field.type is int and field.name != "seq"
+}
+"""The counts of a `State` before there is an engine."""
 
 
 def state_of(engine: Engine) -> dict[str, Any]:
