@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import Unpack
 
 from msgspec.structs import replace
-from simulation.driver import Options, Simulation, Stream
+from simulation.driver import Simulation
 from simulation.module_prompts import Ranges, layout
+from simulation.streams import Options, Stream
 
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import ModuleText

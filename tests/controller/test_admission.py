@@ -7,7 +7,8 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from simulation.driver import Simulation, verify
+from simulation.driver import Simulation
+from simulation.streams import verify
 
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import BeamSearch, Grammar, GrammarReady

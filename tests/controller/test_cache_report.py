@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from controller.tier_harness import Session, miss_of, settle, simulate, sink, sunken, tiers_of
 from msgspec.structs import replace
-from simulation.driver import Options, Simulation, verify
+from simulation.driver import Simulation
+from simulation.streams import Options, verify
 
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.tiers.costs import StepCosts

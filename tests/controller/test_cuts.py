@@ -9,7 +9,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 from controller.tier_harness import CHUNK, Drops, Session, cut_of, sunken, tiers_of
-from simulation.driver import Simulation, Stream, verify
+from simulation.driver import Simulation
+from simulation.streams import Stream, verify
 
 from trunkline.controller.cache.radix_tree import CUT_ROOT
 from trunkline.controller.engine_config import EngineConfig

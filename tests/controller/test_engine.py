@@ -9,8 +9,9 @@ import msgspec
 import numpy as np
 import pytest
 from seeds import seeds
-from simulation.driver import Simulation, Stream, verify
+from simulation.driver import Simulation
 from simulation.oracle import expected_output
+from simulation.streams import Stream, verify
 
 from trunkline.controller.allocation.kv_manager import Admission
 from trunkline.controller.engine.engine import Engine

@@ -1,7 +1,7 @@
 """Random lives over `KVCacheManager` alone, with pools that are all too small.
 
-A little batch kept by hand does everything that a scheduler does to `KVCacheManager`, without a scheduler's order, over
-a pool that holds hashes: each token's context is read back from where the plans put it. Saves and loads are
+A little batch kept by hand does everything that a scheduler does to `KVCacheManager`, without a scheduler's order,
+over a pool that holds hashes: each token's context is read back from where the plans put it. Saves and loads are
 carried out as late as the fences let them.
 """
 

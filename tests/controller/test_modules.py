@@ -8,8 +8,9 @@ import pytest
 from controller.module_harness import ROOMY, ask, jobs_of, submit, words
 from controller.tier_harness import miss_of, settle, simulate, sink, tiers_of
 from msgspec.structs import replace
-from simulation.driver import Simulation, Stream
+from simulation.driver import Simulation
 from simulation.module_prompts import layout, text
+from simulation.streams import Stream
 
 from trunkline.controller.sequences.sequence import Request
 from trunkline.kvstore.int32_codec import unpack_int32

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from simulation.driver import Options, Simulation
+from simulation.driver import Simulation
 from simulation.oracle import expected_output
+from simulation.streams import Options
 
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import BeamSearch

@@ -6,8 +6,9 @@ from typing import Any, Final
 
 import msgspec
 import pytest
-from simulation.driver import Options, Simulation, verify
+from simulation.driver import Simulation
 from simulation.oracle import expected_output
+from simulation.streams import Options, verify
 
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import BeamSearch

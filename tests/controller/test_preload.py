@@ -6,7 +6,8 @@ import random
 
 import pytest
 from seeds import seeds
-from simulation.driver import Simulation, verify
+from simulation.driver import Simulation
+from simulation.streams import verify
 
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.tiers.preload import Preloads

@@ -18,7 +18,8 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
-from simulation.driver import Options, Simulation, verify
+from simulation.driver import Simulation
+from simulation.streams import Options, verify
 from simulation.traffic import fits
 
 from trunkline.controller.cache.block_pool import BlockPool

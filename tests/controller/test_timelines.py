@@ -7,8 +7,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from simulation.driver import Simulation, Stream
+from simulation.driver import Simulation
 from simulation.engines import ENGINES, MIXES
+from simulation.streams import Stream
 from simulation.traffic import Mix, Traffic
 
 from trunkline.controller.engine.events import EndAll, Event
@@ -61,7 +62,7 @@ class Traced:
     def timeline(self) -> RequestTimeline:
         """The only one that has ended."""
         self.simulation.plan()
-        [timeline] = self.simulation.timelines
+        [timeline] = self.simulation.wanted.timelines
         return timeline
 
     def spans(self, timeline: RequestTimeline) -> dict[str, Span]:
@@ -197,7 +198,7 @@ def test_each_request_has_one_journey_in_any_traffic(name: str, monkeypatch: pyt
     monkeypatch.setattr(simulation, "submit", submit_kept)
     traffic.run(60)
     simulation.plan()
-    timelines = {timeline.request.id: timeline for timeline in simulation.timelines}
+    timelines = {timeline.request.id: timeline for timeline in simulation.wanted.timelines}
     ended = {request: stream for request, stream in streams.items() if stream.ended is not None}
     assert len(timelines) > 20
     assert set(timelines) <= set(ended)

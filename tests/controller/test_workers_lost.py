@@ -14,9 +14,10 @@ from controller.module_harness import ROOMY, call, jobs_of, submit, tiers_in, wo
 from controller.tier_harness import TIERED, Session, settle, simulate, tiers_of
 from msgspec.structs import replace
 from seeds import seeds
-from simulation.driver import Options, Simulation, verify
+from simulation.driver import Simulation
 from simulation.engines import ENGINES, MIXES
 from simulation.module_prompts import text
+from simulation.streams import Options, verify
 from simulation.traffic import Mix, Traffic
 
 from trunkline.controller.engine.events import EndWaiting
@@ -106,7 +107,7 @@ def test_nothing_is_planned_while_nobody_is_there() -> None:
     assert not simulation.step()
     assert not simulation.grammars
     assert not simulation.engine.is_idle
-    assert simulation.wake_at == float("inf")
+    assert simulation.wanted.wake_at == float("inf")
     assert simulation.expect(simulation.engine._requests.groups[first].request) == (0, 0)
     counts = state_of(simulation.engine)
     assert (counts["running"], counts["waiting"]) == (0, 3)

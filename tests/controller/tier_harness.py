@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from msgspec.structs import replace
-from simulation.driver import Options, Simulation, Stream, verify
+from simulation.driver import Simulation
+from simulation.streams import Options, Stream, verify
 
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.kvstore.extents import NO_SLOT

@@ -49,7 +49,7 @@ class Search:
     candidates: int
     stop_ids: bytes
     members: dict[int, int] = field(default_factory=dict)
-    """Index → batch_seq_id."""
+    """Index → id in the batch."""
     scores: dict[int, np.float32] = field(default_factory=dict)
     copies: list[tuple[int, int, int, int]] = field(default_factory=list)
     """What the last move left to do at the start of the next step."""
@@ -119,10 +119,10 @@ class Searches:
         """Choose the next beams and move contents of members accordingly.
 
         Args:
-            hashes: by batch_seq_id, of all tokens so far: of every member, or of the first one where the prompt ends.
+            hashes: by id in the batch, of all tokens so far; of every member, or of the first where the prompt ends.
 
         Returns:
-            the candidates; by batch_seq_id, the token that its new content ends with.
+            the candidates; by id in the batch, the token that its new content ends with.
         """
         search = self.by_group[group]
         indices = sorted(i for i, batch_seq_id in search.members.items() if batch_seq_id in hashes)

@@ -1,21 +1,19 @@
 """Drives an engine with simulated workers, step by step, with up to two steps in flight.
 
 What clients see is collected in `Stream`s, and every rule of `Outputs` is asserted on the way: nothing comes
-twice, out of order, or after an end. `verify` compares a stream with its oracle.
+twice, out of order, or after an end. `simulation.streams.verify` compares a stream with its oracle.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import TypedDict, Unpack
 
 import numpy as np
-from simulation.model import prefix_hash, prompt_score
 from simulation.module_checks import check_places, expected_reaches, joining_modules
-from simulation.module_oracle import expected_module_output, prompt_tokens
-from simulation.oracle import beam_search, expected_output
+from simulation.module_oracle import prompt_tokens
+from simulation.streams import Options, Stream, verify
 from simulation.tiers import SimulatedTiers
 from simulation.told import Listener
 from simulation.worker import SimulatedWorkers
@@ -39,42 +37,19 @@ from trunkline.controller.engine.integrity import check_integrity
 from trunkline.controller.engine.timeline import RequestTimeline
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import (
-    BeamSearch,
-    Grammar,
     GrammarReady,
     ModulesCall,
     ModuleText,
-    PromptLayout,
     PromptLogprobs,
     StepResult,
 )
 from trunkline.controller.scheduling.module_calls import CallDone
-from trunkline.controller.scheduling.quarantine import DEADLY
 from trunkline.controller.scheduling.scheduler import Scheduler
-from trunkline.controller.sequences.beam_search import sample_seed
 from trunkline.controller.sequences.sequence import Request
 from trunkline.controller.storage.persistence import Persistence
 from trunkline.kvstore.int32_codec import unpack_int32
-from trunkline.router.messages import Finished, FinishReason, Hypothesis, Started
+from trunkline.router.messages import Finished, FinishReason
 from trunkline.worker.messages import CompileGrammar, Probe, Sampling, StepPlan, TierMoves
-
-
-class Options(TypedDict, total=False):
-    """What a request may have besides its prompt and length."""
-
-    seed: int
-    stop_ids: tuple[int, ...]
-    salt: bytes
-    n: int
-    beam: BeamSearch | None
-    priority: int
-    prompt_logprobs: int
-    grammar: Grammar | None
-    drops: tuple[tuple[int, int], ...]
-    ttl: float
-    layout: PromptLayout | None
-    history: bool
-    """Whether its sampling looks at all earlier tokens."""
 
 
 class CallOptions(TypedDict, total=False):
@@ -87,58 +62,20 @@ class CallOptions(TypedDict, total=False):
 
 
 @dataclass
-class Stream:
-    """What a client of the simulation sees of a request."""
+class Wanted:
+    """What the engine wants done and the simulation has not done yet, or leaves to the test."""
 
-    prompt: list[int]
-    """All that is seen of it, by position."""
-    seed: int
-    max_tokens: int
-    stop_ids: tuple[int, ...]
-    n: int = 1
-    beam: BeamSearch | None = None
-    prompt_logprobs: int = -1
-    layout: PromptLayout | None = None
-    own: list[int] = field(default_factory=list)
-    """Of a prompt with modules, what is no module's."""
-    positions: int = 0
-    """That the model has."""
-    outputs: list[list[int]] = field(default_factory=list)
-    """By sample."""
-    reasons: dict[int, str] = field(default_factory=dict)
-    """By sample that ended."""
-    hypotheses: list[Hypothesis] | None = None
-    scored: dict[int, tuple[float, int, list[int], list[float]]] = field(default_factory=dict)
-    """By prompt position."""
-    cached_tokens: int | None = None
-    started: Started | None = None
-    ended: Finished | None = None
-    """The message that ended the whole request."""
-
-    def __post_init__(self) -> None:
-        self.outputs = [[] for _ in range(1 if self.beam else self.n)]
-
-    @property
-    def output(self) -> list[int]:
-        """Of the first sample."""
-        return self.outputs[0]
-
-    @property
-    def end(self) -> int:
-        """The position behind a prompt with modules."""
-        assert self.layout is not None
-        position, count = unpack_int32(self.layout.runs, 2)[-1].tolist()
-        return int(position + count)
-
-    @property
-    def reason(self) -> str | None:
-        """Why the request ended; None while it has not."""
-        return self.ended.reason if self.ended else None
-
-    @property
-    def is_cut_off(self) -> bool:
-        """Whether it ended before its time: it was aborted, or taken for what kills workers."""
-        return self.ended is not None and (self.reason == FinishReason.ABORT or self.ended.detail == DEADLY)
+    disk_changes: list[DiskChange] = field(default_factory=list)
+    """Not noted, because there is no `persistence`."""
+    orders: list[TierMoves | Probe] = field(default_factory=list)
+    """Not given to the tiers yet."""
+    timelines: list[RequestTimeline] = field(default_factory=list)
+    """Of requests that have ended."""
+    wake_at: float = float("inf")
+    expected: tuple[int, int] = (0, 0)
+    """The answer to the last announcement."""
+    ended: list[int] = field(default_factory=list)
+    """Requests, since the last `take_ended`."""
 
 
 class Simulation:
@@ -151,13 +88,6 @@ class Simulation:
         self.tiers = SimulatedTiers(self.workers.pool, config.ranks, seed)
         self.persistence: Persistence | None = None
         """What is on disk is found again by other workers if it is there."""
-        self.disk_changes: list[DiskChange] = []
-        """Not noted, because there is no `persistence`."""
-        self.orders: list[TierMoves | Probe] = []
-        """Not given to the tiers yet."""
-        self.timelines: list[RequestTimeline] = []
-        """Of requests that have ended."""
-        self.wake_at = float("inf")
         self.pace_s = 1.0
         """Time from step to step."""
         self.tier_pace = 0.5
@@ -168,12 +98,11 @@ class Simulation:
         """Sent to the workers, not yet compiled."""
         self.replies: dict[int, CallDone] = {}
         """To calls about texts of modules."""
-        self._expected = (0, 0)
         self.now = 0.0
+        self.wanted = Wanted()
         self.listener = Listener() if check else None
         """A router that hears where chunks are; None: nothing is checked."""
         self.next_id = 1
-        self._ended: list[int] = []
 
     def submit(self, prompt: list[int], max_tokens: int = 8, **options: Unpack[Options]) -> int:
         request_id = self.next_id
@@ -223,7 +152,7 @@ class Simulation:
     def expect(self, request: Request) -> tuple[int, int]:
         """Announce a request; return the tokens of it that are known, and those that have to be fetched."""
         self.receive(ExpectRequest((0, 0), request))
-        return self._expected
+        return self.wanted.expected
 
     def modules_call(self, op: str, texts: list[ModuleText], **options: Unpack[CallOptions]) -> int:
         """Ask something about texts; the answer comes to `replies` under the number that is returned."""
@@ -255,9 +184,9 @@ class Simulation:
 
     def move_chunks(self) -> bool:
         """Give the tiers their orders, and the engine some of their answers; False: nothing is under way."""
-        for order in self.orders:
+        for order in self.wanted.orders:
             self.tiers.receive(order)
-        self.orders.clear()
+        self.wanted.orders.clear()
         busy = self.tiers.is_busy
         for report in self.tiers.work(self.tier_pace):
             self.engine.receive(report, self.now)
@@ -286,12 +215,12 @@ class Simulation:
         if self.persistence is not None:
             self.persistence.note(ready.disk_changes)
         else:
-            self.disk_changes += ready.disk_changes
-        self.orders += ready.orders
+            self.wanted.disk_changes += ready.disk_changes
+        self.wanted.orders += ready.orders
         if ready.outputs is not None:
             self._collect_from(ready.outputs)
-        self.timelines += ready.ended
-        self.wake_at = ready.wake_at
+        self.wanted.timelines += ready.ended
+        self.wanted.wake_at = ready.wake_at
 
     def _execute(self, plan: StepPlan) -> StepResult:
         """Besides what a plan says, the simulated workers are told which sequences have modules."""
@@ -321,7 +250,7 @@ class Simulation:
             self.receive(event)
         self.results.clear()
         self.grammars.clear()
-        self.orders.clear()
+        self.wanted.orders.clear()
         self._act(engine.step((), self.now))
         assert not engine.scheduler.running_count
 
@@ -365,7 +294,7 @@ class Simulation:
     def step_until(self, condition: Callable[[], object]) -> None:
         """Go on until a condition holds; fail if nothing is left to do before that."""
         while not condition():
-            assert self.step() or self.wake_at < float("inf"), "nothing is left to do"
+            assert self.step() or self.wanted.wake_at < float("inf"), "nothing is left to do"
 
     def events(self, count: int) -> None:
         """Cause single events: two plans, an answer, two plans, …"""
@@ -388,7 +317,7 @@ class Simulation:
                 self.compiled(next(iter(self.grammars)))
             elif self.engine.is_idle:
                 return
-            elif self.wake_at < float("inf"):
+            elif self.wanted.wake_at < float("inf"):
                 continue
             else:
                 # Only a result, a request or a grammar makes the service plan again: it would wait for ever.
@@ -397,7 +326,7 @@ class Simulation:
 
     def take_ended(self) -> list[int]:
         """Requests that have ended since the last call."""
-        ended, self._ended = self._ended, []
+        ended, self.wanted.ended = self.wanted.ended, []
         return ended
 
     def _verify(self) -> None:
@@ -436,7 +365,7 @@ class Simulation:
             assert done.call not in self.replies, "a call is answered twice"
             self.replies[done.call] = done
         for _, *found_tokens in outputs.expected:
-            self._expected = (found_tokens[0], found_tokens[1])
+            self.wanted.expected = (found_tokens[0], found_tokens[1])
         for finished in outputs.finished:
             self._collect_end(self.streams[finished.request], finished)
 
@@ -474,64 +403,4 @@ class Simulation:
         else:
             assert finished.sample == -1, "a request that ends whole ends with all its samples"
         stream.ended = finished
-        self._ended.append(finished.request)
-
-
-def verify(stream: Stream, longest: int) -> None:
-    """A stream that ended is what its oracle says, or, where it was cut off, a part of that.
-
-    Args:
-        longest: tokens of prompt and output that the group allows; with modules it is `Stream.positions` that
-            counts.
-    """
-    assert stream.ended is not None
-    limit = min(stream.max_tokens, longest - len(stream.prompt))
-    if stream.layout is not None:
-        limit = min(stream.max_tokens, stream.positions - stream.end)
-    if stream.reason in (FinishReason.INVALID, FinishReason.QUEUE_FULL):
-        assert not any(stream.outputs)
-        return
-    if stream.beam is None:
-        for sample, output in enumerate(stream.outputs):
-            expected = _expected(stream, sample_seed(stream.seed, sample), limit)
-            if sample in stream.reasons:
-                assert output == expected
-                stopped = expected[-1] in stream.stop_ids
-                assert stream.reasons[sample] == (FinishReason.STOP if stopped else FinishReason.LENGTH)
-            else:
-                assert stream.is_cut_off
-                assert output == expected[: len(output)]
-    elif not stream.is_cut_off:
-        assert stream.reason in (FinishReason.STOP, FinishReason.LENGTH)
-        _verify_search(stream, limit)
-    if stream.prompt_logprobs >= 0:
-        _verify_scores(stream)
-
-
-def _expected(stream: Stream, seed: int, limit: int) -> list[int]:
-    if stream.layout is None:
-        return expected_output(stream.prompt, seed, limit, stream.stop_ids)
-    return expected_module_output(stream.layout, stream.own, seed, limit, stream.stop_ids)
-
-
-def _verify_search(stream: Stream, limit: int) -> None:
-    assert stream.beam is not None
-    assert stream.hypotheses is not None, "a beam search ended without results"
-    expected = beam_search(stream.prompt, stream.beam, limit, stream.stop_ids, stream.n).hypotheses
-    found = [
-        (unpack_int32(h.tokens).tolist(), np.float32(h.score), np.float32(h.logprob)) for h in stream.hypotheses
-    ]
-    assert found == [(h.tokens, np.float32(h.score), np.float32(h.logprob)) for h in expected]
-    for hypothesis, (tokens, _, _) in zip(stream.hypotheses, found, strict=True):
-        stopped = tokens[-1] in stream.stop_ids
-        assert hypothesis.reason == (FinishReason.STOP if stopped else FinishReason.LENGTH)
-
-
-def _verify_scores(stream: Stream) -> None:
-    """Every position of a prompt that was computed is scored, as the model says."""
-    if not stream.is_cut_off:
-        assert sorted(stream.scored) == list(range(1, len(stream.prompt)))
-    for position, row in stream.scored.items():
-        past = prefix_hash(stream.prompt[:position])
-        expected = prompt_score(past, stream.prompt[position], stream.prompt_logprobs)
-        assert row == expected, f"position {position} of a prompt is scored wrongly"
+        self.wanted.ended.append(finished.request)

@@ -13,7 +13,7 @@ from trunkline.worker.messages import StepPlan
 
 
 def joining_modules(scheduler: Scheduler, plan: StepPlan) -> dict[int, Sequence]:
-    """By batch_seq_id, those that join with a plan that was just made and have modules, or compute a text of one."""
+    """By id in the batch, those that join with the last plan and have modules, or compute a text of one."""
     joined = {join.sequence for join in plan.joins}
     running = (sequence for sequence in scheduler.running() if sequence.batch_seq_id in joined)
     return {sequence.batch_seq_id: sequence for sequence in running if sequence.group.modules is not None}

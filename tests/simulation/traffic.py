@@ -11,10 +11,11 @@ import random
 from dataclasses import dataclass
 from typing import Final
 
-from simulation.driver import Options, Simulation, verify
+from simulation.driver import Simulation
 from simulation.model import VOCABULARY
 from simulation.module_prompts import Schemas
 from simulation.module_traffic import ModuleCallers, modules_fit, needed_tokens
+from simulation.streams import Options, verify
 
 from trunkline.controller.engine.integrity import check_integrity
 from trunkline.controller.engine_config import EngineConfig
@@ -259,7 +260,7 @@ class Traffic:
             if engine.is_away:
                 simulation.replace_workers()
             if not simulation.step():
-                waiting = simulation.grammars or simulation.wake_at < float("inf")
+                waiting = simulation.grammars or simulation.wanted.wake_at < float("inf")
                 assert waiting, f"requests {engine.request_ids()} wait, and nothing runs"
             for message in list(simulation.grammars.values()):
                 simulation.compiled(message.grammar, "it is bad" if message.text == BAD_GRAMMAR else "")
