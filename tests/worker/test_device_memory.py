@@ -157,7 +157,9 @@ def test_the_largest_steps_run_before_the_pool_is_made(
 
     def watched_sample(self: Sampler, logits: torch.Tensor, samples: list[object], *, changed: bool) -> object:
         result = sample(self, logits, samples, changed=changed)  # type: ignore[arg-type]
-        seen["limited"] += int(self._rows is not None and self._rows.limits_tokens and self._rows.top_p_used)
+        seen["limited"] += int(
+            self._rows is not None and self._rows.limits is not None and self._rows.limits.top_p is not None
+        )
         return result
 
     def watched_init(self: Decoder, *arguments: object) -> None:

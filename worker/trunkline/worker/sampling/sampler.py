@@ -12,7 +12,7 @@ A row's token depends on its logits and its own parameters, never on the other r
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -97,8 +97,8 @@ class Sampler:
             return greedy
         logits = logits / rows.temperature[:, None]
         output_index = torch.tensor([s.output_index for s in samples], device=self._device)
-        if rows.limits_tokens:
-            scores, candidates = _limit(logits, rows)
+        if rows.limits is not None:
+            scores, candidates = _limit(logits, rows.limits)
             noise = gumbel(rows.seeds, output_index, self._keys[candidates])
             best = (scores.double() + noise).argmax(dim=-1, keepdim=True)
             drawn = candidates.gather(1, best).squeeze(1)
@@ -106,6 +106,15 @@ class Sampler:
             noise = gumbel(rows.seeds, output_index, self._keys)
             drawn = (logits + noise).argmax(dim=-1)
         return torch.where(rows.is_greedy, greedy, drawn)
+
+
+class _Limits(NamedTuple):
+    """How many of the most likely tokens each row may draw, by row."""
+
+    top_k: Tensor
+    top_p: Tensor | None
+    """None: no row has a limit below 1."""
+    log_min_p: Tensor
 
 
 class _Rows:
@@ -126,11 +135,16 @@ class _Rows:
         self.seeds = torch.from_numpy(seeds.view(np.int64)).to(device)
         # A greedy row's candidates do not matter; without limits it does not force a sort on the others.
         drawn = [p for p in params if p.temperature != 0]
-        self.limits_tokens = any(p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in drawn)
-        self.top_k = torch.tensor([p.top_k if p.top_k > 0 else vocab_size for p in params], device=device)
-        self.top_p = column([p.top_p for p in params])
-        self.log_min_p = column([p.min_p for p in params]).log()
-        self.top_p_used = any(p.top_p < 1 for p in drawn)
+        limited = any(p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in drawn)
+        self.limits = (
+            _Limits(
+                top_k=torch.tensor([p.top_k if p.top_k > 0 else vocab_size for p in params], device=device),
+                top_p=column([p.top_p for p in params]) if any(p.top_p < 1 for p in drawn) else None,
+                log_min_p=column([p.min_p for p in params]).log(),
+            )
+            if limited
+            else None
+        )
         self.bias: tuple[Tensor, Tensor, Tensor] | None = None
         bias = [
             (row, token, value)
@@ -214,16 +228,16 @@ def first_argmax(values: Tensor) -> Tensor:
     return (values == best).to(torch.uint8).argmax(dim=-1)
 
 
-def _limit(logits: Tensor, rows: _Rows) -> tuple[Tensor, Tensor]:
+def _limit(logits: Tensor, limits: _Limits) -> tuple[Tensor, Tensor]:
     """top-k, top-p, min-p: the candidates' logits and ids `[rows, n]`, most likely first, -inf beyond each
     row's last candidate; n is the largest number of candidates of any row."""
     scores, candidates = logits.sort(dim=-1, descending=True, stable=True)
-    keep = torch.arange(scores.shape[1], device=scores.device) < rows.top_k[:, None]
-    if rows.top_p_used:
+    keep = torch.arange(scores.shape[1], device=scores.device) < limits.top_k[:, None]
+    if limits.top_p is not None:
         probs = scores.masked_fill(~keep, float("-inf")).softmax(dim=-1, dtype=torch.float32)
         before = probs.cumsum(dim=-1) - probs
-        keep &= (before < rows.top_p[:, None]) | (rows.top_p[:, None] >= 1)
-    keep &= scores >= scores[:, :1] + rows.log_min_p[:, None]
+        keep &= (before < limits.top_p[:, None]) | (limits.top_p[:, None] >= 1)
+    keep &= scores >= scores[:, :1] + limits.log_min_p[:, None]
     keep[:, 0] = True  # the most likely token stays, whatever the parameters
     most = int(keep.sum(dim=-1).max())
     return scores.masked_fill_(~keep, float("-inf"))[:, :most], candidates[:, :most]
