@@ -239,7 +239,7 @@ def test_a_call_about_very_many_texts_goes_step_by_step() -> None:
     assert tiers_in(simulation.replies[ticket]) == [-1] * len(texts)
     assert tiers_in(call(simulation, "encode", texts)) == [0] * len(texts)
     assert tiers_in(call(simulation, "look", texts)) == [0] * len(texts)
-    assert simulation.wake_at == float("inf")
+    assert simulation.wanted.wake_at == float("inf")
 
 
 def test_calls_share_what_is_encoded_at_once() -> None:

@@ -260,7 +260,7 @@ def test_the_remote_tier_answers_when_the_text_is_computed_at_another_position()
     submit(simulation, [text(words(0, 8), 0)], [(8, 1)])
     submit(simulation, [text(words(0, 4) + words(50, 4), 30)], [(38, 1)])
     simulation.plan()
-    probes = [order.id for order in simulation.orders if isinstance(order, Probe)]
+    probes = [order.id for order in simulation.wanted.orders if isinstance(order, Probe)]
     assert len(probes) == 2
     simulation.receive(Probed(0, engine.epoch, probes[1], 0))
     simulation.plan()
@@ -275,7 +275,7 @@ def test_the_remote_tier_answers_when_nobody_knows_the_text_any_more() -> None:
     call(simulation, "encode", [text(words(0, 4), 0)])
     submit(simulation, [text(words(0, 8), 0)], [(8, 1)])
     simulation.plan()
-    probe = next(order.id for order in simulation.orders if isinstance(order, Probe))
+    probe = next(order.id for order in simulation.wanted.orders if isinstance(order, Probe))
     simulation.flush_cache()
     simulation.receive(Probed(0, engine.epoch, probe, 1))
     check_integrity(engine.scheduler)

@@ -71,13 +71,13 @@ class Machine:
         for health in simulation.tree.tiers.health.values():
             health.read_us = 1.0
         self.restored = sum(node.disk_ready for node in simulation.tree.nodes())
-        simulation.disk_changes.clear()
+        simulation.wanted.disk_changes.clear()
         check_integrity(engine.scheduler)
 
     def follow(self) -> None:
         """Write down what has changed on disk."""
-        self.persistence.note([*self.simulation.disk_changes, *take_disk_changes(self.simulation.tree)])
-        self.simulation.disk_changes.clear()
+        self.persistence.note([*self.simulation.wanted.disk_changes, *take_disk_changes(self.simulation.tree)])
+        self.simulation.wanted.disk_changes.clear()
 
     def stop(self) -> None:
         """In order: what is known is written down."""

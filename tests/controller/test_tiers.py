@@ -82,7 +82,7 @@ def test_a_chunk_of_which_one_rank_failed_is_not_published() -> None:
 def test_answers_of_a_group_that_was_given_up_count_nothing() -> None:
     simulation = simulate(replace(TIERED, remote=False))
     Session(simulation).send(16)
-    while not (orders := [order for order in simulation.orders if isinstance(order, TierMoves)]):
+    while not (orders := [order for order in simulation.wanted.orders if isinstance(order, TierMoves)]):
         simulation.now += 0.01
         simulation.plan()
         simulation.answer()
