@@ -119,7 +119,7 @@ class Searches:
         """Choose the next beams and move contents of members accordingly.
 
         Args:
-            hashes: by id in the batch, of all tokens so far; of every member, or of the first where the prompt ends.
+            hashes: by id in the batch, of all tokens so far: of every member, or the first where the prompt ends.
 
         Returns:
             the candidates; by id in the batch, the token that its new content ends with.

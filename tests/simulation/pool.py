@@ -57,7 +57,7 @@ class SimulatedPool:
         self._chains: list[tuple[bytes, bytes] | None] = [None] * num_blocks
         """(hash after, hash before) of blocks known to hold one unbroken chain: they are walked in one step."""
         self._writers: dict[int, tuple[int, int]] = {}
-        """Block → (step, id in the batch) of its last computed token: sequences of a step do not see each other."""
+        """Block → (step, id in the batch) of its last computed token: a step's sequences see only their own."""
         self.host: dict[int, tuple[int, list[Entry | None]]] = {}
         """Slot → (generation, content)."""
         self._saves: deque[_Batch] = deque()
