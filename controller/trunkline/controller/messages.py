@@ -165,7 +165,7 @@ class RecordCall(msgspec.Struct, array_like=True, frozen=True, tag="record"):
 
     Operations: "create" (id must be new), "get" (without the value if `version` is the present one), "peek" (get,
     which does not count as use), "put" (replace; `version` must be the present one), "delete", "list" (ids after
-    `id`, `limit` of them, without values), "acquire" (get, and nobody else may acquire, put or delete it until
+    `id`, `limit` of them, without values), "acquire" (get, and no other router may acquire, put or delete it until
     "release", "put" with `release`, or `lease_s` have passed), "release".
     """
 
@@ -177,7 +177,7 @@ class RecordCall(msgspec.Struct, array_like=True, frozen=True, tag="record"):
     value: bytes = b""
     version: int = 0
     ttl: float = 0.0
-    """create, put: seconds after which it is forgotten if nobody touches it; 0: never."""
+    """create, put: seconds without use after which it is forgotten; 0: never."""
     lease: str = ""
     """acquire: a token of the caller's choice; put, delete, release: the token with which it was acquired."""
     lease_s: float = 0.0
@@ -209,7 +209,7 @@ class DescribeTree(msgspec.Struct, array_like=True, frozen=True, tag="describe")
     ticket: int
     nodes_max: int = 3000
     head_tokens: int = 0
-    """How many of each node's first tokens are wanted: what they say is somebody's prompt."""
+    """How many of each node's first tokens are wanted; they are part of a client's prompt."""
 
 
 RouterRequest = (
@@ -260,7 +260,7 @@ class WorkerHello(msgspec.Struct, array_like=True, frozen=True, tag="hello"):
     rank: int
     pid: int
     node: str
-    """Names the host and the process namespace that `pid` belongs to: whoever has the same may kill it."""
+    """Names the host and the process namespace of `pid`; a controller in the same one may kill the process."""
     incarnation: bytes
     """Random, of this process."""
     terms: dict[str, str] = {}
@@ -369,7 +369,7 @@ class WorkerFailed(msgspec.Struct, array_like=True, frozen=True, tag="failed"):
     rank: int
     reason: str
     incarnation: bytes
-    """As in `WorkerHello`: one that has been replaced meanwhile concerns nobody."""
+    """As in `WorkerHello`; a message from a process that has been replaced is ignored."""
     is_consequence: bool = False
     """Nothing is wrong with this rank: it leaves because another rank, or the network to it, failed."""
 

@@ -87,7 +87,7 @@ class RadixCache(RadixTree):
         self.loaded_blocks = 0
         """Blocks copied back to the device since the start."""
         self.grafted: list[Node] = []
-        """Chunks that hang from another parent since somebody emptied this list."""
+        """Chunks that have moved to another parent since this list was emptied."""
         self.changed = self.tiers.copies.changes.log
         """Chunks that may have changed tiers, the device included."""
         self.touched: dict[Node, None] = {}
