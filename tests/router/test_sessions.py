@@ -321,7 +321,8 @@ def test_update(http: httpx.Client, fake: FakeController) -> None:
     assert (told["metadata"], told["ttl"]) == ({"c": "3"}, 50)
     told = http.patch(path, json={"ttl": 90, "truncation": "disabled", "metadata": None}).json()
     assert (told["metadata"], told["ttl"], told["truncation"]) == ({"c": "3"}, 90, "disabled")
-    assert get(http, session) == told | {"last_used_at": get(http, session)["last_used_at"]}
+    times = dict.fromkeys(("last_used_at", "expires_at"))
+    assert get(http, session) | times == told | times
     assert http.patch(path, json={"ttl": -1}).json()["error"]["param"] == "ttl"
     assert chat(http, session).status_code == 200
     assert fake.behaviour.submits[0].ttl == 90, "its KV lives as long"
