@@ -19,7 +19,7 @@ import pytest
 import yaml
 from cluster.faults import Network
 from cluster.harness import wait_for
-from deploy.launch.launching import free_ports, is_alive
+from deploy.waiting import free_ports, is_alive
 from msgspec import structs
 
 from trunkline.deploy.launch.hosts import Hosts
