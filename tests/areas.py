@@ -27,6 +27,7 @@ AREAS: Final[dict[str, tuple[str, ...]]] = {
     "cuda": (
         "kernels/trunkline/kernels/csrc/c*",
         "kernels/trunkline/kernels/cuda*",
+        "CMakeLists.txt",
         "tests/kernels/*cuda*",
         "tests/kernels/*emulat*",
     ),

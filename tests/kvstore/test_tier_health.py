@@ -7,7 +7,8 @@ from trunkline.kvstore.tier_costs import FAILURES_IN_A_ROW, FIRST_PAUSE_S, LONGE
 
 def pauses(health: TierHealth, count: int) -> list[float]:
     """How long the tier is left alone after each of `count` relapses."""
-    now, found = 0.0, []
+    now = 0.0
+    found: list[float] = []
     while len(found) < count:
         health.ordered(is_write=False)
         health.failed(is_write=False, now=now, detail="no answer")
