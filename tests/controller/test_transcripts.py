@@ -1,6 +1,6 @@
 """Whole stories of an engine, told as text: `transcripts/*.txt` (format: `transcript.py`).
 
-    python -m pytest tests/controller/test_transcripts.py --rewrite     write down what the engine says now
+python -m pytest tests/controller/test_transcripts.py --rewrite     write down what the engine says now
 """
 
 from __future__ import annotations

@@ -56,9 +56,7 @@ def plan_cluster(
     listener: socket.socket | None = None,
     node: NodePlan | None = None,
 ) -> ClusterPlan:
-    """Return the plan of a cluster: choose what the settings leave open, and refuse what cannot work.
-
-    Nothing is written, but digests of large weights.
+    """Choose what the settings leave open, and refuse what cannot work. Only digests of weights are written.
 
     Args:
         settings: The settings as they were given.
