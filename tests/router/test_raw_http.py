@@ -138,6 +138,7 @@ def trickle(connection: socket.socket) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.processes
 def test_who_sends_nothing_more_is_disconnected(tight: RunningRouter) -> None:
     """A body that trickles in although its request was refused long ago."""
     with connect(tight) as connection:
