@@ -1,7 +1,7 @@
 """The format of the file that describes a cluster: records, their rules, and a JSON schema. Pure.
 
-The records are what `docs/launch.md` and `trunkline launch schema` show: each field's text below it is its
-documentation in both. Rules that concern several fields at once, or several hosts, are in `plan.py`.
+`docs/launch.md` and `trunkline launch schema` show these records: a field's description is its documentation in
+both. Rules that concern several fields at once, or several hosts, are in `plan.py`.
 """
 
 from __future__ import annotations
@@ -41,58 +41,79 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class Ssh(Record, frozen=True):
-    """How a host is reached with the `ssh` of this machine, whose `~/.ssh/config` counts."""
+    """How to reach a host with the `ssh` command of this machine, which also reads `~/.ssh/config`."""
 
-    host: Annotated[str, Meta(description="Name or address, or a `Host` of ~/.ssh/config.")]
-    user: Annotated[str, Meta(description="Login name. Default: what ssh takes.")] = ""
-    port: Annotated[int | None, Meta(description="Default: what ssh takes.")] = None
+    host: Annotated[str, Meta(description="The host's name or address, or a `Host` of ~/.ssh/config.")]
+    user: Annotated[str, Meta(description="Login name. Default: the one that ssh chooses.")] = ""
+    port: Annotated[int | None, Meta(description="Port of the SSH server. Default: the one that ssh chooses.")] = (
+        None
+    )
     identity: Annotated[str, Meta(description="File with the private key.")] = ""
     options: Annotated[
-        list[str], Meta(description="More `-o` options of ssh, such as `ProxyJump=gateway`. They come first.")
+        list[str],
+        Meta(description="More `-o` options of ssh, such as `ProxyJump=gateway`. They stand before all others."),
     ] = []
     share_seconds: Annotated[
         int,
         Meta(
-            ge=0, le=86400, description="How long the connection stays open for the next command; 0: not at all."
+            ge=0,
+            le=86400,
+            description="Seconds for which the connection stays open for the next command; 0: it closes at once.",
         ),
     ] = 60
 
 
 class Host(Record, frozen=True):
-    """A machine. Without `ssh` and `command` it is this one."""
+    """A machine of the cluster. Without `ssh` and `command` it is this machine."""
 
-    ssh: Annotated[Ssh | str | None, Meta(description="How it is reached; or just `USER@HOST`.")] = None
+    ssh: Annotated[Ssh | str | None, Meta(description="How to reach the host with ssh; or just `USER@HOST`.")] = (
+        None
+    )
     command: Annotated[
         Annotated[list[str], Meta(min_length=1)] | None,
-        Meta(description="Words that run a command there, such as `[ip, netns, exec, h1]`."),
+        Meta(description="Words before a command that run it on the host, such as `[ip, netns, exec, h1]`."),
     ] = None
     address: Annotated[
         str,
         Meta(
-            description="Where the cluster's other hosts reach it. Default: ssh's host; of this machine 127.0.0.1."
+            description="Address at which the cluster's other hosts reach this one. Default: the host of `ssh`; "
+            "for this machine 127.0.0.1."
         ),
     ] = ""
     trunkline: Annotated[
-        str, Meta(description="The `trunkline` command there. Default: over ssh `trunkline`, else this one.")
+        str,
+        Meta(
+            description="The `trunkline` command on the host. Default: `trunkline` over ssh, else the command "
+            "that runs now."
+        ),
     ] = ""
     state: Annotated[
-        str, Meta(description="Folder for logs, keys and states. Default: `~/.local/state/trunkline` there.")
+        str, Meta(description="Folder on the host for logs, keys and states. Default: `~/.local/state/trunkline`.")
     ] = ""
-    environment: Annotated[Environment, Meta(description="Variables of all units there.")] = {}
+    environment: Annotated[Environment, Meta(description="Environment variables of all units on the host.")] = {}
     cores: Annotated[
-        Positive | None, Meta(description="That units may use. Default: all that this host says it has.")
+        Positive | None,
+        Meta(
+            description="Number of CPU cores that units on the host may use. Default: all that the host reports."
+        ),
     ] = None
-    memory: Annotated[str, Meta(description="That units may use, such as 64GiB. Default: what it says.")] = ""
+    memory: Annotated[
+        str,
+        Meta(
+            description="Memory that units on the host may use, such as 64GiB. Default: all that the host reports."
+        ),
+    ] = ""
     gpus: Annotated[
         Annotated[int, Meta(ge=0, le=64)] | None,
         Meta(
-            description="Each rank gets one of its own. Default: those that it shows; 0: they are not shared out."
+            description="Number of GPUs on the host; each rank gets one of its own. Default: those that the host "
+            "reports; 0: ranks are not given GPUs of their own."
         ),
     ] = None
 
 
 class Tiers(Record, frozen=True):
-    """Where KV is kept."""
+    """Where KV is kept, and how much of it."""
 
     kv_memory: Annotated[str, Meta(description="`--kv-memory`: device memory per worker.")] = ""
     host: Annotated[str | int, Meta(description="`--host-tier`: host memory per worker; 0: none.")] = ""
@@ -104,14 +125,17 @@ class Tiers(Record, frozen=True):
         ),
     ] = ""
     remote: Annotated[str, Meta(description="`--remote-tier`: URL of a Redis or Valkey server.")] = ""
-    policy: Annotated[str, Meta(description="`--tier-policy`.")] = ""
+    policy: Annotated[str, Meta(description="`--tier-policy`: the rule by which chunks leave a full tier.")] = ""
 
 
 class Group(Record, frozen=True):
     """A controller and its workers, or several such groups that are alike."""
 
-    name: Annotated[str, Meta(description="Default: `group-N`.")] = ""
-    count: Annotated[Positive, Meta(description="So many of them, `NAME-0` and so on, on the same hosts.")] = 1
+    name: Annotated[str, Meta(description="The group's name. Default: `group-N`.")] = ""
+    count: Annotated[
+        Positive,
+        Meta(description="Number of such groups, named `NAME-0`, `NAME-1` and so on, all on the same hosts."),
+    ] = 1
     tp: Annotated[
         Positive | None,
         Meta(
@@ -122,68 +146,102 @@ class Group(Record, frozen=True):
     hosts: Annotated[
         str | list[str] | dict[str, Positive] | None,
         Meta(
-            description="A host; or several, whose ranks are equally many; or ranks by host. The first one runs "
-            "the controller. Default: the only host."
+            description="A host; or a list of hosts with equally many ranks each; or the number of ranks by host. "
+            "The first host runs the controller. Default: the only host."
         ),
     ] = None
-    port: Annotated[Port | None, Meta(description="First of five. Default: the next free ones.")] = None
-    tiers: Annotated[Tiers | None, Meta(description="Over the cluster's, field by field.")] = None
-    options: Annotated[Options, Meta(description="Options of `trunkline group`, over the cluster's.")] = {}
-    environment: Annotated[Environment, Meta(description="Variables, over the hosts'.")] = {}
+    port: Annotated[
+        Port | None, Meta(description="First of the group's five ports. Default: the next free ones.")
+    ] = None
+    tiers: Annotated[
+        Tiers | None, Meta(description="Tiers of this group: each field given here replaces the cluster's.")
+    ] = None
+    options: Annotated[
+        Options, Meta(description="Options of `trunkline group`; they take precedence over the cluster's.")
+    ] = {}
+    environment: Annotated[
+        Environment,
+        Meta(description="Environment variables of the group's units; they take precedence over the hosts'."),
+    ] = {}
 
 
 class Router(Record, frozen=True):
-    """Router processes of one host."""
+    """Router processes on one host that share a port."""
 
-    name: Annotated[str, Meta(description="Default: `router`, or `router-HOST` if there are several.")] = ""
-    host: Annotated[str, Meta(description="Default: the only host.")] = ""
+    name: Annotated[
+        str, Meta(description="The router's name. Default: `router`, or `router-HOST` if there are several.")
+    ] = ""
+    host: Annotated[str, Meta(description="Host on which the router runs. Default: the only host.")] = ""
     listen: Annotated[str, Meta(description="Address to listen on; 0.0.0.0 lets other machines connect.")] = (
         "127.0.0.1"
     )
-    port: Annotated[Port, Meta(description="Of the HTTP API.")] = 8000
-    processes: Annotated[Annotated[int, Meta(ge=1, le=64)], Meta(description="That share the port.")] = 1
-    options: Annotated[Options, Meta(description="Options of `trunkline router`, over the cluster's.")] = {}
-    environment: Annotated[Environment, Meta(description="Variables, over the host's.")] = {}
+    port: Annotated[Port, Meta(description="Port of the HTTP API.")] = 8000
+    processes: Annotated[
+        Annotated[int, Meta(ge=1, le=64)], Meta(description="Number of processes that share the port.")
+    ] = 1
+    options: Annotated[
+        Options, Meta(description="Options of `trunkline router`; they take precedence over the cluster's.")
+    ] = {}
+    environment: Annotated[
+        Environment, Meta(description="Environment variables of the router; they take precedence over the host's.")
+    ] = {}
 
 
 class Ports(Record, frozen=True):
-    """From where on ports are given out that are not said."""
+    """The first ports that are given to units for which the file names none."""
 
-    groups: Annotated[Port, Meta(description="Each group takes five on its first host.")] = 7400
-    health: Annotated[Port, Meta(description="One per unit, on the loopback address.")] = 7300
+    groups: Annotated[
+        Port, Meta(description="First port of the groups: each group takes five on its first host.")
+    ] = 7400
+    health: Annotated[
+        Port, Meta(description="First port of the health endpoints: one per unit, on the loopback address.")
+    ] = 7300
 
 
 class Security(Record, frozen=True):
-    """Files with keys, relative to this file. They are copied to the hosts that need them."""
+    """Paths of the files with keys, relative to this file. The files are copied to the hosts that need them."""
 
     wire_keys: Annotated[
         str,
-        Meta(description="Of `trunkline key wire`. Default: generated at the first start, and kept."),
+        Meta(
+            description="File of wire keys, made by `trunkline key wire`. Default: keys are generated at the "
+            "first start, and kept."
+        ),
     ] = ""
-    plain_tcp: Annotated[bool, Meta(description="No keys between processes. For laboratories.")] = False
+    plain_tcp: Annotated[
+        bool, Meta(description="Let processes of the cluster talk without keys. For laboratories only.")
+    ] = False
     api_keys: Annotated[
-        str, Meta(description="Keys and limits of tenants, `--tenants` of the routers. Default: none.")
+        str,
+        Meta(description="File with the keys and limits of tenants: `--tenants` of the routers. Default: none."),
     ] = ""
 
 
 class Cluster(Record, frozen=True):
-    """The file."""
+    """The whole file: a cluster."""
 
-    version: Annotated[int, Meta(description="Of this format: 1.")]
-    name: Annotated[str, Meta(description="Names the cluster's folders. Default: the file's name.")] = ""
-    model: Annotated[str, Meta(description="As for `trunkline serve`; ./PATH is relative to this file.")] = "demo"
-    hosts: Annotated[dict[str, Host], Meta(description="By name. Default: `local`, this machine.")] = {}
-    groups: Annotated[list[Group], Meta(description="Default: one, of one worker.")] = []
-    routers: Annotated[list[Router], Meta(description="Default: one, on the first host.")] = []
-    tiers: Annotated[Tiers, Meta(description="Of all groups.")] = Tiers()
+    version: Annotated[int, Meta(description="Version of this file format: 1.")]
+    name: Annotated[
+        str, Meta(description="The cluster's name, from which its folders get theirs. Default: the file's name.")
+    ] = ""
+    model: Annotated[
+        str, Meta(description="The model, as for `trunkline serve`; ./PATH is relative to this file.")
+    ] = "demo"
+    hosts: Annotated[dict[str, Host], Meta(description="Hosts by name. Default: `local`, this machine.")] = {}
+    groups: Annotated[
+        list[Group],
+        Meta(description="Groups of a controller and its workers. Default: one group with one worker."),
+    ] = []
+    routers: Annotated[list[Router], Meta(description="Routers. Default: one, on the first host.")] = []
+    tiers: Annotated[Tiers, Meta(description="Tiers of all groups.")] = Tiers()
     options: Annotated[
-        Options, Meta(description="Of all units whose command has them; names without dashes.")
+        Options, Meta(description="Options for all units whose command has them; names without dashes.")
     ] = {}
     ports: Ports = Ports()
     security: Security = Security()
     stop_seconds: Annotated[
         Annotated[float, Meta(ge=1, le=7200)],
-        Meta(description="How long a unit may take to stop, its drain included, before it is killed."),
+        Meta(description="Seconds that a unit may take to stop, its drain included, before it is killed."),
     ] = 60.0
 
 
