@@ -1,16 +1,16 @@
-"""A file of the controller's: an SQLite database, read at the start, then written by a thread of its own.
+"""An SQLite database of the controller's, read at the start and then written by a thread of its own.
 
     loop ──write(key, statement)───► pending {key: statement} ──every 50 ms──► one transaction (writer thread)
-         ──commit(key, statement)──► the same, at once; its `Outcome` says what became of it
+         ──commit(key, statement)──► the same, at once; its `Outcome` says whether it is in the file
 
-The loop never waits for the disk. What it writes goes into a dictionary in which a later statement of the same
-key replaces the earlier one, so that a disk that stalls or is full makes it no longer than there are slots and
-records; statements are applied in the order in which each key was written last. What fails is tried again, but for
-what was to be committed: that was made, or it was not, and the caller is told.
+The loop never waits for the disk. Its statements go into a dictionary in which a later statement of a key
+replaces the earlier one; so even while a disk stalls, it has no more entries than there are slots and records.
+Statements are applied in the order in which each key was written last. A `write` that fails is tried again; a
+`commit` that fails is not, and its caller is told.
 
-There are two such files: the index of the disk tier (`tier_index.py`), which only says what may be found, because
-every slot says itself what it holds, and the records (`records.py`), which cannot be made again. So a damaged file
-is read as far as possible (`salvage.py`), and nothing that was there before is deleted: it is moved aside.
+There are two such files: the index of the disk tier (`tier_index.py`), which is only a hint, because every slot
+itself says what it holds; and the records (`records.py`), which cannot be made again. So a damaged file is read as
+far as possible (`salvage.py`), and a file that cannot be used is never deleted: it is moved aside.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ import structlog
 from trunkline.controller.storage.salvage import UNREADABLE, Table, readable_rows, save_rows
 
 COMMIT_S: Final = 0.05
-"""Statements of so long a time are committed together: one commit costs as much as a thousand rows."""
+"""Statements are collected for this long and committed together: one commit costs as much as a thousand rows."""
 _RETRY_S: Final = 1.0
-"""After a failed commit."""
+"""Time from a failed commit to the next attempt."""
 _FRESHENING_MAX: Final = 1 << 16
-"""With so many statements pending, those that only freshen a row are left out."""
+"""From this many pending statements on, those that only update a row's time of use are left out."""
 _WAIT_S_MAX: Final = 5.0
 """The longest wait for a disk that does not answer, or for another process."""
 
 APPLICATION_ID: Final = 0x54726B6C
-""""Trkl" in the file's header: no other program's database is taken for ours."""
+""""Trkl" in the file's header, so that another program's database is not taken for Trunkline's."""
 _META: Final = "CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID"
 _DAMAGE: Final = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)
-"""Error codes that another, empty file would not give; the last: a table is not as it should be."""
+"""Error codes of a damaged file, which a new file would not give. The last one: a table has a wrong form."""
 _UNREADABLE: Final = (sqlite3.SQLITE_IOERR_READ, sqlite3.SQLITE_IOERR_SHORT_READ, sqlite3.SQLITE_IOERR_CORRUPTFS)
-"""Error codes of reading. Other I/O errors are of writing: the file's contents can still be read."""
+"""Error codes of I/O errors at reading. All other I/O errors happen at writing: the file can still be read."""
 
 log = structlog.get_logger()
 
@@ -51,25 +51,25 @@ Parameters = tuple[Any, ...]
 
 
 class Form(NamedTuple):
-    """What a file of ours holds."""
+    """The kind of a database file: its title, version and tables."""
 
     title: str
-    """For messages: what it holds."""
+    """What the file holds, in words for messages."""
     version: int
-    """In the file's header. A file of another version is moved aside."""
+    """Version of the schema, kept in the file's header. A file of another version is moved aside."""
     schema: str
-    """Statements that make its tables, but for `meta`."""
+    """Statements that create the tables, except for `meta`."""
     tables: tuple[Table, ...]
-    """What is saved of a damaged file."""
+    """The tables whose rows are saved from a damaged file."""
 
 
 class Outcome:
-    """What became of a statement that was to be committed. Written by the writer thread."""
+    """Whether a statement given to `Database.commit` is in the file. Written by the writer thread."""
 
     def __init__(self) -> None:
         self.is_known = False
         self.problem = ""
-        """Why it is not in the file, and will not be; "": it is."""
+        """Why the statement is not in the file and will not be; "" if it is."""
 
 
 class _Pending(NamedTuple):
@@ -78,15 +78,15 @@ class _Pending(NamedTuple):
     statement: str
     parameters: Parameters
     outcome: Outcome | None
-    """None: no caller waits for it."""
+    """Set when the statement is in the file or has failed; None if no caller waits for that."""
 
 
 class DatabaseUnavailableError(RuntimeError):
-    """The file cannot be used at all: its folder is missing or read-only, or another process has it."""
+    """A database cannot be used at all: its folder is missing or read-only, or another process has the file."""
 
 
 class _UnusableError(Exception):
-    """What is there cannot be gone on with; the message says why."""
+    """The present file cannot be used and has to be replaced; the message says why."""
 
     def __init__(self, why: str, *, is_damaged: bool = False) -> None:
         super().__init__(why)
@@ -97,37 +97,37 @@ class Database:
     """The open file and its writer thread. Its methods are for the thread that opened it."""
 
     def __init__(self, path: Path, fingerprint: bytes, form: Form, wait_s: float = _WAIT_S_MAX) -> None:
-        """Open `path`, or put an empty database there.
+        """Open the database at `path`, or create an empty one there.
 
         Args:
-            path: of the SQLite file; its folder exists.
-            fingerprint: what the content belongs to, such as the disk tier's (`trunkline.kvstore.fingerprint`); a
-                database of another is not read.
-            wait_s: for a process that still has the file, such as one that is just ending.
+            path: The SQLite file; its folder exists.
+            fingerprint: Says what the content belongs to, such as the disk tier's fingerprint
+                (`trunkline.kvstore.fingerprint`). A database with another fingerprint is not read.
+            wait_s: How long to wait for another process that has the file, such as one that is just ending.
 
         Raises:
-            DatabaseUnavailableError: there is no way to have a database there, or another process has it.
+            DatabaseUnavailableError: No database can be opened or made there, or another process has it.
         """
         self.path = path
         self.form = form
         self.problem = ""
-        """Why the last commit failed; what it had is kept and tried again."""
+        """Why the last commit failed; its statements are kept and tried again. "" if it did not fail."""
         self.replaced = ""
-        """Why what was there was moved aside; "" if nothing was."""
+        """Why an earlier file was moved aside at the start; "" if none was."""
         self._wait_s = wait_s
         self._connection = self._open(fingerprint)
         self._connection_in_use = threading.Lock()
         self._pending: dict[Hashable, _Pending] = {}
         self._changed = threading.Condition()  # of an RLock: may be taken again
         self.rounds = 0
-        """Of the writer, that are over …"""
+        """Number of rounds (commits, or attempts at one) that the writer thread has finished."""
         self._rounds_wanted = 0
-        """… and for which somebody waits."""
+        """The greatest value of `rounds` that a caller waits for."""
         self.on_round: Callable[[], None] = lambda: None
         """Called by the writer thread after a round that a caller waits for."""
         self._closing = False
         self.boot: int = self._connection.execute("SELECT value FROM meta WHERE key = 'boot'").fetchone()[0]
-        """Grows with each opening, also where the file was lost in between."""
+        """A number that grows with each opening, even if the file was lost in between."""
         if self.problem:  # the file can still be read
             log.warning("a file cannot be written", holds=form.title, path=str(path), error=self.problem)
             self.boot += 1
@@ -136,11 +136,11 @@ class Database:
         self._writer.start()
 
     def write(self, key: Hashable, statement: str, parameters: Parameters, *, freshens: bool = False) -> None:
-        """Have `statement` committed soon, instead of whatever `key` still has pending.
+        """Have `statement` committed soon, in place of an earlier statement of `key` that is still pending.
 
         Args:
-            key: what the statement is about: it makes all needless that were written under the same key before.
-            freshens: it may be left out if too much is pending.
+            key: What the statement is about. It must make all earlier statements of the same key unnecessary.
+            freshens: Whether the statement may be left out if too many are pending.
         """
         with self._changed:
             if freshens and len(self._pending) >= _FRESHENING_MAX:
@@ -148,7 +148,7 @@ class Database:
             self._put(key, _Pending(statement, parameters, None))
 
     def commit(self, key: Hashable, statement: str, parameters: Parameters) -> Outcome:
-        """As `write`, but at once, and not tried again if it fails."""
+        """Have `statement` committed at once. Unlike with `write`, it is not tried again if it fails."""
         outcome = Outcome()
         with self._changed:
             self._put(key, _Pending(statement, parameters, outcome))
@@ -164,24 +164,24 @@ class Database:
             self._changed.notify_all()
 
     def rows(self, query: str) -> list[Parameters]:
-        """The result of a query, after a commit that is under way.
+        """Return the result of a query, after any commit that is under way.
 
         Raises:
-            sqlite3.Error: it cannot be read.
+            sqlite3.Error: The file cannot be read.
         """
         with self._connection_in_use:
             return self._connection.execute(query).fetchall()
 
     def table(self, table: Table) -> list[Parameters]:
-        """All rows of a table that can be read, after a commit that is under way: for the start."""
+        """Return all readable rows of a table, after any commit that is under way. Meant for the start."""
         with self._connection_in_use:
             return list(readable_rows(self._connection, table))
 
     def import_rows(self, table: Table, rows: list[Parameters]) -> None:
-        """Add rows that are not there yet, in one transaction, at once: for the start.
+        """Add those of these rows that the table does not have yet, in one transaction. Meant for the start.
 
         Raises:
-            sqlite3.Error: they cannot be written.
+            sqlite3.Error: The rows cannot be written.
         """
         marks = ", ".join("?" * (table.columns.count(",") + 1))
         statement = f"INSERT OR IGNORE INTO {table.name} ({table.columns}) VALUES ({marks})"
@@ -190,22 +190,25 @@ class Database:
             self._connection.executemany(statement, rows)
 
     def hurry(self) -> int:
-        """Have what was written committed at once; the value of `rounds` from which on that was done, or has
-        failed."""
+        """Have all pending statements committed at once.
+
+        Returns:
+            The value of `rounds` at which they have been committed, or have failed.
+        """
         with self._changed:
             self._rounds_wanted = self.rounds + 2  # the present round may have begun before
             self._changed.notify_all()
             return self._rounds_wanted
 
     def flush(self) -> bool:
-        """Wait until all that was written is committed; False: it cannot be, or the disk takes too long."""
+        """Wait until all pending statements are committed; return False if that fails or takes too long."""
         with self._changed:
             target = self.hurry()
             done = self._changed.wait_for(lambda: self.rounds >= target, _WAIT_S_MAX)
             return done and not self.problem
 
     def close(self) -> None:
-        """Commit what is pending, if the disk lets us, and release the file."""
+        """Commit the pending statements, if the disk allows it, and release the file."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -214,7 +217,10 @@ class Database:
             log.warning("a file was closed before all was written", holds=self.form.title, path=str(self.path))
 
     def _write_behind(self) -> None:
-        """The writer thread. After the last round the connection is closed here, for only here it is in use."""
+        """Commit pending statements until the database is closed: the writer thread's main function.
+
+        The connection is closed here, after the last round, because no other thread can be using it then.
+        """
         is_last = False
         while not is_last:
             with self._changed:
@@ -244,7 +250,7 @@ class Database:
         return self._closing or self._rounds_wanted > self.rounds
 
     def _commit(self, batch: dict[Hashable, _Pending]) -> str:
-        """One transaction; why it failed, if it did."""
+        """Apply the statements in one transaction; return why that failed, or "" if it did not."""
         try:
             self._connection.execute("BEGIN IMMEDIATE")
             for entry in batch.values():
@@ -257,15 +263,18 @@ class Database:
         return ""
 
     def _commit_each(self, batch: dict[Hashable, _Pending], problem: str) -> dict[Hashable, str]:
-        """Return why each statement that a caller waits for is not in the file ("": it is), by key. After a batch
-        that failed (`problem`) each is tried alone: a large one without room must not take small ones with it."""
+        """Return, by key, why each statement that a caller waits for is not in the file ("" if it is).
+
+        If the batch failed (`problem`), each of them is tried alone: one large statement for which the disk has no
+        room must not make small ones fail.
+        """
         waited = [key for key, entry in batch.items() if entry.outcome is not None]
         if not problem or len(batch) == 1:
             return dict.fromkeys(waited, problem)
         return {key: self._commit({key: batch[key]}) for key in waited}
 
     def _note(self, problem: str) -> None:
-        """Tell a person when it begins to fail, and when that is over."""
+        """Log when commits begin to fail, and when they work again."""
         with suppress(OSError):  # the log may be on the same disk
             if problem and not self.problem:
                 log.warning("a file cannot be written", holds=self.form.title, path=str(self.path), error=problem)
@@ -300,7 +309,10 @@ class Database:
             ) from error
 
     def _salvage(self, salvaged: Path, fingerprint: bytes) -> None:
-        """Put what can be read of a damaged file in its place. At every moment one of the two is whole."""
+        """Replace a damaged file by a new one with the rows that can still be read.
+
+        If the process dies on the way, either the damaged file or the new one is there, complete.
+        """
         for ending in ("", "-journal"):
             Path(f"{salvaged}{ending}").unlink(missing_ok=True)
         os.close(os.open(salvaged, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
@@ -322,10 +334,11 @@ class Database:
         )
 
     def _try_to_open(self, fingerprint: bytes) -> sqlite3.Connection:
-        """
+        """Open the file, or create it if it does not exist.
+
         Raises:
-            _UnusableError: what is there is damaged, or not for us.
-            DatabaseUnavailableError: nothing could be there.
+            _UnusableError: The file is damaged, or belongs to another program, version or configuration.
+            DatabaseUnavailableError: No file can be opened or made at this path.
         """
         try:
             os.close(os.open(self.path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
@@ -335,7 +348,7 @@ class Database:
         except (OSError, sqlite3.Error) as error:
             raise DatabaseUnavailableError(f"{self.path} cannot be opened: {error}") from error
         try:
-            # Exclusive: nobody else reads or writes it while we live; the kernel ends that with the process.
+            # Exclusive: no other process reads or writes the file while this one lives; the kernel then frees it.
             for pragma in ("locking_mode = EXCLUSIVE", "journal_mode = WAL", "synchronous = NORMAL"):
                 connection.execute(f"PRAGMA {pragma}")
             connection.execute("BEGIN IMMEDIATE")
@@ -355,10 +368,10 @@ class Database:
 
 
 def _begin_boot(connection: sqlite3.Connection, *, is_new: bool) -> str:
-    """Count this opening, and commit; why that is not possible on a full disk, which can still be read.
+    """Count this opening in the file; return why it cannot be written (on a full disk), or "".
 
     Raises:
-        sqlite3.Error: a new file cannot be written, or the old one is damaged.
+        sqlite3.Error: A new file cannot be written, or the old one is damaged.
     """
     try:
         connection.execute("UPDATE meta SET value = value + 1 WHERE key = 'boot'")
@@ -377,13 +390,13 @@ def _create(connection: sqlite3.Connection, fingerprint: bytes, form: Form) -> N
         connection.execute(statement)
     connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
     connection.execute(f"PRAGMA user_version = {form.version}")
-    # Minutes since 1970: above all numbers of a database that was here before and got lost.
+    # Minutes since 1970: greater than all numbers of an earlier database that was lost.
     boot = int(time.time() // 60)
     connection.executemany("INSERT INTO meta VALUES (?, ?)", [("fingerprint", fingerprint), ("boot", boot)])
 
 
 def _first_page(form: Form) -> bytes:
-    """Of a new file."""
+    """Return the first page of a new file of this kind."""
     with closing(sqlite3.connect(":memory:", isolation_level=None)) as connection:
         _create(connection, b"", form)
         size = _pragma(connection, "page_size")
@@ -391,9 +404,10 @@ def _first_page(form: Form) -> bytes:
 
 
 def _check(connection: sqlite3.Connection, fingerprint: bytes, form: Form) -> None:
-    """
+    """Check that the database is Trunkline's, of this version and configuration, and sound.
+
     Raises:
-        _UnusableError: the database is not ours, of another version or of another configuration, or damaged.
+        _UnusableError: It is not.
     """
     if _pragma(connection, "application_id") != APPLICATION_ID:
         raise _UnusableError("it is some other program's database")
@@ -415,7 +429,7 @@ def _tell(outcome: Outcome | None, problem: str) -> None:
 
 
 def _moved_aside(path: Path, ending: str) -> Path:
-    """Give a file (and its log) another name, at which nothing is yet; the name."""
+    """Rename a file and its log to a name that no file has yet; return the new name."""
     number, aside = 1, Path(f"{path}.{ending}")
     while aside.exists():
         number += 1
@@ -433,7 +447,7 @@ def _pragma(connection: sqlite3.Connection, name: str) -> int:
 
 
 def _mapped(error: Exception, path: Path) -> Exception:
-    """What an error at the opening means."""
+    """Return the exception of this module that stands for an error at opening the file."""
     primary = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
     if primary in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
         return DatabaseUnavailableError(f"{path} is in use by another process")

@@ -1,8 +1,8 @@
-"""What a controller finds again after a restart: the disk tier's chunks, and records, in two files.
+"""The two files that a controller reads after a restart: the index of the disk tier's chunks, and the records.
 
-The engine tells what changed on disk (verified writes, freed slots, chunks that moved behind a cut), the index
-follows a moment behind. At the start the tree is built again from it: nodes that are on disk only
-(`engine/disk_chunks.py`).
+The engine reports what has changed on disk (verified writes, freed slots, chunks that moved behind a cut), and the
+index follows a moment later. At the start the radix tree is built again from the index, with nodes whose chunks
+are on disk only (`engine/disk_chunks.py`).
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from trunkline.controller.storage.salvage import UNREADABLE, readable_rows
 from trunkline.controller.storage.tier_index import INDEX, TierIndex
 
 _VERSION_WITH_RECORDS: Final = 1
-"""Of indexes that held the records, too."""
+"""Version of indexes that held the records, too."""
 
 log = structlog.get_logger()
 
 
 class Persistence:
-    """Both files and what is in them; without a path, records in memory and no index."""
+    """Both files and their contents. Without paths, records are kept in memory only and there is no index."""
 
     def __init__(
         self, index_path: str, fingerprint: bytes, wall: float, monotonic: float, records_path: str = ""
     ) -> None:
         """
         Args:
-            index_path: of the index's file; "": none.
-            fingerprint: of the tiers.
-            wall: seconds since the epoch, now.
-            monotonic: the same moment by the controller's clock.
-            records_path: of the records' file; "": none.
+            index_path: Path of the index's file; "" for none.
+            fingerprint: The tiers' fingerprint.
+            wall: Seconds since the epoch, now.
+            monotonic: The same moment by the controller's clock.
+            records_path: Path of the records' file; "" for none.
 
         Raises:
-            DatabaseUnavailableError: a file cannot be used.
+            DatabaseUnavailableError: A file cannot be used.
         """
         self._offset = wall - monotonic
         self._records_file = Database(Path(records_path), b"", RECORDS) if records_path else None
@@ -60,34 +60,34 @@ class Persistence:
 
     @property
     def first_generation(self) -> int:
-        """Generations of disk slots begin above it."""
+        """Return the number above which this run's generations of disk slots begin."""
         return self.index.first_generation if self.index is not None else 0
 
     def wall(self, now: float) -> float:
-        """Seconds since the epoch at a moment of the controller's clock."""
+        """Return a time of the controller's clock as seconds since the epoch."""
         return now + self._offset
 
     def load(self, slots: int, now: float) -> StoredChunks | None:
-        """Return the chunks that an earlier run, or earlier workers, left on disk; None: there is no disk tier.
+        """Return the chunks that an earlier run, or earlier workers, left on disk; None if there is no disk tier.
 
         Args:
-            slots: that the disk tier has now.
+            slots: Number of slots that the disk tier has now.
         """
         if self.index is None or not slots:
             return None
-        self.index.flush()  # what an earlier group of workers left behind may still be on its way into the file
+        self.index.flush()  # changes that an earlier group of workers made may still be on their way into the file
         stored = self.index.load(slots, now)
         if stored.chunks:
             log.info("chunks found on disk", chunks=len(stored.chunks), dropped=stored.dropped)
         return stored
 
     def note(self, changes: Sequence[DiskChange]) -> None:
-        """Write down what has changed on disk."""
+        """Write changes of the disk tier into the index."""
         if self.index is not None and changes:
             self.index.note(changes)
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write all pending changes, and release both files."""
         if self.index is not None:
             self.index.close()
         if self._records_file is not None:
@@ -95,12 +95,12 @@ class Persistence:
 
 
 def move_records(index: Path, records: Database) -> int:
-    """Move the records that an earlier version kept in the index to the file of their own; how many.
+    """Move the records that an earlier version kept in the index to a file of their own; return their number.
 
-    Whenever this is interrupted, the next start does it (again): nothing is served before it is done.
+    If this is interrupted, the next start does it again: no request is served before it is done.
 
     Raises:
-        DatabaseUnavailableError: they cannot be written to the new file, or not be removed from the old one.
+        DatabaseUnavailableError: The records cannot be written to the new file, or not be deleted in the old one.
     """
     if not index.is_file():
         return 0

@@ -3,14 +3,14 @@
     free ──acquire──► leased ──release, put(release), lease over──► free        get, list: at any time
       └── put (present version), delete ──┘ only with the lease's token
 
-Routers keep no state, so what several of them must agree on lives here. A record's version grows with each put,
-and a put must name the present one: of two routers that change the same version, one is told "conflict". A lease
-keeps others away for as long as a turn of a conversation runs, and ends by itself if its router dies. Leases are
-not stored: after a restart of the controller the version alone decides.
+Routers keep no state, so data that several of them must agree on is kept here. A record's version grows with each
+put, and a put must name the present version: if two routers change the same version, one of them gets "conflict".
+A lease keeps other routers from changing a record while a turn of a conversation runs; it ends by itself if its
+router dies. Leases are not stored: after a restart of the controller only the version decides.
 
-A change that cannot be written to the file is taken back (`undo`), so that what was said to be stored is stored.
+A change that cannot be written to the file is undone (`undo`): a record that was reported as stored is stored.
 
-Pure but for the database, to which changes are only handed over: time is an argument, wall-clock seconds.
+Pure except for the database, which only receives changes. Time is an argument, in wall-clock seconds.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from trunkline.router.messages import Record, RecordReply
 RECORDS_MAX: Final = 100_000
 VALUE_BYTES_MAX: Final = 16 << 20
 TOTAL_BYTES_MAX: Final = 1 << 30
-"""Of all values: they are kept in memory, too."""
+"""Most bytes of all values together: they are kept in memory, too."""
 NAME_CHARS_MAX: Final = 512
-"""Of an id, a kind or a lease's token."""
+"""Most characters of an id, a kind or a lease's token."""
 LIST_MAX: Final = 1000
 LEASE_S_MAX: Final = 86_400.0
 SHARES: Final = {"idem": 4}
-"""Kinds that may have only the fourth (…) part of the records and bytes: copies of answers must not take the room
-of sessions, which nobody could make again."""
+"""Kinds that may fill only a part of the records and bytes: 4 means a fourth. Kept copies of answers ("idem") must
+not take the room of sessions, which could not be made again."""
 
 _SCHEMA: Final = """
 CREATE TABLE records (
@@ -60,7 +60,7 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one controller keeps at most."""
+    """Most records and bytes that one controller keeps."""
 
     records: int = RECORDS_MAX
     value_bytes: int = VALUE_BYTES_MAX
@@ -88,7 +88,7 @@ class _Row(msgspec.Struct, array_like=True):
 
     @property
     def columns(self) -> Row:
-        """As `STORE_STATEMENT` takes them."""
+        """Return the record's columns, in the order of `STORE_STATEMENT`'s parameters."""
         return (
             self.kind,
             self.id,
@@ -112,20 +112,20 @@ _Key = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What a call has changed, until it is in the file."""
+    """A change that a call has made in memory, and that is not known to be in the file yet."""
 
     key: _Key
     outcome: Outcome
     before: _Row | None
-    """None: the record is new."""
+    """The record before the change; None if it is new."""
     after: _Row | None
-    """None: it was deleted."""
+    """The record after the change; None if it was deleted."""
     lease: _Lease | None
-    """That there was."""
+    """The record's lease before the change, if it had one."""
 
 
 class _RefusedError(Exception):
-    """An operation that is not carried out."""
+    """A call is refused; `status` and `detail` are the reply's."""
 
     def __init__(self, status: str, detail: str = "", row: _Row | None = None) -> None:
         super().__init__(detail)
@@ -135,27 +135,28 @@ class _RefusedError(Exception):
 
 
 class RecordStore:
-    """All records of a controller, in memory; in the database, too, if there is one."""
+    """All records of a controller: in memory, and in the database if there is one."""
 
     def __init__(self, database: Database | None = None, now: float = 0.0, limits: Limits | None = None) -> None:
         """
         Args:
-            database: just opened: what is in it is read here.
-            now: wall-clock seconds.
+            database: A database that has just been opened; its records are read here.
+            now: Wall-clock seconds.
         """
         self.limits = limits or Limits()
         self.total_bytes = 0
         self._database = database
         self._rows: dict[_Key, _Row] = {}
         self._kind_bytes: defaultdict[str, int] = defaultdict(int)
-        """Of all values of a kind."""
+        """Bytes of all values of a kind."""
         self._ids: defaultdict[str, list[str]] = defaultdict(list)
-        """By kind, sorted."""
+        """Ids by kind, sorted."""
         self._leases: dict[_Key, _Lease] = {}
         self._expiries: list[tuple[float, _Key]] = []
-        """Heap; an entry whose record was used meanwhile is put back with its new time when it is popped."""
+        """Heap of times at which records may expire. An entry whose record was used meanwhile is put back with its
+        new time when it is popped."""
         self._due: dict[_Key, float] = {}
-        """The entry in the heap that counts, by record; others are passed over."""
+        """The time of the one heap entry that counts, by record; other entries of the record are ignored."""
         self._operations: dict[str, Callable[[RecordCall, float], _Row | None]] = {
             "create": self._create,
             "get": self._get,
@@ -167,7 +168,7 @@ class RecordStore:
         }
         self._gone: list[_Key] = []
         self._outcome: Outcome | None = None
-        """Of the call that is being carried out, if it changes something in the database."""
+        """Outcome of the present call's change in the database; None if the call changes nothing there."""
         if database is not None:
             self._load(database, now)
 
@@ -175,12 +176,15 @@ class RecordStore:
         return len(self._rows)
 
     def handle(self, call: RecordCall, seq: int, now: float) -> tuple[RecordReply, Change | None]:
-        """Carry out `call`; the answer, numbered `seq`, and what it has changed that must get into the file first.
-        Until then no other call about that record may be carried out, and the change must be settled or undone.
+        """Carry out a call on a record, in memory.
 
-        "get" and "acquire" answer with the record; "create" and "put" with the record as it is now, but without
-        its value, which the caller has, and so do "get" and "peek" of the version that it has; "exists",
-        "conflict" and "busy" with what is there, without its value.
+        "get", "peek" and "acquire" answer with the record; without its value if "get" or "peek" names the present
+        version, because the caller has that value. "create" and "put" answer with the record as it is now, without
+        its value. The refusals "exists", "conflict" and "busy" come with the present record, without its value.
+
+        Returns:
+            The answer, numbered `seq`; and the change that must be in the file before the answer is sent, if there
+            is one. Until that change is settled or undone, no other call on the record may be carried out.
         """
         self.expire(now)
         key = call.kind, call.id
@@ -202,16 +206,18 @@ class RecordStore:
         return RecordReply(seq, call.ticket, "ok", records), change
 
     def settle(self, change: Change) -> None:
-        """The change is in the file."""
+        """Note that the change is in the file."""
         if change.after is None:
             self._gone.append(change.key)
 
     def undo(self, change: Change) -> None:
-        """Take back a change that could not be written, or about which the disk says nothing. In the file, too, if
-        it gets there after all."""
+        """Undo a change that could not be written, or whose commit takes too long.
+
+        If the change is in the file, or may still get there, the file is corrected, too.
+        """
         key, before = change.key, change.before
         if change.after is not None and self._rows.get(key) is not change.after:
-            return  # its time was over meanwhile
+            return  # the record has expired meanwhile
         if change.after is not None:
             self._drop(key)
         if before is not None:
@@ -219,14 +225,18 @@ class RecordStore:
         if change.lease is not None:
             self._leases[key] = change.lease
         has_failed = change.outcome.is_known and change.outcome.problem
-        if self._database is not None and not has_failed:  # it is in the file, maybe since a moment ago, or may be
+        if self._database is not None and not has_failed:  # the change is in the file, or may still get there
             if before is not None:
                 self._database.write(("record", *key), STORE_STATEMENT, before.columns)
             else:
                 self._database.write(("record", *key), _DELETE_STATEMENT, key)
 
     def expire(self, now: float) -> int:
-        """Forget records that nobody has used for their time, and leases that are over; records forgotten."""
+        """Forget the records that were not used for their `ttl`, and leases that are over.
+
+        Returns:
+            The number of records forgotten.
+        """
         forgotten = 0
         while self._expiries and self._expiries[0][0] <= now:
             due, key = heapq.heappop(self._expiries)
@@ -235,7 +245,7 @@ class RecordStore:
             del self._due[key]
             row = self._rows[key]
             lease = self._leases.get(key)
-            until = max(row.expires, lease.until if lease is not None else 0.0)  # in use is not forgotten
+            until = max(row.expires, lease.until if lease is not None else 0.0)  # a leased record is not forgotten
             if not row.expires:
                 continue
             if until > now:
@@ -249,11 +259,11 @@ class RecordStore:
         return forgotten
 
     def has(self, kind: str, id_: str) -> bool:
-        """Whether there is such a record."""
+        """Return whether there is a record of this kind and id."""
         return (kind, id_) in self._rows
 
     def take_gone(self) -> list[tuple[str, str]]:
-        """Kind and id of the records that were deleted, or forgotten, since the last call."""
+        """Return kind and id of the records that were deleted or forgotten since the last call."""
         gone, self._gone = self._gone, []
         return gone
 
@@ -293,7 +303,7 @@ class RecordStore:
         return row
 
     def _peek(self, call: RecordCall, now: float) -> _Row:
-        """For those who only watch: it expires as if they had not."""
+        """Return a record without using it: it expires when it would have otherwise."""
         del now
         return self._find(call)
 
@@ -324,7 +334,7 @@ class RecordStore:
             self._gone.append(key)
 
     def _acquire(self, call: RecordCall, now: float) -> _Row:
-        """Again with the same token: for longer."""
+        """Give the caller the record's lease; with the token of the present lease, prolong it."""
         row = self._find(call)
         self._check_lease(call, now)
         self._leases[call.kind, call.id] = _Lease(call.lease, now + call.lease_s)
@@ -332,7 +342,7 @@ class RecordStore:
         return row
 
     def _release(self, call: RecordCall, now: float) -> None:
-        """Also fine if the lease is over; not if somebody else has one by now."""
+        """End a lease. One that is over already is no error; one that another caller has by now is."""
         row = self._find(call)
         self._check_lease(call, now)
         self._leases.pop((call.kind, call.id), None)
@@ -370,8 +380,11 @@ class RecordStore:
         self._kind_bytes[row.kind] += more
 
     def _use(self, row: _Row, now: float) -> None:
-        """Its time begins again. The heap's entry finds that out when it is due, unless that is after a lease that
-        has ended early."""
+        """Note that a record is used now, so that its time to live begins again.
+
+        The heap's entry is moved when it comes due; only an entry that was put off for a lease that has ended
+        early must be replaced at once.
+        """
         row.used = now
         self._note_expiry(row)
         if self._database is not None:
@@ -380,7 +393,7 @@ class RecordStore:
             self._database.write(key, statement, (now, row.kind, row.id), freshens=True)
 
     def _note_expiry(self, row: _Row) -> None:
-        """Unless an earlier look at it is due anyway."""
+        """Put the record's expiry into the heap, unless an earlier entry of the record is there."""
         key = row.kind, row.id
         if row.expires and row.expires < self._due.get(key, float("inf")):
             self._schedule(key, row.expires)
@@ -400,7 +413,7 @@ class RecordStore:
         self._note_expiry(row)
 
     def _drop(self, key: _Key) -> None:
-        """From memory."""
+        """Remove a record from memory."""
         kind, id_ = key
         row = self._rows.pop(key)
         self._count(row, -len(row.value))
@@ -433,7 +446,7 @@ class RecordStore:
 
 
 def _row_of(fields: Row) -> _Row | None:
-    """The record in a row of the table, unless that is damaged."""
+    """Return the record in a row of the table; None if the row is damaged."""
     try:
         row = msgspec.convert(fields[:-1], _Row)
         return row if row.digest == fields[-1] else None

@@ -1,8 +1,8 @@
-"""What can still be read of a damaged SQLite file, row by row.
+"""Read the rows of a damaged SQLite file that can still be read.
 
 SQLite ends a query at the first damaged page. Rows have numbers, so a query can go on behind the damage: the
-distance is doubled until a row can be read again, then halved to find the first such row. A damaged page costs its
-own rows (a damaged inner page those of all pages below it), not the table.
+distance is doubled until a row can be read again, then halved to find the first such row. So a damaged page costs
+only its own rows (a damaged inner page those of all pages below it), not the whole table.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any, Final, NamedTuple
 Row = tuple[Any, ...]
 
 UNREADABLE: Final = (sqlite3.Error, UnicodeDecodeError)
-"""How a query of a damaged file fails. The second: SQLite's message quotes bytes that are no text."""
+"""Exceptions of a query on a damaged file; the second one if SQLite's message quotes bytes that are no text."""
 _ROWID_MAX: Final = (1 << 63) - 1
 _PAGES_AT: Final = 28
-"""Where in its first page a file has the number of its pages."""
+"""Offset, in a file's first page, of the number of its pages."""
 
 
 class Table(NamedTuple):
@@ -28,23 +28,23 @@ class Table(NamedTuple):
 
     name: str
     columns: str
-    """Separated by commas."""
+    """Names of the columns, separated by commas."""
     is_sound: Callable[[Row], bool]
-    """Whether a row is as it was written: its digest is right."""
+    """Returns whether a row is as it was written: whether its digest is right."""
     key: str = ""
-    """The primary key of a table WITHOUT ROWID; "" for others."""
+    """The primary key of a table WITHOUT ROWID; "" for other tables."""
 
 
 class Salvaged(NamedTuple):
-    """Rows of a table that were saved from a damaged file."""
+    """How many rows of a table were saved from a damaged file, and how many were lost."""
 
     kept: int
     lost: int | None
-    """None: it cannot be told how many there were."""
+    """None if it is not known how many rows there were."""
 
 
 def readable_rows(connection: sqlite3.Connection, table: Table) -> Iterator[Row]:
-    """All rows of a table that can be read, sound or not; an error of SQLite never reaches the caller."""
+    """Yield all rows of a table that can be read, sound or not. SQLite's errors never reach the caller."""
     if table.key:
         yield from _from_both_ends(connection, table)
         return
@@ -64,15 +64,16 @@ def readable_rows(connection: sqlite3.Connection, table: Table) -> Iterator[Row]
 def save_rows(
     damaged: Path, into: sqlite3.Connection, tables: tuple[Table, ...], first_page: bytes
 ) -> dict[str, Salvaged]:
-    """Copy the sound rows of a damaged file's tables; how many there were, by table.
+    """Copy the sound rows of a damaged file's tables; return how many were kept and lost, by table.
 
     Args:
-        into: a database with the same tables, empty, in a transaction.
-        first_page: of a new file. It says where the tables are, so that they are found where that page is lost.
+        into: A database with the same tables, empty, in a transaction.
+        first_page: First page of a new file. It says where the tables are, and replaces the damaged file's own
+            first page if that is lost.
 
     Raises:
         sqlite3.Error: `into` cannot be written.
-        OSError: there is no room for a copy.
+        OSError: There is no room for a copy.
     """
     found = _save_rows(damaged, into, tables)
     if any(rows.kept for rows in found.values()):
@@ -107,7 +108,7 @@ def _save_rows(damaged: Path, into: sqlite3.Connection, tables: tuple[Table, ...
 
 
 def _from_both_ends(connection: sqlite3.Connection, table: Table) -> Iterator[Row]:
-    """Rows of a table WITHOUT ROWID, up to the first damage from either side."""
+    """Yield the rows of a table WITHOUT ROWID from both ends, each up to the first damage."""
     seen: set[Any] = set()
     for order in ("ASC", "DESC"):
         query = f"SELECT {table.key}, {table.columns} FROM {table.name} ORDER BY {table.key} {order}"
@@ -122,7 +123,7 @@ def _from_both_ends(connection: sqlite3.Connection, table: Table) -> Iterator[Ro
 
 
 def _beyond_damage(connection: sqlite3.Connection, table: Table, after: int) -> int | None:
-    """The row number behind which rows can be read again; None: there is no such number."""
+    """Return the row number behind which rows can be read again; None if there is none."""
     step = 1
     while not _reads_behind(connection, table, after + step):
         step *= 2
@@ -148,7 +149,10 @@ def _reads_behind(connection: sqlite3.Connection, table: Table, number: int) -> 
 
 
 def _count(connection: sqlite3.Connection, table: str) -> int | None:
-    """By way of the smallest index, which may be whole where the table is not, or of the table."""
+    """Return the number of rows of a table; None if it cannot be read.
+
+    The smallest index is tried first: it may be sound where the table is damaged. Then the table is tried.
+    """
     for way in ("", " NOT INDEXED"):
         with suppress(*UNREADABLE):
             return int(connection.execute(f"SELECT count(*) FROM {table}{way}").fetchone()[0])

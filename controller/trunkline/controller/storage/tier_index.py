@@ -1,11 +1,11 @@
-"""What the disk tier holds, as far as a restart must know it (CachedAttention §3.3, design.md §7).
+"""The index of the disk tier: the chunks that a restarted controller finds (CachedAttention §3.3, design.md §7).
 
-The slabs of the ranks hold KV by slot; the index says which chunk is in which slot, what its tokens are and below
-which chunk it stands, so that a controller that starts can build its tree again. It follows the directory in
-memory, a moment behind; where both disagree after a crash, the slots know better: each says whose KV it holds, and
-a read of anything else is a miss.
+The ranks' slabs hold KV by slot. The index says which chunk is in which slot, what its tokens are and below which
+chunk it stands, so that a controller can build its radix tree again. The index follows the directory in memory, a
+moment behind. Where it disagrees with a slot after a crash, the slot is right: each slot says whose KV it holds,
+and a read of any other chunk is a miss.
 
-Times are the caller's (monotonic) in all methods and wall-clock time in the file: a restart begins another count.
+Times are monotonic, the caller's, in all methods, and wall-clock times in the file: a restart resets the former.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ CREATE TABLE chunks (
 );
 """
 INDEX_VERSION: Final = 2
-"""1 had the records in the same file (`persistence.move_records`)."""
+"""Version of the index's schema. Version 1 had the records in the same file (`persistence.move_records`)."""
 
 log = structlog.get_logger()
 
@@ -57,13 +57,13 @@ RowT = TypeVar("RowT", DiskChunk, _Root)
 
 
 class TierIndex:
-    """The tables of chunks and roots. No method but `open`, `load`, `flush` and `close` waits for the disk."""
+    """The tables of chunks and roots. Only `open`, `load`, `flush` and `close` wait for the disk."""
 
     def __init__(self, database: Database, wall_offset: float = 0.0) -> None:
         """
         Args:
-            database: of the form `INDEX`; `close` closes it.
-            wall_offset: seconds to add to a time of the caller's to get wall-clock time (`time.time() -
+            database: A database of the form `INDEX`; `close` closes it.
+            wall_offset: Seconds to add to a time of the caller's to get wall-clock time (`time.time() -
                 time.monotonic()` at the start).
         """
         self.database = database
@@ -71,30 +71,31 @@ class TierIndex:
 
     @classmethod
     def open(cls, path: Path, fingerprint: bytes, wall_offset: float = 0.0) -> TierIndex:
-        """The index at `path`, an empty one if there was none; of a damaged one what can be read (one warning).
+        """Open the index at `path`, or create an empty one. Of a damaged index the readable rows are kept.
 
         Raises:
-            DatabaseUnavailableError: the folder is missing or read-only, or another process has the index.
+            DatabaseUnavailableError: The folder is missing or read-only, or another process has the index.
         """
         return cls(Database(path, fingerprint, INDEX), wall_offset)
 
     @property
     def first_generation(self) -> int:
-        """Where the generations of this run's disk slots begin: above those of all earlier runs."""
+        """Return the first generation of this run's disk slots; it is greater than those of all earlier runs."""
         return self.database.boot << 32
 
     @property
     def problem(self) -> str:
-        """Why it is not being written at present; "" if it is."""
+        """Return why the index cannot be written at present; "" if it can."""
         return self.database.problem
 
     def load(self, slots: int, now: float) -> StoredChunks:
-        """Everything known, in an order in which a tree can be built. Before anything is written, or after a
-        `flush`.
+        """Return all chunks in the index, parents before their children, and forget those without a parent.
+
+        Call this before anything is written, or after a `flush`.
 
         Args:
-            slots: that the disk tier has now.
-            now: the caller's time.
+            slots: Number of slots that the disk tier has now.
+            now: The caller's time.
         """
         keys: dict[bytes, bytes] = {}
         for fields in self.database.table(_ROOTS):
@@ -122,7 +123,7 @@ class TierIndex:
         return StoredChunks({name: key for name, key in keys.items() if name in used}, chunks, len(gone))
 
     def note(self, changes: Iterable[DiskChange]) -> None:
-        """Write changes down, in order."""
+        """Write changes of the disk tier into the index, in order."""
         for change in changes:
             match change:
                 case DiskChunk():
@@ -137,17 +138,17 @@ class TierIndex:
                     self.reparented(name, parent)
 
     def root(self, name: bytes, key: bytes) -> None:
-        """A root that chunks stand below. To say so again does no harm; without chunks it is gone after a restart.
+        """Note a root of the tree. It may be noted again; a root without chunks is forgotten at the next start.
 
         Args:
-            name: what the chunks' `parent` says.
-            key: whatever the caller needs to make the root again, such as the salt.
+            name: The name that the chunks below have as their `parent`.
+            key: Data from which the caller can make the root again, such as the salt.
         """
         statement = "INSERT OR REPLACE INTO roots VALUES (?, ?, ?)"
         self.database.write(("root", name), statement, (name, key, _Root(name, key).digest))
 
     def stored(self, chunk: DiskChunk) -> None:
-        """All ranks have the chunk in its slot, and no other slot has it (`freed` was said of one that had)."""
+        """Note that all ranks have the chunk in its slot. A slot that had it before must have been `freed`."""
         wall, expires = self._wall(chunk.last_use), self._wall_or_never(chunk.expires)
         self.database.write(
             ("slot", chunk.slot),
@@ -157,15 +158,15 @@ class TierIndex:
         )
 
     def freed(self, slot: int) -> None:
-        """The slot holds nothing any more. Right at the order to overwrite it, not after."""
+        """Note that the slot is empty. Call this when the order to overwrite it is given, not after it is done."""
         self.database.write(("slot", slot), "DELETE FROM chunks WHERE slot = ?", (slot,))
 
     def reparented(self, name: bytes, parent: bytes) -> None:
-        """A chunk stands below another chunk or root than it did."""
+        """Note that a chunk has a new parent, a chunk or a root."""
         self.database.write(("parent", name), "UPDATE chunks SET parent = ? WHERE name = ?", (parent, name))
 
     def touch(self, names: Iterable[bytes], last_use: float, expires: float | None = None) -> None:
-        """Chunks were used; None: they expire when they would have."""
+        """Note that chunks were used; with `expires` None the time at which they expire stays the same."""
         wall = self._wall(last_use)
         until = None if expires is None else self._wall_or_never(expires)
         statement = "UPDATE chunks SET last_use = ?, expires = coalesce(?, expires) WHERE name = ?"
@@ -173,11 +174,11 @@ class TierIndex:
             self.database.write(("use", name), statement, (wall, until, name), freshens=True)
 
     def flush(self) -> bool:
-        """Wait until all that was said is in the file; False: it cannot be written."""
+        """Wait until all changes are in the file; return False if it cannot be written."""
         return self.database.flush()
 
     def close(self) -> None:
-        """Write what is left and release the file."""
+        """Write all pending changes and release the file."""
         self.database.close()
 
     def _wall(self, time_s: float) -> float:
@@ -187,15 +188,17 @@ class TierIndex:
         return self._wall(expires) if expires else 0.0
 
     def _in_callers_time(self, row: DiskChunk, now: float) -> DiskChunk:
-        last_use = min(row.last_use - self._wall_offset, now)  # a clock that was set back, or a boot before ours
-        # 0.0 would say never; a moment that long past is as good as any.
+        last_use = min(row.last_use - self._wall_offset, now)  # the wall clock may have been set back
+        # An expiry of exactly 0.0 would mean never; -1.0 is long past just as well.
         expires = (row.expires - self._wall_offset) or -1.0 if row.expires else 0.0
         return row._replace(last_use=last_use, expires=expires)
 
 
 def _sound(fields: Row, kind: type[RowT]) -> RowT | None:
-    """The row, unless its columns are of other types than we write (a damaged file's may be anything), or the last
-    one, the digest, is not theirs."""
+    """Return the row as a record; None if a column has a wrong type, or the digest in the last column is wrong.
+
+    A damaged file may have values of any type.
+    """
     try:
         row = msgspec.convert(fields[:-1], kind)
     except msgspec.ValidationError:
