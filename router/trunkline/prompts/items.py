@@ -110,7 +110,8 @@ class Program:
         """Return the values of the parameters in a call with these arguments.
 
         Raises:
-            TypeError: they do not fit the function, or what becomes text is neither text nor a whole number.
+            TypeError: The arguments do not fit the function, or one that becomes text is neither text nor a whole
+                number.
         """
         bound = self.signature.bind(*args, **kwargs)
         bound.apply_defaults()

@@ -81,7 +81,7 @@ _LEAVE_WITHIN_S: Final = 0.7
 """Time that the main thread has to leave by itself once the controller is gone, or the rank has given up."""
 _LINGER_MS: Final = 500
 _HEARTBEAT_MS: Final = 1000
-"""Over TCP a dead host closes nothing: silence is the only sign."""
+"""Interval of ZeroMQ's heartbeats. When a host dies, its TCP connections stay open: silence is the only sign."""
 
 log = structlog.get_logger()
 _rare = RareLog("trunkline.worker")

@@ -126,9 +126,10 @@ def _segment_root(tree: RadixCache, sequence: Sequence, cut: CutPrompt, segment:
 
 
 def _source(tree: RadixCache, sequence: Sequence, cut: CutPrompt, segment: ChunkRun, step: int) -> Node | None:
-    """Return the chunk of the history that is to move: from behind the latest earlier cut, or from the plain tree.
+    """Return the chunk of the history whose KV is to be moved behind the cut; None if there is none to move.
 
-    KV that was computed while less could be seen than now is of no use.
+    It stands behind the latest earlier cut that dropped nothing but what this cut drops, too, or in the plain
+    tree: KV that was computed without tokens that are visible now is of no use.
     """
     chunk, drops = segment.start, cut.cut.drops[: segment.drops]
     for start in range(chunk, -1, -1):

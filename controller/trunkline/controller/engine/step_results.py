@@ -15,7 +15,7 @@ from trunkline.kvstore.int32_codec import Int32Array, unpack_int32
 from trunkline.router.messages import BeamsFound, Finished, FinishReason, PromptScored
 
 PLAIN_STEPS_PER_OBSERVATION: Final = 8
-"""Of the steps that only decode, one in so many teaches what steps cost: they are alike, and learning costs."""
+"""One in this many steps that only decode is used to learn what steps cost: they are alike, and learning costs."""
 
 
 class ProtocolError(RuntimeError):

@@ -44,7 +44,7 @@ class RecordReplies:
         self._clients = clients
         self._persistence = persistence
         self._held: dict[tuple[str, str], _Held] = {}
-        """By the record's kind and id, the oldest first."""
+        """Answers that wait for their commits, by the record's kind and id; the oldest first."""
 
     def handle(self, client: int, call: RecordCall, now: float) -> None:
         """Carry out a call of the router with this index."""

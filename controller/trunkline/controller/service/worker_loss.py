@@ -1,4 +1,4 @@
-"""From the loss of a group's workers to the coming of others: how it is noticed, how long it is borne. Pure."""
+"""The time without workers: how a hanging group is noticed, and how long requests wait for new workers. Pure."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from trunkline.controller.engine.engine import Engine
 from trunkline.controller.service.membership import StepClock
 
 PREDICTED_STEPS: Final = 20.0
-"""A step that takes so many times as long as predicted hangs, if it also takes longer than `step_timeout_s`."""
+"""A step is taken to hang when it lasts this many times its predicted time, and longer than `step_timeout_s`."""
 
 
 class WorkerLoss:
-    """What the service remembers of it."""
+    """The state of an outage: since when the group's workers are lost, and why."""
 
     def __init__(self, step_timeout_s: float, resume_seconds_max: float) -> None:
         self.reason = ""
-        """Why there are no workers; "" before they have been there."""
+        """Why there are no workers; "" while there are some, or if there have been none yet."""
         self._since = inf
         self._step_timeout_s = step_timeout_s
         self._resume_seconds_max = resume_seconds_max
         self._clock = StepClock()
 
     def began(self, reason: str, now: float) -> None:
-        """The workers are lost. If that happens to others before they were ready, it is one outage."""
+        """Note that the workers are lost. If new workers are lost before they were ready, the outage goes on."""
         self.reason = reason
         self._since = min(self._since, now)
 
     def ended(self) -> None:
-        """Others are ready."""
+        """Note that new workers are ready: the outage is over."""
         self.reason, self._since = "", inf
 
     def hangs(self, engine: Engine, now: float) -> str:
-        """Why a step is taken for one that will never be answered; "" if it is not."""
+        """Return why the oldest unanswered step is taken to hang; "" if it is not."""
         waited_s = self._clock.waited_s(engine.oldest_step, now)
         limit_s = max(self._step_timeout_s, PREDICTED_STEPS * engine.predicted_step_s)
         if waited_s < limit_s:
@@ -41,5 +41,5 @@ class WorkerLoss:
         return f"the workers have not answered step {engine.oldest_step} for {waited_s:.0f} s"
 
     def is_too_long(self, now: float) -> bool:
-        """Whether requests are not to wait for its end (any longer)."""
+        """Return whether the outage has lasted so long that requests wait for its end no longer."""
         return now >= self._since + self._resume_seconds_max

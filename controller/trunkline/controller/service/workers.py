@@ -1,8 +1,8 @@
-"""The controller's side of its worker group: who is there, plans out, reports in (docs/protocol.md).
+"""The controller's sockets to its workers: plans go out, reports and subscriptions come in (docs/protocol.md).
 
-`trunkline.controller.service.membership` decides who belongs to the group; here are the sockets. The broadcast
-starts only when every rank's subscription to its epoch's plans has been seen and each has said `WorkerReady`; the
-plan socket never drops, and at most two steps are unanswered.
+`trunkline.controller.service.membership` decides which processes belong to the group. The broadcast of plans
+starts only when every rank has subscribed to its epoch's plans and has sent `WorkerReady`; the plan socket never
+drops a message, and at most two steps are unanswered.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ from trunkline.worker.messages import (
 )
 
 PLANS_QUEUED_MAX: Final = 4096
-"""Messages that a rank has not read. Steps are at most two of them; the others are orders to its tiers, which it
-reads between two steps, and whose number is bounded by the moves in flight."""
+"""Most messages that may wait for one rank to read them. At most two of them are steps; the others are orders to
+the rank's tiers, which it reads between two steps, and whose number is bounded by the moves in flight."""
 LEAVE_EVERY_S: Final = 0.5
-"""Until the next epoch has its members, who is left of the last one is told so again: it may just have
-connected."""
+"""Seconds between two `Leave` messages to ranks of the last epoch, until the next one is formed: a rank may have
+connected only after the message before."""
 _HEARTBEAT_MS: Final = 1000
-"""Over TCP a dead host closes nothing: silence is the only sign."""
+"""Interval of ZeroMQ's heartbeats. When a host dies, its TCP connections stay open: silence is the only sign."""
 
 log = structlog.get_logger()
 _rare = RareLog("trunkline.controller.service.workers")
@@ -83,61 +83,61 @@ class WorkerGroup:
 
     @property
     def epoch(self) -> int:
-        """The one that runs or is being formed."""
+        """Return the number of the epoch that runs or is being formed."""
         return self._membership.epoch
 
     @property
     def is_formed(self) -> bool:
-        """Whether the epoch has its ranks, who may still be loading."""
+        """Return whether the epoch has all its ranks; some may still be loading."""
         return self._membership.is_formed
 
     @property
     def is_complete(self) -> bool:
-        """Every rank has subscribed and loaded."""
+        """Return whether every rank has subscribed and loaded."""
         return self._membership.is_complete
 
     @property
     def ready(self) -> dict[int, WorkerReady]:
-        """Ranks that have loaded."""
+        """Return the ranks that have loaded, with what they reported."""
         return self._membership.ready
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that every rank can hold."""
+        """Return the number of blocks that every rank can hold."""
         return min(report.num_blocks for report in self.ready.values())
 
     @property
     def host_slots(self) -> int:
-        """Blocks that every rank's host pool holds."""
+        """Return the number of blocks that every rank's host pool can hold."""
         return min(report.host_slots for report in self.ready.values())
 
     @property
     def swap_us_per_block(self) -> float:
-        """Time of the slowest rank."""
+        """Return the microseconds that the slowest rank takes to swap a block."""
         return max(report.swap_us_per_block for report in self.ready.values())
 
     @property
     def disk_slots(self) -> int:
-        """Blocks that every rank's disk tier holds; 0 if a rank has none."""
+        """Return the number of blocks that every rank's disk tier can hold; 0 if a rank has no disk tier."""
         return min(report.disk_slots for report in self.ready.values())
 
     @property
     def has_remote(self) -> bool:
-        """Whether every rank has been given a remote tier."""
+        """Return whether every rank has been given a remote tier."""
         return all(report.has_remote for report in self.ready.values())
 
     @property
     def tier_problems(self) -> list[str]:
-        """Why ranks go without a tier that was asked for."""
+        """Return why ranks run without a tier that was configured."""
         return [f"rank {r.rank}: {r.tier_problem}" for r in self.ready.values() if r.tier_problem]
 
     def describe(self) -> str:
-        """For the person who waits: what each rank is doing."""
+        """Return what each rank is doing, as text for the operator."""
         progress = {rank: f"{report.stage} {report.fraction:.0%}" for rank, report in self._progress.items()}
         return self._membership.describe(progress)
 
     def send(self, message: WorkerMessage) -> None:
-        """Broadcast a plan, or what concerns grammars or tiers.
+        """Broadcast a plan, or a message about grammars or tiers.
 
         Raises:
             GroupLostError: a rank has stopped reading.
@@ -163,7 +163,7 @@ class WorkerGroup:
             self._send(rank_topic(hello.rank, hello.incarnation), Refused(hello.incarnation, reason))
 
     def reform(self, now: float) -> None:
-        """While there is no epoch: see to it that the old one's ranks leave, and that the next one begins."""
+        """Until an epoch is formed: make the old epoch's ranks leave, and form the next one if it can be."""
         for hello in self._membership.to_kill(now):
             if is_worker(hello.pid):
                 log.warning("a rank of an old epoch does not leave and is killed", rank=hello.rank, pid=hello.pid)
@@ -183,20 +183,23 @@ class WorkerGroup:
 
     @property
     def patience_s(self) -> float:
-        """After so long `reform` and `check_loss` should be called again although nothing has come."""
+        """Return after how many seconds to call `reform` and `check_loss` again if no message has come."""
         if self._membership.is_ending:
             return REASON_WITHIN_S
         return 1.0 if self.is_formed else LEAVE_EVERY_S
 
     def lose(self, now: float) -> None:
-        """The epoch is over: all its ranks are to leave, and others are waited for."""
+        """End the epoch: ask all its ranks to leave, and wait for new ones."""
         self._membership.lose(_wall_ms(), now)
         self._progress.clear()
         self._leave_at = now
 
     def shut_down(self, seconds_max: float = 3.0) -> None:
-        """Ask all ranks to leave after the steps they have, and wait for them: a rank whose connection
-        closes first would take that for our death. Bounded well below the supervisor's patience."""
+        """Ask all ranks to leave after the steps that they have, and wait until they have left.
+
+        A rank whose connection closed before that would report the controller's death. The wait is bounded well
+        below the supervisor's limit.
+        """
         for rank, incarnation in self._membership.present:
             with suppress(zmq.Again):  # it reads no more: it will not leave by itself, the others may
                 self._send(rank_topic(rank, incarnation), Shutdown())
@@ -206,7 +209,7 @@ class WorkerGroup:
             self.membership_events(time.monotonic())
 
     def check_loss(self, now: float) -> None:
-        """To be called after `membership_events` and `receive`.
+        """Raise if a member is gone. Call this after `membership_events` and `receive`.
 
         Raises:
             GroupLostError: a rank that was there is gone.
@@ -214,7 +217,7 @@ class WorkerGroup:
         self._membership.check_loss(now)
 
     def membership_events(self, now: float) -> None:
-        """Read subscriptions and their ends."""
+        """Read which subscriptions have begun or ended, and tell the membership."""
         while True:
             try:
                 event = self.plans.recv(zmq.NOBLOCK)
@@ -226,7 +229,7 @@ class WorkerGroup:
                 self._membership.unsubscribed(event[1:], now)
 
     def receive(self, now: float) -> list[StepResult | GrammarReady | MovesDone | Probed]:
-        """Read all waiting reports; those among them that are for the engine.
+        """Read all waiting reports, and return those that are for the engine.
 
         Raises:
             GroupLostError: a rank says that it cannot go on, or something that is no report.

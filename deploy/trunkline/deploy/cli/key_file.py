@@ -31,21 +31,21 @@ _DIGITS_MIN: Final = 8
 
 @dataclass(frozen=True)
 class Row:
-    """A key of the file."""
+    """A key as the file of keys lists it."""
 
     tenant: str
     name: str
-    """"": it has none."""
+    """Name by which the key can be revoked; "" if it has none."""
     role: str
     digest: str
     expires: str
-    """"": never."""
+    """When the key expires; "" if it never does."""
     created: str
-    """"": not known."""
+    """When the key was made; "" if that is not known."""
     gateway: bool
 
     def is_over(self, now: datetime) -> bool:
-        """Whether it has expired."""
+        """Return whether the key has expired."""
         return bool(self.expires) and parse_time(self.expires, "expires") <= now.timestamp()
 
 

@@ -23,7 +23,7 @@ class Decision:
     """Units that run as they should."""
     start: list[str] = field(default_factory=list)
     change: dict[str, str] = field(default_factory=dict)
-    """Units that run in another way, with the difference in words."""
+    """Units that run in another way than the plan says, with the difference in words."""
     extra: list[Place] = field(default_factory=list)
     """Units that run but are not in the file."""
     forget: list[Place] = field(default_factory=list)

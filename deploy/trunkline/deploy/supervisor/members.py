@@ -105,7 +105,7 @@ class Say:
 
 @dataclass(frozen=True)
 class Tell:
-    """Answer the command with this ticket."""
+    """Send an answer to the client whose command has this ticket."""
 
     ticket: int
     text: str

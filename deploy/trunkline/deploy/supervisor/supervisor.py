@@ -83,10 +83,10 @@ class Reporter(Protocol):
         """The router answered while the cluster starts; None: it does not answer yet."""
 
     def output(self, name: str, line: str) -> None:
-        """A child wrote a line."""
+        """Receive a line that a child wrote."""
 
     def say(self, text: str, level: str) -> None:
-        """The supervisor has a sentence to show."""
+        """Show a sentence of the supervisor's."""
 
     def last_lines(self, name: str, lines: Sequence[str]) -> None:
         """A child was lost; these are the last lines that it wrote."""

@@ -35,7 +35,7 @@ _SHOWN_MAX: Final = 60
 _LISTED_MAX: Final = 10
 """Most names in a message."""
 _COMPARED_MAX: Final = 1000
-"""Most names that are compared for a suggestion: each takes 10 µs."""
+"""Most known names that a wrong name is compared with to suggest the right one: a comparison takes 10 µs."""
 
 
 def check_name(name: str, what: str, mark: Mark | None, path: str) -> None:

@@ -383,7 +383,7 @@ class ChunkIndex:
 
 
 class _Bound:
-    """How many names there are, and may be."""
+    """How many names the index holds, how many it may hold, and how many were evicted."""
 
     __slots__ = ("bytes_each", "bytes_max", "count", "evicted", "hand", "names_max")
 
@@ -395,7 +395,7 @@ class _Bound:
         self.count = 0
         self.evicted = 0
         self.hand = 0
-        """The next shard from which names go."""
+        """The shard from which names are evicted next."""
 
     def widen(self, row_bytes: int) -> None:
         """Set how many bytes a name takes from now on."""

@@ -152,7 +152,7 @@ class ControllerCollector(FamilyCollector):
         yield _MISSES
 
     def collect(self) -> Iterable[Metric]:
-        """Yield what Prometheus gets."""
+        """Yield the present values of these metrics for Prometheus."""
         ready = metric_of(_READY)
         links = self._links()
         for link in links:
@@ -207,7 +207,7 @@ class LinkCollector(FamilyCollector):
         return (_INFLIGHT, _CONNECTIONS)
 
     def collect(self) -> Iterable[Metric]:
-        """Yield what Prometheus gets."""
+        """Yield the present values of these metrics for Prometheus."""
         inflight, connections = metric_of(_INFLIGHT), metric_of(_CONNECTIONS)
         for link in self._links():
             inflight.add_metric([str(link.index)], float(link.inflight))

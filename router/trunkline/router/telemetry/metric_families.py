@@ -79,7 +79,7 @@ class FamilyRegistry:
         return list(self._families)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield what Prometheus gets."""
+        """Yield the present values of these metrics for Prometheus."""
         return iter(self._registry.collect())
 
 

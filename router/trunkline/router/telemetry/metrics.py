@@ -138,7 +138,7 @@ class _Build(FamilyCollector):
         return (self._FAMILY,)
 
     def collect(self) -> Iterable[Metric]:
-        """Yield what Prometheus gets."""
+        """Yield the present values of these metrics for Prometheus."""
         metric = GaugeMetricFamily(self._FAMILY.name, self._FAMILY.text, labels=self._FAMILY.labels)
         metric.add_metric(self._labels, 1.0)
         yield metric
@@ -160,7 +160,7 @@ class _Spans(FamilyCollector):
         return (self._EXPORTED, self._DROPPED)
 
     def collect(self) -> Iterable[Metric]:
-        """Yield what Prometheus gets."""
+        """Yield the present values of these metrics for Prometheus."""
         tracer = self._tracer()
         yield CounterMetricFamily(self._EXPORTED.name, self._EXPORTED.text, tracer.exported)
         yield CounterMetricFamily(self._DROPPED.name, self._DROPPED.text, tracer.dropped)

@@ -155,7 +155,7 @@ class TokenMetrics(FamilyCollector):
         return (_LATENCY, _TOKENS)
 
     def collect(self) -> Iterable[Metric]:
-        """Yield what Prometheus gets."""
+        """Yield the present values of these metrics for Prometheus."""
         self._count()
         ends = [*(str(float(bound)) for bound in self._bounds), "+Inf"]
         totals = np.cumsum(self._counts).tolist()

@@ -21,7 +21,7 @@ import msgspec
 from trunkline.router.config import NO_LIMITS, TenantLimits
 
 KEY_TOKEN: Final = "tl-"
-"""What keys that are drawn here begin with, so that people and scanners know one when they see it."""
+"""Prefix of every generated key, by which people and secret scanners recognise it."""
 _KEY_BYTES: Final = 32
 ANONYMOUS: Final = "anonymous"
 """The tenant of requests without a key."""

@@ -47,9 +47,9 @@ class Identity(msgspec.Struct, frozen=True):
     """Who sends a request."""
 
     tenant: str = ANONYMOUS
-    """Whom limits count for."""
+    """The tenant whose limits the request counts against."""
     role: Role | None = None
-    """Of its key; None: it has none that is known."""
+    """Role of the request's key; None if no role is known."""
     key: str = ""
     """Name of its key, for logs."""
     owner: str = ""

@@ -58,9 +58,9 @@ class ExpertWeights(NamedTuple):
     """A layer's experts, as far as this rank has them."""
 
     router: PackedLinear
-    """`[experts, hidden]`: of all."""
+    """`[experts, hidden]`, with a row for each expert of the layer, on whatever rank it is."""
     first: int
-    """Index of the first one here."""
+    """Index, among the layer's experts, of the first one that this rank has."""
     experts: list[MlpWeights]
 
 

@@ -37,8 +37,8 @@ from trunkline.worker.parallel.backend_errors import hopeless, of_collective, wo
 from trunkline.worker.parallel.rendezvous import choose_interface, open_store
 
 _TIMEOUT: Final = datetime.timedelta(minutes=5)
-"""For the rendezvous and for each collective: a peer's death is noticed at once (its connections close, its locks
-are given up); this only bounds the wait for one that hangs, and must outlast slow loading on one rank."""
+"""Time limit of the rendezvous and of each collective. It bounds the wait for a peer that hangs, and must outlast
+slow loading on one rank. A peer's death is noticed at once: its connections close, and its locks are given up."""
 
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 """The same for all that run on one kernel, in whatever container."""

@@ -140,7 +140,7 @@ class Copier:
             gate.waited_ns += self.loads.wait_for(int(self._touched.block_loads[blocks].max()))
 
     def finish(self, gate: StepGate) -> None:
-        """The step is computed. Whatever it computed, what its fences name is done for all later plans."""
+        """Note that the step has been computed. Whatever its result, its fences are done for all later plans."""
         gate.finish()
         if gate.tells_layers and not self._options.saves_beside:
             gate.waited_ns += self.saves.wait_for(self.saves.submitted)

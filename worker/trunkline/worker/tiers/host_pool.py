@@ -83,7 +83,7 @@ class HostPool:
         return blocks, slots
 
     def begin_loads(self, moves: Int32Array) -> tuple[Int32Array, Int32Array]:
-        """Note that by the order of the plans the blocks hold from now on what is in the slots.
+        """Check the loads of a plan. In later plans each of these blocks holds the contents of its slot.
 
         Args:
             moves: int32 `[n, 3]`: block, slot, generation; blocks are distinct.
