@@ -250,7 +250,8 @@ def test_clusters_share_a_remote_tier_and_do_without_it(
         answers = [ask(cluster, prompt) for prompt in PROMPTS[:half]]
         assert [text_of(answer) for answer in answers] == expected[:half]
         assert answers[0]["cache"]["tier"] == "remote"
-        assert sum(chunks_from(a, "remote") for a in answers) >= 0.95 * sum(map(chunks_of, answers))
+        # Not all: on a busy machine some are computed because that is predicted to be faster.
+        assert sum(chunks_from(a, "remote") for a in answers) >= 0.5 * sum(map(chunks_of, answers))
         redis_server.kill()
         # Half of the prompts are here by now, the others nowhere any more.
         assert [text_of(ask(cluster, prompt)) for prompt in PROMPTS] == expected[:-2]
