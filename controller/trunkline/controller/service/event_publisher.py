@@ -1,8 +1,8 @@
 """The controller's PUB socket: tells routers where chunks are, and how much there is to do.
 
-After each turn of the service the differences go out (`trunkline.controller.cache.kv_events`), with the load; and
-if there are none for a while, the load alone, as a heartbeat. Nothing waits for a slow router: what does not fit
-its queue is dropped, it notices the gap by the numbers and asks (`EventsCall`).
+After each turn of the service the changes of chunks are sent (`trunkline.controller.cache.kv_events`), with the
+load. If nothing changes for a while, the load is sent alone, as a heartbeat. The controller never waits for a slow
+router: messages that do not fit its queue are dropped. It sees the gap in their numbers and asks (`EventsCall`).
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from trunkline.runtime.wire_keys import Role
 
 STREAM_BYTES: Final = 8
 IDLE_SECONDS: Final = 1.0
-"""Between two heartbeats while there are no requests, …"""
+"""Time between two heartbeats while there are no requests."""
 BUSY_SECONDS: Final = 0.25
-"""… and while there are: the load changes, though chunks do not."""
+"""Time between two heartbeats while there are requests: the load changes even if no chunk does."""
 HIGH_WATER: Final = 1_000
-"""Messages that wait for one router."""
+"""Most messages that wait for one router."""
 _PROBE_MS: Final = 1000
-"""Over TCP a dead host closes nothing, and its queue would stay full."""
+"""Interval of ZeroMQ's heartbeats. A dead host's TCP connection stays open, and its queue would stay full."""
 
 
 class EventPublisher:
-    """Sends what a `KvEventLog` says."""
+    """Publishes the events of a `KvEventLog` to the routers."""
 
     def __init__(self, gate: Gate, endpoint: str) -> None:
         """
         Args:
-            endpoint: to bind; "": nothing is told.
+            endpoint: Address to bind; "" if no events are to be published.
         """
         self.log = KvEventLog(os.urandom(STREAM_BYTES))
         self.descriptions = Descriptions()
-        """Of the whole tree, for people."""
+        """Descriptions of the whole tree, which operators ask for."""
         self._encoder = msgspec.msgpack.Encoder()
         self._next_beat = 0.0
         self._epoch = 0
@@ -57,7 +57,7 @@ class EventPublisher:
             gate.bind(self._socket, endpoint, Role.ROUTER, SUBSCRIPTION_BYTES_MAX)
 
     def turn(self, engine: Engine | None, now: float) -> None:
-        """Tell what the turn has changed; without an engine (yet), that nothing is here."""
+        """Publish what this turn has changed; without an engine, that this controller has no chunks."""
         if self._socket is None:
             return
         batches = []
@@ -81,12 +81,12 @@ class EventPublisher:
         self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)  # a PUB socket drops, and never blocks
 
     def answer(self, call: EventsCall, seq: int, now: float) -> EventsReply:
-        """To a router that has missed something; `seq` is the reply's."""
+        """Return the answer to a router that has missed events; `seq` is the reply's number."""
         return self.log.answer(call, seq, now)
 
     @property
     def next_deadline(self) -> float:
-        """When the next heartbeat is due; may be infinite."""
+        """Return when the next heartbeat is due; may be infinite."""
         return self._next_beat if self._socket is not None else float("inf")
 
     def close(self) -> None:

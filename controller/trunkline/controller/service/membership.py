@@ -1,14 +1,14 @@
-"""Which process is which rank, and in which epoch of the group. Pure.
+"""Decide which process is which rank, and in which epoch of the group. Pure.
 
-A rank process lives for one epoch at most. When any of them is lost, the epoch is over for all: what their
-memory held is worth nothing without the lost shard. The old ones leave, whoever starts processes starts new ones,
-and when each rank has one that is not of an old epoch, they are the next epoch:
+A rank process lives for one epoch at most. When one of them is lost, the epoch is over for all: their memory is
+worth nothing without the lost shard. The old processes leave, the supervisor (or Kubernetes) starts new ones, and
+when each rank has a process that was in no old epoch, these processes form the next epoch:
 
     subscribed, hello ──► candidates ──form──► members ──subscribed (plans), ready──► complete
                               ▲                   │ gone, failed, hung
                               └── next epoch ◄──lose (Leave; who stays is killed)
 
-A process is known by its incarnation. It is there from its first subscription until the end of that, which ZeroMQ
+A process is identified by its incarnation. It is present from its first subscription until that ends, which ZeroMQ
 reports as soon as the process dies or its connection breaks.
 """
 
@@ -23,12 +23,12 @@ from trunkline.controller.messages import WorkerFailed, WorkerHello, WorkerReady
 from trunkline.worker.messages import member_topic, rank_topic
 
 LEAVE_WITHIN_S: Final = 2.0
-"""A rank of an old epoch on this host that is there for longer is killed."""
+"""A rank of an old epoch that runs on this host is killed if it has not left after this time."""
 OLD_WAIT_S: Final = 10.0
-"""For so long a new epoch waits for the ranks of the old one to be gone, who hold files and memory."""
+"""A new epoch waits this long for the ranks of the old one to leave, because they hold files and memory."""
 REASON_WITHIN_S: Final = 0.2
-"""A member that is gone without a word, or that leaves because of another one, may be the consequence of a failure
-that another member is about to report. For so long that report is waited for, because it says what to do."""
+"""How long to wait for a better reason when a member is gone without a message, or leaves because of another one:
+the member that failed may be about to report, and its report says what to do."""
 EARLY_MAX: Final = 1024
 """Hellos of processes whose subscription has not been seen yet; they are repeated, so some may be forgotten."""
 INCARNATION_BYTES: Final = 16
@@ -43,38 +43,38 @@ class _Process:
     rank: int
     incarnation: bytes
     number: int
-    """In the order of their coming."""
+    """The process's number, in the order in which processes have connected."""
     hello: WorkerHello | None = None
     epoch: int = 0
-    """In which it is, or was, a member; 0: in none."""
+    """The epoch in which the process is, or was, a member; 0 if in none."""
     entered: bool = False
-    """Whether plans of its epoch reach it."""
+    """Whether the process has subscribed to its epoch's plans."""
     leaves: bool = False
-    """Whether it has said that it leaves because of another rank."""
+    """Whether the process has reported that it leaves because of another rank."""
     kill_at: float = inf
 
 
 @dataclass(slots=True)
 class _Loss:
-    """The epoch is lost; what is to be named as the reason is not decided yet."""
+    """A loss of the epoch for which no final reason has been chosen yet."""
 
     reason: str
     names_cause: bool
-    """It names the rank that was lost; a report of a rank that leaves because of another one says less."""
+    """Whether the reason names the rank that was lost; a rank that leaves because of another one knows less."""
     decided_at: float
 
 
 class Membership:
-    """The processes of a group's ranks that are there."""
+    """The processes of a group's ranks that are connected, and the epoch that they form."""
 
     def __init__(self, tp: int, node: str, first_epoch: int) -> None:
         """
         Args:
-            node: where this controller runs, as in `WorkerHello`; "": not known.
+            node: The node that this controller runs on, as in `WorkerHello`; "" if it is not known.
         """
         self.tp = tp
         self.epoch = first_epoch
-        """The one that runs or is being formed; all before it are over."""
+        """Number of the epoch that runs or is being formed; all earlier ones are over."""
         self.ready: dict[int, WorkerReady] = {}
         self._node = node
         self._processes: dict[bytes, _Process] = {}
@@ -89,29 +89,29 @@ class Membership:
 
     @property
     def is_formed(self) -> bool:
-        """Whether the epoch has its members, who may still be loading."""
+        """Return whether the epoch has all its members; some may still be loading."""
         return bool(self._members)
 
     @property
     def is_complete(self) -> bool:
-        """Every rank reads plans, has loaded, and is still there."""
+        """Return whether every rank reads plans, has loaded, and is still connected."""
         entered = all(member.entered for member in self._members.values())
         return self.is_formed and entered and len(self.ready) == self.tp and not self.is_ending
 
     @property
     def is_ending(self) -> bool:
-        """Whether a member is gone, and `check_loss` is still waiting for the reason."""
+        """Return whether a member is gone and `check_loss` is still waiting for the reason."""
         return self._loss is not None
 
     @property
     def present(self) -> list[tuple[int, bytes]]:
-        """(rank, incarnation) of all processes that are there."""
+        """Return (rank, incarnation) of all connected processes."""
         return [(process.rank, process.incarnation) for process in self._processes.values()]
 
     # What processes do
 
     def subscribed(self, topic: bytes) -> None:
-        """A subscription has been made."""
+        """Note that a subscription has begun."""
         if (incarnation := self._topics.get(topic)) is not None:
             self._processes[incarnation].entered = True
             return
@@ -125,7 +125,7 @@ class Membership:
         self._topics[member_topic(incarnation)] = incarnation
 
     def unsubscribed(self, topic: bytes, now: float) -> None:
-        """A subscription has ended. If it was that of a member, `check_loss` raises soon."""
+        """Note that a subscription has ended. If it was a member's, `check_loss` raises soon."""
         found = _parsed(topic, self.tp)
         process = self._processes.pop(found[1], None) if found is not None else None
         if process is None:
@@ -136,7 +136,7 @@ class Membership:
             self._note_loss(reason, now, names_cause=not process.leaves)
 
     def hello(self, hello: WorkerHello) -> bool:
-        """A process says that it belongs to no epoch; whether it has to be told again that it does."""
+        """Note that a process reports to be in no epoch; return whether to tell it again that it is in one."""
         if not 0 <= hello.rank < self.tp or len(hello.incarnation) != INCARNATION_BYTES:
             return False
         process = self._processes.get(hello.incarnation)
@@ -149,16 +149,16 @@ class Membership:
         return process.epoch == self.epoch and not process.entered
 
     def says_ready(self, report: WorkerReady) -> bool:
-        """A rank has loaded; whether it must be told that its epoch is over."""
+        """Note that a rank has loaded; return whether it must be told that its epoch is over."""
         if report.epoch == self.epoch and report.rank in self._members:
             self.ready[report.rank] = report
         return report.epoch < self.epoch
 
     def failed(self, report: WorkerFailed, now: float) -> None:
-        """A process gives up. If it leaves because of another rank, `check_loss` raises soon.
+        """Note that a process gives up. If it leaves because of another rank, `check_loss` raises soon.
 
         Raises:
-            GroupLostError: it is a member, and the failure is its own.
+            GroupLostError: The process is a member, and the failure is its own.
         """
         process = self._processes.get(report.incarnation) or self._member(report.incarnation)
         if process is None:
@@ -175,7 +175,7 @@ class Membership:
             self._failure = reason
 
     def _member(self, incarnation: bytes) -> _Process | None:
-        """The member with this incarnation, also if its connection has closed."""
+        """Return the member with this incarnation, even if its connection has closed; None if there is none."""
         return next((member for member in self._members.values() if member.incarnation == incarnation), None)
 
     def _note_loss(self, reason: str, now: float, *, names_cause: bool) -> None:
@@ -187,16 +187,16 @@ class Membership:
     # What follows from it
 
     def check_loss(self, now: float) -> None:
-        """
+        """Raise if the epoch is lost.
+
         Raises:
-            GroupLostError: a member is gone, and no better reason has come in time.
+            GroupLostError: A member is gone, and no better reason has come in time.
         """
         if self._loss is not None and now >= self._loss.decided_at:
             raise GroupLostError(self._loss.reason)
 
     def form(self, now: float) -> list[WorkerHello]:
-        """Make the epoch's members of those who are there for it, if that is possible now; they are returned,
-        to be told of it."""
+        """Form the epoch from the candidates, if there is one for each rank; return them, to be told of it."""
         if self.is_formed or (self._has_old and now < self._lost_at + OLD_WAIT_S):
             return []
         newest: dict[int, _Process] = {}
@@ -216,10 +216,10 @@ class Membership:
         return any(0 < process.epoch < self.epoch for process in self._processes.values())
 
     def lose(self, next_epoch: int, now: float) -> None:
-        """The epoch is over.
+        """End the epoch.
 
         Args:
-            next_epoch: number of the next, if that is greater than this one's.
+            next_epoch: Number of the next epoch, if it is greater than this one's.
         """
         for process in self._members.values():
             process.kill_at = now + LEAVE_WITHIN_S
@@ -230,8 +230,10 @@ class Membership:
         self._lost_at = now
 
     def to_kill(self, now: float) -> list[WorkerHello]:
-        """Those of an old epoch who should have left, and whom a signal reaches from here. Each is named again
-        after a while if it is still there."""
+        """Return the processes of old epochs on this node that should have left by now, to be killed.
+
+        A process that is still connected after `LEAVE_WITHIN_S` is returned again.
+        """
         chosen = []
         for process in self._processes.values():
             if process.kill_at <= now and process.hello is not None and self._node == process.hello.node != "":
@@ -240,10 +242,10 @@ class Membership:
         return chosen
 
     def describe(self, progress: dict[int, str]) -> str:
-        """For the person who waits: what each rank is doing.
+        """Return what each rank is doing, as text for the operator.
 
         Args:
-            progress: by rank, of those who are loading.
+            progress: How far ranks that are loading have come, by rank.
         """
         parts = [self._failure] if self._failure else []
         for rank in range(self.tp):
@@ -260,7 +262,7 @@ class Membership:
 
 
 def _parsed(topic: bytes, tp: int) -> tuple[int, bytes] | None:
-    """Rank and incarnation of a `rank_topic`."""
+    """Return rank and incarnation of a `rank_topic`."""
     parts = topic.split(b":")
     if len(parts) != 3 or parts[0] != b"rank":
         return None
@@ -273,8 +275,10 @@ def _parsed(topic: bytes, tp: int) -> tuple[int, bytes] | None:
 
 
 class StepClock:
-    """Notices a step that is not answered. Time in which nobody looked does not count: then this process itself
-    was stopped, and perhaps the ranks with it."""
+    """Measures for how long a step has not been answered.
+
+    A time in which `waited_s` was not called does not count: then this process itself was stopped, and perhaps the
+    ranks with it."""
 
     LOOKS_WITHIN_S: Final = 5.0
     """The service looks once a second at least."""
@@ -285,10 +289,10 @@ class StepClock:
         self._looked_at = -inf
 
     def waited_s(self, step: int, now: float) -> float:
-        """For how long the oldest step has been unanswered; 0 if none is (`step` 0).
+        """Return for how long the oldest step has been unanswered; 0 if there is none (`step` 0).
 
         Args:
-            step: its number; one that was looked at before has not been answered since.
+            step: Number of the oldest unanswered step. The same number as before: it is still unanswered.
         """
         passed = now - self._looked_at
         self._looked_at = now

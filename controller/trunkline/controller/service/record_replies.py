@@ -1,11 +1,11 @@
-"""Answers to record calls: a change is answered when it is in the file, so that no router has been told of one
-that a killed controller does not know any more. A change that the disk does not take is taken back.
+"""Answer routers' calls on records: a change is answered only when it is in the file, so that a controller that is
+killed loses no change that a router has been told of. A change that cannot be written is undone.
 
     call ──► RecordStore ──► changed? ──no──► reply
                                └─yes─► held ──committed──────────────► settle, reply
                                          └────failed, or HELD_S_MAX──► undo, reply "failed"
 
-Calls about a record that has such a change wait for its end, in their order.
+While a change of a record waits for its commit, later calls on that record wait, too; they keep their order.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from trunkline.controller.storage.records import Change
 from trunkline.router.messages import RecordReply
 
 HELD_S_MAX: Final = 5.0
-"""No call waits longer for a disk that stalls: half of the time that routers wait for an answer."""
+"""The longest wait of a call for a disk that stalls: half of the time that routers wait for an answer."""
 
 
 @dataclass(slots=True)
@@ -84,5 +84,5 @@ class RecordReplies:
 
     def _send(self, index: int, reply: RecordReply) -> None:
         client = self._clients.find(index)
-        if client is not None:  # else nobody waits any more
+        if client is not None:  # else the router has left
             self._clients.send(client, msgspec.structs.replace(reply, seq=client.next_seq()))

@@ -1,5 +1,4 @@
-"""What a controller tells people of its requests: a log line for each that is over, spans of those that are
-traced.
+"""Log a line for each request of a controller that has ended, and emit spans for requests that are traced.
 
       dispatch (the router's)
       └─ generate      the request in this controller
@@ -31,7 +30,7 @@ log = structlog.get_logger()
 
 
 def draw_ids(packed: bytes) -> TraceIds | None:
-    """Draw the ids of a request's spans below the router's span (`Submit.trace`); None: it is not traced."""
+    """Draw ids for a request's spans, below the router's span (`Submit.trace`); None if it is not traced."""
     context = unpack_context(packed)
     if context is None:
         return None
@@ -48,7 +47,7 @@ class RequestLog:
         self._tier_warnings = TierWarnings()
 
     def ids(self, packed: bytes) -> TraceIds | None:
-        """Of a request that comes with this context (`Submit.trace`); None: nothing is to be told of it."""
+        """Return span ids for a request with this trace context (`Submit.trace`); None if it is not traced."""
         return draw_ids(packed) if packed and self._tracer.is_on else None
 
     def look(self, engine: Engine, ended: Iterable[RequestTimeline], now: float) -> None:
@@ -61,11 +60,11 @@ class RequestLog:
                     self._tracer.emit(span)
 
     def refused(self, request_id: str, reason: str, detail: str) -> None:
-        """A request was not taken on."""
+        """Log that a request was refused."""
         log.info("request_refused", request_id=request_id, reason=reason, detail=detail)
 
     def close(self) -> None:
-        """Send what has not been sent."""
+        """Send the spans that have not been sent yet."""
         self._tracer.close()
 
     def _log(self, timeline: RequestTimeline, now: float) -> None:
@@ -86,13 +85,13 @@ class RequestLog:
 
 
 def prompt_tokens(timeline: RequestTimeline) -> int:
-    """Tokens of a request's prompt, without its modules'."""
+    """Return the number of tokens of a request's prompt, without those of its modules."""
     request = timeline.request
     return request.prompt_len if request.prompt_len >= 0 else len(request.tokens)
 
 
 def spans_of(timeline: RequestTimeline, ids: TraceIds, group: int, now: float) -> Iterable[Span]:
-    """The spans of a request that ends now. Phases that it never came to have none."""
+    """Return the spans of a request that ends now. Phases that it did not reach have no span."""
     reason = str(timeline.reason)
     is_failure = timeline.reason not in _REGULAR
     about: dict[str, Value] = {
@@ -150,14 +149,14 @@ def _prefill(timeline: RequestTimeline, ids: TraceIds, group: int, end: float) -
 
 
 class TierWarnings:
-    """Remembers what has been said."""
+    """Logs each problem of a tier once; remembers which ones have been logged."""
 
     def __init__(self) -> None:
         self._problems: dict[TierKind, str] = {}
         self._said_lost = False
 
     def look(self, engine: Engine) -> None:
-        """Say what is new."""
+        """Log the problems that are new."""
         for tier, health in engine.scheduler.kv.tree.tiers.health.items():
             before, self._problems[tier] = self._problems.get(tier, ""), health.problem
             if health.problem and not before:

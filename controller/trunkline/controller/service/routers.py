@@ -27,7 +27,7 @@ from trunkline.runtime.wire_keys import Role
 CLIENT_SHIFT: Final = NUMBER_BITS
 NUMBER_MASK: Final = (1 << CLIENT_SHIFT) - 1
 MESSAGES_PER_TURN_MAX: Final = 1024
-"""So that a router that floods us cannot keep the workers waiting for their next plan."""
+"""Most messages read in one turn, so that a router that sends too many cannot delay the workers' next plan."""
 
 
 @dataclass(slots=True)
@@ -47,7 +47,7 @@ class Client:
 
 @dataclass(slots=True)
 class _Part:
-    """What one router gets of the engine's outputs; fields as in `Outputs`, requests by the router's numbers."""
+    """One router's part of the engine's outputs. Fields as in `Outputs`; requests have the router's numbers."""
 
     requests: bytes = b""
     tokens: bytes = b""
@@ -73,7 +73,7 @@ class _Part:
 
 
 def _split(outputs: EngineOutputs) -> dict[int, _Part]:
-    """Everything but the tokens, by router."""
+    """Return the routers' parts of the outputs, by router, still without tokens."""
     parts: dict[int, _Part] = {}
 
     def part(request: int) -> _Part:
@@ -91,12 +91,12 @@ def _split(outputs: EngineOutputs) -> dict[int, _Part]:
 
 
 class Clients:
-    """The ROUTER socket and who is behind it."""
+    """The ROUTER socket and the routers that are connected to it."""
 
     def __init__(self, gate: Gate, endpoint: str, local_endpoint: str = "") -> None:
         """
         Args:
-            local_endpoint: for processes of this host, which need no keys; "": none.
+            local_endpoint: Address for processes of this host, which need no keys; "" for none.
         """
         self.socket = gate.context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -115,7 +115,7 @@ class Clients:
         self._decoder: msgspec.msgpack.Decoder[RouterRequest] = msgspec.msgpack.Decoder(RouterRequest)
 
     def receive(self, now: float) -> Iterator[tuple[Client, RouterRequest]]:
-        """Waiting requests, `MESSAGES_PER_TURN_MAX` at most: the next poll returns at once if there are more.
+        """Return up to `MESSAGES_PER_TURN_MAX` waiting messages: if there are more, the next poll returns at once.
 
         A message that cannot be decoded is reported and skipped.
         """
@@ -154,20 +154,20 @@ class Clients:
             client.last_heard = float("-inf")
 
     def answer(self, index: int, make: Callable[[int], RouterMessage]) -> None:
-        """Send what `make` makes of the next number to the router with an index, if it is still there."""
+        """Send the answer that `make` makes from the next number to the router with this index, if it is known."""
         client = self.find(index)
         if client is not None:
             self.send(client, make(client.next_seq()))
 
     def find(self, index: int) -> Client | None:
-        """The router with an index, if it is still there."""
+        """Return the router with this index; None if it is no longer known."""
         return self._by_index.get(index)
 
     def all(self) -> list[Client]:
         return list(self._by_index.values())
 
     def silent(self, now: float, seconds_max: float) -> list[Client]:
-        """Forget and return the routers that were not heard of for too long."""
+        """Forget and return the routers that have sent nothing for too long."""
         gone = [client for client in self._by_index.values() if now - client.last_heard > seconds_max]
         for client in gone:
             del self._by_index[client.index]
@@ -175,9 +175,9 @@ class Clients:
         return gone
 
     def publish(self, outputs: EngineOutputs) -> None:
-        """Send each router its part of what happened."""
+        """Send each router its part of the engine's outputs."""
         parts = _split(outputs)
-        # Tokens of older results go first, in messages of their own; starts go before, ends after all.
+        # Tokens of older results are sent first, in messages of their own. Starts precede all tokens, ends follow.
         for index, part in parts.items():
             if part.started and len(outputs.tokens) > 1:
                 self._send_outputs(index, _Part(started=part.started))
@@ -189,7 +189,7 @@ class Clients:
             self._send_outputs(index, part)
 
     def _send_tokens(self, outputs: EngineOutputs, at: int, parts: dict[int, _Part]) -> None:
-        """One result's tokens to their routers; what is in `parts` travels along and is taken out."""
+        """Send one result's tokens to their routers, together with the routers' `parts`, which are removed."""
         requests, samples, tokens = outputs.requests[at], outputs.samples[at], outputs.tokens[at]
         logprobs = outputs.logprobs[at]
         owners = requests >> CLIENT_SHIFT

@@ -91,13 +91,13 @@ EXIT_CONFIG: Final = 2
 POLL_MS_MAX = 1000
 _STOPPING = "the controller is stopping"
 SETTLE_SECONDS_MAX = 2.0
-"""A controller that stops waits so long for chunks to be written to disk."""
+"""Longest wait of a controller that stops for chunks to be written to disk."""
 
 log = structlog.get_logger()
 
 
 class Status(StrEnum):
-    """What `State.status` says."""
+    """The values of `State.status`."""
 
     STARTING = "starting"
     READY = "ready"
@@ -110,11 +110,11 @@ class _Deadlines:
     """When the loop has to turn even if nothing arrives."""
 
     drain: float = math.inf
-    """A drain waits for running requests until then, …"""
+    """Until when a drain waits for running requests."""
     settle: float = math.inf
-    """… and then for chunks to be written to disk until then."""
+    """Until when it waits, after that, for chunks to be written to disk."""
     engine: float = math.inf
-    """The engine wants its next step (`Ready.wake_at`)."""
+    """When the engine wants its next step (`Ready.wake_at`)."""
 
 
 @dataclass(slots=True)
@@ -122,7 +122,7 @@ class _Pending:
     """What has been collected in this turn of the loop."""
 
     events: list[Event] = field(default_factory=list)
-    """For the engine's next step."""
+    """Events for the engine's next step."""
     state_for: dict[int, Client] = field(default_factory=dict)
     """Routers that are sent the state after that step, by index."""
 
@@ -193,7 +193,7 @@ class ControllerService:
             self._wake_ups.close()
 
     def _stop_requested(self) -> None:
-        """Drain; the second time, do not wait any longer."""
+        """Begin to drain; at the second request, stop without waiting any longer."""
         if self.status in (Status.STARTING, Status.READY):
             now = time.monotonic()
             self._deadlines.drain = now + self.config.drain_seconds
@@ -261,7 +261,7 @@ class ControllerService:
         self.events.descriptions.turn(self.engine, now, self.clients.answer)
 
     def _step(self, now: float) -> None:
-        """Give the engine what has happened, and do what it says until it can plan no more."""
+        """Give the engine the events of this turn, and do what it asks for until it can plan no more steps."""
         while self.engine is not None:
             events, self._pending.events = self._pending.events, []
             ready = self.engine.step(events, now)
@@ -282,7 +282,7 @@ class ControllerService:
         """Do what a step of the engine asks for, in its order.
 
         Raises:
-            GroupLostError: a rank takes no more messages; all else has been done.
+            GroupLostError: A rank takes no more messages; everything else has been done.
         """
         try:
             for grammar in ready.grammars:
@@ -353,7 +353,7 @@ class ControllerService:
         self._set_status(Status.READY, "")
 
     def _publish(self, outputs: EngineOutputs) -> None:
-        """Send the routers their parts of what happened, and the answers to their calls."""
+        """Send the routers their parts of the engine's outputs, and the answers to their calls."""
         self.clients.publish(outputs)
         for done in outputs.modules:
             if (client := self.clients.find(done.call >> CLIENT_SHIFT)) is not None:
@@ -489,7 +489,7 @@ class ControllerService:
         self._pending.state_for.clear()
 
     def _fail(self, reason: str) -> None:
-        """Tell every router, whose clients get an error; the exit code tells the supervisor."""
+        """Tell every router that this controller fails, so that clients get an error."""
         log.error("this group cannot work", reason=reason)
         self._set_status(Status.FAILED, reason)
         self._pending.events.append(EndAll(reason))

@@ -1,4 +1,4 @@
-"""What a controller says of itself in answer to each ping: load, health, tiers."""
+"""The state that a controller reports in answer to each ping: load, health and tiers."""
 
 from __future__ import annotations
 
@@ -70,15 +70,16 @@ def state_of(engine: Engine) -> dict[str, Any]:
 
 
 def load_of(engine: Engine) -> tuple[int, int]:
-    """Requests that have not ended, and how many tokens of their prompts have still to be computed, as far as is
-    known: what others compute for a request that waits counts, too."""
+    """Return the number of open requests, and of the prompt tokens that have still to be computed for them.
+
+    The tokens are an estimate: those that other requests compute for a waiting request are counted, too."""
     scheduler = engine.scheduler
     begun = sum(sequence.prefill_stop - sequence.computed for sequence in scheduler.prefilling)
     return len(engine.request_ids()), scheduler.queue.tokens + begun
 
 
 def _load_us(engine: Engine) -> list[float]:
-    """Time per token that loading a chunk takes, by `TierKind`; 0: not known (there is no such tier, perhaps)."""
+    """Return the time per token that loading a chunk takes, by `TierKind`; 0 if it is not known."""
     scheduler, size = engine.scheduler, engine.config.chunk_size
     move_us = scheduler.costs.move_us
     times = {TierKind.HOST: move_us}

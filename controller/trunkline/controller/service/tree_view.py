@@ -1,13 +1,13 @@
-"""The chunk tree as people see it: walked beside the steps, a little in each turn of the service.
+"""Describe the chunk tree for the dashboard. The tree is walked beside the steps, a little in each turn.
 
     DescribeTree ──► asked ──turn──► TreeWalk.advance(UNITS_PER_TURN) … ──► TreeDescription, to all who asked
 
 Chunks that follow each other without a branch, are in the same tiers and are used by the same sequences make one
-node, so that a description is about as long as the tree has branches. What is used now comes first, then what was
-used last, until there are as many nodes as were asked for; so a node is never there without those above it.
+node, so a description has about as many nodes as the tree has branches. Chunks in use come first, then the most
+recently used ones, until there are as many nodes as were asked for; so no node is listed without those above it.
 
-The tree changes while it is walked: each node is as it was when the walk came by, and what has gone meanwhile is
-passed over. Without changes the description is exact (tests/controller/test_tree_view.py).
+The tree changes while it is walked: each node is described as it was when the walk reached it, and chunks that are
+gone by then are left out. If nothing changes, the description is exact (tests/controller/test_tree_view.py).
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from trunkline.kvstore.tier import TierKind
 from trunkline.router.messages import NodeFlag, TreeDescription
 
 NODES_MAX: Final = 10_000
-"""In one description, whatever is asked for."""
+"""Most nodes of one description, however many are asked for."""
 HEAD_TOKENS_MAX: Final = 64
-"""Of each node's first tokens."""
+"""Most tokens of each node that a description has: the first ones."""
 UNITS_PER_TURN: Final = 100
-"""A unit is a few microseconds of work: a plan waits less than half a millisecond for a turn's share."""
+"""Units of work per turn. A unit takes a few microseconds, so a plan waits for less than half a millisecond."""
 ASKED_MAX: Final = 64
-"""Who asks meanwhile gets the next description. More than so many at once are routers that forgot what they asked
-for: the oldest ones get no answer."""
+"""Most questions that wait for the next description. If there are more, routers have forgotten what they asked:
+the oldest questions get no answer."""
 _FLAGS: Final = {
     SALT_ROOT: 0,
     CUT_ROOT: int(NodeFlag.CUT),
@@ -54,7 +54,7 @@ _COMPUTING: Final = int(NodeFlag.COMPUTING)
 
 
 def tier_bits(node: Node) -> int:
-    """All tiers that have a chunk, as a sum of `1 << TierKind`."""
+    """Return the tiers that have a chunk, as a sum of `1 << TierKind`."""
     return (
         (node.on_device and 1 << TierKind.DEVICE)
         | (node.host_ready and 1 << TierKind.HOST)
@@ -64,7 +64,7 @@ def tier_bits(node: Node) -> int:
 
 
 class _Seen(NamedTuple):
-    """By what chunks differ that are not shown as one node."""
+    """The properties that all chunks of one node share: a chunk in which one differs begins a new node."""
 
     tiers: int
     users: int
@@ -72,7 +72,7 @@ class _Seen(NamedTuple):
 
 
 class TreeWalk:
-    """One description in the making. Pure: does a bounded share of the work each time it is asked to."""
+    """Makes one description, a bounded share of the work at a time. Pure."""
 
     def __init__(
         self, tree: RadixCache, running: Iterable[Sequence], *, nodes_max: int, head_tokens: int, now: float
@@ -98,11 +98,11 @@ class TreeWalk:
         self._work = self._walk()
 
     def advance(self, units: int) -> bool:
-        """Do so much more of the work; whether that was the end of it."""
+        """Do this many units of the work; return whether all of it is done."""
         return any(next(self._work, _END) is _END for _ in range(units))
 
     def description(self, ticket: int, seq: int) -> TreeDescription:
-        """What was found, once `advance` has said that this was all."""
+        """Return the description, once `advance` has returned that all is done."""
         columns = self._columns
         return TreeDescription(
             seq=seq,
@@ -138,7 +138,7 @@ class TreeWalk:
             yield from self._show(node, above)
 
     def _count_users(self) -> Iterator[None]:
-        """How many running sequences hold each chunk: those that hold it itself, or one below it."""
+        """Count how many running sequences hold each chunk: it itself, or a chunk below it."""
         users = self._users
         deepest: list[tuple[int, int, Node]] = []
 
@@ -168,7 +168,7 @@ class TreeWalk:
                 self._columns.hidden[above] += 1
 
     def _show(self, first: Node, above: int) -> Iterator[None]:
-        """Add a node that begins with a chunk, and note what is below it."""
+        """Add the node that begins with a chunk, and note the chunks below it."""
         seen, last = self._seen(first), first
         tokens, chunks = first.token_count, 1
         head = [first.key[: self._head_bytes]]
@@ -197,7 +197,7 @@ class TreeWalk:
         return _Seen(tier_bits(node), self._users.get(node, 0), node.ready_step != PENDING)
 
     def _flags(self, node: Node, above: int) -> int:
-        """What the tree is in which a chunk is: it has that from the node above it."""
+        """Return the flags of the tree that a chunk is in; a chunk below another one inherits them."""
         if above >= 0:
             return self._columns.flags[above] & ~_COMPUTING
         root = node.parent
@@ -233,7 +233,7 @@ class _Columns:
         self.heads: list[bytes] = []
 
     def add(self, name: bytes, above: int, tokens: int, chunks: int, tiers: int, flags: int, head: bytes) -> int:
-        """A node without users, age and children; its index."""
+        """Add a node whose users, age and children follow later; return its index."""
         self.names.append(name)
         self.parents.append(above)
         self.tokens.append(tokens)
@@ -253,7 +253,7 @@ Answer = Callable[[int], TreeDescription]
 
 
 class Descriptions:
-    """Who wants to see the tree, and the walk for them. `turn` is called once in each turn of the service."""
+    """The routers that have asked for a description, and the walk for them. Each turn of the loop calls `turn`."""
 
     def __init__(self) -> None:
         self._asked: deque[tuple[int, DescribeTree]] = deque(maxlen=ASKED_MAX)
@@ -261,19 +261,19 @@ class Descriptions:
         self._walk: TreeWalk | None = None
 
     def ask(self, client: int, call: DescribeTree) -> None:
-        """The router with this index wants a description."""
+        """Note that the router with this index asks for a description."""
         self._asked.append((client, call))
 
     @property
     def is_busy(self) -> bool:
-        """Whether there is more to do at once."""
+        """Return whether a walk is under way, so that `turn` should be called again at once."""
         return bool(self._asked or self._served)
 
     def turn(self, engine: Engine | None, now: float, send: Callable[[int, Answer], None]) -> None:
-        """Do a share of the work; answer those for whom it is done.
+        """Do a share of the work; when a description is complete, send it to the routers that asked.
 
         Args:
-            send: sends what is made of the next number to the router with an index.
+            send: Sends the router with this index the answer that a function makes from its sequence number.
         """
         if not self.is_busy:
             return

@@ -1,8 +1,8 @@
-"""Which messages of routers and workers are refused before the engine sees them. Pure.
+"""Refuse invalid messages of routers and workers before the engine sees them. Pure.
 
-Types have been checked when a message was decoded, but every number fits an `int` and NaN is a `float`. Nothing
-behind this checks again: one number of a router that a rank cannot handle would end the whole group, with the
-requests of all clients; a wrong number of a worker must cost its group, not the controller.
+Decoding has checked the types, but any number fits an `int`, and NaN is a `float`. No later code checks again. One
+number of a router that a rank cannot handle would end the whole group, with the requests of all clients; a wrong
+number of a worker must end its group only, not the controller.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from trunkline.runtime.spans import CONTEXT_BYTES
 from trunkline.worker.messages import Sampling
 
 NUMBER_BITS: Final = 32
-"""Of a router's request numbers."""
+"""Bits of a router's request numbers."""
 REQUEST_ID_CHARACTERS_MAX: Final = 128
 TENANT_BYTES_MAX: Final = 64
 _INT32_MAX: Final = (1 << 31) - 1
@@ -57,16 +57,16 @@ _RANGES: Final[dict[str, tuple[float, float]]] = {
     "min_tokens": (0, _INT32_MAX),
     "prompt_logprobs": (-1, _INT32_MAX),
 }
-"""What the workers' tensors can hold, not what makes sense. `seed` may be anything: workers mask it."""
+"""Ranges that the workers' tensors can hold, whether sensible or not. `seed` may be any number; it is masked."""
 
 
 def is_request_number(number: int) -> bool:
-    """Whether a router may use this number; others would reach into another router's requests."""
+    """Return whether a router may use this number; other numbers would mean another router's requests."""
     return 0 <= number < 1 << NUMBER_BITS
 
 
 def request_of(message: Submit, request_id: int, trace: TraceIds | None = None) -> Request:
-    """The engine's view of a submission that has no problem. `trace`: if it is traced."""
+    """Return the engine's request for a valid submission. `trace`: its trace, if it is traced."""
     return Request(
         id=request_id,
         tokens=unpack_int32(message.tokens),
@@ -88,7 +88,7 @@ def request_of(message: Submit, request_id: int, trace: TraceIds | None = None) 
 
 
 def request_of_prefetch(message: Prefetch) -> Request:
-    """Likewise of an announcement."""
+    """Return the engine's request for a valid announcement of a request."""
     return Request(
         id=0,
         tokens=unpack_int32(message.tokens),
@@ -105,7 +105,7 @@ def _drops(packed: bytes) -> tuple[tuple[int, int], ...]:
 
 
 def problem_of_prefetch(message: Prefetch, vocab_size: int) -> str:
-    """What is wrong with an announcement that no router should send; "" if nothing is."""
+    """Return what is wrong with an announcement; "" if it is valid."""
     problem = tokens_problem(message.tokens, vocab_size)
     if not problem and message.layout is not None:
         problem = problem_of_layout(message.layout, len(message.tokens) // 4, vocab_size)
@@ -121,7 +121,7 @@ def _drops_problem(packed: bytes, count: int) -> str:
 
 
 def problem_of(message: Submit, vocab_size: int) -> str:
-    """Why a request can never be given to the engine; "" if it can.
+    """Return why a request must be refused; "" if it may be given to the engine.
 
     Args:
         vocab_size: 0 if unknown.
@@ -186,14 +186,14 @@ def _sampling_problem(sampling: Sampling, id_max: int) -> str:
 
 
 TEXTS_MAX: Final = 65_536
-"""Of one schema."""
+"""Most texts of one schema."""
 RUNS_MAX: Final = 65_536
 _PAIR_BYTES: Final = 8
 OPERATIONS: Final = ("encode", "look", "unpin", "cancel")
 
 
 def tokens_problem(packed: bytes, vocab_size: int) -> str:
-    """Why these are no int32 ids of tokens; "" if they are.
+    """Return why these bytes are not the int32 ids of tokens; "" if they are.
 
     Args:
         vocab_size: 0 if unknown.
@@ -207,7 +207,7 @@ def tokens_problem(packed: bytes, vocab_size: int) -> str:
 
 
 def problem_of_call(call: ModulesCall, vocab_size: int) -> str:
-    """Why a call about texts can never be given to the engine; "" if it can."""
+    """Return why a call about texts must be refused; "" if it may be given to the engine."""
     if call.op not in OPERATIONS:
         return f"operation {call.op!r} is unknown; known are {', '.join(OPERATIONS)}"
     if not 0.0 <= call.ttl < math.inf:
@@ -216,7 +216,7 @@ def problem_of_call(call: ModulesCall, vocab_size: int) -> str:
 
 
 def problem_of_layout(layout: PromptLayout, prompt_len: int, vocab_size: int) -> str:
-    """Why a prompt of `prompt_len` own tokens cannot be laid out so; "" if it can."""
+    """Return why a prompt with `prompt_len` tokens of its own cannot have this layout; "" if it can."""
     if not 0.0 <= layout.ttl < math.inf:
         return f"the layout's ttl is {layout.ttl}; it is a time in seconds"
     problem = _problem_of_texts(layout.texts, vocab_size)
@@ -233,7 +233,7 @@ def problem_of_layout(layout: PromptLayout, prompt_len: int, vocab_size: int) ->
 
 
 def _problem_of_places(layout: PromptLayout, runs: list[list[int]]) -> str:
-    """Every position has one token, and the last is the request's own."""
+    """Check that every position has exactly one token, and that the last one is the request's own."""
     if any(position < 0 or count < 1 for position, count in runs):
         return "a run of own tokens is empty or begins before the prompt"
     if any(a[0] + a[1] > b[0] for a, b in pairwise(runs)):
@@ -272,7 +272,7 @@ def _problem_of_texts(texts: Sequence[ModuleText], vocab_size: int) -> str:
 
 
 def _problem_of_text(texts: Sequence[ModuleText], index: int) -> str:
-    """Its tokens are ids."""
+    """Return what is wrong with a text of a layout, whose tokens are ids; "" if nothing is."""
     text = texts[index]
     count = len(text.tokens) // 4
     if not count:
@@ -297,9 +297,9 @@ BLOCKS_MAX: Final = 1 << 24
 SLOTS_MAX: Final = 1 << 28
 _COUNT_MAX: Final = 1 << 31
 _BYTES_MAX: Final = 1 << 48
-"""Totals of them are kept, and sent as 64-bit numbers."""
+"""Most bytes in a report: totals of them are kept, and sent as 64-bit numbers."""
 _US_MAX: Final = 1 << 42
-"""Seven weeks."""
+"""Most microseconds in a report: seven weeks."""
 _TEXT_MAX: Final = 4096
 _RESULT_RANGES: Final = {
     "elapsed_us": _US_MAX,
@@ -319,7 +319,7 @@ _READY_RANGES: Final = {
 
 
 def problem_of_report(report: WorkerReport, ranks: int) -> str:
-    """Why no worker of a group of so many ranks says that; "" if one could."""
+    """Return why no correct worker of a group of this size sends such a report; "" if one may."""
     match report:
         case StepResult():
             return _out_of_range(report, _RESULT_RANGES) or _problem_of_scores(report)
