@@ -77,5 +77,5 @@ def linear_int8(x: Tensor, weight: QuantisedWeight, bias: Tensor | None) -> Tens
 
 
 def stored_bytes(weight: Tensor | QuantisedWeight, bias: Tensor | None) -> int:
-    """Return the bytes of a layer that is kept as this weight and bias."""
+    """Return how many bytes this weight and bias take in memory, as they are stored."""
     return weight.nbytes + (0 if bias is None else bias.nbytes)

@@ -56,11 +56,11 @@ class HttpConnection:
         return answer
 
     def events(self, path: str, body: Mapping[str, Any]) -> Generator[dict[str, Any], None, None]:
-        """The JSON objects of an answer's event stream. Closing the iterator early ends the request.
+        """Yield the JSON objects of an answer's event stream. Closing the iterator early ends the request.
 
         Raises:
-            RequestError: it was refused, or failed later.
-            UnreachableError: there was no answer, or it ended before its end.
+            RequestError: The request was refused, or failed later.
+            UnreachableError: There was no answer, or the connection broke before the stream was complete.
         """
         with self._errors(), self._http.stream("POST", path, json=body) as response:
             if response.status_code >= 400:

@@ -71,7 +71,7 @@ def check_exposure(host: str, tenants: str, api_key_file: str, *, allow_anonymou
     """Check that only this machine can connect to a server without keys.
 
     Raises:
-        UserError: Other machines could.
+        UserError: Other machines could connect.
     """
     if not (keys_needed(tenants, api_key_file) or allow_anonymous or is_loopback(host)):
         raise UserError(

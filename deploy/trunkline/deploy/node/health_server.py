@@ -113,17 +113,17 @@ class _Server(http.server.ThreadingHTTPServer):
 
 
 def open_health_port(host: str, port: int) -> socket.socket:
-    """What `serving` takes.
+    """Open the socket on which `serving` answers health checks.
 
     Raises:
-        UserError: it cannot be listened on.
+        UserError: The address cannot be listened on.
     """
     return open_listener(host, port, option="--health-port")
 
 
 @contextmanager
 def serving(listener: socket.socket, health: NodeHealth) -> Iterator[None]:
-    """Answer as long as the context lasts."""
+    """Answer health checks for as long as the context lasts."""
     checks = {"/livez": health.livez, "/readyz": health.readyz, "/startupz": health.startupz}
     server = _Server(listener, checks)
     thread = threading.Thread(target=server.serve_forever, name="health-server", daemon=True)

@@ -47,7 +47,7 @@ _UNAVAILABLE: Final = 503
 _OFF_LOOP_BYTES: Final = 1 << 20
 """A longer body is hashed in a thread."""
 COPIES_BYTES_MAX: Final = 256 << 20
-"""Of all answers that are being copied. What does not fit is not kept."""
+"""Most bytes of all answers that are being copied. An answer that does not fit is not kept."""
 
 
 def takes_key(method: str, path: str) -> bool:

@@ -125,7 +125,7 @@ class StreamOptions(BaseModel):
 
 
 class GenerationRequest(_Request):
-    """What chat and plain completions share. None means that the client did not say."""
+    """The fields that chat and plain completions share. None means that the client did not give the field."""
 
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None

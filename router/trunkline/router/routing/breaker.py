@@ -48,7 +48,7 @@ class Breaker:
         return self._probe == _NOBODY and (self._half_open or now >= self._open_until)
 
     def wait_seconds(self, now: float) -> float:
-        """Return how long until a request may be sent; infinity: that depends on the request that tries now."""
+        """Return the seconds until a request may be sent; infinity while a trial request has not ended."""
         if self.allows(now):
             return 0.0
         return float("inf") if self._probe != _NOBODY else self._open_until - now

@@ -1,4 +1,4 @@
-"""The dashboard's files: read from the package, kept in memory with their digests, and never anything else."""
+"""Read the dashboard's files from the package and keep them in memory with their digests. Read no others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 FOLDER: Final = Path(__file__).parent / "static"
 PAGE: Final = "index.html"
 FILES_MAX: Final = 256
-"""Kept in memory; there are far fewer."""
+"""Most files kept in memory; the dashboard has far fewer."""
 _TYPES: Final = {
     ".css": "text/css; charset=utf-8",
     ".html": "text/html; charset=utf-8",
@@ -26,7 +26,7 @@ _TYPES: Final = {
     ".webmanifest": "application/manifest+json",
     ".woff2": "font/woff2",
 }
-"""By suffix. What is not here is not served."""
+"""Media types by suffix. Files with another suffix are not served."""
 _TEXT: Final = ("text/", "application/", "image/svg")
 _PART: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 _VERSIONED: Final = re.compile(r"[.-](?:v?\d+\.\d+\.\d+|[0-9a-f]{8,64})[.-]")
@@ -38,23 +38,23 @@ class Asset(NamedTuple):
 
     content: bytes
     compressed: bytes | None
-    """With gzip, if that is worth it."""
+    """The content compressed with gzip; None if that is not worth it."""
     media_type: str
     etag: str
     cache_control: str
     stamp: tuple[int, int]
-    """Of the file that was read: time in nanoseconds, size in bytes."""
+    """Time of change in nanoseconds, and size in bytes, of the file when it was read."""
 
 
 class Assets:
-    """Files of a folder by their paths below it, with slashes."""
+    """The files of a folder, found by their paths below it (with slashes)."""
 
     def __init__(self, folder: Path = FOLDER) -> None:
         self._folder = folder
         self._read: dict[str, Asset] = {}
 
     def find(self, name: str) -> Asset | None:
-        """A file; None if there is none, or it is none that a browser needs. What has changed is read again."""
+        """Return a file, read again if it has changed; None if there is none, or browsers need no such file."""
         parts = name.split("/")
         media_type = _TYPES.get(Path(name).suffix)
         if media_type is None or len(parts) > 4 or not all(_PART.fullmatch(part) for part in parts):
@@ -79,8 +79,8 @@ def _asset(name: str, content: bytes, media_type: str, stamp: tuple[int, int]) -
     compressed = None
     if len(content) >= _COMPRESSED_BYTES_MIN and media_type.startswith(_TEXT):
         compressed = gzip.compress(content, mtime=0)
-    # A name that changes with the content may be kept for ever; anything else is asked for again, and mostly told
-    # to be as it was.
+    # A file whose name changes with its content may be kept for ever. For others the browser asks again each time,
+    # and is mostly told that the file has not changed.
     is_versioned = _VERSIONED.search(name) is not None
     return Asset(
         content,
@@ -93,6 +93,6 @@ def _asset(name: str, content: bytes, media_type: str, stamp: tuple[int, int]) -
 
 
 def is_current(asset: Asset, if_none_match: str) -> bool:
-    """Whether a browser that sends this header has the file as it is."""
+    """Return whether a browser that sends this `If-None-Match` header has the present file."""
     tags = {tag.strip().removeprefix("W/") for tag in if_none_match.split(",")}
     return asset.etag in tags or "*" in tags

@@ -1,8 +1,8 @@
-"""A group's chunk tree as the dashboard draws it: from a controller's `TreeDescription` to nodes in preorder, with
-their texts and the sessions that they belong to.
+"""Turn a controller's `TreeDescription` into the nodes that the dashboard draws: in preorder, with their texts and
+the sessions that they belong to.
 
-Decoding texts is the dear part; most nodes are those of the last look, so texts are remembered by the names of
-chunks, which change with the tokens.
+Decoding texts is the expensive part. Most nodes are the same as at the last request, so texts are remembered by
+the names of chunks, which change with the tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NODES_MAX: Final = 10_000
 HEAD_TOKENS: Final = 32
 TEXT_CHARACTERS_MAX: Final = 80
 SESSIONS_MAX: Final = 8
-"""Named at one node."""
+"""Most sessions that are named at one node."""
 _TEXTS_MAX: Final = 30_000
 _ID_BYTES: Final = 8
 _KINDS: Final = ((NodeFlag.MODULE, "module"), (NodeFlag.OWN, "own"), (NodeFlag.CUT, "cut"))
@@ -34,11 +34,11 @@ def _kind(flags: int) -> str:
 
 
 _KIND_OF: Final = [_kind(flags) for flags in range(256)]
-"""By a node's flags: enumerations are slow, and there are thousands of nodes."""
+"""Kinds by a node's flags, as a table: enumerations are slow, and there are thousands of nodes."""
 
 
 class Texts:
-    """What nodes say, by the name of their first chunk."""
+    """The first words of nodes, remembered by the name of the node's first chunk."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str], texts_max: int = _TEXTS_MAX) -> None:
         self._decode = decode
@@ -46,7 +46,7 @@ class Texts:
         self._known: OrderedDict[tuple[bytes, int], str] = OrderedDict()
 
     def text(self, name: bytes, tokens: Sequence[int]) -> str:
-        """Of a node that begins with these tokens."""
+        """Return the text of a node that begins with these tokens."""
         key = name, len(tokens)
         text = self._known.get(key)
         if text is None:
@@ -59,12 +59,12 @@ class Texts:
 
 
 class TreeView:
-    """Makes one answer, in portions: a router that streams must not stand still for it."""
+    """Makes the nodes of one answer, in portions, so that the router's streams do not stop meanwhile."""
 
     def __init__(self, found: TreeDescription, texts: Texts, sessions: Mapping[bytes, Sequence[str]]) -> None:
         """
         Args:
-            sessions: ids by the names of the chunks that they have.
+            sessions: Ids of sessions, by the names of the chunks that they have.
         """
         self._found = found
         self._texts = texts
@@ -76,7 +76,7 @@ class TreeView:
         self.nodes: list[dict[str, Any]] = []
 
     def portions(self, size: int) -> Iterator[None]:
-        """Make the nodes, so many at once."""
+        """Make the nodes; yield after each `size` of them."""
         starts = [0]
         for count in self._found.head_tokens:
             starts.append(starts[-1] + count)
@@ -115,10 +115,10 @@ def _ints(packed: bytes) -> list[int]:
 
 
 def preorder(parents: Sequence[int]) -> Iterator[int]:
-    """Indices of nodes so that each is followed by all that is below it; children in their order.
+    """Yield the indices of nodes in preorder; children keep their order.
 
     Args:
-        parents: of each node a smaller index, or -1.
+        parents: For each node the index of its parent, which is smaller than its own; -1 for a root.
     """
     children: list[list[int]] = [[] for _ in parents]
     stack: list[int] = []
@@ -132,7 +132,7 @@ def preorder(parents: Sequence[int]) -> Iterator[int]:
 
 
 def head_of(group: int, found: TreeDescription, now: float) -> dict[str, Any]:
-    """What is said of a tree besides its nodes. `now`: seconds since the epoch."""
+    """Return the fields of an answer besides its nodes. `now`: seconds since the epoch."""
     shown = int(np.frombuffer(found.chunks, "<i4").sum())
     return {
         "group": group,

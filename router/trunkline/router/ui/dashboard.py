@@ -1,7 +1,7 @@
-"""What a router keeps for the dashboard: its history, and what several who look at once need only one of.
+"""Keep the dashboard's history, and share one look at a chunk tree among all clients that ask at the same time.
 
-Nothing here is in a stream's way: a sample a second from what is known anyway, everything else when somebody
-looks, in portions between which streams go on.
+No stream waits for this: each second a sample is taken of numbers that the router has anyway. Everything else is
+computed when a client asks, in portions between which streams go on.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from trunkline.router.ui.stored import StoredSessions
 SAMPLE_SECONDS: Final = 1.0
 TREE_SECONDS_MAX: Final = 10.0
 TREE_FRESH_SECONDS: Final = 0.5
-"""Whoever looks within it after somebody else gets the same, …"""
+"""A description of a tree is given to all clients that ask within this time after it was made, …"""
 TREE_FRESH_SHARE: Final = 3.0
-"""… or within so many times the time that it took, …"""
+"""… or within this many times the time that it took to make, …"""
 TREE_FRESH_SECONDS_MAX: Final = 10.0
-"""… but never longer: it may have taken long because somebody was away."""
+"""… but never longer than this: it may have taken long because a controller was away."""
 _PORTION: Final = 25
-"""Nodes that are made before streams get their turn."""
+"""Number of nodes that are made before streams get their turn."""
 _SESSIONS_MAX: Final = 300
-"""Of those that were used last, looked for in a tree."""
+"""Number of sessions, the last used ones, whose chunks are looked for in a tree."""
 
 
 class Dashboard:
-    """One per router. `open` and `close` in its event loop."""
+    """The dashboard's data; one object per router. Call `open` and `close` in the router's event loop."""
 
     def __init__(self, service: RouterService) -> None:
         self.sessions = StoredSessions(service)
@@ -47,14 +47,14 @@ class Dashboard:
         self._timer: asyncio.TimerHandle | None = None
         self._texts = Texts(lambda ids: service.tokenizer.decode(ids, skip_special_tokens=False))
         self._trees: dict[tuple[int, int], asyncio.Task[dict[str, Any]]] = {}
-        """Looks at trees that are under way, or have just been, by group and number of nodes."""
+        """Descriptions of trees that are being made or are still fresh, by group and number of nodes."""
 
     def open(self) -> None:
-        """Begin to sample."""
+        """Begin to take samples."""
         self._sample()
 
     def close(self) -> None:
-        """Leave."""
+        """Stop taking samples, and cancel descriptions that are being made."""
         if self._timer is not None:
             self._timer.cancel()
         for task in self._trees.values():
@@ -69,7 +69,7 @@ class Dashboard:
         self._history.add(now, values)
 
     def history(self, seconds: float, after: float | None) -> dict[str, Any]:
-        """The last `seconds`, or what is younger than `after` (seconds since the epoch) of them."""
+        """Return the samples of the last `seconds`; only those younger than `after` (seconds since the epoch)."""
         offset = wall_clock()
         now = asyncio.get_running_loop().time()
         curves = self._history.read(now, seconds, None if after is None else after - offset + 1e-3)
@@ -80,10 +80,10 @@ class Dashboard:
         }
 
     async def tree(self, group: int, nodes: int) -> dict[str, Any]:
-        """A group's chunk tree as it is now.
+        """Return a group's chunk tree as it is now.
 
         Raises:
-            ApiError: 404, there is no such group; 503, it does not answer.
+            ApiError: 404, there is no such group; 503, its controller does not answer.
         """
         if not 0 <= group < len(self._service.links):
             count = len(self._service.links)
@@ -115,7 +115,7 @@ class Dashboard:
         )
         if not isinstance(found, TreeDescription):
             raise unavailable("the engine gave another answer than the one to the question")
-        with contextlib.suppress(ApiError):  # then the tree does without their names
+        with contextlib.suppress(ApiError):  # then the tree is shown without the sessions' names
             await self.sessions.look()
         names = {found.names[at : at + 16] for at in range(0, len(found.names), 16)}
         view = TreeView(found, self._texts, await self.sessions.by_chunk(names, _SESSIONS_MAX))

@@ -1,10 +1,10 @@
-"""What was measured over the last hours: rings of bounded size, the younger part finer than the older. Pure.
+"""Keep the measurements of the last hours in rings of bounded size: the last minutes finer than the rest. Pure.
 
     add(now, values) ──► fine ring: one row a second, 15 minutes
                     └──► mean of each 15 s ──► coarse ring: 6 hours
 
-A row holds one number for each series, NaN where nothing was known. Series come and go with what there is to
-measure; of one that has not been seen for as long as a ring lasts nothing is left, and its place is given away.
+A row holds one number for each series, NaN where it is not known. Series come and go with the groups and tiers
+that are measured. A series that has had no value for as long as a ring lasts loses its column to another one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 SERIES_MAX: Final = 2048
-"""More are not kept: some 20 MB."""
+"""Most series that are kept; they take some 20 MB."""
 FINE_SECONDS: Final = 1.0
 FINE_ROWS: Final = 900
 COARSE_SECONDS: Final = 15.0
@@ -25,23 +25,23 @@ COARSE_ROWS: Final = 1440
 
 
 class Curves(NamedTuple):
-    """A part of a history; NaN where nothing was known."""
+    """A part of a history; NaN where a value is not known."""
 
     times: list[float]
     """Seconds, ascending."""
     series: dict[str, list[float]]
-    """By name, a value for each time. Series without any are left out."""
+    """By a series' name, a value for each time. Series without any value are left out."""
 
 
 class Ring:
-    """The last rows, in order."""
+    """A buffer of the last rows, in order."""
 
     def __init__(self, rows: int) -> None:
         self._times = np.full(rows, nan)
         self._values: NDArray[np.float32] = np.full((rows, 16), nan, np.float32)
         self._next = 0
         self.count = 0
-        """Rows that there are."""
+        """Number of rows in the ring."""
 
     def add(self, time: float, columns: Mapping[int, float]) -> None:
         """A row with values in some columns."""
@@ -58,12 +58,12 @@ class Ring:
         self.count = min(self.count + 1, len(self._times))
 
     def clear_column(self, column: int) -> None:
-        """It is to be used for something else."""
+        """Forget a column's values, because another series will use it."""
         if column < self._values.shape[1]:
             self._values[:, column] = nan
 
     def since(self, time: float, after: float = -inf) -> tuple[NDArray[np.float64], NDArray[np.float32]]:
-        """Rows of that time and later, and later than `after`, oldest first: times, and values by column."""
+        """Return times and values (by column) of the rows from a time on and later than `after`, oldest first."""
         order = (self._next - self.count + np.arange(self.count)) % len(self._times)
         times = self._times[order]
         order = order[(times >= time) & (times > after)]
@@ -71,7 +71,7 @@ class Ring:
 
 
 class History:
-    """Both rings. Times are seconds of a clock that does not go back."""
+    """The fine and the coarse ring. Times are seconds of a clock that does not go back."""
 
     def __init__(
         self,
@@ -81,11 +81,11 @@ class History:
     ) -> None:
         """
         Args:
-            fine: seconds between two rows, about, and rows that are kept; …
-            coarse: … the same of the means.
+            fine: Seconds between two rows of the fine ring (about), and the number of rows that it keeps.
+            coarse: The same for the ring of means.
         """
         self.fine_seconds = fine[0] * fine[1]
-        """How far back the fine ring goes."""
+        """How many seconds back the fine ring goes."""
         self._coarse_step = coarse[0]
         self._lasts = coarse[0] * coarse[1] + self.fine_seconds
         self._fine, self._coarse = Ring(fine[1]), Ring(coarse[1])
@@ -94,12 +94,12 @@ class History:
         self._seen: dict[str, float] = {}
         """When each series last had a value."""
         self._sums: dict[int, tuple[float, int]] = {}
-        """By column, of the means that are being made: sum and count."""
+        """Sum and count of the values of the means that are being made, by column."""
         self._until: float | None = None
-        """When these are complete."""
+        """When these means are complete."""
 
     def add(self, now: float, values: Mapping[str, float]) -> None:
-        """What is measured now; NaN is as good as nothing."""
+        """Add the values that are measured now, by series; NaN counts as no value."""
         columns: dict[int, float] = {}
         for name, value in values.items():
             if isnan(value):
@@ -120,10 +120,10 @@ class History:
         self._fine.add(now, columns)
 
     def read(self, now: float, seconds: float, after: float | None = None) -> Curves:
-        """The last `seconds`: rows of the fine ring if it goes back so far, else means.
+        """Return the last `seconds`: rows of the fine ring if it goes back so far, else means.
 
         Args:
-            after: only what is younger than this; None: all.
+            after: Return only rows that are younger than this; None for all.
         """
         ring = self._fine if seconds <= self.fine_seconds else self._coarse
         times, values = ring.since(now - seconds, -inf if after is None else after)
@@ -136,7 +136,7 @@ class History:
         return Curves(times.tolist(), by_name)
 
     def _column(self, name: str, now: float) -> int:
-        """Where a series is kept; -1: there is no room for it."""
+        """Return the column in which a series is kept; -1 if there is no room for it."""
         column = self._columns.get(name)
         if column is not None:
             return column

@@ -1,4 +1,4 @@
-"""What the dashboard says of requests in work and of the choices of controllers that were made for them."""
+"""Describe, for the dashboard, the requests in work and the choices of controllers that were made for requests."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from trunkline.router.service import LiveRequest, RouterService
 from trunkline.router.streams.generation import Generation
 
 REQUESTS_MAX: Final = 2000
-"""Of the oldest ones; a router may have more in work."""
+"""Most requests that are listed, the oldest first; a router may have more in work."""
 GROUPS_MAX: Final = 16
-"""Of a decision, those with the lowest costs: there may be hundreds."""
+"""Most groups that are listed for a decision, those with the lowest costs: there may be hundreds."""
 
 
 def wall_clock() -> float:
-    """What is to be added to loop times, in seconds, to get seconds since the epoch."""
+    """Return the seconds to add to a time of the event loop to get seconds since the epoch."""
     return time.time() - asyncio.get_running_loop().time()
 
 
 def requests(service: RouterService) -> list[dict[str, Any]]:
-    """Generations in work, in the order of their arrival."""
+    """Return the generations in work, in the order of their arrival."""
     now = asyncio.get_running_loop().time()
     live = list(service.generations.items())[:REQUESTS_MAX]
     return [_request(service, generation, about, now) for generation, about in live]
@@ -56,7 +56,7 @@ def _request(service: RouterService, generation: Generation, about: LiveRequest,
 
 
 def decisions(service: RouterService, after: int, limit: int) -> dict[str, Any]:
-    """Choices with higher numbers than `after`, newest last; `next` is what to ask for then."""
+    """Return the choices with numbers above `after`, newest last; `next` is the `after` of the next question."""
     log, offset = service.dispatcher.core.log, wall_clock()
     found = log.after(after, limit)
     return {"next": log.count, "decisions": [_decision(each, offset) for each in found]}

@@ -1,4 +1,4 @@
-"""What the dashboard says of the cluster as a whole: groups, loads, tiers. From what the router knows anyway."""
+"""Describe the cluster as a whole for the dashboard: groups, loads and tiers, from the router's own data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trunkline.router.streams.link import ControllerLink
 
 
 def overview(service: RouterService) -> dict[str, Any]:
-    """The whole of it; times in seconds since the epoch."""
+    """Return the dashboard's overview of the cluster; times are seconds since the epoch."""
     config = service.config
     return {
         "version": service.version,
@@ -37,7 +37,7 @@ def overview(service: RouterService) -> dict[str, Any]:
 
 
 def group(service: RouterService, link: ControllerLink) -> dict[str, Any]:
-    """A group as its controller describes it; while it is not connected only what is known without it."""
+    """Return a group as its controller describes it; only the router's own data while it is not connected."""
     state = link.state
     known: dict[str, Any] = {
         "group": link.index,

@@ -1,7 +1,7 @@
-"""A request's prompt as the model would see it, in pieces with their kinds: what the playground colours.
+"""Split a request's prompt, as the model would see it, into pieces with their kinds: the playground colours them.
 
-Made by the very code that makes prompts (`api/prompting.py`, `api/module_prompts.py`). Nothing is computed for it,
-and nothing is stored.
+The same code makes the prompts of real requests (`api/prompting.py`, `api/module_prompts.py`). The model computes
+nothing for it, and nothing is stored.
 """
 
 from __future__ import annotations
@@ -43,42 +43,42 @@ _KINDS: Final[dict[PieceKind, str]] = {
 
 
 class Label(NamedTuple):
-    """What a token is part of; neighbours with equal ones make a piece."""
+    """Says what a token is part of; neighbouring tokens with equal labels make a piece."""
 
     kind: str
     """"template", "message", "module", "argument" or "text"."""
     part: int = -1
-    """Which message; -1: none."""
+    """Number of the message that the token is part of; -1 if none."""
     role: str = ""
     module: str | None = None
     cached: bool = False
-    """It is part of a schema's text, whose KV is computed once for all."""
+    """Whether the token is part of a schema's text, whose KV is computed once for all requests."""
     session: bool = False
-    """It is the stored session's own, as it was in its last turn."""
+    """Whether the token comes from the stored session, as of its last turn."""
     dropped: bool = False
-    """The model does not see it: it was cut off, or discarded."""
+    """Whether the model does not see the token, because it was cut off or discarded."""
 
 
 class _Glance(Lease):
-    """A session that is looked at and not acquired: nothing of it can be changed."""
+    """A session that is only read, without a lease: it cannot be changed."""
 
     def __init__(self, stored: StoredSession) -> None:
         self.record = stored.record
         self.session = stored.session
 
     async def put(self) -> StoredSession:
-        """Not here."""
+        """Refuse: this session is only read."""
         raise NotImplementedError("a session that is only looked at is not stored")
 
     def close(self) -> None:
-        """There is nothing to let go of."""
+        """Do nothing: no lease is held."""
 
 
 async def prompt_pieces(service: RouterService, content: bytes) -> dict[str, Any]:
-    """What a body of `/v1/chat/completions` (one with `messages`) or `/v1/completions` comes to.
+    """Return the pieces of the prompt of a body for `/v1/chat/completions` (with `messages`) or `/v1/completions`.
 
     Raises:
-        ApiError: as the endpoint itself would say.
+        ApiError: The error that the endpoint itself would return.
     """
     fields = parse_json_object(content)
     is_chat = "messages" in fields
@@ -163,7 +163,7 @@ def _told(service: RouterService, job: Job, pieces: list[dict[str, Any]]) -> dic
 
 
 def mark_seen(labels: Sequence[Label], session_tokens: int, drops: Sequence[TokenSpan]) -> list[Label]:
-    """Labels of a prompt's tokens that also say what is a session's, and what is dropped."""
+    """Return a prompt's labels with the tokens marked that come from the session, and those that are dropped."""
     told = list(labels)
     for index in range(min(session_tokens, len(told))):
         told[index] = told[index]._replace(session=True)
@@ -174,7 +174,7 @@ def mark_seen(labels: Sequence[Label], session_tokens: int, drops: Sequence[Toke
 
 
 def texts_of(tokens: Sequence[int], vocabulary: TokenVocabulary) -> list[str]:
-    """What each token adds to the text; of a character that several make up, all of it at the last one."""
+    """Return the text that each token adds; a character made of several tokens belongs to the last of them."""
     detokenizer = make_detokenizer(vocabulary, skip_special_tokens=False)
     texts = [detokenizer.feed(token) for token in tokens]
     if texts:
@@ -185,7 +185,7 @@ def texts_of(tokens: Sequence[int], vocabulary: TokenVocabulary) -> list[str]:
 def chat_labels(
     tokens: Sequence[int], messages: Sequence[Message], frame: str, vocabulary: TokenVocabulary
 ) -> list[Label]:
-    """Of each token of a conversation whether it is a message's or the template's.
+    """Return, for each token of a conversation, whether it belongs to a message or to the template.
 
     Args:
         frame: see `message_spans`.
@@ -206,7 +206,7 @@ def chat_labels(
 
 
 def message_spans(text: str, contents: Sequence[str], frame: str) -> list[tuple[int, int, int]]:
-    """Where each message stands in a conversation's text: (start, stop, number), ascending.
+    """Return where each message stands in a conversation's text, as (start, stop, number), ascending.
 
     Args:
         frame: the same conversation with marks in the places of messages. If the text is not the same around them
@@ -245,12 +245,12 @@ def _framed_spans(text: str, contents: Sequence[str], frame: str) -> list[tuple[
 
 
 def _written(content: str) -> tuple[str, ...]:
-    """Templates write a message as it is, or trim it."""
+    """Return the forms in which a template may write a message: as it is, or trimmed."""
     return content, content.strip(), content.rstrip(), content.lstrip()
 
 
 def pieces_of(tokens: Sequence[int], labels: Sequence[Label], vocabulary: TokenVocabulary) -> list[dict[str, Any]]:
-    """Neighbouring tokens with equal labels as pieces."""
+    """Return the pieces of a prompt: runs of neighbouring tokens with equal labels."""
     texts = texts_of(tokens, vocabulary)
     pieces = []
     place = 0

@@ -1,4 +1,4 @@
-"""What is put into the history each second: loads as they are, and rates from counters that only grow. Pure.
+"""Compute the values that the history gets each second: loads as they are, rates from counters that grow. Pure.
 
 Controllers report about once a second, and not in step with the clock here, so a rate is taken over the last few
 seconds. A counter that fell belongs to a controller that was started again: its rate is not known for a moment.
@@ -20,23 +20,23 @@ class Measured(NamedTuple):
     """A group at one moment."""
 
     state: State | None
-    """None: it is not connected."""
+    """The controller's last report; None if it is not connected."""
     is_ready: bool
     inflight: int
-    """Requests of this router there."""
+    """Number of this router's requests that the group has."""
 
 
 class Rates:
-    """Growth per second of counters over the last seconds."""
+    """Measures how much counters have grown over the last seconds."""
 
     def __init__(self, seconds: float = RATE_SECONDS) -> None:
         self._seconds = seconds
         self._kept: deque[tuple[float, Mapping[str, float]]] = deque()
 
     def add(self, now: float, counters: Mapping[str, float]) -> dict[str, float]:
-        """Of each counter how much it grew since the oldest time that is kept; NaN: not known.
+        """Return how much each counter has grown since the oldest time that is kept; NaN if that is not known.
 
-        Counters that were not there then are not known yet.
+        The growth of a counter that did not exist at that time is not known yet.
         """
         while len(self._kept) > 1 and self._kept[1][0] <= now - self._seconds:
             self._kept.popleft()
@@ -52,7 +52,7 @@ class Rates:
 
     @property
     def span_seconds(self) -> float:
-        """Over how long the last growths were."""
+        """Return the seconds over which the last growths were measured."""
         return self._kept[-1][0] - self._kept[0][0] if self._kept else 0.0
 
 
@@ -65,9 +65,9 @@ class Sampler:
     def sample(self, now: float, groups: Sequence[Measured], requests: int, waiting: int) -> dict[str, float]:
         """
         Args:
-            groups: all, in order.
-            requests: generations of this router; …
-            waiting: … and those of them that no controller has.
+            groups: All groups, in order.
+            requests: Number of this router's generations.
+            waiting: Number of those that no controller has yet.
         """
         values: dict[str, float] = {"requests": requests, "router.waiting": waiting}
         counters: dict[str, float] = {}

@@ -1,9 +1,9 @@
-"""What the dashboard says of sessions: stored ones (records of the controllers) and mere labels.
+"""List sessions for the dashboard: stored sessions (records of the controllers), and those that are only labels.
 
-A record's value says how long its session is, and which chunks it has; the list of records does not. So values are
-fetched little by little, a few at each look, and what they say is remembered for as long as the record does not
-change. Where the chunks are the router knows from the controllers' events (`routing/index.py`); what is in the
-remote tier only, and KV behind cuts and modules, it does not.
+A record's value says how long its session is and which chunks it has; the list of records does not. So a few
+values are fetched at each look, and their contents are remembered for as long as the record does not change. The
+router knows from the controllers' events where chunks are (`routing/index.py`), except for chunks in the remote
+tier only, and for KV behind cuts and modules.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ from trunkline.router.ui.live import wall_clock
 
 LIMIT_MAX: Final = 1000
 RECORDS_MAX: Final = 1000
-"""Of each controller, looked through for those that were used last."""
+"""Records of each controller that are searched for those that were used last."""
 FRESH_SECONDS: Final = 1.0
-"""However many look, records are asked for once in so long, …"""
+"""However many clients ask, the list of records is fetched once in this time, …"""
 FRESH_SHARE: Final = 10.0
-"""… or, if there are so many tenants and groups that asking takes long, in so many times that time, …"""
+"""… or, if fetching takes long because of many tenants and groups, once in this many times that time, …"""
 FRESH_SECONDS_MAX: Final = 20.0
-"""… but never longer."""
+"""… but at least once in this time."""
 FETCHED_MAX: Final = 16
-"""Values that are fetched at each look, …"""
+"""Most values that are fetched at each look, …"""
 FETCH_SECONDS_MAX: Final = 0.1
-"""… fewer if they are long."""
+"""… and the time after which no further one is fetched: values may be long."""
 KNOWN_MAX: Final = 4096
 NAMES_MAX: Final = 1024
-"""Chunks of a session that are looked for: the first ones."""
+"""Most chunks of a session whose places are looked up: the first ones."""
 _PORTION: Final = 16
-"""Sessions that are looked up before streams get their turn."""
+"""Number of sessions that are looked up before streams get their turn."""
 _TIERS: Final = ("device", "host", "disk", "device")
-"""By column of the index; what is expected is being computed."""
+"""Tiers by the index's columns. The last column is for chunks that are being computed on the device."""
 
 
 class Known(NamedTuple):
-    """What a record's value says."""
+    """The contents of a session's record, as far as the dashboard shows them."""
 
     version: int
     turns: int
@@ -56,19 +56,19 @@ class Known(NamedTuple):
     parent: str
     schema: str
     names: Sequence[bytes]
-    """Of its full chunks; of a session with modules none."""
+    """Names of the session's full chunks; empty for a session with modules."""
     chunk_size: int
 
 
 class Listed(NamedTuple):
-    """A stored session."""
+    """A stored session: its record and the tenant that owns it."""
 
     owner: str
     record: Record
 
 
 class StoredSessions:
-    """All of them, as far as this router has looked."""
+    """All stored sessions that this router has seen."""
 
     def __init__(self, service: RouterService) -> None:
         self._service = service
@@ -78,7 +78,7 @@ class StoredSessions:
         self._look: asyncio.Task[None] | None = None
 
     async def look(self) -> None:
-        """See that what is known is fresh.
+        """Fetch the list of sessions, unless the present one is still fresh.
 
         Raises:
             ApiError: 503, no controller answers.
@@ -93,7 +93,7 @@ class StoredSessions:
     def _looked(self, task: asyncio.Task[None]) -> None:
         self._look = None
         if not task.cancelled():
-            task.exception()  # told to those who wait for it
+            task.exception()  # callers of `look` get it
 
     async def _refresh(self) -> None:
         home_of, clock = self._service.sessions.home_of, asyncio.get_running_loop().time
@@ -115,10 +115,10 @@ class StoredSessions:
         self._fresh_until = clock() + max(FRESH_SECONDS, lasts)
 
     async def _list(self) -> list[Listed]:
-        """What all controllers have; of those that are away, what they had at the last look.
+        """Return the sessions of all controllers; for those that are away, the sessions of the last look.
 
         Raises:
-            ApiError: 503, all of them are.
+            ApiError: 503, all controllers are away.
         """
         service = self._service
         asked = [(link, owner) for link in service.links for owner in service.tenants.owners()]
@@ -155,7 +155,7 @@ class StoredSessions:
             with known(identity=identity):
                 stored = await self._service.sessions.peek(listed.record.id)
         except ApiError:
-            return  # it has just gone, or cannot be read
+            return  # the record has just been deleted, or cannot be read
         self._known[listed.record.id] = self._read(stored.record.version, stored.session, identity.salt)
         self._known.move_to_end(listed.record.id)
         if len(self._known) > KNOWN_MAX:
@@ -174,7 +174,7 @@ class StoredSessions:
         return Known(version, session.turns, session.token_count, session.parent, schema, names, size)
 
     async def table(self, limit: int) -> list[dict[str, Any]]:
-        """The sessions that were used last, stored ones and labels.
+        """Return the sessions that were used last, both stored ones and labels.
 
         Raises:
             ApiError: as `look`.
@@ -218,7 +218,7 @@ class StoredSessions:
         return row | told | self._place(known)
 
     def _place(self, known: Known) -> dict[str, Any]:
-        """Where its KV is: at the group that has most of it."""
+        """Return where a session's KV is: the group that has most of it, how many tokens, and in which tier."""
         if not known.names:
             return {}
         now = asyncio.get_running_loop().time()
@@ -235,7 +235,7 @@ class StoredSessions:
         }
 
     async def by_chunk(self, names: Collection[bytes], sessions_max: int) -> dict[bytes, list[str]]:
-        """Which sessions have each of these chunks, those that were used last first."""
+        """Return which sessions have each of these chunks, the last used ones first."""
         found: dict[bytes, list[str]] = {}
         for count, listed in enumerate(self._listed[:sessions_max]):
             if count % _PORTION == _PORTION - 1:
@@ -248,7 +248,7 @@ class StoredSessions:
 
 
 def labels(service: RouterService) -> list[dict[str, Any]]:
-    """Conversations that are not stored but named by their clients, as far back as choices are remembered."""
+    """Return the sessions that are not stored but only named by clients, as far back as choices are remembered."""
     offset = wall_clock()
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for logged in service.dispatcher.core.log.newest():

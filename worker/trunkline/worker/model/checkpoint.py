@@ -225,7 +225,7 @@ class _Reader:
         return self._kernels.pack_linear(weight, bias, self._quantisation)
 
     def _column_parallel(self, prefix: str, pieces: list[Piece], has_bias: bool) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias."""
+        """Return the weight, and the bias if there is one, of several matrices stacked into one."""
         weight = torch.cat([self._matrix(f"{prefix}{name}.weight", rows) for name, rows in pieces])
         if not has_bias:
             return weight, None

@@ -41,7 +41,7 @@ _TIMEOUT: Final = datetime.timedelta(minutes=5)
 slow loading on one rank. A peer's death is noticed at once: its connections close, and its locks are given up."""
 
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
-"""The same for all that run on one kernel, in whatever container."""
+"""File with an id that is the same for all processes on one kernel, in whatever container they run."""
 
 _T = TypeVar("_T")
 
