@@ -74,7 +74,7 @@ def test_the_budget_is_never_more_than_the_step_can_take() -> None:
 
 
 def test_the_budget_follows_the_machine() -> None:
-    """Somebody else takes two thirds of the machine, then leaves."""
+    """Another program takes two thirds of the machine, then leaves."""
     costs = StepCosts(0.0)
     rng = random.Random(7)
     times: list[float] = []

@@ -10,7 +10,7 @@ from mutants.run import AREAS, Copy, Edit, Mutant, MutantError, Sources, load_mu
 
 
 def test_every_mutant_fits_the_sources() -> None:
-    """Whoever changes a line that a mutant names changes the mutant as well (`run.py --check` lists them)."""
+    """A change of a line that a mutant names changes the mutant as well (`run.py --check` lists them)."""
     assert problems() == []
 
 

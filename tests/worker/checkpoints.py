@@ -197,7 +197,7 @@ def make_checkpoint(folder: Path, name: str = "gqa", *, seed: int = 0, **overrid
 
 
 class Models:
-    """Checkpoints that the tests of a session share; nobody changes them."""
+    """Checkpoints that the tests of a session share; no test changes them."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

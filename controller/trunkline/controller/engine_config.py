@@ -36,7 +36,7 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_context: int = 2048
     """Prompt + output tokens of one sequence at most: what the model's positions allow."""
     token_budget: int = 1024
-    """Tokens computed in one step at most. Bounds how long running streams wait for somebody's prefill."""
+    """Tokens computed in one step at most. Bounds how long running streams wait for another request's prefill."""
     max_rows: int = 256
     """Sequences that decode in one step at most."""
     max_waiting: int = 1024

@@ -1,4 +1,4 @@
-"""The grammars that requests ask for: each is compiled once, and kept while somebody may need it again. Pure.
+"""The grammars that requests ask for: each is compiled once, and kept while a request may need it again. Pure.
 
 A request with a grammar waits in the queue, holding nothing, until the workers have compiled it beside their
 steps; so nobody's tokens wait for somebody's schema.

@@ -214,7 +214,7 @@ class ControllerService:
         if self.engine.is_away:
             self._deadlines.drain = 0.0  # who will not be computed here any more may go on elsewhere
         if self.engine.is_idle and not self.engine.is_away:
-            # Nobody waits for an answer any more: only what is not on disk yet, and that not for long.
+            # No client waits for an answer any more: only what is not on disk yet, and that not for long.
             self._deadlines.settle = min(self._deadlines.settle, time.monotonic() + SETTLE_SECONDS_MAX)
             if time.monotonic() >= self._deadlines.settle:
                 return True

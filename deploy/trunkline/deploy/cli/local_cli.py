@@ -28,7 +28,7 @@ def ui(port: _Port = None, url: _Url = "", api_key_file: _KeyFile = "") -> None:
     """Print the address of the dashboard, with the key that it needs.
 
     The key stands behind a #, which browsers do not send to servers. But
-    whoever has the address may do everything.
+    any client that has the address may do everything.
 
     [bold]Example[/]
 
