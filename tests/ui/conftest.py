@@ -91,21 +91,31 @@ class Watched:
         assert [url for url in self.asked if self.dashboard.cluster.admin_key in url] == []
 
 
-@pytest.fixture(scope="package")
-def dashboard() -> Iterator[Dashboard]:
-    """Two groups that have answered a few requests with a common beginning."""
+@pytest.fixture(scope="session")
+def served() -> Iterator[Cluster]:
+    """Two groups."""
     if CHROMIUM is None:
         pytest.skip("these tests need Debian's `chromium`")
     with Cluster("--groups", "2", "--tp", "1", "--dtype", "float32") as cluster:
-        with sync_playwright() as playwright:
-            browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-            served = Dashboard(cluster, browser)
-            for number, question in enumerate(QUESTIONS):
-                served.chat(question, session=f"user-{number}")
-                served.chat(question, "And why?", session=f"user-{number}")
-            yield served
-            browser.close()
+        yield cluster
         assert cluster.stop() == 0
+
+
+@pytest.fixture(scope="module")
+def dashboard(served: Cluster) -> Iterator[Dashboard]:
+    """Two groups that have answered a few requests with a common beginning, and a browser.
+
+    The browser lives for one file of tests: Playwright keeps an event loop running in this thread as long, in which
+    tests of other files could not call `asyncio.run`.
+    """
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        dashboard = Dashboard(served, browser)
+        for number, question in enumerate(QUESTIONS):
+            dashboard.chat(question, session=f"user-{number}")
+            dashboard.chat(question, "And why?", session=f"user-{number}")
+        yield dashboard
+        browser.close()
 
 
 @pytest.fixture
