@@ -1,4 +1,20 @@
-"""What can go wrong with a request, in OpenAI's form. Everything a client gets to see ends here."""
+"""The router's exceptions. What a client sees of them is an `ApiError`, in OpenAI's form.
+
+RouterError
+├─ ApiError                an answer that is not 200; endpoints let it through
+│  ├─ AuthError            the request has no key, or a key that may not do this   tenancy/auth.py
+│  └─ OverLimitError       the tenant has used up one of its limits                tenancy/tenants.py
+├─ PromptError             what a client sent cannot become a prompt; also a ValueError
+│  ├─ ChatTemplateError    the model's chat template refuses the messages          text/chat_template.py
+│  ├─ TurnError            a tool's result answers no call                         text/tool_turns.py
+│  ├─ CutError             the parts of a context that must stay do not fit        text/truncation.py
+│  ├─ PmlError             a schema or a prompt in PML is wrong                    pml/pml_error.py
+│  └─ RoleTemplateError    the chat template refuses a role that PML uses          pml/pml_error.py
+├─ TemplateLimitError      rendering a chat template takes too much                text/template_limits.py
+├─ NoControllerError       no controller can take a request now                    routing/core.py
+├─ ClientLeftError         the client has closed its connection                    http/answers.py
+└─ TooManyPartsError       a body has more JSON values than the router parses      http/body.py
+"""
 
 from __future__ import annotations
 
@@ -14,8 +30,16 @@ TIMED_OUT: Final = "timeout"
 """A reason beside `FinishReason`'s: the router's own time limit."""
 
 
-class ApiError(Exception):
-    """An answer that is not 200: raised anywhere below an endpoint, written out at one place."""
+class RouterError(Exception):
+    """Base class of all exceptions that the router itself raises."""
+
+
+class PromptError(RouterError, ValueError):
+    """What a client sent cannot become a prompt. The API answers 400 with the exception's text."""
+
+
+class ApiError(RouterError):
+    """An answer that is not 200. Code anywhere below an endpoint may raise it; `app.py` makes the response."""
 
     def __init__(
         self,

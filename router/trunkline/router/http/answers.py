@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from trunkline.router.errors import ApiError
+from trunkline.router.errors import ApiError, RouterError
 
 CLIENT_LEFT_STATUS: Final = 499
 """nginx's status for a client that has left; seen in metrics and logs only."""
@@ -38,7 +38,7 @@ class Closable(Protocol):
         """Abort the work if it still runs. May be called again."""
 
 
-class ClientLeftError(Exception):
+class ClientLeftError(RouterError):
     """The client closed its connection; nobody reads an answer."""
 
 

@@ -21,6 +21,8 @@ import numpy as np
 import numpy.typing as npt
 from pydantic_core import from_json
 
+from trunkline.router.errors import RouterError
+
 PIECE_BYTES: Final = 256 << 10
 """What is parsed with one call. A shorter document is one piece, and is not scanned."""
 PARTS_MAX: Final = 84 << 10
@@ -43,7 +45,7 @@ _STEPS: Final = np.array([0, 1, -1, 0, 0], np.int32)
 _PAIRS: Final = {ord("["): ord("]"), ord("{"): ord("}")}
 
 
-class TooManyPartsError(Exception):
+class TooManyPartsError(RouterError):
     """A document is beyond a limit; the text says which."""
 
 

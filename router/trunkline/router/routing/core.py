@@ -16,6 +16,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from trunkline.kvstore.extents import blocks_for
+from trunkline.router.errors import RouterError
 from trunkline.router.routing.breaker import Breaker
 from trunkline.router.routing.decision_log import DecisionLog
 from trunkline.router.routing.index import TIERS, ChunkIndex, IntArray
@@ -30,7 +31,7 @@ _UNKNOWN_CHUNK: Final = 64
 """Tokens of a chunk of a controller that has not said it."""
 
 
-class NoControllerError(Exception):
+class NoControllerError(RouterError):
     """No controller can take the request now."""
 
     def __init__(self, message: str, wait_seconds: float) -> None:
