@@ -16,7 +16,7 @@ from controller.hostile_peers import requests
 from simulation.hostile import altered
 
 from trunkline.runtime.wire_keys import PARTS, Role, generate, write
-from trunkline.runtime.wire_peer import WirePeer
+from trunkline.runtime.wire_sockets import WirePeer
 
 pytestmark = pytest.mark.processes
 

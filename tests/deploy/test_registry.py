@@ -18,7 +18,7 @@ from trunkline.deploy.supervisor.registry import (
 )
 from trunkline.deploy.supervisor.rundir import run_folder
 from trunkline.deploy.supervisor.statuses import SOCKET_NAME, Report, StatusSocket, parse_report
-from trunkline.runtime.notify import report_status
+from trunkline.runtime.process import report_status
 
 
 def running(port: int) -> Running:

@@ -14,7 +14,7 @@ from kubernetes.rendering import Object, of_kind, only, render
 from trunkline.router.config import NO_LIMITS
 from trunkline.router.tenancy.auth import Role
 from trunkline.router.tenancy.tenant_file import parse_rules
-from trunkline.runtime.wire_seed import keys_of
+from trunkline.runtime.wire_keys import keys_from_seed
 
 pytestmark = pytest.mark.area("kubernetes")
 VALKEY: Object = {"remoteTier": {"mode": "valkey"}}
@@ -90,7 +90,7 @@ def test_a_tier_that_is_added_later_gets_its_password(cluster: FakeCluster) -> N
 
 
 def test_the_seed_makes_wire_keys() -> None:
-    assert len(keys_of(_text(only(render(), "Secret", "-wire"), "seed")).generations) == 1
+    assert len(keys_from_seed(_text(only(render(), "Secret", "-wire"), "seed")).generations) == 1
 
 
 def test_own_secrets_are_used_and_none_is_made() -> None:

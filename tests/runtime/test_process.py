@@ -9,8 +9,7 @@ from collections.abc import Iterator
 import pytest
 import structlog
 
-from trunkline.runtime.process import configure_logging
-from trunkline.runtime.rare_log import RareLog
+from trunkline.runtime.process import RareLog, configure_logging
 
 
 @pytest.fixture(autouse=True)

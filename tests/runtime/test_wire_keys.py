@@ -13,7 +13,7 @@ import zmq
 
 from trunkline.controller.config import ControllerConfig
 from trunkline.controller.engine_config import ConfigError
-from trunkline.runtime import wire_seed
+from trunkline.runtime import wire_keys
 from trunkline.runtime.wire_keys import (
     GENERATIONS_MAX,
     PARTS,
@@ -177,12 +177,12 @@ NEW = "b" * 16 + "9Zk" * 10
 
 
 def test_the_same_seed_makes_the_same_keys_and_another_others() -> None:
-    assert wire_seed.keys_of(OLD) == wire_seed.keys_of(f"  {OLD}\n")
-    assert wire_seed.keys_of(OLD).names != wire_seed.keys_of(NEW).names
+    assert wire_keys.keys_from_seed(OLD) == wire_keys.keys_from_seed(f"  {OLD}\n")
+    assert wire_keys.keys_from_seed(OLD).names != wire_keys.keys_from_seed(NEW).names
 
 
 def test_roles_have_different_keys() -> None:
-    generation = wire_seed.keys_of(OLD).generations[0]
+    generation = wire_keys.keys_from_seed(OLD).generations[0]
     assert len({generation.of(role).secret for role in Role}) == len(Role)
 
 
@@ -192,14 +192,14 @@ def test_each_part_gets_a_file_that_loads_with_its_own_secrets_only(tmp_path: Pa
     for part, roles in PARTS.items():
         target = tmp_path / f"{part}.keys"
         for _ in range(2):  # a pod's init containers may run again
-            wire_seed.main(["--part", part, str(seed), str(target)])
+            wire_keys.main(["--part", part, str(seed), str(target)])
         generation = load(target).generations[0]
         assert {role for role in Role if generation.of(role).secret} == set(roles)
         assert stat.S_IMODE(target.stat().st_mode) == 0o600
 
 
 def test_parts_know_each_other_while_seeds_change() -> None:
-    before, between = wire_seed.keys_of(OLD), wire_seed.keys_of(f"{NEW}\n{OLD}")
+    before, between = wire_keys.keys_from_seed(OLD), wire_keys.keys_from_seed(f"{NEW}\n{OLD}")
     assert between.generations[1] == before.generations[0]
     assert before.lets_in(Role.ROUTER) < between.lets_in(Role.ROUTER)
 
@@ -219,11 +219,11 @@ def test_what_is_no_seed_is_refused_and_not_shown(tmp_path: Path, text: bytes, s
     seed = tmp_path / "seed"
     seed.write_bytes(text)
     with pytest.raises(SystemExit, match=says) as refused:
-        wire_seed.main(["--part", "router", str(seed), str(tmp_path / "keys")])
+        wire_keys.main(["--part", "router", str(seed), str(tmp_path / "keys")])
     assert OLD not in str(refused.value)
     assert not (tmp_path / "keys").exists()
 
 
 def test_a_seed_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(WireKeysError, match="nowhere: the seed cannot be read"):
-        wire_seed.read_seed(tmp_path / "nowhere")
+        wire_keys.read_seed(tmp_path / "nowhere")

@@ -32,9 +32,9 @@ from trunkline.controller.messages import (
     WorkerReady,
     WorkerReport,
 )
-from trunkline.kvstore.int32_codec import pack_int32, unpack_int32
+from trunkline.kvstore.chunks import pack_int32, unpack_int32
 from trunkline.kvstore.tier import TierKind
-from trunkline.runtime.host import is_worker, node_id
+from trunkline.runtime.process import is_worker, node_id
 from trunkline.worker import service
 from trunkline.worker.messages import (
     LEAVE_TOPIC,

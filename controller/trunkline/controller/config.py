@@ -45,7 +45,7 @@ class ControllerConfig(EngineLimits, frozen=True, kw_only=True):
     resume_seconds_max: float = 300.0
     """Requests wait so long for other workers when theirs are lost."""
     status_path: str = ""
-    """Socket of the supervisor for what this process says of itself (`trunkline.runtime.notify`); "": none."""
+    """Socket of the supervisor for what this process says of itself (`trunkline.runtime.process`); "": none."""
     debug_checks: bool = False
     """Check the engine's invariants after every step (slow: for tests and bug hunts)."""
     router_silence_seconds_max: float = 10.0

@@ -8,7 +8,7 @@ from typing import Final
 
 import msgspec
 
-from trunkline.router.text.tool_styles import STYLE_NAMES
+from trunkline.router.text.tool_turns import STYLE_NAMES
 from trunkline.runtime.wire_keys import Role, problem_of
 
 TOOL_CALL_PARSERS = ("auto", *STYLE_NAMES)
@@ -84,7 +84,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Descriptor of an inherited listening socket, from which others may accept, too; `host` and `port` then
     only say where it listens. 0: none; the process binds its own."""
     status_path: str = ""
-    """Socket of the supervisor for what this process says of itself (`trunkline.runtime.notify`); "": none."""
+    """Socket of the supervisor for what this process says of itself (`trunkline.runtime.process`); "": none."""
     served_model_name: str = ""
     """Name clients use; empty: the name of the folder `model_path`."""
     served_model_aliases: list[str] = []

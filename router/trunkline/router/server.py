@@ -32,7 +32,7 @@ from trunkline.router.http.connections import BoundedProtocol, ConnectionLimits,
 from trunkline.router.http.large_requests import bound_heap
 from trunkline.router.service import RouterService
 from trunkline.router.text.tokenizer import Tokenizer
-from trunkline.runtime.notify import report_status
+from trunkline.runtime.process import report_status
 
 _ALLOCATIONS_PER_COLLECTION: Final = 20_000
 _BACKLOG: Final = 2048

@@ -39,7 +39,7 @@ from trunkline.router.telemetry.request_record import RequestRecord, current_rec
 from trunkline.router.tenancy.tenants import Meter, Tenants, current_meter
 from trunkline.router.text.tokenizer import Tokenizer
 from trunkline.runtime.wire_keys import Role
-from trunkline.runtime.wire_peer import WirePeer
+from trunkline.runtime.wire_sockets import WirePeer
 
 _CREATED: Final = int(time.time())
 

@@ -1,23 +1,34 @@
-"""Set up a Trunkline process: its title, its log, and its end when its supervisor ends.
+"""Set up the process of a role: its title, its log, its status reports, and its end with the supervisor.
 
-A leaf (it imports nothing of Trunkline), so that each role's `__main__` may use it although `deploy`
-stands above the roles (docs/architecture.md).
+This module imports nothing of Trunkline, so that every role's `__main__` may use it although `deploy` stands above
+the roles (docs/architecture.md).
 """
 
 from __future__ import annotations
 
 import ctypes
+import json
 import logging
 import os
 import signal
+import socket
 import sys
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, Final
 
 import setproctitle
 import structlog
 
 LOG_FORMATS: Final = ("auto", "json", "text")
+RARE_LOG_S: Final = 10.0
 _PR_SET_PDEATHSIG: Final = 1  # from <linux/prctl.h>
+_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+_PID_NAMESPACE: Final = "/proc/self/ns/pid"
+_REPORT_S_MAX: Final = 1.0
+"""A slow supervisor holds few datagrams, and one that hangs must not block its children."""
+_KINDS_MAX: Final = 64
+"""Kinds of warnings that a `RareLog` counts apart, at most."""
 
 
 def die_with_parent(parent_pid: int) -> None:
@@ -95,3 +106,78 @@ def enter_role(
     configure_logging(role, log_level, log_format, **fields)
     if parent_pid:
         die_with_parent(parent_pid)
+
+
+def node_id() -> str:
+    """Return a name for the running kernel and the namespace of process ids; "" if it cannot be found out.
+
+    Among processes with the same name, a process id means the same process.
+    """
+    try:
+        return f"{_BOOT_ID.read_text().strip()}:{os.stat(_PID_NAMESPACE).st_ino}"
+    except OSError:
+        return ""
+
+
+def is_worker(pid: int) -> bool:
+    """Return whether this is the id of a worker, by its title or, before it has one, its command line."""
+    with suppress(OSError):
+        line = Path(f"/proc/{pid}/cmdline").read_bytes()
+        return line.startswith(b"trunkline: worker ") or b"trunkline.worker" in line.split(b"\0")
+    return False
+
+
+def report_status(path: str, status: str, detail: str = "", *, epoch: int = 0) -> bool:
+    """Report a status to the supervisor; never raise.
+
+    Args:
+        path: The path of its socket, `status_path` of the configuration; "" if the process has no supervisor.
+        status: "starting", "ready", "draining" or "failed".
+        detail: The reason, for people.
+        epoch: The epoch of a worker's group.
+
+    Returns:
+        Whether the report was sent. Callers need not act on it: children end with their supervisor.
+    """
+    if not path:
+        return False
+    report = {"pid": os.getpid(), "status": status, "detail": detail[:500], "epoch": epoch}
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+            sender.settimeout(_REPORT_S_MAX)
+            sender.sendto(json.dumps(report).encode(), path)
+    except OSError:
+        return False
+    return True
+
+
+class RareLog:
+    """Limits warnings that a peer can cause.
+
+    The first warning of a kind is written at once; then one in each interval, with the number of those left out.
+    """
+
+    def __init__(self, name: str, interval_s: float = RARE_LOG_S) -> None:
+        self.counts: dict[str, int] = {}
+        """How often each kind of warning came, written or not."""
+        self._log = structlog.get_logger(name)
+        self._interval_s = interval_s
+        self._last: dict[str, tuple[float, int]] = {}
+        """When each kind was last written, and its count then."""
+
+    def warning(self, event: str, now: float, **fields: Any) -> None:
+        """Warn, unless a warning of this kind was written lately.
+
+        Args:
+            event: The kind of warning, so it must not contain text that a peer sent.
+            now: The time, in seconds.
+        """
+        if event not in self.counts and len(self.counts) >= _KINDS_MAX:
+            event = "other"
+        count = self.counts[event] = self.counts.get(event, 0) + 1
+        written_at, written = self._last.get(event, (float("-inf"), 0))
+        if now - written_at < self._interval_s:
+            return
+        self._last[event] = (now, count)
+        unwritten = {"not_logged": count - written - 1} if count - written > 1 else {}
+        self._log.warning(event, **fields, **unwritten)

@@ -1,22 +1,32 @@
-"""The file of keys by which a cluster's processes authenticate each other on the network.
+"""The keys by which a cluster's processes authenticate each other on the network: the file of keys, and seeds.
 
     {"format": 1, "generations": [{"controller": {"public": …, "secret": …}, "router": …, "worker": …}, …]}
 
 Controllers are CURVE servers; routers and workers are clients. Each role has a key pair of its own, so that a
 router's secret does not allow to pass for a worker, which receives the tokens of all prompts, nor for a controller
- (docs/decisions/0014-wire-keys.md). A file may have only those secrets that its host needs (`part`).
+(docs/decisions/0014-wire-keys.md). A file may have only those secrets that its host needs (`part`).
 
 Keys change by *generations*: servers use the newest, and let in clients of all that their file lists; clients try
 one after the other. So files may be exchanged and processes started again in any order while two are listed.
 
-A leaf (it imports nothing of Trunkline), as `trunkline.runtime.process` is: every role reads the file.
+Where a text can be kept but key pairs cannot be made, as in a Kubernetes Secret, keys are made from a *seed*:
+
+    python -m trunkline.runtime.wire_keys --part group SEED_FILE KEY_FILE
+
+Every line of the seed is a generation, newest first. The same line makes the same keys wherever it is read, so the
+parts of a cluster agree without talking to each other. The seed gives all keys: only the step that runs this may
+read it.
+
+This module imports nothing of Trunkline, as `process.py` does not: every role reads the file.
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import os
 import stat
+import sys
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -268,3 +278,71 @@ def problem_of(endpoints: Sequence[str], path: str, role: Role, *, plain_tcp: bo
             "or say --plain-tcp where no other machine can reach it"
         )
     return ""
+
+
+SEED_CHARACTERS_MIN: Final = 32
+"""Of random letters and digits: more than 160 bits."""
+_SEED_BYTES_MAX: Final = 4096
+
+
+def keys_from_seed(seed: str) -> WireKeys:
+    """Return the keys that a seed stands for.
+
+    Raises:
+        WireKeysError: A line has too few characters, or there are too few or too many lines.
+    """
+    lines = [line for line in map(str.strip, seed.splitlines()) if line]
+    if not 1 <= len(lines) <= GENERATIONS_MAX:
+        raise WireKeysError(
+            f"the seed has {len(lines)} lines; 1 to {GENERATIONS_MAX} are allowed, the newest first"
+        )
+    for number, line in enumerate(lines, 1):
+        if len(line) < SEED_CHARACTERS_MIN:
+            raise WireKeysError(
+                f"line {number} of the seed has {len(line)} characters; it must have {SEED_CHARACTERS_MIN} random "
+                "ones at least, as `openssl rand -hex 32` makes them"
+            )
+    return WireKeys(tuple(Generation(*(_pair(line, role) for role in Role)) for line in lines))
+
+
+def _pair(line: str, role: Role) -> Pair:
+    # Any 32 bytes are a secret key of Curve25519; its own clamping takes out the bits that may not vary.
+    secret = hashlib.blake2b(line.encode(), digest_size=32, person=f"tl-{role.value}".encode()).digest()
+    text = z85.encode(secret)
+    return Pair(zmq.curve_public(text).decode(), text.decode())
+
+
+def read_seed(path: str | Path) -> str:
+    """Return the text of a seed.
+
+    Raises:
+        WireKeysError: It cannot be read, or is not text.
+    """
+    try:
+        with open(path, "rb") as file:
+            data = file.read(_SEED_BYTES_MAX + 1)
+    except OSError as error:
+        raise WireKeysError(f"{path}: the seed cannot be read: {error.strerror}") from error
+    if len(data) > _SEED_BYTES_MAX:
+        raise WireKeysError(f"{path}: more than {_SEED_BYTES_MAX} bytes; this is no seed")
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        raise WireKeysError(f"{path}: the seed is no text; make one with `openssl rand -hex 32`") from None
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Write the file of keys, in place of one that exists."""
+    parser = argparse.ArgumentParser(prog="wire_keys", description="Write a file of wire keys from a seed.")
+    parser.add_argument("--part", choices=sorted(PARTS), required=True, help="whose secrets are written down")
+    parser.add_argument("seed_file", type=Path)
+    parser.add_argument("key_file", type=Path)
+    given = parser.parse_args(arguments)
+    try:
+        write(keys_from_seed(read_seed(given.seed_file)).part(PARTS[given.part]), given.key_file, overwrite=True)
+    except WireKeysError as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()

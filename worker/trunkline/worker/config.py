@@ -82,7 +82,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Hexadecimal, of configuration and weights as they are computed with; the controller refuses a rank with
     another one than its own. "": not compared."""
     status_path: str = ""
-    """Socket of the supervisor for what this process says of itself (`trunkline.runtime.notify`); "": none."""
+    """Socket of the supervisor for what this process says of itself (`trunkline.runtime.process`); "": none."""
     threads: int = 1
     """Compute threads of this rank: its share of the cores."""
     epoch: int = 1

@@ -37,12 +37,10 @@ from trunkline.controller.messages import (
     WorkerReady,
     WorkerReport,
 )
-from trunkline.runtime.host import node_id
-from trunkline.runtime.notify import report_status
-from trunkline.runtime.rare_log import RareLog
+from trunkline.runtime.process import RareLog, node_id, report_status
 from trunkline.runtime.tracing import start as start_tracing
 from trunkline.runtime.wire_keys import Role
-from trunkline.runtime.wire_peer import HANDSHAKE_FAILED, WirePeer
+from trunkline.runtime.wire_sockets import HANDSHAKE_FAILED, WirePeer
 from trunkline.worker.config import WorkerConfig
 from trunkline.worker.errors import PeerLostError, PlanError, RankRefusedError, WorkerError, can_never_work
 from trunkline.worker.messages import (

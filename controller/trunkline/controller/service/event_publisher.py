@@ -19,8 +19,8 @@ from trunkline.controller.messages import EventsCall
 from trunkline.controller.service.status import load_of
 from trunkline.controller.service.tree_view import Descriptions
 from trunkline.router.messages import EventsReply, KvEvents
-from trunkline.runtime.wire_gate import SUBSCRIPTION_BYTES_MAX, Gate
 from trunkline.runtime.wire_keys import Role
+from trunkline.runtime.wire_sockets import SUBSCRIPTION_BYTES_MAX, Gate
 
 STREAM_BYTES: Final = 8
 IDLE_SECONDS: Final = 1.0

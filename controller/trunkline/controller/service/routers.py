@@ -18,11 +18,11 @@ from msgspec.structs import replace
 from trunkline.controller.engine.events import EngineOutputs
 from trunkline.controller.messages import RouterRequest, TopLogprobs
 from trunkline.controller.service.validation import NUMBER_BITS
-from trunkline.kvstore.int32_codec import pack_int32
+from trunkline.kvstore.chunks import pack_int32
 from trunkline.router.messages import BeamsFound, Finished, Outputs, PromptScored, RouterMessage, Started
-from trunkline.runtime.rare_log import RareLog
-from trunkline.runtime.wire_gate import MESSAGE_BYTES_MAX, Gate
+from trunkline.runtime.process import RareLog
 from trunkline.runtime.wire_keys import Role
+from trunkline.runtime.wire_sockets import MESSAGE_BYTES_MAX, Gate
 
 CLIENT_SHIFT: Final = NUMBER_BITS
 NUMBER_MASK: Final = (1 << CLIENT_SHIFT) - 1

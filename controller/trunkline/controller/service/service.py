@@ -65,7 +65,6 @@ from trunkline.controller.service.validation import (
     problem_of,
     problem_of_call,
     problem_of_prefetch,
-    request_of,
     request_of_prefetch,
 )
 from trunkline.controller.service.wakeup import WakeUps
@@ -82,9 +81,9 @@ from trunkline.router.messages import (
     Prefetched,
     State,
 )
-from trunkline.runtime.notify import report_status
+from trunkline.runtime.process import report_status
 from trunkline.runtime.tracing import start as start_tracing
-from trunkline.runtime.wire_gate import Gate
+from trunkline.runtime.wire_sockets import Gate
 
 EXIT_CONFIG: Final = 2
 """Exit code of a controller whose configuration can never work: to start it again would be of no use."""
@@ -411,7 +410,7 @@ class ControllerService:
             self.clients.send(client, Outputs(client.next_seq(), finished=[refusal]))
             return
         trace = self._request_log.ids(message.trace)
-        self._pending.events.append(request_of(message, client.index << CLIENT_SHIFT | message.request, trace))
+        self._pending.events.append(Request.of(client.index << CLIENT_SHIFT | message.request, message, trace))
 
     def _prefetch(self, client: Client, message: Prefetch) -> None:
         if self.engine is None or problem_of_prefetch(message, self.config.vocab_size):

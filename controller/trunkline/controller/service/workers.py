@@ -31,10 +31,9 @@ from trunkline.controller.messages import (
 )
 from trunkline.controller.service.membership import REASON_WITHIN_S, GroupLostError, Membership, disagreement
 from trunkline.controller.service.validation import problem_of_report
-from trunkline.runtime.host import is_worker, node_id
-from trunkline.runtime.rare_log import RareLog
-from trunkline.runtime.wire_gate import MESSAGE_BYTES_MAX, SUBSCRIPTION_BYTES_MAX, Gate
+from trunkline.runtime.process import RareLog, is_worker, node_id
 from trunkline.runtime.wire_keys import Role
+from trunkline.runtime.wire_sockets import MESSAGE_BYTES_MAX, SUBSCRIPTION_BYTES_MAX, Gate
 from trunkline.worker.messages import (
     LEAVE_TOPIC,
     Leave,

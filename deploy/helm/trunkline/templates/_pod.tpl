@@ -86,7 +86,7 @@ demo
 - name: wire-keys
   image: {{ include "trunkline.image" . }}
   imagePullPolicy: {{ .Values.image.pullPolicy }}
-  command: [python, -m, trunkline.runtime.wire_seed, --part, {{ $role }}, /secrets/wire/seed, /run/trunkline/wire/wire.keys]
+  command: [python, -m, trunkline.runtime.wire_keys, --part, {{ $role }}, /secrets/wire/seed, /run/trunkline/wire/wire.keys]
   {{- include "trunkline.containerSecurity" . | nindent 2 }}
   resources:
     requests: {cpu: 50m, memory: 128Mi}

@@ -63,7 +63,7 @@ from trunkline.deploy.launch.protocol import (
 )
 from trunkline.deploy.launch.rotation import Follower, last_lines
 from trunkline.deploy.launch.shares import VISIBLE
-from trunkline.runtime.host import node_id
+from trunkline.runtime.process import node_id
 
 KEEPER: Final = (sys.executable, "-P", "-m", "trunkline.deploy.launch.keeper")
 _UNITS: Final = "units"

@@ -29,8 +29,7 @@ from trunkline.deploy.launch.protocol import UnitRecord
 from trunkline.deploy.launch.rotation import LogFile
 from trunkline.deploy.supervisor.members import EXIT_IMPOSSIBLE
 from trunkline.deploy.supervisor.restarts import LASTING_S, Record
-from trunkline.runtime.host import node_id
-from trunkline.runtime.process import die_with_parent
+from trunkline.runtime.process import die_with_parent, node_id
 
 PROGRAM: Final = (sys.executable, "-P", "-m", "trunkline.deploy.cli.app")
 BUSY: Final = 3

@@ -1,4 +1,4 @@
-"""Receive the status reports of child processes (sent by `runtime/notify.py`)."""
+"""Receive the status reports of child processes (sent by `runtime/process.py`)."""
 
 from __future__ import annotations
 

@@ -23,12 +23,12 @@ import structlog
 import zmq
 
 from trunkline.controller.messages import EventsCall
-from trunkline.kvstore.names import NAME_BYTES
+from trunkline.kvstore.chunks import NAME_BYTES
 from trunkline.router.errors import ApiError
 from trunkline.router.messages import EventsReply, KvEvents
-from trunkline.runtime.rare_log import RareLog
+from trunkline.runtime.process import RareLog
 from trunkline.runtime.wire_keys import WireKeysError
-from trunkline.runtime.wire_peer import WirePeer
+from trunkline.runtime.wire_sockets import WirePeer
 
 STALE_SECONDS: Final = 5.0
 """A controller that tells nothing for so long, not even that there is nothing: what is known of it may be old."""

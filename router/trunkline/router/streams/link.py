@@ -56,9 +56,9 @@ from trunkline.router.messages import (
 )
 from trunkline.router.streams.reply_checks import problem_of_reply
 from trunkline.router.streams.streams import Event, Receiver
-from trunkline.runtime.rare_log import RareLog
+from trunkline.runtime.process import RareLog
 from trunkline.runtime.wire_keys import WireKeysError, is_network
-from trunkline.runtime.wire_peer import HANDSHAKE_FAILED, WirePeer
+from trunkline.runtime.wire_sockets import HANDSHAKE_FAILED, WirePeer
 
 PING_SECONDS: Final = 1.0
 _MESSAGES_PER_TURN: Final = 64
