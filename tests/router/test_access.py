@@ -22,8 +22,7 @@ from router.session_calls import chat, create, error_of, get
 
 from trunkline.router.config import RouterConfig
 from trunkline.router.tenancy import tenant_file
-from trunkline.router.tenancy.auth import hash_key
-from trunkline.router.tenancy.identity import tenant_salt
+from trunkline.router.tenancy.auth import hash_key, tenant_salt
 from trunkline.router.tenancy.tenants import Tenants
 from trunkline.router.text.tokenizer import Tokenizer
 

@@ -22,21 +22,19 @@ from trunkline.router.stores.schema_store import kind_of
 from trunkline.router.tenancy.auth import (
     ANONYMOUS,
     Access,
+    Authenticator,
+    Identity,
     Key,
     Role,
     TenantRules,
     access_needed,
+    cache_salt,
+    check_once,
+    current_identity,
     draw_key,
     hash_key,
     is_loopback,
     may_enter,
-)
-from trunkline.router.tenancy.identity import (
-    Authenticator,
-    Identity,
-    cache_salt,
-    check_once,
-    current_identity,
     salt_of,
     tenant_salt,
 )
@@ -60,22 +58,23 @@ def test_every_route_is_classified(router: RunningRouter) -> None:
     for route in all_routes(create_app(router.service)):
         path = getattr(route, "path", "")
         seen.add(path)
-        for method in getattr(route, "methods", None) or ():
-            access = access_needed(method, path.replace("{", "").replace("}", ""))
-            if path in OPEN:
-                assert access is Access.OPEN, path
-            elif path in ADMINS or path.startswith("/ui/api/"):
-                assert access is Access.ADMIN, path
-            elif path == "/metrics":
-                assert access is Access.METRICS
-            else:
-                assert access is Access.USER, f"{path}: classify it in auth.py, and here"
+        if not getattr(route, "methods", None):
+            continue
+        access = access_needed(path.replace("{", "").replace("}", ""))
+        if path in OPEN:
+            assert access is Access.OPEN, path
+        elif path in ADMINS or path.startswith("/ui/api/"):
+            assert access is Access.ADMIN, path
+        elif path == "/metrics":
+            assert access is Access.METRICS
+        else:
+            assert access is Access.USER, f"{path}: classify it in auth.py, and here"
     assert {"/flush_cache", "/v1/sessions/{session_id}", "/ui/api/overview"} <= seen
 
 
 def test_what_nobody_classified_is_unknown() -> None:
     for path in ("/v1", "/v1/", "/v1/new", "/ui/new", "/UI", "/metrics/", "//metrics", "/flush_cache/", "", "*"):
-        assert access_needed("GET", path) is Access.UNKNOWN
+        assert access_needed(path) is Access.UNKNOWN
         for role in (None, *Role):
             assert not may_enter(role, Access.UNKNOWN, keys_needed=False)
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from trunkline.router.telemetry.request_record import RequestRecord
-    from trunkline.router.tenancy.identity import Identity
+    from trunkline.router.tenancy.auth import Identity
     from trunkline.router.tenancy.tenants import Meter
 
 

@@ -17,14 +17,14 @@ from starlette.requests import Request
 from trunkline.router.api.logprobs import PromptScores, join_prompt_logprobs
 from trunkline.router.api.responses import CachedTokens, Usage, make_usage
 from trunkline.router.errors import ApiError, bad_value, unavailable
+from trunkline.router.jobs.decoding import owned
 from trunkline.router.jobs.job import Job, Limits, Prompt, bad_word_ids, make_job
 from trunkline.router.jobs.request_models import ChatRequest, CompletionRequest, Message
-from trunkline.router.jobs.structured import owned
 from trunkline.router.request_context import created_at, draw_hex, draw_seed
 from trunkline.router.service import RouterService
 from trunkline.router.streams.choices import FinishName, TokenLogprob
 from trunkline.router.streams.generation import Generation
-from trunkline.router.tenancy.identity import cache_salt
+from trunkline.router.tenancy.auth import cache_salt
 from trunkline.router.tenancy.tenants import current_meter
 from trunkline.router.text.chat_template import ChatTemplateError
 from trunkline.router.text.tokenizer import OFF_LOOP_CHARACTERS, Tokenizer

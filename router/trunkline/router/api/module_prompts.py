@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 from msgspec.structs import replace
 
 from trunkline.controller.messages import PromptLayout
-from trunkline.kvstore.int32_codec import pack_int32
+from trunkline.kvstore.chunks import pack_int32
 from trunkline.router import pml
 from trunkline.router.api.common import job_for
 from trunkline.router.api.turn import SessionTurn
@@ -29,7 +29,7 @@ from trunkline.router.service import RouterService
 from trunkline.router.stores.model_text import ModelText
 from trunkline.router.stores.schema_store import StoredSchema
 from trunkline.router.stores.session_history import PromptPart, SessionModules
-from trunkline.router.tenancy.identity import cache_salt
+from trunkline.router.tenancy.auth import cache_salt
 from trunkline.router.text.tokenizer import OFF_LOOP_CHARACTERS, Tokenizer
 from trunkline.router.text.tool_turns import TurnError, for_plain_template, for_tool_template, has_calls
 from trunkline.router.tools.plan import ToolPlan

@@ -16,7 +16,7 @@ from fastapi import APIRouter
 from pydantic_core import to_json
 from starlette.requests import Request
 
-from trunkline.kvstore.int32_codec import unpack_int32
+from trunkline.kvstore.chunks import unpack_int32
 from trunkline.kvstore.tier import TierKind
 from trunkline.router import pml
 from trunkline.router.api.common import check_model, service_of
@@ -39,7 +39,7 @@ from trunkline.router.jobs.parameters import SESSION_ID_CHARACTERS_MAX
 from trunkline.router.messages import ModulesReply, Record
 from trunkline.router.service import RouterService
 from trunkline.router.stores.schema_store import Definition, StoredSchema
-from trunkline.router.tenancy.identity import cache_salt
+from trunkline.router.tenancy.auth import cache_salt
 
 routes = APIRouter()
 

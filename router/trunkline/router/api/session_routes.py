@@ -14,7 +14,7 @@ from msgspec import UNSET
 from msgspec.structs import replace
 from starlette.requests import Request
 
-from trunkline.kvstore.int32_codec import pack_int32
+from trunkline.kvstore.chunks import pack_int32
 from trunkline.router.api.common import Rendering, check_length, check_model, service_of
 from trunkline.router.api.module_prompts import as_roles, place
 from trunkline.router.api.paging import PAGE_PARAMETERS, answer_of, components_of, make_page, page_of
@@ -50,7 +50,7 @@ from trunkline.router.stores.session_history import (
     token_at,
 )
 from trunkline.router.stores.session_store import StoredSession, is_stored, ttl_of
-from trunkline.router.tenancy.identity import cache_salt, current_identity
+from trunkline.router.tenancy.auth import cache_salt, current_identity
 from trunkline.router.text.truncation import (
     CutError,
     RetentionPolicy,

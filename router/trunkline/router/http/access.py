@@ -22,8 +22,14 @@ from trunkline.router.errors import ApiError
 from trunkline.router.http.answers import JsonResponse
 from trunkline.router.http.error_forms import error_body
 from trunkline.router.request_context import known
-from trunkline.router.tenancy.auth import Access, access_needed, is_loopback
-from trunkline.router.tenancy.identity import Identity, check_once, current_identity
+from trunkline.router.tenancy.auth import (
+    Access,
+    Identity,
+    access_needed,
+    check_once,
+    current_identity,
+    is_loopback,
+)
 from trunkline.router.tenancy.tenants import Tenants, metered
 
 _SAFE: Final = ("GET", "HEAD", "OPTIONS")
@@ -95,7 +101,7 @@ class AccessMiddleware:
         """
         headers = Headers(scope=scope)
         check_once(headers)
-        access = access_needed(scope["method"], scope["path"])
+        access = access_needed(scope["path"])
         if not self._tenants.needs_keys:
             self._check_page(scope["method"], headers)
         if access is Access.OPEN:

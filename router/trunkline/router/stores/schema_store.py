@@ -42,7 +42,7 @@ from trunkline.router.stores.record_homes import (
     record_call,
 )
 from trunkline.router.streams.link import Answer, ControllerLink
-from trunkline.router.tenancy.identity import current_identity
+from trunkline.router.tenancy.auth import current_identity
 from trunkline.router.text.tokenizer import Tokenizer
 
 _KIND: Final = "schema"

@@ -13,7 +13,7 @@ from typing import Any, Final
 import msgspec
 
 from trunkline.controller.messages import Prefetch, PromptLayout, RecordCall
-from trunkline.kvstore.int32_codec import pack_int32
+from trunkline.kvstore.chunks import pack_int32
 from trunkline.router.errors import ApiError, in_conflict, not_found, unavailable
 from trunkline.router.messages import Prefetched, Record, RecordReply
 from trunkline.router.request_context import draw_hex, request_name
@@ -27,7 +27,7 @@ from trunkline.router.stores.record_homes import (
 )
 from trunkline.router.stores.session_history import SessionState, pack_session, unpack_session
 from trunkline.router.streams.link import ControllerLink
-from trunkline.router.tenancy.identity import current_identity
+from trunkline.router.tenancy.auth import current_identity
 from trunkline.router.text.truncation import TokenSpan
 
 SESSION_PREFIX: Final = "sess_"

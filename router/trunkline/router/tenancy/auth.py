@@ -1,9 +1,14 @@
-"""Which key may do what. Pure: no clock, no I/O.
+"""Who sends a request, what its key may do, and whose sessions, schemas and cached KV it sees. Pure.
 
-    (method, path) ─► access_needed ─► may_enter(role of the key) ─► served, or 401, 403
+    headers ─► Authenticator ─► Identity ─► current_identity() in all code that works for the request
+    path ─► access_needed ─► may_enter(role of the key) ─► served, or 401, 403
 
-An endpoint that is not classified here is `UNKNOWN`, and is not served: one that is added without a line in the
-table cannot be reached with any key.
+An endpoint without a line in the table of this module is `Access.UNKNOWN` and is not served: no key opens an
+endpoint that was added without being classified.
+
+Owners. With keys (or a gateway that names tenants), sessions, schemas and cached KV belong to a tenant. Other
+tenants do not find them, and cannot tell from the time of an answer whether they exist. Without keys there is one
+owner, "". The operator's own keys act for this owner, too. It has all that was stored before there were keys.
 """
 
 from __future__ import annotations
@@ -19,6 +24,8 @@ from typing import Final
 import msgspec
 
 from trunkline.router.config import NO_LIMITS, TenantLimits
+from trunkline.router.errors import ApiError, bad_value
+from trunkline.router.request_context import current
 
 KEY_TOKEN: Final = "tl-"
 """Prefix of every generated key, by which people and secret scanners recognise it."""
@@ -26,13 +33,13 @@ _KEY_BYTES: Final = 32
 ANONYMOUS: Final = "anonymous"
 """The tenant of requests without a key."""
 KEY_PREFIX: Final = "key-"
-"""Begins the names of tenants that are known by nothing but their key."""
+"""Prefix of the name of a tenant that is known only by its key."""
 NAME: Final = re.compile(r"[\x21-\x7e]{1,128}")
 """What a tenant may be called."""
 
 
 class Role(StrEnum):
-    """What a key is for."""
+    """What a key may do."""
 
     USER = "user"
     """Text, sessions and schemas of its own tenant."""
@@ -43,31 +50,31 @@ class Role(StrEnum):
 
 
 class Access(StrEnum):
-    """Who gets in."""
+    """What an endpoint asks of a request's key."""
 
     OPEN = "open"
-    """Everyone: it shows no one's data."""
+    """No key: the endpoint shows no tenant's data."""
     USER = "user"
     METRICS = "metrics"
     ADMIN = "admin"
     UNKNOWN = "unknown"
-    """No one: there is no such endpoint."""
+    """There is no such endpoint: it is refused with every key."""
 
 
 class Key(msgspec.Struct, frozen=True):
-    """What is known of a key; the key itself is not."""
+    """What the router knows of a key. It does not have the key itself, only its digest."""
 
     tenant: str
     name: str = ""
     """For logs, and to tell which key to revoke."""
     role: Role = Role.USER
     expires: float | None = None
-    """Unix time in seconds from which on it opens nothing; None: never."""
+    """Unix time in seconds at which the key expires; None: never."""
     gateway: bool = False
-    """Whether it may name the tenant that a request is for."""
+    """Whether requests with this key may name a tenant in a header."""
 
     def is_over(self, now: float) -> bool:
-        """Whether it has expired. `now`: Unix time in seconds."""
+        """Return whether the key has expired. `now`: Unix time in seconds."""
         return self.expires is not None and now >= self.expires
 
 
@@ -76,13 +83,13 @@ class TenantRules(msgspec.Struct, frozen=True):
 
     default: TenantLimits = NO_LIMITS
     tenants: dict[str, TenantLimits] = {}
-    """By name; of the others `default` holds."""
+    """Limits by tenant; `default` holds for all other tenants."""
     keys: dict[str, Key] = {}
-    """By the SHA-256 of a key, in hexadecimal."""
+    """By the key's SHA-256, in hexadecimal."""
     salts: dict[str, str] = {}
-    """Names of the salts of tenants that do not have one for themselves."""
+    """By tenant: the name of a salt that it shares with other tenants. All others have salts of their own."""
     has_keys: bool = False
-    """Whether a key is needed, also if there is none (any more)."""
+    """Whether requests need a key, even if the file has none (any more)."""
 
     def limits_of(self, name: str) -> TenantLimits:
         """Return a tenant's limits."""
@@ -117,12 +124,11 @@ _BELOW: Final = {
     "/v1/sessions/": Access.USER,
     "/v1/schemas/": Access.USER,
 }
-"""Of all paths that begin so."""
+"""By the beginning of a path."""
 
 
-def access_needed(method: str, path: str) -> Access:
-    """Return who may call an endpoint. Reading needs no other key than writing: each tenant's data is its own."""
-    del method
+def access_needed(path: str) -> Access:
+    """Return what an endpoint asks of a key. Reading asks as much as writing: each tenant has data of its own."""
     exact = _EXACT.get(path)
     if exact is not None:
         return exact
@@ -133,11 +139,11 @@ def access_needed(method: str, path: str) -> Access:
 
 
 def may_enter(role: Role | None, access: Access, *, keys_needed: bool) -> bool:
-    """Whether a request gets in.
+    """Return whether a request may use an endpoint.
 
     Args:
-        role: of its key; None: it has none that is known.
-        keys_needed: whether there are keys at all; without any, only what an admin may do needs one.
+        role: role of the request's key; None: it has no key that the router knows.
+        keys_needed: whether requests need keys; otherwise only the admin's endpoints need one.
     """
     if access is Access.UNKNOWN:
         return False
@@ -152,7 +158,7 @@ def may_enter(role: Role | None, access: Access, *, keys_needed: bool) -> bool:
 
 
 def key_of(headers: Mapping[str, str]) -> str:
-    """Return the key that a request was sent with; "": none."""
+    """Return the key in a request's headers; "": it has none."""
     scheme, _, credentials = headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer" and credentials.strip():
         return credentials.strip()
@@ -160,10 +166,10 @@ def key_of(headers: Mapping[str, str]) -> str:
 
 
 def hash_key(key: str) -> str:
-    """Return a key's SHA-256 in hexadecimal, as it stands in a file. No key itself is kept or logged.
+    """Return a key's SHA-256 in hexadecimal, as in the file of tenants. The key itself is never stored or logged.
 
-    A key is found by its digest, so how long the comparison takes says nothing of the keys that there are. With
-    256 random bits it need not be hashed slowly, nor guessing be slowed down.
+    Keys are looked up by their digests, so the time of a look-up tells nothing about the valid keys. A key has 256
+    random bits, so neither a slow hash nor a limit on wrong guesses is needed.
     """
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
 
@@ -177,7 +183,7 @@ _LOOPBACK_NAME: Final = re.compile(r"(?:[a-z0-9-]+\.)*localhost")
 
 
 def is_loopback(host: str) -> bool:
-    """Whether nobody but this machine reaches an address, given as a number or as `localhost`."""
+    """Return whether only this machine reaches an address. `host`: a number, or `localhost`."""
     text = host.strip("[]").lower()
     if _LOOPBACK_NAME.fullmatch(text):
         return True
@@ -185,3 +191,207 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(text).is_loopback
     except ValueError:
         return False  # also 127.example.com
+
+
+DEFAULT: Final = "default"
+"""The tenant of the one key that is given without a file. It owns everything that no other tenant owns."""
+ADMIN: Final = "admin"
+"""The tenant of the key that a cluster draws at its start."""
+SHARED: Final = "shared"
+"""Name of the salt that a tenant has to share its KV with requests that have no salt."""
+_SALT_MARK: Final = b"\xff"
+"""First byte of a tenant's salt. Clients' salts are UTF-8, which never has it, so no client can forge one."""
+_SALT_BYTES: Final = 16
+_ONCE: Final = ("authorization", "x-api-key", "host")
+"""Headers that a request may have only once: a proxy and this program might choose different ones of two."""
+
+
+class Identity(msgspec.Struct, frozen=True):
+    """Who sends a request."""
+
+    tenant: str = ANONYMOUS
+    """The tenant whose limits the request counts against."""
+    role: Role | None = None
+    """Role of the request's key; None: it has no key that the router knows."""
+    key: str = ""
+    """Name of the request's key, for logs."""
+    owner: str = ""
+    """The owner whose sessions and schemas the request sees."""
+    salt: bytes = b""
+    """Salt of the tenant's KV. The request's own salt comes behind it."""
+    is_all: bool = False
+    """Whether the request sees the sessions and schemas of all owners."""
+
+
+_ANONYMOUS: Final = Identity()
+
+
+def current_identity() -> Identity:
+    """Return who sends the request at hand."""
+    return current().identity or _ANONYMOUS
+
+
+def cache_salt(given: str | None) -> bytes:
+    """Return the salt of the request's KV: its tenant's salt, then `given`, its own."""
+    return current_identity().salt + (given or "").encode()
+
+
+def tenant_salt(name: str) -> bytes:
+    """Return the salt with this name. One tenant has it, or several share it."""
+    return _SALT_MARK + hashlib.blake2b(name.encode(), digest_size=_SALT_BYTES).digest()
+
+
+class AuthError(ApiError):
+    """401: the request needs a valid key."""
+
+    def headers(self) -> dict[str, str]:
+        """Return `WWW-Authenticate` and the headers of every `ApiError`."""
+        return {**super().headers(), "WWW-Authenticate": 'Bearer realm="trunkline"'}
+
+
+class Authenticator:
+    """Finds out from a request's headers who sends it."""
+
+    def __init__(
+        self, *, header: str = "", single_key: str = "", admin_key: str = "", needs_keys: bool = False
+    ) -> None:
+        """
+        Args:
+            header: name of the header in which a trusted gateway names the tenant; "": there is no gateway.
+            single_key: digest of a key that is not in the file; with `header` it is the gateway's key.
+            admin_key: digest of the key that commands on this machine use.
+            needs_keys: whether requests need keys even if neither the file nor `single_key` has any.
+        """
+        self._header = header
+        self._own: dict[str, Key] = {}
+        if single_key:
+            self._own[single_key] = Key(DEFAULT, DEFAULT, gateway=bool(header))
+        if admin_key:
+            self._own[admin_key] = Key(ADMIN, ADMIN, Role.ADMIN)
+        self._needs_keys = needs_keys or bool(single_key)
+
+    def needs_keys(self, rules: TenantRules) -> bool:
+        """Return whether requests need keys. Once they do, they do until the process ends: removing the last key
+        from the file must not open the server to everyone."""
+        self._needs_keys = self._needs_keys or rules.has_keys
+        return self._needs_keys
+
+    def admit(self, headers: Mapping[str, str], access: Access, rules: TenantRules, now: float) -> Identity:
+        """Return who sends a request.
+
+        Args:
+            access: what the request's endpoint asks of its key.
+            now: Unix time in seconds.
+
+        Raises:
+            ApiError: 400, a header is malformed; 401, the router does not know the key; 403, the key may not do
+                this.
+        """
+        needed = self.needs_keys(rules)
+        given = key_of(headers)
+        digest = hash_key(given) if given else ""
+        key = (self._own.get(digest) or rules.keys.get(digest)) if digest else None
+        is_over = key is not None and key.is_over(now)
+        if is_over:
+            key = None
+        if not may_enter(None if key is None else key.role, access, keys_needed=needed):
+            raise _refusal(access, key, has_key=bool(given), is_over=is_over, needed=needed)
+        named = self._named(headers)
+        if named and needed and not (key is not None and (key.gateway or key.role is Role.ADMIN)):
+            raise ApiError(
+                403,
+                f"header {self._header}: this key may not name a tenant; only a gateway's key may",
+                kind="permission_error",
+                code="insufficient_permissions",
+            )
+        if named:
+            role, name = (Role.USER, "") if key is None else (key.role, key.name)
+            return Identity(named, role, name, owner=named, salt=salt_of(named, rules))
+        if key is not None:
+            return _of_key(key, rules, owns=needed)
+        tenant = f"{KEY_PREFIX}{digest[:32]}" if digest else ANONYMOUS
+        return Identity(tenant)
+
+    def acting_for(self, identity: Identity, tenant: str, rules: TenantRules) -> Identity:
+        """Return an admin's identity acting for a tenant.
+
+        Raises:
+            ApiError: 400, `tenant` is no tenant's name; 403, the identity is no admin's.
+        """
+        if identity.role is not Role.ADMIN:
+            raise ApiError(
+                403,
+                "`tenant` needs an admin's key",
+                kind="permission_error",
+                param="tenant",
+                code="insufficient_permissions",
+            )
+        if not NAME.fullmatch(tenant):
+            raise bad_value(
+                "tenant", "`tenant`: a tenant's name has 1 to 128 printable ASCII characters, no spaces"
+            )
+        if tenant in (DEFAULT, ANONYMOUS, ADMIN):
+            return msgspec.structs.replace(identity, owner="", salt=b"", is_all=False)
+        salt = salt_of(tenant, rules)
+        return msgspec.structs.replace(identity, owner=tenant, salt=salt, is_all=False)
+
+    def _named(self, headers: Mapping[str, str]) -> str:
+        """Return the tenant that a gateway names in its header; "": it names none."""
+        name = headers.get(self._header) if self._header else None
+        if not name:
+            return ""
+        if sum(given.lower() == self._header.lower() for given in headers) > 1:
+            # With a gateway that adds its header beside the client's, clients could choose their tenant.
+            raise bad_value(self._header, f"header {self._header}: it is given more than once")
+        if not NAME.fullmatch(name):
+            raise bad_value(
+                self._header,
+                f"header {self._header}: a tenant's name has 1 to 128 printable ASCII characters, no spaces",
+            )
+        return name
+
+
+def check_once(headers: Mapping[str, str]) -> None:
+    """Refuse a request that has one of the headers `_ONCE` more than once.
+
+    Raises:
+        ApiError: 400.
+    """
+    given = [name.lower() for name in headers]
+    for name in _ONCE:
+        if given.count(name) > 1:
+            raise bad_value(name, f"header {name}: it is given more than once")
+
+
+def salt_of(tenant: str, rules: TenantRules) -> bytes:
+    """Return a tenant's salt: its own, unless the operator lets it share its KV with others."""
+    name = rules.salts.get(tenant)
+    if name == SHARED:
+        return b""
+    return tenant_salt(f"tenant/{tenant}" if name is None else f"group/{name}")
+
+
+def _of_key(key: Key, rules: TenantRules, *, owns: bool) -> Identity:
+    is_admin = key.role is Role.ADMIN
+    if not owns or key.tenant in (DEFAULT, ADMIN, ANONYMOUS):
+        return Identity(key.tenant, key.role, key.name, is_all=is_admin)
+    return Identity(key.tenant, key.role, key.name, key.tenant, salt_of(key.tenant, rules), is_admin)
+
+
+def _refusal(access: Access, key: Key | None, *, has_key: bool, is_over: bool, needed: bool) -> ApiError:
+    if key is not None:
+        return ApiError(
+            403,
+            f"this needs a key of role {access.value}; this one's role is {key.role.value}",
+            kind="permission_error",
+            code="insufficient_permissions",
+        )
+    wanted = "an API key" if needed and access is not Access.ADMIN else f"a key of role {access.value}"
+    how = "send it as `Authorization: Bearer KEY`"
+    if is_over:
+        text = "this API key has expired"
+    elif has_key:
+        text = f"Incorrect API key provided: this needs {wanted} that the server knows"
+    else:
+        text = f"this needs {wanted}; {how}"
+    return AuthError(401, text, code="invalid_api_key")

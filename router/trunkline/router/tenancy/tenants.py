@@ -26,8 +26,7 @@ from typing import Final
 from trunkline.router.config import NO_LIMITS, RouterConfig
 from trunkline.router.errors import RETRY_AFTER_SECONDS, ApiError
 from trunkline.router.request_context import current, known
-from trunkline.router.tenancy.auth import ANONYMOUS, Access, TenantRules, is_loopback
-from trunkline.router.tenancy.identity import Authenticator, Identity
+from trunkline.router.tenancy.auth import ANONYMOUS, Access, Authenticator, Identity, TenantRules, is_loopback
 from trunkline.router.tenancy.tenant_file import TenantFile
 
 TENANTS_MAX: Final = 10_000

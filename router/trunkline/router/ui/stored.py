@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 from itertools import islice
 from typing import Any, Final, NamedTuple
 
-from trunkline.kvstore.names import root_name
+from trunkline.kvstore.chunks import root_name
 from trunkline.router.errors import ApiError
 from trunkline.router.messages import Record
 from trunkline.router.request_context import known
@@ -22,7 +22,7 @@ from trunkline.router.routing.names import whole_chunks
 from trunkline.router.service import RouterService
 from trunkline.router.stores.session_history import SessionState
 from trunkline.router.stores.session_store import is_stored
-from trunkline.router.tenancy.identity import Identity, current_identity
+from trunkline.router.tenancy.auth import Identity, current_identity
 from trunkline.router.ui.live import wall_clock
 
 LIMIT_MAX: Final = 1000
