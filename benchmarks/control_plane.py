@@ -20,14 +20,19 @@ from report import Report, parse_arguments
 
 from trunkline.controller.engine.engine import Engine
 from trunkline.controller.engine_config import EngineConfig
-from trunkline.controller.messages import StepResult
+from trunkline.controller.messages import StepResult, Submit
 from trunkline.controller.sequences.decode_rows import tree_order
 from trunkline.controller.sequences.sequence import Request
-from trunkline.kvstore.int32_codec import Int32Array, pack_int32, unpack_int32
+from trunkline.kvstore.chunks import Int32Array, pack_int32, unpack_int32
 from trunkline.router.messages import Outputs
 from trunkline.worker.messages import Sampling, StepPlan
 
 CHUNK = 64
+
+
+def asked(number: int, tokens: Int32Array, max_tokens: int) -> Request:
+    """Return a request for this many tokens behind a prompt."""
+    return Request.of(number, Submit(number, pack_int32(tokens), len(tokens), max_tokens, Sampling()))
 
 
 class Loop:
@@ -47,7 +52,7 @@ class Loop:
         for i in range(batch):
             own = rng.integers(0, 30_000, context - shared - i % CHUNK)  # chunks fill at different times
             tokens = np.concatenate([prefix, own]).astype(np.int32)
-            self.engine.receive(Request(id=i + 1, tokens=tokens, max_tokens=1900, sampling=Sampling()), 0.0)
+            self.engine.receive(asked(i + 1, tokens, 1900), 0.0)
         while self.engine.scheduler.waiting_count or self.engine.scheduler.prefilling:
             self.turn()
         for _ in range(4):
@@ -121,7 +126,7 @@ def matching(report: Report, quick: bool) -> None:
         config = EngineConfig(num_blocks=2 * length // CHUNK, max_context=length + 64, token_budget=8192)
         engine = Engine(config)
         tokens = np.random.default_rng(1).integers(0, 30_000, length).astype(np.int32)
-        engine.receive(Request(id=1, tokens=tokens, max_tokens=1, sampling=Sampling()), 0.0)
+        engine.receive(asked(1, tokens, 1), 0.0)
         while not engine.is_idle:
             plan = engine.step((), 0.0).plan
             assert plan is not None

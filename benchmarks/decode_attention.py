@@ -37,7 +37,7 @@ from trunkline.kernels.large_pages import advise_large_pages
 from trunkline.kernels.native import isa_levels, library
 from trunkline.kernels.ops import AttentionSpec, KvPool
 from trunkline.kernels.plan import DecodePlan, Segments, build_decode_plan
-from trunkline.kvstore.int32_codec import Int32Array
+from trunkline.kvstore.chunks import Int32Array
 
 POOL_BYTES_MIN: Final = 192 << 20
 """Several times the last-level cache: what a round of layers reads at least, where layers are many enough."""

@@ -13,14 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from trunkline.controller.engine.engine import Engine
 from trunkline.controller.engine.events import DropCache, EngineOutputs, Event, Ready
 from trunkline.controller.engine_config import EngineConfig
-from trunkline.controller.messages import BeamSearch, StepResult
+from trunkline.controller.messages import BeamSearch, StepResult, Submit
 from trunkline.controller.sequences.sequence import Request
-from trunkline.kvstore.int32_codec import unpack_int32
+from trunkline.kvstore.chunks import pack_int32, unpack_int32
 from trunkline.worker.config import WorkerConfig
 from trunkline.worker.messages import Sampling
 from trunkline.worker.runner import Runner
@@ -96,14 +94,9 @@ class EngineLoop:
         beam: BeamSearch | None = None,
         sampling: Sampling | None = None,
     ) -> int:
-        request = Request(
-            id=self._next_id,
-            tokens=np.array(prompt, np.int32),
-            max_tokens=max_tokens,
-            sampling=sampling or Sampling(temperature=0.0 if beam else 1.0, seed=self._next_id),
-            n=n,
-            beam=beam,
-        )
+        sampling = sampling or Sampling(temperature=0.0 if beam else 1.0, seed=self._next_id)
+        submit = Submit(self._next_id, pack_int32(prompt), len(prompt), max_tokens, sampling, n=n, beam=beam)
+        request = Request.of(self._next_id, submit)
         self._next_id += 1
         now = time.perf_counter()
         self.requests[request.id] = Done(now)

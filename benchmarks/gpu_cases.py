@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trunkline.kernels.ops import AttentionSpec, KvPool
 from trunkline.kernels.plan import DecodePlan, Segments, build_decode_plan
-from trunkline.kvstore.int32_codec import Int32Array
+from trunkline.kvstore.chunks import Int32Array
 
 CHUNK: Final = 64
 ROTATED_SETS_MIN: Final = 4

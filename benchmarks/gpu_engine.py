@@ -14,11 +14,10 @@ import sys
 import numpy as np
 import torch
 
-from trunkline.kvstore.extents import blocks_for
-from trunkline.kvstore.int32_codec import pack_int32, unpack_int32
+from trunkline.kvstore.chunks import blocks_for, pack_int32, unpack_int32
 from trunkline.worker.config import WorkerConfig
 from trunkline.worker.messages import Join, Sampling, StepPlan
-from trunkline.worker.parallel.collectives import TensorParallel
+from trunkline.worker.parallel import TensorParallel
 from trunkline.worker.runner import Runner
 
 CHUNK = 16

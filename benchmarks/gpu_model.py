@@ -22,8 +22,7 @@ import torch
 from gpu_device import Gpu, Output, Visit
 from safetensors.torch import save_file
 
-from trunkline.kvstore.extents import blocks_for
-from trunkline.kvstore.int32_codec import pack_int32
+from trunkline.kvstore.chunks import blocks_for, pack_int32
 from trunkline.worker.config import WorkerConfig
 from trunkline.worker.messages import Join, Sampling, StepPlan
 from trunkline.worker.model.checkpoint import MlpWeights

@@ -23,7 +23,7 @@ import numpy as np
 from report import Report, parse_arguments
 from small_model import small_model
 
-from trunkline.kvstore.extents import blocks_for
+from trunkline.kvstore.chunks import blocks_for
 from trunkline.worker.model.families import read_model_config
 from trunkline.worker.model.model_config import ModelConfig
 

@@ -12,8 +12,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from trunkline.kvstore.extents import OPEN_COUNT, blocks_for
-from trunkline.kvstore.int32_codec import pack_int32
+from trunkline.kvstore.chunks import OPEN_COUNT, blocks_for, pack_int32
 from trunkline.worker.config import WorkerConfig
 from trunkline.worker.messages import Join, Sampling, StepPlan
 from trunkline.worker.runner import Runner

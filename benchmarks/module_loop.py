@@ -11,15 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
-import numpy as np
 from engine_loop import Done
 from tiered_loop import TieredLoop
 
 from trunkline.controller.engine.events import EngineOutputs
 from trunkline.controller.engine_config import EngineConfig
-from trunkline.controller.messages import ModuleText, PromptLayout
+from trunkline.controller.messages import ModuleText, PromptLayout, Submit
 from trunkline.controller.sequences.sequence import Request
-from trunkline.kvstore.int32_codec import pack_int32
+from trunkline.kvstore.chunks import pack_int32
 from trunkline.router.messages import Started
 from trunkline.worker.messages import Sampling
 
@@ -91,14 +90,9 @@ class ModuleLoop(TieredLoop):
     def ask(self, prompt: ModulePrompt | list[int], max_tokens: int, stop_ids: tuple[int, ...] = ()) -> int:
         """Submit a greedy request; returns its id."""
         own, layout = (prompt.own.tokens, prompt.layout()) if isinstance(prompt, ModulePrompt) else (prompt, None)
-        request = Request(
-            id=self._next_id,
-            tokens=np.array(own, np.int32),
-            max_tokens=max_tokens,
-            sampling=Sampling(temperature=0.0),
-            stop_ids=stop_ids,
-            layout=layout,
-        )
+        stops, sampling = list(stop_ids), Sampling(temperature=0.0)
+        submit = Submit(self._next_id, pack_int32(own), len(own), max_tokens, sampling, stops, layout=layout)
+        request = Request.of(self._next_id, submit)
         self._next_id += 1
         now = time.perf_counter()
         self.requests[request.id] = Done(now)

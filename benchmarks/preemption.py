@@ -28,7 +28,7 @@ from report import Report, argument_parser
 from small_model import VOCABULARY, small_model
 
 from trunkline.controller.engine_config import EngineConfig
-from trunkline.kvstore.int32_codec import pack_int32
+from trunkline.kvstore.chunks import pack_int32
 from trunkline.worker.messages import StepPlan
 
 PARTS: Final = ("overhead", "pressure")

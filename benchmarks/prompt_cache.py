@@ -40,7 +40,7 @@ from report import Report, argument_parser
 from small_model import VOCABULARY, small_model
 
 from trunkline.controller.engine_config import EngineConfig
-from trunkline.kvstore.extents import blocks_for
+from trunkline.kvstore.chunks import blocks_for
 from trunkline.kvstore.tier import TierKind
 from trunkline.worker.model.families import read_model_config
 

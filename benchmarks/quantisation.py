@@ -33,12 +33,12 @@ from trunkline.deploy.config.models import DEMO_FOLDER
 from trunkline.kernels.load import load_kernels
 from trunkline.kernels.ops import Kernels, PackedLinear, Quantisation
 from trunkline.kernels.plan import PrefillPlan, Segments, WritePlan, build_decode_plan
-from trunkline.kvstore.int32_codec import Int32Array
+from trunkline.kvstore.chunks import Int32Array
 from trunkline.worker.batch.batch import Batch, ScoredPrompt
 from trunkline.worker.model.checkpoint import MlpWeights, Shard, load_weights
 from trunkline.worker.model.decoder import Decoder, make_kv_pool
 from trunkline.worker.model.families import check_model
-from trunkline.worker.parallel.collectives import TensorParallel
+from trunkline.worker.parallel import TensorParallel
 
 WINDOW: Final = 512
 CHUNK: Final = 64

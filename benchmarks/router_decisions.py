@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 from report import Report, parse_arguments
 
-from trunkline.kvstore.names import root_name
+from trunkline.kvstore.chunks import root_name
 from trunkline.router.routing.core import Decision, RouteRequest, RoutingCore
 from trunkline.router.routing.names import Identity, whole_chunks
 

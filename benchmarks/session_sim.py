@@ -22,8 +22,8 @@ from typing import Final
 
 from session_model import Conversation
 
+from trunkline.kvstore.chunks import ChunkName
 from trunkline.kvstore.directory import Directory, DirectoryConfig, EvictionPolicy, Move, MoveStatus, TieredChunk
-from trunkline.kvstore.names import ChunkName
 
 NAMELESS: Final = ChunkName(b"")
 

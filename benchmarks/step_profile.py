@@ -28,8 +28,9 @@ from small_model import small_model
 
 from trunkline.controller.engine.engine import Engine
 from trunkline.controller.engine_config import EngineConfig
-from trunkline.controller.messages import StepResult
+from trunkline.controller.messages import StepResult, Submit
 from trunkline.controller.sequences.sequence import Request
+from trunkline.kvstore.chunks import pack_int32
 from trunkline.worker.config import WorkerConfig
 from trunkline.worker.messages import Sampling, StepPlan
 from trunkline.worker.runner import Runner
@@ -152,9 +153,8 @@ def cases(engine: Engine, ranks: Ranks, quick: bool) -> dict[str, list[tuple[flo
         nonlocal identity
         identity += 1
         sampling = Sampling(temperature=0.0)
-        engine.receive(
-            Request(id=identity, tokens=tokens.astype(np.int32), max_tokens=count, sampling=sampling), 0.0
-        )
+        request = Submit(identity, pack_int32(tokens), len(tokens), count, sampling)
+        engine.receive(Request.of(identity, request), 0.0)
 
     for _ in range(2 if quick else 5):
         submit(rng.integers(2, 4000, 2048), 1)

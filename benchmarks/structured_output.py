@@ -30,7 +30,7 @@ from report import Report, argument_parser
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from trunkline.deploy.config.models import DEMO_FOLDER
-from trunkline.kvstore.int32_codec import pack_int32
+from trunkline.kvstore.chunks import pack_int32
 from trunkline.worker.batch.sequences import BatchSequence
 from trunkline.worker.grammar.compiler import GrammarStore
 from trunkline.worker.messages import Join, Sampling

@@ -40,8 +40,7 @@ from trunkline.controller.messages import MoveOutcome, Probed
 from trunkline.kernels.large_pages import advise_large_pages
 from trunkline.kernels.load import load_kernels
 from trunkline.kernels.ops import KvPool
-from trunkline.kvstore.int32_codec import Int32Array, pack_int32
-from trunkline.kvstore.names import NAME_BYTES
+from trunkline.kvstore.chunks import NAME_BYTES, Int32Array, pack_int32
 from trunkline.kvstore.tier import TierKind
 from trunkline.worker.config import WorkerConfig
 from trunkline.worker.messages import StepPlan, TierMove, TierMoves

@@ -69,7 +69,7 @@ PURE: Final = (
     "controller.engine",
     "kvstore.directory",
     "kvstore.copies",
-    "kvstore.lookahead",
+    "kvstore.tier_policy",
     "kvstore.tier_moves",
     "router.routing",
     "router.pml",

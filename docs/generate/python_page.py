@@ -35,7 +35,7 @@ _SECTIONS: Final = (
     (
         "Tiers",
         "The directory of what is where, and the rules by which it moves.",
-        ("trunkline.kvstore.directory", "trunkline.kvstore.names", "trunkline.kvstore.lookahead"),
+        ("trunkline.kvstore.directory", "trunkline.kvstore.chunks", "trunkline.kvstore.tier_policy"),
     ),
     (
         "Routing",

@@ -24,7 +24,7 @@ from worker.driver import VOCAB_SIZE, run_config
 
 from trunkline.controller.config import ControllerConfig
 from trunkline.controller.messages import FlushCache, Submit
-from trunkline.kvstore.int32_codec import pack_int32
+from trunkline.kvstore.chunks import pack_int32
 from trunkline.worker.messages import Sampling
 from trunkline.worker.service import EXIT_LEFT
 

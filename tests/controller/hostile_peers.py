@@ -34,7 +34,7 @@ from trunkline.controller.messages import (
     WorkerReady,
 )
 from trunkline.controller.service.service import ControllerService
-from trunkline.kvstore.int32_codec import pack_int32
+from trunkline.kvstore.chunks import pack_int32
 from trunkline.router.messages import Outputs, RouterMessage
 from trunkline.worker.messages import (
     CompileGrammar,

@@ -8,9 +8,10 @@ from trunkline.controller.allocation.kv_manager import Admission, KVCacheManager
 from trunkline.controller.cache.block_pool import BlockPool
 from trunkline.controller.cache.radix_cache import RadixCache
 from trunkline.controller.engine.integrity import check_kv_cache
-from trunkline.controller.messages import BeamSearch
+from trunkline.controller.messages import BeamSearch, Submit
 from trunkline.controller.sequences.plan_builder import PlanBuilder
 from trunkline.controller.sequences.sequence import Request, Sequence, SequenceGroup, TokenBuffer
+from trunkline.kvstore.chunks import pack_int32
 from trunkline.kvstore.directory import DirectoryConfig
 from trunkline.worker.messages import Sampling
 
@@ -33,16 +34,9 @@ def make_sequence(
     output: int = 0,
 ) -> Sequence:
     """A sequence whose last `output` tokens are no prompt."""
-    asked = Request(
-        id=request,
-        tokens=np.array(tokens[: len(tokens) - output], np.int32),
-        max_tokens=100,
-        sampling=Sampling(),
-        salt=salt,
-        n=n,
-        beam=beam,
-    )
-    group = SequenceGroup(asked, request, 1000, asked.sampling)
+    prompt = tokens[: len(tokens) - output]
+    submit = Submit(request, pack_int32(prompt), len(prompt), 100, Sampling(), salt=salt, n=n, beam=beam)
+    group = SequenceGroup(Request.of(request, submit), request, 1000, submit.sampling)
     group.members[0].tokens = TokenBuffer(np.array(tokens, np.int32))
     return group.members[0]
 

@@ -14,7 +14,7 @@ from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import ModuleText
 from trunkline.controller.scheduling.module_calls import CallDone
 from trunkline.controller.scheduling.module_jobs import ModuleJobs
-from trunkline.kvstore.int32_codec import unpack_int32
+from trunkline.kvstore.chunks import unpack_int32
 
 CHUNK = 4
 ROOMY = EngineConfig(num_blocks=96, chunk_size=CHUNK, max_context=96, token_budget=24, max_rows=12)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 from simulation.driver import Simulation
 from simulation.streams import verify
 
 from trunkline.controller.engine_config import EngineConfig
-from trunkline.controller.messages import BeamSearch, Grammar, GrammarReady
+from trunkline.controller.messages import BeamSearch, Grammar, GrammarReady, Submit
 from trunkline.controller.sequences.sequence import Request
+from trunkline.kvstore.chunks import pack_int32
 from trunkline.worker.messages import CompileGrammar, ForgetGrammar, Sampling
 
 SMALL = EngineConfig(num_blocks=64, chunk_size=4, max_context=96, token_budget=24, max_rows=8)
@@ -176,17 +176,6 @@ def test_a_grammar_that_cannot_be_compiled_ends_its_requests_only(simulation: Si
     assert simulation.streams[right].reason == "length"
 
 
-def test_aborted_while_its_grammar_is_compiled(simulation: Simulation) -> None:
-    request = simulation.submit([1, 2], 5, grammar=JSON)
-    simulation.plan()
-    simulation.abort(request)
-    simulation.compiled(1)
-    simulation.run()
-    other = simulation.submit([1, 2], 5, grammar=JSON)
-    simulation.run()
-    assert simulation.streams[other].reason == "length"
-
-
 def test_grammars_do_not_pile_up(simulation: Simulation) -> None:
     """Clients may send another schema each time."""
     forgotten = 0
@@ -215,10 +204,8 @@ def test_all_positions_are_computed_and_scored(simulation: Simulation, length: i
 
 
 def test_resumed_streams_keep_their_sample_and_seed(simulation: Simulation) -> None:
-    tokens = np.array([1, 2, 3, 4], np.int32)
-    simulation.engine.receive(
-        Request(id=1, tokens=tokens, prompt_len=2, max_tokens=9, sampling=Sampling(), n=2), 0.0
-    )
+    submit = Submit(1, pack_int32([1, 2, 3, 4]), 2, 9, Sampling(), n=2)
+    simulation.engine.receive(Request.of(1, submit), 0.0)
     outputs = simulation.engine.take_outputs()
     assert outputs is not None
     assert [(ended.reason, ended.param) for ended in outputs.finished] == [("invalid", "n")]

@@ -9,7 +9,7 @@ from simulation.oracle import beam_search
 
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import BeamSearch
-from trunkline.kvstore.extents import blocks_for
+from trunkline.kvstore.chunks import blocks_for
 
 SMALL = EngineConfig(num_blocks=96, chunk_size=4, max_context=96, token_budget=24, max_rows=16)
 STOPS = tuple(range(0, 50, 7))
@@ -65,26 +65,6 @@ def test_memory_is_the_prompt_once_and_what_beams_do_not_share(width: int) -> No
     assert used <= most + 2 * width  # the controller knows of a move a step or two later
     assert most <= apart - (width - 1) * (len(prompt) // 4)
     assert pool.num_blocks - pool.free_count <= blocks_for(len(prompt) + limit, 4) * width
-
-
-def test_greedy_rows_samples_and_beams_in_one_batch() -> None:
-    """PagedAttention §4.4: mixed decoding methods (A8), all over one prefix."""
-    simulation = Simulation(SMALL)
-    prefix = list(range(12))
-    plain = [simulation.submit([*prefix, 20 + i], 16, seed=i) for i in range(3)]
-    samples = simulation.submit([*prefix, 30], 16, n=3, seed=5)
-    beams = [simulation.submit([*prefix, 31 + i], 16, beam=BeamSearch(3 + i), n=2) for i in range(2)]
-    simulation.finish()
-    assert [simulation.streams[i].reason for i in (*plain, samples, *beams)] == ["length"] * 6
-    assert simulation.workers.max_rows == 3 + 3 + 3 + 4
-    assert [len(simulation.streams[i].hypotheses or []) for i in beams] == [2, 2]
-
-
-def test_a_search_of_one_token_or_one_beam() -> None:
-    simulation = Simulation(SMALL)
-    simulation.submit([1, 2, 3], 1, beam=BeamSearch(4), n=4)
-    simulation.submit([1, 2, 3], 9, beam=BeamSearch(1))
-    simulation.ask([4, 5, 6, 7], 2, beam=BeamSearch(2), n=2)
 
 
 @pytest.mark.parametrize("penalty", [1e300, -1e300])

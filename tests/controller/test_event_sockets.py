@@ -16,8 +16,7 @@ from simulation.told import Mirror
 from trunkline.controller.config import ControllerConfig
 from trunkline.controller.engine_config import ConfigError
 from trunkline.controller.messages import FlushCache
-from trunkline.kvstore.int32_codec import pack_int32
-from trunkline.kvstore.names import chain, root_name
+from trunkline.kvstore.chunks import chain, pack_int32, root_name
 from trunkline.router.streams.kv_feed import EventFeeds
 from trunkline.router.streams.link import ControllerLink
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-import pytest
 from seeds import seeds
 
 from trunkline.controller.cache.fences import Fences
-from trunkline.kvstore.extents import BlockId, SlotId
+from trunkline.kvstore.chunks import BlockId, SlotId
 
 
 def block(index: int) -> BlockId:
@@ -22,20 +21,6 @@ def block(index: int) -> BlockId:
 
 def slot(index: int) -> SlotId:
     return SlotId(index)
-
-
-def test_what_never_moved_needs_no_fence() -> None:
-    fences = Fences(4, 4)
-    assert fences.close(1, [block(0), block(3)], [block(1), block(2)]) == (0, 0)
-
-
-def test_a_block_that_was_saved_is_written_after_the_save() -> None:
-    fences = Fences(4, 4)
-    fences.saved(block(2), slot(0), 1)
-    assert fences.close(1, [], []) == (0, 0)
-    assert fences.close(2, [block(1)], []) == (0, 0)
-    assert fences.close(3, [block(2)], []) == (1, 0)
-    assert fences.close(4, [block(2)], []) == (0, 0), "that save is over"
 
 
 def test_a_block_saved_and_written_in_one_plan() -> None:
@@ -67,22 +52,6 @@ def test_a_loaded_block_is_read_after_the_load() -> None:
     assert fences.close(4, [], []) == (0, 2)
     assert fences.ready_after([block(3)]) == 0
     assert fences.close(5, [], []) == (0, 0)
-
-
-@pytest.mark.parametrize("use", ["taken", "copied"])
-def test_a_loaded_block_changes_hands_after_the_load(use: str) -> None:
-    fences = Fences(4, 4)
-    fences.loaded(block(3), slot(1), 2)
-    fences.close(2, [block(3)], [])
-    touched = [block(3)]
-    result = fences.close(3, touched if use == "taken" else [], touched if use == "copied" else [])
-    assert result == (0, 2)
-
-
-def test_a_block_that_is_loaded_and_copied_in_one_plan() -> None:
-    fences = Fences(4, 4)
-    fences.loaded(block(3), slot(1), 2)
-    assert fences.close(2, [block(3)], [block(3)]) == (0, 2)
 
 
 @dataclass

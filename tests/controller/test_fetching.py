@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from trunkline.controller.cache.radix_tree import Node
+from trunkline.controller.messages import Submit
 from trunkline.controller.sequences.sequence import Request, SequenceGroup
 from trunkline.controller.tiers.costs import StepCosts
 from trunkline.controller.tiers.fetching import (
@@ -15,9 +15,8 @@ from trunkline.controller.tiers.fetching import (
     PROBE_PATIENCE_S,
     Fetching,
 )
+from trunkline.kvstore.chunks import NO_BLOCK, SlotId, chunk_name, pack_int32, root_name
 from trunkline.kvstore.directory import READ_US, Directory, DirectoryConfig, MoveStatus
-from trunkline.kvstore.extents import NO_BLOCK, SlotId
-from trunkline.kvstore.names import chunk_name, root_name
 from trunkline.kvstore.tier import TierKind
 from trunkline.worker.messages import Sampling
 
@@ -52,8 +51,8 @@ class Desk:
 
 
 def group(number: int = 1) -> SequenceGroup:
-    request = Request(id=number, tokens=np.arange(4, dtype=np.int32), max_tokens=1, sampling=Sampling())
-    return SequenceGroup(request, number, 100, request.sampling)
+    submit = Submit(number, pack_int32(range(4)), 4, 1, Sampling())
+    return SequenceGroup(Request.of(number, submit), number, 100, submit.sampling)
 
 
 def test_what_loads_faster_than_it_is_computed_is_waited_for() -> None:

@@ -10,8 +10,7 @@ from __future__ import annotations
 import numpy as np
 from controller.kv_harness import Bench, make_sequence
 
-from trunkline.kvstore.extents import NO_SLOT
-from trunkline.kvstore.int32_codec import pack_int32
+from trunkline.kvstore.chunks import NO_SLOT, pack_int32
 
 
 def places(bench: Bench) -> dict[int, int]:
@@ -61,16 +60,6 @@ def test_unclaimed_chunks_are_saved_as_long_as_there_is_room() -> None:
     bench.check([], [])
 
 
-def test_without_a_plan_nothing_can_be_saved() -> None:
-    """The tail goes; full chunks have been saved already."""
-    bench = Bench(8, 8)
-    waiting = bench.cache(list(range(11)), claim=True)
-    assert bench.kv.make_room(8)
-    assert sorted(node.token_count for node in bench.tree.nodes()) == [4, 4]
-    bench.check([], [waiting])
-    assert len(bench.admit(waiting).loads) == 2
-
-
 def test_a_chunk_with_a_copy_is_not_saved_again() -> None:
     bench = Bench(6, 6)
     waiting = bench.cache(list(range(8)), claim=True)
@@ -95,52 +84,6 @@ def test_nothing_is_saved_below_a_chunk_without_a_copy() -> None:
     bench.squeeze(8)
     assert [node.key for node in bench.tree.nodes()] == [pack_int32(range(4))]
     bench.check([], [])
-
-
-def test_what_is_claimed_stays_when_others_are_saved() -> None:
-    bench = Bench(8, 2)
-    first = bench.cache(list(range(8)), claim=True)
-    bench.squeeze(8)
-    bench.cache(list(range(50, 58)))
-    bench.squeeze(8)
-    bench.check([], [first])
-    assert len(bench.admit(first).loads) == 2
-
-
-def test_copies_that_nobody_claims_make_room_on_the_host() -> None:
-    bench = Bench(8, 2)
-    first = bench.cache(list(range(8)), claim=True)
-    bench.squeeze(8)
-    bench.kv.drop_claim(first)
-    second = bench.cache(list(range(50, 54)), claim=True)
-    bench.squeeze(8)
-    assert {node.key for node in bench.tree.nodes()} == {pack_int32(range(4)), pack_int32(range(50, 54))}, (
-        "the first one's end went"
-    )
-    bench.check([], [second])
-    other = make_sequence(list(range(8)), request=9)
-    assert len(bench.admit(other).loads) == 1
-    assert other.resident == 4
-    bench.check([other], [second])
-
-
-def test_a_slot_that_a_plan_loads_is_not_written_in_it() -> None:
-    """Loads and saves are in no order within a plan. The chunk that finds no slot waits, or is dropped."""
-    bench = Bench(4, 1)
-    first = bench.cache(list(range(4)), claim=True)
-    bench.squeeze(4)
-    draft = bench.admit(first)
-    slot = draft.loads[0][1]
-    second = bench.cache(list(range(50, 54)), claim=True, draft=draft)
-    assert second.claim is not None, "the first one's copy may be dropped from here on, but not in this plan"
-    assert not draft.late_saves
-    assert bench.kv.make_room(3, draft)
-    assert not draft.saves
-    bench.check([first], [second])
-    third = bench.cache(list(range(60, 64)), claim=True)
-    assert bench.tree.saved_blocks == 2
-    assert places(bench).keys() == {slot}
-    bench.check([first], [second, third])
 
 
 def test_a_chunk_that_found_no_slot_is_saved_later() -> None:

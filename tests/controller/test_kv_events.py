@@ -20,9 +20,7 @@ from trunkline.controller.engine.integrity import IntegrityError, check_integrit
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import EventsCall
 from trunkline.controller.service.status import load_of, state_of
-from trunkline.kvstore.extents import NO_BLOCK
-from trunkline.kvstore.int32_codec import pack_int32
-from trunkline.kvstore.names import ChunkName
+from trunkline.kvstore.chunks import NO_BLOCK, ChunkName, pack_int32
 from trunkline.router.messages import EventsReply
 from trunkline.router.routing.names import Identity, names_of
 from trunkline.router.routing.request import RouteRequest

@@ -20,7 +20,7 @@ from trunkline.controller.allocation.kv_manager import Admission
 from trunkline.controller.engine.integrity import check_kv_cache
 from trunkline.controller.sequences.plan_builder import PlanBuilder
 from trunkline.controller.sequences.sequence import Sequence, TokenBuffer
-from trunkline.kvstore.extents import BlockId
+from trunkline.kvstore.chunks import BlockId
 
 
 class Batch:
@@ -74,7 +74,7 @@ class Batch:
             sequence = make_sequence(
                 tokens, request=self.made, n=rng.randrange(1, 4), salt=rng.choice([b"", b"x"])
             )
-            self.unforked[self.made] = sequence.group.request.n - 1
+            self.unforked[self.made] = sequence.group.request.submit.n - 1
             self.waiting.append(sequence)
         for sequence in self.waiting.copy():
             if rng.random() < 0.01:

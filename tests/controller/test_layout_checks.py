@@ -20,7 +20,7 @@ from trunkline.controller.service.validation import (
     problem_of_layout,
     problem_of_prefetch,
 )
-from trunkline.kvstore.int32_codec import pack_int32
+from trunkline.kvstore.chunks import pack_int32
 from trunkline.worker.messages import Sampling
 
 INT32_MAX = (1 << 31) - 1

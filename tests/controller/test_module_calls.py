@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from controller.module_harness import ROOMY, WIDE, ask, call, jobs_of, submit, tiers_in, words
-from controller.tier_harness import TIERED, settle, simulate, sink
+from controller.tier_harness import TIERED, settle, simulate
 from msgspec.structs import replace
 from simulation.driver import Simulation
 from simulation.module_prompts import text
@@ -14,8 +14,7 @@ from trunkline.controller.engine.events import CallTexts, EndAll
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import ModulesCall, ModuleText
 from trunkline.controller.scheduling.module_calls import JOBS_AT_ONCE, TEXTS_PER_STEP
-from trunkline.kvstore.int32_codec import unpack_int32
-from trunkline.kvstore.tier import TierKind
+from trunkline.kvstore.chunks import unpack_int32
 
 SCHEMA = [
     text(words(0, 10), 0),
@@ -54,14 +53,6 @@ def test_a_call_about_nothing(simulation: Simulation) -> None:
     assert call(simulation, "unpin", [], holder="nobody").status == "ok"
     simulation.cancel_call(12345)
     assert simulation.engine.is_idle
-
-
-def test_two_calls_and_a_request_that_want_the_same_texts(simulation: Simulation) -> None:
-    tickets = [simulation.modules_call("encode", SCHEMA) for _ in range(2)]
-    submit(simulation, SCHEMA[:2], [(17, 1)])
-    simulation.finish()
-    assert [simulation.replies[ticket].status for ticket in tickets] == ["ok", "ok"]
-    assert jobs_of(simulation).encoded_texts == 4
 
 
 def test_requests_that_come_during_a_long_call_do_not_wait_for_its_end(simulation: Simulation) -> None:
@@ -170,16 +161,6 @@ def test_a_second_host_pin_beyond_the_quota_is_refused() -> None:
         simulation.modules_call("unpin", [], holder=f"schema {i}")
     settle(simulation)
     assert simulation.tree.tiers.pinned_count == 0
-
-
-@pytest.mark.parametrize("tier", list(TierKind))
-def test_where_texts_are(tier: TierKind) -> None:
-    simulation = simulate()
-    call(simulation, "encode", SCHEMA)
-    if tier is not TierKind.DEVICE:
-        sink(simulation, tier)
-    assert tiers_in(call(simulation, "look", SCHEMA)) == [tier] * 4
-    assert call(simulation, "encode", SCHEMA).computed_tokens == 0
 
 
 def test_texts_that_are_encoded_for_a_time(simulation: Simulation) -> None:

@@ -3,7 +3,6 @@ checked by the oracle throughout."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from controller.module_harness import ROOMY, ask, jobs_of, submit, words
 from controller.tier_harness import miss_of, settle, simulate, sink, tiers_of
@@ -12,8 +11,9 @@ from simulation.driver import Simulation
 from simulation.module_prompts import layout, text
 from simulation.streams import Stream
 
+from trunkline.controller.messages import Submit
 from trunkline.controller.sequences.sequence import Request
-from trunkline.kvstore.int32_codec import unpack_int32
+from trunkline.kvstore.chunks import pack_int32, unpack_int32
 from trunkline.kvstore.tier import TierKind
 from trunkline.worker.messages import Sampling, StepPlan
 
@@ -143,27 +143,15 @@ def test_texts_that_begin_alike_share_what_they_have_in_common(simulation: Simul
     assert jobs_of(simulation).encoded_tokens == 21
 
 
-def test_several_samples_and_their_history(simulation: Simulation) -> None:
-    stream = ask(simulation, [ROOT, CITY], [(17, 3)], 9, n=3, history=True)
-    assert len(stream.reasons) == 3
-
-
 def resume(simulation: Simulation, stream: Stream, tokens: int, max_tokens: int) -> None:
     """Another engine goes on with a stream of which so many tokens are known: `tokens` hold them, behind the
     prompt's own."""
     known = [*stream.own, *stream.output[:tokens]]
-    request = Request(
-        id=77,
-        tokens=np.array(known, np.int32),
-        max_tokens=max_tokens,
-        sampling=Sampling(),
-        prompt_len=len(stream.own),
-        layout=stream.layout,
-    )
+    submit = Submit(77, pack_int32(known), len(stream.own), max_tokens, Sampling(), layout=stream.layout)
     stream.outputs[0], stream.reasons = stream.output[:tokens], {}
     stream.cached_tokens = stream.started = stream.ended = None
     simulation.streams[77] = stream
-    simulation.receive(request)
+    simulation.receive(Request.of(77, submit))
     simulation.run()
 
 
@@ -203,18 +191,6 @@ def test_texts_come_back_from_every_tier(tier: TierKind) -> None:
     assert jobs_of(simulation).encoded_texts == 2
 
 
-def test_texts_sink_to_host_memory_while_others_take_their_blocks() -> None:
-    """Each is computed once, though the device holds a third of them."""
-    simulation = Simulation(replace(ROOMY, num_blocks=12, host_slots=60, preemption="swap"))
-    schemas = [[text(words(100 * i, 14), 0), text(words(100 * i + 50, 6), 14, parent=0)] for i in range(5)]
-    for turn in range(3):
-        for schema in schemas:
-            ask(simulation, schema, [(20, 2)], own=[turn, turn])
-            settle(simulation)
-    assert jobs_of(simulation).encoded_texts == 10
-    assert simulation.tree.loaded_blocks > 30
-
-
 def test_why_a_text_was_missed() -> None:
     simulation = Simulation(replace(ROOMY, num_blocks=10))
     assert miss_of(ask(simulation, [ROOT, CITY], [(17, 1)])) == ("new", 0)
@@ -251,14 +227,8 @@ def test_an_announcement_brings_texts_into_host_memory() -> None:
     ask(simulation, [ROOT, CITY], [(17, 2)])
     sink(simulation, TierKind.DISK)
     assert simulation.streams[1].layout is not None
-    request = Request(
-        id=0,
-        tokens=np.empty(0, np.int32),
-        max_tokens=1,
-        sampling=Sampling(),
-        layout=replace(simulation.streams[1].layout, runs=b""),
-    )
-    assert simulation.expect(request) == (17, 17)
+    submit = Submit(0, b"", 0, 1, Sampling(), layout=replace(simulation.streams[1].layout, runs=b""))
+    assert simulation.expect(Request.of(0, submit)) == (17, 17)
     settle(simulation)
     assert sum(node.host_ready for node in simulation.tree.nodes()) == 3 + 2
 

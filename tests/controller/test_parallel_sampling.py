@@ -11,9 +11,7 @@ from simulation.streams import Options
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import BeamSearch
 from trunkline.controller.sequences.beam_search import sample_seed
-from trunkline.kvstore.extents import blocks_for
-from trunkline.kvstore.int32_codec import unpack_int32
-from trunkline.worker.messages import StepPlan
+from trunkline.kvstore.chunks import blocks_for
 
 SMALL = EngineConfig(num_blocks=64, chunk_size=4, max_context=96, token_budget=24, max_rows=8)
 
@@ -35,29 +33,6 @@ def test_each_sample_is_what_its_seed_gives(chunk_size: int, length: int) -> Non
     assert stream.reasons == dict.fromkeys(range(3), "length")
     assert simulation.workers.computed_tokens == length + 3 * 8
     assert simulation.workers.copied_tokens == 2 * (length % chunk_size)
-
-
-def test_plan_of_a_fork_and_the_copies_after_it(simulation: Simulation) -> None:
-    """Golden: two forks with the prompt's last entry, their tails' copies in the next plan, one launch."""
-    plans: list[StepPlan] = []
-    simulation.workers.observer = plans.append
-    simulation.ask([1, 2, 3, 4, 5, 6], 3, n=3, seed=7)
-    first, second = plans[0], plans[1]
-    assert [join.sequence for join in first.joins] == [1]
-    assert unpack_int32(first.prefill).tolist() == [1, 0, 6, 0, 1]
-    assert [(fork.parent, fork.child, fork.seed) for fork in first.forks] == [
-        (1, 2, sample_seed(7, 1)),
-        (1, 3, sample_seed(7, 2)),
-    ]
-    whole, tail = unpack_int32(first.joins[0].blocks).tolist()
-    tables = [unpack_int32(fork.blocks).tolist() for fork in first.forks]
-    assert [table[0] for table in tables] == [whole, whole]
-    assert len({tail, tables[0][1], tables[1][1]}) == 3
-    copies = unpack_int32(second.copies, 4).tolist()
-    assert sorted(copies) == sorted([tail, table[1], 0, 2] for table in tables)
-    assert not first.copies
-    assert second.rows is not None
-    assert sorted(unpack_int32(second.rows).tolist()) == [1, 2, 3]
 
 
 @pytest.mark.parametrize(("n", "length"), [(2, 32), (4, 33), (6, 35)])
@@ -88,12 +63,6 @@ def test_samples_end_one_by_one() -> None:
     simulation.finish()
 
 
-def test_one_token_each(simulation: Simulation) -> None:
-    simulation.submit([1, 2, 3, 4, 5], 1, n=5)
-    simulation.ask([1, 2, 3, 4, 5], 1, n=2, seed=9)
-    assert simulation.workers.computed_tokens == 5 + 1
-
-
 def test_equal_samples_merge_their_chunks(simulation: Simulation) -> None:
     """Samples part in one of four tokens only: those that have not yet parted hold one chunk."""
     prompt = list(range(20, 28))
@@ -103,14 +72,6 @@ def test_equal_samples_merge_their_chunks(simulation: Simulation) -> None:
     chunks = {tuple(context[:stop]) for context in contexts for stop in range(4, len(context) + 1, 4)}
     full = [node for node in simulation.tree.nodes() if node.token_count == 4]
     assert len(full) == len(chunks) < 6 * (31 // 4)
-
-
-def test_without_a_cache_samples_share_all_the_same() -> None:
-    simulation = Simulation(msgspec.structs.replace(SMALL, prefix_cache=False))
-    simulation.submit(list(range(22)), 9, n=4)
-    simulation.finish()
-    assert simulation.workers.computed_tokens == 22 + 4 * 8
-    assert simulation.scheduler.kv.pool.free_count == 64
 
 
 @pytest.mark.parametrize("options", [{"n": 3}, {"beam": BeamSearch(4)}], ids=["samples", "beams"])

@@ -13,7 +13,7 @@ from simulation.streams import Options, verify
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import BeamSearch
 from trunkline.controller.sequences.beam_search import sample_seed
-from trunkline.kvstore.int32_codec import unpack_int32
+from trunkline.kvstore.chunks import unpack_int32
 from trunkline.worker.messages import StepPlan
 
 ROOMY = EngineConfig(num_blocks=96, chunk_size=4, max_context=96, token_budget=24, max_rows=12, host_slots=60)
@@ -54,22 +54,6 @@ def test_resumed_output_is_the_undisturbed_one(kind: str, preemption: str, after
     assert simulation.scheduler.counters.preemptions == taken + again > 0
     # Nothing needed the blocks meanwhile: the cache has all but tails, and what was in flight.
     assert simulation.workers.computed_tokens <= 30 + 27 + (3 + 1) * 12 + 2 * (3 * (4 + 2) + 30)
-
-
-@pytest.mark.parametrize(
-    ("kind", "preemption"), [("one", "recompute"), ("samples", "swap"), ("beams", "auto"), ("scored", "swap")]
-)
-def test_groups_in_a_tiny_pool(kind: str, preemption: str) -> None:
-    """Several groups that only fit one after the other: each is preempted whole, and all of them end."""
-    simulation = Simulation(msgspec.structs.replace(TINY, preemption=preemption))
-    for i in range(4):
-        simulation.submit([50 * i + j for j in range(9)], 18, **KINDS[kind])
-    simulation.finish()
-    assert all(stream.reason in ("length", "stop") for stream in simulation.streams.values())
-    counters = simulation.scheduler.counters
-    assert counters.preemptions > 0
-    assert (counters.swapped > 0) == (preemption == "swap") or preemption == "auto"
-    assert (simulation.workers.pool.loaded_blocks > 0) <= (preemption != "recompute")
 
 
 class Squeezed:
@@ -153,29 +137,6 @@ def test_auto_does_what_is_faster(move_us: int, mode: str, monkeypatch: pytest.M
     assert squeezed.come_back() == ((1, blocks(known - 1)) if mode == "swap" else (known, 0))
 
 
-@pytest.mark.parametrize("preemption", ["recompute", "swap", "auto"])
-def test_what_is_still_on_the_device_is_used(preemption: str) -> None:
-    """Blocks that were not needed meanwhile are neither loaded nor computed again."""
-    simulation = Simulation(msgspec.structs.replace(ROOMY, preemption=preemption))
-    request = simulation.submit(list(range(16)), 20, seed=3)
-    simulation.step_until(lambda: len(simulation.streams[request].output) >= 11)
-    computed = simulation.workers.computed_tokens
-    simulation.preempt(request)
-    simulation.finish()
-    assert simulation.workers.pool.loaded_blocks == 0
-    assert simulation.workers.computed_tokens - computed <= 20 - 11 + 2
-
-
-@pytest.mark.parametrize("slots", [1, 3, 8])
-def test_a_host_pool_that_is_too_small(slots: int) -> None:
-    """What finds no slot is computed again; what was saved is not mixed up."""
-    simulation = Simulation(msgspec.structs.replace(TINY, preemption="swap", host_slots=slots))
-    for i in range(6):
-        simulation.submit([50 * i + j for j in range(14)], 20, seed=i, n=1 + i % 2)
-    simulation.finish()
-    assert simulation.workers.pool.saved_blocks > 0
-
-
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 @pytest.mark.parametrize("ended", [0, 1])
 def test_samples_resume_together(preemption: str, ended: int) -> None:
@@ -240,21 +201,6 @@ def test_a_better_priority_is_not_preempted_for_a_worse_one() -> None:
     simulation.step_until(lambda: simulation.scheduler.counters.preemptions)
     assert {sequence.request for sequence in simulation.scheduler.running()} == {better}
     simulation.finish()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_aborted_while_preempted(kind: str) -> None:
-    simulation = Simulation(msgspec.structs.replace(TINY, preemption="swap"))
-    requests = [simulation.submit([50 * i + j for j in range(9)], 18, **KINDS[kind]) for i in range(4)]
-    simulation.step_until(lambda: simulation.scheduler.counters.preemptions)
-    running = {sequence.request for sequence in simulation.scheduler.running()}
-    for request in requests:
-        if request not in running:
-            simulation.abort(request)
-    simulation.finish()
-    simulation.flush_cache()
-    assert simulation.scheduler.kv.pool.free_count == 24
-    assert simulation.tree.tiers.copies.host.used_count == 0
 
 
 @pytest.mark.parametrize(("length", "n"), [(110, 1), (10, 7)], ids=["blocks", "rows"])

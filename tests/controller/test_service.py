@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -17,9 +16,9 @@ from controller.service_harness import BLOCKS, Ranks, Router, start_ranks
 from simulation.oracle import expected_output
 
 from trunkline.controller.config import ControllerConfig
-from trunkline.controller.messages import Abort, FlushCache, StepResult, Submit, WorkerHello, WorkerReady
+from trunkline.controller.messages import Abort, FlushCache, StepResult, Submit
 from trunkline.controller.service.service import EXIT_CONFIG
-from trunkline.kvstore.int32_codec import pack_int32
+from trunkline.kvstore.chunks import pack_int32
 from trunkline.worker.messages import Sampling
 
 pytestmark = pytest.mark.processes
@@ -197,25 +196,6 @@ def test_too_few_blocks_are_reported(
     ranks.join()
 
 
-def test_an_unknown_rank_does_not_count(
-    config: ControllerConfig, controller: subprocess.Popen[bytes], router: Router
-) -> None:
-    ranks = Ranks(config)
-    ranks.say_hello(0)
-    ranks.send(WorkerHello(config.tp, os.getpid(), "elsewhere", os.urandom(16)))
-    ranks.send(WorkerHello(1, os.getpid(), "elsewhere", b"no incarnation"))
-    ranks.send(WorkerReady(1, 0, os.getpid(), 5, 1, "simulated"))
-    ranks.start()
-    time.sleep(0.3)
-    state = router.wait_state("starting")
-    assert state.blocks_total == 0
-    assert "rank 1 not there" in state.detail
-    ranks.say_hello(1)
-    assert router.wait_state("ready").blocks_total == BLOCKS
-    ranks.leave.set()
-    ranks.join()
-
-
 def test_draining_is_announced(ranks: Ranks, router: Router, controller: subprocess.Popen[bytes]) -> None:
     """Without being asked: a router that waited for its next ping would go on sending requests."""
     router.wait_state("ready")
@@ -230,12 +210,6 @@ def test_draining_is_announced(ranks: Ranks, router: Router, controller: subproc
     router.wait_finished(1)
     assert router.finished[1][0] == "draining"
     assert controller.wait(timeout=10) == 0
-
-
-def test_stop_before_the_workers_are_there(router: Router, controller: subprocess.Popen[bytes]) -> None:
-    router.wait_state("starting")
-    controller.send_signal(signal.SIGTERM)
-    assert controller.wait(timeout=5) == 0
 
 
 def test_sigterm_drains(ranks: Ranks, router: Router, controller: subprocess.Popen[bytes]) -> None:

@@ -12,9 +12,10 @@ from seeds import seeds
 
 from trunkline.controller.allocation.kv_manager import Admission, KVCacheManager
 from trunkline.controller.engine.integrity import check_kv_cache
-from trunkline.controller.messages import BeamSearch
+from trunkline.controller.messages import BeamSearch, Submit
 from trunkline.controller.sequences.plan_builder import PlanBuilder
 from trunkline.controller.sequences.sequence import Request, Sequence, SequenceGroup, TokenBuffer
+from trunkline.kvstore.chunks import pack_int32
 from trunkline.worker.messages import Sampling
 
 
@@ -108,10 +109,8 @@ def test_a_beam_or_sample_that_comes_back_stores_its_last_token_in_its_own_block
 def test_a_scored_prompt_is_computed_from_its_start_and_stored_once() -> None:
     bench = Bench(8, 0)
     bench.cache(list(range(10)))
-    request = Request(
-        id=3, tokens=np.arange(10, dtype=np.int32), max_tokens=4, sampling=Sampling(prompt_logprobs=0)
-    )
-    scored = SequenceGroup(request, 3, 100, request.sampling).members[0]
+    submit = Submit(3, pack_int32(range(10)), 10, 4, Sampling(prompt_logprobs=0))
+    scored = SequenceGroup(Request.of(3, submit), 3, 100, submit.sampling).members[0]
     draft = bench.plan()
     assert bench.kv.admit(scored, 0, draft) is Admission.ADMITTED
     assert (scored.computed, scored.resident) == (0, 10)

@@ -9,8 +9,7 @@ import pytest
 from seeds import seeds
 
 from trunkline.controller.sequences.decode_rows import shared_runs, text_runs, tree_order
-from trunkline.kvstore.extents import NO_BLOCK
-from trunkline.kvstore.int32_codec import Int32Array
+from trunkline.kvstore.chunks import NO_BLOCK, Int32Array
 
 
 def random_tables(rng: random.Random, rows: int) -> tuple[Int32Array, Int32Array]:

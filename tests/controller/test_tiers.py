@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import random
 
-import numpy as np
 import pytest
 from controller.tier_harness import CHUNK, TIERED, Session, miss_of, settle, simulate, sink, sunken, tiers_of
 from msgspec.structs import replace
@@ -15,11 +14,12 @@ from simulation.traffic import Mix, Traffic
 
 from trunkline.controller.engine.events import Event
 from trunkline.controller.engine_config import EngineConfig
-from trunkline.controller.messages import MoveOutcome, MovesDone
+from trunkline.controller.messages import MoveOutcome, MovesDone, Submit
 from trunkline.controller.sequences.sequence import Request
+from trunkline.kvstore.chunks import pack_int32
 from trunkline.kvstore.tier import TierKind
 from trunkline.kvstore.tier_moves import MoveStatus
-from trunkline.worker.messages import Sampling, TierMoves
+from trunkline.worker.messages import Sampling
 
 DISK, REMOTE = TierKind.DISK, TierKind.REMOTE
 
@@ -79,18 +79,6 @@ def test_a_chunk_of_which_one_rank_failed_is_not_published() -> None:
     engine.scheduler.kv.tree.tiers.check()
 
 
-def test_answers_of_a_group_that_was_given_up_count_nothing() -> None:
-    simulation = simulate(replace(TIERED, remote=False))
-    Session(simulation).send(16)
-    while not (orders := [order for order in simulation.wanted.orders if isinstance(order, TierMoves)]):
-        simulation.now += 0.01
-        simulation.plan()
-        simulation.answer()
-    move = orders[0].moves[0].id
-    simulation.engine.receive(MovesDone(0, 99, [MoveOutcome(move, 0, 5)]), simulation.now)
-    assert not any(node.disk_ready for node in simulation.tree.nodes())
-
-
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("tier", [DISK, REMOTE])
 def test_a_tier_that_dies_while_others_are_served(tier: TierKind, ranks: int) -> None:
@@ -109,17 +97,6 @@ def test_a_tier_that_dies_while_others_are_served(tier: TierKind, ranks: int) ->
     assert stats.writes > 0
     settle(simulation)
     assert not stats.problem or simulation.tree.tiers.health[tier].is_paused is False
-
-
-def test_a_remote_tier_that_has_forgotten() -> None:
-    """Probed and entered, then gone: a miss, and the text is computed."""
-    session = sunken(REMOTE, disk_slots=0)
-    simulation = session.simulation
-    for rank in simulation.tiers.remote:
-        rank.clear()
-    stream = session.turn(5)
-    assert sum(tiers_of(stream)) == 0
-    assert miss_of(stream) == ("lost", 0)
 
 
 def test_one_controller_finds_what_another_left_in_the_remote_tier() -> None:
@@ -147,26 +124,6 @@ def test_a_probe_that_is_not_answered_holds_nobody_for_long(dead: bool) -> None:
             simulation.step()
         assert simulation.now - before < 0.4
         assert i == 0 or simulation.now - before < 0.1, "only the first one waits"
-
-
-def test_full_tiers_stay_within_their_bounds_and_say_what_they_gave_up() -> None:
-    config = replace(TIERED, host_slots=8, disk_slots=10, remote=False, num_blocks=24)
-    simulation = simulate(config)
-    sessions = [Session(simulation, start=100 * i) for i in range(8)]
-    for session in sessions:
-        session.turn(16, 1)
-        settle(simulation)
-    simulation.scheduler.kv.make_room(24)
-    tree = simulation.tree
-    assert tree.node_count <= 18
-    stats = tree.tiers.stats()
-    assert stats[TierKind.DISK].used <= 10
-    assert stats[TierKind.HOST].used <= 8
-    latest = sessions[-1].turn(3, 1)
-    assert sum(tiers_of(latest)) == 16
-    reasons = [miss_of(session.turn(3, 1))[0] for session in sessions]
-    assert reasons.count("evicted") >= 3
-    assert set(reasons) <= {"evicted", "new"}
 
 
 def test_in_full_tiers_the_latest_sessions_are_found_whole() -> None:
@@ -201,32 +158,6 @@ def test_what_has_not_been_used_for_long_expires_in_every_tier() -> None:
     assert not simulation.tree.node_count
 
 
-def test_waiting_requests_have_their_chunks_fetched() -> None:
-    """Look-ahead: while the rows are taken, what those who wait will need comes into host memory."""
-    session = sunken(DISK, max_rows=1, remote=False)
-    simulation = session.simulation
-    simulation.submit(list(range(9)), 40)
-    simulation.step()
-    request = session.send(3)
-    for _ in range(20):
-        simulation.step()
-    assert sum(node.host_ready for node in simulation.tree.nodes()) >= 8
-    simulation.run()
-    assert tiers_of(session.ended(request)) == [0, 0, 32, 0], "from where it came"
-
-
-def test_a_slow_disk_is_waited_for_no_longer_than_computing_takes() -> None:
-    session = sunken(DISK, remote=False, pace_s=0.001)
-    simulation = session.simulation
-    simulation.tree.tiers.health[DISK].read_us = 1e9
-    simulation.tier_pace = 0.0
-    before = simulation.now
-    request = session.send(3)
-    simulation.step_until(lambda: simulation.streams[request].ended)
-    assert simulation.now - before < 0.2
-    assert miss_of(session.ended(request)) == ("slow", 0)
-
-
 def test_a_disk_that_stalls_is_given_up_after_a_while() -> None:
     """It was fast so far: it is waited for, but not for ever."""
     session = sunken(DISK, remote=False, pace_s=0.001)
@@ -245,8 +176,8 @@ def test_a_disk_that_stalls_is_given_up_after_a_while() -> None:
 def test_an_announced_session_is_near_when_it_comes() -> None:
     session = sunken(DISK, remote=False)
     simulation = session.simulation
-    tokens = np.array(session.history, np.int32)
-    announced = Request(id=0, tokens=tokens, max_tokens=1, sampling=Sampling())
+    tokens = session.history
+    announced = Request.of(0, Submit(0, pack_int32(tokens), len(tokens), 1, Sampling()))
     assert simulation.expect(announced) == (32, 32)
     settle(simulation)
     assert simulation.expect(announced) == (32, 0)
@@ -277,7 +208,7 @@ def test_an_announcement_comes_after_those_who_wait() -> None:
         simulation.submit(prompt, 2)
         simulation.run()
         rest(simulation)
-    request = Request(id=0, tokens=np.array(announced, np.int32), max_tokens=1, sampling=Sampling())
+    request = Request.of(0, Submit(0, pack_int32(announced), len(announced), 1, Sampling()))
     assert simulation.expect(request) == (160, 160)
     rest(simulation)
     number = simulation.submit(asked, 2)
@@ -379,17 +310,6 @@ def random_traffic(seed: int, *, check: bool, modules: float = 0.0) -> Traffic:
 @pytest.mark.parametrize("modules", [0.0, 0.7])
 def test_every_request_ends_with_the_right_text(modules: float, seed: int) -> None:
     random_traffic(seed, check=seed % 6 == 0, modules=modules).run(40)
-
-
-def test_every_invariant_holds_after_every_event() -> None:
-    config = replace(TIERED, num_blocks=24, max_context=80, host_slots=12, disk_slots=30, ranks=2)
-    traffic = Traffic(config, Mix(cuts=0.4, ttl=0.3, preempts=0.05), 103)
-    traffic.simulation.pace_s = 1e-5
-    traffic.simulation.tiers.faults.fail = traffic.simulation.tiers.faults.lose = 0.05
-    traffic.simulation.tree.tiers.health[DISK].read_us = 1.0
-    traffic.run(60)
-    assert traffic.simulation.tree.loaded_blocks > 5
-    assert traffic.simulation.tree.tiers.health[DISK].reads > 0
 
 
 @pytest.mark.soak

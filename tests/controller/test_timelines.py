@@ -18,9 +18,9 @@ from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import BeamSearch, Submit
 from trunkline.controller.sequences.sequence import Request
 from trunkline.controller.service.request_log import draw_ids, spans_of
-from trunkline.controller.service.validation import problem_of, request_of
+from trunkline.controller.service.validation import problem_of
 from trunkline.controller.trace_ids import TraceIds
-from trunkline.kvstore.int32_codec import pack_int32
+from trunkline.kvstore.chunks import pack_int32
 from trunkline.router.messages import FinishReason
 from trunkline.runtime.spans import Span, SpanContext, unpack_steps
 from trunkline.worker.messages import Sampling, StepPlan
@@ -49,7 +49,8 @@ class Traced:
 
         def receive_traced(event: Event, now: float) -> None:
             if isinstance(event, Request):
-                event = dataclasses.replace(event, trace=self.ids, request_id="mine")
+                submit = msgspec.structs.replace(event.submit, request_id="mine")
+                event = dataclasses.replace(event, trace=self.ids, submit=submit)
             receive(event, now)
 
         def execute_kept(plan: StepPlan) -> Any:
@@ -215,8 +216,8 @@ def test_each_request_has_one_journey_in_any_traffic(name: str, monkeypatch: pyt
 def test_what_a_router_says_of_itself_is_bounded() -> None:
     submit = Submit(1, pack_int32([1, 2]), 2, 4, Sampling(), request_id="r" * 128, trace=PACKED)
     assert not problem_of(submit, 100)
-    request = request_of(submit, 1, draw_ids(submit.trace))
-    assert request.request_id == "r" * 128
+    request = Request.of(1, submit, draw_ids(submit.trace))
+    assert request.submit.request_id == "r" * 128
     assert request.trace is not None
     assert request.trace.router.pack() == PACKED
     assert "at most 128" in problem_of(msgspec.structs.replace(submit, request_id="r" * 129), 100)

@@ -19,7 +19,7 @@ from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import DescribeTree, Ping
 from trunkline.controller.service.status import state_of
 from trunkline.controller.service.tree_view import ASKED_MAX, Descriptions, TreeWalk, tier_bits
-from trunkline.kvstore.names import NAME_BYTES
+from trunkline.kvstore.chunks import NAME_BYTES
 from trunkline.router.messages import NodeFlag, RouterMessage, TreeDescription
 
 CHUNK = 4

@@ -8,14 +8,14 @@ import msgspec
 import pytest
 
 from trunkline.controller.messages import Prefetch, Submit
+from trunkline.controller.sequences.sequence import Request
 from trunkline.controller.service.validation import (
     is_request_number,
     problem_of,
     problem_of_prefetch,
-    request_of,
     request_of_prefetch,
 )
-from trunkline.kvstore.int32_codec import pack_int32
+from trunkline.kvstore.chunks import pack_int32
 from trunkline.worker.messages import Sampling
 
 NAN, INFINITY = float("nan"), float("inf")
@@ -135,8 +135,13 @@ def test_times_to_live_that_are_none(ttl: float) -> None:
 
 def test_what_the_engine_is_told() -> None:
     message = msgspec.structs.replace(HISTORY, drops=pack_int32([4, 8, 10, 11]), ttl=5.0, salt=b"t")
-    request = request_of(message, 77)
-    assert (request.id, request.drops, request.ttl, request.salt) == (77, ((4, 8), (10, 11)), 5.0, b"t")
+    request = Request.of(77, message)
+    assert (request.id, request.drops, request.submit.ttl, request.submit.salt) == (
+        77,
+        ((4, 8), (10, 11)),
+        5.0,
+        b"t",
+    )
     announced = request_of_prefetch(_prefetch(HISTORY.tokens, message.drops))
     assert announced.drops == request.drops
     assert announced.tokens.tolist() == list(range(20))

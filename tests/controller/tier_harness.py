@@ -10,7 +10,7 @@ from simulation.driver import Simulation
 from simulation.streams import Options, Stream, verify
 
 from trunkline.controller.engine_config import EngineConfig
-from trunkline.kvstore.extents import NO_SLOT
+from trunkline.kvstore.chunks import NO_SLOT
 from trunkline.kvstore.tier import TierKind
 
 CHUNK = 4

@@ -45,9 +45,10 @@ from trunkline.controller.messages import (
     MovesDone,
     Probed,
     StepResult,
+    Submit,
 )
 from trunkline.controller.sequences.sequence import Request
-from trunkline.kvstore.int32_codec import pack_int32, unpack_int32
+from trunkline.kvstore.chunks import pack_int32, unpack_int32
 from trunkline.kvstore.tier import TierKind
 from trunkline.worker.messages import CompileGrammar, Join, Probe, Sampling, StepPlan, TierMoves
 
@@ -166,19 +167,21 @@ def request_of(number: int, said: dict[str, str]) -> Request:
     if "module" in said:  # at position 0, the request's own tokens behind it
         module = text(numbers(said["module"]), 0)
         places = layout([module], [(len(numbers(said["module"])), len(own))])
-    return Request(
-        id=number,
-        tokens=np.array(own, np.int32),
-        max_tokens=int(said.get("max", 1)),
-        sampling=Sampling(seed=number),
-        stop_ids=tuple(numbers(said["stop"])) if "stop" in said else (),
+    submit = Submit(
+        number,
+        pack_int32(own),
+        len(own),
+        int(said.get("max", 1)),
+        Sampling(seed=number),
+        stop_token_ids=numbers(said["stop"]) if "stop" in said else [],
         n=int(said.get("n", said.get("beams", 1))),
         beam=BeamSearch(int(said["beams"])) if "beams" in said else None,
         priority=int(said.get("priority", 0)),
         grammar=Grammar("regex", said["regex"]) if "regex" in said else None,
-        drops=drops,
+        drops=pack_int32(np.array(drops, np.int32)),
         layout=places,
     )
+    return Request.of(number, submit)
 
 
 def shown(ready: Ready, now: float, *, has_rows: bool) -> Iterator[str]:

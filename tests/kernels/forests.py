@@ -17,7 +17,7 @@ from torch import Tensor
 
 from trunkline.kernels.ops import AttentionSpec, Kernels, KvPool
 from trunkline.kernels.plan import DecodePlan, PrefillPlan, Segments, WritePlan, build_decode_plan
-from trunkline.kvstore.int32_codec import Int32Array
+from trunkline.kvstore.chunks import Int32Array
 
 LAYERS: Final = 2
 """Of every pool here; tests use layer 1 unless they say otherwise, so that a wrong offset shows."""

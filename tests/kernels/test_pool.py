@@ -22,7 +22,7 @@ from torch import Tensor
 from trunkline.kernels.load import load_kernels
 from trunkline.kernels.ops import AttentionSpec, Kernels, KvPool
 from trunkline.kernels.plan import WritePlan
-from trunkline.kvstore.int32_codec import Int32Array
+from trunkline.kvstore.chunks import Int32Array
 
 BLOCKS: Final = 6
 LAYERS: Final = 3

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trunkline.kvstore.chunks import OPEN_COUNT, ChunkName, chunk_name, root_name
 from trunkline.kvstore.cuts import DROPS_MAX, ContextCut, cut_name, problem_of_drops
-from trunkline.kvstore.extents import OPEN_COUNT
-from trunkline.kvstore.names import ChunkName, chunk_name, root_name
 
 Drops = tuple[tuple[int, int], ...]
 

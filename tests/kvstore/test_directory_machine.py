@@ -8,15 +8,12 @@ slot the bytes that were computed for its chunk, and `check` must find nothing t
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from seeds import seeds
 
+from trunkline.kvstore.chunks import ChunkName, SlotId
 from trunkline.kvstore.directory import (
     Directory,
     DirectoryConfig,
@@ -26,8 +23,6 @@ from trunkline.kvstore.directory import (
     MoveStatus,
     TieredChunk,
 )
-from trunkline.kvstore.extents import SlotId
-from trunkline.kvstore.names import ChunkName
 from trunkline.kvstore.tier import TierKind
 
 Content = tuple[bytes, int]
@@ -368,32 +363,3 @@ def test_random_lives(seed: int) -> None:
 @pytest.mark.parametrize("seed", seeds(300))
 def test_long_lives(seed: int) -> None:
     live(seed, 2000)
-
-
-class DirectoryMachine(RuleBasedStateMachine):
-    """The same, with lives that Hypothesis makes up and cuts short when one fails."""
-
-    @initialize(seed=st.integers(0, 1 << 30))
-    def start(self, seed: int) -> None:
-        self.life = Life(seed)
-
-    @rule(acts=st.lists(st.sampled_from(COMMON), min_size=1, max_size=12))
-    def usual(self, acts: list[Callable[[Life], None]]) -> None:
-        for act in acts:
-            act(self.life)
-            self.life.check()
-
-    @rule(act=st.sampled_from(RARE))
-    def unusual(self, act: Callable[[Life], None]) -> None:
-        act(self.life)
-
-    @invariant()
-    def holds(self) -> None:
-        if hasattr(self, "life"):
-            self.life.check()
-
-
-TestDirectory = DirectoryMachine.TestCase
-TestDirectory.settings = settings(
-    max_examples=30, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
-)

@@ -7,8 +7,8 @@ import math
 import pytest
 from simulation.directory_bench import Bench, where
 
+from trunkline.kvstore.chunks import NO_SLOT, SlotId
 from trunkline.kvstore.directory import Directory, DirectoryConfig, MoveStatus
-from trunkline.kvstore.extents import NO_SLOT, SlotId
 from trunkline.kvstore.tier import TierKind
 
 

@@ -31,7 +31,7 @@ from trunkline.controller.messages import (
     TopLogprobs,
 )
 from trunkline.controller.storage.records import RecordStore
-from trunkline.kvstore.int32_codec import pack_int32, unpack_int32
+from trunkline.kvstore.chunks import pack_int32, unpack_int32
 from trunkline.router.messages import (
     BeamsFound,
     Finished,

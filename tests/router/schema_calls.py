@@ -7,7 +7,7 @@ from typing import Any, Final
 import httpx
 
 from trunkline.controller.messages import Submit
-from trunkline.kvstore.int32_codec import unpack_int32
+from trunkline.kvstore.chunks import unpack_int32
 
 TRIP: Final = """<schema name="trip">
 You plan trips.

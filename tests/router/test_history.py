@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from router.harness import EOS, VOCAB_SIZE
 from tokenizers import decoders, models, normalizers
 
-from trunkline.kvstore.int32_codec import pack_int32
+from trunkline.kvstore.chunks import pack_int32
 from trunkline.router.routing.rendezvous import rendezvous
 from trunkline.router.stores.session_history import (
     HistoryMark,

@@ -20,7 +20,7 @@ from seeds import seeds
 from simulation.hostile import altered
 
 from trunkline.controller.messages import PromptLogprobs, TopLogprobs
-from trunkline.kvstore.int32_codec import pack_int32
+from trunkline.kvstore.chunks import pack_int32
 from trunkline.router.messages import (
     BeamsFound,
     EventsReply,

@@ -31,7 +31,7 @@ from seeds import seeds as rotating_seeds
 
 from trunkline.controller.messages import RecordCall
 from trunkline.controller.storage.records import SHARES, Limits, RecordStore
-from trunkline.kvstore.int32_codec import pack_int32
+from trunkline.kvstore.chunks import pack_int32
 from trunkline.router.errors import ApiError
 from trunkline.router.http.idempotency import Result, name_request
 from trunkline.router.http.replay import takes_key

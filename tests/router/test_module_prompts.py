@@ -12,7 +12,7 @@ from router.harness import ANSWER, MESSAGES, wait_until
 from router.schema_calls import PLAN, PLAN_OBJECT, TRIP, complete, post, runs_of, texts_of
 from router.session_calls import error_of
 
-from trunkline.kvstore.int32_codec import unpack_int32
+from trunkline.kvstore.chunks import unpack_int32
 from trunkline.router import pml
 from trunkline.router.messages import Record, Started
 from trunkline.router.stores.model_text import ModelText

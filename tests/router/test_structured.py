@@ -12,7 +12,7 @@ from router.fake_controller import UNSATISFIABLE, FakeController, prompt_of
 from router.harness import EOS, MESSAGES, RunningRouter
 
 from trunkline.controller.messages import Grammar
-from trunkline.kvstore.int32_codec import unpack_int32
+from trunkline.kvstore.chunks import unpack_int32
 from trunkline.router.text.tokenizer import Tokenizer
 
 CHAT: dict[str, Any] = {"messages": MESSAGES}

@@ -14,8 +14,7 @@ from simulation.model import VOCABULARY, log_probabilities
 
 from trunkline.controller.messages import BeamStep
 from trunkline.kvstore.beams import assign_tails, choose_beams
-from trunkline.kvstore.extents import blocks_for
-from trunkline.kvstore.int32_codec import pack_int32, unpack_int32
+from trunkline.kvstore.chunks import blocks_for, pack_int32, unpack_int32
 from trunkline.worker.messages import BeamPosition, Sampling
 
 

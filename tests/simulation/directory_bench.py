@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from trunkline.kvstore.chunks import ChunkName
 from trunkline.kvstore.directory import Directory, DirectoryConfig, Move, MoveStatus, TieredChunk
-from trunkline.kvstore.names import ChunkName
 
 
 class Chunk(TieredChunk):

@@ -43,12 +43,13 @@ from trunkline.controller.messages import (
     ModuleText,
     PromptLogprobs,
     StepResult,
+    Submit,
 )
 from trunkline.controller.scheduling.module_calls import CallDone
 from trunkline.controller.scheduling.scheduler import Scheduler
 from trunkline.controller.sequences.sequence import Request
 from trunkline.controller.storage.persistence import Persistence
-from trunkline.kvstore.int32_codec import unpack_int32
+from trunkline.kvstore.chunks import pack_int32, unpack_int32
 from trunkline.router.messages import Finished, FinishReason
 from trunkline.worker.messages import CompileGrammar, Probe, Sampling, StepPlan, TierMoves
 
@@ -118,14 +119,15 @@ class Simulation:
         stream.positions = self.engine.config.max_context
         self.streams[request_id] = stream
         penalty = 0.5 * options.get("history", False)
-        request = Request(
-            id=request_id,
-            tokens=np.array(prompt, np.int32),
-            max_tokens=max_tokens,
-            sampling=Sampling(seed=seed, prompt_logprobs=scored, presence_penalty=penalty),
-            stop_ids=stop_ids,
+        submit = Submit(
+            request_id,
+            pack_int32(prompt),
+            len(prompt),
+            max_tokens,
+            Sampling(seed=seed, prompt_logprobs=scored, presence_penalty=penalty),
+            stop_token_ids=list(stop_ids),
             salt=options.get("salt", b""),
-            drops=drops,
+            drops=pack_int32(np.array(drops, np.int32)),
             ttl=options.get("ttl", 0.0),
             n=n,
             beam=beam,
@@ -133,7 +135,7 @@ class Simulation:
             grammar=options.get("grammar"),
             layout=layout,
         )
-        self.receive(request)
+        self.receive(Request.of(request_id, submit))
         return request_id
 
     def receive(self, event: Event) -> None:

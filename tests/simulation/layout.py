@@ -1,6 +1,6 @@
 """Where the tokens of a simulated sequence lie, and at which positions their keys were rotated.
 
-Written from the description of `trunkline.kvstore.extents.Extent` alone, token by token, so that it shares no
+Written from the description of `trunkline.kvstore.chunks.Extent` alone, token by token, so that it shares no
 arithmetic with the engine or the real workers.
 """
 
@@ -12,8 +12,7 @@ from typing import NamedTuple
 from simulation.model import prefix_hash
 from simulation.pool import Entry
 
-from trunkline.kvstore.extents import OPEN_COUNT, PLAIN_LAYOUT, Extent
-from trunkline.kvstore.int32_codec import unpack_int32
+from trunkline.kvstore.chunks import OPEN_COUNT, PLAIN_LAYOUT, Extent, unpack_int32
 
 
 class Cell(NamedTuple):

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from simulation.model import MODULES, extend_seen, next_token, text_token
 
 from trunkline.controller.messages import ModuleText, PromptLayout
-from trunkline.kvstore.int32_codec import unpack_int32
+from trunkline.kvstore.chunks import unpack_int32
 
 
 def tokens_of(text: ModuleText) -> list[int]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from simulation.model import VOCABULARY
 
 from trunkline.controller.messages import ModuleText, PromptLayout
-from trunkline.kvstore.int32_codec import pack_int32
+from trunkline.kvstore.chunks import pack_int32
 
 Ranges = Sequence[tuple[int, int]]
 

@@ -10,8 +10,7 @@ from simulation.module_prompts import Schemas
 
 from trunkline.controller.engine_config import HOLE_BLOCKS, EngineConfig
 from trunkline.controller.messages import ModuleText, PromptLayout
-from trunkline.kvstore.extents import blocks_for
-from trunkline.kvstore.int32_codec import unpack_int32
+from trunkline.kvstore.chunks import blocks_for, unpack_int32
 
 HOLDERS: Final = ("schema 1", "schema 2")
 TIERS_MAX: Final = 3

@@ -17,7 +17,7 @@ from trunkline.controller.messages import (
 )
 from trunkline.controller.scheduling.quarantine import DEADLY
 from trunkline.controller.sequences.beam_search import sample_seed
-from trunkline.kvstore.int32_codec import unpack_int32
+from trunkline.kvstore.chunks import unpack_int32
 from trunkline.router.messages import Finished, FinishReason, Hypothesis, Started
 
 

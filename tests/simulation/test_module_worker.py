@@ -10,8 +10,7 @@ from simulation.module_oracle import expected_module_output, prompt_tokens, reac
 from simulation.module_prompts import layout, text
 from simulation.worker import SimulatedWorkers
 
-from trunkline.kvstore.extents import OPEN_COUNT, Extent
-from trunkline.kvstore.int32_codec import pack_int32, unpack_int32
+from trunkline.kvstore.chunks import OPEN_COUNT, Extent, pack_int32, unpack_int32
 from trunkline.worker.messages import Join, Sampling, StepPlan
 
 CHUNK = 4

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
-from simulation.model import prefix_hash, prompt_score
-from simulation.oracle import beam_search, expected_output
+from simulation.model import prefix_hash
 from simulation.pool import Entry, SimulatedPool
 from simulation.worker import SimulatedWorkers
 
-from trunkline.controller.messages import BeamSearch
-from trunkline.kvstore.beams import assign_tails, candidate_count
-from trunkline.kvstore.int32_codec import pack_int32, unpack_int32
+from trunkline.kvstore.beams import assign_tails
+from trunkline.kvstore.chunks import pack_int32
 from trunkline.worker.messages import BeamPosition, Fork, Join, Sampling, StepPlan
 
 CHUNK = 4
@@ -40,19 +37,6 @@ def prompt_step(joined: Join, forks: list[Fork]) -> StepPlan:
 
 def decode(step: int, rows: list[int], copies: tuple[int, ...] = (), blocks: tuple[int, ...] = ()) -> StepPlan:
     return StepPlan(step, 1, copies=pack_int32(copies), blocks=pack_int32(blocks), rows=pack_int32(rows), runs=b"")
-
-
-def test_forks_draw_from_the_parents_logits_and_go_their_own_way() -> None:
-    group = workers()
-    forks = [Fork(1, 2, pack_int32([0, 2]), 6), Fork(1, 3, pack_int32([0, 3]), 7)]
-    tokens = [unpack_int32(group.execute(prompt_step(join([0, 1]), forks)).tokens).tolist()]
-    tokens.append(
-        unpack_int32(group.execute(decode(2, [3, 1, 2], copies=(1, 2, 0, 2, 1, 3, 0, 2))).tokens).tolist()
-    )
-    tokens[1] = [tokens[1][1], tokens[1][2], tokens[1][0]]
-    expected = [expected_output(PROMPT, seed, 2) for seed in (5, 6, 7)]
-    assert [list(pair) for pair in zip(*tokens, strict=True)] == expected
-    assert group.blocks_held == (4, 6)
 
 
 def test_a_forgotten_copy_of_a_tail_is_noticed() -> None:
@@ -130,37 +114,6 @@ def test_a_late_save_waits_for_what_it_saves() -> None:
     pool.computed(3, [(1, 2, 1)])
     pool.order(4, [], [(6, 2, 1)], 3, 4)
     assert pool.read(6, 0, 4, 1).token == PROMPT[CHUNK]
-
-
-def test_prompt_positions_are_scored_by_the_logits_before_them() -> None:
-    group = workers()
-    joined = join([0, 1], Sampling(prompt_logprobs=2))
-    first = group.execute(StepPlan(1, 1, joins=[joined], prefill=pack_int32([1, 0, 2, 0, 0])))
-    second = group.execute(StepPlan(2, 1, prefill=pack_int32([1, 2, 4, 2, 1])))
-    assert first.prompt_logprobs is not None
-    assert second.prompt_logprobs is not None
-    scores = [first.prompt_logprobs[1], second.prompt_logprobs[1]]
-    assert [score.start for score in scores] == [1, 3]
-    found = [x for score in scores for x in np.frombuffer(score.token_logprobs, "<f4").tolist()]
-    assert found == [prompt_score(prefix_hash(PROMPT[:p]), PROMPT[p], 2)[0] for p in range(1, len(PROMPT))]
-
-
-def test_beams_move_with_their_blocks() -> None:
-    """Four steps of a search of width 2; the workers copy tails themselves."""
-    width, group = 2, workers()
-    positions = [BeamPosition(9, i, width, 0.0, candidate_count(width, 0)) for i in range(width)]
-    group.execute(
-        prompt_step(join([0, 1], beam_position=positions[0]), [Fork(1, 2, pack_int32([0, 2]), 0, positions[1])])
-    )
-    for step, blocks in ((2, ()), (3, ()), (4, (1, 2, 4, 2, 2, 5))):
-        group.execute(decode(step, [2, 1], blocks=blocks))
-    # Without stop tokens the beams after four steps are the hypotheses of four tokens.
-    expected = beam_search(PROMPT, BeamSearch(width), 4, n=width).hypotheses
-    assert [group.residents[batch_seq_id].tokens[len(PROMPT) :] for batch_seq_id in (1, 2)] == [
-        h.tokens for h in expected
-    ]
-    assert list(group.searches.by_group[9].scores.values()) == [h.logprob for h in expected]
-    assert [len(resident.table) for resident in group.residents.values()] == [3, 3]
 
 
 def test_a_part_of_a_search_cannot_leave_or_decode() -> None:

@@ -13,7 +13,7 @@ from random import Random
 from simulation.pool import Entry, SimulatedPool
 
 from trunkline.controller.messages import MoveOutcome, MovesDone, Probed
-from trunkline.kvstore.names import NAME_BYTES
+from trunkline.kvstore.chunks import NAME_BYTES
 from trunkline.kvstore.tier import TierKind
 from trunkline.worker.messages import Probe, TierMove, TierMoves
 

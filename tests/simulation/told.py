@@ -5,8 +5,7 @@ from __future__ import annotations
 from trunkline.controller.cache.kv_events import KvEventLog
 from trunkline.controller.cache.radix_cache import RadixCache
 from trunkline.controller.cache.radix_tree import TEXT_ROOT, Node
-from trunkline.kvstore.extents import NO_BLOCK
-from trunkline.kvstore.names import NAME_BYTES, chain
+from trunkline.kvstore.chunks import NAME_BYTES, NO_BLOCK, chain
 
 
 def truth(tree: RadixCache) -> dict[bytes, int]:

@@ -20,7 +20,7 @@ from simulation.streams import Options, verify
 from trunkline.controller.engine.integrity import check_integrity
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import BeamSearch, Grammar
-from trunkline.kvstore.extents import blocks_for
+from trunkline.kvstore.chunks import blocks_for
 from trunkline.router.messages import FinishReason
 
 WIDTHS: Final = (2, 3, 4)

@@ -18,7 +18,7 @@ from simulation.model import MODULES, extend_hash, extend_seen, next_token, prom
 from simulation.pool import Entry, SimulatedPool
 
 from trunkline.controller.messages import BeamStep, PromptLogprobs, StepResult
-from trunkline.kvstore.int32_codec import pack_int32, unpack_int32
+from trunkline.kvstore.chunks import pack_int32, unpack_int32
 from trunkline.worker.messages import CompileGrammar, ForgetGrammar, Fork, Join, Sampling, StepPlan
 
 TOKEN_US = 25

@@ -16,8 +16,7 @@ from worker.ranks import Rank
 from trunkline.controller.messages import BeamSearch, BeamStep, StepResult
 from trunkline.controller.sequences.beam_search import BeamHistory, sample_seed
 from trunkline.kvstore.beams import choose_beams
-from trunkline.kvstore.extents import blocks_for
-from trunkline.kvstore.int32_codec import pack_int32, unpack_int32
+from trunkline.kvstore.chunks import blocks_for, pack_int32, unpack_int32
 from trunkline.router.messages import Hypothesis
 from trunkline.worker.messages import BeamPosition, Fork, Join, Sampling
 from trunkline.worker.runner import Runner

@@ -17,8 +17,7 @@ from worker.driver import VOCAB_SIZE, Driver, dense_logprobs, run_config
 from worker.ranks import Rank
 
 from trunkline.controller.messages import PromptLogprobs, StepResult
-from trunkline.kvstore.extents import OPEN_COUNT
-from trunkline.kvstore.int32_codec import pack_int32, unpack_int32
+from trunkline.kvstore.chunks import OPEN_COUNT, pack_int32, unpack_int32
 from trunkline.worker.messages import Join, Sampling
 from trunkline.worker.runner import Runner
 

@@ -11,8 +11,7 @@ from typing import Any, Final
 import numpy as np
 
 from trunkline.controller.messages import StepResult, TopLogprobs
-from trunkline.kvstore.extents import blocks_for
-from trunkline.kvstore.int32_codec import pack_int32, unpack_int32
+from trunkline.kvstore.chunks import blocks_for, pack_int32, unpack_int32
 from trunkline.worker.config import WorkerConfig
 from trunkline.worker.messages import Fork, Join, Sampling, StepPlan
 from trunkline.worker.runner import Runner

@@ -8,7 +8,7 @@ from typing import Any, Final
 import numpy as np
 
 from trunkline.controller.messages import GrammarReady
-from trunkline.kvstore.int32_codec import pack_int32
+from trunkline.kvstore.chunks import pack_int32
 from trunkline.worker.batch.sequences import BatchSequence
 from trunkline.worker.grammar.compiler import GrammarStore
 from trunkline.worker.messages import Join, Sampling

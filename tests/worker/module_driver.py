@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from worker.cuts import CHUNK, REPORT_ALL, Logprobs, dense_scores
 from worker.driver import VOCAB_SIZE, Driver, dense_logprobs
 
-from trunkline.kvstore.extents import OPEN_COUNT, blocks_for
-from trunkline.kvstore.int32_codec import Int32Array, pack_int32, unpack_int32
+from trunkline.kvstore.chunks import OPEN_COUNT, Int32Array, blocks_for, pack_int32, unpack_int32
 from trunkline.worker.messages import Join
 
 Range = tuple[int, int]

@@ -27,11 +27,11 @@ from trunkline.controller.engine.engine import Engine
 from trunkline.controller.engine.events import CallTexts, EngineOutputs, Event, Ready
 from trunkline.controller.engine.integrity import check_integrity
 from trunkline.controller.engine_config import EngineConfig
-from trunkline.controller.messages import ModulesCall, ModuleText, PromptLayout, StepResult
+from trunkline.controller.messages import ModulesCall, ModuleText, PromptLayout, StepResult, Submit
 from trunkline.controller.scheduling.module_calls import CallDone
 from trunkline.controller.sequences.sequence import Request
 from trunkline.controller.storage.persistence import Persistence
-from trunkline.kvstore.int32_codec import pack_int32, unpack_int32
+from trunkline.kvstore.chunks import pack_int32, unpack_int32
 from trunkline.router import pml
 from trunkline.router.messages import Started
 from trunkline.router.pml.compiled import Scope
@@ -121,14 +121,9 @@ class ModuleGroup(TieredLoop):
         self, prompt: Prompt | list[int], max_tokens: int = 8, *, n: int = 1, sampling: Sampling = GREEDY
     ) -> Answer:
         """Returns what will be filled while the group runs."""
-        request = Request(
-            id=self._next_id,
-            tokens=np.array(prompt.own if isinstance(prompt, Prompt) else prompt, np.int32),
-            max_tokens=max_tokens,
-            sampling=sampling,
-            n=n,
-            layout=prompt.layout if isinstance(prompt, Prompt) else None,
-        )
+        own, places = (prompt.own, prompt.layout) if isinstance(prompt, Prompt) else (prompt, None)
+        submit = Submit(self._next_id, pack_int32(own), len(own), max_tokens, sampling, n=n, layout=places)
+        request = Request.of(self._next_id, submit)
         self._next_id += 1
         answer = self.answers[request.id] = Answer(prompt, [[] for _ in range(n)], [[] for _ in range(n)])
         now = time.perf_counter()

@@ -24,7 +24,7 @@ from worker.driver import VOCAB_SIZE, Driver, run_config
 from worker.ranks import run_ranks
 
 from trunkline.controller.messages import BeamSearch
-from trunkline.kvstore.int32_codec import pack_int32
+from trunkline.kvstore.chunks import pack_int32
 from trunkline.worker.batch.sequences import BatchSequence
 from trunkline.worker.errors import PlanError
 from trunkline.worker.messages import BeamPosition, Fork, Join, Sampling, StepPlan

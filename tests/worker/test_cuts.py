@@ -33,12 +33,12 @@ from worker.cuts import (
 )
 from worker.ranks import run_ranks
 
-from trunkline.kvstore.int32_codec import pack_int32
+from trunkline.kvstore.chunks import pack_int32
 from trunkline.worker.errors import UnsupportedModelError
 from trunkline.worker.messages import Fork, Join
+from trunkline.worker.model.decoder import Ropes
 from trunkline.worker.model.families import read_model_config
-from trunkline.worker.model.layers import Ropes
-from trunkline.worker.model.sharding import Shard
+from trunkline.worker.model.model_config import Shard
 
 TOLERANCE = 1e-4
 FAR = 2_000_000

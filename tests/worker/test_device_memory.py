@@ -13,7 +13,7 @@ from worker.driver import generate, run_config
 
 from trunkline.kernels.cuda import CudaKernels
 from trunkline.kernels.cuda_library import AttentionCall
-from trunkline.kvstore.int32_codec import unpack_int32
+from trunkline.kvstore.chunks import unpack_int32
 from trunkline.worker import runner as runner_module
 from trunkline.worker.batch.batch import BatchBuilder
 from trunkline.worker.config import WorkerConfig
@@ -21,8 +21,15 @@ from trunkline.worker.errors import WorkerConfigError, WorkerError
 from trunkline.worker.model.decoder import Decoder
 from trunkline.worker.runner import Runner
 from trunkline.worker.sampling.sampler import Sampler
-from trunkline.worker.startup.device_memory import OUTSIDE_BYTES_MAX, MemoryUse, blocks_that_fit, measured
-from trunkline.worker.startup.rehearsal import POOL_BLOCKS, StepLimits, rehearsal
+from trunkline.worker.startup import (
+    OUTSIDE_BYTES_MAX,
+    POOL_BLOCKS,
+    MemoryUse,
+    StepLimits,
+    blocks_that_fit,
+    measured,
+    rehearsal,
+)
 
 GIB = 1 << 30
 MIB = 1 << 20

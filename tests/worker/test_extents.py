@@ -6,10 +6,8 @@ import numpy as np
 import pytest
 from seeds import seeds
 
-from trunkline.kvstore.extents import OPEN_COUNT, PLAIN_LAYOUT, Extent
-from trunkline.kvstore.int32_codec import pack_int32
-from trunkline.worker.batch.extents import PLAIN, ContextLayout
-from trunkline.worker.batch.sequences import BatchSequence, segments_of
+from trunkline.kvstore.chunks import OPEN_COUNT, PLAIN_LAYOUT, Extent, pack_int32
+from trunkline.worker.batch.sequences import PLAIN, BatchSequence, ContextLayout, segments_of
 from trunkline.worker.errors import PlanError
 from trunkline.worker.messages import Fork, Join, Sampling
 

@@ -12,7 +12,7 @@ from worker.checkpoints import transformers_logits
 from worker.driver import VOCAB_SIZE, Driver, Stream, dense_logprobs, run_config
 
 from trunkline.controller.sequences.beam_search import sample_seed
-from trunkline.kvstore.int32_codec import pack_int32, unpack_int32
+from trunkline.kvstore.chunks import pack_int32, unpack_int32
 from trunkline.worker.errors import PlanError
 from trunkline.worker.messages import Fork, Join, Sampling, StepPlan
 from trunkline.worker.runner import Runner

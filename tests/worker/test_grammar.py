@@ -20,7 +20,7 @@ from worker.grammar_driver import STOP, Grammars, V, allowed
 
 from trunkline.controller.messages import GrammarReady
 from trunkline.deploy.config.models import DEMO_FOLDER
-from trunkline.kvstore.int32_codec import pack_int32
+from trunkline.kvstore.chunks import pack_int32
 from trunkline.worker.batch.sequences import BatchSequence
 from trunkline.worker.errors import PlanError
 from trunkline.worker.grammar.compiler import GrammarStore

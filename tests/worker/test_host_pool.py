@@ -14,9 +14,7 @@ from worker.driver import VOCAB_SIZE, Driver, run_config
 
 from trunkline.kernels.load import load_kernels
 from trunkline.kernels.ops import KvPool
-from trunkline.kvstore.extents import SlotId
-from trunkline.kvstore.int32_codec import Int32Array, pack_int32, unpack_int32
-from trunkline.kvstore.names import ChunkName
+from trunkline.kvstore.chunks import ChunkName, Int32Array, SlotId, pack_int32, unpack_int32
 from trunkline.kvstore.tier import SlotKey, Tier
 from trunkline.worker.errors import PlanError, WorkerConfigError
 from trunkline.worker.messages import Join, Sampling, StepPlan

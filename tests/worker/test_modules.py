@@ -28,8 +28,7 @@ from worker.module_prompts import (
 )
 from worker.ranks import run_ranks
 
-from trunkline.kvstore.extents import blocks_for
-from trunkline.kvstore.int32_codec import pack_int32
+from trunkline.kvstore.chunks import blocks_for, pack_int32
 from trunkline.worker.messages import Fork
 from trunkline.worker.runner import Runner
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from trunkline.kvstore.int32_codec import unpack_int32
+from trunkline.kvstore.chunks import unpack_int32
 from trunkline.worker.sampling import prompt_scores
-from trunkline.worker.sampling.prompt_scores import score_prompt
 from trunkline.worker.sampling.sampler import LOGPROB_MIN
+from trunkline.worker.sampling.selection import score_prompt
 
 V = 211
 

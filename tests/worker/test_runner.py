@@ -12,11 +12,10 @@ from worker.checkpoints import make_checkpoint, transformers_logits
 from worker.driver import VOCAB_SIZE, Driver, Stream, dense_logprobs, generate, run_config
 
 from trunkline.controller.messages import StepResult
-from trunkline.kvstore.extents import OPEN_COUNT, Extent
-from trunkline.kvstore.int32_codec import pack_int32, unpack_int32
+from trunkline.kvstore.chunks import OPEN_COUNT, Extent, pack_int32, unpack_int32
 from trunkline.worker.errors import PlanError, WorkerConfigError
 from trunkline.worker.messages import Join, Sampling, StepPlan
-from trunkline.worker.parallel.collectives import TensorParallel
+from trunkline.worker.parallel import TensorParallel
 from trunkline.worker.runner import Runner
 
 GREEDY = Sampling(temperature=0)

@@ -11,11 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from trunkline.kvstore.int32_codec import pack_int32, unpack_int32
+from trunkline.kvstore.chunks import pack_int32, unpack_int32
 from trunkline.worker.batch.sequences import BatchSequence
 from trunkline.worker.messages import Join, Sampling
-from trunkline.worker.sampling.noise import gumbel, token_keys
-from trunkline.worker.sampling.sampler import LOGPROB_MIN, Sampler, first_argmax, is_plain_greedy
+from trunkline.worker.sampling.sampler import (
+    LOGPROB_MIN,
+    Sampler,
+    first_argmax,
+    gumbel,
+    is_plain_greedy,
+    token_keys,
+)
 
 V = 50
 

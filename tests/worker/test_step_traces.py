@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trunkline.kvstore.int32_codec import pack_int32
+from trunkline.kvstore.chunks import pack_int32
 from trunkline.runtime.spans import Span, SpanContext, StepTrace, pack_steps
 from trunkline.runtime.tracing import OFF, Tracer
 from trunkline.worker.messages import StepPlan

@@ -27,12 +27,12 @@ from worker.tier_driver import (
 
 from trunkline.kernels.load import load_kernels
 from trunkline.kernels.ops import KvPool
-from trunkline.kvstore.int32_codec import Int32Array, pack_int32
+from trunkline.kvstore.chunks import Int32Array, pack_int32
 from trunkline.worker.errors import CopyError, WorkerConfigError
 from trunkline.worker.messages import StepPlan
 from trunkline.worker.tiers.copier import Copier, CopyOptions
+from trunkline.worker.tiers.copy_lane import COMPUTE, LATE_SAVE, LOAD, SAVE, LayerSpan
 from trunkline.worker.tiers.host_pool import HostPool
-from trunkline.worker.tiers.layer_gate import COMPUTE, LATE_SAVE, LOAD, SAVE, LayerSpan
 
 BY_LAYER = CopyOptions(link_bytes_per_s=1e12)
 """Copies then go one layer at a time, and no slower."""

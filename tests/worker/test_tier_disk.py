@@ -19,11 +19,9 @@ import pytest
 from structlog.testing import capture_logs
 from worker.ranks import RankProcess
 
-from trunkline.kvstore.extents import SlotId
-from trunkline.kvstore.names import NAME_BYTES, ChunkName
+from trunkline.kvstore.chunks import NAME_BYTES, ChunkName, SlotId
 from trunkline.kvstore.tier import SlotKey, Tier
-from trunkline.worker.tiers.chunk_record import RecordKeeper
-from trunkline.worker.tiers.disk_tier import PAGE_BYTES, DiskTier
+from trunkline.worker.tiers.disk_tier import PAGE_BYTES, DiskTier, RecordKeeper
 
 KEEPER = RecordKeeper(b"model A, float32", rank=0, tp=1)
 SIZES = {"pages": 3 * PAGE_BYTES, "odd": 5000}

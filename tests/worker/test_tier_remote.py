@@ -12,12 +12,11 @@ from worker.redis_server import RedisServer
 from trunkline.deploy.config.settings import ServeSettings
 from trunkline.deploy.config.tier_options import check_remote_url
 from trunkline.deploy.errors import UserError
-from trunkline.kvstore.extents import SlotId
-from trunkline.kvstore.names import NAME_BYTES, ChunkName
+from trunkline.kvstore.chunks import NAME_BYTES, ChunkName, SlotId
 from trunkline.kvstore.remote_stores import REMOTE_STORES, RemoteStore
 from trunkline.kvstore.tier import SharedTier, SlotKey
 from trunkline.worker.errors import WorkerConfigError
-from trunkline.worker.tiers.chunk_record import RecordKeeper
+from trunkline.worker.tiers.disk_tier import RecordKeeper
 from trunkline.worker.tiers.remote_tier import open_remote_tier
 
 pytestmark = pytest.mark.processes

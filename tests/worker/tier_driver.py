@@ -15,7 +15,7 @@ from worker.driver import VOCAB_SIZE, Driver, run_config
 
 from trunkline.controller.messages import StepResult
 from trunkline.kernels.ops import Kernels, KvPool
-from trunkline.kvstore.int32_codec import Int32Array, pack_int32, unpack_int32
+from trunkline.kvstore.chunks import Int32Array, pack_int32, unpack_int32
 from trunkline.worker.messages import Join, Sampling
 from trunkline.worker.runner import Runner
 from trunkline.worker.tiers.copier import Copier, CopyOptions

@@ -7,9 +7,8 @@ from typing import Final
 
 import msgspec
 
-from trunkline.kvstore.directory_config import DirectoryConfig
-from trunkline.kvstore.eviction import EvictionPolicy
-from trunkline.kvstore.extents import blocks_for
+from trunkline.kvstore.chunks import blocks_for
+from trunkline.kvstore.tier_policy import DirectoryConfig, EvictionPolicy
 
 PREEMPTIONS: Final = ("auto", "swap", "recompute")
 TIER_POLICIES: Final = ("look-ahead", "lru", "fifo")

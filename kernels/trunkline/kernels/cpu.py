@@ -20,7 +20,7 @@ from trunkline.kernels.cpu_dense import DenseOps
 from trunkline.kernels.native import ISA_LEVELS, NativeContext, WorkOptions, library, plan_decode_work
 from trunkline.kernels.ops import Angles, AttentionSpec, KernelCounters, KvPool, QkNorm
 from trunkline.kernels.plan import DecodePlan, PrefillPlan, WritePlan
-from trunkline.kvstore.int32_codec import Int32Array
+from trunkline.kvstore.chunks import Int32Array
 
 INVARIANT_TOKENS: Final = 512
 VECTORS_PER_READ: Final = 8

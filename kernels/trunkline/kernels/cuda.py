@@ -68,7 +68,7 @@ from trunkline.kernels.ops import (
 )
 from trunkline.kernels.plan import DecodePlan, PrefillPlan, WritePlan
 from trunkline.kernels.quantisation import QuantisedWeight, linear_int8, quantise, stored_bytes
-from trunkline.kvstore.int32_codec import Int32Array
+from trunkline.kvstore.chunks import Int32Array
 
 PIECE_TOKENS_MIN: Final = 256
 INVARIANT_TOKENS: Final = 512

@@ -12,7 +12,7 @@ from torch import Tensor
 from trunkline.kernels.cuda_library import DTYPE_NUMBERS
 from trunkline.kernels.ops import AttentionSpec, KvPool
 from trunkline.kernels.plan import WritePlan
-from trunkline.kvstore.int32_codec import Int32Array
+from trunkline.kvstore.chunks import Int32Array
 
 ALIGNMENT: Final = 16
 """Alignment in bytes of all data that kernels read in 16-byte units."""

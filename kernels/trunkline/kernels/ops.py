@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from trunkline.kernels.plan import DecodePlan, PrefillPlan, WritePlan
-from trunkline.kvstore.int32_codec import Int32Array
+from trunkline.kvstore.chunks import Int32Array
 
 
 class Angles(NamedTuple):

@@ -31,7 +31,7 @@ from trunkline.kernels.quantisation import QuantisedWeight, linear_int8, quantis
 from trunkline.kernels.reference_decode import ReferenceDecodeState
 from trunkline.kernels.reference_prefill import ReferencePrefillState
 from trunkline.kernels.reference_scores import check_plain
-from trunkline.kvstore.int32_codec import Int32Array
+from trunkline.kvstore.chunks import Int32Array
 
 WIDENED_ROWS: Final = 4096
 """Rows of a half-type weight that are converted at a time for a float32 result."""

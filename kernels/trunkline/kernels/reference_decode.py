@@ -36,7 +36,7 @@ from trunkline.kernels.reference_scores import (
     turn,
 )
 from trunkline.kernels.softmax_state import SoftmaxState, attend, merge
-from trunkline.kvstore.int32_codec import Int32Array
+from trunkline.kvstore.chunks import Int32Array
 
 RUN_ITEMS_MIN: Final = 4
 """Fewest shared items with the same rows that get a matmul of their own; fewer are read in the other phase."""

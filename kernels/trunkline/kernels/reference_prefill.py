@@ -21,7 +21,7 @@ from trunkline.kernels.ops import AttentionSpec, KvPool
 from trunkline.kernels.plan import PrefillPlan
 from trunkline.kernels.reference_scores import ShiftAngles, adjust_scores, check_plain, compute_dtype, turn
 from trunkline.kernels.softmax_state import attend
-from trunkline.kvstore.int32_codec import Int32Array
+from trunkline.kvstore.chunks import Int32Array
 
 SCORES_MAX: Final = 1 << 22
 """Scores that the path without fused attention holds at a time."""

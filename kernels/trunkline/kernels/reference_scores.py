@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trunkline.kernels.ops import Angles, AttentionSpec, KvPool, make_angles, swap_halves
-from trunkline.kvstore.int32_codec import Int32Array
+from trunkline.kvstore.chunks import Int32Array
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from trunkline.kvstore.int32_codec import Int32Array
+from trunkline.kvstore.chunks import Int32Array
 
 
 def choose_beams(tokens: Int32Array, stop_ids: Int32Array, width: int) -> NDArray[np.intp]:

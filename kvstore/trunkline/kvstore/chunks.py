@@ -1,15 +1,130 @@
-"""A chunk as the tiers below the device see it: where its copies are, and which requests need it.
+"""What a chunk is: its ids, its name, the positions at which its KV acts, and where its copies are.
 
-The controller's tree node is a `TieredChunk`; the simulations use bare ones. Its owner writes `last_use`;
-everything else here is written by the directory only.
+Controllers, workers and routers share this vocabulary:
+
+      BlockId, SlotId     where KV lies in the device pool, and in a tier below
+      ChunkName           the same KV has the same name everywhere: a chain of hashes from a root
+      Extent              which tokens of a block table a sequence sees, and at which positions
+      pack_int32          the form in which tokens, blocks and extents travel and are hashed
+      TieredChunk         the controller's record of one chunk: its copies, and the requests that need it
+
+**Names.** A root's name stands for everything that KV depends on besides the tokens. Two chunks have the same name
+only if model, precision, chunk size, tenant salt and every token up to their end agree, and, for chunks behind a
+cut, the cut (`trunkline.kvstore.cuts.cut_name`). So equal names in any tiers of any processes mean the same KV
+(design.md section 2). Controllers tell routers by these names which chunks they have, with one exception: a
+module's text serves at any place, but the names of its chunks depend on where it was computed. So its chunks are
+announced under the chain that begins with the text's place, `chain(place, tokens, chunk_size)`, whose last name
+may be that of a partial chunk.
+
+**Extents.** A sequence's *layout* is its ordered list of extents over its block table. A plain sequence has one
+open extent from position 0. Truncation, token discards and prompt modules make more of them (design.md, ideas 1
+and 5): the KV stays where it is and only the extents change.
 """
 
 from __future__ import annotations
 
-from typing import Generic, TypeVar
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Final, Generic, NamedTuple, NewType, TypeVar
 
-from trunkline.kvstore.extents import NO_SLOT
-from trunkline.kvstore.names import ChunkName
+import numpy as np
+from numpy.typing import NDArray
+
+BlockId = NewType("BlockId", int)
+"""A block of the device pool: room for one chunk of all layers. It has the same id on every rank."""
+
+SlotId = NewType("SlotId", int)
+"""A slot of a tier below the device. The controller hands it out, and it has the same id on every rank."""
+
+NO_BLOCK: Final = BlockId(-1)
+"""No block: of a chunk, "not on the device"; as a slot in `write_kv`, "do not store this token's KV"."""
+
+NO_SLOT: Final = SlotId(-1)
+"""The chunk has no slot in that tier."""
+
+OPEN_COUNT: Final = -1
+"""Token count of an extent that grows with its sequence."""
+
+
+class Extent(NamedTuple):
+    """A part of a sequence's context: a token range of some consecutive entries of its block table.
+
+    A key of the extent was rotated at the position at which it was computed; `shift` says how many
+    positions later it acts now, so its position in this sequence is `base_position + i + shift`.
+    """
+
+    table_start: int
+    """Index of the first block-table entry."""
+    first_token: int
+    """Offset of the first selected token in that entry's block, in tokens."""
+    token_count: int
+    """Number of selected tokens; `OPEN_COUNT` for the last extent, which grows."""
+    base_position: int
+    """Position at which the first selected token was computed."""
+    shift: int
+    """Positions by which the extent acts later than it was computed; 0 is the fast path."""
+
+
+PLAIN_LAYOUT: Final = (Extent(0, 0, OPEN_COUNT, 0, 0),)
+"""The layout of an ordinary sequence: everything, from position 0, unshifted."""
+
+
+def blocks_for(token_count: int, chunk_size: int) -> int:
+    """Return how many blocks hold `token_count` tokens."""
+    return -(-token_count // chunk_size)
+
+
+Int32Array = NDArray[np.int32]
+
+
+def pack_int32(values: Int32Array | Sequence[int]) -> bytes:
+    """Return the values as little-endian int32 bytes. An integer per msgpack element would cost 60 times more."""
+    return np.ascontiguousarray(values, dtype="<i4").tobytes()
+
+
+def unpack_int32(data: bytes, columns: int = 0) -> Int32Array:
+    """Return the array that `pack_int32` packed, as a read-only view of `data`.
+
+    Its shape is `[n]`, or `[n, columns]` where `columns` is given.
+
+    Raises:
+        ValueError: The length of `data` does not fit.
+    """
+    flat = np.frombuffer(data, dtype="<i4")
+    return flat.reshape(-1, columns) if columns else flat
+
+
+NAME_BYTES: Final = 16
+
+ChunkName = NewType("ChunkName", bytes)
+
+
+def root_name(model_fingerprint: bytes, dtype: str, chunk_size: int, salt: bytes = b"") -> ChunkName:
+    """Return the name from which a tree's chain starts. `salt` separates tenants that must not share KV."""
+    digest = blake2b(digest_size=NAME_BYTES, person=b"trunkline-root")
+    for part in (model_fingerprint, dtype.encode(), str(chunk_size).encode(), salt):
+        digest.update(len(part).to_bytes(4, "little") + part)
+    return ChunkName(digest.digest())
+
+
+def chunk_name(parent: bytes, token_bytes: bytes) -> ChunkName:
+    """Return the name of the chunk of these tokens (little-endian int32) below `parent`."""
+    return ChunkName(blake2b(parent + token_bytes, digest_size=NAME_BYTES).digest())
+
+
+def chain(start: bytes, token_bytes: bytes, chunk_size: int) -> list[ChunkName]:
+    """Return the names of the chunks of these tokens, one below the other; the last chunk may be partial.
+
+    Args:
+        start: A root's name, or the place of a text.
+    """
+    names: list[ChunkName] = []
+    size, name = 4 * chunk_size, start
+    for at in range(0, len(token_bytes), size):
+        name = chunk_name(name, token_bytes[at : at + size])
+        names.append(name)
+    return names
+
 
 QueueKey = tuple[float, ...]
 """A waiting job's place in the queue, smallest first. Keys are unique and all of the same length."""

@@ -12,22 +12,119 @@ be reported (`offer`). Chunks that must not be evicted now are taken out and off
 
 Leaf first: a chunk leaves the system (loses its last copy) only if no chunk below it is stored. `stored_below`
 counts these along the path, so no search is needed.
+
+Slots. The memory is the workers'; slot ids are the same on every rank. Each use of a slot has a *generation*, which
+grows when the slot is handed out. So a read can never mistake the bytes of an older use for those that it wants
+(`trunkline.kvstore.tier.SlotKey`). All saves of a plan run before all its loads, but in no order among themselves. So
+a host slot that the plan in the making reads or writes is *busy* in its step, and is not handed out for another
+write in that step.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from itertools import count
-from typing import Generic, NamedTuple, cast
+from types import MappingProxyType
+from typing import Generic, NamedTuple, TypeVar, cast
 
-from trunkline.kvstore.chunks import ChangeLog, ChunkT, TieredChunk
-from trunkline.kvstore.eviction import VictimKey
-from trunkline.kvstore.extents import NO_SLOT, SlotId
-from trunkline.kvstore.lazy_heap import HeapVerdict, LazyHeap
-from trunkline.kvstore.slots import SlotPool
+from trunkline.kvstore.chunks import NO_SLOT, ChangeLog, ChunkT, SlotId, TieredChunk
 from trunkline.kvstore.tier import TierKind
+from trunkline.kvstore.tier_policy import HeapVerdict, LazyHeap, VictimKey
+
+OwnerT = TypeVar("OwnerT")
+
+
+class SlotPool(Generic[OwnerT]):
+    """`capacity` slots. Each slot in use has an owner."""
+
+    def __init__(self, capacity: int, first_generation: int = 0) -> None:
+        """
+        Args:
+            first_generation: All generations handed out are larger, so larger than those of earlier runs whose
+                slots are still on disk.
+        """
+        self.capacity = capacity
+        self._first_generation = first_generation
+        self._free = deque(SlotId(i) for i in range(capacity))
+        """Slots are reused in the order in which they came free, so busy ones are at the end. The queue may hold
+        slots that `take` has taken since."""
+        self._queued = bytearray(b"\1") * capacity
+        """1 for each slot that stands in `_free`."""
+        self._owners: dict[SlotId, OwnerT] = {}
+        self._generations = [first_generation] * capacity
+        self._busy_step = [0] * capacity
+
+    @property
+    def free_count(self) -> int:
+        return self.capacity - len(self._owners)
+
+    @property
+    def used_count(self) -> int:
+        return len(self._owners)
+
+    @property
+    def owners(self) -> Mapping[SlotId, OwnerT]:
+        return MappingProxyType(self._owners)
+
+    def generation(self, slot: SlotId) -> int:
+        """Return the generation of a slot's present use."""
+        return self._generations[slot]
+
+    @property
+    def highest_generation(self) -> int:
+        """The highest generation of all uses so far; the first generation if there was none."""
+        return max(self._generations, default=self._first_generation)
+
+    def allocate(self, owner: OwnerT, step: int = 0) -> SlotId | None:
+        """Return a free slot for `owner`; None if none is free that is not busy in `step` (0: no plan's step)."""
+        for _ in range(len(self._free)):
+            slot = self._free.popleft()
+            if slot in self._owners:
+                self._queued[slot] = 0
+                continue
+            if step and self._busy_step[slot] == step:
+                self._free.append(slot)
+                continue
+            self._queued[slot] = 0
+            self._owners[slot] = owner
+            self._generations[slot] = max(self._generations[slot], self._first_generation) + 1
+            self._busy_step[slot] = step
+            return slot
+        return None
+
+    def take(self, owner: OwnerT, slot: SlotId, generation: int) -> bool:
+        """Give a slot to the owner that it has had since an earlier run.
+
+        Returns:
+            False if there is no such slot, or if it has an owner.
+        """
+        if not 0 <= slot < self.capacity or slot in self._owners:
+            return False
+        self._owners[slot] = owner
+        self._generations[slot] = generation
+        return True
+
+    def touch(self, slot: SlotId, step: int) -> None:
+        """Note that the plan of `step` reads a slot."""
+        self._busy_step[slot] = step
+
+    def is_busy(self, slot: SlotId, step: int) -> bool:
+        """Return whether the plan of `step` reads or writes a slot."""
+        return self._busy_step[slot] == step
+
+    def release(self, slot: SlotId) -> None:
+        """Free a slot whose copy is given up."""
+        del self._owners[slot]
+        if not self._queued[slot]:
+            self._queued[slot] = 1
+            self._free.append(slot)
+
+    def free_slots(self) -> Iterable[SlotId]:
+        """Return the ids of free slots, for checks."""
+        return [slot for slot in self._free if slot not in self._owners]
 
 
 class IndexEvent(NamedTuple, Generic[ChunkT]):

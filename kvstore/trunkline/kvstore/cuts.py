@@ -20,9 +20,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from trunkline.kvstore.extents import OPEN_COUNT, Extent
-from trunkline.kvstore.int32_codec import Int32Array
-from trunkline.kvstore.names import NAME_BYTES, ChunkName, chunk_name
+from trunkline.kvstore.chunks import NAME_BYTES, OPEN_COUNT, ChunkName, Extent, Int32Array, chunk_name
 
 DROPS_MAX: Final = 64
 """The number of ranges that one sequence may drop."""

@@ -11,9 +11,9 @@ The controller has one; its workers carry out what it orders. Time and step numb
 A chunk is immutable, so it may be in several tiers. The directory keeps, over all chunks,
 
 - where the copies are and which of them are evicted first (`trunkline.kvstore.copies`),
-- which chunks the waiting jobs will use (`trunkline.kvstore.lookahead`),
+- which chunks the waiting jobs will use (`trunkline.kvstore.tier_policy`),
 - the moves in flight (`trunkline.kvstore.tier_moves`), and how fast and how reliable each tier is
-  (`trunkline.kvstore.tier_costs`).
+  (`trunkline.kvstore.tier_moves`).
 
 Invariants (`check`): a slot has one owner. A claimed chunk stays in host memory, a pinned one in the system, and a
 copy that a move uses where it is. A chunk leaves the system only after all chunks below it, unless a tier lost it.
@@ -27,17 +27,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic
 
-from trunkline.kvstore.chunks import ChunkT, QueueKey, TieredChunk
+from trunkline.kvstore.chunks import NO_SLOT, ChunkT, QueueKey, SlotId, TieredChunk
 from trunkline.kvstore.copies import Copies, CopyRules, IndexEvent, may_leave
 from trunkline.kvstore.directory_check import DirectoryIntegrityError, check_directory
-from trunkline.kvstore.directory_config import DirectoryConfig
-from trunkline.kvstore.eviction import EvictionPolicy, victim_key
-from trunkline.kvstore.extents import NO_SLOT, SlotId
-from trunkline.kvstore.lazy_heap import HeapVerdict
-from trunkline.kvstore.lookahead import WaitingJobs
 from trunkline.kvstore.tier import TierKind
-from trunkline.kvstore.tier_costs import TierHealth
-from trunkline.kvstore.tier_moves import Move, MoveStatus, TierMover
+from trunkline.kvstore.tier_moves import Move, MoveStatus, TierHealth, TierMover
+from trunkline.kvstore.tier_policy import DirectoryConfig, EvictionPolicy, HeapVerdict, WaitingJobs, victim_key
 
 __all__ = [
     "Directory",

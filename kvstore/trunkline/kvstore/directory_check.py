@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from trunkline.kvstore.chunks import ChunkT, TieredChunk
-from trunkline.kvstore.copies import Copies, HostState, host_state, may_leave
-from trunkline.kvstore.extents import NO_SLOT, SlotId
-from trunkline.kvstore.lookahead import WaitingJobs
-from trunkline.kvstore.slots import SlotPool
+from trunkline.kvstore.chunks import NO_SLOT, ChunkT, SlotId, TieredChunk
+from trunkline.kvstore.copies import Copies, HostState, SlotPool, host_state, may_leave
 from trunkline.kvstore.tier import TierKind
 from trunkline.kvstore.tier_moves import TierMover
+from trunkline.kvstore.tier_policy import WaitingJobs
 
 
 class DirectoryIntegrityError(AssertionError):

@@ -1,6 +1,6 @@
 """Digests of all that KV depends on besides the tokens, so that KV of another model or shape is never found.
 
-There are two, one inside the other. The *model's* is part of every chunk's name (`trunkline.kvstore.names`): it
+There are two, one inside the other. The *model's* is part of every chunk's name (`trunkline.kvstore.chunks`): it
 says which model computed the KV. The *tier's* is part of every file and key that holds KV: it also says which
 shape the bytes have.
 """

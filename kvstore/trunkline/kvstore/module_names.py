@@ -14,8 +14,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from trunkline.kvstore.int32_codec import unpack_int32
-from trunkline.kvstore.names import NAME_BYTES, ChunkName
+from trunkline.kvstore.chunks import NAME_BYTES, ChunkName, unpack_int32
 
 Ranges = tuple[tuple[int, int], ...]
 

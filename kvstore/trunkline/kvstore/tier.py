@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple, Protocol
 
-from trunkline.kvstore.extents import SlotId
-from trunkline.kvstore.names import ChunkName
+from trunkline.kvstore.chunks import ChunkName, SlotId
 
 
 class TierKind(IntEnum):

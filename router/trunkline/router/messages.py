@@ -222,7 +222,7 @@ class State(msgspec.Struct, array_like=True, frozen=True, tag="state"):
     epoch: int = 0
     """Of the worker group; another one than before: what was in its memory is gone."""
     fingerprint: bytes = b""
-    """Of the model, with `dtype` and `chunk_size` what chunk names begin with (`trunkline.kvstore.names`)."""
+    """Of the model, with `dtype` and `chunk_size` what chunk names begin with (`trunkline.kvstore.chunks`)."""
     dtype: str = ""
     chunk_size: int = 0
     prefill_us: float = 0.0
@@ -312,7 +312,7 @@ class KvEvents(msgspec.Struct, array_like=True, frozen=True, tag="kv_events"):
     seq: int
     """Number of this event, from 1 on; heartbeats have that of the event before them."""
     names: bytes = b""
-    """16 bytes for each chunk (`trunkline.kvstore.names`; for texts of modules see docs/protocol.md)."""
+    """16 bytes for each chunk (`trunkline.kvstore.chunks`; for texts of modules see docs/protocol.md)."""
     tiers: bytes = b""
     """One byte for each: in which tiers it is now, as a sum of `1 << TierKind`; 0: in none. The remote tier, which
     all share, is not told."""

@@ -12,7 +12,7 @@ from simulation.module_prompts import Schemas, layout, text
 from simulation.told import truth
 
 from trunkline.controller.engine_config import EngineConfig
-from trunkline.kvstore.int32_codec import pack_int32
+from trunkline.kvstore.chunks import pack_int32
 from trunkline.router.routing.core import Decision, RouteRequest, RoutingCore
 from trunkline.router.routing.names import Identity, names_of
 

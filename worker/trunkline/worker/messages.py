@@ -2,7 +2,7 @@
 
 A step plan is a delta: it carries what changed since the step before. A decode step in which nothing
 joins, leaves or fills a block is 31 to 43 bytes, whatever the batch. Integer arrays travel as
-little-endian int32 bytes (`trunkline.kvstore.int32_codec.pack_int32`). See docs/protocol.md.
+little-endian int32 bytes (`trunkline.kvstore.chunks.pack_int32`). See docs/protocol.md.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Join(msgspec.Struct, array_like=True, frozen=True):
     """int32 block table for everything allocated so far."""
     sampling: Sampling
     extents: bytes = b""
-    """int32 `[n, 5]` (`trunkline.kvstore.extents.Extent`); empty: `PLAIN_LAYOUT`."""
+    """int32 `[n, 5]` (`trunkline.kvstore.chunks.Extent`); empty: `PLAIN_LAYOUT`."""
     beam_position: BeamPosition | None = None
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from trunkline.controller.messages import GrammarReady, StepResult
 from trunkline.kernels.ops import Kernels, KvPool
 from trunkline.kernels.plan import PrefillPlan, WritePlan
-from trunkline.kvstore.int32_codec import Int32Array, pack_int32, unpack_int32
+from trunkline.kvstore.chunks import Int32Array, pack_int32, unpack_int32
 from trunkline.worker.batch.batch import Batch, BatchBuilder
 from trunkline.worker.batch.sequences import SequenceTable
 from trunkline.worker.config import WorkerConfig
@@ -28,17 +28,21 @@ from trunkline.worker.messages import CompileGrammar, StepPlan
 from trunkline.worker.model.checkpoint import Progress, Shard, load_weights
 from trunkline.worker.model.decoder import Decoder, make_kv_pool
 from trunkline.worker.model.families import check_model
-from trunkline.worker.parallel.backend_errors import of_loading
-from trunkline.worker.parallel.collectives import TensorParallel
+from trunkline.worker.parallel import TensorParallel, of_loading
 from trunkline.worker.sampling.beams import BeamSearches
 from trunkline.worker.sampling.sampler import Sampler
 from trunkline.worker.sampling.selection import Selection, Selector
-from trunkline.worker.startup.device_memory import CudaMemory, MemoryMeter
-from trunkline.worker.startup.devices import TORCH_DTYPES, choose_device, choose_kernels
-from trunkline.worker.startup.rehearsal import measure_largest_step
+from trunkline.worker.startup import (
+    TORCH_DTYPES,
+    CudaMemory,
+    MemoryMeter,
+    choose_device,
+    choose_kernels,
+    measure_largest_step,
+)
 from trunkline.worker.tiers.copier import Copier, CopyOptions
+from trunkline.worker.tiers.copy_lane import LayerTrace, StepGate
 from trunkline.worker.tiers.host_pool import HostPool
-from trunkline.worker.tiers.layer_gate import LayerTrace, StepGate
 
 Connect = Callable[[WorkerConfig, torch.device], TensorParallel]
 

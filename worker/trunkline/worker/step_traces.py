@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trunkline.kvstore.int32_codec import unpack_int32
+from trunkline.kvstore.chunks import unpack_int32
 from trunkline.runtime.spans import Span, SpanContext, StepTrace, Value, unpack_steps
 from trunkline.runtime.tracing import Tracer, child_of
 from trunkline.worker.messages import StepPlan

@@ -26,9 +26,8 @@ from trunkline.controller.sequences.sequence import (
     Stem,
     TokenBuffer,
 )
+from trunkline.kvstore.chunks import ChunkName, blocks_for
 from trunkline.kvstore.cuts import ChunkRun, ContextCut, cut_name
-from trunkline.kvstore.extents import blocks_for
-from trunkline.kvstore.names import ChunkName
 
 
 def cut_group(group: SequenceGroup, tree: RadixCache, config: EngineConfig) -> None:
@@ -43,7 +42,7 @@ def cut_group(group: SequenceGroup, tree: RadixCache, config: EngineConfig) -> N
     group.prompt_len += len(table) - len(history)
     group.limit += cut.holes
     packed = history.astype("<i4", copy=False).tobytes()
-    group.cut = CutPrompt(cut, packed, cut.chain(tree.root_name(group.request.salt), history))
+    group.cut = CutPrompt(cut, packed, cut.chain(tree.root_name(group.request.submit.salt), history))
     blocks, shared = blocks_for(group.limit, config.chunk_size), group.prompt_len // config.chunk_size
     needed = shared + group.request.width * (blocks - shared)
     fits = blocks <= config.max_table_blocks and needed <= config.num_blocks

@@ -24,8 +24,7 @@ from trunkline.controller.cache.radix_cache import RadixCache
 from trunkline.controller.cache.radix_tree import PENDING, Match, Node
 from trunkline.controller.sequences.plan_builder import PlanBuilder
 from trunkline.controller.sequences.sequence import ALL_ENTRIES, PrefixMatch, Sequence, Stem
-from trunkline.kvstore.extents import BlockId
-from trunkline.kvstore.int32_codec import pack_int32
+from trunkline.kvstore.chunks import BlockId, pack_int32
 from trunkline.worker.messages import Join, Sampling
 
 
@@ -401,7 +400,7 @@ class KVCacheManager:
         if group.encodes:
             for node in tail:
                 self.tree.save_later(node, partial=True)  # it will not grow
-        self.tree.keep(path + tail, now, group.request.ttl or self.ttl)
+        self.tree.keep(path + tail, now, group.request.submit.ttl or self.ttl)
 
     def _take_back(self, node: Node) -> BlockId:
         """Return the block of a pending chunk whose producer leaves."""

@@ -30,8 +30,7 @@ from trunkline.controller.cache.radix_tree import TOKEN_BYTES, Match, Node
 from trunkline.controller.messages import ModuleText, PromptLayout
 from trunkline.controller.sequences.module_prompt import CachedText, ModulePrompt, Ranges
 from trunkline.controller.sequences.sequence import PrefixMatch, Sequence, SequenceGroup, Stem, TokenBuffer
-from trunkline.kvstore.extents import OPEN_COUNT, Extent
-from trunkline.kvstore.int32_codec import Int32Array
+from trunkline.kvstore.chunks import OPEN_COUNT, Extent, Int32Array
 from trunkline.kvstore.module_names import RelocationRule, modules_root, pairs, prompt_root, text_names
 
 

@@ -12,7 +12,7 @@ from trunkline.controller.allocation.modules import find_text, match_modules
 from trunkline.controller.cache.radix_cache import RadixCache
 from trunkline.controller.cache.radix_tree import Node
 from trunkline.controller.sequences.sequence import PrefixMatch, Sequence, Stem
-from trunkline.kvstore.int32_codec import pack_int32
+from trunkline.kvstore.chunks import pack_int32
 
 
 def match_prefix(tree: RadixCache, sequence: Sequence, stop: int, step: int) -> PrefixMatch | None:

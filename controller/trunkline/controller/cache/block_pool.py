@@ -9,7 +9,7 @@ it is free exactly at zero (checked by `integrity`).
 
 from __future__ import annotations
 
-from trunkline.kvstore.extents import BlockId
+from trunkline.kvstore.chunks import BlockId
 
 
 class BlockPool:

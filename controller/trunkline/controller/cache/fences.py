@@ -17,7 +17,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from trunkline.kvstore.extents import BlockId, SlotId
+from trunkline.kvstore.chunks import BlockId, SlotId
 
 
 class Fences:

@@ -10,7 +10,7 @@ Code that moves a chunk does not decide what is announced: it only notes that th
 announced last (`Node.announced`), and the differences are the next batch. So nothing is announced twice, and
 nothing that was over before the turn ended.
 
-Announced are full chunks, under their names, and all chunks of texts (`trunkline.kvstore.names`). A chunk that is
+Announced are full chunks, under their names, and all chunks of texts (`trunkline.kvstore.chunks`). A chunk that is
 being computed counts as on the device: a second request for it would wait for it. Two chunks may have one name,
 one of them behind a cut: then the name is in all the tiers in which one of them is.
 
@@ -27,8 +27,7 @@ from typing import Final, NamedTuple
 from trunkline.controller.cache.radix_cache import RadixCache
 from trunkline.controller.cache.radix_tree import TOKEN_BYTES, Node
 from trunkline.controller.messages import EventsCall
-from trunkline.kvstore.extents import NO_BLOCK
-from trunkline.kvstore.names import NAME_BYTES, ChunkName
+from trunkline.kvstore.chunks import NAME_BYTES, NO_BLOCK, ChunkName
 from trunkline.kvstore.tier import TierKind
 from trunkline.router.messages import EventsReply
 

@@ -30,9 +30,8 @@ from typing import Final, Protocol
 from trunkline.controller.cache.block_pool import BlockPool
 from trunkline.controller.cache.fences import Fences
 from trunkline.controller.cache.radix_tree import Node, RadixTree
+from trunkline.kvstore.chunks import NO_BLOCK, BlockId, ChunkName, SlotId
 from trunkline.kvstore.directory import Directory, DirectoryConfig
-from trunkline.kvstore.extents import NO_BLOCK, BlockId, SlotId
-from trunkline.kvstore.names import ChunkName
 from trunkline.router.messages import MissReason
 
 DEPARTED_MAX: Final = 1 << 15

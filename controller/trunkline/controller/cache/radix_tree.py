@@ -36,10 +36,9 @@ from typing import Final
 
 import numpy as np
 
+from trunkline.kvstore.chunks import NAME_BYTES, NO_BLOCK, BlockId, ChunkName, chunk_name, root_name
 from trunkline.kvstore.cuts import cut_name
 from trunkline.kvstore.directory import TieredChunk
-from trunkline.kvstore.extents import NO_BLOCK, BlockId
-from trunkline.kvstore.names import NAME_BYTES, ChunkName, chunk_name, root_name
 
 TOKEN_BYTES: Final = 4
 PENDING: Final = 1 << 62
@@ -84,7 +83,7 @@ class Node(TieredChunk):
         self.exact = True
         """Whether it was computed with its whole history in sight (False: behind a cut)."""
         self.text_name: ChunkName | None = None
-        """For a chunk of a module's text: the name under which routers know it (`trunkline.kvstore.names`)."""
+        """For a chunk of a module's text: the name under which routers know it (`trunkline.kvstore.chunks`)."""
         self.announced = 0
         """Bit mask of the tiers in which routers were last told it is (`trunkline.controller.cache.kv_events`)."""
 

@@ -17,8 +17,7 @@ from xxhash import xxh3_64_digest
 
 from trunkline.controller.cache.radix_cache import RadixCache
 from trunkline.controller.cache.radix_tree import SALT_ROOT, Node
-from trunkline.kvstore.extents import NO_BLOCK, SlotId
-from trunkline.kvstore.names import ChunkName, chunk_name
+from trunkline.kvstore.chunks import NO_BLOCK, ChunkName, SlotId, chunk_name
 
 _LONG_AGO: Final = 1e-9
 """A time, in seconds, that is over on any controller's clock."""

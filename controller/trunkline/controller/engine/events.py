@@ -19,7 +19,7 @@ from trunkline.controller.messages import GrammarReady, ModulesCall, MovesDone, 
 from trunkline.controller.scheduling.module_calls import CallDone
 from trunkline.controller.sequences.decode_rows import Int64Array
 from trunkline.controller.sequences.sequence import Request
-from trunkline.kvstore.int32_codec import Int32Array
+from trunkline.kvstore.chunks import Int32Array
 from trunkline.router.messages import BeamsFound, Finished, FinishReason, PromptScored, Started
 from trunkline.worker.messages import CompileGrammar, ForgetGrammar, Probe, StepPlan, TierMoves
 

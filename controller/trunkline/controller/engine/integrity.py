@@ -31,8 +31,7 @@ from trunkline.controller.cache.radix_cache import RadixCache
 from trunkline.controller.cache.radix_tree import PENDING, SALT_ROOT, Node
 from trunkline.controller.scheduling.scheduler import Scheduler
 from trunkline.controller.sequences.sequence import Phase, Sequence
-from trunkline.kvstore.extents import BlockId
-from trunkline.kvstore.names import chunk_name
+from trunkline.kvstore.chunks import BlockId, chunk_name
 
 
 class IntegrityError(AssertionError):

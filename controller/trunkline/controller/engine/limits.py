@@ -12,46 +12,48 @@ from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import ModuleText
 from trunkline.controller.sequences.beam_search import WIDTH_MAX
 from trunkline.controller.sequences.sequence import Request
+from trunkline.kvstore.chunks import blocks_for, unpack_int32
 from trunkline.kvstore.cuts import problem_of_drops
-from trunkline.kvstore.extents import blocks_for
-from trunkline.kvstore.int32_codec import unpack_int32
 
 
 def problem_of_request(request: Request, config: EngineConfig) -> tuple[str, str]:
     """Why it can never run and which parameter of the client's is to blame ("" if none is); ("", "") if it can."""
     count, longest = len(request.tokens), config.longest_sequence
-    if count == 0 or not (request.prompt_len == -1 or 0 < request.prompt_len <= count):
-        return f"the prompt is empty or its length ({request.prompt_len}) does not fit {count} tokens", ""
-    prompt_len = request.prompt_len if request.prompt_len >= 0 else count
+    if count == 0 or not 0 < request.submit.prompt_len <= count:
+        return f"the prompt is empty or its length ({request.submit.prompt_len}) does not fit {count} tokens", ""
+    prompt_len = request.submit.prompt_len
     if request.drops:
         problem = _problem_of_cut(request, prompt_len)
         if problem:
             return problem, "truncation"
         dropped = sum(stop - start for start, stop in request.drops)
         count, prompt_len = count - dropped, prompt_len - dropped
-    if request.layout is not None and (problem := _problem_of_layout(request, prompt_len, config)):
+    if request.submit.layout is not None and (problem := _problem_of_layout(request, prompt_len, config)):
         return problem, "prompt"
-    if request.max_tokens < 1:
-        return f"max_tokens is {request.max_tokens}; at least 1 is needed", "max_tokens"
+    if request.submit.max_tokens < 1:
+        return f"max_tokens is {request.submit.max_tokens}; at least 1 is needed", "max_tokens"
     if count >= longest:
         return f"the prompt has {count} tokens; this group holds {longest}, prompt and output together", "prompt"
-    if count - prompt_len >= request.max_tokens:
-        return f"{count - prompt_len} output tokens are given; max_tokens is {request.max_tokens}", "max_tokens"
+    if count - prompt_len >= request.submit.max_tokens:
+        return (
+            f"{count - prompt_len} output tokens are given; max_tokens is {request.submit.max_tokens}",
+            "max_tokens",
+        )
     return _problem_of_width(request, prompt_len, config)
 
 
 def _problem_of_cut(request: Request, prompt_len: int) -> str:
-    if request.beam is not None:
+    if request.submit.beam is not None:
         return "a beam search cannot drop parts of its prompt"
-    if request.sampling.prompt_logprobs >= 0:
+    if request.submit.sampling.prompt_logprobs >= 0:
         return "tokens of a prompt that is not seen whole cannot be scored"
     return problem_of_drops(request.drops, prompt_len)
 
 
 def _problem_of_layout(request: Request, prompt_len: int, config: EngineConfig) -> str:
-    layout = request.layout
+    layout = request.submit.layout
     assert layout is not None
-    if request.drops or request.beam is not None or request.sampling.prompt_logprobs >= 0:
+    if request.drops or request.submit.beam is not None or request.submit.sampling.prompt_logprobs >= 0:
         return "a prompt with modules cannot be cut, searched with beams, or have its tokens scored"
     if problem := problem_of_texts(layout.texts, config):
         return problem
@@ -61,7 +63,7 @@ def _problem_of_layout(request: Request, prompt_len: int, config: EngineConfig) 
     end = last + len(request.tokens) - behind
     if end >= config.max_context:
         return f"the prompt ends at position {end}; this model has {config.max_context}, with the output"
-    longest = min(prompt_len + request.max_tokens, behind + config.max_context - last)
+    longest = min(prompt_len + request.submit.max_tokens, behind + config.max_context - last)
     # All texts count, also those that are needed only to compute others: so who waits for several of them can have
     # them all at once.
     texts = [blocks_for(len(text.tokens) // TOKEN_BYTES, size) for text in layout.texts]
@@ -87,9 +89,9 @@ def _problem_of_layout(request: Request, prompt_len: int, config: EngineConfig) 
 
 def is_expectable(request: Request, config: EngineConfig) -> bool:
     """Whether one like this, without its last tokens perhaps, may come: else nothing is done for it."""
-    if request.layout is None:
+    if request.submit.layout is None:
         return True
-    texts, size = request.layout.texts, config.chunk_size
+    texts, size = request.submit.layout.texts, config.chunk_size
     seen = sum(blocks_for(len(text.tokens) // TOKEN_BYTES, size) for text in texts if text.seen)
     return seen <= config.max_table_blocks and not problem_of_texts(texts, config)
 
@@ -115,7 +117,7 @@ def problem_of_texts(texts: Sequence[ModuleText], config: EngineConfig) -> str:
 
 def _problem_of_width(request: Request, prompt_len: int, config: EngineConfig) -> tuple[str, str]:
     """Several sequences at once: rows, blocks at their longest, and what a search must be."""
-    n, width, beam = request.n, request.width, request.beam
+    n, width, beam = request.submit.n, request.width, request.submit.beam
     param = "n" if beam is None else "beam_width"
     if n < 1 or width < n:
         return f"n is {n}; it must be at least 1 and at most the beam width", "n"
@@ -123,13 +125,13 @@ def _problem_of_width(request: Request, prompt_len: int, config: EngineConfig) -
         return f"the beam width is {width}; at most {WIDTH_MAX} is allowed", param
     if width > config.max_rows:
         return f"{param} is {width}; this group decodes at most {config.max_rows} sequences at once", param
-    if beam is not None and request.grammar is not None:
+    if beam is not None and request.submit.grammar is not None:
         return "a beam search cannot follow a grammar", "beam_width"
     if width == 1:
         return "", ""
-    if beam is None and len(request.tokens) > request.prompt_len >= 0:
+    if beam is None and len(request.tokens) > prompt_len:
         return "several samples cannot go on from one given output", "n"
-    limit = min(prompt_len + request.max_tokens, config.longest_sequence)
+    limit = min(prompt_len + request.submit.max_tokens, config.longest_sequence)
     # Without the cache, samples that come back after a preemption no longer find each other's prompt.
     shared = prompt_len // config.chunk_size if config.prefix_cache else 0
     needed = shared + width * (blocks_for(limit, config.chunk_size) - shared)

@@ -26,7 +26,7 @@ from trunkline.controller.sequences.sequence import (
     SequenceGroup,
     TokenBuffer,
 )
-from trunkline.kvstore.int32_codec import Int32Array
+from trunkline.kvstore.chunks import Int32Array
 from trunkline.worker.messages import Sampling
 
 

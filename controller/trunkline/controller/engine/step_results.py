@@ -11,7 +11,7 @@ from trunkline.controller.messages import BeamStep, PromptLogprobs, StepResult, 
 from trunkline.controller.scheduling.scheduler import Scheduler
 from trunkline.controller.sequences.decode_rows import BEAM, DecodeRows, RowSet
 from trunkline.controller.sequences.plan_builder import InflightStep, PlanBuilder
-from trunkline.kvstore.int32_codec import Int32Array, unpack_int32
+from trunkline.kvstore.chunks import Int32Array, unpack_int32
 from trunkline.router.messages import BeamsFound, Finished, FinishReason, PromptScored
 
 PLAIN_STEPS_PER_OBSERVATION: Final = 8

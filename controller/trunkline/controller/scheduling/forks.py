@@ -17,8 +17,7 @@ from trunkline.controller.sequences.decode_rows import DecodeRows
 from trunkline.controller.sequences.plan_builder import PlanBuilder
 from trunkline.controller.sequences.sequence import Phase, Sequence, SequenceGroup, TokenBuffer
 from trunkline.kvstore.beams import assign_tails
-from trunkline.kvstore.extents import BlockId, blocks_for
-from trunkline.kvstore.int32_codec import pack_int32
+from trunkline.kvstore.chunks import BlockId, blocks_for, pack_int32
 from trunkline.worker.messages import BeamPosition, Fork
 
 
@@ -37,9 +36,10 @@ class Forks:
     def place_beams(self, group: SequenceGroup) -> None:
         """Give the members of a search that enters the batch their positions, under a new id."""
         if group.search is None:
-            request = group.request
-            assert request.beam is not None
-            group.search = BeamHistory(request.beam, request.n, request.stop_ids, group.limit - group.prompt_len)
+            submit = group.request.submit
+            assert submit.beam is not None
+            output_limit = group.limit - group.prompt_len
+            group.search = BeamHistory(submit.beam, submit.n, submit.stop_token_ids, output_limit)
         search_id, self._next_search = self._next_search, self._next_search + 1
         self.searches[search_id] = group
         for sequence in group.members:

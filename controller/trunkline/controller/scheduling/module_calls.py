@@ -16,8 +16,7 @@ from trunkline.controller.sequences.module_prompt import CachedText
 from trunkline.controller.sequences.sequence import Sequence as TokenSequence
 from trunkline.controller.sequences.sequence import SequenceGroup
 from trunkline.controller.tiers.fetching import Fetching
-from trunkline.kvstore.extents import blocks_for
-from trunkline.kvstore.int32_codec import pack_int32
+from trunkline.kvstore.chunks import blocks_for, pack_int32
 from trunkline.kvstore.module_names import RelocationRule
 
 JOBS_AT_ONCE: Final = 32

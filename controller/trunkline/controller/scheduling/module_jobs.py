@@ -15,16 +15,17 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-import numpy as np
+from msgspec import structs
 
 from trunkline.controller.allocation.modules import encoding_of, find_text, lay_out
 from trunkline.controller.cache.radix_cache import RadixCache
 from trunkline.controller.cache.radix_tree import Node
+from trunkline.controller.messages import Submit
 from trunkline.controller.scheduling.queue import RequestQueue
 from trunkline.controller.sequences.module_prompt import CachedText, ModulePrompt
 from trunkline.controller.sequences.sequence import Request, SequenceGroup
 from trunkline.controller.tiers.fetching import Fetching
-from trunkline.kvstore.names import ChunkName
+from trunkline.kvstore.chunks import ChunkName
 from trunkline.router.messages import MissReason
 from trunkline.worker.messages import Sampling
 
@@ -180,7 +181,8 @@ class ModuleJobs:
         queued = group.queued
         if queued:
             self._queue.remove(group)
-        group.request = replace(group.request, priority=wish.priority)
+        submit = structs.replace(group.request.submit, priority=wish.priority)
+        group.request = replace(group.request, submit=submit)
         group.preempted |= wish.preempted
         group.arrival = wish.arrival
         if queued:
@@ -188,15 +190,9 @@ class ModuleJobs:
 
     def _group(self, texts: list[CachedText], index: int, wish: Wish) -> SequenceGroup:
         sampling = Sampling(temperature=0.0)
-        request = Request(
-            id=self._next_id,
-            tokens=np.frombuffer(texts[index].tokens, "<i4"),
-            max_tokens=1,
-            sampling=sampling,
-            salt=wish.salt,
-            priority=wish.priority,
-            ttl=wish.ttl,
-        )
+        tokens, count = texts[index].tokens, texts[index].token_count
+        submit = Submit(0, tokens, count, 1, sampling, salt=wish.salt, priority=wish.priority, ttl=wish.ttl)
+        request = Request.of(self._next_id, submit)
         self._next_id -= 1
         group = SequenceGroup(request, wish.arrival, _NO_LIMIT, sampling)
         group.preempted = wish.preempted
@@ -311,8 +307,8 @@ class ModuleJobs:
 
 
 def _wish_of(group: SequenceGroup, prompt: ModulePrompt) -> Wish:
-    request = group.request
-    return Wish(group, request.salt, request.priority, group.preempted, group.arrival, prompt.ttl)
+    submit = group.request.submit
+    return Wish(group, submit.salt, submit.priority, group.preempted, group.arrival, prompt.ttl)
 
 
 def _target(group: SequenceGroup) -> CachedText:

@@ -41,7 +41,7 @@ from trunkline.controller.sequences.sequence import Phase, Sequence, SequenceGro
 from trunkline.controller.tiers.costs import StepCosts, prefill_budget
 from trunkline.controller.tiers.fetching import Fetching
 from trunkline.controller.tiers.preload import Preloads, load_entries
-from trunkline.kvstore.extents import BlockId
+from trunkline.kvstore.chunks import BlockId
 
 MATCHED_TOKENS_MAX: Final = 1 << 19
 """Tokens of waiting prompts that are matched with the tree in one step; further prompts wait for the next step.
@@ -397,7 +397,7 @@ class Scheduler:
         """Try to give a waiting sequence its blocks."""
         group = sequence.group
         if not group.in_batch:
-            if group.request.beam is not None:
+            if group.request.submit.beam is not None:
                 self.forks.place_beams(group)
             if self.config.prefix_cache:
                 keep_or_compact(self.kv.tree, sequence, plan.step)

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from trunkline.controller.messages import BeamSearch, BeamStep
 from trunkline.kvstore.beams import candidate_count, choose_beams
-from trunkline.kvstore.int32_codec import Int32Array, pack_int32, unpack_int32
+from trunkline.kvstore.chunks import Int32Array, pack_int32, unpack_int32
 from trunkline.router.messages import FinishReason, Hypothesis
 
 WIDTH_MAX: Final = 64
@@ -44,7 +44,7 @@ class _Finished:
 class BeamHistory:
     """A search's beams and finished hypotheses. It survives preemption, which gives up only the blocks."""
 
-    def __init__(self, spec: BeamSearch, n: int, stop_ids: tuple[int, ...], output_limit: int) -> None:
+    def __init__(self, spec: BeamSearch, n: int, stop_ids: list[int], output_limit: int) -> None:
         """
         Args:
             n: how many hypotheses to return.

@@ -20,8 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trunkline.controller.sequences.sequence import Sequence
-from trunkline.kvstore.extents import NO_BLOCK, BlockId
-from trunkline.kvstore.int32_codec import Int32Array
+from trunkline.kvstore.chunks import NO_BLOCK, BlockId, Int32Array
 
 Int64Array = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
@@ -98,7 +97,7 @@ class DecodeRows:
         self.block_counts[slot] = len(table)
         self.text_blocks[slot] = sequence.stem.base if sequence.group.modules is not None else 0
         # A beam search handles stop tokens itself.
-        stop_ids = sequence.group.request.stop_ids if sequence.beam_position is None else ()
+        stop_ids = sequence.group.request.submit.stop_token_ids if sequence.beam_position is None else ()
         if len(stop_ids) <= STOP_IDS_INLINE:
             self._stop_ids[slot, : len(stop_ids)] = stop_ids
         else:

@@ -10,9 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trunkline.controller.cache.radix_tree import TOKEN_BYTES
-from trunkline.kvstore.extents import blocks_for
-from trunkline.kvstore.int32_codec import Int32Array
-from trunkline.kvstore.names import ChunkName
+from trunkline.kvstore.chunks import ChunkName, Int32Array, blocks_for
 
 Ranges = tuple[tuple[int, int], ...]
 

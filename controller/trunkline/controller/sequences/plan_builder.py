@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from trunkline.controller.cache.radix_tree import Node
 from trunkline.controller.sequences.decode_rows import NO_ROWS, RowSet
 from trunkline.controller.sequences.sequence import Sequence, SequenceGroup
-from trunkline.kvstore.int32_codec import Int32Array, pack_int32
+from trunkline.kvstore.chunks import Int32Array, pack_int32
 from trunkline.runtime.spans import StepTrace, pack_steps
 from trunkline.worker.messages import Fork, Join, StepPlan
 

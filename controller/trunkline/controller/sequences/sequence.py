@@ -21,14 +21,12 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from trunkline.controller.cache.radix_tree import Match, Node
-from trunkline.controller.messages import BeamSearch, Grammar, PromptLayout
+from trunkline.controller.messages import Submit
 from trunkline.controller.sequences.beam_search import BeamHistory
 from trunkline.controller.sequences.module_prompt import ModulePrompt
 from trunkline.controller.trace_ids import TraceIds
+from trunkline.kvstore.chunks import BlockId, ChunkName, Extent, Int32Array, blocks_for, unpack_int32
 from trunkline.kvstore.cuts import ContextCut
-from trunkline.kvstore.extents import BlockId, Extent, blocks_for
-from trunkline.kvstore.int32_codec import Int32Array
-from trunkline.kvstore.names import ChunkName
 from trunkline.kvstore.tier import TierKind
 from trunkline.worker.messages import BeamPosition, Sampling
 
@@ -36,39 +34,30 @@ ALL_ENTRIES: Final = 1 << 62
 """More entries than any block table has."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Request:
-    """A request as the engine sees it; the caller chooses ids, unique among live requests."""
+    """A request as the engine keeps it: what its router sent, and what the engine needs beside that."""
 
     id: int
+    """Unique among live requests of all routers, as `submit.request` is among those of one."""
+    submit: Submit
     tokens: Int32Array
-    max_tokens: int
-    sampling: Sampling
-    prompt_len: int = -1
-    """-1: all of `tokens`."""
-    stop_ids: tuple[int, ...] = ()
-    salt: bytes = b""
-    drops: tuple[tuple[int, int], ...] = ()
-    """Ranges of the prompt that it does not see (`trunkline.kvstore.cuts`)."""
-    ttl: float = 0.0
-    """Seconds for which its KV is kept after its end; 0: as the group of workers is set."""
-    layout: PromptLayout | None = None
-    """Set for a prompt with modules (`trunkline.controller.allocation.modules`); `tokens` are then its own
-    only."""
-    n: int = 1
-    """How many samples, or hypotheses of a beam search."""
-    beam: BeamSearch | None = None
-    priority: int = 0
-    grammar: Grammar | None = None
-    request_id: str = ""
-    """Id of the HTTP request, for the log."""
+    """`submit.tokens`, unpacked."""
+    drops: tuple[tuple[int, int], ...]
+    """`submit.drops`, unpacked."""
     trace: TraceIds | None = None
     """Ids of its spans; None: it is not traced."""
+
+    @classmethod
+    def of(cls, id_: int, submit: Submit, trace: TraceIds | None = None) -> Request:
+        """Return the request that a router's valid message asks for."""
+        drops = tuple((start, stop) for start, stop in unpack_int32(submit.drops, columns=2).tolist())
+        return cls(id_, submit, unpack_int32(submit.tokens), drops, trace)
 
     @property
     def width(self) -> int:
         """How many sequences decode at once."""
-        return self.n if self.beam is None else self.beam.width
+        return self.submit.n if self.submit.beam is None else self.submit.beam.width
 
 
 class Phase(Enum):
@@ -199,7 +188,7 @@ class SequenceGroup:
         self.request = request
         self.arrival = arrival
         self.limit = limit
-        self.prompt_len = request.prompt_len if request.prompt_len >= 0 else len(request.tokens)
+        self.prompt_len = request.submit.prompt_len
         self.preempted = False
         self.queued = False
         """Whether it is in the queue, because one of its sequences waits."""
@@ -213,7 +202,7 @@ class SequenceGroup:
         count in the block table (`trunkline.kvstore.cuts`)."""
         self.modules: ModulePrompt | None = None
         """Set if the prompt has modules; the same holds then."""
-        self.prompt_scored = request.sampling.prompt_logprobs < 0
+        self.prompt_scored = request.submit.sampling.prompt_logprobs < 0
         """Whether the log-probabilities of the prompt are computed, or were not asked for."""
         self.waits_for_grammar = False
         self.search: BeamHistory | None = None
@@ -230,12 +219,12 @@ class SequenceGroup:
     def key(self) -> tuple[int, bool, int, int]:
         """Order in the queue: priority; preempted before new; arrival; a job that encodes a text for a request
         (its id is negative) before that request."""
-        return self.request.priority, not self.preempted, self.arrival, self.id
+        return self.request.submit.priority, not self.preempted, self.arrival, self.id
 
     @property
     def rank(self) -> tuple[int, int]:
         """Order among running groups: the largest is preempted first."""
-        return self.request.priority, self.arrival
+        return self.request.submit.priority, self.arrival
 
     @property
     def holes(self) -> int:
@@ -351,7 +340,7 @@ class Sequence:
 
     @property
     def salt(self) -> bytes:
-        return self.group.request.salt
+        return self.group.request.submit.salt
 
     @property
     def recompute_from_start(self) -> bool:

@@ -31,10 +31,9 @@ from trunkline.controller.messages import (
     WorkerReport,
 )
 from trunkline.controller.sequences.sequence import Request
-from trunkline.controller.trace_ids import TraceIds
 from trunkline.kvstore.beams import candidate_count
+from trunkline.kvstore.chunks import unpack_int32
 from trunkline.kvstore.cuts import problem_of_drops
-from trunkline.kvstore.int32_codec import unpack_int32
 from trunkline.runtime.spans import CONTEXT_BYTES
 from trunkline.worker.messages import Sampling
 
@@ -65,39 +64,11 @@ def is_request_number(number: int) -> bool:
     return 0 <= number < 1 << NUMBER_BITS
 
 
-def request_of(message: Submit, request_id: int, trace: TraceIds | None = None) -> Request:
-    """Return the engine's request for a valid submission. `trace`: its trace, if it is traced."""
-    return Request(
-        id=request_id,
-        tokens=unpack_int32(message.tokens),
-        max_tokens=message.max_tokens,
-        sampling=message.sampling,
-        prompt_len=message.prompt_len,
-        stop_ids=tuple(message.stop_token_ids),
-        salt=message.salt,
-        drops=_drops(message.drops),
-        layout=message.layout,
-        ttl=message.ttl,
-        n=message.n,
-        beam=message.beam,
-        priority=message.priority,
-        grammar=message.grammar,
-        request_id=message.request_id,
-        trace=trace,
-    )
-
-
 def request_of_prefetch(message: Prefetch) -> Request:
     """Return the engine's request for a valid announcement of a request."""
-    return Request(
-        id=0,
-        tokens=unpack_int32(message.tokens),
-        max_tokens=1,
-        sampling=Sampling(),
-        salt=message.salt,
-        drops=_drops(message.drops),
-        layout=message.layout,
-    )
+    tokens, own = message.tokens, len(message.tokens) // 4
+    submit = Submit(0, tokens, own, 1, Sampling(), salt=message.salt, drops=message.drops, layout=message.layout)
+    return Request.of(0, submit)
 
 
 def _drops(packed: bytes) -> tuple[tuple[int, int], ...]:

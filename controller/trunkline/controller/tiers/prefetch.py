@@ -17,7 +17,7 @@ from trunkline.controller.messages import Probed
 from trunkline.controller.sequences.sequence import Sequence, SequenceGroup
 from trunkline.controller.tiers.fetching import PROBE_PATIENCE_S, Fetching
 from trunkline.controller.tiers.tier_orders import TierOrders
-from trunkline.kvstore.names import ChunkName, chunk_name
+from trunkline.kvstore.chunks import ChunkName, chunk_name
 
 PROBED_CHUNKS_MAX: Final = 4096
 """Chunks of one prompt that the remote tier is asked for, at most."""
@@ -124,7 +124,7 @@ class Prefetcher:
 
     def _origin(self, group: SequenceGroup) -> _Origin:
         """Return where the chunks of a plain request, or of a text to be encoded, begin."""
-        salt, prompt = group.request.salt, group.modules
+        salt, prompt = group.request.submit.salt, group.modules
         if prompt is None:
             return _Origin(self._tree.find_root(salt), self._tree.root_name(salt), b"")
         root = self._tree.find_text_root(prompt.name)

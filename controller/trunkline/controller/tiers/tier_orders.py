@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from trunkline.controller.cache.radix_cache import RadixCache
 from trunkline.controller.messages import MovesDone, Probed
-from trunkline.kvstore.names import ChunkName
+from trunkline.kvstore.chunks import ChunkName
 from trunkline.kvstore.tier_moves import MoveStatus
 from trunkline.router.messages import MissReason
 from trunkline.worker.messages import Probe, TierMove, TierMoves

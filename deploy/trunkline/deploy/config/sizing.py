@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from trunkline.deploy.errors import UserError
-from trunkline.kvstore.extents import blocks_for
+from trunkline.kvstore.chunks import blocks_for
 from trunkline.worker.model.model_config import ModelConfig
 
 SHARES: Final = ((0.1, "64 %", "51 %"), (0.25, "99.9 %", "98 %"), (1.0, "100 %", "100 %"))

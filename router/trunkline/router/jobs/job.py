@@ -9,13 +9,12 @@ import msgspec
 from msgspec.structs import replace
 
 from trunkline.controller.messages import Grammar, PromptLayout
-from trunkline.kvstore.int32_codec import pack_int32
+from trunkline.kvstore.chunks import pack_int32
 from trunkline.router.errors import bad_value
-from trunkline.router.jobs.decoding import Decoding, check_candidates, decoding_of
+from trunkline.router.jobs.decoding import Decoding, check_candidates, decoding_of, grammar_of, spaced
 from trunkline.router.jobs.parameters import SESSION_ID_CHARACTERS_MAX
 from trunkline.router.jobs.request_models import ChatRequest, CompletionRequest, GenerationRequest
-from trunkline.router.jobs.structured import grammar_of, spaced
-from trunkline.router.text.model_files import SamplingDefaults
+from trunkline.router.text.tokenizer import SamplingDefaults
 from trunkline.router.text.truncation import PromptCut
 from trunkline.router.tools.plan import ToolPlan
 from trunkline.worker.messages import Sampling

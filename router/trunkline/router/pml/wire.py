@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 
 from trunkline.controller.messages import ModuleText, PromptLayout
-from trunkline.kvstore.int32_codec import pack_int32
+from trunkline.kvstore.chunks import pack_int32
 from trunkline.router.pml.compiled import CompiledPrompt, CompiledSchema, Span
 from trunkline.router.pml.pml_error import ErrorCode, PmlError
 

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from trunkline.kvstore.extents import blocks_for
+from trunkline.kvstore.chunks import blocks_for
 from trunkline.router.errors import RouterError
 from trunkline.router.routing.breaker import Breaker
 from trunkline.router.routing.decision_log import DecisionLog

@@ -25,7 +25,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from trunkline.kvstore.names import NAME_BYTES
+from trunkline.kvstore.chunks import NAME_BYTES
 
 IntArray = NDArray[np.int64]
 

@@ -1,4 +1,4 @@
-"""The names under which controllers publish the KV of a prompt (`trunkline.kvstore.names`). Pure.
+"""The names under which controllers publish the KV of a prompt (`trunkline.kvstore.chunks`). Pure.
 
 A plain prompt is one chain of whole chunks. Others are looked for in several places:
 
@@ -23,10 +23,9 @@ import msgspec
 import numpy as np
 
 from trunkline.controller.messages import PromptLayout
+from trunkline.kvstore.chunks import NAME_BYTES, ChunkName, blocks_for, chain, chunk_name, root_name
 from trunkline.kvstore.cuts import ContextCut
-from trunkline.kvstore.extents import blocks_for
 from trunkline.kvstore.module_names import Ranges, RelocationRule, modules_root, pairs, prompt_root, text_names
-from trunkline.kvstore.names import NAME_BYTES, ChunkName, chain, chunk_name, root_name
 from trunkline.router.routing.request import RouteRequest
 
 _TOKEN_BYTES: Final = 4

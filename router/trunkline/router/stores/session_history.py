@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from trunkline.kvstore.int32_codec import pack_int32, unpack_int32
+from trunkline.kvstore.chunks import pack_int32, unpack_int32
 from trunkline.router.text.detokenizer import TokenVocabulary, make_detokenizer
 from trunkline.router.text.truncation import RetentionPolicy, TokenSpan, clip_spans
 

@@ -17,7 +17,7 @@ import msgspec
 
 from trunkline.controller.messages import Submit, TopLogprobs
 from trunkline.controller.sequences.beam_search import sample_seed
-from trunkline.kvstore.int32_codec import pack_int32
+from trunkline.kvstore.chunks import pack_int32
 from trunkline.router.jobs.job import Job
 from trunkline.router.messages import Finished, FinishReason, Started
 from trunkline.router.routing.request import RouteRequest

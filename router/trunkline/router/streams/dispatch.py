@@ -25,7 +25,7 @@ import msgspec
 import structlog
 
 from trunkline.controller.messages import Submit
-from trunkline.kvstore.int32_codec import pack_int32
+from trunkline.kvstore.chunks import pack_int32
 from trunkline.kvstore.tier import TierKind
 from trunkline.router.errors import ApiError, unavailable
 from trunkline.router.jobs.job import Job

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from trunkline.kvstore.names import NAME_BYTES
+from trunkline.kvstore.chunks import NAME_BYTES
 from trunkline.router.messages import NodeFlag, TreeDescription
 
 NODES_DEFAULT: Final = 3000

@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trunkline.kernels.plan import DecodePlan, PrefillPlan, WritePlan, build_decode_plan
-from trunkline.kvstore.extents import NO_BLOCK
-from trunkline.kvstore.int32_codec import Int32Array, unpack_int32
+from trunkline.kvstore.chunks import NO_BLOCK, Int32Array, unpack_int32
 from trunkline.worker.batch.sequences import BatchSequence, SequenceTable, segments_of
 from trunkline.worker.errors import PlanError
 from trunkline.worker.messages import StepPlan

@@ -16,7 +16,7 @@ import numpy as np
 import xgrammar
 from transformers import PreTrainedTokenizerFast
 
-from trunkline.kvstore.int32_codec import Int32Array
+from trunkline.kvstore.chunks import Int32Array
 from trunkline.worker.grammar.checks import GrammarError, prepare
 
 _NOT_IN_JSON: Final = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")

@@ -5,15 +5,23 @@
                     poll() ◄── GrammarReady ◄──────────────────────────┘
                     fill(sequence, words): which ids may come next
 
-A user's grammar is hostile until it has passed: `checks` refuses what xgrammar would misread; a
-process of its own bounds time and memory (`trial`); only then it is compiled here. What takes more than a
-slice is tried again by a second thread with a second process, which there is from the first such grammar on: it
-holds up no ordinary one (`queue`). What remains unbounded: following a grammar costs microseconds per
-token as a rule, but an ambiguous one can be written to pass the trial and to become slow later. An output that
-meets such a token is ended by the grammar's side: only its stop ids are allowed from there on.
+A user's grammar is hostile until it has passed: `checks` refuses what xgrammar would misread; a process of its own
+bounds time and memory (`trial`); only then it is compiled here. A grammar that takes longer than a slice is tried
+again by a second thread with a second process, which is started with the first such grammar; so it holds up no
+ordinary one. One thing remains unbounded: following a grammar costs microseconds per token as a rule, but an
+ambiguous one can be written to pass the trial and to become slow later. An output that meets such a token is ended
+by the grammar's side: only its stop ids are allowed from there on.
 
-Masks are filled in the step thread: a row takes about 10 us (accept and fill), less than it costs to
-hand the work to another thread during the forward pass.
+In a line tenants take turns, one grammar at a time; a tenant's own come in the order of their arrival. So the
+first grammar of a tenant waits for one slice of every other tenant at most, however many these have sent.
+
+Grammars that were compiled or refused lately are kept: the next request with the same one has its answer at once.
+Refusals cost most: a client that sends the same hostile grammar again and again gets the same sentence without a
+trial. They are kept for a while only, because how long a compilation takes also depends on what else the machine
+does.
+
+Masks are filled in the step thread: a row takes about 10 us (accept and fill), less than it costs to hand the work
+to another thread during the forward pass.
 """
 
 from __future__ import annotations
@@ -21,20 +29,20 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Iterable
+from enum import Enum, auto
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Generic, Protocol, TypeVar
 
 import structlog
 
 from trunkline.controller.messages import GrammarReady
-from trunkline.kvstore.int32_codec import Int32Array, unpack_int32
+from trunkline.kvstore.chunks import Int32Array, unpack_int32
 from trunkline.worker.batch.sequences import BatchSequence
 from trunkline.worker.errors import PlanError
-from trunkline.worker.grammar.cache import GrammarCache, Wanted
 from trunkline.worker.grammar.checks import GrammarError, prepare
-from trunkline.worker.grammar.process import TooSlowError, TrialProcess
-from trunkline.worker.grammar.queue import GrammarQueue, Line
+from trunkline.worker.grammar.process import TooSlowError, TrialProcess, Wanted
 
 if TYPE_CHECKING:
     from trunkline.worker.grammar.automaton import Matcher, TokenGrammar, Vocabulary
@@ -294,3 +302,123 @@ class _Compiler:
     def close(self) -> None:
         """End the process."""
         self._trial.close()
+
+
+KEPT_MAX: Final = 64
+KEPT_BYTES_MAX: Final = 64 << 20
+"""Compiled grammars kept for the next request with the same one."""
+REFUSALS_MAX: Final = 1024
+REFUSED_S: Final = 600.0
+
+
+class _Sized(Protocol):
+    @property
+    def bytes(self) -> int: ...
+
+
+_Grammar = TypeVar("_Grammar", bound=_Sized)
+
+
+class GrammarCache(Generic[_Grammar]):
+    """Compiled grammars and refusals by content, the least recently used first."""
+
+    def __init__(self) -> None:
+        self._compiled: OrderedDict[bytes, _Grammar] = OrderedDict()
+        self._refused: OrderedDict[bytes, tuple[str, float]] = OrderedDict()
+
+    def find(self, wanted: Wanted, now: float) -> _Grammar | str | None:
+        """Return the compiled grammar, or its problem; None if it has to be tried. `now` is in seconds."""
+        digest = wanted.digest()
+        compiled = self._compiled.get(digest)
+        if compiled is not None:
+            self._compiled.move_to_end(digest)
+            return compiled
+        problem, until = self._refused.get(digest, ("", now))
+        if now < until:
+            self._refused.move_to_end(digest)
+            return problem
+        self._refused.pop(digest, None)
+        return None
+
+    def keep(self, wanted: Wanted, grammar: _Grammar) -> None:
+        """Keep a compiled grammar."""
+        self._compiled[wanted.digest()] = grammar
+        while len(self._compiled) > KEPT_MAX or sum(g.bytes for g in self._compiled.values()) > KEPT_BYTES_MAX:
+            self._compiled.popitem(last=False)
+
+    def refuse(self, wanted: Wanted, problem: str, now: float) -> None:
+        """Keep a refusal for a while."""
+        self._refused[wanted.digest()] = problem, now + REFUSED_S
+        while len(self._refused) > REFUSALS_MAX:
+            self._refused.popitem(last=False)
+
+
+class Line(Enum):
+    """The line in which a grammar waits."""
+
+    FIRST = auto()
+    """For a first, short trial."""
+    LONG = auto()
+    """For a long trial: the short one was not enough."""
+
+
+class GrammarQueue:
+    """Grammars that are to be compiled, by id."""
+
+    def __init__(self) -> None:
+        self._lines: dict[Line, OrderedDict[bytes, OrderedDict[int, None]]] = {
+            line: OrderedDict() for line in Line
+        }
+        """What waits, by tenant; the tenant whose turn it is comes first."""
+        self._tenants: dict[int, dict[bytes, None]] = {}
+        """Who wants a grammar, also of those that are being tried."""
+        self._waits: dict[int, Line] = {}
+
+    def __contains__(self, grammar: int) -> bool:
+        return grammar in self._tenants
+
+    def __len__(self) -> int:
+        return len(self._tenants)
+
+    def add(self, grammar: int, tenant: bytes) -> None:
+        """Note that a tenant wants a grammar. If several do, it comes with the first of their turns."""
+        if grammar not in self._tenants:
+            self._tenants[grammar] = {}
+            self._waits[grammar] = Line.FIRST
+        self._tenants[grammar][tenant] = None
+        line = self._waits.get(grammar)
+        if line is not None:
+            self._lines[line].setdefault(tenant, OrderedDict())[grammar] = None
+
+    def take(self, line: Line) -> int | None:
+        """Return the next grammar to try, None if none waits. It stays known until `late` or `remove`."""
+        waiting = self._lines[line]
+        if not waiting:
+            return None
+        tenant, own = next(iter(waiting.items()))
+        waiting.move_to_end(tenant)
+        grammar = next(iter(own))
+        self._leave(grammar)
+        return grammar
+
+    def late(self, grammar: int) -> None:
+        """Let a grammar wait for a long trial: it took more than a slice. Nothing happens if it was removed."""
+        if grammar in self._tenants:
+            self._waits[grammar] = Line.LONG
+            for tenant in self._tenants[grammar]:
+                self._lines[Line.LONG].setdefault(tenant, OrderedDict())[grammar] = None
+
+    def remove(self, grammar: int) -> None:
+        """Forget a grammar that is compiled, refused, or not wanted any more."""
+        self._leave(grammar)
+        self._tenants.pop(grammar, None)
+
+    def _leave(self, grammar: int) -> None:
+        line = self._waits.pop(grammar, None)
+        if line is None:
+            return
+        waiting = self._lines[line]
+        for tenant in self._tenants[grammar]:
+            waiting[tenant].pop(grammar, None)
+            if not waiting[tenant]:
+                del waiting[tenant]

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from trunkline.controller.messages import BeamStep
 from trunkline.kvstore.beams import assign_tails, choose_beams
-from trunkline.kvstore.int32_codec import Int32Array, pack_int32, unpack_int32
+from trunkline.kvstore.chunks import Int32Array, pack_int32, unpack_int32
 from trunkline.worker.batch.batch import Batch
 from trunkline.worker.batch.sequences import BatchSequence
 from trunkline.worker.errors import PlanError

@@ -1,29 +1,40 @@
-"""Drawing the next tokens on rank 0, for all rows at once.
+"""Drawing the next tokens on rank 0, for all rows at once: masks, penalties, limits, noise.
 
-Order: logit bias; masks (-inf for what grammars, allowed ids, minimum lengths and bad words forbid,
-`token_masks`); repetition, frequency and presence penalties; here the reported log-probabilities are taken;
-temperature; top-k; top-p; min-p; then Gumbel-max. So a bias never brings back what is masked, and reported
-probabilities are those of what could be drawn. Repetition counts prompt and output, frequency and presence
-count output only. Temperature 0 takes the largest logit, on a tie the lowest id.
+Order: logit bias; masks (-inf for what grammars, allowed ids, minimum lengths and bad words forbid); repetition,
+frequency and presence penalties; here the reported log-probabilities are taken; temperature; top-k; top-p; min-p;
+then Gumbel-max. So a bias never brings back what is masked, and reported probabilities are those of tokens that
+could be drawn. Repetition counts prompt and output, frequency and presence count output only. Temperature 0 takes
+the largest logit, on a tie the lowest id.
 
 A row's token depends on its logits and its own parameters, never on the other rows.
+
+A mask is one bit per id (int32 words, little-endian, bit i of word w is id 32·w + i), so that 128,000 ids are
+16 KB: masks are combined on the CPU and travel packed to where the logits are. Masks can contradict each other.
+They are applied in this order, and one that would leave nothing of those before it is left out at this step, so
+that every row always has a token to draw:
+
+      grammar, allowed ids, minimum length (stop ids forbidden), bad words.
+
+Noise is a pure function of (seed, output index, token id). So a stream that is resumed elsewhere, batched with
+others or split over other ranks draws the same tokens. The generator is a keyed 64-bit mixer (the finaliser known
+from MurmurHash3 and SplitMix64): token ids and (seed, index) are each hashed to 64 bits, combined and hashed
+again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from trunkline.controller.messages import TopLogprobs
-from trunkline.kvstore.int32_codec import pack_int32
+from trunkline.kvstore.chunks import Int32Array, pack_int32, unpack_int32
 from trunkline.worker.batch.sequences import BatchSequence
+from trunkline.worker.errors import PlanError
 from trunkline.worker.messages import Sampling
-from trunkline.worker.sampling.noise import gumbel, token_keys
-from trunkline.worker.sampling.token_masks import Grammars, TokenMasks, needs_mask
 
 LOGPROB_MIN: Final = -9999.0
 """Reported instead of -inf, which JSON cannot express."""
@@ -252,3 +263,159 @@ def _report(log_probs: Tensor, ids: Tensor, rows: _Rows) -> dict[int, TopLogprob
         row: TopLogprobs(chosen[i], pack_int32(tokens[i, :count]), values[i, :count].tobytes())
         for i, (row, count) in enumerate(zip(rows.logprob_row_list, rows.logprob_counts, strict=True))
     }
+
+
+_FINITE_MAX: Final = 1e20
+"""Logits of masked rows are brought below it: an allowed token then beats every masked one, also after
+penalties and temperature, whatever the model or a bias made of it (NaN and -inf included)."""
+
+
+class Grammars(Protocol):
+    """What masks need of `grammar.compiler.GrammarStore`."""
+
+    def fill(self, sequence: BatchSequence, words: Int32Array) -> None:
+        """Write the ids that the grammar allows next; at least one."""
+
+    def forget_sequences(self, sequences: Iterable[int]) -> None:
+        """Forget sequences that left the batch."""
+
+
+def needs_mask(sampling: Sampling, output_index: int) -> bool:
+    """Return whether a row may be forbidden any token, now or later."""
+    return bool(
+        sampling.grammar
+        or sampling.allowed_ids
+        or sampling.bad_words
+        or (output_index < sampling.min_tokens and sampling.stop_ids)
+    )
+
+
+class TokenMasks:
+    """The masks of a fixed set of rows."""
+
+    def __init__(
+        self, samples: list[BatchSequence], vocab_size: int, device: torch.device, grammars: Grammars | None
+    ) -> None:
+        """`samples`: of all rows; those that ask for nothing are left alone.
+
+        Raises:
+            PlanError: a row follows a grammar, and there are none on this rank.
+        """
+        rows = [row for row, s in enumerate(samples) if needs_mask(s.sampling, s.output_index)]
+        self._masks = [_RowMask(samples[row], vocab_size, grammars) for row in rows]
+        self._all_rows = len(rows) == len(samples)
+        self._rows = torch.tensor(rows, dtype=torch.int64, device=device)
+        self._words = np.zeros((len(rows), -(-vocab_size // 32)), dtype=np.int32)
+        octets = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+        self._penalties = torch.from_numpy(np.where(octets == 1, 0, -np.inf).astype(np.float32)).to(device)
+        """float32 `[256, 8]`: what 8 bits of a mask add to 8 logits."""
+
+    def apply(self, logits: Tensor) -> None:
+        """Set the logits of forbidden tokens to -inf, in place, for the next token of each row.
+
+        Args:
+            logits: float32 `[all rows, vocabulary]`.
+        """
+        for mask, words in zip(self._masks, self._words, strict=True):
+            mask.fill(words)
+        octets = torch.from_numpy(self._words.view(np.uint8)).to(logits.device, torch.int32)
+        added = torch.nn.functional.embedding(octets, self._penalties).flatten(1)[:, : logits.shape[1]]
+        x = logits if self._all_rows else logits[self._rows]
+        x.clamp_(-_FINITE_MAX, _FINITE_MAX).nan_to_num_(-_FINITE_MAX)
+        x += added
+        if not self._all_rows:
+            logits[self._rows] = x
+
+
+class _RowMask:
+    """The mask of one row, whose sequence grows from step to step."""
+
+    def __init__(self, sequence: BatchSequence, vocab_size: int, grammars: Grammars | None) -> None:
+        self._sequence = sequence
+        self._size = vocab_size
+        self._grammars = grammars
+        sampling = sequence.sampling
+        if sampling.grammar and grammars is None:
+            raise PlanError(f"sequence {sequence.id} follows grammar {sampling.grammar}; this rank has none")
+        self._everything = self._without(())
+        self._allowed = None
+        if sampling.allowed_ids:
+            allowed = unpack_int32(sampling.allowed_ids).tolist()
+            self._allowed = self._everything & ~self._without(allowed)
+        self._no_stops = self._without(unpack_int32(sampling.stop_ids).tolist())
+        words = [word for word in sampling.bad_words if word]
+        self._never = [word[0] for word in words if len(word) == 1]
+        self._no_bad_words = self._without(self._never)
+        self._bad_sequences = [word for word in words if len(word) > 1]
+
+    def _without(self, ids: Iterable[int]) -> Int32Array:
+        """Return a mask of all ids of the vocabulary but these."""
+        bits = np.zeros(-(-self._size // 32) * 32, dtype=bool)
+        bits[: self._size] = True
+        bits[[token for token in ids if 0 <= token < self._size]] = False
+        return np.packbits(bits, bitorder="little").view(np.int32)
+
+    def fill(self, words: Int32Array) -> None:
+        """Write the ids that are allowed now."""
+        sequence = self._sequence
+        words[:] = self._everything
+        if sequence.sampling.grammar:
+            assert self._grammars is not None
+            self._grammars.fill(sequence, words)
+            words &= self._everything
+        if self._allowed is not None:
+            _narrow(words, self._allowed)
+        if sequence.output_index < sequence.sampling.min_tokens:
+            _narrow(words, self._no_stops)
+        ending = [word[-1] for word in self._bad_sequences if self._stands_before(word)]
+        if ending:
+            _narrow(words, self._without([*self._never, *ending]))
+        elif self._never:
+            _narrow(words, self._no_bad_words)
+
+    def _stands_before(self, word: list[int]) -> bool:
+        """Whether all but the last id of a bad word are the newest tokens, be they prompt or output."""
+        return self._sequence.tokens[1 - len(word) :].tolist() == word[:-1]
+
+
+def _narrow(words: Int32Array, mask: Int32Array) -> None:
+    """`words &= mask`, unless that would leave nothing."""
+    narrowed = words & mask
+    if narrowed.any():
+        words[:] = narrowed
+
+
+_GOLDEN: Final = 0x9E3779B97F4A7C15 - (1 << 64)  # odd fraction of 2^64, as a signed number
+_MULTIPLY_1: Final = 0xBF58476D1CE4E5B9 - (1 << 64)
+_MULTIPLY_2: Final = 0x94D049BB133111EB - (1 << 64)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """A bijection of int64 (wrapping) in which every input bit changes half of the output bits."""
+    x = (x ^ _shift_right(x, 30)) * _MULTIPLY_1
+    x = (x ^ _shift_right(x, 27)) * _MULTIPLY_2
+    return x ^ _shift_right(x, 31)
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    """Shift of an unsigned number: torch shifts int64 with its sign."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def token_keys(tokens: Tensor) -> Tensor:
+    """The hash of token ids, int64 of the same shape; for a whole vocabulary, computed once."""
+    return _mix((tokens + 1) * _GOLDEN)
+
+
+def gumbel(seeds: Tensor, output_index: Tensor, keys: Tensor) -> Tensor:
+    """Standard Gumbel noise, float64 `[rows, n]`.
+
+    Args:
+        seeds: int64 `[rows]`; an unsigned seed's bits.
+        output_index: int64 `[rows]`, number of output tokens before this one.
+        keys: int64 `[n]` or `[rows, n]`, `token_keys` of the candidates.
+    """
+    row = _mix(_mix(seeds) + (output_index + 1) * _GOLDEN)
+    bits = _shift_right(_mix(row[:, None] ^ keys), 11)
+    uniform = bits.double().add_(0.5).mul_(2.0**-53)  # in (0, 1), never an end
+    return uniform.log_().neg_().log_().neg_()

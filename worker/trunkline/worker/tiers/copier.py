@@ -20,14 +20,22 @@ import numpy as np
 import torch
 
 from trunkline.kernels.ops import Kernels
-from trunkline.kvstore.extents import SlotId
-from trunkline.kvstore.int32_codec import Int32Array, unpack_int32
+from trunkline.kvstore.chunks import Int32Array, SlotId, unpack_int32
 from trunkline.worker.errors import CopyError, PlanError
 from trunkline.worker.messages import StepPlan
-from trunkline.worker.tiers.copy_lane import CopyJob, CopyLane
-from trunkline.worker.tiers.copy_streams import make_stream, mark_of
+from trunkline.worker.tiers.copy_lane import (
+    LATE_SAVE,
+    LOAD,
+    SAVE,
+    CopyJob,
+    CopyLane,
+    LayerGate,
+    LayerTrace,
+    StepGate,
+    make_stream,
+    mark_of,
+)
 from trunkline.worker.tiers.host_pool import HostPool
-from trunkline.worker.tiers.layer_gate import LATE_SAVE, LOAD, SAVE, LayerGate, LayerTrace, StepGate
 
 _MEASURED_BLOCKS: Final = 8
 _MEASURED_ROUNDS: Final = 3

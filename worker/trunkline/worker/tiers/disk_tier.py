@@ -21,15 +21,14 @@ import struct
 import threading
 import time
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import structlog
 import xxhash
 
-from trunkline.kvstore.extents import SlotId
+from trunkline.kvstore.chunks import NAME_BYTES, SlotId
 from trunkline.kvstore.tier import SlotKey, TierKind
-from trunkline.worker.tiers.chunk_record import RECORD_BYTES, RecordKeeper
 
 PAGE_BYTES: Final = 4096
 _MAGIC: Final = b"TLSLAB01"
@@ -236,3 +235,38 @@ def _open_locked(path: Path) -> int:
     except BaseException:
         os.close(file)
         raise
+
+
+_RECORD_MAGIC: Final = b"TLCHUNK1"
+_RECORD_HEAD: Final = struct.Struct(f"<8sII{NAME_BYTES}sqQ")
+"""Magic, rank, ranks, name, generation, length of the payload; behind it the checksum."""
+_CHECKSUM_BYTES: Final = 16
+RECORD_BYTES: Final = _RECORD_HEAD.size + _CHECKSUM_BYTES
+
+
+class RecordKeeper(NamedTuple):
+    """Makes and checks the records of one rank."""
+
+    fingerprint: bytes
+    """What KV depends on besides the tokens; it enters the checksum."""
+    rank: int
+    tp: int
+
+    def record(self, name: bytes, generation: int, payload: memoryview) -> bytes:
+        """Of `RECORD_BYTES` bytes, to be kept with the payload."""
+        head = _RECORD_HEAD.pack(_RECORD_MAGIC, self.rank, self.tp, name, generation, len(payload))
+        return head + self._checksum(head, payload)
+
+    def holds(self, record: bytes, name: bytes, generation: int, payload: memoryview) -> bool:
+        """Whether payload and record are what was written under this name and generation."""
+        head = _RECORD_HEAD.pack(_RECORD_MAGIC, self.rank, self.tp, name, generation, len(payload))
+        if record[: _RECORD_HEAD.size] != head:
+            return False
+        return record[_RECORD_HEAD.size :] == self._checksum(head, payload)
+
+    def _checksum(self, head: bytes, payload: memoryview) -> bytes:
+        """Streaming, for which xxhash lets other threads run: the step thread is one."""
+        state = xxhash.xxh3_128(self.fingerprint)
+        state.update(head)
+        state.update(payload)
+        return state.digest()

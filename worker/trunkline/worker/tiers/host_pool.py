@@ -18,8 +18,7 @@ from torch import Tensor
 
 from trunkline.kernels.large_pages import advise_large_pages
 from trunkline.kernels.ops import Kernels, KvPool
-from trunkline.kvstore.extents import SlotId
-from trunkline.kvstore.int32_codec import Int32Array
+from trunkline.kvstore.chunks import Int32Array, SlotId
 from trunkline.kvstore.tier import SlotKey, TierKind
 from trunkline.worker.errors import PlanError, WorkerConfigError
 

@@ -21,12 +21,11 @@ from urllib.parse import urlsplit
 import redis
 import structlog
 
-from trunkline.kvstore.extents import SlotId
-from trunkline.kvstore.names import ChunkName
+from trunkline.kvstore.chunks import ChunkName, SlotId
 from trunkline.kvstore.remote_stores import RemoteUrlError, find_store
 from trunkline.kvstore.tier import SharedTier, SlotKey, TierKind
 from trunkline.worker.errors import WorkerConfigError
-from trunkline.worker.tiers.chunk_record import RECORD_BYTES, RecordKeeper
+from trunkline.worker.tiers.disk_tier import RECORD_BYTES, RecordKeeper
 
 _CONNECT_S: Final = 1.0
 _ANSWER_S: Final = 3.0
