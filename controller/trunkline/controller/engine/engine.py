@@ -256,9 +256,9 @@ class Engine:
         Args:
             survivor: it has been computed by other workers before.
         """
-        sampling, entry = request.sampling, None
-        if request.grammar is not None:
-            entry = self.grammars.use(request.grammar, request.id)
+        sampling, entry = request.submit.sampling, None
+        if request.submit.grammar is not None:
+            entry = self.grammars.use(request.submit.grammar, request.id)
             sampling = msgspec.structs.replace(sampling, grammar=entry.id)
         limit, tree = limit_of(request, self.config), self.scheduler.kv.tree
         group = group_of(request, arrival, limit, sampling, tree, self.config)
@@ -302,7 +302,7 @@ class Engine:
         group = self._requests.groups.get(request_id)
         if group is None:
             return
-        if sample >= 0 and group.request.beam is None:
+        if sample >= 0 and group.request.submit.beam is None:
             chosen = next((member for member in group.members if member.sample == sample), None)
             if chosen is None or not group.forked:
                 return
@@ -414,8 +414,8 @@ class Engine:
                 self._refuse_grammar(group, entry.problem, now)
 
     def _refuse_grammar(self, group: SequenceGroup, problem: str, now: float) -> None:
-        assert group.request.grammar is not None
-        finished = Finished(group.id, FinishReason.INVALID, problem, param=group.request.grammar.param)
+        assert group.request.submit.grammar is not None
+        finished = Finished(group.id, FinishReason.INVALID, problem, param=group.request.submit.grammar.param)
         self._requests.end(self.scheduler, group, finished, now)
 
     # Tiers
@@ -443,7 +443,7 @@ class Engine:
         known = coming = 0
         if is_expectable(request, self.config):
             tree = self.scheduler.kv.tree
-            group = group_of(request, self._arrivals, 0, request.sampling, tree, self.config)
+            group = group_of(request, self._arrivals, 0, request.submit.sampling, tree, self.config)
             known, coming = self.prefetcher.announce(group, self._step + 1, now)
         self._requests.pending_outputs.expected.append((caller, known, coming))
 

@@ -129,7 +129,7 @@ def _problem_of_width(request: Request, prompt_len: int, config: EngineConfig) -
         return "a beam search cannot follow a grammar", "beam_width"
     if width == 1:
         return "", ""
-    if beam is None and len(request.tokens) > prompt_len:
+    if beam is None and len(request.tokens) > request.submit.prompt_len:
         return "several samples cannot go on from one given output", "n"
     limit = min(prompt_len + request.submit.max_tokens, config.longest_sequence)
     # Without the cache, samples that come back after a preemption no longer find each other's prompt.

@@ -94,7 +94,7 @@ class RequestTable:
         """End a sample that has come to its own end; the request ends with its last one."""
         group = sequence.group
         if len(group.members) == 1:
-            sample = -1 if group.request.n == 1 else sequence.sample
+            sample = -1 if group.request.submit.n == 1 else sequence.sample
             self.end(scheduler, group, Finished(group.id, reason, sample=sample), now)
             return
         self.timelines.sampled(group.id, _output_tokens(scheduler, sequence))
@@ -108,8 +108,8 @@ class RequestTable:
         for sequence in reversed(group.members.copy()):
             self.timelines.sampled(group.id, _output_tokens(scheduler, sequence))
             scheduler.end(sequence, now)
-        if group.request.grammar is not None:
-            self.grammars.leave(group.request.grammar, group.id)
+        if group.request.submit.grammar is not None:
+            self.grammars.leave(group.request.submit.grammar, group.id)
         self.gone(finished)
 
     def gone(self, finished: Finished) -> None:
@@ -166,16 +166,11 @@ class ScoreLedger:
         self._next.pop(request, None)
 
 
-def prompt_length(request: Request) -> int:
-    """Tokens of its prompt, those that it does not see included."""
-    return request.prompt_len if request.prompt_len >= 0 else len(request.tokens)
-
-
 def from_its_start(request: Request) -> Request:
     """The request as it can be begun here. A search that comes from elsewhere starts again: only its own beams
     could say what came of it."""
-    prompt_len = prompt_length(request)
-    if request.beam is not None and len(request.tokens) > prompt_len:
+    prompt_len = request.submit.prompt_len
+    if request.submit.beam is not None and len(request.tokens) > prompt_len:
         return replace(request, tokens=request.tokens[:prompt_len])
     return request
 
@@ -183,7 +178,7 @@ def from_its_start(request: Request) -> Request:
 def limit_of(request: Request, config: EngineConfig) -> int:
     """Tokens, of those that it sees, at which each of its sequences ends."""
     dropped = sum(stop - start for start, stop in request.drops)
-    return min(prompt_length(request) - dropped + request.max_tokens, config.longest_sequence)
+    return min(request.submit.prompt_len - dropped + request.submit.max_tokens, config.longest_sequence)
 
 
 def moves_of(config: EngineConfig, *, relocate: bool) -> RelocationRule:
@@ -203,7 +198,7 @@ def group_of(
     group = SequenceGroup(request, arrival, limit, sampling)
     if request.drops:
         cut_group(group, tree, config)
-    if request.layout is not None:
-        moves = moves_of(config, relocate=request.layout.relocate)
-        lay_out(group, prompt_of(tree, request.salt, request.layout, moves), config.max_context)
+    if request.submit.layout is not None:
+        moves = moves_of(config, relocate=request.submit.layout.relocate)
+        lay_out(group, prompt_of(tree, request.submit.salt, request.submit.layout, moves), config.max_context)
     return group

@@ -74,20 +74,14 @@ class RequestLog:
         write = log.debug if timeline.reason in _REGULAR else log.warning if is_failure else log.info
         write(
             "request_over",
-            request_id=request.request_id,
+            request_id=request.submit.request_id,
             **fields,
             reason=str(timeline.reason),
-            prompt_tokens=prompt_tokens(timeline),
+            prompt_tokens=request.submit.prompt_len,
             cached_tokens=timeline.cached_tokens,
             output_tokens=timeline.output_tokens,
             duration_s=round(now - timeline.came, 4),
         )
-
-
-def prompt_tokens(timeline: RequestTimeline) -> int:
-    """Return the number of tokens of a request's prompt, without those of its modules."""
-    request = timeline.request
-    return request.prompt_len if request.prompt_len >= 0 else len(request.tokens)
 
 
 def spans_of(timeline: RequestTimeline, ids: TraceIds, group: int, now: float) -> Iterable[Span]:
@@ -96,9 +90,9 @@ def spans_of(timeline: RequestTimeline, ids: TraceIds, group: int, now: float) -
     is_failure = timeline.reason not in _REGULAR
     about: dict[str, Value] = {
         "trunkline.group": group,
-        "trunkline.request_id": timeline.request.request_id,
+        "trunkline.request_id": timeline.request.submit.request_id,
         "trunkline.finish": reason,
-        "trunkline.prompt_tokens": prompt_tokens(timeline),
+        "trunkline.prompt_tokens": timeline.request.submit.prompt_len,
         "trunkline.output_tokens": timeline.output_tokens,
         "trunkline.returns": timeline.returns,
     }
