@@ -112,16 +112,6 @@ def test_other_sessions_that_share_the_head_find_it_still() -> None:
     assert cut_of(session.turn(4, drops=((8, 20),))) == "kept"
 
 
-def test_two_sessions_with_one_past_are_cut_one_after_the_other(session: Session) -> None:
-    """The first takes the chunks along; the second finds them behind the same cut, as far as they agree."""
-    simulation = session.simulation
-    fork = Session(simulation, start=900, history=list(session.history))
-    assert cut_of(session.turn(4, drops=((4, 16),))) == "kept"
-    stream = fork.turn(4, drops=((4, 16),))
-    assert cut_of(stream) == "kept"
-    assert found(stream) >= len(stream.prompt) - 4 - CHUNK
-
-
 def test_who_sees_everything_finds_nothing_that_moved(session: Session) -> None:
     simulation = session.simulation
     past = list(session.history)
@@ -214,15 +204,6 @@ def test_a_piece_before_the_last_cut_cannot_be_computed_alone(session: Session) 
     assert found(stream) == 4
 
 
-def test_only_the_end_is_gone(session: Session) -> None:
-    """Behind the last cut more can be computed: what is there of it is used."""
-    simulation = session.simulation
-    simulation.tree.evict(2)
-    stream = session.turn(4, drops=((4, 16),))
-    assert cut_of(stream) == "kept"
-    assert 4 < found(stream) < 20
-
-
 @pytest.mark.parametrize("change", [{"positions_shift": False}, {"prefix_cache": False}])
 def test_groups_that_cannot_keep_kv_behind_a_cut_compute_it(change: dict[str, bool]) -> None:
     simulation = Simulation(msgspec.structs.replace(CONFIG, **change))
@@ -231,15 +212,6 @@ def test_groups_that_cannot_keep_kv_behind_a_cut_compute_it(change: dict[str, bo
     stream = session.turn(4, drops=((4, 16),))
     assert cut_of(stream) == "recomputed"
     assert not cuts_of(simulation)
-
-
-def test_a_history_longer_than_the_context_is_served_from_what_is_left() -> None:
-    simulation = Simulation(CONFIG)
-    session = Session(simulation)
-    session.history = list(range(300))
-    stream = session.turn(3, drops=((4, 280),))
-    assert cut_of(stream) == "recomputed"
-    assert len(stream.prompt) == 27
 
 
 def test_roots_of_cuts_go_with_their_last_chunk() -> None:
@@ -252,59 +224,6 @@ def test_roots_of_cuts_go_with_their_last_chunk() -> None:
     tree.evict(60)
     assert not list(tree.roots())
     assert not tree._cuts
-
-
-def test_preempted_behind_a_cut() -> None:
-    config = msgspec.structs.replace(CONFIG, host_slots=60, preemption="swap")
-    for events in range(1, 24, 2):
-        simulation = Simulation(config, seed=events)
-        session = Session(simulation)
-        session.turn(30)
-        request = session.send(5, 12, drops=((4, 16),))
-        for _ in range(events):
-            simulation.step()
-        scheduler = simulation.scheduler
-        groups = [s.group for s in scheduler.running()]
-        if groups:
-            scheduler.preempt(groups[0], simulation.now)
-            scheduler.kv.make_room(60)
-        simulation.run()
-        session.ended(request)
-
-
-def test_samples_fork_behind_a_cut(session: Session) -> None:
-    simulation = session.simulation
-    request = simulation.submit([*session.history, 7, 8, 9], 9, drops=((5, 18),), n=3)
-    simulation.run()
-    verify(simulation.streams[request], CONFIG.max_context)
-    assert cut_of(simulation.streams[request]) == "kept"
-
-
-def test_grafting_keeps_names_and_copies() -> None:
-    """On disk a chunk is found by its name: it must not change when the chunk hangs from another root."""
-    simulation = Simulation(msgspec.structs.replace(CONFIG, host_slots=40))
-    session = Session(simulation)
-    session.turn(30)
-    tree = simulation.tree
-    full = [node for node in tree.nodes() if node.token_count == CHUNK]
-    before = {node.name: (node.host, node.host_ready) for node in full}
-    assert cut_of(session.turn(1, 1, drops=((4, 16),))) == "kept"
-    after = {node.name: (node.host, node.host_ready) for node in tree.nodes()}
-    assert before.items() <= after.items()
-
-
-def test_kv_that_is_lost_on_the_way_is_reported(session: Session) -> None:
-    """What was kept goes with the workers; then what is left is computed as a prompt that never was longer."""
-    simulation = session.simulation
-    request = session.send(5, drops=((4, 16),), max_tokens=8)
-    stream = simulation.streams[request]
-    simulation.step_until(lambda: len(stream.output) >= 3)
-    assert cut_of(stream) == "kept"
-    simulation.lose_workers()
-    simulation.replace_workers()
-    simulation.run()
-    assert cut_of(session.ended(request)) == "recomputed"
-    assert len(stream.output) == 8
 
 
 PROMPT = list(range(100, 130))

@@ -34,21 +34,6 @@ def ask(router: Router, call: RecordCall) -> RecordReply:
 
 
 @pytest.mark.processes
-def test_what_was_answered_outlives_a_kill(tmp_path: Path) -> None:
-    config = with_records(tmp_path)
-    for run in range(3):
-        with run_controller(config, tmp_path) as (process, router):
-            for past in range(run):
-                found = ask(router, RecordCall(1, "get", "session", f"s{past}"))
-                assert (found.status, found.records[0].value) == ("ok", b"second"), past
-            made = ask(router, RecordCall(2, "create", "session", f"s{run}", value=b"first"))
-            changed = RecordCall(3, "put", "session", f"s{run}", version=made.records[0].version, value=b"second")
-            assert ask(router, changed).status == "ok"
-            process.kill()  # at once
-            process.wait()
-
-
-@pytest.mark.processes
 def test_answers_keep_their_order(tmp_path: Path) -> None:
     with run_controller(with_records(tmp_path), tmp_path) as (_, router):
         for ticket in range(50):

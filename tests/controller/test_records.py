@@ -7,7 +7,7 @@ import sqlite3
 import subprocess
 import sys
 import time
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -327,39 +327,21 @@ def test_what_is_on_a_full_disk_is_found_at_the_start(tmp_path: Path) -> None:
     database.close()
 
 
-def test_a_disk_that_says_nothing_is_told_to_take_it_back(tmp_path: Path) -> None:
-    """If the write gets there in the end, what undoes it follows."""
+@pytest.mark.parametrize("stalls", [True, False])
+def test_a_disk_that_is_given_up_is_told_to_take_it_back(tmp_path: Path, stalls: bool) -> None:
+    """The write may get there in the end, or be done just when the store has decided that it took too long."""
     path = tmp_path / "records.sqlite"
     database = opened(path)
     store = RecordStore(database)
     ask(store, "create", value=b"first")
     assert database.flush()
-    with database._connection_in_use:  # the disk stalls
+    with database._connection_in_use if stalls else nullcontext():
         for fields in ({"op": "create", "id": "b"}, {"op": "put", "version": 1, "value": b"second"}):
             _, change = begin(store, **fields)
             assert change is not None
-            assert not change.outcome.is_known
+            assert stalls or database.flush()
+            assert change.outcome.is_known != stalls
             store.undo(change)
-    database.close()
-    database = opened(path)
-    store = RecordStore(database)
-    assert [(r.id, r.version) for r in ask(store, "list", id="").records] == [("a", 1)]
-    assert ask(store, "get").records[0].value == b"first"
-    database.close()
-
-
-def test_a_disk_that_answers_just_when_it_is_given_up_is_told_to_take_it_back(tmp_path: Path) -> None:
-    """The writer may say "written" between the decision that this took too long, and what follows from it."""
-    path = tmp_path / "records.sqlite"
-    database = opened(path)
-    store = RecordStore(database)
-    ask(store, "create", value=b"first")
-    for fields in ({"op": "create", "id": "b"}, {"op": "put", "version": 1, "value": b"second"}):
-        _, change = begin(store, **fields)
-        assert change is not None
-        assert database.flush()
-        assert change.outcome.is_known
-        store.undo(change)
     database.close()
     database = opened(path)
     store = RecordStore(database)
@@ -413,7 +395,7 @@ def expected_status(model: dict[str, Known], call: RecordCall, now: float) -> st
     return "ok"
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(5))
 def test_random_calls_agree_with_a_model(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     path = tmp_path / "records.sqlite"

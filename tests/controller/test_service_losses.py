@@ -16,7 +16,6 @@ from msgspec.structs import replace
 from simulation.oracle import expected_output
 
 from trunkline.controller.config import ControllerConfig
-from trunkline.controller.messages import StepResult
 from trunkline.worker.messages import LEAVE_TOPIC, Leave
 
 pytestmark = pytest.mark.processes
@@ -79,34 +78,6 @@ def test_failed_rank_says_why(
     assert router.tokens[1] == expected_output([1, 2, 3], 0, 9)
     others.leave.set()
     others.join()
-
-
-def test_wrong_step_number_ends_the_epoch(
-    config: ControllerConfig, controller: subprocess.Popen[bytes], router: Router
-) -> None:
-    ranks = start_ranks(config, answer=False)
-    router.wait_state("ready")
-    router.submit(1, [1, 2, 3], 9)
-    router.wait_running(1)
-    ranks.send(StepResult(step=5, epoch=ranks.epoch, tokens=b"", elapsed_us=1))
-    assert "step 5" in router.wait_state("starting").detail
-    ranks.leave.set()
-    ranks.join()
-    assert not router.finished
-
-
-def test_unreadable_report_ends_the_epoch(
-    config: ControllerConfig, controller: subprocess.Popen[bytes], router: Router
-) -> None:
-    ranks = start_ranks(config, answer=False)
-    router.wait_state("ready")
-    router.submit(1, [1, 2, 3], 9)
-    router.wait_running(1)
-    ranks.report.send(b"\xc1")
-    assert "decoded" in router.wait_state("starting").detail
-    ranks.leave.set()
-    ranks.join()
-    assert controller.poll() is None
 
 
 def test_a_step_that_is_never_answered_ends_the_epoch(config: ControllerConfig, tmp_path: Path) -> None:

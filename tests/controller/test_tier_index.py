@@ -113,18 +113,7 @@ def test_unreachable_chunks_are_dropped_for_good(path: Path) -> None:
     index.close()
 
 
-def test_chunks_move_below_another_parent(path: Path) -> None:
-    index = TierIndex.open(path, FINGERPRINT)
-    index.root(ROOT, b"")
-    index.stored(chunk(0, 1, parent=name_of(9)))
-    index.flush()
-    index.reparented(name_of(1), ROOT)
-    index = reopened(index)
-    assert [c.parent for c in index.load(slots=1, now=0.0).chunks] == [ROOT]
-    index.close()
-
-
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_any_sequence_of_changes_ends_in_the_state_that_it_describes(path: Path, seed: int) -> None:
     """Against a dictionary, with commits at random points: coalescing must not change the outcome."""
     rng = random.Random(seed)
@@ -262,25 +251,24 @@ def test_what_was_moved_aside_is_never_overwritten(path: Path) -> None:
     assert kept == ["one i", "two i", "three"]
 
 
-@pytest.mark.parametrize("pragma", ["user_version = 999", "application_id = 12345"])
-def test_another_version_or_program_is_not_read(path: Path, pragma: str) -> None:
-    TierIndex.open(path, FINGERPRINT).close()
-    with sqlite3.connect(path) as connection:
-        connection.execute(f"PRAGMA {pragma}")
-    connection.close()
-    index = TierIndex.open(path, FINGERPRINT)
-    assert index.database.replaced
-    index.close()
-
-
-def test_another_fingerprint_is_not_read(path: Path) -> None:
+@pytest.mark.parametrize(
+    ("pragma", "fingerprint"),
+    [("user_version = 999", FINGERPRINT), ("application_id = 12345", FINGERPRINT), ("", FINGERPRINT[::-1])],
+)
+def test_a_file_of_another_version_program_or_model_is_not_read(
+    path: Path, pragma: str, fingerprint: bytes
+) -> None:
     index = TierIndex.open(path, FINGERPRINT)
     index.root(ROOT, b"")
     index.stored(chunk(0, 1))
     index.close()
-    other = TierIndex.open(path, FINGERPRINT[::-1])
+    if pragma:
+        with closing(sqlite3.connect(path)) as connection:
+            connection.execute(f"PRAGMA {pragma}")
+    other = TierIndex.open(path, fingerprint)
     assert other.load(slots=1, now=0.0).chunks == []
-    assert "of another model" in other.database.replaced
+    assert ("of another model" in other.database.replaced) == (not pragma)
+    assert other.database.replaced
     other.close()
 
 
@@ -372,7 +360,7 @@ for number in range(1, 10**9):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("rounds", [1, 4, 13])
+@pytest.mark.parametrize("rounds", [1, 13])
 def test_killed_at_any_time_it_knows_what_was_committed(path: Path, rounds: int) -> None:
     command = [sys.executable, "-c", _WRITER, str(path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:

@@ -10,8 +10,8 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from controller.module_harness import ROOMY, call, jobs_of, submit, tiers_in, words
-from controller.tier_harness import TIERED, Session, settle, simulate, tiers_of
+from controller.module_harness import ROOMY, call, jobs_of, tiers_in, words
+from controller.tier_harness import TIERED, Session, settle, simulate
 from msgspec.structs import replace
 from seeds import seeds
 from simulation.driver import Simulation
@@ -156,25 +156,6 @@ def test_samples_that_have_ended_stay_ended() -> None:
     check_integrity(simulation.engine.scheduler)
 
 
-def test_a_search_goes_on_where_it_was() -> None:
-    """Its tokens are computed again, once; its steps are not."""
-    simulation = Simulation(SMALL)
-    request = simulation.submit(PROMPT, 20, beam=BeamSearch(3, early_stopping=None), n=3)
-    for _ in range(14):
-        simulation.step()
-    search = simulation.engine._requests.groups[request].search
-    assert search is not None
-    length = search.length
-    assert length > 5
-    simulation.lose_workers()
-    simulation.replace_workers()
-    revived = simulation.engine._requests.groups[request].search
-    assert revived is not None
-    assert revived.length == length
-    simulation.run()
-    simulation.finish()
-
-
 def test_fewer_blocks_than_before() -> None:
     """Who fits goes on; who does not is told why."""
     simulation = Simulation(SMALL)
@@ -198,45 +179,6 @@ def test_fewer_blocks_than_before() -> None:
     assert simulation.engine.config.num_blocks == 12
     simulation.flush_cache()
     assert simulation.engine.scheduler.kv.pool.free_count == 12
-
-
-def test_more_host_memory_than_before() -> None:
-    simulation = Simulation(SMALL)
-    requests = [simulation.submit([i, *PROMPT], 20) for i in range(5)]
-    for _ in range(8):
-        simulation.step()
-    simulation.lose_workers()
-    simulation.replace_workers(replace(SMALL, num_blocks=60, host_slots=30, preemption="swap"))
-    simulation.run()
-    for request in requests:
-        verify(simulation.streams[request], SMALL.longest_sequence)
-
-
-def test_what_is_on_disk_is_found_again(tmp_path: Path) -> None:
-    """By the stream that goes on, and by its next turn."""
-    config = replace(TIERED, remote=False, ranks=2)
-    simulation = simulate(config)
-    simulation.persistence = Persistence(str(tmp_path / "index"), b"a model", 0.0, simulation.now)
-    session = Session(simulation)
-    session.turn(30)
-    settle(simulation)
-    request = session.send(3, max_tokens=12)
-    for _ in range(6):
-        simulation.step()
-    computed = simulation.workers.computed_tokens
-    simulation.lose_workers()
-    assert simulation.tree.node_count == 0
-    simulation.replace_workers()
-    for health in simulation.tree.tiers.health.values():
-        health.read_us = 1.0
-    assert simulation.tree.node_count >= 8
-    simulation.run()
-    verify(simulation.streams[request], config.longest_sequence)
-    assert simulation.workers.computed_tokens - computed < 25, "32 tokens of its prompt are on disk"
-    session.history += simulation.streams[request].output
-    settle(simulation)
-    assert sum(tiers_of(session.turn(3))) >= 40
-    simulation.persistence.close()
 
 
 def test_with_recompute_what_is_left_on_disk_is_loaded_all_the_same(tmp_path: Path) -> None:
@@ -306,24 +248,6 @@ def test_a_later_pin_replaces_the_one_that_comes_back() -> None:
     assert simulation.replies[ticket].status == "ok"
     assert simulation.engine.scheduler.encoding.calls.pinned_count == 3
     assert tiers_in(call(simulation, "look", other)) == [0]
-
-
-def test_calls_and_requests_with_modules_go_on() -> None:
-    for steps in range(6):
-        simulation = Simulation(ROOMY)
-        ticket = simulation.modules_call("encode", SCHEMA, holder="schema/a")
-        submit(simulation, SCHEMA, [(17, 3)], max_tokens=6)
-        for _ in range(steps):
-            simulation.step()
-        simulation.lose_workers()
-        look = simulation.modules_call("look", SCHEMA)
-        assert look not in simulation.replies, "what is there is not known before others have come"
-        simulation.replace_workers()
-        simulation.run()
-        simulation.finish()
-        assert simulation.replies[ticket].status == "ok"
-        assert look in simulation.replies
-        assert simulation.engine.scheduler.encoding.calls.pinned_count == 5
 
 
 def test_a_drain_sends_those_away_who_have_not_begun() -> None:
@@ -420,15 +344,6 @@ def test_who_gets_tokens_between_losses_is_no_suspect() -> None:
     simulation.run()
     assert stream.reason == FinishReason.LENGTH
     verify(stream, SMALL.longest_sequence)
-
-
-def test_who_waits_while_workers_die_is_no_suspect() -> None:
-    simulation = Simulation(replace(SMALL, max_rows=1))
-    first, second = (simulation.submit([10 + i, *PROMPT], 5) for i in range(2))
-    assert run_with_culprits(simulation, {first}) == 3
-    assert simulation.streams[first].reason == FinishReason.ENGINE_FAILED
-    assert simulation.streams[second].reason == FinishReason.LENGTH
-    verify(simulation.streams[second], SMALL.longest_sequence)
 
 
 def test_a_suspect_that_its_client_leaves_lets_the_next_one_in() -> None:
