@@ -37,6 +37,7 @@ from trunkline.controller.storage.persistence import Persistence
 CONFIG = replace(TIERED, remote=False, ranks=2)
 FINGERPRINT = b"a model"
 EPOCH = 1.7e9
+SEEDS = seeds(3)
 
 
 @pytest.fixture(autouse=True)
@@ -271,7 +272,7 @@ def test_killed_at_any_moment(tmp_path: Path, modules: float) -> None:
     """Random traffic with cuts, and kills in the middle of it: at least 95 % of what was on disk is found. What
     the index did not see any more, or saw too early, is a miss: all text is right."""
     held = found = 0
-    for seed in seeds(3):
+    for seed in SEEDS:
         rng = random.Random(seed)
         folder = tmp_path / str(seed)
         folder.mkdir()
