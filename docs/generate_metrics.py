@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from trunkline.router.telemetry.metric_families import Family
-from trunkline.router.telemetry.metrics import Metrics
+from trunkline.router.telemetry.metrics import LATENCY_BUCKETS, TENANT_SERIES_MAX, TOKEN_TIME_BUCKETS, Metrics
 from trunkline.router.telemetry.metrics_page import UP
-from trunkline.router.telemetry.request_metrics import LATENCY_BUCKETS, TENANT_SERIES_MAX, TOKEN_TIME_BUCKETS
 
 PAGE: Final = Path(__file__).with_name("metrics.md")
 

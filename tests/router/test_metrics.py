@@ -17,9 +17,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from trunkline.router.telemetry import metrics_page
 from trunkline.router.telemetry.metric_families import FamilyRegistry, exposition, joined
-from trunkline.router.telemetry.metrics import Live, Metrics
+from trunkline.router.telemetry.metrics import OTHER, UNNAMED, Live, Metrics, TenantLabels
 from trunkline.router.telemetry.metrics_page import MetricsPage
-from trunkline.router.telemetry.request_metrics import OTHER, UNNAMED, TenantLabels
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 NAME = re.compile(r"\b(?:trunkline|process)_\w+")

@@ -6,7 +6,7 @@ import random
 
 from prometheus_client import CollectorRegistry, Histogram
 
-from trunkline.router.telemetry.request_metrics import TokenMetrics
+from trunkline.router.telemetry.metrics import TokenMetrics
 
 BOUNDS = (0.001, 0.005, 0.02, 0.1, 1.0)
 

@@ -1,33 +1,21 @@
-"""What controllers say of themselves, for Prometheus: their last `State`, read at each scrape.
+"""Metrics of controllers and of the connections to them, made of each controller's last `State` at every scrape.
 
-It is the same whichever router tells it, so of several processes that are asked together one tells it.
+All routers have the same values of `ControllerCollector`: when several router processes answer one scrape
+together, only one of them reports these.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from trunkline.router.messages import State, TierState
 from trunkline.router.telemetry.metric_families import Family, FamilyCollector
 
-
-class MeasuredLink(Protocol):
-    """A connection to a controller (`ControllerLink`), as far as it is measured."""
-
-    index: int
-    state: State | None
-    connections: int
-
-    @property
-    def ready(self) -> bool:
-        """Whether the controller takes requests now."""
-
-    @property
-    def inflight(self) -> int:
-        """Return how many requests run there."""
+if TYPE_CHECKING:
+    from trunkline.router.streams.link import ControllerLink
 
 
 _GAUGES: Final = (
@@ -136,9 +124,9 @@ def metric_of(family: Family) -> GaugeMetricFamily | CounterMetricFamily:
 
 
 class ControllerCollector(FamilyCollector):
-    """What controllers have said last."""
+    """The contents of each controller's last `State`."""
 
-    def __init__(self, links: Callable[[], Sequence[MeasuredLink]]) -> None:
+    def __init__(self, links: Callable[[], Sequence[ControllerLink]]) -> None:
         self._links = links
 
     def families(self) -> Iterable[Family]:
@@ -197,9 +185,9 @@ def _of_tiers(
 
 
 class LinkCollector(FamilyCollector):
-    """What a router knows of its connections."""
+    """This router's connections to the controllers."""
 
-    def __init__(self, links: Callable[[], Sequence[MeasuredLink]]) -> None:
+    def __init__(self, links: Callable[[], Sequence[ControllerLink]]) -> None:
         self._links = links
 
     def families(self) -> Iterable[Family]:

@@ -1,8 +1,8 @@
-"""Metric families that can describe themselves: docs/metrics.md is made of what is registered here.
+"""Metric families with their descriptions, of which docs/metrics.md is made, and the text that Prometheus reads.
 
-`FamilyRegistry` makes the client library's metrics and remembers what each is; collectors of our own say it by
-`families`. `exposition` is the text that Prometheus reads, family by family, so that the texts of several
-processes can be joined without being parsed.
+`FamilyRegistry` makes the client library's metrics and remembers the description of each. Trunkline's own
+collectors return their descriptions by `families`. `exposition` returns the values as text, family by family, so
+that the texts of several processes can be joined without parsing them.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _HELP: Final = "# HELP "
 
 
 class Family(NamedTuple):
-    """What a metric is."""
+    """Description of a metric family."""
 
     name: str
-    """As in Prometheus; of a counter without `_total`."""
+    """The name in Prometheus; a counter's without `_total`."""
     kind: str
     """"counter", "gauge" or "histogram"."""
     text: str
@@ -30,12 +30,13 @@ class Family(NamedTuple):
 
     @property
     def series(self) -> str:
-        """The family's name in queries; a histogram's gets `_bucket`, `_sum` or `_count` behind it."""
+        """The family's name in queries. A histogram has three series, with `_bucket`, `_sum` or `_count` behind
+        it."""
         return f"{self.name}_total" if self.kind == "counter" else self.name
 
 
 class FamilyCollector(Collector):
-    """A collector of our own."""
+    """Base class of Trunkline's own collectors."""
 
     def families(self) -> Iterable[Family]:
         """Return all families that `collect` may give."""
@@ -43,7 +44,7 @@ class FamilyCollector(Collector):
 
 
 class FamilyRegistry:
-    """A registry, and what is in it."""
+    """A registry of the client library, with a description of each family in it."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -55,7 +56,7 @@ class FamilyRegistry:
         return Counter(name, text, labels, registry=self._registry)
 
     def gauge(self, name: str, text: str, value: Callable[[], float]) -> None:
-        """Add a gauge, whose value is asked for at each scrape."""
+        """Add a gauge; each scrape calls `value`."""
         self._families.append(Family(name, "gauge", text))
         Gauge(name, text, registry=self._registry).set_function(value)
 
@@ -65,12 +66,17 @@ class FamilyRegistry:
         return Histogram(name, text, labels, buckets=buckets, registry=self._registry)
 
     def register(self, collector: FamilyCollector) -> None:
-        """Ask a collector at each scrape."""
+        """Add a collector; each scrape asks it for its metrics."""
         self._families += collector.families()
         self._registry.register(collector)
 
     def foreign(self, make: Callable[[CollectorRegistry], object], families: Iterable[Family]) -> None:
-        """Have `make` register one of the client library's collectors, whose families are these at most."""
+        """Add one of the client library's collectors.
+
+        Args:
+            make: registers it.
+            families: all families that it may have.
+        """
         make(self._registry)
         self._families += families
 
@@ -84,11 +90,11 @@ class FamilyRegistry:
 
 
 Exposition = list[tuple[str, str]]
-"""Families in Prometheus' text form: the lines with help and type, and the lines with samples."""
+"""Families in Prometheus' text form: of each the lines with help and type, and the lines with samples."""
 
 
 class _Collected(Collector):
-    """What `generate_latest` takes for a registry."""
+    """Metrics in the form of a registry, for `generate_latest`."""
 
     def __init__(self, metrics: Iterable[Metric]) -> None:
         self._metrics = metrics
@@ -119,7 +125,7 @@ def joined(parts: Iterable[Exposition]) -> bytes:
 
 def _labelled(metrics: Iterable[Metric], labels: Mapping[str, str]) -> Iterator[Metric]:
     for metric in metrics:
-        # When a series began is of no use to whom a scrape each few seconds tells the same.
+        # Prometheus has no use for a series of the time at which each other series began.
         kept = [sample for sample in metric.samples if not sample.name.endswith("_created")]
         copy = Metric(metric.name, metric.documentation, metric.type, metric.unit)
         copy.samples = [_with(sample, labels) for sample in kept] if labels else kept

@@ -1,19 +1,24 @@
-"""The router's metrics. One registry per service, so that tests can have several in a process.
+"""All metrics of a router: of its HTTP requests, of generations and their tokens, of tenants and of routing.
 
-docs/metrics.md lists all of it (`docs/generate_metrics.py`).
+docs/metrics.md lists them (`docs/generate_metrics.py`). Each `RouterService` has a `Metrics` with its own
+registries, so that tests can run several services in one process.
+
+What is measured of every token is only noted at first, and counted by the thousand or at a scrape. The client
+library takes locks and walks buckets for each value: that was a fifth of what a token costs a router.
 """
 
 from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
+import numpy as np
 from prometheus_client import ProcessCollector
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from trunkline.router.routing.request import Decision
-from trunkline.router.telemetry.controller_metrics import ControllerCollector, LinkCollector, MeasuredLink
+from trunkline.router.telemetry.controller_metrics import ControllerCollector, LinkCollector
 from trunkline.router.telemetry.metric_families import (
     Exposition,
     Family,
@@ -22,13 +27,163 @@ from trunkline.router.telemetry.metric_families import (
     exposition,
     joined,
 )
-from trunkline.router.telemetry.request_metrics import (
-    LATENCY_BUCKETS,
-    TOKEN_TIME_BUCKETS,
-    RequestMetrics,
-    TokenMetrics,
-)
+from trunkline.router.tenancy.auth import KEY_PREFIX
 from trunkline.runtime.tracing import OFF, Tracer
+
+if TYPE_CHECKING:
+    from trunkline.router.streams.generation import Generation
+    from trunkline.router.streams.link import ControllerLink
+
+_LATENCY: Final = Family(
+    "trunkline_inter_token_latency_seconds", "histogram", "Between consecutive tokens of a sequence."
+)
+_TOKENS: Final = Family("trunkline_output_tokens", "counter", "Output tokens delivered.")
+_NOTED_MAX: Final = 4096
+LATENCY_BUCKETS: Final = (
+    *(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
+    *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0),
+)
+TOKEN_TIME_BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
+_LENGTH_BUCKETS: Final = tuple(float(1 << exponent) for exponent in range(18))
+TENANT_SERIES_MAX: Final = 200
+"""So many tenants have series of their own; the tokens of all later ones count as `OTHER`."""
+UNNAMED: Final = "unnamed"
+"""Label of all tenants that are known only by their keys: their number is not bounded, and the name of each would
+reveal a part of its key's digest."""
+OTHER: Final = "other"
+
+
+class TenantLabels:
+    """Labels of tenants in metrics: a bounded number of them."""
+
+    def __init__(self, series_max: int = TENANT_SERIES_MAX) -> None:
+        self._known: set[str] = set()
+        self._series_max = series_max
+
+    def of(self, tenant: str) -> str:
+        """Return the label of a tenant."""
+        if tenant.startswith(KEY_PREFIX):
+            return UNNAMED
+        if tenant not in self._known:
+            if len(self._known) >= self._series_max:
+                return OTHER
+            self._known.add(tenant)
+        return tenant
+
+
+class RequestMetrics:
+    """Phases, lengths and ends of generations, and the tokens of each tenant."""
+
+    def __init__(self, registry: FamilyRegistry) -> None:
+        self.queued = registry.histogram(
+            "trunkline_request_queue_seconds",
+            "From a generation's arrival at its controller until it was admitted to the batch.",
+            LATENCY_BUCKETS,
+        )
+        self.prefill = registry.histogram(
+            "trunkline_request_prefill_seconds",
+            "From then until its first token: loading and computing its prompt.",
+            LATENCY_BUCKETS,
+        )
+        self._decode = registry.histogram(
+            "trunkline_request_decode_seconds", "From its first token until its last.", LATENCY_BUCKETS
+        )
+        self._per_token = registry.histogram(
+            "trunkline_time_per_output_token_seconds",
+            "The same, divided by its tokens but the first: one value for each generation of two tokens or more. "
+            "Of several samples the tokens of the longest count.",
+            TOKEN_TIME_BUCKETS,
+        )
+        self._prompt = registry.histogram(
+            "trunkline_request_prompt_tokens",
+            "Prompt tokens of generations that got a first token.",
+            _LENGTH_BUCKETS,
+        )
+        self._output = registry.histogram(
+            "trunkline_request_output_tokens", "Their output tokens, of all samples.", _LENGTH_BUCKETS
+        )
+        self._finished = registry.counter(
+            "trunkline_generations_finished",
+            "Generations that are over: stop, length, client_left, timeout, invalid, queue_full, draining, "
+            "aborted, failed.",
+            ["reason"],
+        )
+        self._tenant_tokens = registry.counter(
+            "trunkline_tenant_tokens",
+            "Tokens of generations that are over, by tenant: prompt (cached ones included), cached, output.",
+            ["tenant", "kind"],
+        )
+        self._tenant_generations = registry.counter(
+            "trunkline_tenant_generations",
+            f"Generations that are over, by tenant; {UNNAMED}: known by a key only; {OTHER}: of more than "
+            f"{TENANT_SERIES_MAX} tenants the last.",
+            ["tenant"],
+        )
+        self._labels = TenantLabels()
+
+    def ended(self, generation: Generation, tenant: str) -> None:
+        """Count a generation that is over."""
+        self._finished.labels(generation.outcome).inc()
+        label = self._labels.of(tenant)
+        self._tenant_generations.labels(label).inc()
+        if not generation.steps:
+            return
+        prompt_tokens = generation.job.seen_tokens
+        self._decode.observe(generation.decode_s)
+        if generation.steps > 1:
+            self._per_token.observe(generation.decode_s / (generation.steps - 1))
+        self._prompt.observe(prompt_tokens)
+        self._output.observe(generation.output_tokens)
+        tokens = self._tenant_tokens
+        tokens.labels(label, "prompt").inc(prompt_tokens)
+        tokens.labels(label, "cached").inc(generation.cached_tokens)
+        tokens.labels(label, "output").inc(generation.output_tokens)
+
+
+class TokenMetrics(FamilyCollector):
+    """Output tokens, and the time between them, in seconds. All calls from one thread."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        """`bounds`: upper ends of the histogram's buckets, ascending, in seconds."""
+        self.tokens = 0
+        """Delivered since the start."""
+        self._bounds = np.array(bounds)
+        self._counts = np.zeros(len(bounds) + 1, np.int64)
+        self._sum = 0.0
+        self._noted: list[float] = []
+
+    def between(self, seconds: float, tokens: int = 1) -> None:
+        """Note the time between a token and the one before it; if several came together, the time for each."""
+        self._noted.append(seconds)
+        for _ in range(tokens - 1):
+            self._noted.append(seconds)
+        if len(self._noted) >= _NOTED_MAX:
+            self._count()
+
+    def _count(self) -> None:
+        values = np.array(self._noted)
+        self._noted.clear()
+        # A value belongs to the first bucket whose upper end is not below it, as in Prometheus.
+        buckets = np.searchsorted(self._bounds, values, side="left")
+        self._counts += np.bincount(buckets, minlength=len(self._counts))
+        self._sum += float(values.sum())
+
+    def families(self) -> Iterable[Family]:
+        """Return all families that `collect` may give."""
+        return (_LATENCY, _TOKENS)
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield the present values of these metrics for Prometheus."""
+        self._count()
+        ends = [*(str(float(bound)) for bound in self._bounds), "+Inf"]
+        totals = np.cumsum(self._counts).tolist()
+        histogram = HistogramMetricFamily(_LATENCY.name, _LATENCY.text)
+        histogram.add_metric([], list(zip(ends, map(float, totals), strict=True)), self._sum)
+        yield histogram
+        tokens = CounterMetricFamily(_TOKENS.name, _TOKENS.text)
+        tokens.add_metric([], float(self.tokens))
+        yield tokens
+
 
 _PROCESS: Final = (
     Family("process_cpu_seconds", "counter", "Processor time that this router process has used."),
@@ -41,18 +196,18 @@ _PROCESS: Final = (
 
 
 class Live(NamedTuple):
-    """What is asked for at each scrape."""
+    """Functions that return the present value of a gauge; each scrape calls them."""
 
     schemas: Callable[[], int] = lambda: 0
-    """Schemas that are ready for use."""
+    """Schemas that this router has compiled."""
     running: Callable[[], int] = lambda: 0
     """Generations that have not ended."""
     waiting: Callable[[], int] = lambda: 0
-    """Of them, those that no controller has."""
+    """Generations that no controller has at present."""
 
 
 class AdmissionMetrics:
-    """What happens to requests before an endpoint sees them."""
+    """Requests that were refused, or answered again, before an endpoint saw them."""
 
     def __init__(self, registry: FamilyRegistry) -> None:
         self.refused = registry.counter(
@@ -74,7 +229,7 @@ class AdmissionMetrics:
 
 
 class RoutingMetrics:
-    """Where requests go, and where they go on."""
+    """Which controllers requests were sent to, and how often a request had to go on at another one."""
 
     def __init__(self, registry: FamilyRegistry) -> None:
         self.decisions = registry.counter(
@@ -104,7 +259,7 @@ class RoutingMetrics:
 
 
 class ModuleMetrics:
-    """Prompts made of modules."""
+    """Prompts made of modules, and the schemas that they use."""
 
     def __init__(self, registry: FamilyRegistry, live: Live) -> None:
         self.requests = registry.counter(
@@ -124,7 +279,7 @@ class ModuleMetrics:
 
 
 class _Build(FamilyCollector):
-    """What runs here."""
+    """The versions of what runs, as labels of a constant."""
 
     _FAMILY: Final = Family(
         "trunkline_build_info", "gauge", "Always 1; the labels say what runs.", ("version", "model", "python")
@@ -145,7 +300,7 @@ class _Build(FamilyCollector):
 
 
 class _Spans(FamilyCollector):
-    """Of traces."""
+    """Spans that the tracer has exported, and those that it has lost."""
 
     _EXPORTED: Final = Family("trunkline_spans_exported", "counter", "Spans that a collector has taken.")
     _DROPPED: Final = Family(
@@ -167,21 +322,26 @@ class _Spans(FamilyCollector):
 
 
 class Metrics:
-    """The router's own numbers. Times in seconds."""
+    """All metrics of one router process. Times are in seconds."""
 
     def __init__(
         self,
-        links: Callable[[], Sequence[MeasuredLink]],
+        links: Callable[[], Sequence[ControllerLink]],
         live: Live = Live(),  # noqa: B008 (immutable)
         *,
         version: str = "",
         model: str = "",
     ) -> None:
-        """At the time of a scrape, `links` gives the controllers. `version` and `model` say what runs."""
+        """
+        Args:
+            links: returns the connections to the controllers; each scrape calls it.
+            version: of Trunkline, for `trunkline_build_info`.
+            model: the served model's name, likewise.
+        """
         self.registry = registry = FamilyRegistry()
-        """What this process alone can tell."""
+        """Families whose values differ between the router processes."""
         self.shared = FamilyRegistry()
-        """What every router of the cluster tells alike."""
+        """Families that have the same values in every router process of the cluster."""
         self.shared.register(_Build(version, model))
         self.shared.register(ControllerCollector(links))
         registry.register(LinkCollector(links))
@@ -233,7 +393,7 @@ class Metrics:
         )
         self.modules = ModuleMetrics(registry, live)
         self.tracer = OFF
-        """Set by whoever starts one, before the first request."""
+        """`create_app` replaces it before the first request if traces are on."""
         registry.register(_Spans(lambda: self.tracer))
         registry.foreign(lambda inner: ProcessCollector(registry=inner), _PROCESS)
 
@@ -242,6 +402,10 @@ class Metrics:
         return exposition(self.registry, labels)
 
     def scrape(self, own: Iterable[Exposition] | None = None) -> bytes:
-        """Return all values in Prometheus' text form; `own` of all router processes, or of this one only."""
+        """Return all values in Prometheus' text form.
+
+        Args:
+            own: what `own` returned in each router process; None: there is only this one.
+        """
         parts = [self.own({})] if own is None else own
         return joined([exposition(self.shared, {}), *parts])

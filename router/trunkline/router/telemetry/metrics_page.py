@@ -1,13 +1,13 @@
-"""`/metrics`: the values of all router processes of a cluster, whichever of them is asked.
+"""`/metrics`: any router process of a cluster answers with the values of all of them.
 
     Prometheus ─► router 1 ─┬─ metrics-0 (socket in the run folder) ─► router 0: its own families, labelled
                             ├─ its own families, labelled
-                            └─ what all routers tell alike (controllers, tiers), once, without the label
+                            └─ families that are the same in all routers (controllers, tiers), once, unlabelled
 
-Processes on one port share nothing, and nobody knows which one answers the next scrape. So each answers for all.
-Series are told apart by the label `router`, the process' number, instead of being added up: when one of them is
-replaced its counters begin at 0, which Prometheus understands of a series, but not of a sum. One that does not
-answer in time is left out of this scrape, and its `trunkline_router_up` is 0. A single router has no such label.
+Router processes on one port share no memory, and any of them may get the next scrape. So each answers for all. The
+series of each process have the label `router`, its number, and are not added up: when a process is replaced, its
+counters begin at 0, which Prometheus understands of a series but not of a sum. A process that does not answer in
+time is left out of the scrape, and its `trunkline_router_up` is 0. A single router has no such label.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ _decoder: Final = msgspec.msgpack.Decoder(Exposition)
 
 
 class MetricsPage:
-    """One process' part in it."""
+    """Collects the values of all router processes for a scrape, and gives its own to the others."""
 
     def __init__(self, metrics: Metrics, path: str, number: int, routers: int) -> None:
         """
         Args:
-            metrics: of this process.
-            path: beginning of the sockets' paths, the number of a process behind it; "": there are no others.
-            number: this process', …
-            routers: … of so many.
+            metrics: those of this process.
+            path: path of each process's socket without its number at the end; "": there is one process only.
+            number: number of this process.
+            routers: how many router processes there are.
         """
         self._metrics = metrics
         self._path = path
@@ -54,7 +54,7 @@ class MetricsPage:
 
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[None]:
-        """Answer the other router processes meanwhile."""
+        """Answer the other router processes while the context is open."""
         if self._routers == 1:
             yield
             return
@@ -65,7 +65,7 @@ class MetricsPage:
             server.close()
 
     def _bound(self) -> socket.socket:
-        """Return a socket in the place of an older one: the process that this one replaces answers no more."""
+        """Return a listening socket at this process's path. It takes the place of an older process's socket."""
         path = f"{self._path}-{self._number}"
         own = f"{path}.{os.getpid()}"
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -85,7 +85,7 @@ class MetricsPage:
             async with asyncio.timeout(ANSWER_SECONDS_MAX):
                 await writer.drain()
         except (OSError, TimeoutError):
-            pass  # who asked has left
+            pass  # the other process has ended
         finally:
             writer.close()
 
@@ -123,7 +123,7 @@ async def _read_all(reader: asyncio.StreamReader) -> bytes:
     """Return what is sent until the connection ends.
 
     Raises:
-        OSError: it is more than any router says.
+        OSError: it is longer than any router's metrics.
     """
     parts: list[bytes] = []
     size = 0

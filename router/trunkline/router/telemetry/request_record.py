@@ -1,18 +1,18 @@
-"""What the log and the trace say of an HTTP request. Never the content of a prompt or an answer.
+"""The record of an HTTP request: what its log line and its trace say. Never the content of a prompt or an answer.
 
     POST /v1/chat/completions     from the first byte to the last
     ├─ tokenize                   per text
     ├─ route                      per choice of a controller
     └─ dispatch                   per attempt at a controller; the controller's spans are its children
 
-Names of attributes are OpenTelemetry's where it has some (`http.*`, `gen_ai.*`), else `trunkline.*`.
+Attributes have OpenTelemetry's names where it defines some (`http.*`, `gen_ai.*`), else names like `trunkline.*`.
 """
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 from trunkline.router.jobs.job import Job
 from trunkline.router.request_context import current
@@ -20,37 +20,8 @@ from trunkline.router.routing.request import Decision
 from trunkline.runtime.spans import Kind, Span, SpanContext, Value
 from trunkline.runtime.tracing import Tracer, child_of
 
-
-class Ended(Protocol):
-    """A generation that is over, as far as it is recorded."""
-
-    @property
-    def job(self) -> Job:
-        """What was asked for."""
-
-    @property
-    def outcome(self) -> str:
-        """How the generation ended: "stop", "length", or what went wrong."""
-
-    @property
-    def steps(self) -> int:
-        """Tokens of the sample that came furthest; 0: there was none."""
-
-    @property
-    def cached_tokens(self) -> int:
-        """Prompt tokens whose KV was found."""
-
-    @property
-    def output_tokens(self) -> int:
-        """Over all samples."""
-
-    @property
-    def first_token_s(self) -> float | None:
-        """Seconds from the request's arrival to its first token."""
-
-    @property
-    def decode_s(self) -> float:
-        """Seconds from its first token until its last."""
+if TYPE_CHECKING:
+    from trunkline.router.streams.generation import Generation
 
 
 @dataclass(slots=True)
@@ -65,14 +36,14 @@ class RequestRecord:
     groups: list[int] = field(default_factory=list)
     """Controllers that the request was sent to, in the order of the first time."""
     attempts: int = 0
-    """How often the request, or one of its samples, was sent to a controller."""
+    """How many times the request, or one of its samples, was sent to a controller."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
     first_token_s: float | None = None
     """Since the request's arrival; of several prompts the earliest."""
     outcomes: list[str] = field(default_factory=list)
-    """How its generations ended."""
+    """How its generations ended: "stop", "length", or what went wrong."""
     job: Job | None = None
     """The job of one of its generations."""
 
@@ -82,7 +53,7 @@ class RequestRecord:
         if controller not in self.groups:
             self.groups.append(controller)
 
-    def add(self, generation: Ended) -> None:
+    def add(self, generation: Generation) -> None:
         """Add a generation that is over."""
         self.job = generation.job
         self.prompt_tokens += generation.job.seen_tokens
@@ -113,21 +84,22 @@ class RequestRecord:
 
 
 def current_record() -> RequestRecord | None:
-    """Return the record of the request at hand; None: there is none (a probe of the router's own)."""
+    """Return the record of the request at hand; None: the work is for no client, as a health probe."""
     return current().record
 
 
 TEXTS_MAX: Final = 32
-"""Spans of texts per request; later texts have none."""
+"""So many spans `tokenize` per request; further texts have none."""
 ROUTES_MAX: Final = 32
+"""Likewise spans `route`."""
 PROVIDER: Final = "trunkline"
 _OPERATIONS: Final = {"/v1/completions": "text_completion"}
-"""By endpoint; all other generating endpoints are chats."""
+"""`gen_ai.operation.name` by endpoint; all other endpoints that generate are chats."""
 
 
 @dataclass(slots=True)
 class AttemptTrace:
-    """The span of an attempt that is not over."""
+    """The span of an attempt that still runs."""
 
     context: SpanContext
     """Sent to the controller with the request."""
@@ -138,7 +110,7 @@ class AttemptTrace:
     continues: list[SpanContext]
     """The spans of earlier attempts that were lost."""
     output_tokens: int
-    """Tokens that had come before this attempt."""
+    """Tokens of the request that had arrived before this attempt began."""
 
 
 class RequestTrace:
@@ -188,7 +160,7 @@ class RequestTrace:
 
         Args:
             continues: lost attempts whose work this one continues.
-            output_tokens: tokens that have come before.
+            output_tokens: tokens of the request that have arrived before.
         """
         context = child_of(self.context)
         return AttemptTrace(context, time.monotonic(), group, sample, continues, output_tokens)
@@ -246,5 +218,5 @@ class RequestTrace:
 
 
 def operation_of(route: str) -> str:
-    """Return what an endpoint does, as `gen_ai.operation.name`."""
+    """Return the `gen_ai.operation.name` of an endpoint."""
     return _OPERATIONS.get(route, "chat")
