@@ -10,11 +10,10 @@ import pytest
 from router.harness import DEMO_MODEL, VOCAB_SIZE
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from trunkline.router.text import template_limits
+from trunkline.router.text import chat_template
 from trunkline.router.text.chat_template import ChatRenderer, ChatTemplate, ChatTemplateError
-from trunkline.router.text.model_files import SamplingDefaults, read_model_files
-from trunkline.router.text.tokenizer import Tokenizer
-from trunkline.router.text.tool_styles import ToolStyle
+from trunkline.router.text.tokenizer import SamplingDefaults, Tokenizer, read_model_files
+from trunkline.router.text.tool_turns import ToolStyle, TurnError
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 CONVERSATION = [
@@ -234,7 +233,7 @@ def test_a_template_that_takes_no_system_message_gets_tools_from_the_user() -> N
     assert "</tool_call>\n\nHi {{ 1 }}" in text
     with pytest.raises(ChatTemplateError, match="no system"):
         renderer.render(CONVERSATION, extra=extra, tools=TOOLS)
-    with pytest.raises(ChatTemplateError, match="'abcDEF123' answers no call"):
+    with pytest.raises(TurnError, match="'abcDEF123' answers no call"):
         renderer.render(with_call("{}")[3:])
 
 
@@ -378,7 +377,7 @@ RUNAWAY = {
 @pytest.mark.parametrize("source", RUNAWAY.values(), ids=RUNAWAY)
 def test_templates_that_run_away_are_ended(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """After so many steps, not after some time; the error names what is at fault."""
-    monkeypatch.setattr(template_limits, "STEPS_MAX", 100_000)
+    monkeypatch.setattr(chat_template, "STEPS_MAX", 100_000)
     with pytest.raises(ChatTemplateError, match="chat template"):
         ChatTemplate(source, SPECIAL).render(CONVERSATION)
 
@@ -389,7 +388,7 @@ def test_long_conversations_take_few_steps(name: str) -> None:
     template = ChatTemplate(TEMPLATES[name], SPECIAL)
     turns = [CONVERSATION[0], *([*CONVERSATION[1:3]] * 8000), CONVERSATION[-1]]
     for _ in range(2):
-        with template_limits.counted():
+        with chat_template.counted():
             assert template.render(turns)
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from router.harness import DEMO_MODEL
 
-from trunkline.router.pml import RoleTemplateError
 from trunkline.router.stores.model_text import ModelText
+from trunkline.router.text.chat_template import ChatTemplateError
 from trunkline.router.text.tokenizer import Tokenizer
 
 
@@ -73,9 +73,9 @@ def test_conversations(tokenizer: Tokenizer, tmp_path: Path) -> None:
     assert text.has_chat_template
     turns = [{"role": "user", "content": "Hi"}]
     assert text.render_chat(turns, True) == "<|bos|><|user|>Hi<|end|><|assistant|>"
-    with pytest.raises(RoleTemplateError, match="unknown role"):
+    with pytest.raises(ChatTemplateError, match="unknown role"):
         text.render_chat([{"role": "judge", "content": ""}], False)
     none = ModelText(model(tmp_path / "plain", chat_template=None))
     assert not none.has_chat_template
-    with pytest.raises(RoleTemplateError, match="no chat template"):
+    with pytest.raises(ChatTemplateError, match="no chat template"):
         none.render_chat(turns, False)

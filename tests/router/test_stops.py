@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trunkline.router.text.stops import StopMatcher
+from trunkline.router.text.detokenizer import StopMatcher
 
 quick = settings(max_examples=200, deadline=None)  # machines are shared
 _text = st.text("ab.", max_size=14)

@@ -10,10 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trunkline.router.text.tool_styles import STYLE_NAMES, StyleName
-from trunkline.router.tools.json_scan import ObjectScanner, Progress
-from trunkline.router.tools.parsers import make_parser, parse
-from trunkline.router.tools.pieces import CallArguments, CallStart, Piece, TextPiece, ToolParser, joined
+from trunkline.router.text.tool_turns import STYLE_NAMES, StyleName
+from trunkline.router.tools.call_object import ObjectScanner, Progress
+from trunkline.router.tools.parsers import (
+    CallArguments,
+    CallStart,
+    Piece,
+    TextPiece,
+    ToolParser,
+    joined,
+    make_parser,
+    parse,
+)
 
 NAMES = ("add", "get-weather", "a")
 

@@ -14,17 +14,17 @@ import tokenizers
 from router.harness import DEMO_MODEL, EOS
 
 from trunkline.router.errors import ApiError
-from trunkline.router.text.tool_styles import MARKERS, StyleName, ToolStyle, detect_style
-from trunkline.router.tools.definitions import (
+from trunkline.router.text.tool_turns import MARKERS, StyleName, ToolStyle, detect_style
+from trunkline.router.tools.parsers import CallArguments, CallStart, Piece, parse
+from trunkline.router.tools.plan import (
     TOOLS_BYTES_MAX,
     TOOLS_MAX,
+    ToolPlan,
+    prepare_tools,
     read_chat_tools,
     read_choice,
     read_flat_tools,
 )
-from trunkline.router.tools.parsers import parse
-from trunkline.router.tools.pieces import CallArguments, CallStart, Piece
-from trunkline.router.tools.plan import ToolPlan, prepare_tools
 from trunkline.worker.grammar.automaton import Vocabulary
 
 Accepts = Callable[[ToolPlan, str], bool]

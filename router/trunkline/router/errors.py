@@ -8,9 +8,8 @@ RouterError
 │  ├─ ChatTemplateError    the model's chat template refuses the messages          text/chat_template.py
 │  ├─ TurnError            a tool's result answers no call                         text/tool_turns.py
 │  ├─ CutError             the parts of a context that must stay do not fit        text/truncation.py
-│  ├─ PmlError             a schema or a prompt in PML is wrong                    pml/pml_error.py
-│  └─ RoleTemplateError    the chat template refuses a role that PML uses          pml/pml_error.py
-├─ TemplateLimitError      rendering a chat template takes too much                text/template_limits.py
+│  └─ PmlError             a schema or a prompt in PML is wrong                    pml/pml_error.py
+├─ TemplateLimitError      rendering a chat template takes too much                text/chat_template.py
 ├─ NoControllerError       no controller can take a request now                    routing/core.py
 ├─ ClientLeftError         the client has closed its connection                    http/answers.py
 └─ TooManyPartsError       a body has more JSON values than the router parses      http/body.py

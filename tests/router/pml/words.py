@@ -6,8 +6,7 @@ import re
 from typing import Final
 from zlib import crc32
 
-from trunkline.router.pml import RoleTemplateError
-from trunkline.router.text.chat_template import ChatTemplate, ChatTemplateError
+from trunkline.router.text.chat_template import ChatTemplate
 
 FIRST_WORD: Final = 1000
 """Smaller ids are special tokens, in the order of `SPECIAL`."""
@@ -73,7 +72,4 @@ class Words:
 
     def render_chat(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
         assert self._template is not None
-        try:
-            return self._template.render(messages, add_generation_prompt=add_generation_prompt)
-        except ChatTemplateError as error:
-            raise RoleTemplateError(str(error)) from None
+        return self._template.render(messages, add_generation_prompt=add_generation_prompt)

@@ -9,7 +9,7 @@ import json
 from typing import Any, Final
 
 from trunkline.router.errors import bad_value, unsupported
-from trunkline.router.tools.definitions import (
+from trunkline.router.tools.plan import (
     Choice,
     FunctionTool,
     check_functions,

@@ -21,7 +21,7 @@ from trunkline.router.jobs.request_models import ChatRequest
 from trunkline.router.stores.session_store import is_stored
 from trunkline.router.streams.choices import FinishName
 from trunkline.router.streams.generation import Generation
-from trunkline.router.tools.pieces import CallStart, Piece, TextPiece
+from trunkline.router.tools.parsers import CallStart, Piece, TextPiece
 from trunkline.router.tools.plan import ToolPlan
 
 _encode = msgspec.json.Encoder().encode

@@ -59,7 +59,7 @@ from trunkline.router.jobs.request_models import ChatRequest
 from trunkline.router.service import RouterService
 from trunkline.router.streams.choices import Delta, FinishName
 from trunkline.router.streams.generation import Generation
-from trunkline.router.tools.pieces import CallArguments, CallStart, Piece, TextPiece, ToolParser
+from trunkline.router.tools.parsers import CallArguments, CallStart, Piece, TextPiece, ToolParser
 from trunkline.router.tools.plan import ToolPlan, prepare_tools
 
 routes = APIRouter()

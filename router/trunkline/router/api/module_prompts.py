@@ -30,8 +30,9 @@ from trunkline.router.stores.model_text import ModelText
 from trunkline.router.stores.schema_store import StoredSchema
 from trunkline.router.stores.session_history import PromptPart, SessionModules
 from trunkline.router.tenancy.auth import cache_salt
+from trunkline.router.text.chat_template import has_calls
 from trunkline.router.text.tokenizer import OFF_LOOP_CHARACTERS, Tokenizer
-from trunkline.router.text.tool_turns import TurnError, for_plain_template, for_tool_template, has_calls
+from trunkline.router.text.tool_turns import TurnError, for_plain_template, for_tool_template
 from trunkline.router.tools.plan import ToolPlan
 
 _T = TypeVar("_T")

@@ -45,8 +45,7 @@ from trunkline.router.http.body import beside_loop, read_request
 from trunkline.router.jobs.request_models import ChatRequest
 from trunkline.router.request_context import created_at, draw_hex
 from trunkline.router.streams.generation import Generation
-from trunkline.router.tools.definitions import read_choice, read_flat_tools
-from trunkline.router.tools.plan import ToolPlan, plan_tools
+from trunkline.router.tools.plan import ToolPlan, plan_tools, read_choice, read_flat_tools
 
 routes = APIRouter()
 

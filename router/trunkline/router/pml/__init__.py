@@ -14,7 +14,7 @@ from trunkline.router.pml.compiler import compile_prompt
 from trunkline.router.pml.hints import likely_texts, lint
 from trunkline.router.pml.json_form import prompt_from_json, prompt_to_json, schema_from_json, schema_to_json
 from trunkline.router.pml.layout import compile_schema
-from trunkline.router.pml.pml_error import ErrorCode, Mark, PmlError, RoleTemplateError
+from trunkline.router.pml.pml_error import ErrorCode, Mark, PmlError
 from trunkline.router.pml.tokens import PmlTokenizer
 from trunkline.router.pml.tree import PromptDocument, SchemaDocument
 from trunkline.router.pml.wire import check_encoding, hint_layout, texts_message, to_layout
@@ -34,7 +34,6 @@ __all__ = [
     "PmlTokenizer",
     "PromptDocument",
     "PromptPiece",
-    "RoleTemplateError",
     "SchemaDocument",
     "check_encoding",
     "compile_prompt",

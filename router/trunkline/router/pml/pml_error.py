@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Final, NamedTuple
 
+from trunkline.router.errors import PromptError
+
 MESSAGE_CHARACTERS_MAX: Final = 1000
 PATH_CHARACTERS_MAX: Final = 200
 """Names may be as long as documents, so messages and paths in errors are cut."""
@@ -69,7 +71,7 @@ class Mark(NamedTuple):
     column: int
 
 
-class PmlError(ValueError):
+class PmlError(PromptError):
     """A schema or a prompt is wrong. The message is written for its author."""
 
     def __init__(
@@ -98,7 +100,3 @@ class PmlError(ValueError):
 
 def _cut(text: str, length: int) -> str:
     return text if len(text) <= length else f"{text[:length]}…"
-
-
-class RoleTemplateError(ValueError):
-    """A chat template refused a conversation. `PmlTokenizer.render_chat` raises it; its text is for the client."""

@@ -18,7 +18,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final, NamedTuple, TypeVar
 
-from trunkline.router.pml.pml_error import ErrorCode, Mark, PmlError, RoleTemplateError
+from trunkline.router.errors import PromptError
+from trunkline.router.pml.pml_error import ErrorCode, Mark, PmlError
 from trunkline.router.pml.tokens import PmlTokenizer
 from trunkline.router.pml.tree import Text
 
@@ -86,7 +87,7 @@ class RoleForms:
         messages = [{"role": role, "content": f"\t\n{_SENTINEL.format(n)}\n\t"} for n, role in enumerate(roles)]
         try:
             text = tokenizer.render_chat(messages, generate)
-        except RoleTemplateError as error:
+        except PromptError as error:
             shown = ", ".join(roles[-8:])
             message = f"the model's chat template refuses the roles {'… ' * (len(roles) > 8)}{shown}: {error}"
             raise PmlError(ErrorCode.TEMPLATE, message) from None
@@ -156,7 +157,7 @@ class RoleForms:
         for roles in (("user",), ("system", "user")):
             try:
                 text = self._tokenizer.render_chat([{"role": role, "content": "x"} for role in roles], False)
-            except RoleTemplateError:
+            except PromptError:
                 continue
             bos = list(self.bos)
             if self._tokenizer.encode_special(text)[: len(bos)] == bos:
@@ -195,7 +196,7 @@ def _template_bos(tokenizer: PmlTokenizer) -> tuple[int, ...] | None:
     messages = [{"role": role, "content": "x"} for role in ("user", "assistant", "user")]
     try:
         text = tokenizer.render_chat(messages, False)
-    except RoleTemplateError:
+    except PromptError:
         return None
     ids = tokenizer.encode_special(text)
     own = tokenizer.bos_ids

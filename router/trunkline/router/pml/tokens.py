@@ -30,7 +30,7 @@ class PmlTokenizer(Protocol):
         """Return the text of a conversation (`role` and `content` of each message) in the model's chat template.
 
         Raises:
-            RoleTemplateError: The template refuses it.
+            PromptError: The template refuses it.
         """
         ...
 

@@ -6,8 +6,6 @@ import functools
 from collections.abc import Mapping
 from typing import Any, Final
 
-from trunkline.router.pml import RoleTemplateError
-from trunkline.router.text.chat_template import ChatTemplateError
 from trunkline.router.text.tokenizer import Tokenizer
 
 _PLACEHOLDERS: Final = ("unk_token", "pad_token")
@@ -62,11 +60,8 @@ class ModelText:
         """Return a conversation's text in the model's chat template.
 
         Raises:
-            RoleTemplateError: There is no template, or it refused the messages.
+            ChatTemplateError: There is no template, or it refused the messages.
         """
-        try:
-            return self._tokenizer.render_chat(
-                messages, add_generation_prompt=add_generation_prompt, extra=self._switches
-            )
-        except ChatTemplateError as error:
-            raise RoleTemplateError(str(error)[:1000]) from None
+        return self._tokenizer.render_chat(
+            messages, add_generation_prompt=add_generation_prompt, extra=self._switches
+        )

@@ -17,8 +17,7 @@ from trunkline.controller.messages import TopLogprobs
 from trunkline.router.jobs.job import Job
 from trunkline.router.messages import FinishReason, Hypothesis
 from trunkline.router.streams.streams import Batch
-from trunkline.router.text.detokenizer import TokenVocabulary, make_detokenizer
-from trunkline.router.text.stops import StopMatcher
+from trunkline.router.text.detokenizer import StopMatcher, TokenVocabulary, make_detokenizer
 
 FinishName = Literal["stop", "length"]
 

@@ -1,6 +1,7 @@
-"""Turn tokens into text one by one. Each piece of text is final and never ends inside a character.
+"""Turn tokens into text one by one, and find stop strings in that text. Pure.
 
-Two families of tokenizers cover nearly every model, and the text of both can be streamed exactly:
+Each piece of text is final and never ends inside a character. Two families of tokenizers cover nearly every model,
+and the text of both can be streamed exactly:
 
 - *Byte-level* (GPT-2, Llama 3, Qwen, …): each token is a string of bytes; text is their concatenation
   read as UTF-8, undecodable parts replaced by U+FFFD.
@@ -14,13 +15,17 @@ is quadratic when a model emits undecodable bytes. Other decoders use such a win
 In the spaces family, `tokenizers.decode` replaces a whole run of byte tokens if one of its bytes is bad. Text that
 was sent cannot be changed, so here good characters of such a run stay and only bad bytes are replaced. Valid runs
 give the same text.
+
+A `StopMatcher` finds stop strings across boundaries of tokens. Its result does not depend on how the text is cut
+into pieces. The match with the smallest end position wins; of several that end there, the longest. Text is held
+back only while it may be the beginning of a stop string.
 """
 
 from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final, Literal, NamedTuple, Protocol
 
 REPLACEMENT: Final = "\ufffd"
@@ -262,3 +267,69 @@ def make_detokenizer(
     if vocabulary.kind.family == "spaces":
         return _SpacesDetokenizer(vocabulary, skip, at_start=at_start)
     return _WindowDetokenizer(vocabulary, skip)
+
+
+class StopText(NamedTuple):
+    """The result of `StopMatcher.feed`."""
+
+    text: str
+    """Text that may be shown now."""
+    stop: str | None
+    """The stop string that was found; after that the matcher must not be fed again."""
+
+
+class StopMatcher:
+    """Looks for several stop strings in one text."""
+
+    def __init__(self, stops: Sequence[str] = (), *, include: bool = False) -> None:
+        """`include`: whether the text shown includes the stop string.
+
+        Raises:
+            ValueError: A stop string is empty; it would match everywhere.
+        """
+        if any(not stop for stop in stops):
+            raise ValueError("a stop string must not be empty")
+        self._stops = tuple(sorted(set(stops), key=len, reverse=True))
+        self._first_characters = frozenset(stop[0] for stop in self._stops)
+        self._longest = max(map(len, self._stops), default=0)
+        self._include = include
+        self._held = ""
+
+    def feed(self, text: str) -> StopText:
+        """Take the next piece of text; return the text that may be shown."""
+        if not self._stops:
+            return StopText(text, None)
+        text = self._held + text
+        found = self._find(text)
+        if found is not None:
+            start, stop = found
+            self._held = ""
+            return StopText(text[: start + len(stop)] if self._include else text[:start], stop)
+        keep = self._held_length(text)
+        cut = len(text) - keep
+        self._held = text[cut:]
+        return StopText(text[:cut], None)
+
+    def flush(self) -> str:
+        """Return the text held back, at the end of the text."""
+        held, self._held = self._held, ""
+        return held
+
+    def _find(self, text: str) -> tuple[int, str] | None:
+        best: tuple[int, str] | None = None
+        best_end = len(text) + 1
+        for stop in self._stops:  # longest first, so that a tie in the end goes to the longest
+            start = text.find(stop, 0, min(best_end, len(text)))
+            if start >= 0 and start + len(stop) < best_end:
+                best, best_end = (start, stop), start + len(stop)
+        return best
+
+    def _held_length(self, text: str) -> int:
+        """Return the length of the longest end of `text` that begins a stop string."""
+        for length in range(min(self._longest - 1, len(text)), 0, -1):
+            position = len(text) - length
+            if text[position] in self._first_characters and any(
+                len(stop) > length and text.startswith(stop[:length], position) for stop in self._stops
+            ):
+                return length
+        return 0

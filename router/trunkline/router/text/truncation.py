@@ -17,6 +17,8 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from trunkline.router.errors import PromptError
+
 ROOM_SHARE: Final = 8
 """If a request does not limit its answer, this fraction of the context (1/8) is kept free for it. A cut that left
 room for a single token would be useless."""
@@ -54,8 +56,8 @@ class PromptCut(msgspec.Struct, frozen=True):
         return span_tokens(self.drops)
 
 
-class CutError(ValueError):
-    """No cut makes a prompt fit; the text says why."""
+class CutError(PromptError):
+    """No cut makes a prompt fit. The text says why."""
 
 
 def merge_spans(spans: Iterable[TokenSpan | Sequence[int]]) -> tuple[TokenSpan, ...]:

@@ -1,4 +1,4 @@
-"""Parse a model's streamed text into text and tool calls: one parser for each style (`text/tool_styles.py`).
+"""Parse a model's streamed text into text and tool calls: one parser for each style (`text/tool_turns.py`).
 
 A parser reads character by character where a call may be, and uses `str.find` elsewhere. The possible beginning of
 a call is held back until it is certain. It is a call once it names an offered function and its arguments begin. It
@@ -12,9 +12,11 @@ Every decision depends on one character and the state, so the result does not de
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Final
+from typing import Final, Protocol
 
-from trunkline.router.text.tool_styles import (
+import msgspec
+
+from trunkline.router.text.tool_turns import (
     ARGS,
     CALL_ID,
     PYTHON_TAG,
@@ -23,9 +25,61 @@ from trunkline.router.text.tool_styles import (
     TOOL_CALLS,
     StyleName,
 )
-from trunkline.router.tools.call_object import ArgumentsReader, CallReader, ObjectReader
-from trunkline.router.tools.json_scan import WHITESPACE, Progress
-from trunkline.router.tools.pieces import CallArguments, CallStart, Piece, TextPiece, ToolParser, joined
+from trunkline.router.tools.call_object import WHITESPACE, ArgumentsReader, CallReader, ObjectReader, Progress
+
+
+class TextPiece(msgspec.Struct, frozen=True):
+    """A piece of text for the user."""
+
+    text: str
+
+
+class CallStart(msgspec.Struct, frozen=True):
+    """The beginning of a call."""
+
+    index: int
+    """Counts the calls of an answer from 0."""
+    id: str
+    name: str
+
+
+class CallArguments(msgspec.Struct, frozen=True):
+    """A piece of a call's arguments. All pieces together are one JSON object."""
+
+    index: int
+    text: str
+
+
+Piece = TextPiece | CallStart | CallArguments
+
+
+class ToolParser(Protocol):
+    """Finds calls in a text that comes in pieces of any size."""
+
+    @property
+    def calls(self) -> int:
+        """Calls that have begun so far."""
+
+    def feed(self, text: str) -> list[Piece]:
+        """Read more of the model's text; return the pieces that are certain now."""
+
+    def finish(self) -> list[Piece]:
+        """End the text; return the pieces that were held back."""
+
+
+def joined(pieces: list[Piece]) -> list[Piece]:
+    """Join neighbouring pieces: one piece for each text, one for each call's arguments."""
+    result: list[Piece] = []
+    for piece in pieces:
+        last = result[-1] if result else None
+        if isinstance(piece, TextPiece) and isinstance(last, TextPiece):
+            result[-1] = TextPiece(last.text + piece.text)
+        elif isinstance(piece, CallArguments) and isinstance(last, CallArguments) and last.index == piece.index:
+            result[-1] = CallArguments(last.index, last.text + piece.text)
+        else:
+            result.append(piece)
+    return result
+
 
 _NAME_CHARACTERS: Final = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-")
 _SYNTAX_CHARACTERS_MAX: Final = 256
