@@ -205,20 +205,7 @@ def take(answer: Answer, event: dict[str, Any]) -> None:
             answer.reasons[index] = choice["finish_reason"]
 
 
-async def margins(url: str, script: Script, number: int) -> str:
-    """How close the decisions in an undisturbed answer are. For a message about a text that differs: where hardly
-    anything lies between the two likeliest tokens it is rounding, else a defect."""
-    body = {**script.bodies[number], "logprobs": 2}
-    if script.path != COMPLETIONS:
-        return "(of a session: not asked again)"
-    async with httpx.AsyncClient(base_url=url, timeout=120.0) as client:
-        choice = (await client.post(script.path, json=body)).json()["choices"][0]
-    ranked = [sorted(top.values(), reverse=True) for top in choice["logprobs"]["top_logprobs"]]
-    gaps = [(top[0] - top[1], i) for i, top in enumerate(ranked) if len(top) > 1]
-    return f"smallest margins of the likeliest tokens (nats, position): {sorted(gaps)[:5]}"
-
-
-async def compare(url: str, scripts: Sequence[Script], expected: Crowd, got: Crowd) -> list[str]:
+def compare(scripts: Sequence[Script], expected: Crowd, got: Crowd) -> list[str]:
     """What is wrong with the answers, one line each."""
     wrong = []
     for script in scripts:
@@ -229,8 +216,5 @@ async def compare(url: str, scripts: Sequence[Script], expected: Crowd, got: Cro
             elif after is None or after.error:
                 wrong.append(f"{script.name}/{number}: {after.error if after else 'not asked'}")
             elif before != after:
-                wrong.append(
-                    f"{script.name}/{number}:\n  expected {before}\n  got      {after}\n"
-                    f"  {await margins(url, script, number)}"
-                )
+                wrong.append(f"{script.name}/{number}:\n  expected {before}\n  got      {after}")
     return wrong

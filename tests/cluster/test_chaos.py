@@ -62,7 +62,7 @@ def check(cluster: Cluster, seed: int, played: Sequence[Script], hits_min: int, 
     streams = sum(len(crowd.answers) for crowd in crowds)
     print(f"seed {seed}: {streams} streams, {chaos.hits} of {len(chaos.kills)} kills hit; {events}")
     print(*chaos.kills, sep="\n")
-    wrong = [line for got in crowds for line in asyncio.run(compare(cluster.url, played, expected, got))]
+    wrong = [line for got in crowds for line in compare(played, expected, got)]
     assert not wrong, f"seed {seed}: {len(wrong)} of {streams} are wrong:\n" + "\n".join(wrong)
     assert streams == len(crowds) * sum(len(script.bodies) for script in played)
     view.wait_for_no_leaks()

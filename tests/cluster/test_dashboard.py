@@ -150,15 +150,10 @@ def test_users_of_a_shared_prefix(admin: httpx.Client) -> None:
 def test_sessions_and_decisions(admin: httpx.Client) -> None:
     session = post(admin, "/v1/sessions", {})["id"]
     rng = random.Random(13)
-    answers = []
     for _ in range(2):
         messages = [{"role": "user", "content": text(rng, 80)}]
         body = {"messages": messages, "session_id": session, "max_tokens": 5}
-        preview = post(admin, "/ui/api/prompt", body)
-        answers.append(post(admin, "/v1/chat/completions", body))
-        usage = answers[-1]["usage"]
-        assert preview["tokens"] == usage["prompt_tokens"] == sum(p["tokens"] for p in preview["pieces"])
-        assert preview["session_tokens"] == usage["prompt_tokens_details"]["session_tokens"]
+        post(admin, "/v1/chat/completions", body)
 
     def row() -> dict[str, Any]:
         rows = [each for each in get(admin, "sessions") if each["id"] == session]
@@ -179,12 +174,9 @@ def test_sessions_and_decisions(admin: httpx.Client) -> None:
 
 
 def test_what_a_tenant_does_is_told_to_admins(served: Cluster, admin: httpx.Client) -> None:
-    """Its sessions, in the tree of its own salt; and itself it may not look."""
+    """Its sessions, in the tree of its own salt."""
     rng = random.Random(17)
     with httpx.Client(base_url=served.url, headers={"Authorization": f"Bearer {KEY}"}, timeout=60.0) as tenant:
-        for path in ("overview", "tree", "sessions", "requests", "decisions", "history"):
-            assert tenant.get(f"/ui/api/{path}").status_code == 403
-        assert tenant.post("/ui/api/prompt", json={"prompt": "x"}).status_code == 403
         session = post(tenant, "/v1/sessions", {})["id"]
         body = {"messages": [{"role": "user", "content": text(rng, 120)}], "session_id": session, "max_tokens": 5}
         post(tenant, "/v1/chat/completions", body)
@@ -203,18 +195,3 @@ def test_what_a_tenant_does_is_told_to_admins(served: Cluster, admin: httpx.Clie
     last = [each for each in get(admin, "decisions?limit=1000")["decisions"] if each["session"] == session][-1]
     assert last["tenant"] == "acme"
     assert get(admin, "overview")["auth"] == {"required": True}
-
-
-def test_history_of_a_cluster(admin: httpx.Client) -> None:
-    post(admin, "/v1/completions", {"prompt": "import os", "max_tokens": 20, "ignore_eos": True})
-
-    def rose() -> bool:
-        series = get(admin, "history")["series"]
-        return any(value for value in series.get("tokens_per_s", []) if value)
-
-    wait_for(rose, SETTLE_SECONDS)
-    found = get(admin, "history")
-    assert set(found["series"]) >= {
-        *("requests", "hit_rate", "tokens_per_s", "tier.device.used", "tier.host.used", "tier.disk.slots"),
-        *(f"group.{group}.{name}" for group in range(2) for name in ("running", "waiting", "kv_used", "ready")),
-    }

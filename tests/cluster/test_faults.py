@@ -93,7 +93,7 @@ class Faulty:
 
     def check(self, played: Sequence[Script], got: Crowd) -> None:
         """All ended right, and nothing is left of it."""
-        wrong = asyncio.run(compare(self.cluster.url, played, self.expected, got))
+        wrong = compare(played, self.expected, got)
         assert not wrong, "\n".join(wrong)
         wait_for(self.view.is_healthy, 60)
         self.view.wait_for_no_leaks()

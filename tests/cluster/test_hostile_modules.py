@@ -30,8 +30,6 @@ pytestmark = pytest.mark.processes
 
 PLAIN: Final = GREEDY | {"prompt": "The module collections implements", "max_tokens": 30}
 SPECIAL: Final = ("<|user|>", "<|end|>", "<|assistant|>", "<|system|>", "<|bos|>")
-MIB: Final = 1 << 20
-EMPTY: Final = '<module name="a"/>'
 
 
 def streamed(cluster: Cluster, body: dict[str, Any], begun: Callable[[], object] = lambda: None) -> str:
@@ -75,58 +73,10 @@ def undisturbed(cluster: Cluster) -> Iterator[None]:
     assert "request_failed" not in cluster.log
 
 
-def refusal(cluster: Cluster, path: str, body: dict[str, Any] | bytes) -> tuple[int, str | None]:
-    """Status and code of an error, whose message is short."""
-    content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    answer = httpx.post(
-        f"{cluster.url}{path}", content=content, headers={"Content-Type": "application/json"}, timeout=60.0
-    )
-    assert len(answer.content) < 2000, "a part of the document in the error"
-    error = answer.json()["error"]
-    assert error["message"]
-    return answer.status_code, error["code"]
-
-
-def schema(body: str) -> str:
-    return f'<schema name="bad">{body}</schema>'
-
-
-SCHEMAS: Final = {
-    "billion laughs": (
-        '<!DOCTYPE l [<!ENTITY a "ha"><!ENTITY b "&a;&a;&a;">]><schema name="bad">&b;</schema>',
-        "E_XML",
-    ),
-    "a file": ('<!DOCTYPE l [<!ENTITY a SYSTEM "file:///etc/passwd">]><schema name="bad">&a;</schema>', "E_XML"),
-    "modules": (schema(EMPTY * 10**5), "E_XML"),
-    "depth": (schema('<module name="a">' * 10**5 + "</module>" * 10**5), "E_XML"),
-    "bytes": (schema("a" * 8 * MIB), "E_XML"),
-    "name": (f'<schema name="{"a" * MIB}"/>', "E_NAME"),
-    "paths": (schema(f'<module name="{"a" * MIB}">{EMPTY * 9999}</module>'), "E_NAME"),
-    "attribute": (f'<schema name="bad" {"x" * MIB}="1"/>', "E_TAG"),
-    "len": (schema(f'<module name="a"><param name="p" len="{"9" * 30}"/></module>'), "E_SCHEMA_TOO_LONG"),
-    "negative": (schema('<module name="a"><param name="p" len="-1"/></module>'), "E_TAG"),
-    "scientific": (schema('<module name="a"><param name="p" len="1e3"/></module>'), "E_TAG"),
-    "context": (schema("words and words " * 10**4), "E_SCHEMA_TOO_LONG"),
-    "nul": ('<schema name="bad">\0</schema>', "E_XML"),
-}
-
-
-def test_schemas_that_hurt_are_refused(cluster: Cluster) -> None:
-    with undisturbed(cluster):
-        for what, (source, code) in SCHEMAS.items():
-            assert (what, *refusal(cluster, "/v1/schemas", {"pml": source})) == (what, 400, code)
-        items: list[Any] = [
-            {"module": "a\0"},
-            {"module": ""},
-            {"module": "a", "items": [{"param": "p", "len": 10**12}]},
-            [],
-        ]
-        for item in items:
-            assert refusal(cluster, "/v1/schemas", {"json": {"schema": "bad", "items": [item]}})[0] == 400
-        assert refusal(cluster, "/v1/schemas", b'{"pml": "\xff\xfe"}') == (400, "invalid_json")
-        assert refusal(cluster, "/v1/schemas", b'{"pml": "\\ud800"}') == (400, "invalid_json")
-        assert refusal(cluster, "/v1/schemas", b" " * 17 * MIB) == (413, "body_too_large")
-        assert httpx.get(f"{cluster.url}/v1/schemas/bad").status_code == 404
+def refusal(cluster: Cluster, prompt: dict[str, Any]) -> tuple[int, str | None]:
+    """Return status and code of the error that answers a completion of modules."""
+    answer = httpx.post(f"{cluster.url}/v1/completions", json=GREEDY | {"prompt": prompt}, timeout=60.0)
+    return answer.status_code, answer.json()["error"]["code"]
 
 
 def test_text_opens_no_message(cluster: Cluster) -> None:
@@ -162,11 +112,8 @@ def test_odd_prompts(cluster: Cluster) -> None:
     many = "".join(f'<module name="m{i}"> no. {i}</module>' for i in range(300))
     with undisturbed(cluster):
         post(cluster, f'<schema name="odd">{empty}{holes}{many}</schema>', warm=False)
-        for modules, code in (("<e/><h/>", "E_EMPTY"), ("<h/>x<e/>", "E_ORDER"), ("<u/><u/>", "E_DUP_IMPORT")):
-            pml = f'<prompt schema="odd">{modules}</prompt>'
-            assert refusal(cluster, "/v1/completions", GREEDY | {"pml": pml}) == (400, code)
         everything = {"schema": "odd", "modules": [f"m{i}" for i in range(300)], "text": "?"}
-        assert refusal(cluster, "/v1/completions", GREEDY | {"prompt": everything}) == (400, "invalid_request")
+        assert refusal(cluster, everything) == (400, "invalid_request")
         for modules in ("", "<e/>", "<h/>", "<h p='x'/>", "<u/><h/>"):
             source = f'<prompt schema="odd">{modules}Go on</prompt>'
             assert text_of(ask(cluster, source, trailing="compact", n=4, stop=["\n\n\n"]))
@@ -225,6 +172,6 @@ def test_more_than_the_pool() -> None:
         tiny = "".join(f'<module name="m{i}"> no. {i}</module>' for i in range(100))
         post(small, f'<schema name="tiny">{tiny}</schema>')
         everything = {"schema": "tiny", "modules": [f"m{i}" for i in range(100)], "text": "?"}
-        assert refusal(small, "/v1/completions", GREEDY | {"prompt": everything}) == (400, "invalid_request")
+        assert refusal(small, everything) == (400, "invalid_request")
         assert text_of(ask(small, '<prompt schema="tiny"><m1/><m99/>?</prompt>'))
         assert look(small, "tiny")["status"] == "partial"

@@ -14,12 +14,10 @@ from functools import partial
 from typing import Any
 
 import httpx
-import openai
 import pytest
 from cluster.harness import Cluster, wait_for
 from cluster.module_calls import (
     GREEDY,
-    MODEL,
     ask,
     ask_plain,
     details_of,
@@ -29,7 +27,6 @@ from cluster.module_calls import (
     prompt_source,
     same,
     schema_source,
-    text_of,
     tiers_of,
 )
 
@@ -76,41 +73,6 @@ def test_a_schema_is_computed_once_and_serves_all_prompts(cluster: Cluster) -> N
     assert more["usage"]["computed_tokens"] == next(m["tokens"] for m in more["modules"] if m["path"] == "d")
 
 
-def test_all_ways_to_ask_say_the_same(cluster: Cluster) -> None:
-    post(cluster, schema_source("ways"))
-    source = prompt_source("ways", "ab")
-    whole = ask(cluster, source)
-    assert streamed(cluster, source) == text_of(whole)
-    both = ask(cluster, source, n=2)
-    assert [choice["text"] for choice in both["choices"]] == [text_of(whole)] * 2
-    modules = [{"path": "b"}, {"path": "a", "args": {"what": "a value"}}]
-    parts = {"schema": "ways", "modules": modules, "text": "What is it?"}
-    assert same(cluster.post("/v1/completions", GREEDY | {"prompt": parts, "logprobs": 1}), whole)
-
-
-def streamed(cluster: Cluster, source: str) -> str:
-    with cluster.client() as client:
-        stream = client.completions.create(
-            model=MODEL,
-            prompt="",
-            max_tokens=int(GREEDY["max_tokens"]),
-            temperature=0,
-            stream=True,
-            extra_body={"ignore_eos": True, "pml": source, "prompt": None},
-        )
-        return "".join(chunk.choices[0].text for chunk in stream if chunk.choices)
-
-
-def test_a_chat_goes_on_behind_modules(cluster: Cluster) -> None:
-    system = f"<system>You help. <module name='files'>{module_text('files', 5)}</module></system>"
-    post(cluster, f'<schema name="talk">{system}</schema>')
-    body = GREEDY | {"pml": '<prompt schema="talk"><files/></prompt>'}
-    body |= {"messages": [{"role": "user", "content": "Which functions are there?"}]}
-    answer, again = (cluster.post("/v1/chat/completions", body) for _ in range(2))
-    assert details_of(answer)[0] == details_of(answer)[1] > 80
-    assert text_of(answer) == text_of(again) != ""
-
-
 def test_everything_in_one_scaffold_is_a_plain_prompt(cluster: Cluster, plain: Cluster) -> None:
     """Theorem 1 of the specification, against a server that knows nothing of modules."""
     texts = ["It begins here. ", module_text("one", 4), module_text("two", 5), " Now go on: "]
@@ -154,31 +116,6 @@ def test_ten_requests_at_once_compute_a_cold_schema_once(cluster: Cluster) -> No
     assert all(map(same, said, alone * 5))
 
 
-def test_a_schema_may_be_deleted_while_it_is_used(cluster: Cluster) -> None:
-    post(cluster, schema_source("brief"), pin=True)
-    expected = text_of(ask(cluster, prompt_source("brief"), max_tokens=100))
-    wait_for(lambda: cluster.gauge("chunks_pinned") > 0, 5)
-    parts: list[str] = []
-    with cluster.client() as client:
-        stream = client.completions.create(
-            model=MODEL,
-            prompt="",
-            max_tokens=100,
-            temperature=0,
-            stream=True,
-            extra_body={"ignore_eos": True, "pml": prompt_source("brief"), "prompt": None},
-        )
-        for chunk in stream:
-            parts.append(chunk.choices[0].text)
-            if len(parts) == 3:
-                assert httpx.delete(f"{cluster.url}/v1/schemas/brief").status_code == 200
-                cluster.post("/flush_cache")
-    assert "".join(parts) == expected
-    gone = httpx.post(f"{cluster.url}/v1/completions", json=GREEDY | {"pml": prompt_source("brief")})
-    assert (gone.status_code, gone.json()["error"]["code"]) == (404, "E_SCHEMA_UNKNOWN")
-    wait_for(lambda: cluster.gauge("chunks_pinned") == 0 and cluster.is_idle(), 10)
-
-
 def test_who_leaves_while_a_schema_is_computed_leaves_nothing_behind(cluster: Cluster) -> None:
     """Nobody waits for its texts any more: they are not computed."""
     members = "".join(f'<module name="m{i}">{module_text(f"leaving {i}", 70)}</module>' for i in range(12))
@@ -206,19 +143,3 @@ def test_prompts_with_modules_and_without_share_steps(cluster: Cluster) -> None:
     with ThreadPoolExecutor(len(jobs)) as pool:
         together = list(pool.map(lambda job: job(), jobs))
     assert all(map(same, together, alone))
-
-
-def test_what_cannot_be_is_said(cluster: Cluster) -> None:
-    post(cluster, schema_source("errors"))
-    with cluster.client() as client:
-        for extra, code in (
-            ({"pml": '<prompt schema="errors"><nobody/>x</prompt>'}, "E_MODULE_UNKNOWN"),
-            ({"pml": '<prompt schema="nothing">x</prompt>'}, "E_SCHEMA_UNKNOWN"),
-            (
-                {"pml": '<prompt schema="errors"><a what="' + "far too much " * 9 + '"/>x</prompt>'},
-                "E_ARG_TOO_LONG",
-            ),
-        ):
-            with pytest.raises(openai.APIStatusError) as error:
-                client.completions.create(model=MODEL, prompt="", extra_body={"prompt": None, **extra})
-            assert error.value.code == code

@@ -1,4 +1,4 @@
-"""`trunkline top` and `doctor` on a real cluster."""
+"""`trunkline top`, `doctor` and `chat` on a real cluster."""
 
 from __future__ import annotations
 
@@ -38,6 +38,22 @@ def run(cluster: Cluster, *words: str) -> tuple[int, str]:
         command(cluster, *words), env=environment(cluster), capture_output=True, text=True, timeout=60, check=False
     )
     return done.returncode, done.stdout + done.stderr
+
+
+def test_the_chat_client_talks_to_it(served: Cluster) -> None:
+    done = subprocess.run(
+        command(served, "chat", "--max-tokens", "12"),
+        input="What does len do?\n/system Be brief.\nAnd os.path.split?\n/nonsense\n/quit\nnever sent\n",
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        env=environment(served),
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+    assert done.stderr.count("prompt tokens cached") == 2
+    assert "There is no command /nonsense" in done.stderr
 
 
 def test_the_doctor_finds_nothing_wrong(served: Cluster) -> None:
