@@ -21,7 +21,7 @@ from report import Report, parse_arguments
 from trunkline.controller.engine.engine import Engine
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import StepResult, Submit
-from trunkline.controller.sequences.decode_rows import tree_order
+from trunkline.controller.sequences.plan_builder import tree_order
 from trunkline.controller.sequences.sequence import Request
 from trunkline.kvstore.chunks import Int32Array, pack_int32, unpack_int32
 from trunkline.router.messages import Outputs

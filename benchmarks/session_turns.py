@@ -40,10 +40,10 @@ from small_model import VOCABULARY, small_model
 from tiered_loop import HeldLoading, TieredLoop, forget_all, redis_server
 
 from trunkline.controller.engine_config import EngineConfig
-from trunkline.controller.tiers.preload import Preloads
+from trunkline.controller.tiers.costs import Preloads
 from trunkline.kvstore.tier import TierKind
 from trunkline.worker.tiers.copier import CopyOptions
-from trunkline.worker.tiers.layer_gate import COMPUTE, LOAD, LayerSpan
+from trunkline.worker.tiers.copy_lane import COMPUTE, LOAD, LayerSpan
 
 PARTS: Final = ("turns", "preload", "saving")
 CHUNK: Final = 64

@@ -29,7 +29,7 @@ _SECTIONS: Final = (
             "trunkline.controller.cache.radix_cache",
             "trunkline.controller.allocation.kv_manager",
             "trunkline.controller.cache.block_pool",
-            "trunkline.controller.sequences.decode_rows",
+            "trunkline.controller.sequences.plan_builder",
         ),
     ),
     (

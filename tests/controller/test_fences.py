@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from seeds import seeds
 
-from trunkline.controller.cache.fences import Fences
+from trunkline.controller.cache.block_pool import Fences
 from trunkline.kvstore.chunks import BlockId, SlotId
 
 

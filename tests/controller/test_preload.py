@@ -10,7 +10,7 @@ from simulation.driver import Simulation
 from simulation.streams import verify
 
 from trunkline.controller.engine_config import EngineConfig
-from trunkline.controller.tiers.preload import Preloads
+from trunkline.controller.tiers.costs import Preloads
 
 MOVE_US = 1000.0
 

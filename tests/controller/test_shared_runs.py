@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from seeds import seeds
 
-from trunkline.controller.sequences.decode_rows import shared_runs, text_runs, tree_order
+from trunkline.controller.sequences.plan_builder import shared_runs, text_runs, tree_order
 from trunkline.kvstore.chunks import NO_BLOCK, Int32Array
 
 

@@ -20,7 +20,7 @@ from worker.engine_driver import RealWorkers, make_simulation
 
 from trunkline.controller.messages import StepResult
 from trunkline.controller.sequences import decode_rows as rows_module
-from trunkline.controller.sequences.decode_rows import shared_runs
+from trunkline.controller.sequences.plan_builder import shared_runs
 from trunkline.kvstore.chunks import Int32Array, unpack_int32
 from trunkline.worker.messages import StepPlan
 

@@ -13,11 +13,11 @@ be reported (`offer`). Chunks that must not be evicted now are taken out and off
 Leaf first: a chunk leaves the system (loses its last copy) only if no chunk below it is stored. `stored_below`
 counts these along the path, so no search is needed.
 
-Slots. The memory is the workers'; slot ids are the same on every rank. Each use of a slot has a *generation*, which
-grows when the slot is handed out. So a read can never mistake the bytes of an older use for those that it wants
-(`trunkline.kvstore.tier.SlotKey`). All saves of a plan run before all its loads, but in no order among themselves. So
-a host slot that the plan in the making reads or writes is *busy* in its step, and is not handed out for another
-write in that step.
+Slots. The memory is the workers'; slot ids are the same on every rank. Each use of a slot has a *generation*,
+which grows when the slot is handed out. So a read can never mistake the bytes of an older use for those that it
+wants (`trunkline.kvstore.tier.SlotKey`). All saves of a plan run before all its loads, but in no order among
+themselves. So a host slot that the plan in the making reads or writes is *busy* in its step, and is not handed out
+for another write in that step.
 """
 
 from __future__ import annotations

@@ -3,19 +3,19 @@
 **Eviction** (CachedAttention §3.3.2). A policy is a sort key; the chunk with the smallest key is evicted first.
 Look-ahead first evicts chunks that no waiting job will use, the least recently used one first. Of wanted chunks it
 first evicts the one whose earliest job is farthest from the head of the queue. That *is* the paper's window of
-(C_mem + C_disk) / S_kv, by actual sizes: the chunks wanted first stay, as many as fit. A new chunk ranks by the same
-key, so an unwanted chunk never evicts a wanted one. Every policy evicts the end of a path before its beginning,
-because a chunk is of no use without those above it. A chunk is never used later, wanted earlier or older than its
-parent, and ties go by depth.
+(C_mem + C_disk) / S_kv, by actual sizes: the chunks wanted first stay, as many as fit. A new chunk ranks by the
+same key, so an unwanted chunk never evicts a wanted one. Every policy evicts the end of a path before its
+beginning, because a chunk is of no use without those above it. A chunk is never used later, wanted earlier or
+older than its parent, and ties go by depth.
 
 **Fetching** (§3.3.1). The scheduler names the chunks that each waiting job will use. `WaitingJobs` knows without a
 search through the queue how soon a chunk is wanted, and which wanted chunk outside of host memory is wanted first.
-The paper's prefetch window L_pw = C_mem / S_kv results from actual sizes: fetching goes on in the order of the queue
-while the chunk to be fetched is wanted earlier than the one that it replaces.
+The paper's prefetch window L_pw = C_mem / S_kv results from actual sizes: fetching goes on in the order of the
+queue while the chunk to be fetched is wanted earlier than the one that it replaces.
 
-**Lazy heaps.** A chunk's rank changes with every use, mostly away from the top: it was used, or a job wants it. Such
-changes cost nothing: an entry at the top whose key is outdated is put back under its present one. Only a change
-towards the top must be reported, by `push`. So each operation is O(log n), however large the tiers are.
+**Lazy heaps.** A chunk's rank changes with every use, mostly away from the top: it was used, or a job wants it.
+Such changes cost nothing: an entry at the top whose key is outdated is put back under its present one. Only a
+change towards the top must be reported, by `push`. So each operation is O(log n), however large the tiers are.
 """
 
 from __future__ import annotations

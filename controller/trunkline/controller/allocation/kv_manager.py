@@ -8,7 +8,7 @@
 No KV is computed or stored twice: admission reuses every matching token, sealing merges equal chunks, forking
 shares blocks. Swapping (PagedAttention §4.5) and the tiers of CachedAttention need no acts of their own: `leave`
 lets chunks be saved, and `admit` loads chunks that are only in host memory. Saves and loads run beside the
-computation (`trunkline.controller.cache.fences`)."""
+computation (`trunkline.controller.cache.block_pool`)."""
 
 from __future__ import annotations
 

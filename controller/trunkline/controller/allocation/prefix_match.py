@@ -1,18 +1,39 @@
 """Find what of a prompt is cached: the longest prefix that the radix tree has (ChunkAttention §3.1).
 
-plain prompt                 one walk down its salt's tree
-prompt with parts cut off    the pieces that are left, each in a tree of its own (`cuts.py`)
-prompt with modules          each text in a tree of its own (`modules.py`), then the request's own tokens
+      plain prompt                 one walk down its salt's tree
+      prompt with parts cut off    the pieces that are left, each in a tree of its own
+      prompt with modules          each text in a tree of its own (`modules.py`), then the request's own tokens
+
+**Cuts** (CachedAttention §3.4, design.md "Names after a cut"). What is left of a history behind a cut has its own
+root, named after the history and after the dropped ranges. The first request with that cut *grafts* the chunks
+there: the first kept chunk moves, with everything below it, from the tree in which it was computed to the new
+root. Nothing is computed, copied or rotated. The part that was cut off stays behind; as nothing hangs from it any
+more, it is evicted first.
+
+      before  root─[0]─[1]─[2]─[3]─[4]               a session
+      after   root─[0]─[1]        cut─[2]─[3]─[4]─…  chunks 0 (kept head) and 2… are in its table, chunk 1 is idle
+
+Where that is not possible, because another request holds these chunks or because they were evicted, the prompt is
+computed again as a plain prompt of what is left (`SequenceGroup.compact`). That is token truncation, as engines
+without decoupled positions do it.
 """
 
 from __future__ import annotations
 
-from trunkline.controller.allocation.cuts import match_behind_cut
 from trunkline.controller.allocation.modules import find_text, match_modules
 from trunkline.controller.cache.radix_cache import RadixCache
-from trunkline.controller.cache.radix_tree import Node
-from trunkline.controller.sequences.sequence import PrefixMatch, Sequence, Stem
-from trunkline.kvstore.chunks import pack_int32
+from trunkline.controller.cache.radix_tree import Match, Node
+from trunkline.controller.engine_config import EngineConfig
+from trunkline.controller.sequences.sequence import (
+    CutPrompt,
+    PrefixMatch,
+    Sequence,
+    SequenceGroup,
+    Stem,
+    TokenBuffer,
+)
+from trunkline.kvstore.chunks import ChunkName, blocks_for, pack_int32
+from trunkline.kvstore.cuts import ChunkRun, ContextCut, cut_name
 
 
 def match_prefix(tree: RadixCache, sequence: Sequence, stop: int, step: int) -> PrefixMatch | None:
@@ -76,3 +97,132 @@ def _present_texts(tree: RadixCache, sequence: Sequence, step: int) -> list[Node
     assert prompt is not None
     found = [find_text(tree, prompt.texts[part.text], part.tokens(prompt), step) for part in prompt.parts]
     return [node for text in found for node in text.nodes]
+
+
+def cut_group(group: SequenceGroup, tree: RadixCache, config: EngineConfig) -> None:
+    """Set the block table and the limit of a new group of one sequence that drops parts of its prompt.
+
+    Where KV cannot be kept behind a cut, the group becomes a plain prompt of what is left at once.
+    """
+    history = group.members[0].tokens.view()
+    cut = ContextCut(group.request.drops, config.chunk_size)
+    table = cut.table_tokens(history)
+    group.members[0].tokens = TokenBuffer(table)
+    group.prompt_len += len(table) - len(history)
+    group.limit += cut.holes
+    packed = history.astype("<i4", copy=False).tobytes()
+    group.cut = CutPrompt(cut, packed, cut.chain(tree.root_name(group.request.submit.salt), history))
+    blocks, shared = blocks_for(group.limit, config.chunk_size), group.prompt_len // config.chunk_size
+    needed = shared + group.request.width * (blocks - shared)
+    fits = blocks <= config.max_table_blocks and needed <= config.num_blocks
+    # What is seen before the last cut may be in a tail, which only one of several resumed samples would find.
+    in_tail = group.request.width > 1 and cut.closed_end > cut.table_start * config.chunk_size
+    if not (config.positions_shift and config.prefix_cache and fits) or in_tail:
+        group.compact()
+
+
+def keep_or_compact(tree: RadixCache, sequence: Sequence, step: int) -> None:
+    """Decide before an admission how a group with a cut goes on: with the KV kept behind the cut, or as a plain
+    prompt of what is left, if the tree has more of that (because it was computed so before)."""
+    group = sequence.group
+    if group.cut is None:
+        return
+    found = match_behind_cut(tree, sequence, group.cut, sequence.tokens.count, step)
+    if found is not None and found.match.pending is not None:
+        return
+    kept = _tokens(tree, found.match) - group.holes if found is not None else 0
+    plain = group.cut.cut.seen(sequence.tokens.view()).astype("<i4", copy=False).tobytes()
+    root = tree.find_root(sequence.salt)
+    again = _tokens(tree, tree.match(root, plain, step)) if root is not None else 0
+    if kept <= again:
+        if found is not None:
+            tree.prune_root(found.stem.root)
+        group.compact()
+
+
+def _tokens(tree: RadixCache, match: Match) -> int:
+    return len(match.path) * tree.chunk_size + match.partial_tokens
+
+
+def match_behind_cut(
+    tree: RadixCache, sequence: Sequence, group_cut: CutPrompt, stop: int, step: int
+) -> PrefixMatch | None:
+    """Return the chunks of the first `stop` tokens of a sequence whose prompt has cuts.
+
+    Returns:
+        None if a chunk before the last piece is missing.
+    """
+    cut, size = group_cut.cut, tree.chunk_bytes
+    path: list[Node] = []
+    pins: list[Node] = []
+    for segment in cut.segments[:-1]:
+        count = segment.stop - segment.start
+        if not count:
+            continue
+        root = _segment_root(tree, sequence, group_cut, segment, step)
+        tokens = group_cut.history[segment.start * size : segment.stop * size]
+        match = tree.match(root, tokens, step)
+        if match.pending is not None:
+            return PrefixMatch(Stem(root), Match([], match.pending, None, 0))
+        if len(match.path) < count:
+            tree.prune_root(root)
+            return None
+        path += match.path
+        pins.append(match.path[-1])
+    last = cut.segments[-1]
+    root = _segment_root(tree, sequence, group_cut, last, step)
+    match = tree.match(root, sequence.tokens.to_bytes(cut.table_start * tree.chunk_size, stop), step)
+    match.path = path + match.path
+    if match.pending is None and _tokens(tree, match) < cut.closed_end:
+        tree.prune_root(root)
+        return None
+    return PrefixMatch(Stem(root, len(path), tuple(pins), root.name), match)
+
+
+def _segment_root(tree: RadixCache, sequence: Sequence, cut: CutPrompt, segment: ChunkRun, step: int) -> Node:
+    if not segment.drops:
+        return tree.root(sequence.salt)
+    after = cut.chain[segment.start - 1] if segment.start else tree.root_name(sequence.salt)
+    drops = cut.cut.drops[: segment.drops]
+    root = tree.find_cut(cut_name(after, drops))
+    if root is None:
+        root = tree.cut_root(after, drops)
+        source = _source(tree, sequence, cut, segment, step)
+        if source is not None:
+            tree.graft(source, root)
+    return root
+
+
+def _source(tree: RadixCache, sequence: Sequence, cut: CutPrompt, segment: ChunkRun, step: int) -> Node | None:
+    """Return the chunk of the history whose KV is to be moved behind the cut; None if there is none to move.
+
+    It stands behind the latest earlier cut that dropped nothing but what this cut drops, too, or in the plain
+    tree: KV that was computed without tokens that are visible now is of no use.
+    """
+    chunk, drops = segment.start, cut.cut.drops[: segment.drops]
+    for start in range(chunk, -1, -1):
+        after: ChunkName = cut.chain[start - 1] if start else tree.root_name(sequence.salt)
+        roots = [root for root in tree.cuts_after(after) if _within(tree.drops_of(root), drops)]
+        if not start and (plain := tree.find_root(sequence.salt)) is not None:
+            roots.append(plain)
+        for root in roots:
+            node = _walk(tree, root, cut.history, start, chunk, step)
+            if node is not None and not (node.active or node.claims):
+                return node
+    return None
+
+
+def _within(before: list[tuple[int, int]], drops: tuple[tuple[int, int], ...]) -> bool:
+    """Return whether everything that was dropped before is dropped now."""
+    return all(any(a <= start and stop <= b for a, b in drops) for start, stop in before)
+
+
+def _walk(tree: RadixCache, root: Node, history: bytes, start: int, chunk: int, step: int) -> Node | None:
+    """Return the node of chunk `chunk`, going down from `root`, which stands before chunk `start`."""
+    node, size = root, tree.chunk_bytes
+    for index in range(start, chunk + 1):
+        child = node.children.get(history[index * size : (index + 1) * size])
+        if child is None or child.ready_step >= step:
+            return None
+        node = child
+    return node

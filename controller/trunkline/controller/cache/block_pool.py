@@ -1,15 +1,28 @@
-"""The device blocks of a group of workers: which are free, and how many holders each has (PagedAttention §4.2,
-§4.4).
+"""The device blocks of a group of workers: which are free, who holds them, and when copies of them are done. Pure.
 
-Blocks are ids; the memory is in the workers, under the same id on every rank (the pool allocator of ChunkAttention
-§3.1). A chunk of the radix tree holds its block once, however many sequences use the chunk. A block outside the
-tree is held by one sequence, or by several beams of one search. Invariant: a block's count equals its holders, and
-it is free exactly at zero (checked by `integrity`).
+Blocks are ids; the memory is in the workers, under the same id on every rank (PagedAttention §4.2, §4.4; the pool
+allocator of ChunkAttention §3.1). A chunk of the radix tree holds its block once, however many sequences use the
+chunk. A block outside the tree is held by one sequence, or by several beams of one search. Invariant: a block's
+count equals its holders, and it is free exactly at zero (checked by `integrity`).
+
+Saves and loads run on their own threads beside the computation, in the order of the plans. *Fences* say when the
+computation must wait for them: a plan names the last plan whose saves, and the last plan whose loads, must be done
+before it may run (`StepPlan.save_fence`, `load_fence`). There are two hazards:
+
+- a block that was given away is written again while an earlier save still reads it, or an earlier load still
+  writes;
+- a block or slot is read before the save or load that fills it is done.
+
+Fences only grow, and plans run in order, so copies that a fence has covered are done for all later plans.
 """
 
 from __future__ import annotations
 
-from trunkline.kvstore.chunks import BlockId
+from collections.abc import Iterable
+
+import numpy as np
+
+from trunkline.kvstore.chunks import BlockId, SlotId
 
 
 class BlockPool:
@@ -57,3 +70,59 @@ class BlockPool:
     def free_blocks(self) -> frozenset[BlockId]:
         """Return the free ids, for checks."""
         return frozenset(self._free)
+
+
+class Fences:
+    """The last plan that copied each block and slot."""
+
+    def __init__(self, num_blocks: int, host_slots: int) -> None:
+        self._block_saved = np.zeros(num_blocks, np.int64)
+        self._block_loaded = np.zeros(num_blocks, np.int64)
+        self._slot_saved = np.zeros(host_slots, np.int64)
+        self._saves_done = 0
+        """Saves of plans up to this one are done when the next plan runs."""
+        self._loads_done = 0
+        """Loads of plans up to this one are done when the next plan runs."""
+        self._save_fence = 0
+        self._load_fence = 0
+
+    def saved(self, block: BlockId, slot: SlotId, step: int) -> None:
+        """Note that the plan of `step` saves `block`, before or after computing it."""
+        self._block_saved[block] = self._slot_saved[slot] = step
+
+    def loaded(self, block: BlockId, slot: SlotId, step: int) -> None:
+        """Note that the plan of `step` loads `slot` into `block`."""
+        self._save_fence = max(self._save_fence, int(self._slot_saved[slot]))
+        self._block_loaded[block] = step
+
+    def ready_after(self, blocks: list[BlockId]) -> int:
+        """Return the plan whose loads must be done before these blocks are read; 0: none."""
+        step = int(self._block_loaded[blocks].max()) if blocks else 0
+        return step if step > self._loads_done else 0
+
+    def reads(self, step: int) -> None:
+        """Note that this plan reads blocks that the plan of `step` loads (see `ready_after`)."""
+        self._load_fence = max(self._load_fence, step)
+
+    def close(self, step: int, taken: Iterable[BlockId], copied: list[BlockId]) -> tuple[int, int]:
+        """Complete the plan of `step`.
+
+        Args:
+            taken: blocks that were free before the plan and that it, or its loads, write.
+            copied: sources and destinations of its copies.
+
+        Returns:
+            its save fence and its load fence; 0: no need to wait.
+        """
+        save_fence, load_fence = self._save_fence, max(self._load_fence, self.ready_after(copied))
+        for block in taken:
+            save_fence = max(save_fence, int(self._block_saved[block]))
+            loaded = int(self._block_loaded[block])
+            if loaded < step:  # its own load runs after all earlier ones anyway
+                load_fence = max(load_fence, loaded)
+        self._save_fence = self._load_fence = 0
+        save_fence = save_fence if save_fence > self._saves_done else 0
+        load_fence = load_fence if load_fence > self._loads_done else 0
+        self._saves_done = max(self._saves_done, min(save_fence, step - 1))
+        self._loads_done = max(self._loads_done, load_fence)
+        return save_fence, load_fence

@@ -27,8 +27,7 @@ from itertools import count
 from math import inf
 from typing import Final, Protocol
 
-from trunkline.controller.cache.block_pool import BlockPool
-from trunkline.controller.cache.fences import Fences
+from trunkline.controller.cache.block_pool import BlockPool, Fences
 from trunkline.controller.cache.radix_tree import Node, RadixTree
 from trunkline.kvstore.chunks import NO_BLOCK, BlockId, ChunkName, SlotId
 from trunkline.kvstore.directory import Directory, DirectoryConfig

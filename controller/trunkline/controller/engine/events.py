@@ -17,7 +17,7 @@ from trunkline.controller.engine.timeline import RequestTimeline
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import GrammarReady, ModulesCall, MovesDone, Probed, StepResult, TopLogprobs
 from trunkline.controller.scheduling.module_calls import CallDone
-from trunkline.controller.sequences.decode_rows import Int64Array
+from trunkline.controller.sequences.plan_builder import Int64Array
 from trunkline.controller.sequences.sequence import Request
 from trunkline.kvstore.chunks import Int32Array
 from trunkline.router.messages import BeamsFound, Finished, FinishReason, PromptScored, Started

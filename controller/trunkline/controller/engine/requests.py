@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from trunkline.controller.allocation.cuts import cut_group
 from trunkline.controller.allocation.modules import lay_out, prompt_of
+from trunkline.controller.allocation.prefix_match import cut_group
 from trunkline.controller.cache.radix_cache import RadixCache
 from trunkline.controller.engine.events import EngineOutputs
 from trunkline.controller.engine.grammars import GrammarBook

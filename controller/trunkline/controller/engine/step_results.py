@@ -9,8 +9,7 @@ import numpy as np
 from trunkline.controller.engine.requests import RequestTable
 from trunkline.controller.messages import BeamStep, PromptLogprobs, StepResult, TopLogprobs
 from trunkline.controller.scheduling.scheduler import Scheduler
-from trunkline.controller.sequences.decode_rows import BEAM, DecodeRows, RowSet
-from trunkline.controller.sequences.plan_builder import InflightStep, PlanBuilder
+from trunkline.controller.sequences.plan_builder import BEAM, DecodeRows, InflightStep, PlanBuilder, RowSet
 from trunkline.kvstore.chunks import Int32Array, unpack_int32
 from trunkline.router.messages import BeamsFound, Finished, FinishReason, PromptScored
 

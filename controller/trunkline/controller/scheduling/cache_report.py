@@ -8,7 +8,7 @@ from trunkline.controller.allocation.kv_manager import KVCacheManager
 from trunkline.controller.cache.radix_tree import SALT_ROOT
 from trunkline.controller.sequences.plan_builder import PlanBuilder
 from trunkline.controller.sequences.sequence import CacheReport, Sequence
-from trunkline.controller.tiers.fetching import Fetching
+from trunkline.controller.tiers.prefetch import Fetching
 from trunkline.kvstore.chunks import chunk_name
 from trunkline.kvstore.tier import TierKind
 from trunkline.router.messages import MissReason

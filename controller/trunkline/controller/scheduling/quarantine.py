@@ -19,7 +19,7 @@ from typing import Final
 
 import numpy as np
 
-from trunkline.controller.sequences.decode_rows import Int64Array
+from trunkline.controller.sequences.plan_builder import Int64Array
 
 LOSSES_ALONE: Final = 2
 """After so many losses in a row a request is tried alone."""

@@ -25,8 +25,8 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from trunkline.controller.allocation.cuts import keep_or_compact
 from trunkline.controller.allocation.kv_manager import Admission, KVCacheManager
+from trunkline.controller.allocation.prefix_match import keep_or_compact
 from trunkline.controller.cache.block_pool import BlockPool
 from trunkline.controller.cache.radix_cache import RadixCache
 from trunkline.controller.engine_config import EngineConfig
@@ -35,12 +35,10 @@ from trunkline.controller.scheduling.forks import Forks, move_beams, restore_out
 from trunkline.controller.scheduling.module_calls import ModuleEncoding
 from trunkline.controller.scheduling.quarantine import Quarantine
 from trunkline.controller.scheduling.queue import AdmissionOrder, RequestQueue
-from trunkline.controller.sequences.decode_rows import NO_ROWS, DecodeRows
-from trunkline.controller.sequences.plan_builder import PendingChanges, PlanBuilder
+from trunkline.controller.sequences.plan_builder import NO_ROWS, DecodeRows, PendingChanges, PlanBuilder
 from trunkline.controller.sequences.sequence import Phase, Sequence, SequenceGroup
-from trunkline.controller.tiers.costs import StepCosts, prefill_budget
-from trunkline.controller.tiers.fetching import Fetching
-from trunkline.controller.tiers.preload import Preloads, load_entries
+from trunkline.controller.tiers.costs import Preloads, StepCosts, load_entries, prefill_budget
+from trunkline.controller.tiers.prefetch import Fetching
 from trunkline.kvstore.chunks import BlockId
 
 MATCHED_TOKENS_MAX: Final = 1 << 19

@@ -1,16 +1,251 @@
-"""Build a step plan, and remember what is needed to understand its result."""
+"""Build a step plan, and keep what is needed to understand its result: the rows that decode, as arrays.
+
+Rows are arrays so that a step costs the same Python for 32 rows as for 256. A sequence gets a *slot* in
+`DecodeRows` with its last prefill step and keeps it until it ends or is preempted. A `RowSet` is the frozen list
+of slots that one step decodes; steps share it while no sequence joins or leaves. Results come back one or two
+steps after planning. By then a slot may belong to another sequence, so a result counts only if the slot still has
+the `batch_seq_id` that it had when the step was planned.
+
+Rows are put in tree order, where each shared chunk belongs to a contiguous range [i, j) of rows (ChunkAttention
+§3.1): a kernel reads it once for all of them. Chunks with the same range form one *run*; planning by run instead
+of by chunk saves partial results. Runs follow from the block tables alone: two rows share a chunk exactly if their
+tables agree up to it. They are computed only when rows join, leave or change a shared block.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
 
 from trunkline.controller.cache.radix_tree import Node
-from trunkline.controller.sequences.decode_rows import NO_ROWS, RowSet
 from trunkline.controller.sequences.sequence import Sequence, SequenceGroup
-from trunkline.kvstore.chunks import Int32Array, pack_int32
+from trunkline.kvstore.chunks import NO_BLOCK, BlockId, Int32Array, pack_int32
 from trunkline.runtime.spans import StepTrace, pack_steps
 from trunkline.worker.messages import Fork, Join, StepPlan
+
+Int64Array = NDArray[np.int64]
+BoolArray = NDArray[np.bool_]
+
+BEAM: Final = -1
+"""`RowSet.samples` of a beam."""
+STOP_IDS_INLINE: Final = 8
+"""Stop tokens per row that are compared as arrays; rows with more are checked one by one."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowSet:
+    """Slots that a step decodes, in tree order, and their state when it was planned. All arrays are `[rows]`."""
+
+    slots: NDArray[np.intp]
+    batch_seq_ids: Int64Array
+    requests: Int64Array
+    samples: Int64Array
+    """Index of the sample within its request; `BEAM` for a beam, whose tokens are not output yet."""
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+
+_NONE: Final = np.empty(0, np.int64)
+NO_ROWS: Final = RowSet(np.empty(0, np.intp), _NONE, _NONE, _NONE)
+
+
+class DecodeRows:
+    """Slots for `capacity` sequences. Lengths count tokens.
+
+    Of each slot, `known` tokens have arrived, and KV of `planned` tokens exists or is planned: the next step
+    computes position `planned`. `known` lags behind by the steps in flight.
+    """
+
+    def __init__(self, capacity: int, chunk_size: int, max_blocks: int) -> None:
+        self.chunk_size = chunk_size
+        self.sequences: list[Sequence | None] = [None] * capacity
+        self.batch_seq_ids: Int64Array = np.zeros(capacity, np.int64)
+        self.requests: Int64Array = np.zeros(capacity, np.int64)
+        self.samples: Int64Array = np.zeros(capacity, np.int64)
+        self.known: Int64Array = np.zeros(capacity, np.int64)
+        self.planned: Int64Array = np.zeros(capacity, np.int64)
+        self.limit: Int64Array = np.zeros(capacity, np.int64)
+        self.tables: Int32Array = np.full((capacity, max_blocks), NO_BLOCK, np.int32)
+        self.block_counts: Int32Array = np.zeros(capacity, np.int32)
+        self.text_blocks: Int32Array = np.zeros(capacity, np.int32)
+        """AdmissionOrder of texts of modules in each table: others may have the same ones elsewhere in theirs."""
+        self._stop_ids: Int32Array = np.full((capacity, STOP_IDS_INLINE), -1, np.int32)
+        self._many_stops: dict[int, frozenset[int]] = {}
+        self._recent: Int32Array = np.zeros((capacity, 2 * chunk_size), np.int32)
+        """Ring buffer of the latest tokens by position; moved to the sequence when a chunk fills."""
+        self._free = list(range(capacity - 1, -1, -1))
+
+    @property
+    def free_count(self) -> int:
+        return len(self._free)
+
+    def add(self, sequence: Sequence) -> int:
+        """Give a slot to a sequence whose prompt this plan completes, or which has resumed with all but its last
+        token
+        computed (`Sequence.prefill_stop`)."""
+        slot = self._free.pop()
+        sequence.slot = slot
+        self.sequences[slot] = sequence
+        self.batch_seq_ids[slot] = sequence.batch_seq_id
+        self.requests[slot] = sequence.request
+        self.samples[slot] = sequence.sample if sequence.beam_position is None else BEAM
+        self.known[slot] = sequence.tokens.count
+        self.planned[slot] = sequence.prefill_stop
+        self.limit[slot] = sequence.group.limit
+        table = sequence.block_table()
+        self.tables[slot, : len(table)] = table
+        self.block_counts[slot] = len(table)
+        self.text_blocks[slot] = sequence.stem.base if sequence.group.modules is not None else 0
+        # A beam search handles stop tokens itself.
+        stop_ids = sequence.group.request.submit.stop_token_ids if sequence.beam_position is None else ()
+        if len(stop_ids) <= STOP_IDS_INLINE:
+            self._stop_ids[slot, : len(stop_ids)] = stop_ids
+        else:
+            self._many_stops[slot] = frozenset(stop_ids)
+        return slot
+
+    def read_alike(self, leader: Sequence, others: list[Sequence], blocks: int) -> None:
+        """Plan the first `blocks` table entries of some beams as one run. Only the workers know in time which of
+        them
+        are equal, so from here on these entries are a hint, not the beams' tables."""
+        for sequence in others:
+            self.tables[sequence.slot, :blocks] = self.tables[leader.slot, :blocks]
+
+    def remove(self, sequence: Sequence) -> None:
+        """Move the known tokens of a sequence to it and free its slot."""
+        slot = sequence.slot
+        self.flush(slot)
+        self.sequences[slot] = None
+        self.batch_seq_ids[slot] = 0
+        self.tables[slot, : self.block_counts[slot]] = NO_BLOCK
+        self.block_counts[slot] = self.text_blocks[slot] = 0
+        self._stop_ids[slot] = -1
+        self._many_stops.pop(slot, None)
+        sequence.slot = -1
+        self._free.append(slot)
+
+    def set_block(self, slot: int, index: int, block: BlockId) -> None:
+        """Set or append a block-table entry."""
+        self.tables[slot, index] = block
+        self.block_counts[slot] = max(int(self.block_counts[slot]), index + 1)
+
+    def flush(self, slot: int) -> None:
+        """Move tokens that have arrived from the ring buffer to the sequence."""
+        sequence = self.sequences[slot]
+        assert sequence is not None
+        first, stop = sequence.tokens.count, int(self.known[slot])
+        if first < stop:
+            columns = np.arange(first, stop) % self._recent.shape[1]
+            sequence.tokens.extend(self._recent[slot, columns])
+
+    def active_slots(self) -> NDArray[np.intp]:
+        """Return the slots that have a token to compute after the steps planned so far."""
+        return np.flatnonzero((self.batch_seq_ids > 0) & (self.planned + 1 < self.limit))
+
+    def arrange(self, slots: NDArray[np.intp]) -> tuple[RowSet, Int32Array]:
+        """Return the row set of these slots in tree order, and its runs (`shared_runs`, `text_runs`)."""
+        if not len(slots):
+            return NO_ROWS, np.empty((0, 4), np.int32)
+        width = int(self.block_counts[slots].max())
+        tables = self.tables[slots, :width]
+        order = tree_order(tables)
+        ordered = slots[order]
+        runs = shared_runs(tables[order], self.block_counts[ordered])
+        texts = text_runs(self.text_blocks[ordered])
+        return self.row_set(ordered), np.concatenate([runs, texts]) if len(texts) else runs
+
+    def row_set(self, slots: NDArray[np.intp]) -> RowSet:
+        """Return a row set of these slots, in this order, with their present state."""
+        return RowSet(slots, self.batch_seq_ids[slots], self.requests[slots], self.samples[slots])
+
+    def accept(self, rows: RowSet, tokens: Int32Array) -> tuple[BoolArray, NDArray[np.intp], BoolArray]:
+        """Store the tokens sampled for a row set.
+
+        Returns:
+            valid `[rows]`: whether the row is still the same sequence, so that its token counts;
+            slots `[valid rows]`; stopped `[valid rows]`: the token is one of the row's stop tokens.
+        """
+        valid = self.batch_seq_ids[rows.slots] == rows.batch_seq_ids
+        slots = rows.slots
+        if not valid.all():
+            slots, tokens = slots[valid], tokens[valid]
+        self._recent[slots, self.known[slots] % self._recent.shape[1]] = tokens
+        self.known[slots] += 1
+        stopped = (self._stop_ids[slots] == tokens[:, None]).any(axis=1)
+        for slot in self._many_stops:
+            for index in np.flatnonzero(slots == slot):
+                stopped[index] = int(tokens[index]) in self._many_stops[slot]
+        return valid, slots, stopped
+
+
+def tree_order(tables: Int32Array) -> NDArray[np.intp]:
+    """Return an order of rows that puts equal prefixes of their block tables side by side.
+
+    Args:
+        tables: `[rows, blocks]`, padded with -1.
+
+    Returns:
+        `[rows]` indices. Rows are compared as byte strings, without the columns that all of them share
+        (docs/decisions/0002-tree-order.md).
+    """
+    rows, width = tables.shape
+    if rows < 2 or width == 0:
+        return np.arange(rows)
+    differs = (tables != tables[0]).any(axis=0)
+    common = int(differs.argmax()) if differs.any() else width - 1
+    keys = np.ascontiguousarray(tables[:, common:], dtype=">i4").view(f"S{4 * (width - common)}").reshape(rows)
+    return np.argsort(keys, kind="stable")
+
+
+def shared_runs(tables: Int32Array, block_counts: Int32Array) -> Int32Array:
+    """Return the runs of blocks that at least two rows share.
+
+    Args:
+        tables: `[rows, blocks]` in tree order.
+        block_counts: `[rows]`, entries of each table that are in use.
+
+    Returns:
+        `[runs, 4]`: row_start, row_stop, table_start, table_stop; outer runs before the runs within them.
+    """
+    rows = len(tables)
+    if rows < 2:
+        return np.empty((0, 4), dtype=np.int32)
+    different = tables[1:] != tables[:-1]
+    agreed = np.where(different.any(axis=1), different.argmax(axis=1), tables.shape[1])
+    agreed = np.minimum(agreed, np.minimum(block_counts[1:], block_counts[:-1]))
+    runs: list[tuple[int, int, int, int]] = []
+    open_runs: list[tuple[int, int]] = []  # (first row, depth in blocks), depths strictly growing
+    for row, depth in enumerate([*agreed.tolist(), 0]):
+        first = row
+        while open_runs and open_runs[-1][1] > depth:
+            first, stop = open_runs.pop()
+            start = max(depth, open_runs[-1][1] if open_runs else 0)
+            runs.append((first, row + 1, start, stop))
+        if depth > (open_runs[-1][1] if open_runs else 0):
+            open_runs.append((first, depth))
+    runs.sort(key=lambda run: (run[0], -run[1]))
+    return np.array(runs, dtype=np.int32).reshape(-1, 4)
+
+
+def text_runs(text_blocks: Int32Array) -> Int32Array:
+    """Return the runs that cover texts of modules. Any rows may share these blocks, at any entries, so the workers
+    look for equal ones among all of them (`trunkline.kernels.plan.build_decode_plan`).
+
+    Args:
+        text_blocks: `[rows]`, how many entries at the beginning of each table belong to texts.
+
+    Returns:
+        `[runs, 4]` as `shared_runs`; none if fewer than two rows have texts.
+    """
+    rows = np.flatnonzero(text_blocks)
+    if len(rows) < 2:
+        return np.empty((0, 4), dtype=np.int32)
+    return np.stack([rows, rows + 1, np.zeros_like(rows), text_blocks[rows]], axis=1).astype(np.int32)
 
 
 @dataclass(slots=True)

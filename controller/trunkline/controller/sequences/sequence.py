@@ -103,8 +103,8 @@ class TokenBuffer:
 
 
 class Stem(NamedTuple):
-    """The trees in which a sequence's chunks are: one, or several behind cuts
-    (`trunkline.controller.allocation.cuts`) and with modules (`trunkline.controller.allocation.modules`)."""
+    """The trees in which a sequence's chunks are: one, or several if its prompt has cuts or modules
+    (`prefix_match` and `modules` of `trunkline.controller.allocation`)."""
 
     root: Node
     """Root of the tree in which its last chunks are, and new ones will be."""
