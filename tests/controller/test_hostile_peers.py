@@ -36,7 +36,7 @@ from trunkline.controller.messages import (
     WorkerReady,
     WorkerReport,
 )
-from trunkline.controller.service.validation import BLOCKS_MAX, problem_of_report
+from trunkline.controller.service.workers import BLOCKS_MAX, problem_of_report
 from trunkline.router.messages import RecordReply
 
 pytestmark = pytest.mark.processes

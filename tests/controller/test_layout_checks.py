@@ -12,14 +12,14 @@ from msgspec.structs import replace
 from simulation.driver import Simulation
 from simulation.module_prompts import layout, text
 
-from trunkline.controller.engine_config import EngineConfig
-from trunkline.controller.messages import BeamSearch, ModulesCall, ModuleText, Prefetch, PromptLayout, Submit
-from trunkline.controller.service.validation import (
-    problem_of,
+from trunkline.controller.engine.validation import (
     problem_of_call,
     problem_of_layout,
     problem_of_prefetch,
+    problem_of_submit,
 )
+from trunkline.controller.engine_config import EngineConfig
+from trunkline.controller.messages import BeamSearch, ModulesCall, ModuleText, Prefetch, PromptLayout, Submit
 from trunkline.kvstore.chunks import pack_int32
 from trunkline.worker.messages import Sampling
 
@@ -102,10 +102,10 @@ def test_calls_that_cannot_be(change: dict[str, Any], words_of_it: str) -> None:
 
 def test_submissions_and_announcements_are_checked() -> None:
     good = Submit(1, pack_int32([1, 2, 3]), 3, 5, Sampling(), layout=GOOD)
-    assert problem_of(good, VOCABULARY) == ""
-    assert "dropped ranges" in problem_of(replace(good, drops=pack_int32([0, 1])), VOCABULARY)
-    assert "runs hold" in problem_of(replace(good, prompt_len=2), VOCABULARY)
-    assert "runs hold" in problem_of(replace(good, prompt_len=-1), VOCABULARY)
+    assert problem_of_submit(good, VOCABULARY) == ""
+    assert "dropped ranges" in problem_of_submit(replace(good, drops=pack_int32([0, 1])), VOCABULARY)
+    assert "runs hold" in problem_of_submit(replace(good, prompt_len=2), VOCABULARY)
+    assert "runs hold" in problem_of_submit(replace(good, prompt_len=-1), VOCABULARY)
     announced = Prefetch(1, pack_int32([1, 2, 3]), layout=GOOD)
     assert problem_of_prefetch(announced, VOCABULARY) == ""
     assert problem_of_prefetch(replace(announced, tokens=b"", layout=replace(GOOD, runs=b"")), VOCABULARY) == ""

@@ -14,11 +14,11 @@ from simulation.traffic import Mix, Traffic
 
 from trunkline.controller.engine.events import EndAll, Event
 from trunkline.controller.engine.timeline import RequestTimeline
+from trunkline.controller.engine.validation import problem_of_submit
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import BeamSearch, Submit
 from trunkline.controller.sequences.sequence import Request
 from trunkline.controller.service.request_log import draw_ids, spans_of
-from trunkline.controller.service.validation import problem_of
 from trunkline.controller.trace_ids import TraceIds
 from trunkline.kvstore.chunks import pack_int32
 from trunkline.router.messages import FinishReason
@@ -215,13 +215,13 @@ def test_each_request_has_one_journey_in_any_traffic(name: str, monkeypatch: pyt
 
 def test_what_a_router_says_of_itself_is_bounded() -> None:
     submit = Submit(1, pack_int32([1, 2]), 2, 4, Sampling(), request_id="r" * 128, trace=PACKED)
-    assert not problem_of(submit, 100)
+    assert not problem_of_submit(submit, 100)
     request = Request.of(1, submit, draw_ids(submit.trace))
     assert request.submit.request_id == "r" * 128
     assert request.trace is not None
     assert request.trace.router.pack() == PACKED
-    assert "at most 128" in problem_of(msgspec.structs.replace(submit, request_id="r" * 129), 100)
-    assert "trace is 23 bytes" in problem_of(msgspec.structs.replace(submit, trace=PACKED[1:]), 100)
+    assert "at most 128" in problem_of_submit(msgspec.structs.replace(submit, request_id="r" * 129), 100)
+    assert "trace is 23 bytes" in problem_of_submit(msgspec.structs.replace(submit, trace=PACKED[1:]), 100)
     assert draw_ids(b"") is None
     assert len({*ids()[1:], *ids()[1:]}) == 8, "drawn anew each time"
 

@@ -1,4 +1,4 @@
-"""Whatever passes `problem_of` can be planned, encoded and held by the workers' tensors."""
+"""Whatever passes `problem_of_submit` can be planned, encoded and held by the workers' tensors."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from trunkline.controller.messages import Prefetch, Submit
-from trunkline.controller.sequences.sequence import Request
-from trunkline.controller.service.validation import (
+from trunkline.controller.engine.validation import (
     is_request_number,
-    problem_of,
     problem_of_prefetch,
+    problem_of_submit,
     request_of_prefetch,
 )
+from trunkline.controller.messages import Prefetch, Submit
+from trunkline.controller.sequences.sequence import Request
 from trunkline.kvstore.chunks import pack_int32
 from trunkline.worker.messages import Sampling
 
@@ -23,8 +23,8 @@ GOOD = Submit(1, pack_int32([0, 5, 99]), 3, 5, Sampling(), [7])
 
 
 def test_ordinary_requests_pass() -> None:
-    assert problem_of(GOOD, 100) == ""
-    assert problem_of(msgspec.structs.replace(GOOD, tokens=b""), 100) == ""  # the engine says why not
+    assert problem_of_submit(GOOD, 100) == ""
+    assert problem_of_submit(msgspec.structs.replace(GOOD, tokens=b""), 100) == ""  # the engine says why not
     generous = Sampling(
         temperature=0.0,
         top_p=0.0,
@@ -36,7 +36,7 @@ def test_ordinary_requests_pass() -> None:
         logit_bias={5: -100.0},
         logprobs=20,
     )
-    assert problem_of(msgspec.structs.replace(GOOD, sampling=generous), 100) == ""
+    assert problem_of_submit(msgspec.structs.replace(GOOD, sampling=generous), 100) == ""
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_ordinary_requests_pass() -> None:
     ],
 )
 def test_numbers_that_fit_nothing(change: dict[str, Any], word: str) -> None:
-    assert word in problem_of(msgspec.structs.replace(GOOD, **change), 100)
+    assert word in problem_of_submit(msgspec.structs.replace(GOOD, **change), 100)
 
 
 @pytest.mark.parametrize(
@@ -74,12 +74,12 @@ def test_numbers_that_fit_nothing(change: dict[str, Any], word: str) -> None:
     ],
 )
 def test_sampling_that_no_tensor_holds(field: dict[str, Any]) -> None:
-    problem = problem_of(msgspec.structs.replace(GOOD, sampling=Sampling(**field)), 100)
+    problem = problem_of_submit(msgspec.structs.replace(GOOD, sampling=Sampling(**field)), 100)
     assert next(iter(field)) in problem
 
 
 def test_unknown_vocabulary_admits_any_id() -> None:
-    assert problem_of(msgspec.structs.replace(GOOD, tokens=pack_int32([2**31 - 1])), 0) == ""
+    assert problem_of_submit(msgspec.structs.replace(GOOD, tokens=pack_int32([2**31 - 1])), 0) == ""
 
 
 def test_request_numbers() -> None:
@@ -108,7 +108,7 @@ HISTORY = msgspec.structs.replace(GOOD, tokens=pack_int32(range(20)), prompt_len
 def test_dropped_ranges(drops: list[int], word: str) -> None:
     packed = pack_int32(drops)
     for problem in (
-        problem_of(msgspec.structs.replace(HISTORY, drops=packed), 100),
+        problem_of_submit(msgspec.structs.replace(HISTORY, drops=packed), 100),
         problem_of_prefetch(_prefetch(HISTORY.tokens, packed), 100),
     ):
         assert bool(problem) == bool(word)
@@ -117,20 +117,20 @@ def test_dropped_ranges(drops: list[int], word: str) -> None:
 
 @pytest.mark.parametrize("packed", [b"\x01", b"\x01\0\0\0", b"\0" * 12])
 def test_drops_that_are_no_pairs(packed: bytes) -> None:
-    assert "pairs" in problem_of(msgspec.structs.replace(HISTORY, drops=packed), 100)
+    assert "pairs" in problem_of_submit(msgspec.structs.replace(HISTORY, drops=packed), 100)
     assert "pairs" in problem_of_prefetch(_prefetch(HISTORY.tokens, packed), 100)
 
 
 def test_drops_end_within_the_prompt_not_within_what_was_generated() -> None:
     """A request that moves here brings output; only its prompt is cut."""
     moved = msgspec.structs.replace(HISTORY, prompt_len=10, drops=pack_int32([4, 12]))
-    assert "must stay" in problem_of(moved, 100)
+    assert "must stay" in problem_of_submit(moved, 100)
 
 
 @pytest.mark.parametrize("ttl", [NAN, INFINITY, -1.0])
 def test_times_to_live_that_are_none(ttl: float) -> None:
-    assert "ttl" in problem_of(msgspec.structs.replace(GOOD, ttl=ttl), 100)
-    assert problem_of(msgspec.structs.replace(GOOD, ttl=30.0), 100) == ""
+    assert "ttl" in problem_of_submit(msgspec.structs.replace(GOOD, ttl=ttl), 100)
+    assert problem_of_submit(msgspec.structs.replace(GOOD, ttl=30.0), 100) == ""
 
 
 def test_what_the_engine_is_told() -> None:

@@ -36,7 +36,6 @@ from trunkline.controller.engine.events import (
     WorkersLost,
 )
 from trunkline.controller.engine.grammars import GrammarBook
-from trunkline.controller.engine.limits import is_expectable, problem_of_request, problem_of_texts
 from trunkline.controller.engine.recovery import RequestSnapshot, carry_totals, restore, snapshot
 from trunkline.controller.engine.requests import (
     EngineCounters,
@@ -47,6 +46,7 @@ from trunkline.controller.engine.requests import (
     moves_of,
 )
 from trunkline.controller.engine.step_results import ProtocolError, apply_step_result, result_rows
+from trunkline.controller.engine.validation import is_expectable, problem_of_request, problem_of_texts
 from trunkline.controller.engine_config import EngineConfig
 from trunkline.controller.messages import GrammarReady, ModulesCall, MovesDone, Probed, StepResult
 from trunkline.controller.scheduling.module_calls import CallDone, TextsCall

@@ -16,8 +16,8 @@ import zmq
 from msgspec.structs import replace
 
 from trunkline.controller.engine.events import EngineOutputs
+from trunkline.controller.engine.validation import NUMBER_BITS
 from trunkline.controller.messages import RouterRequest, TopLogprobs
-from trunkline.controller.service.validation import NUMBER_BITS
 from trunkline.kvstore.chunks import pack_int32
 from trunkline.router.messages import BeamsFound, Finished, Outputs, PromptScored, RouterMessage, Started
 from trunkline.runtime.process import RareLog

@@ -39,6 +39,13 @@ from trunkline.controller.engine.events import (
     WorkersLost,
 )
 from trunkline.controller.engine.integrity import check_integrity
+from trunkline.controller.engine.validation import (
+    is_request_number,
+    problem_of_call,
+    problem_of_prefetch,
+    problem_of_submit,
+    request_of_prefetch,
+)
 from trunkline.controller.engine_config import ConfigError
 from trunkline.controller.messages import (
     Abort,
@@ -60,13 +67,6 @@ from trunkline.controller.service.record_replies import RecordReplies
 from trunkline.controller.service.request_log import RequestLog
 from trunkline.controller.service.routers import CLIENT_SHIFT, NUMBER_MASK, Client, Clients
 from trunkline.controller.service.status import NO_COUNTS, state_of
-from trunkline.controller.service.validation import (
-    is_request_number,
-    problem_of,
-    problem_of_call,
-    problem_of_prefetch,
-    request_of_prefetch,
-)
 from trunkline.controller.service.wakeup import WakeUps
 from trunkline.controller.service.worker_loss import WorkerLoss
 from trunkline.controller.service.workers import WorkerGroup
@@ -442,7 +442,7 @@ class ControllerService:
             return Finished(message.request, FinishReason.ENGINE_FAILED, self.detail)
         if self.engine is None or self._worker_loss.is_too_long(time.monotonic()):
             return Finished(message.request, FinishReason.ENGINE_FAILED, f"the group is starting: {self.detail}")
-        if problem := problem_of(message, self.config.vocab_size):
+        if problem := problem_of_submit(message, self.config.vocab_size):
             return Finished(message.request, FinishReason.INVALID, problem)
         return None
 

@@ -7,6 +7,7 @@ drops a message, and at most two steps are unanswered.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
@@ -23,14 +24,15 @@ from trunkline.controller.messages import (
     LoadProgress,
     MovesDone,
     Probed,
+    PromptLogprobs,
     StepResult,
+    TopLogprobs,
     WorkerFailed,
     WorkerHello,
     WorkerReady,
     WorkerReport,
 )
 from trunkline.controller.service.membership import REASON_WITHIN_S, GroupLostError, Membership, disagreement
-from trunkline.controller.service.validation import problem_of_report
 from trunkline.runtime.process import RareLog, is_worker, node_id
 from trunkline.runtime.wire_keys import Role
 from trunkline.runtime.wire_sockets import MESSAGE_BYTES_MAX, SUBSCRIPTION_BYTES_MAX, Gate
@@ -53,6 +55,32 @@ LEAVE_EVERY_S: Final = 0.5
 connected only after the message before."""
 _HEARTBEAT_MS: Final = 1000
 """Interval of ZeroMQ's heartbeats. When a host dies, its TCP connections stay open: silence is the only sign."""
+
+BLOCKS_MAX: Final = 1 << 24
+"""Most device blocks that a rank may report."""
+SLOTS_MAX: Final = 1 << 28
+"""Most slots that a tier of a rank may report."""
+_COUNT_MAX: Final = 1 << 31
+_BYTES_MAX: Final = 1 << 48
+"""Most bytes in a report: totals of them are kept, and sent as 64-bit numbers."""
+_US_MAX: Final = 1 << 42
+"""Most microseconds in a report: seven weeks."""
+_TEXT_MAX: Final = 4096
+_RESULT_RANGES: Final = {
+    "elapsed_us": _US_MAX,
+    "plan_copies": 1,
+    "kv_bytes_read": _BYTES_MAX,
+    "moved_us": _US_MAX,
+    "moved_blocks": _COUNT_MAX,
+    "waited_us": _US_MAX,
+}
+_READY_RANGES: Final = {
+    "num_blocks": BLOCKS_MAX,
+    "block_bytes": _BYTES_MAX,
+    "host_slots": SLOTS_MAX,
+    "disk_slots": SLOTS_MAX,
+    "swap_us_per_block": _US_MAX,
+}
 
 log = structlog.get_logger()
 _rare = RareLog("trunkline.controller.service.workers")
@@ -271,3 +299,70 @@ class WorkerGroup:
 def _wall_ms() -> int:
     """Greater than any that an earlier controller of this group has seen, as far as clocks can be trusted."""
     return time.time_ns() // 1_000_000
+
+
+def problem_of_report(report: WorkerReport, ranks: int) -> str:
+    """Return why no correct worker of a group of this size sends such a report; "" if one may."""
+    match report:
+        case StepResult():
+            return _out_of_range(report, _RESULT_RANGES) or _problem_of_scores(report)
+        case WorkerReady():
+            return _problem_of_rank(report.rank, ranks) or _out_of_range(report, _READY_RANGES)
+        case WorkerHello():
+            return _problem_of_rank(report.rank, ranks) or _too_long(report.node)
+        case LoadProgress():
+            is_sound = math.isfinite(report.fraction)
+            problem = _too_long(report.stage) or ("" if is_sound else "its progress is no number")
+            return _problem_of_rank(report.rank, ranks) or problem
+        case MovesDone():
+            late = next((move for move in report.outcomes if not 0 <= move.elapsed_us <= _US_MAX), None)
+            problem = "" if late is None else f"a move took {late.elapsed_us} us"
+            return _problem_of_rank(report.rank, ranks) or problem
+        case Probed():
+            return _problem_of_rank(report.rank, ranks)
+        case GrammarReady():
+            return ""
+        case WorkerFailed():
+            return ""  # its reason is all that people will know; whatever it is, its epoch ends
+
+
+def _problem_of_rank(rank: int, ranks: int) -> str:
+    return "" if 0 <= rank < ranks else f"rank {rank} reports; the group has {ranks}"
+
+
+def _too_long(text: str) -> str:
+    return f"a name has {len(text)} characters" if len(text) > _TEXT_MAX else ""
+
+
+def _out_of_range(report: StepResult | WorkerReady, ranges: dict[str, int]) -> str:
+    for name, most in ranges.items():
+        value = getattr(report, name)
+        if not 0 <= value <= most:  # also true of NaN
+            return f"{type(report).__name__}.{name} is {value}; allowed are 0 to {most}"
+    return ""
+
+
+def _problem_of_scores(result: StepResult) -> str:
+    for top in (result.logprobs or {}).values():
+        if not _are_pairs(top):
+            return f"log-probabilities of step {result.step} do not go with their tokens"
+    for scored in (result.prompt_logprobs or {}).values():
+        if not _fit(scored):
+            return f"scores of a prompt in step {result.step} do not go with their tokens"
+    return ""
+
+
+def _are_pairs(top: TopLogprobs) -> bool:
+    return len(top.top_ids) == len(top.top_logprobs) and len(top.top_ids) % 4 == 0
+
+
+def _fit(scored: PromptLogprobs) -> bool:
+    count, top = len(scored.token_logprobs), len(scored.top_ids)
+    return (
+        0 <= scored.start < _COUNT_MAX
+        and count > 0
+        and count % 4 == 0
+        and len(scored.ranks) == count
+        and len(scored.top_logprobs) == top
+        and top % count == 0
+    )

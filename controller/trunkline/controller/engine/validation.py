@@ -1,8 +1,13 @@
-"""Refuse invalid messages of routers and workers before the engine sees them. Pure.
+"""Refuse what the engine must not be given: invalid messages of routers, and requests that can never run. Pure.
 
-Decoding has checked the types, but any number fits an `int`, and NaN is a `float`. No later code checks again. One
-number of a router that a rank cannot handle would end the whole group, with the requests of all clients; a wrong
-number of a worker must end its group only, not the controller.
+    Submit ── problem_of_submit: can ranks handle its numbers? ──► Request
+    Request ── problem_of_request: does it fit this group? ──► the queue
+
+Decoding has checked the types of a message, but any number fits an `int`, and NaN is a `float`. No later code
+checks again: one number that a rank cannot handle would end the whole group, with the requests of all clients.
+
+A request that is let in fits the block pool alone at its full length. So the oldest request always ends, and then
+the next one.
 """
 
 from __future__ import annotations
@@ -12,31 +17,24 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Final
 
-from trunkline.controller.messages import (
-    GrammarReady,
-    LoadProgress,
-    ModulesCall,
-    ModuleText,
-    MovesDone,
-    Prefetch,
-    Probed,
-    PromptLayout,
-    PromptLogprobs,
-    StepResult,
-    Submit,
-    TopLogprobs,
-    WorkerFailed,
-    WorkerHello,
-    WorkerReady,
-    WorkerReport,
-)
+from trunkline.controller.cache.radix_tree import TOKEN_BYTES
+from trunkline.controller.engine_config import EngineConfig
+from trunkline.controller.messages import ModulesCall, ModuleText, Prefetch, PromptLayout, Submit
+from trunkline.controller.sequences.beam_search import WIDTH_MAX
 from trunkline.controller.sequences.sequence import Request
 from trunkline.kvstore.beams import candidate_count
-from trunkline.kvstore.chunks import unpack_int32
+from trunkline.kvstore.chunks import blocks_for, unpack_int32
 from trunkline.kvstore.cuts import problem_of_drops
 from trunkline.runtime.spans import CONTEXT_BYTES
 from trunkline.worker.messages import Sampling
 
+TEXTS_MAX: Final = 65_536
+"""Most texts of one schema."""
+RUNS_MAX: Final = 65_536
+"""Most runs of own tokens between the texts of a prompt."""
+OPERATIONS: Final = ("encode", "look", "unpin", "cancel")
+"""What a `ModulesCall` may ask for."""
+_PAIR_BYTES: Final = 8
 NUMBER_BITS: Final = 32
 """Bits of a router's request numbers."""
 REQUEST_ID_CHARACTERS_MAX: Final = 128
@@ -91,7 +89,7 @@ def _drops_problem(packed: bytes, count: int) -> str:
     return problem_of_drops(_drops(packed), count)
 
 
-def problem_of(message: Submit, vocab_size: int) -> str:
+def problem_of_submit(message: Submit, vocab_size: int) -> str:
     """Return why a request must be refused; "" if it may be given to the engine.
 
     Args:
@@ -154,13 +152,6 @@ def _sampling_problem(sampling: Sampling, id_max: int) -> str:
     if sampling.grammar:
         return "grammars are named by the controller, not by routers"
     return ""
-
-
-TEXTS_MAX: Final = 65_536
-"""Most texts of one schema."""
-RUNS_MAX: Final = 65_536
-_PAIR_BYTES: Final = 8
-OPERATIONS: Final = ("encode", "look", "unpin", "cancel")
 
 
 def tokens_problem(packed: bytes, vocab_size: int) -> str:
@@ -264,93 +255,124 @@ def _problem_of_text(texts: Sequence[ModuleText], index: int) -> str:
     return ""
 
 
-BLOCKS_MAX: Final = 1 << 24
-SLOTS_MAX: Final = 1 << 28
-_COUNT_MAX: Final = 1 << 31
-_BYTES_MAX: Final = 1 << 48
-"""Most bytes in a report: totals of them are kept, and sent as 64-bit numbers."""
-_US_MAX: Final = 1 << 42
-"""Most microseconds in a report: seven weeks."""
-_TEXT_MAX: Final = 4096
-_RESULT_RANGES: Final = {
-    "elapsed_us": _US_MAX,
-    "plan_copies": 1,
-    "kv_bytes_read": _BYTES_MAX,
-    "moved_us": _US_MAX,
-    "moved_blocks": _COUNT_MAX,
-    "waited_us": _US_MAX,
-}
-_READY_RANGES: Final = {
-    "num_blocks": BLOCKS_MAX,
-    "block_bytes": _BYTES_MAX,
-    "host_slots": SLOTS_MAX,
-    "disk_slots": SLOTS_MAX,
-    "swap_us_per_block": _US_MAX,
-}
+# What this group can run
 
 
-def problem_of_report(report: WorkerReport, ranks: int) -> str:
-    """Return why no correct worker of a group of this size sends such a report; "" if one may."""
-    match report:
-        case StepResult():
-            return _out_of_range(report, _RESULT_RANGES) or _problem_of_scores(report)
-        case WorkerReady():
-            return _problem_of_rank(report.rank, ranks) or _out_of_range(report, _READY_RANGES)
-        case WorkerHello():
-            return _problem_of_rank(report.rank, ranks) or _too_long(report.node)
-        case LoadProgress():
-            is_sound = math.isfinite(report.fraction)
-            problem = _too_long(report.stage) or ("" if is_sound else "its progress is no number")
-            return _problem_of_rank(report.rank, ranks) or problem
-        case MovesDone():
-            late = next((move for move in report.outcomes if not 0 <= move.elapsed_us <= _US_MAX), None)
-            problem = "" if late is None else f"a move took {late.elapsed_us} us"
-            return _problem_of_rank(report.rank, ranks) or problem
-        case Probed():
-            return _problem_of_rank(report.rank, ranks)
-        case GrammarReady():
-            return ""
-        case WorkerFailed():
-            return ""  # its reason is all that people will know; whatever it is, its epoch ends
+def problem_of_request(request: Request, config: EngineConfig) -> tuple[str, str]:
+    """Return why a request can never run here, and the client's parameter that is wrong ("" if none is).
+
+    Return ("", "") if the request can run.
+    """
+    submit, count, longest = request.submit, len(request.tokens), config.longest_sequence
+    prompt_len = submit.prompt_len
+    if not 0 < prompt_len <= count:
+        return f"the prompt is empty or its length ({prompt_len}) does not fit {count} tokens", ""
+    if request.drops:
+        if submit.beam is not None:
+            return "a beam search cannot drop parts of its prompt", "truncation"
+        if submit.sampling.prompt_logprobs >= 0:
+            return "tokens of a prompt that is not seen whole cannot be scored", "truncation"
+        dropped = sum(stop - start for start, stop in request.drops)
+        count, prompt_len = count - dropped, prompt_len - dropped
+    if submit.layout is not None and (problem := _problem_of_fit(request, submit.layout, prompt_len, config)):
+        return problem, "prompt"
+    if submit.max_tokens < 1:
+        return f"max_tokens is {submit.max_tokens}; at least 1 is needed", "max_tokens"
+    if count >= longest:
+        return f"the prompt has {count} tokens; this group holds {longest}, prompt and output together", "prompt"
+    if count - prompt_len >= submit.max_tokens:
+        return f"{count - prompt_len} output tokens are given; max_tokens is {submit.max_tokens}", "max_tokens"
+    return _problem_of_width(request, prompt_len, config)
 
 
-def _problem_of_rank(rank: int, ranks: int) -> str:
-    return "" if 0 <= rank < ranks else f"rank {rank} reports; the group has {ranks}"
-
-
-def _too_long(text: str) -> str:
-    return f"a name has {len(text)} characters" if len(text) > _TEXT_MAX else ""
-
-
-def _out_of_range(report: StepResult | WorkerReady, ranges: dict[str, int]) -> str:
-    for name, most in ranges.items():
-        value = getattr(report, name)
-        if not 0 <= value <= most:  # also true of NaN
-            return f"{type(report).__name__}.{name} is {value}; allowed are 0 to {most}"
-    return ""
-
-
-def _problem_of_scores(result: StepResult) -> str:
-    for top in (result.logprobs or {}).values():
-        if not _are_pairs(top):
-            return f"log-probabilities of step {result.step} do not go with their tokens"
-    for scored in (result.prompt_logprobs or {}).values():
-        if not _fit(scored):
-            return f"scores of a prompt in step {result.step} do not go with their tokens"
-    return ""
-
-
-def _are_pairs(top: TopLogprobs) -> bool:
-    return len(top.top_ids) == len(top.top_logprobs) and len(top.top_ids) % 4 == 0
-
-
-def _fit(scored: PromptLogprobs) -> bool:
-    count, top = len(scored.token_logprobs), len(scored.top_ids)
-    return (
-        0 <= scored.start < _COUNT_MAX
-        and count > 0
-        and count % 4 == 0
-        and len(scored.ranks) == count
-        and len(scored.top_logprobs) == top
-        and top % count == 0
+def _problem_of_fit(request: Request, layout: PromptLayout, prompt_len: int, config: EngineConfig) -> str:
+    """Return why a prompt with modules can never run here; "" if it can."""
+    if request.submit.beam is not None or request.submit.sampling.prompt_logprobs >= 0:
+        return "a prompt with modules cannot be searched with beams, or have its tokens scored"
+    if problem := problem_of_texts(layout.texts, config):
+        return problem
+    size = config.chunk_size
+    runs = unpack_int32(layout.runs, columns=2)
+    last, behind = int(runs[-1, 0]), int(runs[:-1, 1].sum())
+    end = last + len(request.tokens) - behind
+    if end >= config.max_context:
+        return f"the prompt ends at position {end}; this model has {config.max_context}, with the output"
+    longest = min(prompt_len + request.submit.max_tokens, behind + config.max_context - last)
+    # All texts count, also those that are needed only to compute others: a request that waits for several texts
+    # must be able to have them all at once.
+    texts = [blocks_for(len(text.tokens) // TOKEN_BYTES, size) for text in layout.texts]
+    needed = (
+        sum(texts)
+        + blocks_for(longest, size)
+        + (request.width - 1) * (blocks_for(longest, size) - prompt_len // size)
     )
+    if needed > config.num_blocks:
+        return (
+            f"its modules and {request.width} outputs of up to {longest} own tokens need {needed} blocks of "
+            f"{size} tokens at once (a text begins a block of its own); this group has {config.num_blocks}"
+        )
+    seen = sum(count for count, text in zip(texts, layout.texts, strict=True) if text.seen)
+    if seen + blocks_for(longest, size) > config.max_table_blocks:
+        return (
+            f"it sees texts in {seen} blocks of {size} tokens (a text begins a block of its own) and has "
+            f"{longest} own tokens; a sequence has at most {config.max_table_blocks} blocks. "
+            "Use fewer, longer modules."
+        )
+    return ""
+
+
+def is_expectable(request: Request, config: EngineConfig) -> bool:
+    """Return whether a request that begins like this one can come; if not, nothing is fetched for it."""
+    if request.submit.layout is None:
+        return True
+    texts, size = request.submit.layout.texts, config.chunk_size
+    seen = sum(blocks_for(len(text.tokens) // TOKEN_BYTES, size) for text in texts if text.seen)
+    return seen <= config.max_table_blocks and not problem_of_texts(texts, config)
+
+
+def problem_of_texts(texts: Sequence[ModuleText], config: EngineConfig) -> str:
+    """Return why these texts of modules can never be encoded here; "" if they can."""
+    if not config.prefix_cache:
+        return "this group keeps no KV (its prefix cache is off), so it has no modules"
+    blocks: list[int] = []
+    for index, text in enumerate(texts):
+        count = len(text.tokens) // TOKEN_BYTES
+        end = text.position + count
+        if end > config.max_context:
+            return f"text {index} ends at position {end}; this model has {config.max_context} positions"
+        blocks.append(blocks_for(count, config.chunk_size) + (blocks[text.parent] if text.parent >= 0 else 0))
+        if blocks[-1] > min(config.num_blocks, config.max_table_blocks):
+            return (
+                f"text {index} and those that it sees need {blocks[-1]} blocks of {config.chunk_size} tokens at "
+                f"once; this group has {config.num_blocks}, and a sequence at most {config.max_table_blocks}"
+            )
+    return ""
+
+
+def _problem_of_width(request: Request, prompt_len: int, config: EngineConfig) -> tuple[str, str]:
+    """Check that all sequences of a request fit at once: their rows, and their blocks at full length."""
+    submit, width = request.submit, request.width
+    n, beam = submit.n, submit.beam
+    param = "n" if beam is None else "beam_width"
+    if n < 1 or width < n:
+        return f"n is {n}; it must be at least 1 and at most the beam width", "n"
+    if beam is not None and width > WIDTH_MAX:
+        return f"the beam width is {width}; at most {WIDTH_MAX} is allowed", param
+    if width > config.max_rows:
+        return f"{param} is {width}; this group decodes at most {config.max_rows} sequences at once", param
+    if beam is not None and submit.grammar is not None:
+        return "a beam search cannot follow a grammar", "beam_width"
+    if width == 1:
+        return "", ""
+    if beam is None and len(request.tokens) > submit.prompt_len:
+        return "several samples cannot go on from one given output", "n"
+    limit = min(prompt_len + submit.max_tokens, config.longest_sequence)
+    # Without the cache, samples that come back after a preemption no longer find each other's prompt.
+    shared = prompt_len // config.chunk_size if config.prefix_cache else 0
+    needed = shared + width * (blocks_for(limit, config.chunk_size) - shared)
+    if needed > config.num_blocks:
+        return (
+            f"{param} = {width} sequences of up to {limit} tokens need {needed} blocks of {config.chunk_size} "
+            f"tokens at once; this group has {config.num_blocks}. Ask for fewer sequences or fewer tokens."
+        ), param
+    return "", ""
