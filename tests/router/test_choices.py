@@ -349,7 +349,7 @@ def test_mixed_tokens_give_each_sample_its_own_text(tokenizer: Tokenizer, data: 
 
     async def read() -> None:
         batch = await stream.next()
-        for delta in choices.feed(batch, batch.reason):
+        for delta in choices.feed(batch, None if batch.end is None else batch.end.reason):
             assert not finishes[delta.index], "nothing follows an end"
             texts[delta.index] += delta.text
             finishes[delta.index] += delta.finish is not None

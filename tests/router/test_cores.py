@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 from router.harness import EOS, VOCAB_SIZE
 
 from trunkline.controller.messages import TopLogprobs
-from trunkline.router.errors import finish_error
 from trunkline.router.http.answers import TextEvents, event
 from trunkline.router.jobs.job import Job
 from trunkline.router.messages import Finished, FinishReason, Started
 from trunkline.router.streams.choices import TextAssembler
-from trunkline.router.streams.streams import Stream
+from trunkline.router.streams.streams import End, Stream
 from trunkline.router.text.tokenizer import Tokenizer
 from trunkline.worker.messages import Sampling
 
@@ -133,19 +132,19 @@ def test_a_reader_wakes_for_each_batch() -> None:
         stream.push(5, None)
         stream.push(6, None)
         batch = await reader
-        assert (batch.tokens, batch.reason, stream.cached_tokens) == ([5, 6], None, 4)
+        assert (batch.tokens, batch.end, stream.cached_tokens) == ([5, 6], None, 4)
         await stream.wait_first()
         stream.receive(Finished(1, FinishReason.LENGTH, "d"))
         stream.receive(Finished(1, FinishReason.ENGINE_FAILED, "later"))
         assert stream.failure == (FinishReason.LENGTH, "d", "")
-        assert (await stream.next()).reason == FinishReason.LENGTH
+        assert (await stream.next()).end == (FinishReason.LENGTH, "d", "")
 
     asyncio.run(scene())
 
 
 @pytest.mark.parametrize("reason", list(FinishReason))
 def test_every_reason_has_an_answer(reason: FinishReason) -> None:
-    error = finish_error(reason, "")
+    error = End(reason).error()
     assert (error is None) == (reason in (FinishReason.STOP, FinishReason.LENGTH))
     assert error is None or error.message
 

@@ -20,13 +20,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from trunkline.router.messages import FinishReason
-
 RETRY_AFTER_SECONDS: Final = 1
-"""Advice to a client that was turned away: queues and restarts move within seconds."""
-
-TIMED_OUT: Final = "timeout"
-"""A reason beside `FinishReason`'s: the router's own time limit."""
+"""`Retry-After` of a 429 or 503 without a better estimate: queues and restarts move within seconds."""
 
 
 class RouterError(Exception):
@@ -119,22 +114,3 @@ def overloaded(message: str) -> ApiError:
 def draining() -> ApiError:
     """Return a 503: this process is about to end."""
     return unavailable("the server is shutting down and takes no new requests", code="draining")
-
-
-def finish_error(reason: str, detail: str, param: str = "") -> ApiError | None:
-    """Return the error behind a controller's `Finished`; None for a regular end. `param`: the parameter at
-    fault."""
-    if reason in (FinishReason.STOP, FinishReason.LENGTH):
-        return None
-    if reason == FinishReason.INVALID:
-        message = detail or "the engine cannot run this request"
-        return ApiError(400, message, param=param or None, code="invalid_request")
-    if reason == FinishReason.QUEUE_FULL:
-        return overloaded(detail or "too many requests are waiting; try again later")
-    if reason == FinishReason.DRAINING:
-        return unavailable(detail or "the engine is shutting down", code="draining")
-    if reason == TIMED_OUT:
-        return ApiError(504, detail, kind="timeout_error", code="timeout")
-    if reason == FinishReason.ABORT:
-        return unavailable(detail or "the engine gave the request up", code="aborted")
-    return unavailable(detail or "the engine failed", code="engine_failed")

@@ -33,10 +33,18 @@ from trunkline.router.messages import FinishReason, State
 from trunkline.router.routing.core import NoControllerError, RoutingCore
 from trunkline.router.routing.names import Identity
 from trunkline.router.routing.request import Decision, RouteRequest
-from trunkline.router.streams.attempts import ALL, Attempt, RoutedRequest, continuation, end_of, submission
 from trunkline.router.streams.health import describe
 from trunkline.router.streams.link import ControllerLink
-from trunkline.router.streams.streams import End, Stream
+from trunkline.router.streams.streams import (
+    ALL,
+    Attempt,
+    End,
+    RoutedRequest,
+    Stream,
+    continuation,
+    end_of,
+    submission,
+)
 from trunkline.router.telemetry.request_record import current_record
 
 FAILURES_MAX: Final = 3
@@ -185,7 +193,7 @@ class Dispatcher:
                 self.finished(attempt, End(FinishReason.DRAINING, link.why_not_ready()))
 
     def started(self, attempt: Attempt) -> None:
-        """See `Owner`."""
+        """Note that the controller has admitted an attempt, so that its prompt is computed or about to be."""
         self.core.started(attempt.ticket, self.now())
         if not attempt.routed.waiting:
             self._stop_timer(attempt.routed)
@@ -195,7 +203,7 @@ class Dispatcher:
             )
 
     def finished(self, attempt: Attempt, end: End) -> None:
-        """See `Owner`."""
+        """Decide what follows the end of an attempt."""
         routed = attempt.routed
         if routed.attempts.get(attempt.ticket) is not attempt:
             return

@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Final
 
 from trunkline.controller.messages import PromptLogprobs
-from trunkline.router.errors import TIMED_OUT, ApiError, finish_error, unavailable
+from trunkline.router.errors import ApiError, unavailable
 from trunkline.router.jobs.job import Job
 from trunkline.router.messages import FinishReason, Started
 from trunkline.router.streams.choices import Choices, Delta
-from trunkline.router.streams.streams import Batch, End, Stream
+from trunkline.router.streams.streams import TIMED_OUT, Batch, End, Stream
 from trunkline.router.telemetry.metrics import Metrics
 
 _FIRST_EVENT_SECONDS_MAX: Final = 10.0
@@ -150,7 +150,7 @@ class Generation:
             on_close(self)
 
     def _error_of(self, end: End | None) -> ApiError | None:
-        error = None if end is None else finish_error(*end)
+        error = None if end is None else end.error()
         if end is not None and error is not None:
             self.outcome = OUTCOMES.get(end.reason, end.reason)
         return None if error is None else self.job.decoding.in_clients_words(error)

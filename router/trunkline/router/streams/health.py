@@ -8,11 +8,10 @@ from typing import Final
 
 import msgspec
 
-from trunkline.router.errors import ApiError, finish_error
+from trunkline.router.errors import ApiError
 from trunkline.router.jobs.job import Job
-from trunkline.router.streams.attempts import submission
 from trunkline.router.streams.link import ControllerLink
-from trunkline.router.streams.streams import Stream
+from trunkline.router.streams.streams import Stream, submission
 from trunkline.worker.messages import Sampling
 
 _FRESH_SECONDS: Final = 1.0
@@ -85,7 +84,7 @@ class HealthProbe:
             stream.close()
         if batch.tokens:
             return Health(True, "a token was generated")
-        failure = None if batch.end is None else finish_error(*batch.end)
+        failure = None if batch.end is None else batch.end.error()
         return Health(False, failure.message if failure else "the engine ended a request without a token")
 
 

@@ -55,7 +55,7 @@ from trunkline.router.messages import (
     TreeDescription,
 )
 from trunkline.router.streams.reply_checks import problem_of_reply
-from trunkline.router.streams.streams import Event, Receiver
+from trunkline.router.streams.streams import Attempt, Event, Stream
 from trunkline.runtime.process import RareLog
 from trunkline.runtime.wire_keys import WireKeysError, is_network
 from trunkline.runtime.wire_sockets import HANDSHAKE_FAILED, WirePeer
@@ -107,7 +107,7 @@ class ControllerLink:
         self._silence_seconds = silence_seconds
         self._loop = asyncio.get_running_loop()
         self._socket: _Socket | None = None
-        self._receivers: dict[int, Receiver] = {}
+        self._receivers: dict[int, Attempt | Stream] = {}
         self._calls: dict[int, asyncio.Future[Answer]] = {}
         self._ids = itertools.count(1)
         self._timer: asyncio.TimerHandle | None = None
@@ -148,7 +148,7 @@ class ControllerLink:
 
     # -- requests
 
-    def submit(self, make: Callable[[int], Submit], receiver: Receiver) -> int:
+    def submit(self, make: Callable[[int], Submit], receiver: Attempt | Stream) -> int:
         """Send what `make` makes of a fresh number; `receiver` gets what comes back for it, until `release`.
 
         Returns:

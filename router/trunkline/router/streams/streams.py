@@ -1,32 +1,74 @@
-"""The end of a request's way back: tokens from a controller, read by the coroutine that answers the client.
+"""A request on its way through the controllers: its stream of tokens, and its attempts at controllers.
 
-A step's tokens for many requests arrive in one message; each stream only appends and, if its reader
-waits, wakes it once. The samples of a request share a stream: their tokens come mixed, and each of them
-ends for itself. A stream ends exactly once, with its last sample or as a whole; leaving it early (`close`)
-tells the controller. What it has got is remembered: should its controller die, another one goes on from there
-(`trunkline.router.streams.dispatch`).
+    ControllerLink ──push, receive──► Attempt ──► Stream ──► Generation reads it
+                                         └─ lost, drained, full ──► Dispatcher begins another attempt
+
+A `Stream` is read by the coroutine that answers the client. A step's tokens for many requests arrive in one
+message; each stream only appends its token and wakes its reader once. The samples of a request share a stream:
+their tokens arrive mixed, and each sample ends separately. A stream ends exactly once, with its last sample or as
+a whole. Leaving it early (`close`) tells the controller.
+
+An `Attempt` is one sending of a request, or of one of its samples, to one controller. The stream keeps all tokens
+that have arrived, so when a controller is lost another one goes on from there with the prompt and these tokens.
+The noise of sampling depends only on seed, output index and token, so the request goes on as it would have.
+Samples that have tokens differ from each other: each goes on in an attempt of its own, with its own seed. A beam
+search, of which the client has seen nothing yet, begins again.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 
-from trunkline.controller.messages import PromptLogprobs, TopLogprobs
-from trunkline.router.messages import BeamsFound, Finished, Hypothesis, PromptScored, Started
+from trunkline.controller.messages import PromptLogprobs, Submit, TopLogprobs
+from trunkline.controller.sequences.beam_search import sample_seed
+from trunkline.kvstore.chunks import pack_int32
+from trunkline.router.errors import ApiError, overloaded, unavailable
+from trunkline.router.jobs.job import Job
+from trunkline.router.messages import BeamsFound, Finished, FinishReason, Hypothesis, PromptScored, Started
+from trunkline.router.routing.request import RouteRequest
+from trunkline.router.telemetry.request_record import AttemptTrace, RequestRecord
+from trunkline.runtime.spans import SpanContext
+
+if TYPE_CHECKING:
+    from trunkline.router.streams.dispatch import Dispatcher
+    from trunkline.router.streams.link import ControllerLink
+
+TIMED_OUT: Final = "timeout"
+"""The reason of an `End` by the router's own time limit; all other reasons are `FinishReason`s."""
 
 
 class End(NamedTuple):
     """Why a request is over."""
 
     reason: str
-    """A `FinishReason`, or `errors.TIMED_OUT`."""
+    """A `FinishReason`, or `TIMED_OUT`."""
     detail: str = ""
     param: str = ""
-    """The client's parameter that is to blame, if one is."""
+    """The client's parameter that is wrong; "": none is."""
+
+    def error(self) -> ApiError | None:
+        """Return the error that the client gets; None: the request ended regularly."""
+        detail = self.detail
+        match self.reason:
+            case FinishReason.STOP | FinishReason.LENGTH:
+                return None
+            case FinishReason.INVALID:
+                message = detail or "the engine cannot run this request"
+                return ApiError(400, message, param=self.param or None, code="invalid_request")
+            case FinishReason.QUEUE_FULL:
+                return overloaded(detail or "too many requests are waiting; try again later")
+            case FinishReason.DRAINING:
+                return unavailable(detail or "the engine is shutting down", code="draining")
+            case FinishReason.ABORT:
+                return unavailable(detail or "the engine gave the request up", code="aborted")
+        if self.reason == TIMED_OUT:
+            return ApiError(504, detail, kind="timeout_error", code="timeout")
+        return unavailable(detail or "the engine failed", code="engine_failed")
 
 
 class Batch(msgspec.Struct):
@@ -34,38 +76,23 @@ class Batch(msgspec.Struct):
 
     tokens: list[int]
     logprobs: list[TopLogprobs | None]
-    """One per token, or empty where the request asked for none."""
+    """One per token; empty if the request asked for none."""
     samples: list[int] | None = None
-    """Which sample each token belongs to; None where the request has only one."""
+    """Index of the sample that each token belongs to; None: the request has only one sample."""
     ended: dict[int, str] | None = None
-    """Samples that are over, each with its `FinishReason`: nothing follows for them. None like `samples`."""
+    """`FinishReason` by sample, of samples that have ended. None: the request has only one sample."""
     hypotheses: list[Hypothesis] | None = None
-    """What a beam search found, best first."""
+    """Results of a beam search, best first."""
     end: End | None = None
-    """Set once the request has ended as a whole; nothing follows then."""
-
-    @property
-    def reason(self) -> str | None:
-        """Why the request ended, if it did."""
-        return None if self.end is None else self.end.reason
+    """Set once the request has ended as a whole; this is the last batch then."""
 
 
 Event = Started | PromptScored | BeamsFound | Finished
-"""What a controller says of a request besides its tokens."""
-
-
-class Receiver(Protocol):
-    """The end of a request's way back. `ControllerLink` calls it in the order of the controller's messages."""
-
-    def push(self, token: int, logprobs: TopLogprobs | None = None, sample: int = 0) -> None:
-        """Take the next token of a sample. Tokens have a method of their own: nearly all calls are theirs."""
-
-    def receive(self, event: Event) -> None:
-        """Take any other news of the request. After a `Finished` of the whole request nothing follows."""
+"""News of a request from its controller, other than tokens."""
 
 
 class Stream:
-    """Tokens of one request, in the order of arrival, for one reader."""
+    """The tokens of one request, in the order of arrival, for one reader."""
 
     def __init__(
         self,
@@ -78,14 +105,14 @@ class Stream:
     ) -> None:
         """
         Args:
-            release: `release(request, abort)` takes the stream off its controller's books; called exactly once.
-            drop: `drop(request, sample)` lets the controller end one of several samples.
+            release: `release(request, abort)` makes the dispatcher forget the request; called exactly once.
+            drop: `drop(request, sample)` makes the controller end one of several samples.
         """
         self.request = request
         self.started: Started | None = None
-        """What was found of its prompt; None until it was admitted."""
+        """What the controller found cached of the prompt; None until it has admitted the request."""
         self.prompt_logprobs: list[PromptLogprobs] = []
-        """What has been said of the prompt, in the order of arrival; all of it before the first token."""
+        """Log-probabilities of the prompt, in the order of arrival. They are complete before the first token."""
         self.outputs: list[list[int]] = [[] for _ in range(samples)]
         """All tokens that have arrived, by sample."""
         self._release: Callable[[int, bool], None] | None = release
@@ -98,7 +125,7 @@ class Stream:
 
     @property
     def running(self) -> frozenset[int]:
-        """Samples that have not ended."""
+        """Indices of the samples that have not ended."""
         return frozenset(self._running)
 
     @property
@@ -108,12 +135,12 @@ class Stream:
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more will come, or the reader has left."""
+        """Whether the request is over, or its reader has left."""
         return self._release is None
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens whose KV was found; 0 until it was admitted."""
+        """Prompt tokens whose KV was found; 0 until the request was admitted."""
         return 0 if self.started is None else self.started.cached_tokens
 
     def receive(self, event: Event) -> None:
@@ -134,7 +161,7 @@ class Stream:
             self.finish(event.reason, event.detail, event.param)
 
     def restart(self) -> None:
-        """Forget what was said of the prompt: the request begins again, and its reader has kept nothing yet."""
+        """Forget the prompt's log-probabilities: the request begins again, and its reader has used none yet."""
         self.prompt_logprobs.clear()
 
     def push(self, token: int, logprobs: TopLogprobs | None = None, sample: int = 0) -> None:
@@ -172,7 +199,7 @@ class Stream:
             self.finish(reason)
 
     def drop_sample(self, sample: int) -> None:
-        """End one of several samples, of which the reader wants no more, unless it has ended."""
+        """Have the controller end one of several samples, unless it has ended: the reader needs no more of it."""
         if sample in self._running and len(self._running) > 1:
             self._running.discard(sample)
             self._drop(self.request, sample)
@@ -182,20 +209,21 @@ class Stream:
         self._end(End(reason, detail, param), abort=False)
 
     def cut(self, reason: str, detail: str) -> None:
-        """End the request from this side (time limit, shutdown): abort it, and let its reader know why."""
+        """Abort the request because of a time limit or a shutdown; its reader gets the reason."""
         self._end(End(reason, detail), abort=True)
 
     def close(self) -> None:
-        """Abort the request if it still runs: the reader wants no more. May be called at any time."""
+        """Abort the request if it still runs: its reader leaves. May be called at any time, and again."""
         self._let_go(abort=True)
 
     async def wait_first(self) -> None:
-        """Return as soon as the request was admitted, brought a token or ended."""
+        """Wait until the request was admitted, has a token or has ended."""
         while not (self.started is not None or self._batch.tokens or self._batch.end is not None):
             await self._wait()
 
     async def next(self) -> Batch:
-        """Return what has arrived; wait until something has. Not to be called after an end was read."""
+        """Return what has arrived since the last call; wait until something has. Not to be called after a batch
+        with an `end`."""
         batch = self._batch
         while not (batch.tokens or batch.end is not None or batch.ended):
             await self._wait()
@@ -204,12 +232,13 @@ class Stream:
 
     @property
     def failure(self) -> End | None:
-        """An end that has arrived and was not read yet."""
+        """The end of the request, if it has arrived and `next` has not returned it yet."""
         return self._batch.end
 
     def _start(self, started: Started) -> None:
-        """Note that the controller admitted the request. If that happens again, the first time counts. But KV
-        behind a cut that is lost on the way is computed anew, and sees less: the reader is told."""
+        """Note that a controller admitted the request. After a loss that may happen again, and the first time
+        counts. But KV behind a cut may be lost with a controller. It is computed anew and sees less, so that is
+        noted."""
         if self.started is None:
             self.started = started
             self._wake()
@@ -246,3 +275,172 @@ class Stream:
             await self._waiter
         finally:
             self._waiter = None
+
+
+ALL = -1
+"""In place of a sample's index: all samples of a request."""
+NOTHING_FAILED: Final = End(FinishReason.ENGINE_FAILED)
+
+
+@dataclass(slots=True, eq=False)
+class RoutedRequest:
+    """A request that is not over: one or more controllers work on it, or it waits for one."""
+
+    id: int
+    job: Job
+    route: RouteRequest
+    stream: Stream
+    attempts: dict[int, Attempt] = field(default_factory=dict)
+    """Attempts that are not over, by their tickets."""
+    waiting: set[int] = field(default_factory=set)
+    """Samples (or `ALL`) that wait for a controller."""
+    timer: asyncio.TimerHandle | None = None
+    """Limits how long the request may wait. It runs from the first wait until a controller admits the request."""
+    failures: dict[int, int] = field(default_factory=dict)
+    """By sample (or `ALL`): attempts that were lost since its last token, each counted as `WAITING_LOSSES` or as
+    1. A controller that is lost with several samples counts once for each, not for all together."""
+    failed: set[int] = field(default_factory=set)
+    """Controllers that lost an attempt of the request; others are preferred."""
+    full: set[int] = field(default_factory=set)
+    """Controllers that refused the request because their queues were full."""
+    last_failure: End = NOTHING_FAILED
+    """Why the last attempt was lost."""
+    record: RequestRecord | None = None
+    """Record of the HTTP request; None: the work is for no client."""
+    lost: list[SpanContext] = field(default_factory=list)
+    """If the request is traced: the span of the last attempt that was lost."""
+
+    @property
+    def request_id(self) -> str:
+        """Id of the HTTP request; "": the work is for no client."""
+        return "" if self.record is None else self.record.id
+
+
+class Attempt:
+    """One sending of a request, or of one of its samples, to one controller."""
+
+    __slots__ = (
+        *("_dispatcher", "_stream", "_trace"),
+        *("has_started", "link", "names", "request", "routed", "sample", "ticket"),
+    )
+
+    def __init__(
+        self, dispatcher: Dispatcher, routed: RoutedRequest, link: ControllerLink, ticket: int, sample: int
+    ) -> None:
+        """`sample`: index of the one sample that the controller computes, or `ALL`."""
+        self._dispatcher = dispatcher
+        self._stream = routed.stream
+        self.routed = routed
+        self.link = link
+        self.ticket = ticket
+        self.sample = sample
+        self.has_started = False
+        self.request = 0
+        """Number of the request on the link."""
+        self.names: list[bytes] = []
+        """Names of the chunks that the controller has once the attempt has started. Empty if controllers publish
+        their chunks themselves."""
+        self._trace: AttemptTrace | None = None
+
+    def marked(self, submit: Submit) -> Submit:
+        """Return the message with the ids of the request for the controller's log and trace."""
+        record = self.routed.record
+        if record is None:
+            return submit
+        context = b""
+        if record.trace is not None:
+            known = sum(map(len, self.routed.stream.outputs))
+            self._trace = record.trace.attempt(self.link.index, self.sample, self.routed.lost, known)
+            context = self._trace.context.pack()
+        return msgspec.structs.replace(submit, request_id=record.id, trace=context)
+
+    def over(self, reason: str, *, is_failure: bool = False) -> None:
+        """End the attempt's span in the trace. `is_failure`: another attempt goes on with the work."""
+        trace, self._trace = self._trace, None
+        record = self.routed.record
+        if trace is None or record is None or record.trace is None:
+            return
+        if is_failure:
+            self.routed.lost = [trace.context]
+        record.trace.attempted(trace, reason, is_failure=is_failure, has_started=self.has_started)
+
+    def push(self, token: int, logprobs: TopLogprobs | None = None, sample: int = 0) -> None:
+        """Pass a token on to the request's stream."""
+        routed = self.routed
+        if routed.failures:
+            routed.failures.pop(self.sample, None)
+            routed.failed.clear()
+        if self.sample != ALL:
+            if sample:
+                raise ValueError(f"a token for sample {sample} of 1")
+            sample = self.sample
+        self._stream.push(token, logprobs, sample)
+
+    def receive(self, event: Event) -> None:
+        """Pass news on to the request's stream; the end of the attempt goes to the dispatcher, which may begin
+        another one."""
+        if isinstance(event, Finished):
+            if event.sample < 0 or (event.sample == 0 and self.sample != ALL):
+                self._dispatcher.finished(self, End(event.reason, event.detail, event.param))
+                return
+            if self.sample != ALL:
+                raise ValueError(f"the end of sample {event.sample} of 1")
+        elif isinstance(event, Started):
+            self.has_started = True
+            self._dispatcher.started(self)
+        self._stream.receive(event)
+
+
+def submission(job: Job, request: int) -> Submit:
+    """Return the message that asks a controller for all samples of a job from the beginning.
+
+    Args:
+        request: number of the request on the connection.
+    """
+    return Submit(
+        request=request,
+        tokens=job.packed_prompt(),
+        prompt_len=len(job.prompt),
+        max_tokens=job.max_tokens,
+        sampling=job.sampling,
+        stop_token_ids=sorted(job.eos_ids),
+        salt=job.salt,
+        n=job.decoding.samples,
+        beam=job.decoding.beam,
+        priority=job.priority,
+        grammar=job.grammar,
+        drops=job.packed_drops(),
+        ttl=job.ttl,
+        layout=None if job.modules is None else job.modules.layout,
+    )
+
+
+def continuation(job: Job, request: int, sample: int, output: Sequence[int]) -> Submit:
+    """Return the message that asks a controller to go on with one sample of a job.
+
+    Args:
+        request: number of the request on the connection.
+        sample: index of the sample.
+        output: tokens that the sample has so far; may be empty.
+    """
+    sampling = msgspec.structs.replace(
+        job.sampling, seed=sample_seed(job.sampling.seed, sample), prompt_logprobs=-1
+    )
+    whole = submission(job, request)
+    return msgspec.structs.replace(whole, tokens=whole.tokens + pack_int32(output), sampling=sampling, n=1)
+
+
+def end_of(job: Job, output: Sequence[int], max_context: int) -> FinishReason | None:
+    """Return why a sample is complete; None: it is not. The message that it has ended may have been lost.
+
+    Args:
+        output: the sample's tokens so far.
+        max_context: most tokens of prompt and output together; 0: not known.
+    """
+    if output and output[-1] in job.eos_ids:
+        return FinishReason.STOP
+    if len(output) >= job.max_tokens:
+        return FinishReason.LENGTH
+    if max_context and output and job.seen_tokens + len(output) >= max_context:
+        return FinishReason.LENGTH
+    return None
