@@ -1,4 +1,4 @@
-"""What one all-reduce between ranks on this host costs, through `trunkline.worker.parallel.collectives`.
+"""What one all-reduce between ranks on this host costs, through `trunkline.worker.tensor_parallel`.
 
     python benchmarks/allreduce.py [--quick] [--json PATH] [--ranks N] [--dtype NAME]
 
@@ -24,7 +24,7 @@ from report import Report, argument_parser
 from torch import Tensor
 
 from trunkline.worker.config import WorkerConfig
-from trunkline.worker.parallel.collectives import TensorParallel
+from trunkline.worker.tensor_parallel import TensorParallel
 
 SIZES = (1024, 1536, 8 * 1024, 48 * 1024, 256 * 1024, 1024 * 1024, 3 * 1024 * 1024)
 """Bytes of a message."""

@@ -17,8 +17,8 @@ import torch
 from trunkline.kvstore.chunks import blocks_for, pack_int32, unpack_int32
 from trunkline.worker.config import WorkerConfig
 from trunkline.worker.messages import Join, Sampling, StepPlan
-from trunkline.worker.parallel import TensorParallel
 from trunkline.worker.runner import Runner
+from trunkline.worker.tensor_parallel import TensorParallel
 
 CHUNK = 16
 PREFIX = 6 * CHUNK

@@ -27,7 +27,7 @@ from report import Report, parse_arguments
 from torch import Tensor
 
 from trunkline.kernels import native
-from trunkline.kernels.cpu_dense import DenseOps
+from trunkline.kernels.cpu import DenseOps
 from trunkline.kernels.ops import KernelCounters, PackedLinear
 
 BLOCKS: Final = 12

@@ -38,7 +38,7 @@ from trunkline.worker.batch.batch import Batch, ScoredPrompt
 from trunkline.worker.model.checkpoint import MlpWeights, Shard, load_weights
 from trunkline.worker.model.decoder import Decoder, make_kv_pool
 from trunkline.worker.model.families import check_model
-from trunkline.worker.parallel import TensorParallel
+from trunkline.worker.tensor_parallel import TensorParallel
 
 WINDOW: Final = 512
 CHUNK: Final = 64

@@ -53,7 +53,7 @@ FLOORS: Final[dict[str, tuple[str, ...]]] = {
         *("http", "service", "api", "ui", "app", "server", "__main__"),
     ),
     "worker": (
-        *("root", "parallel", "batch", "tiers", "model", "grammar", "sampling", "startup"),
+        *("root", "tensor_parallel", "batch", "tiers", "model", "grammar", "sampling", "device"),
         *("runner", "service", "__main__"),
     ),
     "deploy": ("root", "config", "supervisor", "node", "launch", "watch", "cli", "main"),

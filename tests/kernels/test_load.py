@@ -27,8 +27,8 @@ from trunkline.kernels.native import ISA_VARIABLE, LIBRARY_VARIABLE, REINSTALL, 
 from trunkline.kernels.ops import Kernels, KvPool
 from trunkline.kernels.plan import WritePlan
 from trunkline.worker.config import WorkerConfig
+from trunkline.worker.device import choose_kernels
 from trunkline.worker.errors import WorkerConfigError
-from trunkline.worker.startup import devices
 
 needs_native = pytest.mark.skipif(not NATIVE, reason="the compiled kernels are not installed")
 
@@ -72,7 +72,7 @@ def test_no_slow_kernels_on_a_gpu_unless_asked_for(name: str, monkeypatch: pytes
     assert logs == []
     config = WorkerConfig(model="", plan_endpoint="", report_endpoint="", device="cuda", gpu=0, kernels=name)
     with pytest.raises(WorkerConfigError, match="--kernels reference"):  # the rank ends with code 2, for good
-        devices.choose_kernels(config, 1)
+        choose_kernels(config, 1)
     assert load_kernels("reference", "cuda").name == "reference"
 
 

@@ -11,7 +11,7 @@ from kernels.forests import Forest, Range, Row, Shape, beam_forest, random_fores
 from seeds import seeds
 
 from trunkline.kernels.plan import Segments, build_decode_plan
-from trunkline.kernels.softmax_state import SoftmaxState, attend, merge
+from trunkline.kernels.reference_attention import SoftmaxState, attend, merge
 
 
 @pytest.mark.parametrize("seed", seeds(8))

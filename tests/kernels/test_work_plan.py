@@ -12,8 +12,7 @@ from kernels.forests import Forest, Range, Row, Shape, beam_forest, random_fores
 from numpy.typing import NDArray
 from seeds import seeds
 
-from trunkline.kernels.native import WorkOptions, plan_decode_work
-from trunkline.kernels.plan import DecodePlan
+from trunkline.kernels.plan import DecodePlan, WorkOptions, plan_decode_work
 
 pytestmark = pytest.mark.sanitized
 

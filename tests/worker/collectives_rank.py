@@ -15,7 +15,7 @@ from torch import Tensor
 from worker.ranks import Rank
 
 from trunkline.worker.errors import PeerLostError
-from trunkline.worker.parallel.collectives import TensorParallel
+from trunkline.worker.tensor_parallel import TensorParallel
 
 CALLS = 60
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -17,11 +17,7 @@ from trunkline.kvstore.chunks import unpack_int32
 from trunkline.worker import runner as runner_module
 from trunkline.worker.batch.batch import BatchBuilder
 from trunkline.worker.config import WorkerConfig
-from trunkline.worker.errors import WorkerConfigError, WorkerError
-from trunkline.worker.model.decoder import Decoder
-from trunkline.worker.runner import Runner
-from trunkline.worker.sampling.sampler import Sampler
-from trunkline.worker.startup import (
+from trunkline.worker.device import (
     OUTSIDE_BYTES_MAX,
     POOL_BLOCKS,
     MemoryUse,
@@ -30,6 +26,10 @@ from trunkline.worker.startup import (
     measured,
     rehearsal,
 )
+from trunkline.worker.errors import WorkerConfigError, WorkerError
+from trunkline.worker.model.decoder import Decoder
+from trunkline.worker.runner import Runner
+from trunkline.worker.sampling.sampler import Sampler
 
 GIB = 1 << 30
 MIB = 1 << 20

@@ -15,7 +15,7 @@ from worker.checkpoints import Models, largest_difference, make_checkpoint
 from worker.driver import generate, run_config
 
 from trunkline.worker.errors import CheckpointError, ModelError, ParallelismError, UnsupportedModelError
-from trunkline.worker.model.alibi import bloom_slopes, mpt_slopes
+from trunkline.worker.model.config_fields import bloom_slopes, mpt_slopes
 from trunkline.worker.model.families import check_model, check_parallelism, read_model_config
 from trunkline.worker.model.model_config import LayerAttention, ModelConfig, RopeConfig
 from trunkline.worker.runner import Runner

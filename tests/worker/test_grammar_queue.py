@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from trunkline.worker.grammar.cache import REFUSALS_MAX, REFUSED_S, GrammarCache, Wanted
-from trunkline.worker.grammar.queue import GrammarQueue, Line
+from trunkline.worker.grammar.compiler import REFUSALS_MAX, REFUSED_S, GrammarCache, GrammarQueue, Line
+from trunkline.worker.grammar.process import Wanted
 
 HOSTILE, OTHER, THIRD = b"hostile", b"other", b"third"
 

@@ -15,10 +15,9 @@ from worker.tier_driver import wait_until
 
 from trunkline.controller.messages import GrammarReady
 from trunkline.deploy.config.models import DEMO_FOLDER
-from trunkline.worker.grammar.cache import Wanted
 from trunkline.worker.grammar.checks import prepare
-from trunkline.worker.grammar.compiler import GrammarStore
-from trunkline.worker.grammar.queue import Line
+from trunkline.worker.grammar.compiler import GrammarStore, Line
+from trunkline.worker.grammar.process import Wanted
 
 pytestmark = pytest.mark.processes
 

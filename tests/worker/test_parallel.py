@@ -15,8 +15,7 @@ from worker.ranks import run_ranks
 from trunkline.kernels.native import ISA_VARIABLE, LIBRARY_VARIABLE, library
 from trunkline.kernels.shared_group import CollectiveMismatchError, PeerGoneError
 from trunkline.worker.errors import PeerLostError, WorkerConfigError, WorkerError
-from trunkline.worker.parallel.backend_errors import of_collective
-from trunkline.worker.parallel.collectives import TensorParallel
+from trunkline.worker.tensor_parallel import TensorParallel, of_collective
 
 needs_library = pytest.mark.skipif(library() is None, reason="the compiled kernels are not installed")
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from trunkline.kvstore.chunks import unpack_int32
-from trunkline.worker.sampling import prompt_scores
+from trunkline.worker.sampling import selection
 from trunkline.worker.sampling.sampler import LOGPROB_MIN
 from trunkline.worker.sampling.selection import score_prompt
 
@@ -17,7 +17,7 @@ V = 211
 @pytest.mark.parametrize("piece_rows", [1, 3, 1000])
 @pytest.mark.parametrize("count", [0, 1, 5, V, V + 50])
 def test_scores_equal_a_log_softmax(piece_rows: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompt_scores, "_CHUNK_BYTES_MAX", piece_rows * 4 * V)
+    monkeypatch.setattr(selection, "_CHUNK_BYTES_MAX", piece_rows * 4 * V)
     rng = np.random.default_rng(count)
     logits = torch.from_numpy(rng.normal(0, 3, (10, V)).astype(np.float32))
     targets = rng.integers(0, V, 10).astype(np.int32)

@@ -15,8 +15,8 @@ from trunkline.controller.messages import StepResult
 from trunkline.kvstore.chunks import OPEN_COUNT, Extent, pack_int32, unpack_int32
 from trunkline.worker.errors import PlanError, WorkerConfigError
 from trunkline.worker.messages import Join, Sampling, StepPlan
-from trunkline.worker.parallel import TensorParallel
 from trunkline.worker.runner import Runner
+from trunkline.worker.tensor_parallel import TensorParallel
 
 GREEDY = Sampling(temperature=0)
 ALL_LOGPROBS = Sampling(temperature=0, logprobs=VOCAB_SIZE)

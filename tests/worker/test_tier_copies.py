@@ -147,6 +147,22 @@ def test_copies_wait_for_their_blocks(travel: Travel, expected: list[Any]) -> No
     traveller.check_end(expected)
 
 
+def test_a_load_waits_for_the_save_of_its_block(travel: Travel) -> None:
+    """The save still reads the block, and the plan of the load names no fence."""
+    traveller = travel()
+    traveller.swap_out()
+    saves = HeldKernels.hold(traveller.copier.saves)
+    loads = HeldKernels.hold(traveller.copier.loads)
+    loads.let_all()
+    traveller.driver.send(saves=moves((3, 5, 1)))
+    traveller.driver.send(loads=moves((3, 7, 1)))
+    wait_until(lambda: saves.asked == 1)
+    time.sleep(0.02)
+    assert not loads.asked
+    saves.let_all()
+    wait_until(lambda: loads.done == 1)
+
+
 # --- saves
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from worker.tier_driver import DEADLINE_S, wait_until
 
-from trunkline.worker.tiers.tier_queue import TierQueue
+from trunkline.worker.tiers.tier_service import TierQueue
 
 
 def test_reads_go_first_in_their_order() -> None:

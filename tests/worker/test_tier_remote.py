@@ -9,8 +9,8 @@ import pytest
 from structlog.testing import capture_logs
 from worker.redis_server import RedisServer
 
+from trunkline.deploy.config.option_values import check_remote_url
 from trunkline.deploy.config.settings import ServeSettings
-from trunkline.deploy.config.tier_options import check_remote_url
 from trunkline.deploy.errors import UserError
 from trunkline.kvstore.chunks import NAME_BYTES, ChunkName, SlotId
 from trunkline.kvstore.remote_stores import REMOTE_STORES, RemoteStore

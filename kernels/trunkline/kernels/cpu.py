@@ -1,13 +1,15 @@
-"""The ops on CPUs: attention, blocks and (from `cpu_dense`) linear layers and norms, by the compiled library.
+"""The ops on CPUs, by the compiled library: attention, blocks, linear layers over prepacked weights, RMS norms.
 
 Each op is one native call. The data that it needs of a plan is derived once and kept in the plan's `state`. Decode
 attention is the two-phase partition (ChunkAttention §3.2) over the pieces of `csrc/common/work_plan.h`. Partial
 results are merged in place, one after the other per row; for comparison also by way of a buffer. Chunks are packed
-in place when they are full (`csrc/cpu/attention.h`).
+in place when they are full (`csrc/cpu/attention.h`). The native side of linear layers is `csrc/cpu/linear.h`
+(packed form, invariants), that of norms `csrc/cpu/dense_norm.cc`.
 """
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
@@ -16,10 +18,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trunkline.kernels.cpu_dense import DenseOps
-from trunkline.kernels.native import ISA_LEVELS, NativeContext, WorkOptions, library, plan_decode_work
-from trunkline.kernels.ops import Angles, AttentionSpec, KernelCounters, KvPool, QkNorm
-from trunkline.kernels.plan import DecodePlan, PrefillPlan, WritePlan
+from trunkline.kernels.large_pages import advise_large_pages
+from trunkline.kernels.native import ISA_LEVELS, NativeContext, library
+from trunkline.kernels.ops import (
+    Activation,
+    Angles,
+    AttentionSpec,
+    KernelCounters,
+    KvPool,
+    PackedLinear,
+    QkNorm,
+    Quantisation,
+)
+from trunkline.kernels.plan import DecodePlan, PrefillPlan, WorkOptions, WritePlan, plan_decode_work
+from trunkline.kernels.quantisation import quantise
 from trunkline.kvstore.chunks import Int32Array
 
 INVARIANT_TOKENS: Final = 512
@@ -129,13 +141,6 @@ class CpuPrefillState:
         self.last_block = int(plan.block.max(initial=-1))
 
 
-class CpuWriteState:
-    """The data that `CpuKernels` derives from a `WritePlan`."""
-
-    def __init__(self, plan: WritePlan) -> None:
-        self.slots = torch.from_numpy(np.array(plan.slots, dtype=np.int32))
-
-
 class Planning:
     """The options by which the kernels of one instance cut decode plans."""
 
@@ -214,13 +219,13 @@ class CpuKernels:
         norm: QkNorm | None = None,
     ) -> Tensor:
         self.counters.called("write_kv")
-        state = plan.state
-        if not isinstance(state, CpuWriteState):
-            plan.state = state = CpuWriteState(plan)
+        slots = plan.state
+        if not isinstance(slots, Tensor):
+            plan.state = slots = _int32(plan.slots)
         cos, sin = (NONE, NONE) if angles is None else angles
         q_weight, k_weight, eps = (NONE, NONE, 0.0) if norm is None else norm
         handle, data, packed = self._context.handle, pool.data, pool.packed
-        self._write_kv(handle, state.slots, qkv, cos, sin, data, packed, layer, q_weight, k_weight, eps)
+        self._write_kv(handle, slots, qkv, cos, sin, data, packed, layer, q_weight, k_weight, eps)
         return qkv.view(qkv.shape[0], -1, spec.head_dim)[:, : spec.heads]
 
     def decode_attention(
@@ -371,3 +376,123 @@ def _check_pool(shape: torch.Size, chunk_size: int, last_block: int) -> None:
         raise ValueError(f"the plan is for blocks of {chunk_size} tokens, the pool has blocks of {shape[4]}")
     if last_block >= shape[0]:
         raise ValueError(f"the plan reads block {last_block}: the pool has {shape[0]} blocks")
+
+
+ACTIVATIONS: Final[dict[Activation, int]] = {"silu": 1, "gelu": 2, "gelu_tanh": 3}
+"""As `Activation` in `csrc/cpu/linear.h`; 0: not gated."""
+DENSE_TYPES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""As `DenseType` there."""
+
+LARGE_PAGE_BYTES: Final = 2 << 20
+SLAB_BYTES: Final = 64 << 20
+"""Address space of a slab: so large that its memory is fresh, not reused. Unused pages stay unmapped."""
+
+
+class PackedMemory:
+    """Memory for packed layers, one after the other on large pages.
+
+    A layer on small pages is read 10 to 20 % slower, and most layers are smaller than a large page. A slab lives
+    as long as any layer in it.
+    """
+
+    def __init__(self) -> None:
+        self._free = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, size: int) -> Tensor:
+        """Return uint8 `[size]`, aligned to a cache line."""
+        rounded = -(-size // 64) * 64
+        if rounded > SLAB_BYTES // 4:
+            return self._fresh(rounded)[:size]
+        if rounded > self._free.numel():
+            self._free = self._fresh(SLAB_BYTES)
+        taken, self._free = self._free[:size], self._free[rounded:]
+        return taken
+
+    def _fresh(self, size: int) -> Tensor:
+        pages = -(-size // LARGE_PAGE_BYTES)
+        memory = torch.empty((pages + 1) * LARGE_PAGE_BYTES, dtype=torch.uint8)
+        start = -memory.data_ptr() % LARGE_PAGE_BYTES
+        memory = memory[start : start + pages * LARGE_PAGE_BYTES]
+        advise_large_pages(memory)
+        return memory
+
+
+class PackedWeight:
+    """The memory of a packed layer, and the native layer that points into it. It is `PackedLinear.data`."""
+
+    __slots__ = ("__weakref__", "gated", "handle", "memory")
+
+    def __init__(self, memory: Tensor, handle: int, gated: bool) -> None:
+        self.memory = memory
+        self.handle = handle
+        self.gated = gated
+
+
+class DenseOps:
+    """The linear layers and norms of `CpuKernels`. Each layer of each step runs this code, so it only allocates
+    the output and calls."""
+
+    def __init__(self, module: Any, context: NativeContext, counters: KernelCounters) -> None:
+        self._context = context  # kept alive: bound ops outlive the object they were taken from
+        self._handle = context.handle
+        self._counters = counters
+        # Looking a function up costs more than calling it.
+        self._rms_norm = module.rms_norm
+        self._add_rms_norm = module.add_rms_norm
+        self._linear = module.linear
+        self._pack = module.linear_pack
+        self._packed_bytes = module.linear_packed_bytes
+        self._delete = module.linear_delete
+        self._memory = PackedMemory()
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        self._counters.called("rms_norm")
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        self._rms_norm(self._handle, x, weight, eps, out)
+        return out
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        self._counters.called("add_rms_norm")
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        self._add_rms_norm(self._handle, x, residual, weight, eps, out)
+        return out
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None, quantisation: Quantisation = "") -> PackedLinear:
+        return self._packed(weight, bias, 0, quantisation)
+
+    def linear(self, x: Tensor, layer: PackedLinear, out_dtype: torch.dtype | None = None) -> Tensor:
+        self._counters.called("linear")
+        x = x.contiguous()
+        out = torch.empty(x.shape[0], layer.out_features, dtype=out_dtype or x.dtype)
+        self._linear(self._handle, layer.data.handle, x, out)
+        return out
+
+    def pack_gated_linear(
+        self, weight: Tensor, bias: Tensor | None, activation: Activation, quantisation: Quantisation = ""
+    ) -> PackedLinear:
+        return self._packed(weight, bias, ACTIVATIONS[activation], quantisation)
+
+    def gated_linear(self, x: Tensor, layer: PackedLinear) -> Tensor:
+        self._counters.called("gated_linear")
+        x = x.contiguous()
+        out = torch.empty(x.shape[0], layer.out_features, dtype=x.dtype)
+        self._linear(self._handle, layer.data.handle, x, out)
+        return out
+
+    def _packed(
+        self, weight: Tensor, bias: Tensor | None, activation: int, quantisation: Quantisation
+    ) -> PackedLinear:
+        type_of_x = DENSE_TYPES.get(weight.dtype, -1)  # of others the library says what it takes
+        weight, scale = quantise(weight) if quantisation else (weight.detach(), NONE)
+        if weight.dim() == 2 and weight.stride(1) != 1:
+            weight = weight.contiguous()
+        widened = NONE if bias is None else bias.detach().float().contiguous()
+        memory = self._memory.take(self._packed_bytes(weight, activation))
+        handle = self._pack(self._handle, weight, scale, widened, type_of_x, activation, memory)
+        packed = PackedWeight(memory, handle, activation != 0)
+        weakref.finalize(packed, self._delete, handle)
+        parts = 2 if activation else 1
+        size = memory.nbytes + scale.nbytes + widened.nbytes
+        return PackedLinear(weight.shape[0] // parts, weight.shape[1], packed, size)

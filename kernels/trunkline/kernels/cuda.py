@@ -21,17 +21,6 @@ from torch import Tensor
 
 from trunkline.kernels import native
 from trunkline.kernels.cuda_build import CudaBuildError
-from trunkline.kernels.cuda_checks import (
-    check_copies,
-    check_heads,
-    check_items,
-    check_moved,
-    check_pool,
-    check_queries,
-    check_shifts,
-    check_slots,
-    check_written,
-)
 from trunkline.kernels.cuda_library import (
     ACTIVATION_NUMBERS,
     DTYPE_NUMBERS,
@@ -41,9 +30,20 @@ from trunkline.kernels.cuda_library import (
     MoveCall,
     NormCall,
     WriteCall,
+    block_bytes,
+    check_copies,
+    check_heads,
+    check_items,
+    check_moved,
+    check_pool,
+    check_queries,
+    check_shifts,
+    check_slots,
+    check_written,
+    layer_bytes,
     library_of_device,
+    staged,
 )
-from trunkline.kernels.cuda_staging import block_bytes, layer_bytes, staged
 from trunkline.kernels.cuda_work import (
     WORKSPACE_BYTES,
     CudaDecodeWork,
@@ -66,7 +66,7 @@ from trunkline.kernels.ops import (
     QkNorm,
     Quantisation,
 )
-from trunkline.kernels.plan import DecodePlan, PrefillPlan, WritePlan
+from trunkline.kernels.plan import DecodePlan, PrefillPlan, WorkOptions, WritePlan, plan_decode_work
 from trunkline.kernels.quantisation import QuantisedWeight, linear_int8, quantise, stored_bytes
 from trunkline.kvstore.chunks import Int32Array
 
@@ -197,7 +197,7 @@ class CudaKernels:
     def _decode_state(self, plan: DecodePlan, pool: KvPool, spec: AttentionSpec) -> CudaDecodeWork:
         key, state = self._work_key(pool, spec), plan.state
         if not isinstance(state, CudaDecodeWork) or state.key != key:
-            options = native.WorkOptions(
+            options = WorkOptions(
                 kv_heads=spec.kv_heads,
                 group=spec.group,
                 kv_token_bytes=2 * spec.head_dim * pool.data.element_size(),
@@ -210,7 +210,7 @@ class CudaKernels:
                 share=self._share,
                 vectors_per_read=VECTORS_PER_READ,
             )
-            plan.state = state = CudaDecodeWork(plan, key, native.plan_decode_work(plan, options))
+            plan.state = state = CudaDecodeWork(plan, key, plan_decode_work(plan, options))
         check_items(pool, state.last_block)
         return state
 

@@ -1,19 +1,26 @@
-"""The C interface of the CUDA kernels (`csrc/cuda/api.h`) in Python.
+"""The C interface of the CUDA kernels (`csrc/cuda/api.h`) in Python, and the checks of arguments before a call.
 
-Invariant: the structures here are those of the header. Their sizes are compared when a library is loaded.
+Invariants: the structures here are those of the header (their sizes are compared when a library is loaded); a call
+that is refused has written nothing and enqueued nothing.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Iterator
 from ctypes import POINTER, byref, c_char_p, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from trunkline.kernels.cuda_build import CudaBuildError, library_path
+from trunkline.kernels.ops import AttentionSpec, KvPool
+from trunkline.kernels.plan import WritePlan
+from trunkline.kvstore.chunks import Int32Array
 
 DTYPE_NUMBERS: Final = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 ACTIVATION_NUMBERS: Final = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
@@ -158,3 +165,113 @@ def library_of_device() -> CudaLibrary:
 @functools.cache
 def _library_for(capability: tuple[int, int]) -> CudaLibrary:
     return CudaLibrary(library_path(capability))
+
+
+ALIGNMENT: Final = 16
+"""Alignment in bytes of all data that kernels read in 16-byte units."""
+
+
+def check_pool(pool: KvPool, chunk_size: int) -> None:
+    """Check the pool's memory, and that a plan is for its block size."""
+    data = pool.data
+    if data.dtype not in DTYPE_NUMBERS:
+        raise ValueError(f"KV of type {data.dtype}; the CUDA kernels take float32, float16, bfloat16")
+    if not data.is_contiguous() or data.data_ptr() % ALIGNMENT:
+        raise ValueError(f"the KV pool must be contiguous and aligned to {ALIGNMENT} bytes")
+    if chunk_size != pool.chunk_size:
+        raise ValueError(
+            f"the plan is for blocks of {chunk_size} tokens, the pool has blocks of {pool.chunk_size}"
+        )
+
+
+def check_heads(pool: KvPool, layer: int, spec: AttentionSpec) -> None:
+    shape = pool.data.shape
+    if shape[3] != spec.kv_heads or shape[5] != spec.head_dim:
+        raise ValueError(f"a pool of shape {tuple(shape)} does not fit {spec.kv_heads} x {spec.head_dim}")
+    if not 0 <= layer < shape[1]:
+        raise ValueError(f"layer {layer}: the pool has {shape[1]}")
+
+
+def check_items(pool: KvPool, last_block: int) -> None:
+    if last_block >= pool.blocks:
+        raise ValueError(f"the plan reads block {last_block}: the pool has {pool.blocks} blocks")
+
+
+def check_queries(name: str, x: Tensor, pool: KvPool, spec: AttentionSpec, needs: tuple[int, bool]) -> None:
+    """Check queries or results of attention; `needs`: rows, and whether they must be aligned."""
+    rows, aligned = needs
+    if x.dtype != pool.data.dtype:
+        raise ValueError(f"{name} is {x.dtype}, but the KV pool is {pool.data.dtype}")
+    if x.shape[1:] != (spec.heads, spec.head_dim) or x.stride()[1:] != (spec.head_dim, 1):
+        raise ValueError(f"{name} of shape {tuple(x.shape)}, strides {x.stride()}: heads must be dense")
+    if x.shape[0] < rows:
+        raise ValueError(f"{name} has {x.shape[0]} rows, the plan {rows}")
+    if aligned and (x.data_ptr() % ALIGNMENT or x.stride(0) * x.element_size() % ALIGNMENT):
+        raise ValueError(f"rows of {name} must be aligned to {ALIGNMENT} bytes")
+
+
+def check_shifts(has_shifts: bool, spec: AttentionSpec) -> None:
+    if has_shifts and spec.inverse_frequencies is None and spec.alibi_slopes is None:
+        raise ValueError("a shift needs rotary positions or ALiBi; this layer's attention has neither")
+
+
+def check_slots(plan: WritePlan, pool: KvPool) -> None:
+    slots, end = plan.slots, pool.blocks * pool.chunk_size
+    if slots.dtype != "int32" or slots.ndim != 1:
+        raise ValueError(f"slots must be int32 [tokens], not {slots.dtype} {list(slots.shape)}")
+    if len(slots) and not (int(slots.min()) >= -1 and int(slots.max()) < end):
+        raise ValueError(f"slots {int(slots.min())} to {int(slots.max())}: the pool has {end}")
+
+
+def check_written(plan: WritePlan, qkv: Tensor, pool: KvPool, spec: AttentionSpec) -> None:
+    """Check queries, keys and values of new tokens."""
+    if qkv.dtype != pool.data.dtype or not qkv.is_contiguous():
+        raise ValueError(f"qkv must be contiguous and {pool.data.dtype} like the pool, not {qkv.dtype}")
+    width = (spec.heads + 2 * spec.kv_heads) * spec.head_dim
+    if qkv[0:1].numel() != (width if len(qkv) else 0):
+        raise ValueError(f"qkv of shape {tuple(qkv.shape)}: a token has {width} elements")
+    if len(plan.slots) != len(qkv):
+        raise ValueError(f"{len(plan.slots)} slots for {len(qkv)} tokens")
+
+
+def check_copies(pool: KvPool, copies: Int32Array) -> None:
+    blocks, chunk_size = pool.blocks, pool.chunk_size
+    for source, destination, first, count in copies.tolist():
+        if not (0 <= source < blocks and 0 <= destination < blocks):
+            raise ValueError(f"copy of block {source} to {destination}: the pool has {blocks} blocks")
+        if not (first >= 0 and count > 0 and first + count <= chunk_size):
+            raise ValueError(f"copy of tokens [{first}, {first + count}): a block has {chunk_size}")
+
+
+def check_moved(pool: KvPool, blocks: Int32Array, layers: range, moved: Tensor) -> None:
+    """Check a gather or a scatter of some layers of some blocks."""
+    check_pool(pool, pool.chunk_size)
+    if len(blocks) and not (int(blocks.min()) >= 0 and int(blocks.max()) < pool.blocks):
+        raise ValueError(f"blocks {int(blocks.min())} to {int(blocks.max())}: the pool has {pool.blocks} blocks")
+    if layers.step != 1 or not 0 <= layers.start <= layers.stop <= pool.data.shape[1]:
+        raise ValueError(f"layers {layers}: the pool has {pool.data.shape[1]}, moved in order")
+    expected = (len(blocks), len(layers), *pool.data.shape[2:])
+    if tuple(moved.shape) != expected or moved.dtype != pool.data.dtype:
+        raise ValueError(
+            f"layers of blocks are {pool.data.dtype} {expected}, not {moved.dtype} {tuple(moved.shape)}"
+        )
+
+
+STAGING_BYTES: Final = 64 << 20
+"""Most bytes that are staged at once; a single larger piece is staged whole."""
+
+
+def layer_bytes(pool: KvPool) -> int:
+    """Return the bytes of one layer of one block."""
+    return int(np.prod(pool.data.shape[2:])) * pool.data.element_size()
+
+
+def block_bytes(pool: KvPool) -> int:
+    """Return the bytes of all layers of one block."""
+    return int(pool.data.shape[1]) * layer_bytes(pool)
+
+
+def staged(pool: KvPool, count: int, layers: range) -> Iterator[tuple[int, int]]:
+    """Yield ranges of `count` blocks whose layers are staged at once."""
+    size = max(1, STAGING_BYTES // (len(layers) * layer_bytes(pool)))
+    yield from ((start, min(start + size, count)) for start in range(0, count, size))

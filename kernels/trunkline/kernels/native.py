@@ -1,26 +1,20 @@
-"""The compiled library: how it is found and loaded, its instruction-set levels, and the planner of decode work.
+"""The compiled library: how it is found and loaded, and its instruction-set levels.
 
 CMake builds it when the package is installed (CMakeLists.txt). Without a compiler the package is installed without
-it, and the reference kernels serve. The CUDA kernels use the planner as well.
+it, and the reference kernels serve. The CUDA kernels use its planner of decode work as well (`plan`).
 """
 
 from __future__ import annotations
 
 import functools
-import operator
 import os
 import weakref
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
-import torch
 import tvm_ffi
-from torch import Tensor
 
 import trunkline.kernels
-from trunkline.kernels.plan import DecodePlan
 
 ISA_LEVELS: Final = ("portable", "avx2", "avx512", "avx512bf16")
 """Names of the levels, in the order of the library's numbers (`csrc/cpu/cpu_level.h`)."""
@@ -132,51 +126,3 @@ class NativeContext:
         except RuntimeError as error:
             raise NativeLibraryError(str(error), "use fewer threads") from error
         weakref.finalize(self, module.cpu_context_delete, self.handle)
-
-
-@dataclass(frozen=True)
-class WorkOptions:
-    """How a decode plan is cut into pieces; `WorkOptions` in `csrc/common/work_plan.h` documents the fields."""
-
-    kv_heads: int
-    group: int
-    kv_token_bytes: int
-    partial_bytes: int
-    tile_rows: int = 0
-    workers: int = 1
-    pieces_per_worker: int = 4
-    piece_tokens_min: int = 64
-    invariant_tokens: int = 0
-    share: bool = True
-    vectors_per_read: int = 16
-
-
-_option_values = operator.attrgetter(*WorkOptions.__dataclass_fields__)
-
-
-def plan_decode_work(plan: DecodePlan, options: WorkOptions) -> Tensor:
-    """Cut a decode plan into pieces of work (`csrc/common/work_plan.h`).
-
-    Returns:
-        int32 words, the buffer that `WorkView` reads.
-
-    Raises:
-        ValueError: Items contradict each other.
-        NativeLibraryError: The library is not installed.
-    """
-    module = library()
-    if module is None:
-        raise NativeLibraryError("the compiled CPU kernels, which hold the planner, are not installed")
-    items, entries, rows = len(plan.block), len(plan.rows), len(plan.query_position)
-    if not len(plan.first) == len(plan.count) == len(plan.base) == len(plan.row_indptr) - 1 == items:
-        raise ValueError("block, first, count and base must be equally long, row_indptr longer by one")
-    if not len(plan.shifts) == entries == plan.row_indptr[-1]:
-        raise ValueError("rows and shifts must be as long as row_indptr says")
-    if len(plan.tail_item) != rows:
-        raise ValueError("tail_item and query_position must be equally long")
-    # All arrays in one tensor: passing a tensor costs as much as planning a row.
-    arrays = (plan.block, plan.first, plan.count, plan.base, plan.row_indptr, plan.rows, plan.shifts)
-    words = torch.from_numpy(np.concatenate((*arrays, plan.tail_item, plan.query_position), dtype=np.int32))
-    sizes = [items, entries, rows, plan.shared_items]
-    made = module.plan_work(words, [*sizes, *map(int, _option_values(options))])
-    return torch.from_numpy(np.from_dlpack(made))

@@ -19,11 +19,15 @@ advances its query, so a plan stays valid until a row joins, leaves or fills its
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
+from trunkline.kernels.native import NativeLibraryError, library
 from trunkline.kvstore.chunks import Int32Array
 
 BoolArray = NDArray[np.bool_]
@@ -231,3 +235,51 @@ def _group(segments: Segments, chosen: NDArray[np.int64], chunk_size: int) -> tu
     number = (~is_like_previous[:-1])[members].cumsum() - 1
     key[chosen[members]] = chosen[starts][number]
     return key, len(starts)
+
+
+@dataclass(frozen=True)
+class WorkOptions:
+    """How a decode plan is cut into pieces; `WorkOptions` in `csrc/common/work_plan.h` documents the fields."""
+
+    kv_heads: int
+    group: int
+    kv_token_bytes: int
+    partial_bytes: int
+    tile_rows: int = 0
+    workers: int = 1
+    pieces_per_worker: int = 4
+    piece_tokens_min: int = 64
+    invariant_tokens: int = 0
+    share: bool = True
+    vectors_per_read: int = 16
+
+
+_option_values = operator.attrgetter(*WorkOptions.__dataclass_fields__)
+
+
+def plan_decode_work(plan: DecodePlan, options: WorkOptions) -> Tensor:
+    """Cut a decode plan into pieces of work (`csrc/common/work_plan.h`).
+
+    Returns:
+        int32 words, the buffer that `WorkView` reads.
+
+    Raises:
+        ValueError: Items contradict each other.
+        NativeLibraryError: The library is not installed.
+    """
+    module = library()
+    if module is None:
+        raise NativeLibraryError("the compiled CPU kernels, which hold the planner, are not installed")
+    items, entries, rows = len(plan.block), len(plan.rows), len(plan.query_position)
+    if not len(plan.first) == len(plan.count) == len(plan.base) == len(plan.row_indptr) - 1 == items:
+        raise ValueError("block, first, count and base must be equally long, row_indptr longer by one")
+    if not len(plan.shifts) == entries == plan.row_indptr[-1]:
+        raise ValueError("rows and shifts must be as long as row_indptr says")
+    if len(plan.tail_item) != rows:
+        raise ValueError("tail_item and query_position must be equally long")
+    # All arrays in one tensor: passing a tensor costs as much as planning a row.
+    arrays = (plan.block, plan.first, plan.count, plan.base, plan.row_indptr, plan.rows, plan.shifts)
+    words = torch.from_numpy(np.concatenate((*arrays, plan.tail_item, plan.query_position), dtype=np.int32))
+    sizes = [items, entries, rows, plan.shared_items]
+    made = module.plan_work(words, [*sizes, *map(int, _option_values(options))])
+    return torch.from_numpy(np.from_dlpack(made))

@@ -28,9 +28,8 @@ from trunkline.kernels.ops import (
 )
 from trunkline.kernels.plan import DecodePlan, PrefillPlan, WritePlan
 from trunkline.kernels.quantisation import QuantisedWeight, linear_int8, quantise, stored_bytes
+from trunkline.kernels.reference_attention import ReferencePrefillState, check_plain
 from trunkline.kernels.reference_decode import ReferenceDecodeState
-from trunkline.kernels.reference_prefill import ReferencePrefillState
-from trunkline.kernels.reference_scores import check_plain
 from trunkline.kvstore.chunks import Int32Array
 
 WIDENED_ROWS: Final = 4096

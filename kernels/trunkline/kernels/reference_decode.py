@@ -27,15 +27,17 @@ from torch import Tensor
 
 from trunkline.kernels.ops import AttentionSpec, KvPool
 from trunkline.kernels.plan import DecodePlan
-from trunkline.kernels.reference_scores import (
+from trunkline.kernels.reference_attention import (
     ShiftAngles,
+    SoftmaxState,
     adjust_scores,
+    attend,
     check_plain,
     compute_dtype,
+    merge,
     needs_distance,
     turn,
 )
-from trunkline.kernels.softmax_state import SoftmaxState, attend, merge
 from trunkline.kvstore.chunks import Int32Array
 
 RUN_ITEMS_MIN: Final = 4

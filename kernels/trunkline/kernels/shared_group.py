@@ -1,7 +1,7 @@
 """Collectives of the ranks of one host through shared memory: the Python side of `csrc/cpu/shared_group.h`.
 
 That header has the protocol. Here: where the file lives, types, errors. Ranks agree on the file by other means
-(`trunkline.worker.parallel.collectives` sends its name over gloo), all of them join, and then it is unlinked: a
+(`trunkline.worker.tensor_parallel` sends its name over gloo), all of them join, and then it is unlinked: a
 group that runs has no name, so nothing stays behind when its processes are killed.
 """
 

@@ -22,17 +22,7 @@ from trunkline.kvstore.chunks import Int32Array, pack_int32, unpack_int32
 from trunkline.worker.batch.batch import Batch, BatchBuilder
 from trunkline.worker.batch.sequences import SequenceTable
 from trunkline.worker.config import WorkerConfig
-from trunkline.worker.errors import PlanError, WorkerConfigError
-from trunkline.worker.grammar.compiler import GrammarStore
-from trunkline.worker.messages import CompileGrammar, StepPlan
-from trunkline.worker.model.checkpoint import Progress, Shard, load_weights
-from trunkline.worker.model.decoder import Decoder, make_kv_pool
-from trunkline.worker.model.families import check_model
-from trunkline.worker.parallel import TensorParallel, of_loading
-from trunkline.worker.sampling.beams import BeamSearches
-from trunkline.worker.sampling.sampler import Sampler
-from trunkline.worker.sampling.selection import Selection, Selector
-from trunkline.worker.startup import (
+from trunkline.worker.device import (
     TORCH_DTYPES,
     CudaMemory,
     MemoryMeter,
@@ -40,6 +30,16 @@ from trunkline.worker.startup import (
     choose_kernels,
     measure_largest_step,
 )
+from trunkline.worker.errors import PlanError, WorkerConfigError
+from trunkline.worker.grammar.compiler import GrammarStore
+from trunkline.worker.messages import CompileGrammar, StepPlan
+from trunkline.worker.model.checkpoint import Progress, Shard, load_weights
+from trunkline.worker.model.decoder import Decoder, make_kv_pool
+from trunkline.worker.model.families import check_model
+from trunkline.worker.sampling.beams import BeamSearches
+from trunkline.worker.sampling.sampler import Sampler
+from trunkline.worker.sampling.selection import Selection, Selector
+from trunkline.worker.tensor_parallel import TensorParallel, of_loading
 from trunkline.worker.tiers.copier import Copier, CopyOptions
 from trunkline.worker.tiers.copy_lane import LayerTrace, StepGate
 from trunkline.worker.tiers.host_pool import HostPool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import select
 import subprocess
@@ -12,8 +13,7 @@ from typing import Final
 
 import msgspec
 
-from trunkline.worker.grammar.cache import Wanted
-
+_DIGEST_BYTES: Final = 16
 _START_S_MAX: Final = 60.0
 _GRACE_S: Final = 15.0
 """The process keeps to its limits by itself; if it does not, it is killed."""
@@ -21,6 +21,18 @@ _GRACE_S: Final = 15.0
 
 class TooSlowError(Exception):
     """A grammar takes longer than it may. The message is for the user."""
+
+
+class Wanted(msgspec.Struct, frozen=True):
+    """A grammar as a request asks for it (`CompileGrammar`)."""
+
+    kind: str
+    text: str
+    spaced: bool = False
+
+    def digest(self) -> bytes:
+        """Return a name that only the same grammar has."""
+        return hashlib.blake2b(msgspec.msgpack.encode(self), digest_size=_DIGEST_BYTES).digest()
 
 
 class TrialRequest(msgspec.Struct, frozen=True):

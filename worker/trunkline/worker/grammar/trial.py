@@ -29,9 +29,8 @@ import numpy as np
 
 from trunkline.runtime.process import die_with_parent
 from trunkline.worker.grammar.automaton import TokenGrammar, Vocabulary, explain
-from trunkline.worker.grammar.cache import Wanted
 from trunkline.worker.grammar.checks import GrammarError
-from trunkline.worker.grammar.process import TrialRequest, TrialVerdict
+from trunkline.worker.grammar.process import TrialRequest, TrialVerdict, Wanted
 
 MEMORY_BYTES_MAX: Final = 1 << 30
 """Beyond what the process has after its start."""

@@ -1,6 +1,6 @@
 """Load one rank's shard: only its slices are read from the safetensors files.
 
-What a rank's slices are is in `sharding`. Matrices that read the same input are fused into one, and each is
+What a rank's slices are is in `model_config`. Matrices that read the same input are fused into one, and each is
 packed for the kernels at once, so that no more than one exists in two forms. Whatever the checkpoint's layout
 (transposed matrices, queries, keys and values in one, norms stored minus one), the result is the same.
 """
@@ -20,9 +20,8 @@ from torch import Tensor
 from trunkline.kernels.ops import Activation, Kernels, PackedLinear, QkNorm, Quantisation
 from trunkline.worker.errors import CheckpointError
 from trunkline.worker.model.architecture import Mlp, NormKind
-from trunkline.worker.model.expected_tensors import find_prefix
-from trunkline.worker.model.sharding import Piece, Shard
-from trunkline.worker.model.tensor_index import read_tensor_index
+from trunkline.worker.model.model_config import Piece, Shard
+from trunkline.worker.model.tensor_index import find_prefix, read_tensor_index
 
 __all__ = [
     "ExpertWeights",

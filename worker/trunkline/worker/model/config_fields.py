@@ -1,13 +1,15 @@
-"""The fields of a config.json, under the names that a family gives them, checked where they are read.
+"""What the readers of the families share: fields of a config.json, rotary positions, slopes of ALiBi. No torch.
 
-No torch. Mistakes of the file's author are `ValueError` or `KeyError`, which `families` reports with the path;
-what is right but not implemented is `UnsupportedModelError`.
+A family gives fields names of its own; they are checked where they are read. Mistakes of the file's author are
+`ValueError` or `KeyError`, which `families` reports with the path; what is right but not implemented is
+`UnsupportedModelError`.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping
-from math import log
+from math import ceil, floor, log, log2
 from typing import Any, Final
 
 from trunkline.worker.errors import UnsupportedModelError
@@ -136,3 +138,33 @@ def make_rope(given: Mapping[str, Any], rotary_dim: int, theta: float, max_posit
         attention_factor=float(attention_factor),
         truncate=bool(given.get("truncate", True)),
     )
+
+
+def bloom_slopes(heads: int) -> tuple[float, ...]:
+    """Bloom's and Falcon's: the largest power of two below, then every other slope of the next one.
+
+    Falcon rounds slopes to bfloat16, so these are. It also rounds their products with positions, an error that
+    depends on absolute positions and is not imitated; there is none below position 256 with 1, 2, 4 or 8 heads.
+    """
+    whole = 2 ** floor(log2(heads))
+    base, between = 2.0 ** -(8 / whole), 2.0 ** -(4 / whole)
+    slopes = [base**power for power in range(1, whole + 1)]
+    slopes += [between**power for power in range(1, 2 * (heads - whole), 2)]
+    return tuple(map(_bfloat16, slopes))
+
+
+def mpt_slopes(heads: int) -> tuple[float, ...]:
+    """MPT's: the power of two above, every other slope first, cut off."""
+    whole = 2 ** ceil(log2(heads))
+    slopes = [2.0 ** -(8 * power / whole) for power in range(1, whole + 1)]
+    if whole != heads:
+        slopes = (slopes[1::2] + slopes[::2])[:heads]
+    return tuple(slopes)
+
+
+def _bfloat16(value: float) -> float:
+    """Rounded to nearest, ties to even; `value` is finite."""
+    (bits,) = struct.unpack("<I", struct.pack("<f", value))
+    bits += 0x7FFF + (bits >> 16 & 1)
+    (rounded,) = struct.unpack("<f", struct.pack("<I", bits & 0xFFFF0000))
+    return float(rounded)

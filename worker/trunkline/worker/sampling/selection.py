@@ -16,9 +16,9 @@ from torch import Tensor
 from trunkline.controller.messages import BeamStep, PromptLogprobs, TopLogprobs
 from trunkline.kvstore.chunks import Int32Array
 from trunkline.worker.batch.batch import Batch
-from trunkline.worker.parallel import TensorParallel
 from trunkline.worker.sampling.beams import BeamSearches, Seating, report
 from trunkline.worker.sampling.sampler import LOGPROB_MIN, Sampler, first_argmax, is_plain_greedy
+from trunkline.worker.tensor_parallel import TensorParallel
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """The disk tier of one rank: a bounded slab file of fixed slots (CachedAttention §3.3).
 
       page 0           header: format, fingerprint, rank, size of a slot, number of slots, checksum
-      slot i           payload, padded to whole pages │ page with the chunk's record (`chunk_record`)
+      slot i           payload, padded to whole pages │ page with the chunk's record (`RecordKeeper`)
 
 Everything is aligned to pages, so that the file system's cache can be passed by (O_DIRECT): what goes to disk
 was just in the host pool and will come back there. Payloads go straight from and to the host pool where their size

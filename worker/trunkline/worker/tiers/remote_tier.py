@@ -1,6 +1,6 @@
 """The remote tier: a store that all controllers share, by the protocol of Redis and Valkey.
 
-A chunk's shard is one value: its record (`chunk_record`), then its bytes in plain order. The key names everything
+A chunk's shard is one value: its record (`RecordKeeper`), then its bytes in plain order. The key names everything
 that the bytes depend on, so that groups of other models, or of another size, never meet:
 
       tl:{fingerprint}:{rank}/{ranks}:{name of the chunk}

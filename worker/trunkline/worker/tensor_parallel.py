@@ -1,23 +1,40 @@
-"""Collectives of a tensor-parallel group (PagedAttention §4.6: Megatron-style, one controller decides).
+"""Tensor parallelism: how the ranks of a group meet, their collectives, and what goes wrong in these.
 
-Three ways to move the numbers, chosen when the group meets, the same on every rank:
+One controller decides, the ranks compute shards as Megatron does (PagedAttention §4.6). There are three ways to
+move the numbers, chosen when the group meets, the same on every rank:
 
 - shared memory (`trunkline.kernels.shared_group`) for CPU ranks of one host: a few microseconds a call,
 - gloo for CPU ranks of several hosts or without the compiled kernels; also the rendezvous of all CPU ranks,
 - NCCL for GPUs.
 
 A group of one costs nothing.
+
+Ranks of several hosts meet at the address of `WorkerConfig.rendezvous`, where rank 0 listens, anew in every epoch.
+What they write there has the epoch's number as prefix, so that a process of an earlier epoch never meets ranks of
+this one. The collectives' own connections go through the network interface by which this host reaches that
+address. None of this is encrypted or authenticated: any host that reaches these ports can harm the group. So only
+the hosts of one group may reach the network between them (docs/nodes.md).
+
+Errors of NCCL, gloo and CUDA become this worker's exceptions; their own words are kept:
+
+      never works, however often it is tried     WorkerConfigError   exit code 2: the cluster ends
+      another rank, or the way to it, is gone    PeerLostError       this rank leaves and is started again
+      a failure of this rank's own               WorkerError         this rank leaves; the controller hears why
 """
 
 from __future__ import annotations
 
 import datetime
 import os
+import re
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, TypeVar
+from urllib.parse import urlsplit
 
+import psutil
 import structlog
 import torch
 import torch.distributed as dist
@@ -32,9 +49,7 @@ from trunkline.kernels.shared_group import (
     create_file,
 )
 from trunkline.worker.config import WorkerConfig
-from trunkline.worker.errors import WorkerError
-from trunkline.worker.parallel.backend_errors import hopeless, of_collective, words_of
-from trunkline.worker.parallel.rendezvous import choose_interface, open_store
+from trunkline.worker.errors import PeerLostError, WorkerConfigError, WorkerError
 
 _TIMEOUT: Final = datetime.timedelta(minutes=5)
 """Time limit of the rendezvous and of each collective. It bounds the wait for a peer that hangs, and must outlast
@@ -264,3 +279,148 @@ def _native_problem() -> str:
 
 def _first_problem(problems: list[str]) -> str:
     return next((f"on rank {rank} {problem}" for rank, problem in enumerate(problems) if problem), "")
+
+
+_ANY: Final = "0.0.0.0"
+_ELSEWHERE: Final = "192.0.2.1"
+"""Of a range reserved for documentation: the route there is that to any other host. Nothing is sent."""
+_INTERFACE_VARIABLES: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+def open_store(config: WorkerConfig, timeout: datetime.timedelta) -> dist.distributed_c10d.Store:
+    """Return the store by which the ranks of an epoch exchange addresses. Waits for rank 0.
+
+    Raises:
+        WorkerError: Rank 0 does not answer within the timeout, or cannot listen there.
+    """
+    host, port = _address(config.rendezvous)
+    try:
+        descriptor = None
+        if config.rank == 0:
+            # An own socket, because torch's would listen on all addresses of the host.
+            descriptor = socket.create_server((host, port)).detach()
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            "127.0.0.1" if host == _ANY else host,
+            port,
+            is_master=config.rank == 0,
+            timeout=timeout,
+            wait_for_workers=False,
+            master_listen_fd=descriptor,
+        )
+    except (OSError, RuntimeError) as error:
+        raise WorkerError(
+            f"rank {config.rank} cannot meet the others at {config.rendezvous} (the group's port + 4): {error}"
+        ) from error
+    return dist.PrefixStore(f"epoch-{config.epoch}", store)  # type: ignore[attr-defined]
+
+
+def choose_interface(config: WorkerConfig) -> None:
+    """Let the collectives use the interface that leads to the other hosts, unless the environment names one."""
+    host, port = _address(config.rendezvous)
+    address = _own_address(_ELSEWHERE if host == _ANY else host, port)
+    name = interface_of(address) if address else ""
+    if not name and host == _ANY:  # there is no way to everywhere: whatever leads to somewhere
+        name = next((other for other in sorted(psutil.net_if_addrs()) if other != "lo"), "")
+    if name:
+        for variable in _INTERFACE_VARIABLES:
+            os.environ.setdefault(variable, name)
+
+
+def interface_of(address: str) -> str:
+    """Return the name of the interface with this address; "" if there is none."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(found.address == address for found in addresses):
+            return str(name)
+    return ""
+
+
+def _own_address(host: str, port: int) -> str:
+    """Return this host's own address on the route to another host; "" if there is no route."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as trial:
+            trial.connect((host, port))  # only looks the way up
+            address, _ = trial.getsockname()
+            return str(address)
+    except OSError:
+        return ""
+
+
+def _address(rendezvous: str) -> tuple[str, int]:
+    parts = urlsplit(rendezvous)
+    if not parts.hostname or not parts.port:
+        raise WorkerError(f"rendezvous is {rendezvous!r}; ranks of several hosts meet at tcp://HOST:PORT")
+    return parts.hostname, parts.port
+
+
+_TEXT_MAX: Final = 600
+"""Characters of a backend's text: the first of them say what happened, more would be stack frames."""
+_SOURCE: Final = re.compile(r"(?:NCCL error in: )?\[?\S*/\S+\.(?:cpp|cc|cu|cuh|h|hpp):\d+\]?,?\s*")
+_STACK: Final = re.compile(
+    r"\n(?:Exception raised from|C\+\+ CapturedTraceback|frame #\d|CUDA kernel errors might be asynchronously).*",
+    re.DOTALL,
+)
+
+_REMEDIES: Final = {
+    "Duplicate GPU detected": "two ranks of a group use one GPU, which NCCL refuses; give each rank a GPU of its "
+    "own (a smaller --tp, or other CUDA_VISIBLE_DEVICES)",
+    "ncclInvalidUsage": "NCCL cannot form this group; NCCL_DEBUG=WARN makes it say more",
+    "ncclInvalidArgument": "NCCL cannot form this group; NCCL_DEBUG=WARN makes it say more",
+    "no kernel image is available": "torch or the CUDA kernels were built for other GPUs than this one; install "
+    "builds for its compute capability",
+    "invalid device ordinal": "there is no GPU of this index; check CUDA_VISIBLE_DEVICES",
+    "no CUDA-capable device": "no GPU is visible; check CUDA_VISIBLE_DEVICES and the driver",
+    "driver version is insufficient": "the driver is older than the CUDA that torch was built for; install a "
+    "newer driver or an older torch",
+    "compiled with an unsupported toolchain": "the driver is older than the CUDA that compiled the kernels; "
+    "install a newer driver",
+}
+"""By words of an error that will come again however often the process is started: what to do."""
+
+
+def words_of(error: BaseException) -> str:
+    """Return the text of a backend's error in one line, without places in its sources and without stack frames."""
+    text = _SOURCE.sub("", _STACK.sub("", str(error)))
+    text = " ".join(text.split())
+    return text if len(text) <= _TEXT_MAX else f"{text[:_TEXT_MAX]}…"
+
+
+def hopeless(error: BaseException) -> WorkerConfigError | None:
+    """Return the error as that of a configuration that can never work; None if a new start may succeed."""
+    text = str(error)
+    for words, remedy in _REMEDIES.items():
+        if words in text:
+            return WorkerConfigError(f"{remedy}. The error was: {words_of(error)}")
+    return None
+
+
+def of_collective(error: RuntimeError, backend: str) -> Exception:
+    """Return the worker's exception for what a collective raised; the error itself if it is about no other rank.
+
+    Args:
+        backend: "shared", "gloo" or "nccl".
+    """
+    if isinstance(error, CollectiveMismatchError):
+        return WorkerError(str(error))
+    if isinstance(error, PeerGoneError):
+        return PeerLostError(str(error))
+    is_nccl = isinstance(error, dist.DistError)
+    if is_nccl and (found := hopeless(error)) is not None:
+        return found
+    if is_nccl and "ncclUnhandledCudaError" in str(error):
+        return WorkerError(f"CUDA failed inside NCCL on this rank: {words_of(error)}")
+    # Gloo has no type of its own for what goes wrong between ranks.
+    if is_nccl or backend == "gloo":
+        return PeerLostError(
+            f"another rank of the group is gone or cannot be reached ({backend}: {words_of(error)})"
+        )
+    return error
+
+
+def of_loading(error: RuntimeError) -> WorkerError | None:
+    """The worker's exception for what CUDA or torch raised while a rank was loading; None if it is another kind.
+
+    Memory that is missing may be there the next time: another process may just be ending.
+    """
+    if isinstance(error, torch.OutOfMemoryError):
+        return WorkerError(f"the GPU has not enough free memory to load the model: {words_of(error)}")
+    return hopeless(error)

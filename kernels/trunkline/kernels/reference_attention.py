@@ -1,26 +1,32 @@
-"""Reference prefill attention: gather an entry's keys and values, then torch's fused attention.
+"""Reference attention: states of softmax, what an `AttentionSpec` does to scores, and attention of prefills.
 
-Entries are independent: what one computes does not depend on the others in the step. Only tokens that an
-item covers are gathered, so unused slots cannot leak. Keys of shifted items are turned in the gathered copy;
-the pool keeps them as they were computed. A soft cap or a bias, which the fused attention does not take (or
-only as a matrix per head), is computed in blocks of queries.
+The (O, m, n) of ChunkAttention §3.2 is a `SoftmaxState`. Natural exponentials throughout. An empty state (nothing
+was attended to) is `(0, -inf, 0)` and is neutral: merging it changes nothing, and merging only empty states gives
+an empty one, without NaN.
 
-Layers share a plan's state, but not always a spec: see `reference_decode`.
+A score is `cap(q · k * scale) + slope * distance`, distance being the key's acting position minus the query's; it
+counts only where the distance is in `(-window, 0]`. Layers may differ in all of this but share a plan. So what a
+plan's state caches is per frequency tensor or follows from the plan alone, and a spec comes with each call.
+
+Prefill gathers an entry's keys and values, then calls torch's fused attention. Entries are independent: what one
+computes does not depend on the others in the step. Only tokens that an item covers are gathered, so unused slots
+cannot leak. Keys of shifted items are turned in the gathered copy; the pool keeps them as they were computed. A
+soft cap or a bias, which the fused attention does not take (or only as a matrix per head), is computed in blocks
+of queries. Decode attention is in `reference_decode`.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
-from trunkline.kernels.ops import AttentionSpec, KvPool
+from trunkline.kernels.ops import Angles, AttentionSpec, KvPool, make_angles, swap_halves
 from trunkline.kernels.plan import PrefillPlan
-from trunkline.kernels.reference_scores import ShiftAngles, adjust_scores, check_plain, compute_dtype, turn
-from trunkline.kernels.softmax_state import attend
 from trunkline.kvstore.chunks import Int32Array
 
 SCORES_MAX: Final = 1 << 22
@@ -144,3 +150,123 @@ class _Entry:
         if self.tokens is None:
             return by_head[:, : self.num_tokens]
         return by_head.index_select(1, self.tokens)
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the type to compute in: float32 for half types, else the type itself."""
+    return torch.float32 if dtype.itemsize == 2 else dtype
+
+
+def check_plain(pool: KvPool, blocks: NDArray[np.integer[Any]]) -> None:
+    """Check that blocks are in plain order, the only one that the reference knows.
+
+    Raises:
+        ValueError: a block is packed in some layer.
+    """
+    packed = pool.packed[torch.from_numpy(blocks.astype(np.int64)).to(pool.packed.device)]
+    if packed.any():
+        block = int(blocks[int(packed.any(dim=1).nonzero()[0])])
+        raise ValueError(f"block {block} is packed by other kernels; the reference cannot read or write it")
+
+
+class ShiftAngles:
+    """The rotary factors of shifts, computed at their first use with a layer's frequencies."""
+
+    def __init__(self, shifts: Int32Array) -> None:
+        self._shifts = shifts.astype(np.float64) if shifts.any() else None
+        self._made: list[tuple[Tensor, Angles]] = []
+
+    def of(self, spec: AttentionSpec, pool: KvPool) -> Angles | None:
+        """Return the factors for a layer; None if no key is shifted.
+
+        Raises:
+            ValueError: tokens are shifted, but positions do not enter the scores relatively.
+        """
+        if self._shifts is None:
+            return None
+        frequencies = spec.inverse_frequencies
+        if frequencies is None:
+            if spec.alibi_slopes is None:
+                raise ValueError("a shift needs rotary positions or ALiBi; this layer's attention has neither")
+            return None
+        for known, angles in self._made:
+            if known is frequencies:
+                return angles
+        exact = make_angles(torch.from_numpy(self._shifts), frequencies.double().cpu())
+        angles = Angles(*(x.to(pool.data.device, compute_dtype(pool.data.dtype)) for x in exact))
+        self._made.append((frequencies, angles))
+        return angles
+
+
+def turn(x: Tensor, angles: Angles | None) -> Tensor:
+    """Rotate `[entries, heads, head_dim]` by each entry's angles, in their type."""
+    if angles is None:
+        return x
+    width = angles.cos.shape[-1]
+    turned = x[..., :width] * angles.cos + swap_halves(x[..., :width]) * angles.sin
+    return turned if width == x.shape[-1] else torch.cat((turned, x[..., width:].to(turned.dtype)), dim=-1)
+
+
+def needs_distance(spec: AttentionSpec) -> bool:
+    """Return whether decode attention depends on positions; if not, a row sees all tokens of its items."""
+    return spec.window > 0 or spec.alibi_slopes is not None
+
+
+def adjust_scores(scores: Tensor, spec: AttentionSpec, distance: Tensor | None) -> None:
+    """Apply soft cap, bias and window to scaled scores, in place.
+
+    Args:
+        scores: `[..., kv_heads, rows, group, tokens]`.
+        distance: integers `[..., rows, tokens]`; None is enough without `needs_distance`.
+    """
+    if spec.soft_cap:
+        scores.div_(spec.soft_cap).tanh_().mul_(spec.soft_cap)
+    if distance is None:
+        return
+    spread = distance[..., None, :, None, :]
+    if spec.alibi_slopes is not None:
+        slopes = spec.alibi_slopes.to(scores.device, scores.dtype).view(spec.kv_heads, 1, spec.group, 1)
+        scores.addcmul_(slopes, spread.to(scores.dtype))
+    if spec.window:
+        scores.masked_fill_((spread > 0) | (spread <= -spec.window), float("-inf"))
+
+
+class SoftmaxState(NamedTuple):
+    """Unnormalised attention over a part of the context."""
+
+    acc: Tensor
+    """`[..., head_dim]`: sum of `exp(score - peak) * value`."""
+    peak: Tensor
+    """`[...]`: largest score, -inf if there is none."""
+    total: Tensor
+    """`[...]`: sum of `exp(score - peak)`."""
+
+    def output(self) -> Tensor:
+        """Return the result of attention; zeros where the state is empty."""
+        return self.acc / self.total.clamp_min(torch.finfo(self.total.dtype).tiny).unsqueeze(-1)
+
+
+def attend(scores: Tensor, v: Tensor) -> SoftmaxState:
+    """Weigh values `[..., n, d]` by scores `[..., m, n]`, which are overwritten.
+
+    A key whose score is -inf is not seen, but its value must be finite; a query may see no key at all.
+    """
+    peak = scores.amax(dim=-1)
+    weights = scores.sub_(_finite(peak).unsqueeze(-1)).exp_()
+    return SoftmaxState(weights @ v, peak, weights.sum(dim=-1))
+
+
+def merge(states: SoftmaxState, dim: int) -> SoftmaxState:
+    """Merge the states that lie along dimension `dim` (not the last of `acc`)."""
+    peak = states.peak.amax(dim=dim, keepdim=True)
+    weights = (states.peak - _finite(peak)).exp_()
+    return SoftmaxState(
+        (states.acc * weights.unsqueeze(-1)).sum(dim=dim),
+        peak.squeeze(dim),
+        (states.total * weights).sum(dim=dim),
+    )
+
+
+def _finite(peak: Tensor) -> Tensor:
+    """Replace -inf by the lowest number: `-inf - -inf` is NaN, `-inf - lowest` is -inf, whose exponential is 0."""
+    return peak.clamp_min(torch.finfo(peak.dtype).min)

@@ -1,1 +1,0 @@
-"""Tensor parallelism: how ranks meet and their collectives."""
