@@ -16,7 +16,7 @@ from router.harness import ANSWER, EOS, MESSAGES
 
 from trunkline.controller.messages import PromptLogprobs, Submit
 from trunkline.kvstore.chunks import pack_int32
-from trunkline.router.api.logprobs import join_prompt_logprobs
+from trunkline.router.api.answer_fields import join_prompt_logprobs
 from trunkline.router.text.tokenizer import Tokenizer
 from trunkline.worker.messages import Sampling
 

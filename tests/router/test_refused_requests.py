@@ -14,7 +14,7 @@ from router.harness import MESSAGES, VOCAB_SIZE
 from router.schema_calls import PLAN, PLAN_OBJECT, TRIP, post
 from router.session_calls import error_of
 
-from trunkline.router.api.common import TOKENIZE_CHARACTERS_MAX
+from trunkline.router.api.requests import TOKENIZE_CHARACTERS_MAX
 
 DEEP = json.loads("[" * 150 + "]" * 150)
 TOO_LONG = "a" * (TOKENIZE_CHARACTERS_MAX + 1)
@@ -60,7 +60,7 @@ BOTH: dict[str, list[Any]] = {
     "max_tokens": [0, -1, 1.5, "5", True, 2**31, 10**100],
     "stop": ["", [""], ["a"] * 17, 5, [5], {"a": 1}, "x" * 2000],
     "stop_token_ids": [[-1], [VOCAB_SIZE], ["a"], 5, [1.5], [10**30], list(range(300))],
-    "ignore_eos": ["yes", 1],
+    "ignore_eos": ["yes", 1, Also(guided_regex="a", ignore_eos=True)],
     "presence_penalty": [-2.1, 2.1, "1"],
     "frequency_penalty": [-2.1, 2.1],
     "repetition_penalty": [0, -1, 1e-300, 2.1],
@@ -76,18 +76,28 @@ BOTH: dict[str, list[Any]] = {
     "beam_width": [0, -1, 2, "4", True, 65, Also(use_beam_search=True)],
     "length_penalty": [2, -11, 11, "1", 1e999],
     "early_stopping": [True, "never", "always", 1],
-    "min_tokens": [-1, 1.5, "5", True, 2**31, 2**31 - 1],
+    "min_tokens": [-1, 1.5, "5", True, 2**31, 2**31 - 1, Also(min_tokens=30, max_tokens=20)],
     "bad_words": [5, "x", [""], ["  "], [5], ["a"] * 129, ["a" * 257]],
     "allowed_token_ids": [[], 5, [-1], [VOCAB_SIZE], ["a"], [True], [1.5], [10**30]],
     "prompt_logprobs": [-1, 21, 1.5, "1", True, Also(prompt_logprobs=1, stream=True)],
     "truncate_prompt_tokens": [0, -1, 1.5, "5", True, 10**20],
     "return_token_ids": ["yes", 1],
     "priority": [2**31, -(2**31) - 1, 1.5, "high", True],
-    "response_format": [5, {}, {"type": "xml"}, {"type": "json_schema", "json_schema": {}}],
-    "structured_outputs": [5, {}, {"regex": ""}, {"regex": "a", "grammar": "b"}, {"nonsense": 1}],
-    "guided_json": [5, [], "{", DEEP],
-    "guided_regex": ["", 5, {"a": 1}],
-    "guided_choice": [[], [""], "a", [5], 5],
+    "response_format": [5, "json", {"type": "structural_tag"}],
+    "response_format.type": [{}, {"type": "xml"}],
+    "response_format.json_schema": [{"type": "json_schema"}],
+    "response_format.json_schema.name": [{"type": "json_schema", "json_schema": {}}],
+    "response_format.json_schema.schema": [
+        {"type": "json_schema", "json_schema": {"name": "s", **bad}} for bad in ({}, {"schema": [1]})],
+    "structured_outputs": [5, {}, {"json_object": False}, {"regex": "a", "grammar": "b"}],
+    **{f"structured_outputs.{name}": [{name: bad} for bad in values] for name, values in {
+        "nonsense": [1], "regex": ["", 5, "a" * 65_537], "choice": [[], ["a", ""], [1]], "grammar": [""],
+        "json": ["{", 5], "structural_tag": [[1]], "whitespace_pattern": ["a"],
+    }.items()},
+    "guided_json": [5, [], "{", DEEP, {"title": "x" * 300_000}, "[" * 100_000],
+    "guided_regex": ["", 5, {"a": 1}, Also(guided_regex="a", response_format={"type": "json_object"})],
+    "guided_choice": [[], [""], "a", [5], 5, Also(guided_regex="a", guided_choice=["a"])],
+    "guided_whitespace_pattern": ["a"],
     "guided_grammar": ["", 5],
     "logits_processors": [["a.b"]],
     "return_tokens_as_token_ids": [True],

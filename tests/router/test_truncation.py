@@ -19,8 +19,7 @@ from router.api_calls import payloads
 from router.fake_controller import FakeController, drops_of, prompt_of
 from router.harness import DEMO_MODEL
 
-from trunkline.router.api.common import Rendering
-from trunkline.router.api.prompting import instruction_tokens
+from trunkline.router.api.prompting import Rendering, instruction_tokens
 from trunkline.router.jobs.request_models import Message
 from trunkline.router.messages import Started
 from trunkline.router.text.tokenizer import Tokenizer
@@ -88,16 +87,6 @@ def test_a_cut_moves_only_at_the_next_overflow(
             jumps += 1
         last = cut
     assert jumps >= 2
-
-
-def test_the_paper_s_ratio() -> None:
-    auto = RetentionPolicy()
-    assert plan_cut(2048, 2048, 256, auto).drops == (TokenSpan(4, 4 + 1024),)
-    assert plan_cut(2816, 2048, 256, auto).drops == (TokenSpan(4, 4 + 1024),)
-    assert plan_cut(2817, 2048, 256, auto).drops == (TokenSpan(4, 4 + 2048),)
-    assert plan_cut(1792, 2048, 256, auto) == PromptCut(asked=True)
-    assert plan_cut(5000, 2048, 256, None) == PromptCut(), "refused elsewhere"
-    assert plan_cut(5000, 2048, 256, None, discards=(TokenSpan(3, 9),)).drops == (TokenSpan(3, 9),)
 
 
 def test_discards_count_towards_the_room() -> None:
@@ -216,17 +205,6 @@ def test_auto(client: openai.OpenAI, fake: FakeController, tokenizer: Tokenizer)
         "dropped_tokens": stop - start,
         "kept": "cached",
     }
-
-
-def test_cuts_of_a_growing_conversation_are_stable(http: httpx.Client, fake: FakeController) -> None:
-    ends = []
-    for turns in range(10, 40, 3):
-        body = {"messages": talk(turns), "truncation": "auto", "max_tokens": 20}
-        assert http.post("/v1/chat/completions", json=body).status_code == 200
-        cuts = drops_of(fake.behaviour.submits[-1])
-        ends.append(cuts[0][1] - cuts[0][0] if cuts else 0)
-    assert ends == sorted(ends)
-    assert set(ends) == {0, 1024, 2048, 3072}
 
 
 def test_what_is_kept(http: httpx.Client, fake: FakeController, tokenizer: Tokenizer) -> None:

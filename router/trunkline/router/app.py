@@ -21,7 +21,7 @@ from trunkline.router.api import schema_routes as schemas
 from trunkline.router.api import session_routes as sessions
 from trunkline.router.api import tokenize_routes as tokens
 from trunkline.router.api.anthropic import CountTokensRequest, MessagesRequest
-from trunkline.router.api.openai_response_types import ResponsesRequest
+from trunkline.router.api.openai_items import ResponsesRequest
 from trunkline.router.api.schema_types import SchemaRequest, SchemaUpdate
 from trunkline.router.api.session_types import DiscardRequest, ForkRequest, SessionRequest, SessionUpdate
 from trunkline.router.errors import ApiError

@@ -10,7 +10,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
 
-from trunkline.router.api.common import check_model, service_of
+from trunkline.router.api.requests import check_model, service_of
 from trunkline.router.http.answers import JsonResponse, while_connected
 from trunkline.router.service import RouterService
 from trunkline.router.telemetry.metrics_page import MetricsPage

@@ -26,9 +26,8 @@ from trunkline.router.api.blocks import (
     renamed,
     session_label,
 )
-from trunkline.router.api.common import Rendering, check_length, check_model, encode_text, service_of, start
-from trunkline.router.api.prompting import chat_job
-from trunkline.router.api.unsupported import MESSAGES
+from trunkline.router.api.prompting import Rendering, chat_job, encode_text, start
+from trunkline.router.api.requests import MESSAGES_REFUSALS, check_length, check_model, service_of
 from trunkline.router.http.answers import EventStream, JsonResponse, while_connected
 from trunkline.router.http.body import beside_loop, read_request
 from trunkline.router.http.error_forms import anthropic_error
@@ -84,7 +83,7 @@ class OutputConfig(BaseModel):
 
 
 class MessagesRequest(CountTokensRequest):
-    """The request `POST /v1/messages`. Undeclared fields are ignored, unless `unsupported.py` lists them."""
+    """The request `POST /v1/messages`. Undeclared fields are ignored, unless `requests.py` lists them."""
 
     max_tokens: Count
     stop_sequences: Stops = []
@@ -109,7 +108,7 @@ async def messages(request: Request) -> Response:
     service = service_of(request)
     arrived_at = asyncio.get_running_loop().time()
     service.check_admission()
-    body = await read_request(request, MessagesRequest, service.config.max_body_bytes, MESSAGES.check)
+    body = await read_request(request, MessagesRequest, service.config.max_body_bytes, MESSAGES_REFUSALS.check)
     fields = {
         "max_completion_tokens": body.max_tokens,
         "stop": body.stop_sequences,
@@ -124,7 +123,7 @@ async def messages(request: Request) -> Response:
         chat, plan = await beside_loop(request, lambda: _translated(service, body, fields))
         job = await chat_job(service, chat, plan)
         generation = await while_connected(request, start(service, job, arrived_at))
-    writer = _Writer(body.model or service.config.model_name, generation, plan)
+    writer = _MessageWriter(body.model or service.config.model_name, generation, plan)
     if body.stream:
         return EventStream(generation, writer.events(), lambda error: named_event("error", anthropic_error(error)))
     try:
@@ -137,7 +136,7 @@ async def messages(request: Request) -> Response:
 async def count_tokens(request: Request) -> Response:
     """Count the tokens of a conversation's prompt."""
     service = service_of(request)
-    body = await read_request(request, CountTokensRequest, service.config.max_body_bytes, MESSAGES.check)
+    body = await read_request(request, CountTokensRequest, service.config.max_body_bytes, MESSAGES_REFUSALS.check)
     chat, plan = await beside_loop(request, lambda: _translated(service, body, {}))
     check_length(sum(map(_characters, chat.messages)), "messages")
     text = await Rendering(True, tools=plan.template_tools).text(service, chat.messages)
@@ -157,7 +156,7 @@ def _translated(service: RouterService, body: CountTokensRequest, fields: Object
     return as_chat({"messages": to_messages(body.system, body.messages), **fields}), plan
 
 
-class _Writer:
+class _MessageWriter:
     """Writes the answer to one request, whole or as a stream."""
 
     def __init__(self, model: str, generation: Generation, plan: ToolPlan) -> None:

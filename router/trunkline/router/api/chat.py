@@ -11,24 +11,23 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
-from trunkline.router.api import unsupported
-from trunkline.router.api.caching import cache_use, truncation_result
-from trunkline.router.api.common import (
+from trunkline.router.api.answer_fields import (
     LOGPROBS_OFF_LOOP,
     Collected,
-    check_model,
+    cache_use,
+    chat_logprobs,
     collect_choices,
     logprobs_of,
     make_head,
     optional,
+    prompt_logprob_list,
     prompt_scores_of,
-    service_of,
-    start,
+    truncation_result,
     usage_of,
 )
-from trunkline.router.api.logprobs import chat_logprobs, prompt_logprob_list
-from trunkline.router.api.module_prompts import has_modules, modules_job
-from trunkline.router.api.prompting import chat_job
+from trunkline.router.api.module_prompts import modules_job
+from trunkline.router.api.prompting import chat_job, has_modules, start
+from trunkline.router.api.requests import CHAT_REFUSALS, check_model, service_of
 from trunkline.router.api.responses import (
     CalledFunction,
     ChatChoice,
@@ -57,6 +56,7 @@ from trunkline.router.http.answers import (
 from trunkline.router.http.body import read_request
 from trunkline.router.jobs.request_models import ChatRequest
 from trunkline.router.service import RouterService
+from trunkline.router.stores.session_store import is_stored
 from trunkline.router.streams.choices import Delta, FinishName
 from trunkline.router.streams.generation import Generation
 from trunkline.router.tools.parsers import CallArguments, CallStart, Piece, TextPiece, ToolParser
@@ -71,14 +71,15 @@ async def chat_completions(request: Request) -> Response:
     service = service_of(request)
     arrived_at = asyncio.get_running_loop().time()
     service.check_admission()
-    body = await read_request(request, ChatRequest, service.config.max_body_bytes, unsupported.CHAT.check)
+    body = await read_request(request, ChatRequest, service.config.max_body_bytes, CHAT_REFUSALS.check)
     check_model(service, body.model)
     plan = prepare_tools(body.tools, body.tool_choice, body.parallel_tool_calls, service.tokenizer.tool_style)
     if plan.active and body.use_beam_search:
         raise bad_value("tools", "`tools` are not available in a beam search (`use_beam_search: true`)")
     with ExitStack() as work:
-        turn = await while_connected(request, open_turn(service, body, "chat"))
-        if turn is not None:
+        turn = None
+        if body.session_id is not None and is_stored(body.session_id):
+            turn = await while_connected(request, open_turn(service, body, body.session_id, "chat"))
             work.callback(turn.close)
         if has_modules(body, turn):
             job = await modules_job(service, body, plan, turn)
@@ -86,13 +87,13 @@ async def chat_completions(request: Request) -> Response:
             job = await chat_job(service, body, plan, turn)
         generation = await while_connected(request, start(service, job, arrived_at))
         work.callback(generation.close)
-        answer = _Answer(service, body, plan, generation, turn)
+        answer = _ChatAnswer(service, body, plan, generation, turn)
         if not body.stream:
             return await while_connected(request, answer.whole())
         return EventStream(work.pop_all(), answer.events())
 
 
-class _Answer:
+class _ChatAnswer:
     """Writes the answer to one chat completion, whole or as a stream."""
 
     def __init__(

@@ -14,32 +14,25 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
-from trunkline.router.api import unsupported
-from trunkline.router.api.caching import cache_use, truncation_result
-from trunkline.router.api.common import (
+from trunkline.router.api.answer_fields import (
     LOGPROBS_OFF_LOOP,
     Collected,
-    LoopTurns,
-    check_model,
-    check_scores,
-    encode_text,
-    job_for,
+    both_logprobs,
+    cache_use,
+    completion_logprobs,
+    echo_logprobs,
     logprobs_of,
     make_head,
     optional,
+    prompt_logprob_list,
     prompt_scores_of,
-    service_of,
+    truncation_result,
     usage_of,
 )
-from trunkline.router.api.logprobs import (
-    both_logprobs,
-    completion_logprobs,
-    echo_logprobs,
-    prompt_logprob_list,
-)
-from trunkline.router.api.module_prompts import has_modules, modules_job
-from trunkline.router.api.prompting import completion_job
-from trunkline.router.api.prompts import PromptBatch
+from trunkline.router.api.module_prompts import modules_job
+from trunkline.router.api.prompt_batch import LoopTurns, PromptBatch
+from trunkline.router.api.prompting import check_scores, completion_job, encode_text, has_modules, job_for
+from trunkline.router.api.requests import COMPLETIONS_REFUSALS, check_model, service_of
 from trunkline.router.api.responses import (
     Completion,
     CompletionChoice,
@@ -82,20 +75,22 @@ async def completions(request: Request) -> Response:
     service = service_of(request)
     arrived_at = asyncio.get_running_loop().time()
     service.check_admission()
-    check = unsupported.COMPLETIONS.check
-    body = await read_request(request, CompletionRequest, service.config.max_body_bytes, check)
+    body = await read_request(
+        request, CompletionRequest, service.config.max_body_bytes, COMPLETIONS_REFUSALS.check
+    )
     check_model(service, body.model)
     check_choices(max(len(body.prompts), 1), decoding_of(body, service.limits.max_rows))
     _check_one_prompt(body)
     with ExitStack() as work:
-        turn = await while_connected(request, open_turn(service, body, "text"))
-        if turn is not None:
+        turn = None
+        if body.session_id is not None and is_stored(body.session_id):
+            turn = await while_connected(request, open_turn(service, body, body.session_id, "text"))
             work.callback(turn.close)
         batch = PromptBatch()
         work.callback(batch.close)
         jobs = await _jobs(service, body, turn)
         await while_connected(request, batch.submit(service, jobs, arrived_at))
-        answer = _Answer(service, body, batch, make_head("cmpl", service, body.model), turn)
+        answer = _CompletionAnswer(service, body, batch, make_head("cmpl", service, body.model), turn)
         if not body.stream:
             return await while_connected(request, answer.whole())
         await while_connected(request, batch.begin())
@@ -162,7 +157,7 @@ class _Echo(NamedTuple):
     scores: PromptLogprobList | None = None
 
 
-class _Answer:
+class _CompletionAnswer:
     """Writes the answer to one plain completion, whole or as a stream."""
 
     def __init__(

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from trunkline.controller.messages import PromptLayout
 from trunkline.kvstore.chunks import pack_int32
 from trunkline.router import pml
-from trunkline.router.api.common import job_for
+from trunkline.router.api.prompting import job_for, prompt_errors
 from trunkline.router.api.turn import SessionTurn
 from trunkline.router.errors import bad_value
 from trunkline.router.http.body import is_heavier
@@ -32,7 +32,7 @@ from trunkline.router.stores.session_history import PromptPart, SessionModules
 from trunkline.router.tenancy.auth import cache_salt
 from trunkline.router.text.chat_template import has_calls
 from trunkline.router.text.tokenizer import OFF_LOOP_CHARACTERS, Tokenizer
-from trunkline.router.text.tool_turns import TurnError, for_plain_template, for_tool_template
+from trunkline.router.text.tool_turns import for_plain_template, for_tool_template
 from trunkline.router.tools.plan import ToolPlan
 
 _T = TypeVar("_T")
@@ -43,11 +43,6 @@ _NOT_WITH_MODULES: Final[dict[str, str]] = {
     "echo": "is not available for a prompt of modules: its text does not stand in one piece",
     "truncate_prompt_tokens": "is not available for a prompt of modules: they stand at fixed places",
 }
-
-
-def has_modules(body: ChatRequest | CompletionRequest, turn: SessionTurn | None) -> bool:
-    """Return whether a prompt has modules, given by the request or by its stored session."""
-    return body.modules is not None or (turn is not None and turn.session.modules is not None)
 
 
 class Placed(NamedTuple):
@@ -246,10 +241,8 @@ def as_roles(tokenizer: Tokenizer, messages: list[Message], plan: ToolPlan | Non
     turns = [message.for_template() for message in messages]
     tools = None if plan is None else plan.template_tools
     if tools or has_calls(turns):
-        try:
+        with prompt_errors("messages"):
             called = for_tool_template(turns, tokenizer.tool_style)
-        except TurnError as error:
-            raise bad_value("messages", str(error)[:1000]) from None
         turns = for_plain_template(called, tools, tokenizer.tool_style, system=False)
     return [{"role": turn["role"], "content": turn["content"]} for turn in turns]
 

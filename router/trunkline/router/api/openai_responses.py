@@ -16,6 +16,7 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
+from trunkline.router.api.answer_fields import cache_use, truncation_result
 from trunkline.router.api.blocks import (
     AnswerBlocks,
     Block,
@@ -26,19 +27,17 @@ from trunkline.router.api.blocks import (
     session_label,
     with_names,
 )
-from trunkline.router.api.caching import cache_use, truncation_result
-from trunkline.router.api.common import check_model, service_of, start
-from trunkline.router.api.openai_items import to_messages
-from trunkline.router.api.openai_response_types import (
+from trunkline.router.api.openai_items import (
     Object,
     ResponsesRequest,
     error_object,
     output_item,
     text_part,
+    to_messages,
     usage_object,
 )
-from trunkline.router.api.prompting import chat_job
-from trunkline.router.api.unsupported import check_responses
+from trunkline.router.api.prompting import chat_job, start
+from trunkline.router.api.requests import check_model, check_responses, service_of
 from trunkline.router.errors import ApiError
 from trunkline.router.http.answers import EventStream, JsonResponse, while_connected
 from trunkline.router.http.body import beside_loop, read_request
@@ -91,7 +90,7 @@ async def responses(request: Request) -> Response:
         chat = await beside_loop(request, translate)
         job = await chat_job(service, chat, plan)
         generation = await while_connected(request, start(service, job, arrived_at))
-    writer = _Writer(body, body.model or service.config.model_name, generation, plan)
+    writer = _ResponseWriter(body, body.model or service.config.model_name, generation, plan)
     if body.stream:
         return EventStream(generation, writer.events(), writer.failed)
     try:
@@ -101,7 +100,7 @@ async def responses(request: Request) -> Response:
         generation.close()
 
 
-class _Writer:
+class _ResponseWriter:
     """Writes the answer to one request, whole or as a stream."""
 
     def __init__(self, body: ResponsesRequest, model: str, generation: Generation, plan: ToolPlan) -> None:

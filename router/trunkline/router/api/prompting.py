@@ -1,5 +1,7 @@
-"""Make the job of a request: render and encode the prompt, put a stored session's history in front, and cut the
-prompt if it does not fit the context (CachedAttention §3.4).
+"""Make the job of a request and start it.
+
+The messages are rendered, the prompt is encoded, a stored session's history is put in front, and the prompt is cut
+if it does not fit the context (CachedAttention §3.4).
 
 The engine gets the whole prompt, together with the ranges that the model does not see. It needs the whole prompt
 to find the KV of earlier turns in the cache.
@@ -7,18 +9,33 @@ to find the KV of earlier turns in the cache.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final, NamedTuple
 
 from msgspec.structs import replace
 
-from trunkline.router.api.common import Rendering, check_length, encode_text, job_for
+from trunkline.router.api.requests import check_length
 from trunkline.router.api.turn import SessionTurn
-from trunkline.router.errors import ApiError, bad_value
-from trunkline.router.jobs.job import COMPLETION_TOKENS_DEFAULT, Job, Prompt, wanted_tokens
+from trunkline.router.errors import ApiError, PromptError, bad_value
+from trunkline.router.jobs.decoding import owned
+from trunkline.router.jobs.job import (
+    COMPLETION_TOKENS_DEFAULT,
+    Job,
+    Limits,
+    Prompt,
+    bad_word_ids,
+    make_job,
+    wanted_tokens,
+)
 from trunkline.router.jobs.request_models import ChatRequest, CompletionRequest, Message
+from trunkline.router.request_context import draw_seed
 from trunkline.router.service import RouterService
 from trunkline.router.stores.session_history import common_length
+from trunkline.router.streams.generation import Generation
+from trunkline.router.tenancy.auth import cache_salt
+from trunkline.router.tenancy.tenants import current_meter
+from trunkline.router.text.tokenizer import OFF_LOOP_CHARACTERS, Tokenizer
 from trunkline.router.text.truncation import (
     CutError,
     PromptCut,
@@ -31,6 +48,27 @@ from trunkline.router.text.truncation import (
 from trunkline.router.tools.plan import ToolPlan
 
 _INSTRUCTION_ROLES: Final = ("system", "developer")
+
+
+@contextmanager
+def prompt_errors(param: str) -> Iterator[None]:
+    """Turn errors in a client's prompt into 400s that name the parameter `param`.
+
+    Raises:
+        ApiError: 400.
+    """
+    try:
+        yield
+    except CutError as error:
+        message = f"`{param}` cannot be truncated: {error}"
+        raise bad_value(param, message, code="context_length_exceeded") from None
+    except PromptError as error:
+        raise bad_value(param, str(error)[:1000]) from None
+
+
+def has_modules(body: ChatRequest | CompletionRequest, turn: SessionTurn | None) -> bool:
+    """Return whether a prompt has modules, given by the request or by its stored session."""
+    return body.modules is not None or (turn is not None and turn.session.modules is not None)
 
 
 def policy_of(body: ChatRequest | CompletionRequest, turn: SessionTurn | None) -> RetentionPolicy | None:
@@ -177,12 +215,8 @@ def _cut(
             "together, and truncation leaves the prompt at least one.",
             code="context_length_exceeded",
         )
-    try:
+    with prompt_errors(prompt):
         return plan_cut(tokens, context, room_for(wanted, context), policy, head=head, discards=_discards(turn))
-    except CutError as error:
-        raise bad_value(
-            prompt, f"`{prompt}` cannot be truncated: {error}", code="context_length_exceeded"
-        ) from None
 
 
 async def instruction_tokens(
@@ -222,3 +256,138 @@ async def _instruction_characters(
     first = messages[count]
     changed = first.model_copy(update={"content": "1" if first.content.startswith("0") else "0"})
     return common_length(await rendering.text(service, [*messages[:count], changed, *messages[count + 1 :]]), text)
+
+
+RENDER_CHARACTERS_MAX: Final = 8 << 20
+"""Longest conversation: a template joins its texts in single calls, during which no other thread runs."""
+
+
+LOGPROBS_OF_PROMPTS_MAX: Final = 1 << 18
+"""Log-probabilities of prompt tokens in one request. Each takes about a hundred bytes until the answer is
+written."""
+
+
+async def encode_text(
+    tokenizer: Tokenizer,
+    text: str,
+    limits: Limits | None,
+    *,
+    add_special_tokens: bool,
+    param: str,
+    keep: int | None = None,
+) -> list[int]:
+    """Return the token ids of a text; with `keep`, only the last `keep` of them.
+
+    Raises:
+        ApiError: 400, the text is so long that it certainly does not fit `limits`; it was not tokenised.
+    """
+    if keep is not None:
+        check_length(len(text), param)
+        ids = await tokenizer.encode_async(text, add_special_tokens=add_special_tokens)
+        return ids[-keep:]
+    if limits is not None:
+        fewest = tokenizer.fewest_tokens(text)
+        if fewest >= limits.max_context:
+            raise bad_value(
+                param,
+                f"this model's context is {limits.max_context} tokens, prompt and output together; "
+                f"`{param}` has {len(text)} characters, more than {fewest} tokens. Please shorten it.",
+                code="context_length_exceeded",
+            )
+    return await tokenizer.encode_async(text, add_special_tokens=add_special_tokens)
+
+
+class Rendering(NamedTuple):
+    """How a conversation is written for the model: the options of its chat template."""
+
+    add_generation_prompt: bool = False
+    add_special_tokens: bool = False
+    extra: dict[str, Any] | None = None
+    """Extra variables of the template (`chat_template_kwargs`)."""
+    tools: list[dict[str, Any]] | None = None
+    """Functions to show (`ToolPlan.template_tools`)."""
+
+    async def text(self, service: RouterService, messages: list[Message]) -> str:
+        """Return the text of a conversation, in the model's chat template.
+
+        Raises:
+            ApiError: 400, the template refuses the messages or they are too long.
+        """
+
+        def render() -> str:
+            turns = [message.for_template() for message in messages]
+            return service.tokenizer.render_chat(
+                turns, add_generation_prompt=self.add_generation_prompt, extra=self.extra, tools=self.tools
+            )
+
+        size = sum(len(message.content) for message in messages) + 64 * len(messages)
+        if size > RENDER_CHARACTERS_MAX:
+            raise bad_value(
+                "messages",
+                f"`messages` have {size} characters; at most {RENDER_CHARACTERS_MAX} are allowed.",
+                code="string_above_max_length",
+            )
+        with prompt_errors("messages"):
+            return await service.large_requests.run(render) if size > OFF_LOOP_CHARACTERS else render()
+
+
+def check_scores(job: Job, tokens: int) -> None:
+    """Refuse a request for too many log-probabilities of prompts that have `tokens` tokens together.
+
+    Raises:
+        ApiError: 400.
+    """
+    count = job.sampling.prompt_logprobs + 1
+    if count * tokens > LOGPROBS_OF_PROMPTS_MAX:
+        raise bad_value(
+            "prompt_logprobs",
+            f"`prompt_logprobs` (or `logprobs` with `echo`) asks for {count * tokens} log-probabilities of prompt "
+            f"tokens; {LOGPROBS_OF_PROMPTS_MAX} are possible at once. Please ask for fewer, or for fewer prompts.",
+        )
+
+
+def job_for(
+    service: RouterService,
+    body: ChatRequest | CompletionRequest,
+    prompt: Prompt,
+    *,
+    tools: ToolPlan | None = None,
+) -> Job:
+    """Make the job for a prompt of a request (see `make_job`), with the tenant's salt, priority and grammar owner.
+
+    Raises:
+        ApiError: 400, naming the parameter that is wrong.
+    """
+    job = make_job(
+        body,
+        prompt,
+        service.limits,
+        draw_seed,
+        bad_words=bad_word_ids(
+            body.bad_words, lambda text: service.tokenizer.encode(text, add_special_tokens=False)
+        ),
+        tools=tools,
+    )
+    check_scores(job, len(prompt.tokens))
+    meter = current_meter()
+    return replace(
+        job,
+        salt=cache_salt(body.cache_salt),
+        priority=meter.priority(body.priority),
+        grammar=owned(job.grammar, meter.tenant),
+    )
+
+
+async def start(service: RouterService, job: Job, arrived_at: float) -> Generation:
+    """Submit a job and wait until an engine accepts it. `arrived_at`: loop time of the request, in seconds.
+
+    Raises:
+        ApiError: No engine accepted it.
+    """
+    generation = service.generate(job, arrived_at)
+    try:
+        await generation.begin()
+    except BaseException:  # cancellation included: the client left
+        generation.close()
+        raise
+    return generation

@@ -32,11 +32,6 @@ class Usage(msgspec.Struct):
     prompt_tokens_details: CachedTokens
 
 
-def make_usage(prompt_tokens: int, completion_tokens: int, details: CachedTokens) -> Usage:
-    """Return token counts with their sum."""
-    return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, details)
-
-
 class CacheUse(msgspec.Struct, kw_only=True):
     """The field `cache`: how much of a prompt's KV was found, in which tiers, and why the rest was not."""
 

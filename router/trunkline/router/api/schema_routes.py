@@ -19,8 +19,8 @@ from starlette.requests import Request
 from trunkline.kvstore.chunks import unpack_int32
 from trunkline.kvstore.tier import TierKind
 from trunkline.router import pml
-from trunkline.router.api.common import check_model, service_of
 from trunkline.router.api.paging import PAGE_PARAMETERS, answer_of, components_of, make_page, page_of
+from trunkline.router.api.requests import check_model, service_of
 from trunkline.router.api.schema_types import (
     ModuleObject,
     ParamObject,

@@ -15,10 +15,10 @@ from msgspec.structs import replace
 from starlette.requests import Request
 
 from trunkline.kvstore.chunks import pack_int32
-from trunkline.router.api.common import Rendering, check_length, check_model, service_of
 from trunkline.router.api.module_prompts import as_roles, place
 from trunkline.router.api.paging import PAGE_PARAMETERS, answer_of, components_of, make_page, page_of
-from trunkline.router.api.prompting import instruction_tokens
+from trunkline.router.api.prompting import Rendering, instruction_tokens
+from trunkline.router.api.requests import check_length, check_model, check_session, service_of
 from trunkline.router.api.session_types import (
     DISCARDS_MAX,
     DiscardRequest,
@@ -34,7 +34,6 @@ from trunkline.router.api.session_types import (
     SessionUpdate,
 )
 from trunkline.router.api.turn import stored_messages
-from trunkline.router.api.unsupported import check_session
 from trunkline.router.errors import bad_value, not_found
 from trunkline.router.http.answers import JsonResponse
 from trunkline.router.http.body import beside_loop, parse_json_object, read_body, read_request, validate

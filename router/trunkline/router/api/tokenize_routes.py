@@ -14,8 +14,9 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from trunkline.router.api.common import LoopTurns, Rendering, check_length, check_model, encode_text, service_of
-from trunkline.router.api.unsupported import TOKENIZE
+from trunkline.router.api.prompt_batch import LoopTurns
+from trunkline.router.api.prompting import Rendering, encode_text
+from trunkline.router.api.requests import TOKENIZE_REFUSALS, check_length, check_model, service_of
 from trunkline.router.http.answers import JsonResponse
 from trunkline.router.http.body import read_request
 from trunkline.router.jobs.job import check_ids
@@ -36,7 +37,7 @@ _encode = msgspec.json.Encoder().encode
 async def tokenize(request: Request) -> Response:
     """Return the token ids of a text or a conversation, as a completion would use them."""
     service = service_of(request)
-    body = await read_request(request, TokenizeRequest, service.config.max_body_bytes, TOKENIZE.check)
+    body = await read_request(request, TokenizeRequest, service.config.max_body_bytes, TOKENIZE_REFUSALS.check)
     check_model(service, body.model)
     if body.messages is not None:
         check_length(sum(len(message.content) for message in body.messages), "messages")

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from msgspec.structs import replace
 
-from trunkline.router.api.common import check_length
+from trunkline.router.api.requests import check_length
 from trunkline.router.api.responses import ChatMessage
 from trunkline.router.errors import bad_value
 from trunkline.router.jobs.request_models import ChatRequest, CompletionRequest, Message
@@ -27,7 +27,7 @@ from trunkline.router.stores.session_history import (
     parts_behind,
     text_of,
 )
-from trunkline.router.stores.session_store import Lease, is_stored
+from trunkline.router.stores.session_store import Lease
 from trunkline.router.text.truncation import TokenSpan, clip_spans
 
 _FORMS: Final = {"chat": "conversations (/v1/chat/completions)", "text": "texts (/v1/completions)"}
@@ -177,16 +177,13 @@ class SessionTurn:
 
 
 async def open_turn(
-    service: RouterService, body: ChatRequest | CompletionRequest, form: Form
-) -> SessionTurn | None:
-    """Acquire the stored session of a request; None if it has none.
+    service: RouterService, body: ChatRequest | CompletionRequest, session_id: str, form: Form
+) -> SessionTurn:
+    """Acquire the stored session of a request.
 
     Raises:
         ApiError: 404, there is no such session; 409, it is in use; 400, a parameter is not available in sessions.
     """
-    session_id = body.session_id
-    if session_id is None or not is_stored(session_id):
-        return None
     for name in ("n", "best_of"):
         if (getattr(body, name, None) or 1) > 1:
             raise bad_value(

@@ -1,7 +1,7 @@
 """Requests in OpenAI's form, as pydantic models.
 
 Fields that are not declared are ignored, as other OpenAI-compatible servers do; those that are known to change
-the answer and are not supported are listed in `unsupported.py` and refused. Contradictions between sampling
+the answer and are not supported are listed in `api/requests.py` and refused. Contradictions between sampling
 parameters are `job.py`'s and `decoding.py`'s business: they depend on the model's defaults.
 """
 

@@ -12,11 +12,10 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any, Final, NamedTuple, TypeVar
 
-from trunkline.router.api.common import Rendering, check_model
-from trunkline.router.api.module_prompts import Placed, has_modules, modules_job, placed_prompt
-from trunkline.router.api.prompting import chat_job, completion_job
+from trunkline.router.api.module_prompts import Placed, modules_job, placed_prompt
+from trunkline.router.api.prompting import Rendering, chat_job, completion_job, has_modules
+from trunkline.router.api.requests import CHAT_REFUSALS, COMPLETIONS_REFUSALS, check_model
 from trunkline.router.api.turn import SessionTurn
-from trunkline.router.api.unsupported import CHAT, COMPLETIONS
 from trunkline.router.errors import ApiError, bad_value
 from trunkline.router.http.body import parse_json_object, validate
 from trunkline.router.jobs.job import Job
@@ -82,7 +81,7 @@ async def prompt_pieces(service: RouterService, content: bytes) -> dict[str, Any
     """
     fields = parse_json_object(content)
     is_chat = "messages" in fields
-    (CHAT if is_chat else COMPLETIONS).check(fields)
+    (CHAT_REFUSALS if is_chat else COMPLETIONS_REFUSALS).check(fields)
     body = validate(ChatRequest, fields) if is_chat else validate(CompletionRequest, fields)
     check_model(service, body.model)
     turn = None

@@ -13,7 +13,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
-from trunkline.router.api.common import service_of
+from trunkline.router.api.requests import service_of
 from trunkline.router.errors import bad_value, not_found
 from trunkline.router.http.access import UI_HEADERS
 from trunkline.router.http.answers import JsonResponse

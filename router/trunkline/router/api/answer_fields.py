@@ -1,24 +1,184 @@
-"""Convert log-probabilities from the engine's arrays to OpenAI's two forms and, for prompts, vLLM's. Pure."""
+"""The fields that answers of chats and plain completions share: choices, usage, cache, truncation and scores.
+
+Scores are log-probabilities. They come from the engine as arrays, and go out in OpenAI's two forms and, for
+prompts, in vLLM's.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any, Final, Literal, TypeVar
 
 import msgspec
 import numpy as np
+from msgspec import UNSET, UnsetType
 
 from trunkline.controller.messages import PromptLogprobs
+from trunkline.kvstore.tier import TierKind
 from trunkline.router.api.responses import (
+    CachedTokens,
+    CacheUse,
     ChatLogprobs,
     CompletionLogprobs,
     PromptLogprob,
     PromptLogprobList,
     TokenLogprobContent,
     TopLogprob,
+    TruncationResult,
+    Usage,
 )
-from trunkline.router.streams.choices import TokenLogprob
+from trunkline.router.errors import unavailable
+from trunkline.router.request_context import created_at, draw_hex
+from trunkline.router.service import RouterService
+from trunkline.router.streams.choices import FinishName, TokenLogprob
+from trunkline.router.streams.generation import Generation
 from trunkline.router.text.detokenizer import TokenVocabulary
+from trunkline.router.text.truncation import clip_spans, span_tokens
+
+_Value = TypeVar("_Value")
+
+
+LOGPROBS_OFF_LOOP: Final = 20_000
+"""An answer with more log-probabilities is written in a thread."""
+
+
+class Collected(msgspec.Struct):
+    """A whole choice of an answer, collected from its deltas."""
+
+    text: str
+    logprobs: list[TokenLogprob]
+    finish: FinishName = "length"
+    tokens: list[int] = []
+    score: float | None = None
+    """Score by which a beam search ranked this result, …"""
+    cumulative_logprob: float | None = None
+    """… and the sum of log-probabilities it was computed from."""
+
+    @property
+    def mean_logprob(self) -> float:
+        """Mean log-probability per token, by which `best_of` ranks; minus infinity without tokens."""
+        known = [entry.logprobs.token_logprob for entry in self.logprobs if entry.logprobs is not None]
+        mean = sum(known) / len(known) if known else -math.inf
+        return mean if math.isfinite(mean) else -math.inf
+
+
+def make_head(prefix: str, service: RouterService, model: str | None) -> dict[str, Any]:
+    """Return the fields that every chunk of an answer repeats: a new id, the time, the model's name, the
+    fingerprint."""
+    return {
+        "id": f"{prefix}-{draw_hex('id', 16)}",
+        "created": created_at(),
+        "model": model or service.config.model_name,
+        "system_fingerprint": service.fingerprint,
+    }
+
+
+def logprobs_of(answers: Iterable[Collected], count: int) -> int:
+    """Return the number of log-probabilities in answers. `count`: alternatives for each token; -1: no
+    log-probabilities."""
+    return (count + 1) * sum(len(answer.tokens) for answer in answers)
+
+
+async def collect_choices(generation: Generation) -> list[Collected]:
+    """Return all choices of a started generation; if more were drawn than asked for, the best ones, best first.
+
+    Raises:
+        ApiError: The generation failed.
+    """
+    decoding = generation.job.decoding
+    answers = [Collected("", [], tokens=[]) for _ in range(decoding.samples)]
+    parts: list[list[str]] = [[] for _ in answers]
+    async for delta in generation.deltas():
+        answer = answers[delta.index]
+        parts[delta.index].append(delta.text)
+        answer.logprobs.extend(delta.logprobs)
+        answer.tokens.extend(delta.tokens)
+        answer.finish = delta.finish or answer.finish
+        answer.score, answer.cumulative_logprob = delta.score, delta.cumulative_logprob
+    for answer, texts in zip(answers, parts, strict=True):
+        answer.text = "".join(texts)
+    if decoding.samples > decoding.choices:
+        answers.sort(key=lambda answer: -answer.mean_logprob)
+    return answers[: decoding.choices]
+
+
+def usage_of(*generations: Generation) -> Usage:
+    """Return the token counts of generations so far: each prompt once, and all samples that were drawn."""
+    jobs = [generation.job for generation in generations]
+    prompt_tokens = sum(job.seen_tokens for job in jobs)
+    output_tokens = sum(generation.output_tokens for generation in generations)
+    details = CachedTokens(
+        sum(generation.cached_tokens for generation in generations),
+        sum(job.session_tokens - span_tokens(clip_spans(job.cut.drops, job.session_tokens)) for job in jobs),
+        sum(job.module_tokens for job in jobs),
+    )
+    return Usage(prompt_tokens, output_tokens, prompt_tokens + output_tokens, details)
+
+
+def prompt_scores_of(generation: Generation) -> PromptScores | None:
+    """Return the scores of a prompt's tokens; None if the job did not ask for them. Call it after the first token.
+
+    Raises:
+        ApiError: 503, the engine left some out.
+    """
+    count = generation.job.sampling.prompt_logprobs
+    if count < 0:
+        return None
+    try:
+        return join_prompt_logprobs(generation.prompt_logprobs, len(generation.job.prompt), count)
+    except ValueError as error:
+        raise unavailable(f"the engine did not score the prompt: {error}", code="engine_failed") from None
+
+
+def optional(value: _Value | None) -> _Value | UnsetType:
+    """Return the value of a field that is left out of the answer if it is None."""
+    return UNSET if value is None else value
+
+
+_KEPT: dict[str, Literal["cached", "recomputed"]] = {"kept": "cached", "recomputed": "recomputed"}
+
+
+def cache_use(*generations: Generation) -> CacheUse | UnsetType:
+    """Return the KV found for the prompts together; UNSET if no engine has reported it."""
+    found = [generation.started for generation in generations]
+    known = [started for started in found if started is not None]
+    if not known:
+        return UNSET
+    tiers: dict[str, int] = {}
+    for started in known:
+        for kind, tokens in zip(TierKind, started.tier_tokens, strict=False):
+            if tokens:
+                name = kind.name.lower()
+                tiers[name] = tiers.get(name, 0) + tokens
+    missed = next((started for started in known if started.miss), None)
+    cached = sum(started.cached_tokens for started in known)
+    status: Literal["hit", "partial", "miss"] = "miss"
+    if cached:
+        status = "hit" if missed is None else "partial"
+    slowest = [kind.name.lower() for kind in TierKind if kind.name.lower() in tiers]
+    return CacheUse(
+        status=status,
+        tier=slowest[-1] if slowest else None,
+        tiers=tiers,
+        exact=all(started.exact for started in known) and not any(g.job.modules for g in generations),
+        reason=None if missed is None else missed.miss,
+        miss_token=None if missed is None else missed.miss_token,
+    )
+
+
+def truncation_result(generation: Generation) -> TruncationResult | UnsetType:
+    """Return what was left out of a prompt; UNSET if the request has no cut and allows none."""
+    job, started = generation.job, generation.started
+    if not (job.cut.asked or job.cut.drops):
+        return UNSET
+    return TruncationResult(
+        occurred=bool(job.cut.drops),
+        prompt_tokens_before=len(job.prompt),
+        dropped_tokens=job.cut.dropped_tokens,
+        kept=None if started is None else _KEPT.get(started.cut),
+    )
+
 
 _LOWEST = -9999.0
 """Stands for minus infinity, which JSON cannot express (OpenAI's convention)."""

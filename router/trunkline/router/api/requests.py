@@ -1,20 +1,66 @@
-"""Parameters that would change the answer and are not supported: refused with 400 rather than ignored.
+"""What endpoints refuse before any work: models that are not served, texts that are too long, and parameters that
+would change the answer and are not supported, which are refused with 400 rather than ignored.
 
-For each endpoint, a table of such parameters with the values that ask for nothing and may therefore be sent. All
-other undeclared parameters are ignored (`user`, `metadata`, `store`, `service_tier`, …).
+For each endpoint, a table (`RefusedFields`) has such parameters with the values that ask for nothing and may
+therefore be sent. All other undeclared parameters are ignored (`user`, `metadata`, `store`, `service_tier`, …).
 """
 
 from __future__ import annotations
 
 from typing import Any, Final, NamedTuple
 
-from trunkline.router.errors import unsupported
+from starlette.requests import Request
+
+from trunkline.router.errors import ApiError, bad_value, unsupported
+from trunkline.router.service import RouterService
+
+
+def service_of(request: Request) -> RouterService:
+    """Return the service of the application that received a request."""
+    service = request.app.state.service
+    assert isinstance(service, RouterService)
+    return service
+
+
+def check_model(service: RouterService, model: str | None) -> None:
+    """Refuse the name of a model that is not served. None stands for the served model.
+
+    Raises:
+        ApiError: 404.
+    """
+    if model is not None and model not in service.config.model_names:
+        raise ApiError(
+            404,
+            f"the model {model[:200]!r} does not exist here; served: {', '.join(service.config.model_names)}",
+            param="model",
+            code="model_not_found",
+        )
+
+
+TOKENIZE_CHARACTERS_MAX: Final = 4 << 20
+"""Longest text that is tokenised although it cannot fit the context; `TEXT_BYTES_MAX` bounds every text."""
+
+
+def check_length(characters: int, param: str) -> None:
+    """Refuse a text that takes too long to tokenise.
+
+    Raises:
+        ApiError: 400, naming `param`.
+    """
+    if characters > TOKENIZE_CHARACTERS_MAX:
+        raise bad_value(
+            param,
+            f"`{param}` has {characters} characters; at most {TOKENIZE_CHARACTERS_MAX} are tokenised at once. "
+            "Please send it in parts.",
+            code="string_above_max_length",
+        )
+
 
 Neutral = dict[str, tuple[Any, ...]]
 """By parameter, the values that ask for nothing."""
 
 
-class Refused(NamedTuple):
+class RefusedFields(NamedTuple):
     """The parameters that an endpoint refuses."""
 
     neutral: Neutral
@@ -70,11 +116,13 @@ _REASONS: Final = {
 }
 
 
-CHAT: Final = Refused(_CHAT, _REASONS)
-COMPLETIONS: Final = Refused({**_COMMON, "suffix": ("",)}, _REASONS)
-TOKENIZE: Final = Refused({name: _CHAT[name] for name in ("documents", "chat_template", "continue_final_message")})
-SESSIONS: Final = Refused({"cache_salt": ()}, _REASONS)
-MESSAGES: Final = Refused(
+CHAT_REFUSALS: Final = RefusedFields(_CHAT, _REASONS)
+COMPLETIONS_REFUSALS: Final = RefusedFields({**_COMMON, "suffix": ("",)}, _REASONS)
+TOKENIZE_REFUSALS: Final = RefusedFields(
+    {name: _CHAT[name] for name in ("documents", "chat_template", "continue_final_message")}
+)
+SESSIONS_REFUSALS: Final = RefusedFields({"cache_salt": ()}, _REASONS)
+MESSAGES_REFUSALS: Final = RefusedFields(
     {
         "thinking": ({"type": "disabled"}, {"type": "adaptive"}),
         "mcp_servers": ([],),
@@ -91,7 +139,7 @@ MESSAGES: Final = Refused(
         ("pml", "prompt"), "prompts of modules belong to /v1/chat/completions and /v1/completions; send `messages`"
     ),
 )
-RESPONSES: Final = Refused(
+RESPONSES_REFUSALS: Final = RefusedFields(
     {
         "previous_response_id": (),
         "conversation": (),
@@ -122,7 +170,7 @@ def check_session(fields: dict[str, Any]) -> None:
         ApiError: 400, naming the first parameter that asks for something unsupported.
     """
     if not any(fields.get(name) for name in ("schema", "prompt", "pml")):
-        SESSIONS.check(fields)
+        SESSIONS_REFUSALS.check(fields)
 
 
 def check_responses(fields: dict[str, Any]) -> None:
@@ -131,7 +179,7 @@ def check_responses(fields: dict[str, Any]) -> None:
     Raises:
         ApiError: 400, naming the first parameter that asks for something unsupported.
     """
-    RESPONSES.check(fields)
+    RESPONSES_REFUSALS.check(fields)
     included = fields.get("include")
     if isinstance(included, list) and "message.output_text.logprobs" in included:
         raise unsupported("include", "log-probabilities are not supported here; use /v1/chat/completions")

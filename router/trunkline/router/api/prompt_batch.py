@@ -1,17 +1,38 @@
-"""`PromptBatch`: the generations of several prompts in one HTTP request, started, read and aborted together."""
+"""`PromptBatch`: the generations of several prompts in one HTTP request, started, read and aborted together.
+
+`LoopTurns` lets other requests run while one with many prompts or tokens is worked on.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from typing import Any, Final, TypeVar
 
-from trunkline.router.api.common import Collected, LoopTurns, collect_choices
+from trunkline.router.api.answer_fields import Collected, collect_choices
 from trunkline.router.errors import ApiError
 from trunkline.router.jobs.job import Job
 from trunkline.router.service import RouterService
 from trunkline.router.streams.choices import Delta
 from trunkline.router.streams.generation import Generation
+
+_TURN_S: Final = 0.005
+"""How long work may keep the event loop; threads wait as long for Python's lock."""
+
+
+class LoopTurns:
+    """Limits how long a piece of work keeps the event loop: other tasks run in between."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+
+    async def others(self) -> None:
+        """Let other tasks run if this one has kept the loop for long; call it between small steps."""
+        if time.monotonic() - self._began >= _TURN_S:
+            await asyncio.sleep(0)
+            self._began = time.monotonic()
+
 
 _T = TypeVar("_T")
 _TASKS_PER_TURN: Final = 64
