@@ -24,7 +24,7 @@ from trunkline.controller.messages import BeamSearch, Submit
 from trunkline.router.jobs.decoding import Decoding
 from trunkline.router.jobs.job import Job
 from trunkline.router.messages import Finished, FinishReason
-from trunkline.router.streams.choices import Choices, TextAssembler
+from trunkline.router.streams.generation import Choices, TextAssembler
 from trunkline.router.streams.streams import Stream
 from trunkline.router.text.tokenizer import Tokenizer
 from trunkline.worker.messages import Sampling

@@ -13,7 +13,7 @@ from trunkline.controller.messages import TopLogprobs
 from trunkline.router.http.answers import TextEvents, event
 from trunkline.router.jobs.job import Job
 from trunkline.router.messages import Finished, FinishReason, Started
-from trunkline.router.streams.choices import TextAssembler
+from trunkline.router.streams.generation import TextAssembler
 from trunkline.router.streams.streams import End, Stream
 from trunkline.router.text.tokenizer import Tokenizer
 from trunkline.worker.messages import Sampling

@@ -27,9 +27,8 @@ from trunkline.router.routing.request import Origin
 from trunkline.router.stores.record_homes import RecordHomes
 from trunkline.router.stores.schema_store import SchemaStore
 from trunkline.router.stores.session_store import SessionStore, is_stored
-from trunkline.router.streams.choices import Choices
 from trunkline.router.streams.dispatch import Dispatcher
-from trunkline.router.streams.generation import Generation
+from trunkline.router.streams.generation import Choices, Generation
 from trunkline.router.streams.health import Health, HealthProbe, describe
 from trunkline.router.streams.kv_feed import EventFeeds
 from trunkline.router.streams.link import ControllerLink

@@ -31,8 +31,7 @@ from trunkline.router.api.responses import (
 from trunkline.router.errors import unavailable
 from trunkline.router.request_context import created_at, draw_hex
 from trunkline.router.service import RouterService
-from trunkline.router.streams.choices import FinishName, TokenLogprob
-from trunkline.router.streams.generation import Generation
+from trunkline.router.streams.generation import FinishName, Generation, TokenLogprob
 from trunkline.router.text.detokenizer import TokenVocabulary
 from trunkline.router.text.truncation import clip_spans, span_tokens
 

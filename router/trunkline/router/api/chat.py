@@ -57,8 +57,7 @@ from trunkline.router.http.body import read_request
 from trunkline.router.jobs.request_models import ChatRequest
 from trunkline.router.service import RouterService
 from trunkline.router.stores.session_store import is_stored
-from trunkline.router.streams.choices import Delta, FinishName
-from trunkline.router.streams.generation import Generation
+from trunkline.router.streams.generation import Delta, FinishName, Generation
 from trunkline.router.tools.parsers import CallArguments, CallStart, Piece, TextPiece, ToolParser
 from trunkline.router.tools.plan import ToolPlan, prepare_tools
 

@@ -58,8 +58,7 @@ from trunkline.router.jobs.request_models import CompletionRequest
 from trunkline.router.request_context import draw_seed
 from trunkline.router.service import RouterService
 from trunkline.router.stores.session_store import is_stored
-from trunkline.router.streams.choices import Delta, FinishName
-from trunkline.router.streams.generation import Generation
+from trunkline.router.streams.generation import Delta, FinishName, Generation
 from trunkline.router.text.detokenizer import make_detokenizer
 
 routes = APIRouter()

@@ -14,8 +14,7 @@ from trunkline.router.api.answer_fields import Collected, collect_choices
 from trunkline.router.errors import ApiError
 from trunkline.router.jobs.job import Job
 from trunkline.router.service import RouterService
-from trunkline.router.streams.choices import Delta
-from trunkline.router.streams.generation import Generation
+from trunkline.router.streams.generation import Delta, Generation
 
 _TURN_S: Final = 0.005
 """How long work may keep the event loop; threads wait as long for Python's lock."""

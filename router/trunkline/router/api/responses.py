@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from trunkline.router.streams.choices import FinishName
+from trunkline.router.streams.generation import FinishName
 
 ChatFinishName = FinishName | Literal["tool_calls"]
 

@@ -1,30 +1,215 @@
-"""One running generation: turns its stream of tokens into pieces of text, and measures it."""
+"""From the tokens of a request to the pieces of text that its client gets: end tokens, detokenisation, stop
+strings.
+
+    Stream ──Batch──► Generation ──► Choices ──► TextAssembler, one per sample ──Delta──► api/
+                      measures it    (pure)      (pure)
+
+One sample is the usual case and takes the shortest way. Each of several samples has a detokeniser, stop strings
+and an end of its own. The engine learns of a stop string only when the last sample is over; tokens that still
+arrive for a sample that has ended are dropped here.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Final
+from typing import Final, Literal
 
-from trunkline.controller.messages import PromptLogprobs
+import msgspec
+import numpy as np
+
+from trunkline.controller.messages import PromptLogprobs, TopLogprobs
 from trunkline.router.errors import ApiError, unavailable
 from trunkline.router.jobs.job import Job
-from trunkline.router.messages import FinishReason, Started
-from trunkline.router.streams.choices import Choices, Delta
+from trunkline.router.messages import FinishReason, Hypothesis, Started
 from trunkline.router.streams.streams import TIMED_OUT, Batch, End, Stream
 from trunkline.router.telemetry.metrics import Metrics
+from trunkline.router.text.detokenizer import StopMatcher, TokenVocabulary, make_detokenizer
+
+FinishName = Literal["stop", "length"]
+
+
+class TokenLogprob(msgspec.Struct, frozen=True):
+    """An output token with its log-probabilities."""
+
+    token: int
+    text_offset: int
+    """Characters of output before those of this token."""
+    logprobs: TopLogprobs | None
+
+
+class Delta(msgspec.Struct):
+    """The next piece of a choice, for the client."""
+
+    text: str = ""
+    logprobs: list[TokenLogprob] = []
+    finish: FinishName | None = None
+    """Set in the choice's last piece. After a stop string the engine must still drop the sample."""
+    stop: str | None = None
+    """The stop string that ended the choice, if one did."""
+    tokens: Sequence[int] = ()
+    """The tokens of the piece; their text may come in a later one."""
+    index: int = 0
+    """Index of the choice."""
+    score: float | None = None
+    """Of a result of a beam search: the value by which results are ranked."""
+    cumulative_logprob: float | None = None
+    """Of a result of a beam search: the sum of its tokens' log-probabilities."""
+
+
+class TextAssembler:
+    """Turns the tokens of one sample into its text."""
+
+    def __init__(self, job: Job, vocabulary: TokenVocabulary, index: int = 0) -> None:
+        """`index`: index of the choice, for its deltas."""
+        self.index = index
+        self._job = job
+        self._detokenizer = make_detokenizer(
+            vocabulary, skip_special_tokens=job.skip_special_tokens, at_start=job.at_start
+        )
+        self._matcher = StopMatcher(job.stops, include=job.include_stop)
+        self._min_tokens = job.sampling.min_tokens
+        self._characters = 0
+        self.output_tokens = 0
+        """Output tokens, including those of a stop string and the end token."""
+
+    def feed(
+        self,
+        tokens: Sequence[int],
+        logprobs: Sequence[TopLogprobs | None] = (),
+        reason: str | None = None,
+    ) -> Delta:
+        """Return the text of the next tokens. Tokens behind a stop string are dropped.
+
+        Not to be called again after a delta with `finish`.
+
+        Args:
+            logprobs: one per token, if the request asks for them.
+            reason: with the last tokens, why the sample ended ("stop" or "length").
+        """
+        wanted = self._job.sampling.logprobs >= 0
+        if (
+            len(tokens) == 1
+            and reason is None
+            and not (wanted or self._job.stops or tokens[0] in self._job.eos_ids)
+        ):
+            # The usual case, for speed; the general code below gives the same.
+            self.output_tokens += 1
+            text = self._detokenizer.feed(tokens[0])
+            self._characters += len(text)
+            return Delta(text, tokens=tokens, index=self.index)
+        delta = Delta(logprobs=[], tokens=tokens, index=self.index)
+        for index, token in enumerate(tokens):
+            self.output_tokens += 1
+            if wanted:
+                delta.logprobs.append(
+                    TokenLogprob(token, self._characters, logprobs[index] if index < len(logprobs) else None)
+                )
+            ends = token in self._job.eos_ids
+            if ends and not self._job.include_stop:
+                # The engine has ended the sample with this token, whose characters are no part of the text.
+                delta.text += self._finish_text()
+                delta.finish = "stop"
+            elif not self._show(delta, self._detokenizer.feed(token)) and ends:
+                delta.text += self._finish_text()
+                delta.finish = "stop"
+            if delta.finish is not None:
+                delta.tokens = tokens[: index + 1]
+                return delta
+        if reason is not None and not self._show(delta, self._detokenizer.flush()):
+            delta.text += self._matcher.flush()
+            delta.finish = "stop" if reason == FinishReason.STOP else "length"
+        return delta
+
+    def _show(self, delta: Delta, text: str) -> bool:
+        """Pass text through the stop matcher into `delta`; return whether it completed a stop string."""
+        if not text:
+            return False
+        self._characters += len(text)
+        if self.output_tokens <= self._min_tokens:
+            delta.text += text  # before `min_tokens` a stop string does not end the sample
+            return False
+        shown = self._matcher.feed(text)
+        delta.text += shown.text
+        if shown.stop is None:
+            return False
+        delta.finish, delta.stop = "stop", shown.stop
+        return True
+
+    def _finish_text(self) -> str:
+        shown = self._matcher.feed(self._detokenizer.flush())
+        return shown.text if shown.stop is not None else shown.text + self._matcher.flush()
+
+
+class Choices:
+    """The texts of all samples of a request, or of all results of its beam search."""
+
+    def __init__(self, job: Job, vocabulary: TokenVocabulary) -> None:
+        self.output_tokens = 0
+        """Output tokens so far, over all samples."""
+        self.all_over = False
+        """Whether every text has had its delta with `finish`."""
+        self._texts = [TextAssembler(job, vocabulary, index) for index in range(job.decoding.samples)]
+        self._open = set(range(job.decoding.samples))
+        self._searches = job.decoding.beam is not None
+        self._only = self._texts[0] if job.decoding.samples == 1 and not self._searches else None
+
+    def feed(self, batch: Batch, reason: str | None) -> list[Delta]:
+        """Return what a batch adds to each choice, in the order of their indices.
+
+        Args:
+            reason: why the whole request has ended regularly; None: it goes on, or it failed.
+        """
+        if self._only is not None:
+            delta = self._only.feed(batch.tokens, batch.logprobs, reason)
+            self.output_tokens = self._only.output_tokens
+            if delta.finish is not None:
+                self.all_over = True
+            return [delta]
+        deltas = self._results(batch.hypotheses or []) if self._searches else self._samples(batch, reason)
+        self.output_tokens = sum([text.output_tokens for text in self._texts])
+        for delta in deltas:
+            if delta.finish is not None:
+                self._open.discard(delta.index)
+        self.all_over = not self._open
+        return deltas
+
+    def _samples(self, batch: Batch, reason: str | None) -> list[Delta]:
+        tokens: dict[int, list[int]] = {}
+        logprobs: dict[int, list[TopLogprobs | None]] = {}
+        for index, sample in enumerate(batch.samples or ()):
+            tokens.setdefault(sample, []).append(batch.tokens[index])
+            if batch.logprobs:
+                logprobs.setdefault(sample, []).append(batch.logprobs[index])
+        deltas = []
+        for sample in sorted(self._open):
+            end = (batch.ended or {}).get(sample, reason)
+            if sample in tokens or end is not None:
+                deltas.append(self._texts[sample].feed(tokens.get(sample, []), logprobs.get(sample, []), end))
+        return deltas
+
+    def _results(self, hypotheses: list[Hypothesis]) -> list[Delta]:
+        deltas = []
+        for text, found in zip(self._texts, hypotheses, strict=False):
+            tokens = np.frombuffer(found.tokens, dtype="<i4").tolist()
+            delta = text.feed(tokens, (), found.reason)
+            delta.score, delta.cumulative_logprob = found.score, found.logprob
+            deltas.append(delta)
+        return deltas
+
 
 _FIRST_EVENT_SECONDS_MAX: Final = 10.0
-"""Until the first event an error can still be an HTTP status. A request that queues for longer gets its
-response headers anyway, because proxies give up on connections without any."""
+"""Until the first event, an error can still become the HTTP status. A request that queues for longer gets its
+response headers anyway: proxies give up on connections that stay without headers."""
 CLIENT_LEFT: Final = "client_left"
 OUTCOMES: Final[dict[str, str]] = {FinishReason.ABORT: "aborted", FinishReason.ENGINE_FAILED: "failed"}
-"""Ends that are not regular, as metrics and logs have them; others by their own names."""
+"""Names of some reasons in metrics and logs; all other reasons have their own names there."""
 
 
 class Generation:
-    """A submitted job. Call `close` in the end, whatever happened; `deltas` does so itself."""
+    """One job on its way: reads its stream, yields text, and measures it. Always call `close` in the end; `deltas`
+    does so itself."""
 
     def __init__(
         self,
@@ -49,7 +234,7 @@ class Generation:
         self.steps = 0
         """Tokens of the sample that came furthest."""
         self.outcome = CLIENT_LEFT
-        """How the generation ended; while it runs: how it would end if its reader left."""
+        """How the generation ended. While it runs: the outcome if its reader left now."""
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -59,12 +244,12 @@ class Generation:
 
     @property
     def started(self) -> Started | None:
-        """What the controller found of the prompt; None until it was admitted."""
+        """What the controller found cached of the prompt; None until it has admitted the request."""
         return self._stream.started
 
     @property
     def output_tokens(self) -> int:
-        """Tokens generated so far that count, over all samples."""
+        """Output tokens so far, over all samples."""
         return self._choices.output_tokens
 
     @property
@@ -81,11 +266,11 @@ class Generation:
 
     @property
     def prompt_logprobs(self) -> Sequence[PromptLogprobs]:
-        """Pieces of what the job asked to know of its prompt; complete once a token has come."""
+        """Log-probabilities of the prompt, if the job asks for them; complete once the first token has arrived."""
         return self._stream.prompt_logprobs
 
     async def begin(self) -> None:
-        """Wait until the controller has taken the request on.
+        """Wait until the controller has admitted the request.
 
         Raises:
             ApiError: the controller refused it; nothing was generated.
@@ -100,16 +285,16 @@ class Generation:
             raise error
 
     async def deltas(self) -> AsyncIterator[Delta]:
-        """Yield the answer, piece by piece; the last piece of each choice has `finish`.
+        """Yield the answer piece by piece. The last piece of each choice has `finish`.
 
         Raises:
-            ApiError: the generation failed on the way.
+            ApiError: the generation failed after it had begun.
         """
         try:
             while True:
                 batch = await self._stream.next()
                 self._measure(batch)
-                # An end by failure still has the tokens before it: they were generated, so they are shown.
+                # Tokens that arrived together with a failure are still shown.
                 end = batch.end
                 error = self._error_of(end)
                 before = self._choices.output_tokens
@@ -119,7 +304,7 @@ class Generation:
                 if over:
                     self.outcome = next((delta.finish for delta in reversed(deltas) if delta.finish), "stop")
                     self._metrics.end_to_end.observe(self._loop.time() - self._arrived_at)
-                    self.close()  # after a stop string the engine must not go on while the client reads
+                    self.close()  # at once: after a stop string the engine must not work while the client reads
                 for delta in deltas:
                     if delta.stop is not None and not over:
                         self._stream.drop_sample(delta.index)
@@ -137,7 +322,7 @@ class Generation:
         self._timer = self._loop.call_later(seconds, self._stream.cut, TIMED_OUT, detail)
 
     def cut(self, reason: str, detail: str) -> None:
-        """End the generation with an error, which its reader gets."""
+        """End the generation with an error for its reader."""
         self._stream.cut(reason, detail)
 
     def close(self) -> None:
@@ -156,7 +341,7 @@ class Generation:
         return None if error is None else self.job.decoding.in_clients_words(error)
 
     def _measure(self, batch: Batch) -> None:
-        # Samples of one request go on side by side: what counts is how far the furthest came.
+        # The samples of a request run side by side; the longest one tells how many steps they took.
         count = max(Counter(batch.samples).values()) if batch.samples else len(batch.tokens)
         if not count and batch.hypotheses is None:
             return
