@@ -140,6 +140,25 @@ def test_full_tiers_lose_what_is_worth_least() -> None:
     assert [bench.directory.stats()[t].evictions for t in (TierKind.HOST, TierKind.DISK)] == [3, 1]
 
 
+@pytest.mark.parametrize(("older", "left"), [("settled", "b-d"), ("double", "hdd")])
+def test_a_full_disk_gives_up_the_copy_that_is_worth_less(older: str, left: str) -> None:
+    """Whether its chunk is in host memory as well, or nowhere else."""
+    bench = Bench(3, 2, host_free=1, exclusive=False)
+    (double,), (settled,) = bench.path("d"), bench.path("s")
+    bench.on_disk(double, settled)
+    bench.directory.want(1, (1.0,), [double])
+    bench.settle()
+    assert bench.directory.claim(double)
+    bench.directory.unwant(1)
+    bench.directory.used([settled if older == "double" else double], bench.now + 1.0)
+    (fresh,), (last,) = bench.path("f"), bench.path("l")
+    bench.directory.used([fresh], 10.0)
+    bench.directory.used([last], 11.0)
+    assert bench.save(fresh, last)
+    bench.settle()
+    assert where(double, settled, fresh) == left
+
+
 def test_an_unwanted_chunk_pushes_out_no_wanted_one() -> None:
     bench = Bench(2, 2, host_free=1)
     wanted = [bench.path(name)[0] for name in "ab"]
