@@ -1,21 +1,32 @@
-"""From a function's syntax tree to the items of a module (Prompt Cache §3.2.4, docs/pml.md, prompt programs).
+"""Compile a function's source to the items of a module (Prompt Cache §3.2.4, docs/pml.md, prompt programs).
 
-Statements are text, branches, or calls of other programs. Everything else is refused with its line: whatever were
-skipped silently would be missing in the prompt.
+    function ─► definition: its syntax tree ─► _FunctionCompiler: items ─► Program
+                                                     └─ Scope: conditions and arguments, as small functions
+
+Statements are text, branches, or calls of other programs. Everything else is refused with its line, because what
+were skipped silently would be missing in the prompt. Conditions and the arguments of calls are the only parts of
+the function that ever run. They are compiled to functions of the program's parameters with its global names, and
+keep their lines of the file, so that an error in a condition shows the condition.
+
+Names of modules and parameters depend on the program's text only, never on addresses or seeded hashes. Every
+process that decorates the same function makes the same schema, so the KV of its modules is found again by other
+processes and after restarts.
 """
 
 from __future__ import annotations
 
 import ast
+import functools
+import hashlib
 import inspect
+import re
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import FunctionType
+from dataclasses import dataclass
+from types import CodeType, FunctionType
 from typing import Any, Final, NoReturn
 
-from trunkline.prompts import names
 from trunkline.prompts.errors import PromptProgramError
-from trunkline.prompts.expressions import Scope
 from trunkline.prompts.items import (
     ArgumentSlot,
     Branches,
@@ -28,6 +39,7 @@ from trunkline.prompts.items import (
     Values,
 )
 from trunkline.prompts.markup import unwritable
+from trunkline.router.pml.tree import NAME, TAGS
 
 _STATEMENTS: Final[dict[type[ast.stmt], str]] = {
     ast.For: "a loop has no fixed layout; write its texts out, or join them into one argument",
@@ -53,17 +65,18 @@ _EXPRESSIONS: Final[dict[type[ast.expr], str]] = {
 }
 
 
-def compile_function(function: FunctionType, tree: ast.FunctionDef, name: str, role: Role | None) -> Program:
-    """Compile `function`, whose definition is `tree`.
+def compile_function(function: FunctionType, name: str, role: Role | None) -> Program:
+    """Compile a function to the program `name`.
 
     Raises:
         PromptProgramError: it says something that PML cannot express.
     """
-    compiler = _Compiler(function, tree, role)
-    return Program(name, role, compiler.signature, compiler.limits, compiler.items(tree.body, names.Namer()))
+    tree = definition(function)
+    compiler = _FunctionCompiler(function, tree, role)
+    return Program(name, role, compiler.signature, compiler.limits, compiler.items(tree.body, Namer()))
 
 
-class _Compiler:
+class _FunctionCompiler:
     """Compiles one function."""
 
     def __init__(self, function: FunctionType, tree: ast.FunctionDef, role: Role | None) -> None:
@@ -77,9 +90,9 @@ class _Compiler:
             self._filename, function.__name__, tuple(self.signature.parameters), function.__globals__
         )
 
-    def items(self, body: Sequence[ast.stmt], children: names.Namer) -> tuple[Item, ...]:
+    def items(self, body: Sequence[ast.stmt], children: Namer) -> tuple[Item, ...]:
         """Return the items of one module. `children`: makes names of nested modules."""
-        slots = names.Namer()
+        slots = Namer()
         found: list[Item] = []
         for statement in body:
             for item in self._statement(statement, children, slots):
@@ -89,7 +102,7 @@ class _Compiler:
                     found.append(item)
         return tuple(found)
 
-    def _statement(self, node: ast.stmt, children: names.Namer, slots: names.Namer) -> Iterator[Item]:
+    def _statement(self, node: ast.stmt, children: Namer, slots: Namer) -> Iterator[Item]:
         match node:
             case ast.Pass():
                 pass
@@ -120,7 +133,7 @@ class _Compiler:
             self._fail(node, f"the text has the character {wrong!r}, which no PML document can hold")
         return text
 
-    def _part(self, part: ast.expr, slots: names.Namer) -> str | ArgumentSlot:
+    def _part(self, part: ast.expr, slots: Namer) -> str | ArgumentSlot:
         """Compile a piece of an f-string."""
         if isinstance(part, ast.Constant):
             return self._text(str(part.value), part)
@@ -133,7 +146,7 @@ class _Compiler:
         if name in self.limits:
             default = self.signature.parameters[name].default
             shown = None if default is inspect.Parameter.empty else format(default, "")
-            return ArgumentSlot(name, slots.take(names.readable(name)), self.limits[name], shown)
+            return ArgumentSlot(name, slots.take(readable_name(name)), self.limits[name], shown)
         if name in self.signature.parameters:
             self._fail(
                 part,
@@ -147,22 +160,22 @@ class _Compiler:
             )
         return self._text(constant, part)
 
-    def _if(self, node: ast.If, children: names.Namer) -> Iterator[Branches]:
+    def _if(self, node: ast.If, children: Namer) -> Iterator[Branches]:
         """Compile a chain of `if` and `elif` to one choice; `else: if` is the same as `elif`."""
         tests: list[ast.expr] = []
         branches: list[tuple[str, list[ast.stmt]]] = []
         rest: list[ast.stmt] = [node]
         while len(rest) == 1 and isinstance(rest[0], ast.If):
             tests.append(self._checked(rest[0].test))
-            branches.append((names.from_expression(tests[-1]), rest[0].body))
+            branches.append((readable_name(ast.unparse(tests[-1])), rest[0].body))
             rest = rest[0].orelse
         if rest:
-            branches.append((names.readable(f"else {ast.unparse(tests[0])}"), rest))
+            branches.append((readable_name(f"else {ast.unparse(tests[0])}"), rest))
         # The last branch is taken when no test holds, and is then the one behind all tests.
         choose = self._scope.if_chain(tests, otherwise=len(tests) if rest else -1)
         yield from self._choice(branches, children, choose)
 
-    def _match(self, node: ast.Match, children: names.Namer) -> Iterator[Branches]:
+    def _match(self, node: ast.Match, children: Namer) -> Iterator[Branches]:
         subject = ast.unparse(self._checked(node.subject))
         branches = []
         for case in node.cases:
@@ -173,23 +186,23 @@ class _Compiler:
                     self._checked(inner)
             guard = "" if case.guard is None else f" if {ast.unparse(self._checked(case.guard))}"
             pattern = "other" if isinstance(case.pattern, ast.MatchAs) else ast.unparse(case.pattern)
-            branches.append((names.readable(f"{subject} {pattern}{guard}"), case.body))
+            branches.append((readable_name(f"{subject} {pattern}{guard}"), case.body))
         yield from self._choice(branches, children, self._scope.match(node))
 
     def _choice(
         self,
         branches: list[tuple[str, list[ast.stmt]]],
-        children: names.Namer,
+        children: Namer,
         choose: Callable[[Values], int],
     ) -> Iterator[Branches]:
         members: list[ProgramModule | None] = []
         for wish, body in branches:
-            items = self.items(body, names.Namer())
+            items = self.items(body, Namer())
             members.append(ProgramModule(children.take(wish), items) if items else None)
         if any(members):
             yield Branches(tuple(members), choose)
 
-    def _nested(self, call: ast.Call, children: names.Namer) -> Nested:
+    def _nested(self, call: ast.Call, children: Namer) -> Nested:
         program = self._callee(call.func)
         if self._role is not None and program.has_roles:
             self._fail(call, f"{program.name} has a role; it cannot stand inside of the role {self._role}")
@@ -271,3 +284,140 @@ def _short(node: ast.AST) -> str:
     """Return the beginning of a node's source, on one line."""
     text = ast.unparse(node).split("\n", 1)[0]
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+@dataclass(frozen=True)
+class Scope:
+    """The names that a program's expressions can use."""
+
+    filename: str
+    function: str
+    parameters: tuple[str, ...]
+    names: dict[str, Any]
+    """Globals of the program's module."""
+
+    def if_chain(self, tests: Sequence[ast.expr], otherwise: int) -> Callable[[Values], int]:
+        """Compile tests to a function that returns the index of the first true one; `otherwise` if none is
+        true."""
+        body: list[ast.stmt] = [ast.If(test, [_returned(index, test)], []) for index, test in enumerate(tests)]
+        return self._compiled([*body, _returned(otherwise, tests[-1])])
+
+    def match(self, statement: ast.Match) -> Callable[[Values], int]:
+        """Compile a `match` to a function that returns the index of the case that matches; -1 if none does."""
+        cases = [
+            ast.match_case(case.pattern, case.guard, [_returned(index, case.pattern)])
+            for index, case in enumerate(statement.cases)
+        ]
+        return self._compiled([ast.Match(statement.subject, cases), _returned(-1, statement)])
+
+    def arguments(self, call: ast.Call) -> Callable[[Values], tuple[tuple[Any, ...], dict[str, Any]]]:
+        """Compile a call to a function that returns its positional and named arguments."""
+        names: list[ast.expr | None] = [ast.Constant(keyword.arg) for keyword in call.keywords]
+        named = ast.Dict(names, [keyword.value for keyword in call.keywords])
+        pair = ast.Tuple([ast.Tuple(list(call.args), ast.Load()), named], ast.Load())
+        return self._compiled([ast.Return(pair)])
+
+    def _compiled(self, body: list[ast.stmt]) -> Callable[[Values], Any]:
+        tree = ast.parse(f"def {self.function}({', '.join(self.parameters)}): pass")
+        assert isinstance(tree.body[0], ast.FunctionDef)
+        tree.body[0].body = body
+        code = compile(ast.fix_missing_locations(tree), self.filename, "exec", dont_inherit=True)
+        [inner] = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+        function = FunctionType(inner, self.names)
+        return lambda values: function(*(values[name] for name in self.parameters))
+
+
+def _returned(index: int, near: ast.AST) -> ast.Return:
+    return ast.Return(ast.copy_location(ast.Constant(index), near))
+
+
+def definition(function: FunctionType) -> ast.FunctionDef:
+    """Return the `def` statement of `function`.
+
+    The whole file is parsed, since a method's text alone may not be Python (strings that end left of it) and since
+    error messages and tracebacks then have the file's own lines.
+
+    Raises:
+        PromptProgramError: its source is not there or has changed, or it is a lambda or asynchronous.
+    """
+    code = function.__code__
+    try:
+        # The lines come from the import system's cache: also of notebooks and of archives.
+        lines, _ = inspect.findsource(function)
+        tree = _parse("".join(lines))
+    except (OSError, SyntaxError) as error:
+        raise PromptProgramError(
+            f"the source of {function.__name__} cannot be read ({error}); a prompt program is compiled from its "
+            "source, so write it in a file or a notebook",
+            code.co_filename,
+            code.co_firstlineno,
+        ) from error
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            and _first_line(node) == code.co_firstlineno
+            and getattr(node, "name", "<lambda>") == code.co_name
+        ):
+            if isinstance(node, ast.FunctionDef):
+                return node
+            raise PromptProgramError(
+                "a prompt program is a plain function: `def`, not `async def` or `lambda`",
+                code.co_filename,
+                node.lineno,
+            )
+    raise PromptProgramError(
+        f"{function.__name__} is not in its file at this line: the file changed after it was imported",
+        code.co_filename,
+        code.co_firstlineno,
+    )
+
+
+@functools.lru_cache(maxsize=16)
+def _parse(source: str) -> ast.Module:
+    """Parse a file, which may have many programs. The cached tree must not be changed."""
+    return ast.parse(source)
+
+
+def _first_line(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> int:
+    """As code objects count it: a function begins at its first decorator."""
+    if isinstance(node, ast.Lambda) or not node.decorator_list:
+        return node.lineno
+    return node.decorator_list[0].lineno
+
+
+NAME_CHARS_MAX: Final = 48
+# What would be left out of a name although it makes a difference.
+_WORDS: Final = ((" != ", " ne "), (" <= ", " le "), (" >= ", " ge "), (" < ", " lt "), (" > ", " gt "))
+
+
+def is_pml_name(text: str) -> bool:
+    """Return whether PML allows a text as the name of a schema, module or parameter."""
+    return NAME.fullmatch(text) is not None and text not in TAGS
+
+
+def readable_name(source: str) -> str:
+    """Return a name made from source code, with a digest if the code gives no name or a long one."""
+    text = source
+    for sign, word in _WORDS:
+        text = text.replace(sign, word)
+    name = re.sub(r"[^A-Za-z0-9_]+", "-", text).strip("-")
+    if len(name) > NAME_CHARS_MAX or not name:
+        digest = hashlib.sha256(source.encode("utf-8", "surrogatepass")).hexdigest()[:6]
+        name = f"{name[: NAME_CHARS_MAX - 7].rstrip('-')}-{digest}".lstrip("-")
+    return name if is_pml_name(name) else f"_{name}"
+
+
+class Namer:
+    """Makes names that are unique within a module."""
+
+    def __init__(self) -> None:
+        self._taken: set[str] = set()
+
+    def take(self, wish: str) -> str:
+        """Return `wish` or, if it is taken, `wish-2`, `wish-3`, …"""
+        name, count = wish, 1
+        while name in self._taken:
+            count += 1
+            name = f"{wish}-{count}"
+        self._taken.add(name)
+        return name

@@ -1,19 +1,19 @@
-"""The items of a compiled prompt program: texts, parameters, branches, nested programs.
+"""The items of a compiled prompt program (texts, parameters, branches, nested programs), and what a call selects.
 
     program  = name, role, items
-    item     = text | Slot | Branches | Nested
-    Slot     -> <param>                  an argument's place
-    Branches -> <module> or <union>      `if`, `if`/`else`, `match`
-    Nested   -> <module>                 call of another program, which holds that one's items
+    item     = text | ArgumentSlot | Branches | Nested
+    ArgumentSlot -> <param>                  an argument's place
+    Branches     -> <module> or <union>      `if`, `if`/`else`, `match`
+    Nested       -> <module>                 call of another program, which holds that one's items
 
-Everything here is fixed when the function is decorated, but for the two functions that evaluate conditions and
-arguments: these take the values of a call.
+Items are fixed when the function is decorated. Their two functions that evaluate conditions and arguments get the
+values of a call; `select` uses them to choose the call's modules.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -131,3 +131,64 @@ def _has_roles(items: tuple[Item, ...]) -> bool:
         if isinstance(item, Branches) and any(_has_roles(module.items) for module in item.modules):
             return True
     return False
+
+
+@dataclass(frozen=True)
+class ModuleSelection:
+    """A selected module with its selected content."""
+
+    name: str
+    arguments: Mapping[str, str]
+    """Arguments of the module's own parameters, by their names in the schema."""
+    parts: tuple[Part, ...]
+    """Texts (including arguments) and modules, in the order in which the model reads them."""
+
+    @property
+    def children(self) -> tuple[ModuleSelection, ...]:
+        """Selected modules in this one."""
+        return tuple(part for part in self.parts if isinstance(part, ModuleSelection))
+
+    @property
+    def text(self) -> str:
+        """All text including that of nested modules, without text that the chat template adds around roles."""
+        return "".join(part if isinstance(part, str) else part.text for part in self.parts)
+
+    def walk(self, above: str = "") -> Iterator[tuple[str, ModuleSelection]]:
+        """Yield this module and all modules in it with their paths, in document order."""
+        path = f"{above}{self.name}"
+        yield path, self
+        for child in self.children:
+            yield from child.walk(f"{path}/")
+
+
+Part: TypeAlias = str | ModuleSelection
+
+
+def select(name: str, program: Program, values: Values) -> ModuleSelection:
+    """Return what a call of `program` with these values selects.
+
+    Raises:
+        Exception: whatever a condition or an argument raises.
+    """
+    return _module(name, program.items, values)
+
+
+def _module(name: str, items: tuple[Item, ...], values: Values) -> ModuleSelection:
+    arguments: dict[str, str] = {}
+    parts: list[Part] = []
+    for item in items:
+        match item:
+            case str():
+                parts.append(item)
+            case ArgumentSlot():
+                arguments[item.name] = format(values[item.argument], "")
+                parts.append(arguments[item.name])
+            case Branches():
+                taken = item.choose(values)
+                member = item.members[taken] if taken >= 0 else None
+                if member is not None:
+                    parts.append(_module(member.name, member.items, values))
+            case Nested():
+                args, kwargs = item.bind(values)
+                parts.append(select(item.name, item.program, item.program.values(*args, **kwargs)))
+    return ModuleSelection(name, arguments, tuple(parts))

@@ -10,8 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Final
 from xml.sax.saxutils import escape
 
-from trunkline.prompts.items import ArgumentSlot, Branches, Item, Nested, Program, ProgramModule
-from trunkline.prompts.selection import ModuleSelection
+from trunkline.prompts.items import ArgumentSlot, Branches, Item, ModuleSelection, Nested, Program, ProgramModule
 
 # A parser reads a line end or tab in an attribute as a blank, and a carriage return as a line end.
 _TEXT: Final = {"\r": "&#13;"}

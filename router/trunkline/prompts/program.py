@@ -30,13 +30,10 @@ from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Any, Generic, ParamSpec, overload
 
-from trunkline.prompts import names
-from trunkline.prompts.compiler import compile_function
+from trunkline.prompts.compiler import compile_function, is_pml_name, readable_name
 from trunkline.prompts.errors import PromptProgramError
-from trunkline.prompts.items import Program, Role
+from trunkline.prompts.items import ModuleSelection, Program, Role, select
 from trunkline.prompts.markup import write_prompt, write_schema
-from trunkline.prompts.selection import ModuleSelection, select
-from trunkline.prompts.source import definition
 from trunkline.router.pml import parse_schema, schema_to_json
 from trunkline.router.pml.tree import TAGS
 
@@ -143,7 +140,7 @@ def _compiled(function: Callable[P, None], name: str | None, role: Role | None) 
             f"@prompt is for plain functions, not for {type(function).__name__}; put it directly above `def`"
         )
     line = function.__code__.co_firstlineno
-    if name is not None and not names.is_name(name):
+    if name is not None and not is_pml_name(name):
         raise PromptProgramError(
             f"{name!r} is no name for a schema: letters, digits, `_`, `.`, `-`, with a letter or `_` first, "
             f"and none of {', '.join(sorted(TAGS))}",
@@ -154,13 +151,9 @@ def _compiled(function: Callable[P, None], name: str | None, role: Role | None) 
         raise PromptProgramError(
             f"{role!r} is no role; there are system, user, assistant", function.__code__.co_filename, line
         )
-    compiled = compile_function(function, definition(function), name or names.readable(function.__name__), role)
+    compiled = compile_function(function, name or readable_name(function.__name__), role)
     return PromptProgram(
-        name=compiled.name,
-        role=compiled.role,
-        signature=compiled.signature,
-        limits=compiled.limits,
-        items=compiled.items,
+        **vars(compiled),
         schema_name=name or f"{compiled.name}-{_digest(compiled)}",
         named_by_digest=name is None,
     )

@@ -9,15 +9,18 @@ from trunkline.router.pml.compiled import (
     ParamSlot,
     PlacedText,
     PromptPiece,
+    check_encoding,
+    hint_layout,
+    texts_message,
+    to_layout,
 )
 from trunkline.router.pml.compiler import compile_prompt
 from trunkline.router.pml.hints import likely_texts, lint
 from trunkline.router.pml.json_form import prompt_from_json, prompt_to_json, schema_from_json, schema_to_json
 from trunkline.router.pml.layout import compile_schema
 from trunkline.router.pml.pml_error import ErrorCode, Mark, PmlError
-from trunkline.router.pml.tokens import PmlTokenizer
+from trunkline.router.pml.roles import PmlTokenizer
 from trunkline.router.pml.tree import PromptDocument, SchemaDocument
-from trunkline.router.pml.wire import check_encoding, hint_layout, texts_message, to_layout
 from trunkline.router.pml.xml_form import parse_prompt, parse_schema, prompt_to_xml, schema_to_xml
 
 __all__ = [

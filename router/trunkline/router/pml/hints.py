@@ -9,7 +9,7 @@ from typing import Final, TypeAlias
 
 from trunkline.router.pml.compiled import CompiledPrompt, CompiledSchema
 from trunkline.router.pml.pml_error import Mark
-from trunkline.router.pml.tokens import PmlTokenizer
+from trunkline.router.pml.roles import PmlTokenizer
 from trunkline.router.pml.tree import (
     Item,
     Module,

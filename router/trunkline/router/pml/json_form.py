@@ -62,7 +62,7 @@ def schema_from_json(value: object) -> SchemaDocument:
     Raises:
         PmlError: The schema is wrong; `path` names the wrong value, such as "items[2].len", or a module.
     """
-    reader = _Reader()
+    reader = _JsonReader()
     root = reader.object(value, "", {"schema", "items", "scaffolds"})
     name = reader.required(root, "schema", str, "")
     items = reader.items(root, "", reader.schema_item)
@@ -78,7 +78,7 @@ def prompt_from_json(value: object) -> PromptDocument:
         PmlError: The prompt is wrong: E_XML, E_TAG, E_NAME, E_ROLE_ORDER, or E_DUP_IMPORT if a path is listed
         twice.
     """
-    reader = _Reader()
+    reader = _JsonReader()
     root = reader.object(value, "", {"schema", "items", "modules", "text"})
     name = reader.required(root, "schema", str, "")
     if "modules" not in root and "text" not in root:
@@ -104,7 +104,7 @@ class _Import:
         return tuple(Ref(name, child.args or (), child.refs()) for name, child in self.children.items())
 
 
-def _imports(reader: _Reader, listed_modules: list[Any]) -> tuple[Ref, ...]:
+def _imports(reader: _JsonReader, listed_modules: list[Any]) -> tuple[Ref, ...]:
     root = _Import()
     for number, value in enumerate(listed_modules):
         place = f"modules[{number}]"
@@ -123,7 +123,7 @@ def _imports(reader: _Reader, listed_modules: list[Any]) -> tuple[Ref, ...]:
     return root.refs()
 
 
-class _Reader:
+class _JsonReader:
     """Turns JSON values into trees and counts them, for the limits. `place`: path of a value, for errors."""
 
     def __init__(self) -> None:

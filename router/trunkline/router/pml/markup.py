@@ -85,7 +85,7 @@ def parse_markup(source: str | bytes) -> Element:
     if len(data) > SOURCE_BYTES_MAX:
         limit = f"allowed are {SOURCE_BYTES_MAX}; split the schema"
         raise PmlError(ErrorCode.XML, f"the document has {len(data)} bytes; {limit}")
-    return _Reader(data).read()
+    return _XmlReader(data).read()
 
 
 def _end_mark(before: str) -> Mark:
@@ -93,7 +93,7 @@ def _end_mark(before: str) -> Mark:
     return Mark(before.count("\n") + 1, len(before) - before.rfind("\n"))
 
 
-class _Reader:
+class _XmlReader:
     """Builds elements from the events of expat."""
 
     def __init__(self, source: bytes) -> None:
