@@ -217,6 +217,24 @@ def test_what_was_over_before_this_machine_started_is_over(tmp_path: Path, later
         assert sum(tiers_of(session.turn(3))) == found
 
 
+def test_chunks_written_while_their_request_ran_end_with_it_after_a_restart(tmp_path: Path) -> None:
+    """They came into the index before their end of life was known. It is the request's, as it was in memory."""
+    machine = Machine(tmp_path)
+    simulation = machine.simulation
+    session = Session(simulation)
+    request = session.send(20, max_tokens=40, ttl=500.0)
+    simulation.step_until(lambda: sum(node.disk_ready for node in simulation.tree.nodes()) >= 5)
+    machine.follow()
+    assert simulation.streams[request].ended is None
+    simulation.run()
+    session.ended(request)
+    machine.stop()
+    simulation = machine.restart()
+    assert machine.restored == 14
+    settle(simulation)
+    assert not list(simulation.tree.nodes()), "the time of all of them was over before the restart"
+
+
 def test_a_lost_index_is_an_empty_cache(tmp_path: Path) -> None:
     machine = Machine(tmp_path)
     session = Session(machine.simulation)

@@ -89,7 +89,7 @@ class RadixCache(RadixTree):
         self.changed = self.tiers.copies.changes.log
         """Chunks that may have changed tiers, the device included."""
         self.touched: dict[Node, None] = {}
-        """Likewise chunks on disk that were used: of each path the deepest, for those above are used no less."""
+        """Chunks on disk whose last use or end of life the index has to learn."""
 
     # Coming
 
@@ -225,15 +225,16 @@ class RadixCache(RadixTree):
     # Use
 
     def keep(self, path: list[Node], now: float, ttl: float) -> None:
-        """Keep the chunks of a path for `ttl` seconds from now on, because a sequence leaves; 0: no limit
-        (C10)."""
+        """Keep the chunks of a path for `ttl` seconds from now on, because a sequence leaves; 0: no limit (C10)."""
+        on_disk = [node for node in path if node.disk_ready]
+        # In the index a chunk without an end of life lives forever. A chunk that was written while its request ran
+        # has none there yet. Otherwise the deepest chunk is enough: after a restart those above live as long as it.
+        endless = [node for node in on_disk if not node.expires] if ttl else []
+        self.touched |= dict.fromkeys([*endless, *on_disk[-1:]])
         self.tiers.used(path, now, hit=False)
         self.tiers.keep(path, now + ttl if ttl else inf)
         for node in path:
             self._note_idle(node)  # idle chunks have just become younger
-        deepest = next((node for node in reversed(path) if node.disk_ready), None)
-        if deepest is not None:
-            self.touched[deepest] = None
 
     def expire(self, now: float) -> None:
         """Drop idle chunks whose time to live is over, in all tiers, leaves first."""
