@@ -79,6 +79,11 @@ class Ranks(threading.Thread):
     def answer(self, answer: bool) -> None:
         self.steps_max = NO_LIMIT if answer else 0
 
+    def end(self) -> None:
+        """Close the sockets, as when the processes are killed."""
+        self.leave.set()
+        self.join()
+
     def say_hello(self, rank: int) -> None:
         self.plans[rank].connect(self.config.plan_endpoint)
         self.plans[rank].subscribe(rank_topic(rank, self.incarnations[rank]))

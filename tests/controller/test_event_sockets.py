@@ -67,12 +67,8 @@ def group(config: ControllerConfig, folder: Path) -> Iterator[tuple[Router, Rank
     """A controller process with its ranks, and a router by hand that has seen them ready."""
     with run_controller(config, folder) as (_, router):
         ranks = start_ranks(config)
-        try:
-            router.wait_state("ready")
-            yield router, ranks
-        finally:
-            ranks.leave.set()
-            ranks.join()
+        router.wait_state("ready")
+        yield router, ranks
 
 
 def compute(router: Router, request: int, prompt: list[int]) -> list[int]:

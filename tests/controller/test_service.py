@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +24,8 @@ pytestmark = pytest.mark.processes
 
 
 @pytest.fixture
-def ranks(config: ControllerConfig, controller: subprocess.Popen[bytes]) -> Iterator[Ranks]:
-    ranks = start_ranks(config)
-    yield ranks
-    ranks.leave.set()
-    ranks.join()
+def ranks(config: ControllerConfig, controller: subprocess.Popen[bytes]) -> Ranks:
+    return start_ranks(config)
 
 
 def test_one_group_serves_and_survives_nonsense(ranks: Ranks, router: Router) -> None:
@@ -81,8 +77,6 @@ def test_late_subscriber_misses_no_step(
     while ranks.steps_seen[1] < 3 and time.monotonic() < deadline:
         time.sleep(0.01)
     assert ranks.steps_seen[1] == ranks.steps_seen[0] >= 3
-    ranks.leave.set()
-    ranks.join()
 
 
 def abort_and_flush_free_all_blocks(router: Router) -> None:
@@ -192,8 +186,6 @@ def test_too_few_blocks_are_reported(
         router.receive()
     assert "at least 2 blocks" in router.state.detail
     assert controller.wait(timeout=10) == EXIT_CONFIG
-    ranks.leave.set()
-    ranks.join()
 
 
 def test_draining_is_announced(ranks: Ranks, router: Router, controller: subprocess.Popen[bytes]) -> None:

@@ -34,8 +34,7 @@ def test_streams_go_on_with_other_ranks(
             router.submit(1, prompts[1], 85, seed=1)
         while len(router.tokens.get(1, [])) < 18 * number:
             router.receive()
-        ranks.leave.set()  # its sockets close, as when the process is killed
-        ranks.join()
+        ranks.end()  # its sockets close, as when the process is killed
         epochs.append(ranks.epoch)
         state = router.wait_state("starting")
         assert "is gone" in state.detail
@@ -50,8 +49,6 @@ def test_streams_go_on_with_other_ranks(
     assert state.output_tokens == 85 + 30 + 30
     assert state.prompt_tokens == 5 + 3 + 2
     assert epochs[0] < epochs[1] < ranks.epoch
-    ranks.leave.set()
-    ranks.join()
 
 
 @pytest.mark.parametrize("fails_last", [False, True], ids=["failure first", "closed connection first"])
@@ -73,11 +70,9 @@ def test_failed_rank_says_why(
         if msgspec.msgpack.decode(watchdog.recv_multipart()[-1], type=Leave).epoch >= ranks.epoch:
             break
     watchdog.close(linger=0)
-    others = start_ranks(config)
+    start_ranks(config)
     router.wait_finished(1)
     assert router.tokens[1] == expected_output([1, 2, 3], 0, 9)
-    others.leave.set()
-    others.join()
 
 
 def test_a_step_that_is_never_answered_ends_the_epoch(config: ControllerConfig, tmp_path: Path) -> None:
@@ -87,13 +82,10 @@ def test_a_step_that_is_never_answered_ends_the_epoch(config: ControllerConfig, 
         time.sleep(0.7)  # without a step nothing hangs
         router.submit(1, [1, 2, 3], 9)
         assert "not answered step 1" in router.wait_state("starting").detail
-        others = start_ranks(config)  # the old ones are still there: they do not count, and are waited for
-        ranks.leave.set()
-        ranks.join()
+        start_ranks(config)  # the old ones are still there: they do not count, and are waited for
+        ranks.end()
         router.wait_finished(1)
         assert router.tokens[1] == expected_output([1, 2, 3], 0, 9)
-        others.leave.set()
-        others.join()
 
 
 def test_requests_do_not_wait_for_ever(config: ControllerConfig, tmp_path: Path) -> None:
@@ -102,8 +94,7 @@ def test_requests_do_not_wait_for_ever(config: ControllerConfig, tmp_path: Path)
         router.wait_state("ready")
         router.submit(1, [1, 2, 3], 9)
         router.wait_running(1)
-        ranks.leave.set()
-        ranks.join()
+        ranks.end()
         router.wait_finished(1)
         assert router.finished[1][0] == "engine_failed"
         assert "in time" in router.finished[1][1]
@@ -111,13 +102,11 @@ def test_requests_do_not_wait_for_ever(config: ControllerConfig, tmp_path: Path)
         router.wait_finished(2)
         assert router.finished[2][0] == "engine_failed"
         assert process.poll() is None
-        others = start_ranks(config)
+        start_ranks(config)
         router.wait_state("ready")
         router.submit(3, [1, 2, 3], 9)
         router.wait_finished(3)
         assert router.tokens[3] == expected_output([1, 2, 3], 0, 9)
-        others.leave.set()
-        others.join()
 
 
 def test_a_drain_without_ranks_hands_all_requests_over(
@@ -127,8 +116,7 @@ def test_a_drain_without_ranks_hands_all_requests_over(
     router.wait_state("ready")
     router.submit(1, [1, 2, 3], 9)
     router.wait_running(1)
-    ranks.leave.set()
-    ranks.join()
+    ranks.end()
     router.wait_state("starting")
     controller.send_signal(signal.SIGTERM)
     router.wait_finished(1)

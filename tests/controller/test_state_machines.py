@@ -126,7 +126,7 @@ CHECKS = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_to
 
 
 def test_machine() -> None:
-    """Thousands of steps; `derandomize` makes a failure repeat. It is not shrunk: that takes too long for a test."""
+    """Thousands of steps; `derandomize` makes a failure repeat. Shrinking it would take too long."""
     case = TreeMachine.TestCase
     case.settings = settings(
         max_examples=50,
