@@ -15,15 +15,13 @@ wall time.
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from report import Report, parse_arguments
+from report import Report, median_seconds, parse_arguments
 from torch import Tensor
 
 from trunkline.kernels import native
@@ -77,21 +75,9 @@ class Arm:
         self.ops = DenseOps(module, native.NativeContext(None, threads), KernelCounters())
         torch.set_num_threads(threads)
 
-    def clock(self) -> float:
-        return time.process_time() if self.threads == 1 else time.perf_counter()
-
     def median_seconds(self, calls: list[Callable[[], object]], budget_s: float) -> tuple[list[float], int]:
         """Medians of calls that take turns."""
-        times: list[list[float]] = [[] for _ in calls]
-        for call in calls:
-            call()
-        deadline = time.perf_counter() + budget_s
-        while len(times[0]) < 3 or time.perf_counter() < deadline:
-            for call, taken in zip(calls, times, strict=True):
-                start = self.clock()
-                call()
-                taken.append(self.clock() - start)
-        return [float(np.median(taken)) for taken in times], len(times[0])
+        return median_seconds(calls, self.threads, budget_s)
 
 
 class Layer:

@@ -15,16 +15,14 @@ steps take turns. One thread is measured in CPU time, more in wall time.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from statistics import median
 from typing import Final, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from report import Report, argument_parser
+from report import Report, argument_parser, median_seconds
 from small_model import small_model
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -34,7 +32,7 @@ from trunkline.kernels.load import load_kernels
 from trunkline.kernels.ops import Kernels, PackedLinear, Quantisation
 from trunkline.kernels.plan import PrefillPlan, Segments, WritePlan, build_decode_plan
 from trunkline.kvstore.chunks import Int32Array
-from trunkline.worker.batch.batch import Batch, ScoredPrompt
+from trunkline.worker.batch.batch import ForwardBatch, ScoredPrompt
 from trunkline.worker.model.checkpoint import MlpWeights, Shard, load_weights
 from trunkline.worker.model.decoder import Decoder, make_kv_pool
 from trunkline.worker.model.families import check_model
@@ -82,7 +80,7 @@ class Model:
         """Logits `[tokens, vocabulary]` of one window, its KV in the pool's first blocks."""
         count = len(ids)
         blocks = -(-count // CHUNK)
-        batch = Batch(
+        batch = ForwardBatch(
             ids=ids,
             positions=torch.arange(count),
             num_rows=0,
@@ -115,7 +113,7 @@ class Model:
         segments = Segments(each, zeros, each, zeros, last + 1, zeros, zeros)
         self.decoder.pool.data[:rows].zero_()
         self.decoder.pool.packed[:rows].zero_()
-        batch = Batch(
+        batch = ForwardBatch(
             ids=torch.arange(2, 2 + rows),
             positions=torch.from_numpy(last).long(),
             num_rows=rows,
@@ -185,21 +183,6 @@ def run_perplexity(kernels: Kernels, windows: list[Tensor], report: Report) -> N
         report.add(case, "perplexity", math.exp(loss.nats / loss.tokens), "", 1)
         report.add(case, "kl_divergence", 1e6 * loss.divergence / loss.tokens, "1e-6 nats", 1)
         report.add(case, "weight_bytes", model.weight_bytes / 1e6, "MB", 1)
-
-
-def median_seconds(calls: list[Callable[[], object]], threads: int, budget_s: float) -> tuple[list[float], int]:
-    """Medians of calls that take turns."""
-    clock = time.process_time if threads == 1 else time.perf_counter
-    times: list[list[float]] = [[] for _ in calls]
-    for call in calls:
-        call()
-    deadline = time.perf_counter() + budget_s
-    while len(times[0]) < 3 or time.perf_counter() < deadline:
-        for call, taken in zip(calls, times, strict=True):
-            start = clock()
-            call()
-            taken.append(clock() - start)
-    return [median(taken) for taken in times], len(times[0])
 
 
 def run_speed(kernels: Kernels, threads: int, quick: bool, report: Report) -> None:

@@ -7,8 +7,11 @@ import json
 import os
 import platform
 import subprocess
+import time
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 
@@ -62,6 +65,25 @@ def wide_tables(results: list[dict[str, Any]]) -> list[str]:
             cells = [*map(str, case), *(row.get(name, "") for name, _ in metrics), str(row["runs"])]
             lines.append(f"| {' | '.join(cells)} |")
     return lines
+
+
+def median_seconds(calls: list[Callable[[], object]], threads: int, budget_s: float) -> tuple[list[float], int]:
+    """Let calls take turns for so many seconds; return their medians and the number of rounds.
+
+    Args:
+        threads: That the calls compute with: the time of one is CPU time, that of more wall time.
+    """
+    clock = time.process_time if threads == 1 else time.perf_counter
+    times: list[list[float]] = [[] for _ in calls]
+    for call in calls:
+        call()
+    deadline = time.perf_counter() + budget_s
+    while len(times[0]) < 3 or time.perf_counter() < deadline:
+        for call, taken in zip(calls, times, strict=True):
+            start = clock()
+            call()
+            taken.append(clock() - start)
+    return [median(taken) for taken in times], len(times[0])
 
 
 class Report:
