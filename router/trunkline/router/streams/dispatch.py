@@ -4,12 +4,12 @@
                  ▲                                    │ lost, drained, full
                  └──── tokens that have come so far ◄─┘   or wait until a controller is ready
 
-An *attempt* is one sending of a request, or of one of its samples, to one controller (`attempts.py`). A request
-that loses its attempt is sent again: before its first token as it was, later as a continuation. If no controller
-takes requests it waits, up to `resume_seconds`. Its reader sees a pause.
+An *attempt* is one sending of a request, or of one of its samples, to one controller (`streams.py`). A request
+that loses its attempt is sent again: unchanged before its first token, later as a continuation. If no controller
+takes requests, it waits up to `resume_seconds`. Its reader sees only a pause.
 
-A request that would fail everywhere is not tried everywhere: after `FAILURES_MAX` lost attempts in a row, without
-a token between them, it ends with the error of the last one.
+A request that fails everywhere must not take down one controller after the other: after `FAILURES_MAX` lost
+attempts in a row, without a token between them, it ends with the error of the last one.
 """
 
 from __future__ import annotations
@@ -48,22 +48,22 @@ from trunkline.router.streams.streams import (
 from trunkline.router.telemetry.request_record import current_record
 
 FAILURES_MAX: Final = 3
-"""Attempts of a request that may be lost in a row, without a token between them."""
+"""Attempts of a request that may be lost in a row without a token between them."""
 WAITING_LOSSES: Final = 3
-"""So many lost attempts count as one if the connection was lost before the prompt was computed: a request that
-only waits in a queue is hardly what kills a controller, but it may be."""
+"""So many losses of a connection before the prompt was computed count as one lost attempt: a request that only
+waited in a queue has probably not killed the controller, but it may have."""
 MOVE_SECONDS: Final = 3.0
-"""How long a controller that has lost its workers may take to get new ones before its requests go elsewhere."""
+"""A controller that has lost its workers keeps its requests for so long; then they go to another controller."""
 FULL_AGAIN_SECONDS: Final = 0.25
-"""When a continued request that has met full queues everywhere tries again."""
+"""Delay before a request that was admitted before, and has met full queues everywhere, tries again."""
 _REGULAR: Final = (FinishReason.STOP, FinishReason.LENGTH)
 _ELSEWHERE: Final = (FinishReason.ENGINE_FAILED, FinishReason.DRAINING, FinishReason.QUEUE_FULL)
-"""Ends that say nothing about the request itself: another controller may take it."""
+"""Reasons that do not lie in the request: another controller may take it."""
 _log = structlog.get_logger("trunkline.router.streams.dispatch")
 
 
 class Dispatcher:
-    """The requests of a router that are not over. All calls come from the event loop's thread."""
+    """All requests of a router that are not over. Call it from the event loop's thread only."""
 
     def __init__(
         self,
@@ -78,17 +78,18 @@ class Dispatcher:
     ) -> None:
         """
         Args:
-            links: the controllers, by index; they may be added before the first request.
-            resume_seconds: how long a stream waits for a controller; 0: not, and a lost stream ends.
-            max_context: prompt and output at most, in tokens, at this moment.
-            learns: controllers do not tell which chunks they have: then a chunk is taken to be where this router
+            links: connections to the controllers, by index; they may be added until the first request.
+            resume_seconds: how long a stream waits for a controller; 0: it does not wait, and a lost stream ends.
+            max_context: returns the most tokens of prompt and output together at this moment.
+            learns: controllers do not publish which chunks they have. Then a chunk counts as being where this
+                router
                 has seen a prompt with it start, until that controller is lost.
-            on_event: called with "resumed", "retried", "waited" and "gave_up", for metrics.
-            on_route: called with every choice that was carried out, likewise.
+            on_event: called with "resumed", "retried", "waited" or "gave_up", for metrics.
+            on_route: called with every decision that was carried out, for metrics.
         """
         self.core = core
         self.has_served = False
-        """Whether any controller has been ready yet."""
+        """Whether any controller has ever been ready."""
         self._links = links
         self._resume_seconds = resume_seconds
         self._max_context = max_context
@@ -100,7 +101,7 @@ class Dispatcher:
         self._waiting: dict[int, RoutedRequest] = {}
         self._starting_since: dict[int, float] = {}
         self._overdue: set[int] = set()
-        """Requests whose time to wait is over, and which no controller has admitted yet."""
+        """Requests whose time to wait is over while a controller has them in its queue."""
 
     @staticmethod
     def now() -> float:
@@ -109,12 +110,12 @@ class Dispatcher:
 
     @property
     def can_wait(self) -> bool:
-        """Whether a request that no controller takes now may wait for one."""
+        """Whether a request may wait if no controller takes it now."""
         return self.has_served and self._resume_seconds > 0
 
     @property
     def waiting_count(self) -> int:
-        """How many requests no controller has at present."""
+        """How many requests wait for a controller."""
         return len(self._waiting)
 
     # -- from above
@@ -123,7 +124,7 @@ class Dispatcher:
         """Send a job to a controller.
 
         Raises:
-            ApiError: 503, no controller is ready, and none is expected.
+            ApiError: 503, no controller is ready, and the request must not wait for one.
         """
         stream = Stream(
             next(self._ids),
@@ -143,14 +144,14 @@ class Dispatcher:
         return stream
 
     def link_of(self, stream: Stream) -> ControllerLink | None:
-        """Return the controller that works on a request; None: it waits for one, or is over."""
+        """Return the link to a controller that works on a request; None: it waits for one, or is over."""
         routed = self._routed.get(stream.request)
         return next((attempt.link for attempt in routed.attempts.values()), None) if routed else None
 
     # -- from the links
 
     def link_changed(self, link: ControllerLink) -> None:
-        """Take note that a controller has reported its state, or that its connection was lost."""
+        """Note that a controller has reported its state, or that its connection was lost."""
         core, now, state = self.core, self.now(), link.state
         core.set_available(link.index, link.ready, now)
         if state is not None:
@@ -166,7 +167,7 @@ class Dispatcher:
         self._move_from(link, now)
 
     def load_changed(self, controller: int, requests: int, queued_tokens: int) -> None:
-        """Take note of a controller's load from all routers (`State`, or `KvEvents`)."""
+        """Note the load of a controller from all routers, as reported in its `State` or `KvEvents`."""
         state = self._links[controller].state
         if state is None:
             return
@@ -180,7 +181,8 @@ class Dispatcher:
         )
 
     def _move_from(self, link: ControllerLink, now: float) -> None:
-        """Move the requests of a controller that does not get new workers, if another controller is ready."""
+        """Move the requests of a controller that waits for new workers too long, if another controller is
+        ready."""
         if link.state is None or link.state.status != "starting" or not link.inflight:
             self._starting_since.pop(link.index, None)
             return
@@ -188,7 +190,7 @@ class Dispatcher:
         if now - since < MOVE_SECONDS or not any(other.ready for other in self._links):
             return
         for routed in list(self._routed.values()):
-            for attempt in [d for d in routed.attempts.values() if d.link is link]:
+            for attempt in [each for each in routed.attempts.values() if each.link is link]:
                 attempt.link.release(attempt.request, abort=True)
                 self.finished(attempt, End(FinishReason.DRAINING, link.why_not_ready()))
 
@@ -219,7 +221,7 @@ class Dispatcher:
     # -- going on after a loss
 
     def _go_on(self, routed: RoutedRequest, attempt: Attempt, end: End) -> None:
-        """Send what a lost attempt leaves to do to another controller."""
+        """Send the rest of a lost attempt's work to another controller."""
         routed.last_failure = end
         failures = routed.failures.pop(attempt.sample, 0)
         begun = any(routed.stream.outputs)
@@ -231,7 +233,7 @@ class Dispatcher:
                 failures += 1 if only_waited else WAITING_LOSSES
             routed.failed.add(attempt.link.index)
             if not routed.waiting:
-                self._stop_timer(routed)  # a controller had it: if it waits now, that is a new wait
+                self._stop_timer(routed)  # a controller had the request, so a wait from now on is a new one
             if begun and not self._resume_seconds:
                 routed.stream.finish(*end)
                 return
@@ -259,7 +261,8 @@ class Dispatcher:
             self._send_or_end(routed, sample)
 
     def _send_or_end(self, routed: RoutedRequest, sample: int) -> None:
-        """Send it again, unless it is over and only the message of its end was lost, or no controller takes it."""
+        """Send a sample again. End it if it is complete, and only the message of its end was lost; end the request
+        if no controller takes it."""
         if routed.stream.ended:
             return
         if sample != ALL:
@@ -275,10 +278,10 @@ class Dispatcher:
             routed.stream.finish(cause, detail or error.message)
 
     def _send(self, routed: RoutedRequest, sample: int) -> None:
-        """Send it to the controller that routing chooses, or let it wait.
+        """Send a sample (or `ALL`) to the controller that routing chooses, or let it wait for one.
 
         Raises:
-            ApiError: no controller takes it, and it must not wait.
+            ApiError: no controller takes the request, and it must not wait.
         """
         output = [] if sample == ALL else routed.stream.outputs[sample]
         refused: set[int] = set()
@@ -336,8 +339,8 @@ class Dispatcher:
         return True
 
     def _all_full(self, routed: RoutedRequest, sample: int) -> None:
-        """Handle full queues everywhere: turn a new request away. One that a controller had, and lost or handed
-        over, was let in before, so it tries again a little later."""
+        """Refuse a new request, because all queues are full. One that a controller had before, and lost or handed
+        over, tries again a little later."""
         is_known = bool(routed.failed) or any(routed.stream.outputs)
         if not is_known or not self._resume_seconds:
             end = routed.last_failure
@@ -363,7 +366,7 @@ class Dispatcher:
         if routed.stream.ended:
             return
         if not routed.waiting:
-            # A controller has it in its queue, so it may go on; if that controller refuses it, its time is over.
+            # A controller has the request in its queue. If that controller refuses it, it must not wait again.
             self._overdue.add(routed.id)
             return
         self._on_event("gave_up")
@@ -391,7 +394,7 @@ class Dispatcher:
     # -- letting go
 
     def _let_go(self, attempt: Attempt, *, failed: bool = False, abort: bool = False) -> None:
-        """Take an attempt off all books. Called exactly once: until then it is among its request's attempts."""
+        """Forget an attempt. Called exactly once for each: until then it is in its request's `attempts`."""
         attempt.over("released")
         del attempt.routed.attempts[attempt.ticket]
         attempt.link.release(attempt.request, abort=abort)
@@ -405,11 +408,11 @@ class Dispatcher:
         self._stop_timer(routed)
         routed.waiting.clear()
         for attempt in list(routed.attempts.values()):
-            # Samples that go on for themselves run to the last, whatever ended the stream.
+            # An attempt at a single sample runs on, whatever ended the stream: it must be aborted.
             self._let_go(attempt, abort=abort or attempt.sample != ALL)
 
     def _drop_sample(self, stream: int, sample: int) -> None:
-        """Stop one of several samples, of which the reader wants no more."""
+        """Stop one of several samples: the reader needs no more of it."""
         routed = self._routed.get(stream)
         if routed is None:
             return
@@ -425,5 +428,5 @@ class Dispatcher:
 
 
 def _identity(state: State) -> Identity:
-    """Return what the names of a controller's chunks begin with."""
+    """Return the part of a controller's `State` that decides how its chunks are named."""
     return Identity(state.fingerprint, state.dtype, state.chunk_size, state.positions_shift)

@@ -1,4 +1,4 @@
-"""`/health`: whether a token can be generated, found out by generating one if none came by itself."""
+"""The check behind `/health`: can a token be generated? If none was lately, the check generates one."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ from trunkline.router.streams.streams import Stream, submission
 from trunkline.worker.messages import Sampling
 
 _FRESH_SECONDS: Final = 1.0
-"""A token, or a probe's result, of the last second needs no new proof."""
+"""No new probe within so long after a token, or after the last probe."""
 _PROBE_SECONDS_MAX: Final = 2.0
 
 
 class Health(msgspec.Struct, frozen=True):
-    """The answer."""
+    """Result of a health check."""
 
     ok: bool
     why: str
-    """What proves it, or what is wrong."""
+    """What shows that tokens can be generated, or what is wrong."""
 
 
 class HealthProbe:
-    """Probes are shared: any number of callers cause one at a time, and at most about one a second."""
+    """Generates a token on each controller to see whether it works. Callers share probes: one runs at a time, and
+    at most about one a second."""
 
     def __init__(self, links: Sequence[ControllerLink], probe_token: int) -> None:
-        """`probe_token`: a valid token id to use as the prompt."""
+        """`probe_token`: a valid token id; the probe's prompt."""
         self._links = links
         self._job = Job(
             prompt=[probe_token],
@@ -44,7 +45,7 @@ class HealthProbe:
         self._last_at = float("-inf")
 
     async def check(self) -> Health:
-        """Return whether a token can be generated now; takes at most about two seconds."""
+        """Return whether a token can be generated now, within about two seconds."""
         now = asyncio.get_running_loop().time()
         ready = [link for link in self._links if link.ready]
         if not ready:

@@ -1,14 +1,14 @@
-"""What controllers tell of their chunks, on its way into the router's index.
+"""Follows the events by which controllers publish their chunks, and keeps the router's index up to date.
 
     KvEvents (SUB) ─────► FeedState ──► index: apply, snapshots, forget
     EventsReply ◄─ link ◄─── asks ┘ └─► buffer: what comes while it asks
 
 Events are numbered. If one is missing (the first message of a stream, a number that jumps, a heartbeat that is
-ahead), the controller is asked through the router's ordinary connection: it replays what it still has, or sends
-all there is, page by page. Meanwhile the index serves what it knows, and new events wait. A controller that has
-been started again has another stream: nothing of the old one counts.
+ahead), the router asks the controller through its ordinary connection. The controller replays the missing events,
+or sends all its chunks, page by page. Meanwhile the index serves what it knows, and new events wait. A controller
+that was started again has another stream: nothing of the old one counts.
 
-`FeedState` is pure but for the index, which it alone writes for its controller; `EventFeeds` has the sockets.
+`FeedState` does no I/O; for its controller it is the only writer of the index. `EventFeeds` has the sockets.
 """
 
 from __future__ import annotations
@@ -31,27 +31,28 @@ from trunkline.runtime.wire_keys import WireKeysError
 from trunkline.runtime.wire_sockets import WirePeer
 
 STALE_SECONDS: Final = 5.0
-"""A controller that tells nothing for so long, not even that there is nothing: what is known of it may be old."""
+"""What is known of a controller may be old when it has sent neither event nor heartbeat for so long."""
 WAITING_BYTES_MAX: Final = 4 << 20
-"""Of events that wait for a snapshot; more are dropped, and asked for later."""
+"""Size of the events that wait for a snapshot; further events are dropped, and asked for later."""
 RETRY_SECONDS: Final = 0.25
-"""After a call that failed, doubled each time, …"""
+"""Delay before a failed call is repeated. Each further failure doubles it, …"""
 RETRY_SECONDS_MAX: Final = 4.0
 """… up to this."""
 CALL_SECONDS: Final = 10.0
 """A controller that does not answer for so long is asked again."""
 TICK_SECONDS: Final = 0.5
 _MESSAGES_PER_TURN: Final = 16
-"""Messages handled before other coroutines get a turn; one may hold thousands of chunks."""
+"""Messages that are handled before other coroutines get a turn; one may hold thousands of chunks."""
 _HIGH_WATER: Final = 1_000
 _PROBE_MS: Final = 1000
-"""Over TCP a dead host closes nothing: who only listens would never connect to its successor."""
+"""Interval of ZeroMQ's heartbeats. A dead host closes no TCP connection, and without heartbeats a socket that only
+receives would never connect to the host's successor."""
 _log = structlog.get_logger("trunkline.router.streams.kv_feed")
 _rare = RareLog("trunkline.router.streams.kv_feed")
 
 
 class ChunkMap(Protocol):
-    """What is written here of the index (`trunkline.router.routing.index.ChunkIndex`)."""
+    """The methods by which a feed writes into the index (`trunkline.router.routing.index.ChunkIndex`)."""
 
     def apply(self, controller: int, names: bytes, tiers: bytes) -> None: ...
 
@@ -65,13 +66,13 @@ class ChunkMap(Protocol):
 
 
 class Caller(Protocol):
-    """Of a `ControllerLink`, what is used here."""
+    """The method of a `ControllerLink` by which a feed asks for missing events."""
 
     async def call(self, make: Callable[[int], EventsCall], timeout_seconds: float | None) -> object: ...
 
 
 class Ask(NamedTuple):
-    """A call to be made; `FeedState.answered` or `failed` is told of its end by its number."""
+    """A call to be made. Its result goes to `FeedState.answered` or `failed`, with the call's number."""
 
     number: int
     stream: bytes
@@ -84,19 +85,19 @@ class Ask(NamedTuple):
 
 
 class FeedState:
-    """How far one controller's events have been followed. Time is an argument, in seconds.
+    """How far one controller's events have been applied to the index. Time is an argument, in seconds.
 
-    What a method returns is to be asked next, if anything: there is one call at a time.
+    Methods return the call that is to be made next, if any. There is one call at a time.
     """
 
     def __init__(self, controller: int, index: ChunkMap, now: float) -> None:
         self.controller = controller
         self.stream = b""
-        """Whose events these are; empty: none has come yet."""
+        """Id of the controller process whose events are followed; empty: none has arrived yet."""
         self.seq = 0
-        """All up to this one are in the index."""
+        """All events up to this number are in the index."""
         self.is_lacking = True
-        """Whether there are others that are not."""
+        """Whether later events are missing."""
         self.heard_at = now
         self._index = index
         self._asked: Ask | None = None
@@ -104,9 +105,9 @@ class FeedState:
         self._retry_at = now
         self._retry_seconds = RETRY_SECONDS
         self._snapshot: tuple[int, int] | None = None
-        """Of the snapshot that is being fetched: up to which event it goes, and its next page."""
+        """Of the snapshot that is being fetched: number of the last event in it, and the next page."""
         self._waiting: deque[KvEvents] = deque()
-        """Events that came meanwhile."""
+        """Events that have arrived while earlier ones are missing."""
         self._waiting_bytes = 0
 
     def status(self, now: float) -> str:
@@ -116,10 +117,10 @@ class FeedState:
         return "catching up" if self.is_lacking else "current"
 
     def heard(self, events: KvEvents, now: float) -> Ask | None:
-        """Take a message of the controller's PUB socket.
+        """Apply or keep a message of the controller's PUB socket.
 
         Raises:
-            ValueError: it is malformed, and was ignored.
+            ValueError: the message is malformed; it was ignored.
         """
         _check_lengths(events.names, events.tiers)
         self.heard_at = now
@@ -138,10 +139,10 @@ class FeedState:
         return self._ask(now)
 
     def answered(self, number: int, reply: EventsReply, now: float) -> Ask | None:
-        """Take the answer to an `Ask`; that to an outdated one is ignored.
+        """Apply the answer to an `Ask`; the answer to an outdated one is ignored.
 
         Raises:
-            ValueError: it is malformed; the call is to be taken as failed.
+            ValueError: the answer is malformed; call `failed` for it.
         """
         asked = self._asked
         if asked is None or asked.number != number:
@@ -152,7 +153,7 @@ class FeedState:
             raise ValueError("the controller replays what was not asked for")
         self._asked = None
         self._retry_seconds = RETRY_SECONDS
-        if is_new:  # it was started again, and says so here first
+        if is_new:  # the controller was started again, and this answer is the first to show it
             self._begin(reply.stream)
         if reply.snapshot:
             self._take_page(asked, reply)
@@ -162,14 +163,14 @@ class FeedState:
         return self._ask(now) if reply.more else self._catch_up(now)
 
     def failed(self, number: int, now: float) -> None:
-        """Note that an `Ask` brought no answer, and repeat it later."""
+        """Note that an `Ask` has failed; it is repeated later."""
         if self._asked is not None and self._asked.number == number:
             self._asked = None
             self._retry_at = now + self._retry_seconds
             self._retry_seconds = min(2 * self._retry_seconds, RETRY_SECONDS_MAX)
 
     def tick(self, now: float) -> Ask | None:
-        """Return what is to be asked for now that time has passed."""
+        """Return the call that is due by now, if any."""
         return self._ask(now) if self.is_lacking and self.stream else None
 
     def _begin(self, stream: bytes) -> None:
@@ -187,7 +188,7 @@ class FeedState:
 
     def _keep(self, events: KvEvents) -> None:
         size = len(events.names) + len(events.tiers)
-        if self._waiting_bytes + size <= WAITING_BYTES_MAX:  # else the gap is noticed later
+        if self._waiting_bytes + size <= WAITING_BYTES_MAX:  # else it is dropped, and the gap is noticed later
             self._waiting.append(events)
             self._waiting_bytes += size
 
@@ -202,7 +203,7 @@ class FeedState:
     def _take_page(self, asked: Ask, reply: EventsReply) -> None:
         page = asked.page
         if self._snapshot is None or reply.upto != self._snapshot[0]:
-            self._index.begin_snapshot(self.controller)  # also if the controller had to begin another one
+            self._index.begin_snapshot(self.controller)  # the first page, or the controller began a newer snapshot
             page = 0
         self._index.add_snapshot(self.controller, reply.names, reply.tiers)
         self._snapshot = (reply.upto, page + 1)
@@ -211,7 +212,7 @@ class FeedState:
             self.seq, self._snapshot = reply.upto, None
 
     def _catch_up(self, now: float) -> Ask | None:
-        """Take in what has waited; there may be a gap again."""
+        """Apply the events that have waited, up to the next gap."""
         waiting, self._waiting, self._waiting_bytes = self._waiting, deque(), 0
         self.is_lacking = False
         for events in waiting:
@@ -231,7 +232,7 @@ def _check_lengths(names: bytes, tiers: bytes) -> None:
 
 
 class _Feed:
-    """One controller's SUB socket and the calls about what it missed."""
+    """One controller's SUB socket, and the calls that ask for missing events."""
 
     def __init__(
         self,
@@ -260,9 +261,10 @@ class _Feed:
         self._socket.subscribe(b"")
         self._peer = peer
         self._attempt = -1
-        """Which of the peer's this socket was connected with."""
+        """Number of the peer's attempt with whose keys this socket was connected."""
         self._connect_after = 0.0
-        """What is not heard of until then is connected anew: one that was refused would be deaf for ever."""
+        """Loop time at which a silent socket is connected again: one that was refused would stay silent
+        forever."""
         self._connect()
         descriptor = self._socket.get(zmq.FD)
         assert isinstance(descriptor, int)
@@ -306,7 +308,7 @@ class _Feed:
         try:
             events = self._decoder.decode(frame)
             ask = self.state.heard(events, self._loop.time())
-        except (msgspec.DecodeError, ValueError, RecursionError) as error:  # the gap that it leaves is noticed
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:  # the gap will be noticed
             _rare.warning("unreadable_events", self._loop.time(), endpoint=self._endpoint, error=str(error))
             return
         self._on_load(self.state.controller, events.requests, events.queued_tokens)
@@ -322,7 +324,7 @@ class _Feed:
     def _make(self, ask: Ask | None) -> None:
         if ask is not None:
             if self._call is not None:
-                self._call.cancel()  # it was about a stream that has ended
+                self._call.cancel()  # it asks for events of a stream that has ended
             self._call = self._loop.create_task(self._ask(ask))
 
     async def _ask(self, ask: Ask | None) -> None:
@@ -340,7 +342,7 @@ class _Feed:
 
 
 class EventFeeds:
-    """The events of all controllers that tell any. All calls from the event loop's thread."""
+    """The feeds of all controllers that publish events. Call it from the event loop's thread only."""
 
     def __init__(
         self,
@@ -353,11 +355,12 @@ class EventFeeds:
     ) -> None:
         """
         Args:
-            endpoints: the PUB socket of each controller, in the order of `links`; "": it has none. No endpoints:
-                nobody has one.
-            links: over which they are asked for what was missed (`trunkline.router.streams.link`).
-            on_load: told the controller's number, its requests and its queued tokens (`State`), of all routers.
-            peers: the controllers' wire keys, those of their links; none: they have none.
+            endpoints: the PUB socket of each controller, in the order of `links`; "": it has none. An empty list:
+                no
+                controller has one.
+            links: connections over which missing events are asked for (`trunkline.router.streams.link`).
+            on_load: called with a controller's number, its requests and its queued tokens, of all routers.
+            peers: wire keys of the controllers, the same as those of their links; empty: no controller has keys.
         """
         self._context = context
         self._endpoints = list(endpoints)
@@ -369,10 +372,10 @@ class EventFeeds:
         self._timer: asyncio.TimerHandle | None = None
 
     def open(self) -> None:
-        """Subscribe to all controllers; never waits.
+        """Subscribe to all controllers. Does not wait for the connections.
 
         Raises:
-            ValueError: there are not as many endpoints as controllers.
+            ValueError: the number of endpoints is not the number of controllers.
         """
         if self._endpoints and len(self._endpoints) != len(self._links):
             raise ValueError(
@@ -393,13 +396,13 @@ class EventFeeds:
         self._timer = asyncio.get_running_loop().call_later(TICK_SECONDS, self._tick)
 
     def status(self, controller: int) -> str:
-        """Return "current", "catching up", "stale" (nothing was heard for a while) or "off" (no events are
-        published)."""
+        """Return "current", "catching up", "stale" (no message for a while) or "off" (the controller publishes no
+        events)."""
         feed = self._feeds.get(controller)
         return "off" if feed is None else feed.state.status(asyncio.get_running_loop().time())
 
     def close(self) -> None:
-        """Unsubscribe. What was heard stays in the index."""
+        """Unsubscribe. The index keeps what it knows."""
         if self._timer is not None:
             self._timer.cancel()
         for feed in self._feeds.values():

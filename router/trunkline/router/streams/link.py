@@ -1,16 +1,15 @@
-"""A router's connection to one controller: a DEALER socket, the requests that run over it, its health.
+"""A router's connection to one controller: the requests that run over it, calls with answers, and its health.
 
-    submit/abort/call ──► DEALER ──────────► controller (ROUTER)
-    streams ◄── attempts ◄─┘ Outputs, State, answers to calls: one sequence number over all of them
-    monitor ──► the peer closed the connection: it is dead, at once
-    timer   ──► a ping each second; silence for `silence_seconds`: it is dead as well
+    submit, release, call ──► ControllerSocket ──────► controller
+    Attempt, Stream ◄─── Outputs ──┤ State, answers to calls
+    timer ──► a ping each second; a controller that is silent for `silence_seconds` counts as dead
 
-When the controller is dead or a message was lost, every receiver of the link is told once, the socket is
-thrown away and a new one is opened: under a new identity nothing of the old connection can arrive, on
-either side. The new connection counts as alive when its first `State` has come. One that is refused, or does not
-last, is followed by the next with the timer, so that nothing turns in circles.
+When the controller is dead or a message was lost, every attempt on the link is told once, and the socket is thrown
+away. A new one is opened under a new identity, so that nothing of the old connection can arrive on either side.
+The new connection counts once its first `State` has arrived. After a connection that was refused or lasted only a
+moment, the timer opens the next one, so that failing connections do not follow each other without a pause.
 
-Requests in flight are the keys of one dictionary; a load counter that could leak does not exist.
+The requests in flight are the keys of one dictionary, so no separate counter of load can go wrong.
 """
 
 from __future__ import annotations
@@ -21,11 +20,9 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Final
 
-import msgspec
 import numpy as np
 import structlog
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
 from trunkline.controller.messages import (
     Abort,
@@ -33,7 +30,6 @@ from trunkline.controller.messages import (
     EventsCall,
     FlushCache,
     ModulesCall,
-    Ping,
     Prefetch,
     RecordCall,
     RouterRequest,
@@ -54,19 +50,16 @@ from trunkline.router.messages import (
     State,
     TreeDescription,
 )
-from trunkline.router.streams.reply_checks import problem_of_reply
+from trunkline.router.streams.controller_socket import ControllerSocket
 from trunkline.router.streams.streams import Attempt, Event, Stream
 from trunkline.runtime.process import RareLog
-from trunkline.runtime.wire_keys import WireKeysError, is_network
-from trunkline.runtime.wire_sockets import HANDSHAKE_FAILED, WirePeer
+from trunkline.runtime.wire_keys import WireKeysError
+from trunkline.runtime.wire_sockets import WirePeer
 
 PING_SECONDS: Final = 1.0
-_MESSAGES_PER_TURN: Final = 64
-"""Messages handled before other coroutines get a turn."""
 _RECONNECT_POLL_SECONDS: Final = 0.05
-_HIGH_WATER: Final = 20_000
 _LASTING_SECONDS: Final = 1.0
-"""After a connection that was lost sooner the next one waits for the timer."""
+"""If a connection was lost sooner than this, the timer opens the next one."""
 Call = FlushCache | Prefetch | ModulesCall | RecordCall | EventsCall | DescribeTree
 Answer = Flushed | Prefetched | ModulesReply | RecordReply | EventsReply | TreeDescription
 _log = structlog.get_logger("trunkline.router.streams.link")
@@ -77,7 +70,7 @@ class ControllerLink:
     """One controller, as this router sees it. All calls from the event loop's thread."""
 
     patience = 0.0
-    """Seconds for which a caller may wait for a connection that was there before (`again`)."""
+    """Seconds for which a caller may wait until a lost connection is there again (see `again`)."""
 
     def __init__(
         self,
@@ -99,14 +92,15 @@ class ControllerLink:
         """Loop time at which a token last arrived, in seconds."""
         self.down_reason = "no controller has answered yet"
         self.connections = 0
-        """Made so far, and worker groups behind them. What a controller or its workers hold in memory only may be
-        gone when there is another one."""
+        """Connections so far, plus new worker groups behind them. When the number has grown, what the controller
+        and its workers held in memory may be gone."""
         self.on_change: Callable[[ControllerLink], None] = lambda link: None
-        """Called when a `State` has come, and when the connection is lost, before its receivers are told."""
-        self._dial = functools.partial(_Socket, context, endpoint, peer or WirePeer())
+        """Called when a `State` has arrived, and when the connection is lost, before its attempts learn of
+        that."""
+        self._dial = functools.partial(ControllerSocket, context, endpoint, peer or WirePeer())
         self._silence_seconds = silence_seconds
         self._loop = asyncio.get_running_loop()
-        self._socket: _Socket | None = None
+        self._socket: ControllerSocket | None = None
         self._receivers: dict[int, Attempt | Stream] = {}
         self._calls: dict[int, asyncio.Future[Answer]] = {}
         self._ids = itertools.count(1)
@@ -115,7 +109,7 @@ class ControllerLink:
     # -- life
 
     def open(self) -> None:
-        """Begin to connect; never waits."""
+        """Begin to connect. Does not wait for the connection."""
         self._connect()
         self._tick(self._loop.time())
 
@@ -135,7 +129,7 @@ class ControllerLink:
 
     @property
     def inflight(self) -> int:
-        """How many requests of this router run there."""
+        """How many requests of this router the controller has."""
         return len(self._receivers)
 
     def why_not_ready(self) -> str:
@@ -149,13 +143,13 @@ class ControllerLink:
     # -- requests
 
     def submit(self, make: Callable[[int], Submit], receiver: Attempt | Stream) -> int:
-        """Send what `make` makes of a fresh number; `receiver` gets what comes back for it, until `release`.
+        """Send a request, and return its number. Until `release`, `receiver` gets its tokens and news.
 
-        Returns:
-            the number.
+        Args:
+            make: makes the message of the request's number.
 
         Raises:
-            ApiError: 503, the connection does not take it.
+            ApiError: 503, the message cannot be sent.
         """
         request = next(self._ids) & 0xFFFF_FFFF
         while request in self._receivers:
@@ -166,17 +160,17 @@ class ControllerLink:
         return request
 
     def release(self, request: int, *, abort: bool) -> None:
-        """Forget a request that has no reader any more. `abort`: it may still run there. May be called again."""
+        """Forget a request. May be called again. `abort`: tell the controller, where the request may still run."""
         if self._receivers.pop(request, None) is not None and abort:
             self._send(Abort(request))
 
     def drop_sample(self, request: int, sample: int) -> None:
-        """End one of several samples there."""
+        """Have the controller end one of several samples of a request."""
         if request in self._receivers:
             self._send(Abort(request, sample))
 
     async def flush_cache(self, timeout_seconds: float) -> int:
-        """Have the controller drop unused cached blocks; return how many there were.
+        """Have the controller drop all cached blocks that no request uses; return how many these were.
 
         Raises:
             ApiError: 503, no answer.
@@ -191,20 +185,22 @@ class ControllerLink:
         *,
         give_up: Callable[[int], Call] | None = None,
     ) -> Answer:
-        """Send what `make` makes of a fresh ticket, and wait for the answer; None: as long as it takes.
+        """Send a call and return its answer.
 
         Args:
-            give_up: what is sent with the same ticket if nobody waits for the answer any more.
+            make: makes the message of the call's ticket.
+            timeout_seconds: how long to wait for the answer; None: without a limit.
+            give_up: makes a message with the same ticket, which is sent if the caller stops waiting.
 
         Raises:
-            ApiError: 503, no answer; whether the call was carried out is not known.
+            ApiError: 503, there was no answer; the controller may have carried the call out all the same.
         """
         ticket = next(self._ids) & 0xFFFF_FFFF
         future: asyncio.Future[Answer] = self._loop.create_future()
         self._calls[ticket] = future
         try:
             if not self._send(make(ticket)):
-                # Who has just died is noticed in a moment; then whoever may wait knows what for.
+                # A controller that has just died is noticed in a moment; then the caller can wait in `again`.
                 await asyncio.sleep(_RECONNECT_POLL_SECONDS)
                 raise unavailable("the connection to the engine is down")
             async with asyncio.timeout(timeout_seconds):
@@ -219,14 +215,17 @@ class ControllerLink:
             self._calls.pop(ticket, None)
 
     async def again(self, deadline: float) -> bool:
-        """Return whether a call without an answer should be made again, because the connection was lost and
-        there is a new one. Waits for that until `deadline` (loop time), if there ever was one."""
+        """Wait for a new connection after a call without an answer; return whether to repeat the call.
+
+        Args:
+            deadline: loop time until which to wait, if there ever was a connection.
+        """
         while self.state is None and self.connections and self._loop.time() < deadline:
             await asyncio.sleep(_RECONNECT_POLL_SECONDS)
         return self.state is not None and self._loop.time() < deadline
 
     def tell(self, make: Callable[[int], Call]) -> None:
-        """Send a call whose answer is not waited for. Without a connection nothing is sent."""
+        """Send a call without waiting for its answer. Without a connection nothing is sent."""
         self._send(make(next(self._ids) & 0xFFFF_FFFF))
 
     def _fail_all(self, detail: str) -> None:
@@ -255,12 +254,12 @@ class ControllerLink:
             socket.close(linger_ms=0)
 
     def lost(self, reason: str) -> None:
-        """Start anew: the controller is dead, or the connection cannot be trusted any more."""
+        """Throw the connection away and open a new one: the controller is dead, or messages were lost."""
         _log.warning("controller_lost", endpoint=self.endpoint, reason=reason, streams=len(self._receivers))
         socket, self._socket = self._socket, None
         lasted = socket is None or self._loop.time() - socket.born >= _LASTING_SECONDS
         if socket is not None:
-            # If it lives after all it should stop working for streams that nobody reads any more.
+            # If the controller lives after all, it should stop working for streams without a reader.
             for request in self._receivers:
                 socket.send(Abort(request))
             socket.close(linger_ms=200)
@@ -277,7 +276,7 @@ class ControllerLink:
         return self._socket is not None and self._socket.send(message)
 
     def ping(self) -> None:
-        """Ask for a `State`; also keeps the controller from taking this router for dead."""
+        """Ask for a `State`. Pings also tell the controller that this router lives."""
         if self._socket is not None:
             self._socket.send_ping()
 
@@ -288,7 +287,8 @@ class ControllerLink:
             self._connect()
         socket = self._socket
         if socket is not None and socket.heard_at is not None:
-            # For as long as this is late the event loop stood still: nobody was asked, and nobody heard.
+            # While this timer was late the event loop stood still, so nothing could be received: that is no
+            # silence.
             socket.heard_at = min(now, socket.heard_at + now - due)
             silence = now - socket.heard_at
             if silence > self._silence_seconds:
@@ -298,7 +298,7 @@ class ControllerLink:
     # -- messages
 
     def receive(self, message: RouterMessage) -> None:
-        """Take a message whose sequence number was in order."""
+        """Act on a message from the socket, which has checked it and its sequence number."""
         if isinstance(message, Outputs):
             self._pass_on(message)
         elif isinstance(message, State):
@@ -321,7 +321,7 @@ class ControllerLink:
                 receivers = self._receivers
                 for request, token in zip(requests, tokens, strict=True):
                     receiver = receivers.get(request)
-                    if receiver is not None:  # else it was aborted while this token was on its way
+                    if receiver is not None:  # else the request was aborted while this token was on its way
                         receiver.push(token)
         self._tell_each(outputs.beams)
         self._tell_each(outputs.finished)
@@ -346,7 +346,7 @@ class ControllerLink:
             _log.info("controller_state", endpoint=self.endpoint, status=state.status, detail=state.detail)
         self.connections += self.state is None or state.epoch != self.state.epoch
         if self.state is not None and state.output_tokens > self.state.output_tokens:
-            self.last_token_at = self._loop.time()  # of any request, perhaps of another router
+            self.last_token_at = self._loop.time()  # a token of any request, perhaps of another router's
         self.state = state
         if state.protocol != PROTOCOL:
             reason, now = self.why_not_ready(), self._loop.time()
@@ -354,129 +354,3 @@ class ControllerLink:
         self.on_change(self)
         if state.status == "failed":
             self._fail_all(state.detail or "the engine failed")
-
-
-def _descriptor(socket: zmq.Socket[bytes]) -> int:
-    descriptor = socket.get(zmq.FD)
-    assert isinstance(descriptor, int)
-    return descriptor
-
-
-class _Socket:
-    """One connection attempt's sockets and their callbacks; thrown away as a whole."""
-
-    def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, peer: WirePeer, link: ControllerLink
-    ) -> None:
-        self._link = link
-        self._peer = peer
-        self._loop = asyncio.get_running_loop()
-        self.born = self._loop.time()
-        self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(RouterMessage)
-        self._expected: int | None = None
-        self._pings = 0
-        self.heard_at: float | None = None
-        """Loop time of the last message; set when the connection is made, so that a mute peer is noticed."""
-        self._socket = context.socket(zmq.DEALER)
-        self._socket.set(zmq.IMMEDIATE, 1)  # nothing is queued for a controller that is not there
-        self._socket.set(zmq.SNDHWM, _HIGH_WATER)
-        self._socket.set(zmq.RCVHWM, _HIGH_WATER)
-        self._socket.set(zmq.RECONNECT_IVL, 100)
-        self._socket.set(zmq.RECONNECT_IVL_MAX, 1000)
-        self._monitor = self._socket.get_monitor_socket(
-            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | HANDSHAKE_FAILED
-        )
-        self._closed = False
-        try:
-            peer.connect(self._socket, endpoint)
-        except WireKeysError:
-            self._socket.disable_monitor()
-            self._monitor.close(linger=0)
-            self._socket.close(linger=0)
-            raise
-        self._loop.add_reader(_descriptor(self._monitor), self._on_monitor)
-        self._loop.add_reader(_descriptor(self._socket), self._on_readable)
-        self._socket.connect(endpoint)
-        self._loop.call_soon(self._on_monitor)
-
-    def close(self, *, linger_ms: int) -> None:
-        """Close both sockets; messages already sent may leave within `linger_ms`."""
-        if self._closed:
-            return
-        self._closed = True
-        self._loop.remove_reader(_descriptor(self._monitor))
-        self._loop.remove_reader(_descriptor(self._socket))
-        self._socket.disable_monitor()
-        self._monitor.close(linger=0)
-        self._socket.close(linger=linger_ms)
-
-    def send(self, message: RouterRequest) -> bool:
-        """Send without waiting; False if there is no connection or its queue is full."""
-        if self._closed:
-            return False
-        try:
-            self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
-        except zmq.Again:
-            return False
-        # ZeroMQ's descriptor signals edges only: an edge may have been consumed by this send.
-        self._loop.call_soon(self._on_readable)
-        return True
-
-    def send_ping(self) -> None:
-        """Send the next ping, if there is a connection."""
-        self._pings += 1
-        self.send(Ping(self._pings))
-
-    def _on_readable(self) -> None:
-        for _ in range(_MESSAGES_PER_TURN):
-            if self._closed:
-                return
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            self._receive(frames[-1])
-        self._loop.call_soon(self._on_readable)
-
-    def _receive(self, frame: bytes) -> None:
-        self.heard_at = self._loop.time()
-        try:
-            message = self._decoder.decode(frame)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            self._link.lost(f"an unreadable message, perhaps of another version: {error}")
-            return
-        if nonsense := problem_of_reply(message):
-            self._link.lost(f"a message that makes no sense: {nonsense}")
-            return
-        if self._expected is not None and message.seq != self._expected:
-            self._link.lost(f"messages were lost (number {message.seq} came instead of {self._expected})")
-            return
-        self._expected = message.seq + 1
-        try:
-            self._link.receive(message)
-        except ValueError as error:  # packed arrays whose lengths do not fit
-            self._link.lost(f"a malformed message: {error}")
-
-    def _on_monitor(self) -> None:
-        while not self._closed:
-            try:
-                event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
-            except zmq.Again:
-                return
-            kind = event["event"]
-            if kind & HANDSHAKE_FAILED:
-                reason = self._peer.explain(event)
-                self._peer.advance()
-                self._link.refused(reason)
-            elif kind == zmq.EVENT_DISCONNECTED and self.heard_at is None:
-                self._link.refused(
-                    "the process there is no controller: it closes the connection, or speaks another protocol"
-                    if is_network(self._link.endpoint)
-                    else "the controller has ended, or is just starting"
-                )
-            elif kind == zmq.EVENT_DISCONNECTED:
-                self._link.lost("the controller closed the connection")
-            elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self.heard_at = self._loop.time()
-                self.send_ping()
