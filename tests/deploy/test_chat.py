@@ -21,6 +21,10 @@ CHUNKS: list[dict[str, Any]] = [
 ]
 
 
+def streamed(text: str) -> httpx.Response:
+    return httpx.Response(200, headers={"Content-Type": "text/event-stream"}, text=text)
+
+
 def events(chunks: list[dict[str, Any]], *, end: bool = True) -> str:
     lines = [f"data: {json.dumps(chunk)}\n\n" for chunk in chunks]
     return ": a comment\n\n" + "".join(lines) + ("data: [DONE]\n\n" if end else "")
@@ -38,7 +42,7 @@ def session(reply: httpx.Response, sent: list[dict[str, Any]] | None = None) -> 
 
 def test_an_answer_grows_and_ends_with_its_summary() -> None:
     sent: list[dict[str, Any]] = []
-    talk = session(httpx.Response(200, text=events(CHUNKS)), sent)
+    talk = session(streamed(events(CHUNKS)), sent)
     answers = list(talk.ask("What?"))
     assert answers[-1].text == "Joins paths."
     assert "3 tokens" in answers[-1].summary()
@@ -52,7 +56,7 @@ def test_an_answer_grows_and_ends_with_its_summary() -> None:
 
 def test_the_conversation_is_kept_until_it_is_reset() -> None:
     sent: list[dict[str, Any]] = []
-    talk = session(httpx.Response(200, text=events(CHUNKS)), sent)
+    talk = session(streamed(events(CHUNKS)), sent)
     list(talk.ask("One"))
     list(talk.ask("Two"))
     assert [m["content"] for m in sent[1]["messages"]] == ["Be brief.", "One", "Joins paths.", "Two"]
@@ -66,9 +70,9 @@ def test_the_conversation_is_kept_until_it_is_reset() -> None:
     [
         (httpx.Response(503, json={"error": {"message": "draining"}}), "answered 503: draining"),
         (httpx.Response(502, text="bad gateway"), "answered 502: bad gateway"),
-        (httpx.Response(200, text=events([{"error": {"message": "engine died"}}])), "engine died"),
-        (httpx.Response(200, text=events(CHUNKS[:1], end=False)), "ended the answer before its end"),
-        (httpx.Response(200, text="data: {nonsense\n\n"), "expected protocol"),
+        (streamed(events([{"error": {"message": "engine died"}}])), "engine died"),
+        (streamed(events(CHUNKS[:1], end=False)), "ended the answer before its end"),
+        (streamed("data: {nonsense\n\n"), "expected protocol"),
     ],
 )
 def test_failures_are_clear_and_not_part_of_the_conversation(reply: httpx.Response, message: str) -> None:
@@ -82,7 +86,7 @@ def test_failures_are_clear_and_not_part_of_the_conversation(reply: httpx.Respon
 
 def test_stopping_an_answer_keeps_what_came() -> None:
     sent: list[dict[str, Any]] = []
-    talk = session(httpx.Response(200, text=events(CHUNKS)), sent)
+    talk = session(streamed(events(CHUNKS)), sent)
     growing = talk.ask("One")
     next(growing)
     growing.close()

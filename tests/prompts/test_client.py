@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import httpx
-import openai
 import pytest
 from prompts import programs
 
@@ -42,7 +41,7 @@ class Server:
     def __init__(self) -> None:
         self.schemas: set[str] = set()
         self.seen: list[tuple[str, str, Any]] = []
-        self.answer: Callable[[], httpx.Response] = lambda: httpx.Response(200, text=events(CHUNKS))
+        self.answer: Callable[[], httpx.Response] = lambda: streamed(events(CHUNKS))
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
         body: Any = json.loads(request.content) if request.content else None
@@ -70,6 +69,10 @@ class Server:
 def unknown(name: str) -> httpx.Response:
     error = {"message": f"schema {name!r} does not exist", "type": "not_found_error", "code": "E_SCHEMA_UNKNOWN"}
     return httpx.Response(404, json={"error": error})
+
+
+def streamed(text: str) -> httpx.Response:
+    return httpx.Response(200, headers={"Content-Type": "text/event-stream"}, text=text)
 
 
 def events(chunks: list[dict[str, Any]], *, end: bool = True) -> str:
@@ -147,57 +150,6 @@ def test_a_schema_that_was_forgotten_is_sent_again_once() -> None:
             client.complete(CALL)
 
 
-@pytest.mark.parametrize(
-    ("prompt", "body"),
-    [
-        (CALL, {"prompt": CALL.to_json()}),
-        ("<prompt schema='s'/>", {"pml": "<prompt schema='s'/>", "prompt": None}),
-        ({"schema": "s", "modules": []}, {"prompt": {"schema": "s", "modules": []}}),
-    ],
-)
-def test_openai_sends_what_extra_body_says(prompt: Any, body: dict[str, Any]) -> None:
-    assert extra_body(prompt) == body
-    sent: list[dict[str, Any]] = []
-
-    def handle(request: httpx.Request) -> httpx.Response:
-        sent.append(json.loads(request.content))
-        return httpx.Response(200, json={"id": "x", "object": "o", "created": 0, "model": "m", "choices": []})
-
-    http: Any = httpx.Client(transport=httpx.MockTransport(handle))
-    with openai.OpenAI(base_url="http://server/v1", api_key="none", http_client=http) as client:
-        client.chat.completions.create(model="m", messages=[], extra_body=extra_body(prompt))
-        client.completions.create(model="m", prompt="", extra_body=extra_body(prompt))
-    assert sent[0] == {"model": "m", "messages": [], **body}
-    assert sent[1] == {"model": "m", **body}
-
-
-def test_schemas_are_typed() -> None:
-    server = Server()
-    with server.client(model="m", api_key="secret") as client:
-        schema = client.schemas.create(
-            '<schema name="s">a</schema>', ttl=9, pin=True, encode_scope="self", warm=False
-        )
-        assert (schema.id, schema.version, schema.extent, schema.expires_at) == ("s", 3, 40, None)
-        assert (schema.modules[0].path, schema.modules[0].tier) == ("a", "device")
-        assert schema.warnings == ("module a is short",)
-        assert client.schemas.update("s", pin=False).id == "s"
-        client.schemas.create({"schema": "t"})
-        assert client.extra_body("<prompt schema='s'/>")["pml"]
-        client.schemas.delete("s", cache_salt="x")
-    first, second, third, last = server.seen
-    assert first[2] == {
-        "pml": '<schema name="s">a</schema>',
-        "model": "m",
-        "ttl": 9,
-        "pin": True,
-        "encode_scope": "self",
-        "warm": False,
-    }
-    assert second == ("PATCH", "/v1/schemas/s", {"pin": False})
-    assert third[2] == {"json": {"schema": "t"}, "model": "m"}
-    assert last == ("DELETE", "/v1/schemas/s?cache_salt=x", None)
-
-
 def test_lists_are_asked_for_page_by_page() -> None:
     pages = {None: (["a", "b"], True), "b": (["c"], False)}
 
@@ -210,19 +162,6 @@ def test_lists_are_asked_for_page_by_page() -> None:
         assert [entry.id for entry in client.schemas.list()] == ["a", "b", "c"]
 
 
-def test_errors_of_pml_say_where() -> None:
-    place = {"line": 2, "column": 5, "path": "trip", "len": 8, "got": 9}
-    error = {"message": "city has 9 tokens", "type": "x", "param": "pml", "code": "E_ARG_TOO_LONG", **place}
-    server = Server()
-    server.answer = lambda: httpx.Response(400, json={"error": error})
-    with server.client() as client, pytest.raises(PmlRequestError, match="9 tokens") as caught:
-        client.complete("<prompt schema='s'/>")
-    found = caught.value
-    assert (found.status, found.code) == (400, "E_ARG_TOO_LONG")
-    assert (found.line, found.column, found.path) == (2, 5, "trip")
-    assert found.extra == {"len": 8, "got": 9}
-
-
 @pytest.mark.parametrize(
     ("response", "kind", "message"),
     [
@@ -232,10 +171,10 @@ def test_errors_of_pml_say_where() -> None:
             "draining",
         ),
         (httpx.Response(502, text="bad gateway"), RequestError, r"bad gateway \(HTTP 502\)"),
-        (httpx.Response(200, text=events([{"error": {"message": "engine died"}}])), RequestError, "engine died"),
-        (httpx.Response(200, text=events(CHUNKS[:1], end=False)), UnreachableError, "before its end"),
-        (httpx.Response(200, text="data: {nonsense\n\n"), UnreachableError, "expected protocol"),
-        (httpx.Response(200, text='data: {"choices": [3]}\n\n'), UnreachableError, "expected protocol"),
+        (streamed(events([{"error": {"message": "engine died"}}])), RequestError, "engine died"),
+        (streamed(events(CHUNKS[:1], end=False)), UnreachableError, "before its end"),
+        (streamed("data: {nonsense\n\n"), UnreachableError, "expected protocol"),
+        (streamed('data: {"choices": [3]}\n\n'), UnreachableError, "expected protocol"),
     ],
 )
 def test_failures_are_clear(response: httpx.Response, kind: type[Exception], message: str) -> None:

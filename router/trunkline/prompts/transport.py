@@ -8,6 +8,7 @@ from collections.abc import Generator, Iterator, Mapping
 from typing import Any, Final
 
 import httpx
+from httpx_sse import EventSource
 
 from trunkline.prompts.errors import PmlRequestError, RequestError, UnreachableError
 
@@ -66,13 +67,10 @@ class HttpConnection:
             if response.status_code >= 400:
                 response.read()
                 raise _refusal(response)
-            for line in response.iter_lines():
-                if not line.startswith("data:"):
-                    continue
-                data = line[5:].strip()
-                if data == "[DONE]":
+            for sent in EventSource(response).iter_sse():
+                if sent.data == "[DONE]":
                     return
-                event = json.loads(data)
+                event = sent.json()
                 if "error" in event:
                     raise _error(event["error"], response.status_code)
                 yield event

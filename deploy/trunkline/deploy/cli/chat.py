@@ -15,11 +15,12 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import httpx
+from httpx_sse import EventSource
 from rich.console import Console
 
-from trunkline.deploy.config.listening import DEFAULT_URL
+from trunkline.deploy.config.machine import DEFAULT_URL
 from trunkline.deploy.errors import DeployError
-from trunkline.deploy.supervisor.client_keys import client_headers
+from trunkline.deploy.supervisor.run_folder import client_headers
 
 with contextlib.suppress(ImportError):
     import readline  # noqa: F401  (importing it gives `input` history and line editing)
@@ -127,13 +128,10 @@ class Session:
             if response.status_code != 200:
                 response.read()
                 raise ChatError(_error_text(response))
-            for line in response.iter_lines():
-                if not line.startswith("data:"):
-                    continue
-                data = line[5:].strip()
-                if data == "[DONE]":
+            for sent in EventSource(response).iter_sse():
+                if sent.data == "[DONE]":
                     return
-                event = json.loads(data)
+                event = sent.json()
                 if "error" in event:
                     raise ChatError(str(event["error"].get("message", event["error"])))
                 yield event
