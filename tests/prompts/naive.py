@@ -7,7 +7,6 @@ the rest.
 from __future__ import annotations
 
 import ast
-import inspect
 import linecache
 from types import ModuleType
 from typing import Any
@@ -46,8 +45,3 @@ def module_of(source: str, name: str = "<program>") -> ModuleType:
     module = ModuleType(name)
     exec(compile(source, name, "exec"), module.__dict__)
     return module
-
-
-def source_of(module: ModuleType) -> str:
-    """A real module's source."""
-    return inspect.getsource(module)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from prompts import programs
-from prompts.naive import module_of, source_of, spoken
+from prompts.naive import module_of
 
 from trunkline.prompts import MaxTokens, PromptProgram, PromptProgramError, prompt
 
@@ -80,38 +80,6 @@ def f(x, t: Annotated[str, MaxTokens(4)], user: Annotated[str, MaxTokens(5)],
       d: Annotated[str, MaxTokens(2, fill="_")] = 'a"b', e: Annotated[str, MaxTokens(2)] = "", system=False):
 """
     assert body_of(compiled(head + source)) == f'<module name="f">{schema}</module>'
-
-
-def test_a_call_selects_modules_and_gives_arguments() -> None:
-    call = programs.trip("Bern", budget=True, style="nothing", level="expert").followed_by("Plan <it>.")
-    assert call.to_json() == {
-        "schema": programs.trip.schema_name,
-        "modules": [
-            {"path": "trip", "args": {"city": "Bern", "days": "2", "city-2": "Bern"}},
-            {"path": "trip/budget", "args": {"city": "Bern"}},
-            {"path": "trip/level-expert"},
-            {"path": "trip/rules", "args": {"subject": "Bern!"}},
-            {"path": "trip/rules-2", "args": {"subject": "Bern"}},
-        ],
-        "text": "Plan <it>.",
-    }
-    assert call.to_pml() == (
-        f'<prompt schema="{programs.trip.schema_name}" xml:space="preserve">'
-        '<trip city="Bern" days="2" city-2="Bern"><budget city="Bern"/><level-expert/>'
-        '<rules subject="Bern!"/><rules-2 subject="Bern"/></trip>Plan &lt;it&gt;.</prompt>'
-    )
-    assert call.text.startswith("You plan trips.\nThe traveller goes to Bern for 2 days; Bern is far. Whatever is")
-    assert call.text.endswith("be brief. Answer in one sentence.Plan <it>.")
-
-
-def test_roles_are_those_of_their_functions() -> None:
-    assert body_of(programs.conversation) == (
-        '<module name="chat"><module name="instructions"><system>You are '
-        '<param name="name" len="8" required="true"/>. </system></module>'
-        '<module name="formal"><module name="formal_tone"><user>Be formal.</user></module></module></module>'
-    )
-    expected = spoken(source_of(programs), "conversation", "Bo", formal=True)
-    assert programs.conversation("Bo", formal=True).text == expected
 
 
 def test_a_schema_is_named_by_what_it_says() -> None:
@@ -272,9 +240,3 @@ def test_characters_that_xml_cannot_hold_go_as_json() -> None:
     with pytest.raises(ValueError, match="send the JSON form"):
         call.to_pml()
     assert 'city="a&#10;b&#9;c"' in programs.trip("a\nb\tc").to_pml()
-
-
-def test_a_program_does_not_run_its_body() -> None:
-    program = compiled('@prompt\ndef f(x):\n    if x.no_such_thing: "a"\n')
-    with pytest.raises(AttributeError):
-        program(1)

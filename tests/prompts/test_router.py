@@ -83,13 +83,6 @@ def test_openai_beside_it(
             assert shown(fake, tokenizer).endswith("<|user|>Hello<|end|><|assistant|>")
 
 
-def test_a_schema_that_somebody_deleted_is_sent_again(client: Client, fake: FakeController) -> None:
-    call = programs.trip("Lisbon")
-    client.complete(call, max_tokens=4)
-    client.schemas.delete(call.program.schema_name)
-    assert client.complete(call, max_tokens=4).text
-
-
 def test_all_that_can_be_done_with_schemas(client: Client, fake: FakeController) -> None:
     made = client.schemas.create(programs.trip, ttl=60, pin=True, encode_scope="self", cache_salt="mine")
     assert (made.id, made.version, made.status, made.pin) == (programs.trip.schema_name, 1, "ready", True)

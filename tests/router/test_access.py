@@ -96,25 +96,7 @@ def test_who_gets_in(keyed: tuple[RunningRouter, FakeController]) -> None:
     with client_of(router) as client:
         assert client.get("/nowhere").status_code == 401, "not even what there is"
         assert client.get("/").status_code == client.get("/version").status_code == 200
-
-
-def test_how_it_is_refused(keyed: tuple[RunningRouter, FakeController]) -> None:
-    router, fake = keyed
-    fake.behaviour.submits.clear()
-    with client_of(router, "nobody") as client:
-        answer = client.post("/v1/chat/completions", json=CHAT)
-        assert error_of(answer)[:2] == (401, "invalid_api_key")
-        assert answer.headers["www-authenticate"].startswith("Bearer")
-        assert "x-request-id" in answer.headers
-        assert "key-of" not in answer.text
-        answer = client.post("/v1/messages", json={**CHAT, "max_tokens": 4})
-        assert answer.json()["error"]["type"] == "authentication_error"
-    with client_of(router, "prometheus") as client:
-        answer = client.post("/v1/messages", json={**CHAT, "max_tokens": 4})
-        assert (answer.status_code, answer.json()["error"]["type"]) == (403, "permission_error")
-    assert not fake.behaviour.submits
-    text = httpx.get(f"{router.url}/metrics", headers=ADMIN).text
-    assert 'trunkline_access_refused_total{status="401"}' in text
+    assert 'trunkline_access_refused_total{status="401"}' in httpx.get(f"{router.url}/metrics", headers=ADMIN).text
 
 
 def test_sessions_belong_to_a_tenant(keyed: tuple[RunningRouter, FakeController]) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import httpx
-import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from router.fake_controller import FakeController
@@ -99,16 +98,6 @@ def test_several_prompts_together(http: httpx.Client, fake: FakeController) -> N
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 6
 
 
-def test_the_client_library_keeps_them(client: openai.OpenAI, fake: FakeController) -> None:
-    fake.behaviour.found = FOUND[0][0]
-    answer = client.chat.completions.create(model="demo", messages=MESSAGES)
-    assert answer.model_extra is not None
-    assert answer.model_extra["cache"]["tier"] == "disk"
-    chunks = list(client.chat.completions.create(model="demo", messages=MESSAGES, stream=True))
-    assert chunks[-1].model_extra is not None
-    assert chunks[-1].model_extra["cache"]["status"] == "hit"
-
-
 def test_metrics(http: httpx.Client, fake: FakeController, router: RunningRouter) -> None:
     fake.behaviour.tiers = [
         TierState("host", 100, 40, 1000, 50, 20, 10, 0),
@@ -152,10 +141,3 @@ def test_metrics(http: httpx.Client, fake: FakeController, router: RunningRouter
 
 async def _ping(link: Any) -> None:
     link.ping()
-
-
-def test_a_salt_reaches_the_controller(http: httpx.Client, fake: FakeController) -> None:
-    """Tenants that must not find each other's KV say so with it."""
-    reply = http.post("/v1/completions", json={"prompt": "hello", "max_tokens": 2, "cache_salt": "tenant a"})
-    assert reply.status_code == 200
-    assert fake.behaviour.submits[-1].salt == b"tenant a"

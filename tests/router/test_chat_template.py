@@ -382,10 +382,9 @@ def test_templates_that_run_away_are_ended(source: str, monkeypatch: pytest.Monk
         ChatTemplate(source, SPECIAL).render(CONVERSATION)
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_long_conversations_take_few_steps(name: str) -> None:
+def test_long_conversations_take_few_steps() -> None:
     """The limit is far away from what requests need, and each rendering is counted for itself."""
-    template = ChatTemplate(TEMPLATES[name], SPECIAL)
+    template = ChatTemplate(TEMPLATES["headers"], SPECIAL)
     turns = [CONVERSATION[0], *([*CONVERSATION[1:3]] * 8000), CONVERSATION[-1]]
     for _ in range(2):
         with chat_template.counted():

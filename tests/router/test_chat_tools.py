@@ -47,18 +47,6 @@ def test_a_call(client: openai.OpenAI, http: httpx.Client, fake: FakeController,
     assert shown["tokens"] == prompt_of(fake.behaviour.submits[0])
 
 
-def test_calls_among_several_samples(http: httpx.Client, fake: FakeController, tokenizer: Tokenizer) -> None:
-    say(fake, tokenizer, "Plain words.", f"Let me see.\n{CALL}\n{CALL}")
-    answer = http.post("/v1/chat/completions", json=BODY | {"n": 2}).json()
-    ChatCompletion.model_validate(answer)
-    words, calls = answer["choices"]
-    assert (words["message"]["content"], words["finish_reason"]) == ("Plain words.", "stop")
-    assert "tool_calls" not in words["message"]
-    assert calls["message"]["content"].startswith("Let me see.")
-    assert [call["function"]["name"] for call in calls["message"]["tool_calls"]] == ["add", "add"]
-    assert len({call["id"] for call in calls["message"]["tool_calls"]}) == 2
-
-
 @pytest.mark.parametrize("logprobs", [False, True])
 def test_calls_in_a_stream(http: httpx.Client, fake: FakeController, tokenizer: Tokenizer, logprobs: bool) -> None:
     fake.behaviour.seconds_per_token = 0.001
@@ -122,18 +110,3 @@ def test_no_calls_are_wanted(http: httpx.Client, fake: FakeController, tokenizer
     answer = http.post("/v1/chat/completions", json=BODY | {"tool_choice": "none"}).json()
     assert answer["choices"][0]["message"]["content"] == CALL
     assert answer["choices"][0]["finish_reason"] == "stop"
-
-
-CALLED: dict[str, Any] = {
-    "role": "assistant",
-    "content": None,
-    "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 17}'}}],
-}
-
-
-def test_results_go_back_to_the_model(http: httpx.Client, fake: FakeController, tokenizer: Tokenizer) -> None:
-    messages = [*MESSAGES, CALLED, {"role": "tool", "tool_call_id": "c1", "content": "forty-two"}]
-    response = http.post("/v1/chat/completions", json={"messages": messages, "tools": TOOLS})
-    assert response.status_code == 200, response.text
-    prompt = last_prompt(fake, tokenizer)
-    assert prompt.index("17") < prompt.index("forty-two")

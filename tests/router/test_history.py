@@ -11,11 +11,10 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from router.harness import EOS, VOCAB_SIZE
+from router.harness import VOCAB_SIZE
 from tokenizers import decoders, models, normalizers
 
 from trunkline.kvstore.chunks import pack_int32
-from trunkline.router.routing.rendezvous import rendezvous
 from trunkline.router.stores.session_history import (
     HistoryMark,
     KnownPrompt,
@@ -64,28 +63,6 @@ def test_known_tokens_write_what_they_stand_for(
         assert text_of(session.ids()[: mark.tokens], tokenizer.vocabulary) == new[: mark.characters]
     reached = [each for each in session.marks if each.characters <= common]
     assert all(each.tokens <= mark.tokens for each in reached), "no mark that agrees is given up"
-
-
-def test_tokens_that_no_tokenizer_would_choose(tokenizer: Tokenizer) -> None:
-    answer = [token for letter in "Hello" for token in tokenizer.encode(letter, add_special_tokens=False)]
-    assert answer != tokenizer.encode("Hello", add_special_tokens=False)
-    session = SessionState(model="m")
-    first = turn(session, tokenizer, "<|bos|><|user|>hi<|end|><|assistant|>", [*answer, EOS])
-    assert session.text == "<|bos|><|user|>hi<|end|><|assistant|>Hello<|end|>"
-    second = turn(session, tokenizer, session.text + "<|user|>more<|end|><|assistant|>", [])
-    assert second.tokens[: len(first.tokens) + 6] == [*first.tokens, *answer, EOS]
-    assert second.reused_tokens == len(first.tokens) + 6
-
-
-def test_a_template_that_rewrites_the_last_turn(tokenizer: Tokenizer) -> None:
-    session = SessionState(model="m")
-    first = turn(
-        session, tokenizer, "<|bos|><|user|>a<|end|>", tokenizer.encode("thought. word", add_special_tokens=False)
-    )
-    later = turn(session, tokenizer, "<|bos|><|user|>a<|end|> word<|user|>b", [])
-    assert later.reused_tokens == len(first.tokens)
-    assert later.tokens == first.tokens + tokenizer.encode(" word<|user|>b", add_special_tokens=False)
-    assert tokenizer.decode(session.ids(), skip_special_tokens=False) == session.text
 
 
 def test_discards_stay_where_their_tokens_stay(tokenizer: Tokenizer) -> None:
@@ -179,13 +156,3 @@ def test_a_conversation_in_a_template_that_adds_a_space(spaces: Tokenizer) -> No
         session.remember(KnownPrompt(text, tokens, mark.tokens), answer, spaces.vocabulary)
         assert session.text == text + " yo</s>"
         text += f" yo </s><s>[q] {question} [/q]"
-
-
-def test_homes_are_stable_and_even() -> None:
-    keys = [f"sess_{index}" for index in range(3000)]
-    homes = [rendezvous(key, 4) for key in keys]
-    assert [rendezvous(key, 4) for key in keys] == homes
-    assert all(600 < homes.count(index) < 900 for index in range(4))
-    moved = {after for before, key in zip(homes, keys, strict=True) if (after := rendezvous(key, 5)) != before}
-    assert moved == {4}, "only the new one's share moves"
-    assert rendezvous("x", 1) == 0

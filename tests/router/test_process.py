@@ -89,6 +89,7 @@ def test_what_does_not_finish_is_cut(place: Path, controller: FakeController, se
     ("fields", "code", "said"),
     [
         ({"port": 1, "host": "192.0.2.1"}, 1, "cannot listen on 192.0.2.1:1"),
+        ({"tenants": "/nowhere/tenants.json"}, 1, "tenants.json"),
         ({"controllers": ["carrier-pigeon://1"]}, 2, "endpoints begin with ipc:// or tcp://"),
     ],
 )
@@ -137,6 +138,10 @@ assert not {{"torch", "transformers"}} & set(sys.modules), "heavy imports"
         ({"silence_seconds": 1}, "silence_seconds"),
         ({"log_level": "loud"}, "log_level"),
         ({"host": ""}, "host"),
+        ({"tenant_limits": {"requests": 0}}, "tenant_limits: requests is 0"),
+        ({"tenant_header": "X Tenant"}, "tenant_header: 'X Tenant'"),
+        ({"routers": 0}, "routers: 0"),
+        ({"idempotency_ttl_seconds": 0.5}, "idempotency_ttl_seconds: 0.5"),
         ({"parent_pid": -1}, "parent_pid"),
     ],
 )

@@ -8,11 +8,9 @@ from typing import Any
 
 import httpx
 import pytest
-import schemathesis
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from router.fake_controller import FakeController
-from router.harness import MESSAGES, RunningRouter
+from router.harness import MESSAGES
 
 from trunkline.router.api.schema_types import SchemaRequest
 from trunkline.router.api.session_types import SessionRequest
@@ -148,50 +146,3 @@ def test_what_the_random_bodies_start_from_is_good(http: httpx.Client) -> None:
     claude = {"name": "f", "input_schema": SCHEMA, "strict": True}
     body = {"max_tokens": 5, "messages": TURNS, "tools": [claude]}
     assert http.post("/v1/messages", json=body).status_code == 200
-
-
-def whole_numbers(given: Any) -> Any:
-    """1.0 is an integer to JSON schema, not here: without this few bodies would get any further."""
-    if isinstance(given, float) and given.is_integer():
-        return int(given)
-    if isinstance(given, list):
-        return [whole_numbers(item) for item in given]
-    return {key: whole_numbers(item) for key, item in given.items()} if isinstance(given, dict) else given
-
-
-Operation = Any
-GOOD: dict[str, Any] = {
-    "messages": MESSAGES, "prompt": ["x", "y z"], "input": "x", "max_tokens": 5, "max_output_tokens": 5,
-    "max_completion_tokens": 5, "min_tokens": 2, "n": 2,
-    **dict.fromkeys("""model tool_choice stream_options best_of logit_bias stop_token_ids allowed_token_ids
-     use_beam_search beam_width length_penalty early_stopping""".split()),
-}  # fmt: skip
-"""What most random bodies get wrong, so that nothing else of them is looked at."""
-
-
-@pytest.fixture(scope="module")
-def operations(cluster: tuple[RunningRouter, FakeController]) -> dict[str, Operation]:
-    """What the service says it takes, by path."""
-    with cluster[0].client() as http:
-        schema = schemathesis.openapi.from_dict(http.get("/openapi.json").json())
-    found: list[Operation] = [result.ok() for result in schema.get_all_operations()]  # type: ignore[union-attr]
-    return {operation.path: operation for operation in found if operation.body}
-
-
-@pytest.mark.parametrize("mode", list(schemathesis.GenerationMode), ids=lambda mode: mode.value)
-@pytest.mark.parametrize("path", [*PATHS, *TRANSLATED])
-def test_bodies_from_the_schema(
-    http: httpx.Client, operations: dict[str, Operation], path: str, mode: schemathesis.GenerationMode
-) -> None:
-    cases = operations[path].as_strategy(generation_mode=mode)
-
-    @settings(random, max_examples=8, phases=[Phase.explicit, Phase.generate])
-    @given(case=cases, repaired=st.sets(st.sampled_from(sorted(GOOD)), min_size=len(GOOD) - 4))
-    def send(case: Any, repaired: set[str]) -> None:
-        body = whole_numbers(case.body)
-        if isinstance(body, dict) and mode == schemathesis.GenerationMode.POSITIVE:
-            body |= {name: GOOD[name] for name in repaired if name in body}
-        check(http.request(case.method, path, content=json.dumps(body, default=str)), body)
-
-    send()
-    assert http.post("/v1/chat/completions", json={"messages": MESSAGES}).status_code == 200

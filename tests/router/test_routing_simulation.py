@@ -8,7 +8,7 @@ from random import Random
 import pytest
 from routing_server import DEVICE, HOST, Gpu, Job, Server
 from routing_sim import ORACLE, Figures, Setting, Simulation
-from routing_workloads import CHUNK, WORKLOADS, Chains, statistics
+from routing_workloads import CHUNK, WORKLOADS, Chains
 from seeds import seeds
 
 GPU = Gpu(device_chunks=40, host_chunks=30, rows_max=6)
@@ -21,41 +21,6 @@ def run_dry(server: Server, now: float) -> list[Job]:
         now = end
         done += server.end(now)[1]
     return done
-
-
-def test_a_prompt_takes_the_steps_and_the_time_that_it_should() -> None:
-    gpu = Gpu(step_us=1000, prefill_us=10, attention_us=0, row_us=100, kv_read_us=0, budget_tokens=1024)
-    server, names = Server(gpu), Chains().chain(2048)
-    assert server.submit(Job(1, 1500, 3, names, None))
-    assert server.queued_tokens == 1500
-    first = server.begin(0.0)
-    assert first == pytest.approx(0.001 + 1024 * 10e-6)
-    assert server.end(first) == ([], [])
-    second = server.begin(first)
-    assert second - first == pytest.approx(0.001 + 476 * 10e-6)
-    started, ended = server.end(second)
-    assert [job.ticket for job in started] == [1]
-    assert not ended
-    last = server.begin(second)
-    assert last - second == pytest.approx(2 * (0.001 + 100e-6))
-    assert [job.ticket for job in server.end(last)[1]] == [1]
-    assert server.begin(last) == math.inf
-
-
-def test_decode_steps_end_early_for_somebody_who_comes() -> None:
-    gpu = Gpu(step_us=1000, prefill_us=10, attention_us=0, row_us=0, kv_read_us=0)
-    server, chains = Server(gpu), Chains()
-    server.submit(Job(1, 100, 101, chains.chain(201), None))
-    now = server.begin(0.0)
-    server.end(now)
-    assert server.begin(now) == pytest.approx(now + 0.1)
-    server.submit(Job(2, 100, 5, chains.chain(105), None))
-    stop = server.interrupted(now + 0.0105)
-    assert stop == pytest.approx(now + 0.011)
-    server.end(stop)
-    assert server.generated(server.rows[0][2]) == 12
-    end = server.begin(stop)
-    assert [job.ticket for job in server.end(end)[0]] == [2]
 
 
 def test_what_is_cached_is_not_computed_again() -> None:
@@ -117,16 +82,6 @@ def finish(server: Server, end: float) -> list[Job]:
     return server.end(end)[1] + run_dry(server, end)
 
 
-def test_the_chat_trace_looks_like_the_one_that_was_published() -> None:
-    figures = statistics(WORKLOADS["conversation"](3, 1.5, 1.0))
-    assert figures.per_s == pytest.approx(1.4 * 3.4, rel=0.1)
-    assert figures.prompt_p50 == pytest.approx(6_900, rel=0.2)
-    assert figures.prompt_p90 == pytest.approx(27_000, rel=0.2)
-    assert figures.prompt_p99 == pytest.approx(85_000, rel=0.2)
-    assert figures.output_mean == pytest.approx(343, rel=0.1)
-    assert figures.ideal_hits == pytest.approx(0.366, abs=0.05)
-
-
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_turns_hold_what_was_said_before(name: str) -> None:
     workload = WORKLOADS[name](1, 0.05, 1.0)
@@ -158,15 +113,6 @@ def test_all_are_answered_and_a_seed_decides_everything(rule: str) -> None:
     assert len(figures.ttft_s) == requests
     assert figures.errors == figures.sheds == 0
     assert run("conversation", rule, setting)[0] == figures
-
-
-@pytest.mark.parametrize("name", ["chat", "zipf"])
-def test_a_death_loses_nobody(name: str) -> None:
-    setting = Setting(routers=2, dies=(0.4, 0.6), down_s=2.0)
-    figures, requests = run(name, "prefix", setting)
-    assert figures.redispatched > 0
-    assert figures.errors == figures.sheds == 0
-    assert len(figures.ttft_s) >= requests
 
 
 def test_whoever_follows_the_cache_finds_more_in_it() -> None:

@@ -170,20 +170,6 @@ def test_deleted_while_it_is_posted_again(http: httpx.Client, fake: FakeControll
     assert post(http)["version"] == 2
 
 
-def test_deleted_while_in_use(http: httpx.Client, fake: FakeController) -> None:
-    post(http, pin=True)
-    fake.behaviour.hold = True
-    answers: list[httpx.Response] = []
-    thread = threading.Thread(target=lambda: answers.append(complete(http)))
-    thread.start()
-    wait_until(lambda: fake.live == 1)
-    assert http.delete("/v1/schemas/trip").status_code == 200
-    assert error_of(complete(http))[:2] == (404, "E_SCHEMA_UNKNOWN")
-    fake.behaviour.hold = False
-    thread.join(10)
-    assert answers[0].status_code == 200
-
-
 def test_a_client_that_leaves_ends_the_work(
     http: httpx.Client, fake: FakeController, router: RunningRouter
 ) -> None:
@@ -318,19 +304,6 @@ def test_what_no_client_would_wait_for_is_not_begun(http: httpx.Client, fake: Fa
     assert [call.op for call in fake.behaviour.modules.calls] == calls
     assert http.get("/v1/schemas/many").json()["pin"] is False
     assert http.patch("/v1/schemas/many", json={"ttl": 60}).status_code == 200
-
-
-def test_errors_have_a_code_and_a_place(http: httpx.Client) -> None:
-    for source, code, line, column in (
-        ('<schema name="x">\n  <module/>\n</schema>', "E_NAME", 2, 3),
-        ('<schema name="x"><param name="p" len="3"/></schema>', "E_PARAM_ROOT", 1, 18),
-        (f'<schema name="{"x" * 300}">a</schema>', "E_NAME", 1, 1),
-    ):
-        answer = http.post("/v1/schemas", json={"pml": source})
-        assert error_of(answer) == (400, code, "pml")
-        error = answer.json()["error"]
-        assert (error["type"], error["line"], error["column"]) == ("invalid_request_error", line, column)
-    assert error_of(http.post("/v1/schemas", json={"json": {}}))[::2] == (400, "json")
 
 
 def test_metrics(http: httpx.Client) -> None:

@@ -289,14 +289,6 @@ def test_unknown_sessions(http: httpx.Client, fake: FakeController) -> None:
     assert not fake.behaviour.submits
 
 
-def test_labels(http: httpx.Client, fake: FakeController) -> None:
-    for _ in range(2):
-        assert chat(http, "my conversation").status_code == 200
-    one, two = map(prompt_of, fake.behaviour.submits)
-    assert one == two, "nothing is remembered"
-    assert not fake.behaviour.calls
-
-
 def test_what_sessions_cannot_do(http: httpx.Client, fake: FakeController) -> None:
     session = create(http)["id"]
     for path, fields, param in (

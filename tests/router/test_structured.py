@@ -6,12 +6,10 @@ import json
 from typing import Any
 
 import httpx
-import openai
 import pytest
 from router.fake_controller import UNSATISFIABLE, FakeController, prompt_of
 from router.harness import EOS, MESSAGES, RunningRouter
 
-from trunkline.controller.messages import Grammar
 from trunkline.kvstore.chunks import unpack_int32
 from trunkline.router.text.tokenizer import Tokenizer
 
@@ -76,15 +74,6 @@ def test_free_text(http: httpx.Client, fake: FakeController, given: Any) -> None
     assert http.post("/v1/chat/completions", json=CHAT | given).status_code == 200
     [submit] = fake.behaviour.submits
     assert (submit.grammar, submit.sampling.stop_ids) == (None, b"")
-
-
-def test_openais_client_sends_schemas(client: openai.OpenAI, fake: FakeController) -> None:
-    form: Any = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA, "strict": True}}
-    client.chat.completions.create(model="demo", messages=MESSAGES, response_format=form)
-    grammar = fake.behaviour.submits[0].grammar
-    assert grammar is not None
-    expected = Grammar("json_schema", SCHEMA_TEXT, "response_format.json_schema.schema", tenant=grammar.tenant)
-    assert grammar == expected
 
 
 TOOL_FUNCTION: Any = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
@@ -158,56 +147,6 @@ def test_what_the_engine_cannot_compile_names_its_parameter(
     assert response.json()["error"]["param"] == param
     assert response.json()["error"]["code"] == "invalid_request"
     assert http.post("/v1/chat/completions", json=CHAT).status_code == 200
-
-
-@pytest.mark.parametrize(
-    ("given", "param"),
-    [
-        ({"response_format": {"type": "xml"}}, "response_format.type"),
-        ({"response_format": {}}, "response_format.type"),
-        ({"response_format": "json"}, "response_format"),
-        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
-        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.name"),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"name": "s"}}},
-            "response_format.json_schema.schema",
-        ),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": [1]}}},
-            "response_format.json_schema.schema",
-        ),
-        ({"response_format": {"type": "structural_tag"}}, "response_format"),
-        ({"structured_outputs": {}}, "structured_outputs"),
-        ({"structured_outputs": {"json_object": False}}, "structured_outputs"),
-        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
-        ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex"),
-        ({"structured_outputs": {"regex": 5}}, "structured_outputs.regex"),
-        ({"structured_outputs": {"regex": "a" * 65_537}}, "structured_outputs.regex"),
-        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
-        ({"structured_outputs": {"choice": ["a", ""]}}, "structured_outputs.choice"),
-        ({"structured_outputs": {"choice": [1]}}, "structured_outputs.choice"),
-        ({"structured_outputs": {"grammar": ""}}, "structured_outputs.grammar"),
-        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
-        ({"structured_outputs": {"json": 5}}, "structured_outputs.json"),
-        ({"structured_outputs": {"structural_tag": [1]}}, "structured_outputs.structural_tag"),
-        ({"structured_outputs": {"whitespace_pattern": "a"}}, "structured_outputs.whitespace_pattern"),
-        ({"guided_json": {"title": "x" * 300_000}}, "guided_json"),
-        ({"guided_json": "[" * 100_000}, "guided_json"),
-        ({"guided_regex": []}, "guided_regex"),
-        ({"guided_choice": "ab"}, "guided_choice"),
-        ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex"),
-        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
-        ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos"),
-        ({"guided_whitespace_pattern": "a"}, "guided_whitespace_pattern"),
-        ({"min_tokens": 30, "max_tokens": 20}, "min_tokens"),
-    ],
-)
-def test_bad_grammars(http: httpx.Client, fake: FakeController, given: Any, param: str) -> None:
-    response = http.post("/v1/completions", json=PLAIN | given)
-    assert response.status_code == 400, response.text
-    assert response.json()["error"]["param"] == param
-    assert param.split(".")[0] in response.json()["error"]["message"]
-    assert not fake.behaviour.submits
 
 
 # -- single tokens

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,10 +13,9 @@ from typing import Any
 import httpx
 import pytest
 from router.fake_controller import FakeController
-from router.harness import ADMIN, DEMO_MODEL, MESSAGES, RunningRouter, free_port, make_answer, running, wait_until
+from router.harness import ADMIN, MESSAGES, RunningRouter, make_answer, running, wait_until
 from router.process_calls import router_process
 
-from trunkline.router.config import RouterConfig, TenantLimits
 from trunkline.router.tenancy.auth import hash_key
 from trunkline.router.text.tokenizer import Tokenizer
 
@@ -172,38 +169,3 @@ def test_a_signal_has_the_file_read(place: Path, tokenizer: Tokenizer) -> None:
             assert process.poll() is None
     finally:
         fake.stop()
-
-
-@pytest.mark.processes
-def test_a_router_does_not_start_with_a_wrong_file(place: Path) -> None:
-    path = place / "tenants.json"
-    path.write_text('{"default": {"requests": 0}}')
-    fields = {
-        "model_path": str(DEMO_MODEL),
-        "controllers": ["ipc:///nowhere"],
-        "port": free_port(),
-        "tenants": str(path),
-    }
-    config = place / "router.json"
-    config.write_text(json.dumps(fields))
-    command = [sys.executable, "-m", "trunkline.router", "--config", str(config)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1
-    assert "tenants.json: default: requests is 0; it must be at least 1" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("fields", "said"),
-    [
-        ({"tenant_limits": TenantLimits(requests=0)}, "tenant_limits: requests is 0"),
-        ({"tenant_header": "X Tenant"}, "tenant_header: 'X Tenant'"),
-        ({"routers": 0}, "routers: 0"),
-        ({"idempotency_ttl_seconds": 0.5}, "idempotency_ttl_seconds: 0.5"),
-        ({"idempotency_ttl_seconds": float("nan")}, "idempotency_ttl_seconds: nan"),
-    ],
-)
-def test_wrong_settings(fields: dict[str, Any], said: str) -> None:
-    config = RouterConfig(model_path=str(DEMO_MODEL), controllers=["ipc:///nowhere"], **fields)
-    with pytest.raises(ValueError, match="is") as caught:
-        config.validate()
-    assert said in str(caught.value)

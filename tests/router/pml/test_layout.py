@@ -6,7 +6,6 @@ import random
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import pytest
 from hypothesis import given, settings
 from router.pml.documents import WORD_TEXTS, Maker, own_items, seeds
 from router.pml.words import PLAIN, Words
@@ -140,17 +139,6 @@ def test_scaffolds_are_chains(seed: int, scope: Scope) -> None:
     assert len(set(pairs)) == len(pairs), "a version was made twice"
 
 
-def test_a_scaffold_keeps_what_stands_before_its_first_member() -> None:
-    schema = compiled(
-        '<schema name="s">root <module name="a">in a</module> more <module name="b">in b</module> end'
-        '<scaffold name="one" modules="b"/><scaffold name="both" modules="a b"/></schema>'
-    )
-    one, both = schema.scaffolds
-    assert one.member_texts == {3: 3}, "it sees the schema's text anyway"
-    assert (one.ancestor_texts, both.member_texts) == ({4: 5}, {1: 1, 3: 7})
-    assert [text.scaffold for text in schema.texts] == ["", "", "", "", "", "one", "both", "both", "both"]
-
-
 def test_what_is_seen_of_a_segment_is_all_but_parameters() -> None:
     schema = compiled(
         '<schema name="s"><module name="m"><param name="a" len="2" fill="x y"/>one two<param name="b" len="1"/>'
@@ -180,24 +168,6 @@ def test_a_bos_is_the_schemas_first_token() -> None:
     assert [text.parent for text in alone.texts] == [-1, -1]
 
 
-def test_roles_are_text_of_what_is_around_them() -> None:
-    source = (
-        '<schema name="s"><module name="m">a <user>b <module name="n">c</module></user> d</module>'
-        '<user open="true">e</user></schema>'
-    )
-    schema = compile_schema(parse_schema(source), Words(PLAIN), scope="ancestors", context=LONG)
-    parts = [
-        (schema.modules[text.module].path, [piece.text for piece in text.segment.pieces]) for text in schema.texts
-    ]
-    assert parts == [
-        ("", [""]),
-        ("m", ["a ", "<|user|>", "b "]),
-        ("m/n", ["c"]),
-        ("m", ["</s>", " d"]),
-        ("", ["<|user|>", "e"]),
-    ]
-
-
 @quick
 @given(seed=seeds)
 def test_roles_change_no_ones_place(seed: int) -> None:
@@ -225,19 +195,3 @@ def count_roles(items: Sequence[Item]) -> int:
             case _:
                 pass
     return total
-
-
-@pytest.mark.parametrize("scope", ["ancestors", "self"])
-def test_uncached_modules_are_no_texts_and_take_their_places(scope: Scope) -> None:
-    schema = compiled(
-        '<schema name="s">root<module name="u" cache="false">one<module name="v">two</module></module>'
-        " end</schema>",
-        scope,
-    )
-    assert [(schema.modules[text.module].path, text.position, text.parent) for text in schema.texts] == [
-        ("", 0, -1),
-        ("", 3, 0),
-    ]
-    inner = schema.module("u/v")
-    assert inner is not None
-    assert (inner.cached, inner.texts, inner.start, inner.tokens) == (False, (), 2, 1)

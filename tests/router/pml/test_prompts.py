@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from router.pml.documents import WORD_TEXTS, Maker, seeds
-from router.pml.words import SPECIAL, Words
+from router.pml.words import Words
 
-from trunkline.controller.messages import PromptLayout
 from trunkline.router.pml import (
     CompiledPrompt,
     CompiledSchema,
@@ -20,10 +19,8 @@ from trunkline.router.pml import (
     PromptDocument,
     compile_prompt,
     compile_schema,
-    hint_layout,
     parse_prompt,
     parse_schema,
-    texts_message,
     to_layout,
 )
 from trunkline.router.pml.compiled import Scope, Trailing
@@ -176,19 +173,6 @@ def test_scaffolds_show_the_same_tokens(seed: int) -> None:
     assert with_scaffolds.pieces == without.pieces
 
 
-def test_one_scaffold_over_everything_is_one_chain_without_gaps() -> None:
-    """Theorem 1 of the design, as far as layouts go: plain causal prefill."""
-    schema = schema_of(
-        '<schema name="s">a <module name="x">b <module name="y">c</module> d</module> e '
-        '<module name="z">f</module>'
-        '<scaffold name="all" modules="z x x/y"/></schema>'
-    )
-    prompt = prompt_of(schema, '<prompt schema="s"><z/><x><y/></x> g</prompt>')
-    assert [text.parent for text in prompt.texts] == [-1, 0, 1, 2, 3, 4]
-    assert seen_positions(prompt).keys() | own_positions(prompt).keys() == set(range(prompt.end))
-    assert all(len(text.tokens) == text.seen[0][1] for text in prompt.texts)
-
-
 def test_of_several_scaffolds_the_largest_goes_first() -> None:
     schema = schema_of(
         '<schema name="s">r<module name="a">one</module><module name="b">one two three</module>'
@@ -239,14 +223,6 @@ def pieces(prompt: CompiledPrompt, *kinds: str) -> list[tuple[str, int, int]]:
 def test_arguments(source: str, argument: list[tuple[str, int, int]]) -> None:
     prompt = prompt_of(schema_of(TRIP), f'<prompt schema="trip">{source} go</prompt>')
     assert pieces(prompt, "argument", "hole") == argument
-
-
-def test_arguments_are_never_special_tokens() -> None:
-    schema = schema_of(TRIP)
-    prompt = prompt_of(
-        schema, '<prompt schema="trip"><plan days="&lt;/s>&lt;|user|>"> </plan><end/>&lt;s></prompt>'
-    )
-    assert prompt.own.min() >= len(SPECIAL)
 
 
 def test_a_union_has_its_default_where_none_is_imported() -> None:
@@ -326,25 +302,3 @@ def test_a_prompt_of_modules_computes_the_last_token_only() -> None:
     hole = schema_of('<schema name="s">x<module name="m"><param name="p" len="3"/></module></schema>')
     prompt = prompt_of(hole, '<prompt schema="s"><m/></prompt>')
     assert (prompt.texts, prompt.runs, prompt.end) == ((), ((0, 1),), 1)
-
-
-def test_how_a_prompt_travels() -> None:
-    schema = schema_of(TRIP)
-    prompt = prompt_of(schema, '<prompt schema="trip"><plan><deep/></plan> go</prompt>')
-    layout = to_layout(prompt, ttl=3.0)
-    assert isinstance(layout, PromptLayout)
-    assert (layout.ttl, ints(layout.runs)) == (3.0, [number for run in prompt.runs for number in run])
-    for text, sent in zip(prompt.texts, layout.texts, strict=True):
-        assert ints(sent.tokens) == text.tokens.tolist()
-        assert ints(sent.seen) == [number for span in text.seen for number in span]
-        assert (sent.position, sent.parent) == (text.position, text.parent)
-    whole = texts_message(schema)
-    assert [text.parent for text in whole] == [text.parent for text in schema.texts]
-    hint = hint_layout(schema, [2])
-    assert [(text.parent, bool(text.seen)) for text in hint.texts] == [(-1, False), (0, False), (1, True)]
-    assert hint.runs == b""
-
-
-def ints(packed: bytes) -> list[int]:
-    values: list[int] = np.frombuffer(packed, dtype="<i4").tolist()
-    return values

@@ -21,7 +21,7 @@ from trunkline.router.pml import (
     prompt_from_json,
     schema_from_json,
 )
-from trunkline.router.pml.roles import RoleForms, without_common
+from trunkline.router.pml.roles import without_common
 from trunkline.router.stores.model_text import ModelText
 from trunkline.router.text.tokenizer import Tokenizer
 
@@ -169,21 +169,6 @@ def test_messages_that_the_template_refuses() -> None:
     assert caught.value.code == "E_TEMPLATE"
     with pytest.raises(PmlError, match="has no chat template"):
         laid_out(Words(), ["text"], [], [{"role": "user", "content": "x"}])
-
-
-def test_forms_are_found_once() -> None:
-    calls = []
-
-    class Counting(Words):
-        def render_chat(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
-            calls.append(len(messages))
-            return super().render_chat(messages, add_generation_prompt)
-
-    forms = RoleForms(Counting(CHATML))
-    first = forms.form(("system",), "user")
-    count = len(calls)
-    assert forms.form(("system",), "user") is first
-    assert len(calls) == count
 
 
 def test_what_is_left_behind_a_common_beginning() -> None:
