@@ -19,7 +19,7 @@ from load_observer import Cluster, Observer, Sample
 from load_workload import Arrival, Trace
 from serving import StreamTimes, stream
 
-from trunkline.deploy.supervisor.client_keys import client_headers
+from trunkline.deploy.supervisor.run_folder import client_headers
 
 DRAIN_SECONDS_MAX: Final = 240.0
 """A rate that leaves the server this far behind is too high to say anything."""

@@ -20,7 +20,7 @@ import zmq
 import zmq.asyncio
 
 from trunkline.controller.messages import Ping
-from trunkline.deploy.supervisor.rundir import base_folder
+from trunkline.deploy.supervisor.run_folder import base_folder
 from trunkline.router.messages import RouterMessage, State
 from trunkline.worker.model.families import read_model_config
 

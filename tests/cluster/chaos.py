@@ -14,9 +14,9 @@ from typing import Any
 from cluster.crowd import Crowd
 from cluster.harness import Cluster, wait_for
 
-from trunkline.deploy.supervisor.control_client import ControlError, ask
-from trunkline.deploy.supervisor.control_commands import Command
-from trunkline.deploy.supervisor.registry import control_path
+from trunkline.deploy.supervisor.control import ControlError, ask
+from trunkline.deploy.supervisor.members import Command
+from trunkline.deploy.supervisor.run_folder import CONTROL_SOCKET
 
 HEALTHY_SECONDS_MAX = 90.0
 NOTICED_SECONDS_MAX = 20.0
@@ -31,7 +31,7 @@ class View:
 
     def status(self) -> dict[str, Any]:
         """As of `trunkline status --json`."""
-        for reply in ask(control_path(self.folder), Command("status")):
+        for reply in ask(self.folder / CONTROL_SOCKET, Command("status")):
             if reply.status is not None:
                 return reply.status
         raise ControlError("the supervisor did not answer")

@@ -15,7 +15,7 @@ import openai
 import pytest
 from cluster.harness import Cluster, wait_for
 
-from trunkline.deploy.supervisor.rundir import remove_stale
+from trunkline.deploy.supervisor.run_folder import remove_stale
 
 pytestmark = pytest.mark.processes
 

@@ -22,8 +22,8 @@ from cluster.harness import wait_for
 from deploy.waiting import free_ports, is_alive
 from msgspec import structs
 
+from trunkline.deploy.launch.cluster_files import Loaded
 from trunkline.deploy.launch.hosts import Hosts
-from trunkline.deploy.launch.loading import Loaded
 from trunkline.deploy.launch.protocol import UnitState
 
 SECONDS_MAX = 120.0

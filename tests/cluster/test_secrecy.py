@@ -13,7 +13,7 @@ import httpx
 import pytest
 from cluster.harness import Cluster, wait_for
 
-from trunkline.deploy.supervisor.client_keys import client_headers
+from trunkline.deploy.supervisor.run_folder import client_headers
 from trunkline.router.tenancy.auth import hash_key
 
 pytestmark = pytest.mark.processes

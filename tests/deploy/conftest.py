@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trunkline.deploy.config import gpus
+from trunkline.deploy.config import machine
 
 ShowGpus = Callable[[int], None]
 
@@ -25,8 +25,8 @@ def show_gpus(monkeypatch: pytest.MonkeyPatch) -> ShowGpus:
     """Return a function that makes this process see so many GPUs."""
 
     def show(count: int) -> None:
-        found = gpus.Gpus(tuple(gpus.Gpu("NVIDIA H200", 140 << 30) for _ in range(count)))
-        monkeypatch.setattr(gpus, "look", lambda: found)
+        found = machine.Gpus(tuple(machine.Gpu("NVIDIA H200", 140 << 30) for _ in range(count)))
+        monkeypatch.setattr(machine, "find_gpus", lambda: found)
 
     return show
 

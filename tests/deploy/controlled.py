@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from trunkline.deploy.supervisor.control_commands import Command
-from trunkline.deploy.supervisor.control_server import ControlServer
+from trunkline.deploy.supervisor.control import ControlServer
+from trunkline.deploy.supervisor.members import Command
 
 
 @contextmanager

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from deploy.controlled import control_server
 
-from trunkline.deploy.supervisor.control_client import ControlError, ask
-from trunkline.deploy.supervisor.control_commands import (
+from trunkline.deploy.supervisor.control import CLIENTS_MAX, ControlError, ControlServer, ask
+from trunkline.deploy.supervisor.members import (
     LINE_BYTES_MAX,
     Command,
     CommandError,
@@ -20,8 +20,7 @@ from trunkline.deploy.supervisor.control_commands import (
     encode_reply,
     parse_command,
 )
-from trunkline.deploy.supervisor.control_server import CLIENTS_MAX, ControlServer
-from trunkline.deploy.supervisor.registry import control_path
+from trunkline.deploy.supervisor.run_folder import CONTROL_SOCKET
 
 
 @pytest.mark.parametrize(
@@ -63,7 +62,7 @@ class Desk:
     """Answers `status` at once, and a drain when another client says restart."""
 
     def __init__(self, folder: Path) -> None:
-        self.path = control_path(folder)
+        self.path = folder / CONTROL_SOCKET
         self.commands: list[Command] = []
         self.server: ControlServer
         self._waiting: list[int] = []

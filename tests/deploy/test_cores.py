@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from trunkline.deploy.config import cores
-from trunkline.deploy.config.cores import available_cores, whole_cores_of_quota
+from trunkline.deploy.config import machine
+from trunkline.deploy.config.machine import available_cores, whole_cores_of_quota
 from trunkline.deploy.config.settings import ServeSettings
 
 MEMBERSHIP_1 = "12:memory:/job\n3:cpu,cpuacct:/job/step\n1:cpuset:/job\n0::/\n"
@@ -57,8 +57,8 @@ def test_the_smaller_of_affinity_and_quota(
     quota: str, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path, {"cpu.max": f"{quota} 100000", "membership": "0::/"})
-    monkeypatch.setattr(cores, "_ROOT", tmp_path)
-    monkeypatch.setattr(cores, "_MEMBERSHIP", tmp_path / "membership")
+    monkeypatch.setattr(machine, "_CGROUP_ROOT", tmp_path)
+    monkeypatch.setattr(machine, "_CGROUP_MEMBERSHIP", tmp_path / "membership")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
     assert available_cores() == expected
     assert ServeSettings(groups=1, tp=2).threads_per_worker() == max(1, expected // 2)

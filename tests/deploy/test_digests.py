@@ -11,16 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from trunkline.deploy.config import cache_folder as cache
-from trunkline.deploy.config import digests, models
-from trunkline.deploy.config.digests import digest_files
+from trunkline.deploy.config import machine, models
+from trunkline.deploy.config.models import digest_files
 from trunkline.deploy.errors import UserError
 
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(digests, "PIECE_BYTES", 1000)
-    monkeypatch.setattr(digests, "_READ_BYTES", 300)
+    monkeypatch.setattr(models, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(models, "_READ_BYTES", 300)
 
 
 def written(path: Path, content: bytes) -> Path:
@@ -142,10 +141,10 @@ def test_weights_that_cannot_be_read_are_one_clear_error(tmp_path: Path) -> None
 
 def test_the_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "x"))
-    assert cache.cache_folder() == tmp_path / "x" / "trunkline"
+    assert machine.cache_folder() == tmp_path / "x" / "trunkline"
     monkeypatch.setenv("HOME", str(tmp_path))
     for ignored in ("", "relative/path"):
         monkeypatch.setenv("XDG_CACHE_HOME", ignored)
-        assert cache.cache_folder() == tmp_path / ".cache" / "trunkline"
+        assert machine.cache_folder() == tmp_path / ".cache" / "trunkline"
     monkeypatch.setenv("HOME", str(tmp_path / "nobody"))
-    assert cache.cache_folder() is None
+    assert machine.cache_folder() is None

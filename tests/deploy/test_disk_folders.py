@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from trunkline.deploy.config.disk_folders import DiskPlan, disk_folders, plan_disk
-from trunkline.deploy.config.tier_options import DiskOption
+from trunkline.deploy.config.option_values import DiskOption
 from trunkline.deploy.errors import UserError
 
 MINE, OTHER, THIRD = "a" * 32, "b" * 32, "c" * 32
@@ -93,7 +93,7 @@ def living(base: Path) -> Iterator[Path]:
     """A folder that another process uses."""
     code = (
         "import sys; from pathlib import Path; from trunkline.deploy.config.disk_folders import *; "
-        "from trunkline.deploy.config.tier_options import DiskOption\n"
+        "from trunkline.deploy.config.option_values import DiskOption\n"
         f"with disk_folders(plan_disk(DiskOption(1 << 30, Path({str(base)!r})), {OTHER!r}, 1, 2, 4096)) as disk:\n"
         "    print(disk.groups[0], flush=True); sys.stdin.read()"
     )

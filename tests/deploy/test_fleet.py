@@ -10,12 +10,21 @@ from deploy.lives import HAND_OVER, KILL, TERM, members, sends, starts, told
 from seeds import seeds
 
 from trunkline.deploy.cli.cluster_cli import print_status
-from trunkline.deploy.supervisor.control_commands import Command, CommandError
 from trunkline.deploy.supervisor.fleet import Fleet
 from trunkline.deploy.supervisor.lifecycle import Lifecycle, Phase
-from trunkline.deploy.supervisor.members import Action, Limits, Role, Say, Send, Start, Tell
-from trunkline.deploy.supervisor.registry import Running
-from trunkline.deploy.supervisor.restarts import Record
+from trunkline.deploy.supervisor.members import (
+    Action,
+    Command,
+    CommandError,
+    DeathRecord,
+    Limits,
+    Role,
+    Say,
+    Send,
+    Start,
+    Tell,
+)
+from trunkline.deploy.supervisor.run_folder import Running
 
 LIMITS = Limits(start_s=100, replace_s=20, pause_s=2, drain_s=30, margin_s=5, settle_s=5, leave_s=3)
 
@@ -34,7 +43,7 @@ def states(fleet: Fleet) -> list[str]:
 
 
 def test_the_first_restart_is_at_once_then_pauses_grow_to_thirty_seconds() -> None:
-    record, now, delays = Record(), 0.0, []
+    record, now, delays = DeathRecord(), 0.0, []
     for _ in range(200):
         at = record.died(now)
         delays.append(at - now)

@@ -14,12 +14,17 @@ import pytest
 from typer.testing import CliRunner
 
 from trunkline.deploy.cli.app import app
-from trunkline.deploy.cli.key_file import add_key, keys_of, revoke_key
-from trunkline.deploy.config.credentials import VARIABLE, server_key, server_key_digest
+from trunkline.deploy.cli.keys_cli import add_key, keys_of, revoke_key
+from trunkline.deploy.config.option_values import (
+    API_KEY_VARIABLE,
+    keys_needed,
+    parse_names,
+    server_key,
+    server_key_digest,
+)
 from trunkline.deploy.config.settings import ServeSettings
-from trunkline.deploy.config.tenant_options import keys_needed, parse_names
 from trunkline.deploy.errors import UserError
-from trunkline.deploy.supervisor.client_keys import (
+from trunkline.deploy.supervisor.run_folder import (
     admin_key,
     admin_key_digest,
     client_headers,
@@ -37,7 +42,7 @@ NOW = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
 
 @pytest.fixture(autouse=True)
 def no_key_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.delenv(API_KEY_VARIABLE, raising=False)
 
 
 @pytest.fixture
@@ -158,7 +163,7 @@ def test_the_commands(file: Path) -> None:
 
 def test_where_a_server_has_its_key_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert server_key("") == server_key_digest("") == ""
-    monkeypatch.setenv(VARIABLE, "a-key-of-16-chars")
+    monkeypatch.setenv(API_KEY_VARIABLE, "a-key-of-16-chars")
     assert server_key_digest("") == hash_key("a-key-of-16-chars")
     file = tmp_path / "key"
     file.write_text("another-key-of-more\n")
@@ -185,7 +190,7 @@ def test_where_a_command_has_its_key_from(tmp_path: Path, monkeypatch: pytest.Mo
     assert admin_key(tmp_path / "none") == admin_key_digest(tmp_path / "none") == ""
     for url in ("http://127.0.0.1:1", "https://llm.example", "nonsense", "http://[::1"):
         assert client_key(url) == ""
-    monkeypatch.setenv(VARIABLE, "a-key-of-16-chars")
+    monkeypatch.setenv(API_KEY_VARIABLE, "a-key-of-16-chars")
     assert client_headers("https://llm.example") == {"Authorization": "Bearer a-key-of-16-chars"}
 
 
@@ -201,7 +206,7 @@ def test_what_listens_where(file: Path, monkeypatch: pytest.MonkeyPatch) -> None
         ServeSettings(host="0.0.0.0", tenants=str(file)).validate()
     add(file)
     ServeSettings(host="0.0.0.0", tenants=str(file)).validate()
-    monkeypatch.setenv(VARIABLE, "a-key-of-16-chars")
+    monkeypatch.setenv(API_KEY_VARIABLE, "a-key-of-16-chars")
     ServeSettings(host="0.0.0.0").validate()
     for wrong, said in (
         ({"cors_origins": ("*",)}, "--cors-origin"),

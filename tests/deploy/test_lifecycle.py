@@ -8,12 +8,13 @@ import pytest
 from deploy.lives import KILL, TERM, members, sends, starts, texts
 from seeds import seeds
 
-from trunkline.deploy.supervisor.control_commands import Command, CommandError
 from trunkline.deploy.supervisor.lifecycle import Lifecycle, Phase
 from trunkline.deploy.supervisor.members import (
     EXIT_IMPOSSIBLE,
     EXIT_LEFT,
     Action,
+    Command,
+    CommandError,
     Limits,
     Member,
     Role,

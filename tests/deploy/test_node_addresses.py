@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trunkline.deploy.config.node_addresses import Address, parse_address, parse_addresses, parse_ranks
+from trunkline.deploy.config.node_settings import Address, parse_address, parse_addresses, parse_ranks
 from trunkline.deploy.errors import UserError
 
 

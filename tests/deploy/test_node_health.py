@@ -21,12 +21,10 @@ from trunkline.controller.messages import Ping, RouterRequest, Submit
 from trunkline.deploy.config.node_settings import Kind, NodeSettings
 from trunkline.deploy.config.settings import ServeSettings
 from trunkline.deploy.errors import UserError
-from trunkline.deploy.node import health_server, node, node_probe
-from trunkline.deploy.node.health_server import serving
-from trunkline.deploy.node.node_health import NodeHealth
-from trunkline.deploy.node.node_probe import Verdict
-from trunkline.deploy.supervisor.control_commands import Command, Reply
-from trunkline.deploy.supervisor.control_server import ControlServer
+from trunkline.deploy.node import health, node
+from trunkline.deploy.node.health import NodeHealth, Verdict, serving
+from trunkline.deploy.supervisor.control import ControlServer
+from trunkline.deploy.supervisor.members import Command, Reply
 from trunkline.router.messages import Outputs, State
 
 SERVING = {"phase": "serving", "groups": [], "processes": []}
@@ -137,7 +135,7 @@ def test_a_supervisor_that_is_gone_is_dead(tmp_path: Path) -> None:
 
 def test_strangers_do_not_keep_others_from_asking(status: Status, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither silent ones nor those that speak another protocol, nor those that send byte by byte."""
-    monkeypatch.setattr(health_server, "_REQUEST_S_MAX", 0.5)
+    monkeypatch.setattr(health, "_REQUEST_S_MAX", 0.5)
     ended = threading.Event()
     with asked(health_at(status.folder, reason="fine")) as connection, ExitStack() as stack:
         address = connection.host, connection.port
@@ -218,11 +216,11 @@ class FakeController:
 def test_tokens_for_others_prove_only_as_much_as_they_are_young(
     fresh_s: float, verdict: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(node_probe, "FRESH_S", fresh_s)
-    monkeypatch.setattr(node_probe, "_TOKEN_S_MAX", 0.2)
+    monkeypatch.setattr(health, "FRESH_S", fresh_s)
+    monkeypatch.setattr(health, "_TOKEN_S_MAX", 0.2)
     with tempfile.TemporaryDirectory(prefix="tl-") as folder:
         controller = FakeController(Path(folder))
-        probe = node_probe.TokenProbe(controller.endpoint)
+        probe = health.TokenProbe(controller.endpoint)
         try:
             controller.tokens = 7  # generated at an unknown time
             assert probe.check() == Verdict(True, "a token was generated")

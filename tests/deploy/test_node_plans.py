@@ -11,14 +11,13 @@ import pytest
 from trunkline.controller.config import ControllerConfig
 from trunkline.controller.messages import WorkerHello
 from trunkline.controller.service.membership import disagreement
-from trunkline.deploy.cli.node_cli import group, router, workers
+from trunkline.deploy.cli.app import group, router, workers
 from trunkline.deploy.config.disk_folders import DiskFolders
 from trunkline.deploy.config.node_settings import Kind, NodeSettings
 from trunkline.deploy.config.options import SERVE_OPTIONS
 from trunkline.deploy.config.settings import ServeSettings
 from trunkline.deploy.errors import UserError
-from trunkline.deploy.supervisor.member_configs import Config, configs_of
-from trunkline.deploy.supervisor.serve import plan_cluster
+from trunkline.deploy.supervisor.serve import Config, configs_of, plan_cluster
 from trunkline.router.config import RouterConfig
 from trunkline.worker.config import WorkerConfig
 

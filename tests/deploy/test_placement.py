@@ -17,17 +17,15 @@ import typer
 from typer.testing import CliRunner
 
 from trunkline.deploy.cli.app import app
-from trunkline.deploy.config import gpus, models
+from trunkline.deploy.config import machine, models
 from trunkline.deploy.config.disk_folders import DiskFolders
 from trunkline.deploy.config.node_settings import Kind, NodeSettings
-from trunkline.deploy.config.placement import default_tp, place, settle
-from trunkline.deploy.config.plans import ClusterPlan
+from trunkline.deploy.config.plans import ClusterPlan, default_tp, place, settle
 from trunkline.deploy.config.settings import ServeSettings
 from trunkline.deploy.errors import UserError
 from trunkline.deploy.node import node
 from trunkline.deploy.supervisor import serve
-from trunkline.deploy.supervisor.member_configs import configs_of
-from trunkline.deploy.supervisor.serve import plan_cluster
+from trunkline.deploy.supervisor.serve import configs_of, plan_cluster
 from trunkline.worker.config import WorkerConfig
 
 ShowGpus = Callable[[int], None]
@@ -136,7 +134,7 @@ def test_no_gpu_gets_more_than_it_has() -> None:
     cases = itertools.product((1, 2, 3, 5, 8), (1, 2, 3), (1, 2, 8), (None, 0.1, 0.25, 0.5))
     for groups, ranks, visible, fraction in cases:
         settings = ServeSettings(groups=groups, tp=ranks, gpu_memory_fraction=fraction)
-        shown = tuple(gpus.Gpu("any", 1 << 30) for _ in range(visible))
+        shown = tuple(machine.Gpu("any", 1 << 30) for _ in range(visible))
         fits = ranks <= visible and -(-groups // (visible // ranks)) * (fraction or 1) <= 1
         try:
             placement = place(settings, shown)
@@ -173,8 +171,8 @@ def test_a_part_counts_its_own_gpus_from_zero(show_gpus: ShowGpus) -> None:
 
 def test_a_driver_without_a_usable_gpu_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the driver's own words."""
-    found = gpus.Gpus(problem="CUDA error 803 of cuInit: system has unsupported display driver / cuda driver")
-    monkeypatch.setattr(gpus, "look", lambda: found)
+    found = machine.Gpus(problem="CUDA error 803 of cuInit: system has unsupported display driver / cuda driver")
+    monkeypatch.setattr(machine, "find_gpus", lambda: found)
     _, placement = settle(ServeSettings(), DEMO)
     assert (placement.device, placement.warning) == ("cpu", f"No GPU is used: {found.problem}.")
     with pytest.raises(UserError, match=r"--device is cuda, but CUDA error 803 of cuInit: system has unsupported"):
@@ -226,23 +224,23 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.processes
 def test_the_driver_is_asked(driver: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def asked(count: int, init: int = 0) -> gpus.Gpus:
+    def asked(count: int, init: int = 0) -> machine.Gpus:
         monkeypatch.setenv("FAKE_GPUS", str(count))
         monkeypatch.setenv("FAKE_INIT", str(init))
-        return gpus.ask_driver(driver)
+        return machine.ask_driver(driver)
 
     for count in (0, 1, 2, 8):
-        shown = tuple(gpus.Gpu(f"GPU of {10 + n}", (10 + n) << 30) for n in range(count))
-        assert asked(count) == gpus.Gpus(shown)
-    assert asked(1, init=100) == gpus.Gpus()  # none, or all are hidden
+        shown = tuple(machine.Gpu(f"GPU of {10 + n}", (10 + n) << 30) for n in range(count))
+        assert asked(count) == machine.Gpus(shown)
+    assert asked(1, init=100) == machine.Gpus()  # none, or all are hidden
     assert asked(1, init=803).problem == "CUDA error 803 of cuInit: driver mismatch"
     assert "unknown error" in asked(1, init=5).problem
-    assert gpus.ask_driver("/no/such/library.so") == gpus.Gpus()
+    assert machine.ask_driver("/no/such/library.so") == machine.Gpus()
 
 
 def test_a_torch_for_cpus_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()  # the fixture's stand-in for `look`
-    monkeypatch.setattr(gpus, "ask_driver", lambda _: gpus.Gpus((gpus.Gpu("a", 1), gpus.Gpu("b", 1))))
+    monkeypatch.setattr(machine, "ask_driver", lambda _: machine.Gpus((machine.Gpu("a", 1), machine.Gpu("b", 1))))
     folder = tmp_path / "torch"
     folder.mkdir()
     (folder / "__init__.py").write_text("raise RuntimeError('it must not be imported')")
@@ -250,6 +248,6 @@ def test_a_torch_for_cpus_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for line, count in (("cuda: Optional[str] = None", 0), ("cuda: Optional[str] = '12.8'", 2), ("other = 1", 2)):
         (folder / "version.py").write_text(f"debug = False\n{line}\nhip = None\n")
         monkeypatch.delitem(sys.modules, "torch", raising=False)
-        found = gpus.look()
+        found = machine.find_gpus()
         assert found.count == count
         assert ("built for CPUs only" in found.problem) == (count == 0)

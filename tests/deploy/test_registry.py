@@ -9,15 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from trunkline.deploy.supervisor.registry import (
+from trunkline.deploy.supervisor.control import Report, StatusSocket, parse_report
+from trunkline.deploy.supervisor.run_folder import (
+    STATUS_SOCKET,
     ClusterNotFoundError,
     Running,
     announced,
     find_cluster,
+    run_folder,
     running_clusters,
 )
-from trunkline.deploy.supervisor.rundir import run_folder
-from trunkline.deploy.supervisor.statuses import SOCKET_NAME, Report, StatusSocket, parse_report
 from trunkline.runtime.process import report_status
 
 
@@ -29,7 +30,7 @@ def running(port: int) -> Running:
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hide the run folders of the user who runs the tests."""
     (tmp_path / "tmp").mkdir()
-    monkeypatch.setattr("trunkline.deploy.supervisor.registry.base_folder", lambda: tmp_path / "tmp")
+    monkeypatch.setattr("trunkline.deploy.supervisor.run_folder.base_folder", lambda: tmp_path / "tmp")
 
 
 def test_a_cluster_is_found_by_its_port_wherever_its_folder_is(tmp_path: Path) -> None:
@@ -50,7 +51,7 @@ def test_a_cluster_is_found_by_its_port_wherever_its_folder_is(tmp_path: Path) -
 def test_without_a_cache_folder_the_usual_place_is_searched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trunkline.deploy.supervisor.registry.cache_folder", lambda: None)
+    monkeypatch.setattr("trunkline.deploy.supervisor.run_folder.cache_folder", lambda: None)
     with run_folder(tmp_path / "tmp") as folder, announced(folder, running(8000)):
         assert find_cluster(8000)[0] == folder
 
@@ -69,7 +70,7 @@ def test_pointers_to_the_dead_go_away(tmp_path: Path, cache_home: Path) -> None:
 
 def test_reports_arrive(tmp_path: Path) -> None:
     statuses = StatusSocket(tmp_path)
-    path = str(tmp_path / SOCKET_NAME)
+    path = str(tmp_path / STATUS_SOCKET)
     assert report_status(path, "starting", "x" * 10_000)
     assert report_status(path, "ready", epoch=7)
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:

@@ -11,16 +11,17 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from trunkline.deploy.supervisor.display import (
+from trunkline.deploy.supervisor.lifecycle import Phase
+from trunkline.deploy.supervisor.reporters import (
+    JsonReporter,
     TerminalReporter,
     chat_command,
     curl_lines,
     describe_health,
     format_record,
+    last_words,
+    parse_log_line,
 )
-from trunkline.deploy.supervisor.json_reporter import JsonReporter
-from trunkline.deploy.supervisor.last_words import last_words, parse_log_line
-from trunkline.deploy.supervisor.lifecycle import Phase
 
 URL = "http://127.0.0.1:8000"
 

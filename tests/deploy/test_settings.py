@@ -15,12 +15,11 @@ import pytest
 
 from trunkline.deploy.config import models
 from trunkline.deploy.config.disk_folders import disk_folders
-from trunkline.deploy.config.listening import free_port, open_listener
+from trunkline.deploy.config.machine import free_port, open_listener
+from trunkline.deploy.config.option_values import DiskOption, format_bytes, parse_bytes
 from trunkline.deploy.config.settings import POLICIES, ServeSettings
-from trunkline.deploy.config.sizes import format_bytes, parse_bytes
-from trunkline.deploy.config.tier_options import DiskOption
 from trunkline.deploy.errors import UserError
-from trunkline.deploy.supervisor.rundir import base_folder, remove_stale, run_folder
+from trunkline.deploy.supervisor.run_folder import base_folder, remove_stale, run_folder
 from trunkline.deploy.supervisor.serve import children, plan_cluster
 from trunkline.router.config import RouterConfig
 from trunkline.router.routing.policies import POLICIES as POLICY_RULES

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from trunkline.deploy.cli.app import app
-from trunkline.deploy.config.sizing import Demand, size
+from trunkline.deploy.cli.sizing_cli import Demand, memory_for
 from trunkline.deploy.errors import UserError
 from trunkline.worker.model.families import read_model_config
 
@@ -38,7 +38,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_token_of_llama_3_8b_has_128_kib(folder: Path) -> None:
-    found = size(read_model_config(folder), Demand(3600, 8192, 60, 4), dtype="bfloat16", chunk_size=64, tp=1)
+    found = memory_for(read_model_config(folder), Demand(3600, 8192, 60, 4), dtype="bfloat16", chunk_size=64, tp=1)
     assert found.token_bytes == 128 << 10
     assert found.session_bytes == 1 << 30
     assert found.sessions == 60
@@ -51,16 +51,16 @@ def test_the_rule_is_linear_in_sessions_and_time_and_never_below_what_is_needed(
     for _ in range(100):
         context, chunk = draw.randint(1, 8192), draw.choice([16, 32, 64, 128])
         demand = Demand(draw.uniform(1, 1e5), context, draw.uniform(1, 1e6), draw.randint(1, 512))
-        found = size(model, demand, dtype="float16", chunk_size=chunk, tp=draw.choice([1, 2, 4, 8]))
+        found = memory_for(model, demand, dtype="float16", chunk_size=chunk, tp=draw.choice([1, 2, 4, 8]))
         assert context * found.token_bytes <= found.session_bytes < (context + chunk) * found.token_bytes
         twice = Demand(demand.sessions_per_hour * 2, context, demand.ttl_s, demand.concurrent)
-        found_twice = size(model, twice, dtype="float16", chunk_size=chunk, tp=1)
+        found_twice = memory_for(model, twice, dtype="float16", chunk_size=chunk, tp=1)
         assert found_twice.capacity_bytes == pytest.approx(2 * found.capacity_bytes, abs=2)
 
 
 def test_more_ranks_than_kv_heads_keep_copies(folder: Path) -> None:
     model, demand = read_model_config(folder), Demand(1, 64, 1, 1)
-    one, many = (size(model, demand, dtype="float16", chunk_size=64, tp=tp).token_bytes for tp in (8, 16))
+    one, many = (memory_for(model, demand, dtype="float16", chunk_size=64, tp=tp).token_bytes for tp in (8, 16))
     assert many == 2 * one
 
 
@@ -75,7 +75,7 @@ def test_more_ranks_than_kv_heads_keep_copies(folder: Path) -> None:
 )
 def test_what_is_no_demand_is_refused(folder: Path, demand: Demand, said: str) -> None:
     with pytest.raises(UserError, match=said):
-        size(read_model_config(folder), demand, dtype="float16", chunk_size=64, tp=1)
+        memory_for(read_model_config(folder), demand, dtype="float16", chunk_size=64, tp=1)
 
 
 def test_the_command_says_it(folder: Path) -> None:

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.processes
 
 @pytest.fixture(autouse=True)
 def ask_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trunkline.deploy.supervisor.health_probe._INTERVAL_S", 0.02)
+    monkeypatch.setattr("trunkline.deploy.supervisor.supervisor._HEALTH_INTERVAL_S", 0.02)
 
 
 def signal_self(number: signal.Signals) -> Callable[[Recorder], None]:

@@ -15,13 +15,11 @@ import pytest
 from deploy.supervised import CHILD, LIMITS, Recorder
 from deploy.waiting import wait_for
 
-from trunkline.deploy.config.listening import open_listener
-from trunkline.deploy.supervisor.control_client import ask
-from trunkline.deploy.supervisor.control_commands import Command, Reply
+from trunkline.deploy.config.machine import open_listener
+from trunkline.deploy.supervisor.control import ask
 from trunkline.deploy.supervisor.lifecycle import Phase
-from trunkline.deploy.supervisor.members import Member, Role
-from trunkline.deploy.supervisor.registry import control_path
-from trunkline.deploy.supervisor.statuses import SOCKET_NAME
+from trunkline.deploy.supervisor.members import Command, Member, Reply, Role
+from trunkline.deploy.supervisor.run_folder import CONTROL_SOCKET, STATUS_SOCKET
 from trunkline.deploy.supervisor.supervisor import ChildSpec, Supervisor, Surroundings
 
 pytestmark = pytest.mark.processes
@@ -39,7 +37,7 @@ class Run:
         self._worker = worker
 
     def ask(self, command: str, *units: str) -> list[Reply]:
-        return list(ask(control_path(self.folder), Command(command, list(units))))
+        return list(ask(self.folder / CONTROL_SOCKET, Command(command, list(units))))
 
     def status(self) -> dict[str, Any]:
         [reply] = self.ask("status")
@@ -60,7 +58,7 @@ class Run:
         """Run to the end; fail if the script did, or if the supervisor did not end cleanly."""
         with open_listener("127.0.0.1", 0) as listener:
             descriptor = listener.fileno()
-            status = f"status={self.folder / SOCKET_NAME}"
+            status = f"status={self.folder / STATUS_SOCKET}"
             specs = []
             for group in range(2):
                 worker, controller = (Member(f"{r}-{group}", r, group) for r in (Role.WORKER, Role.CONTROLLER))
@@ -138,7 +136,7 @@ def test_drain_undrain_restart_and_a_stop_meanwhile(tmp_path: Path) -> None:
         assert sorted(after) == sorted(before)
         assert not {row["pid"] for row in before.values()} & {row["pid"] for row in after.values()}
         assert run.ask("restart", "routers")[-1].ok
-        waiting = ask(control_path(run.folder), Command("restart"))
+        waiting = ask(run.folder / CONTROL_SOCKET, Command("restart"))
         replies.append(next(waiting))
         os.kill(os.getpid(), signal.SIGTERM)
         replies.extend(waiting)
@@ -153,7 +151,7 @@ def test_drain_undrain_restart_and_a_stop_meanwhile(tmp_path: Path) -> None:
 def test_a_program_that_is_gone_for_a_while_is_tried_again_until_it_is_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trunkline.deploy.supervisor.restarts.DELAYS_S", (0.0, 0.02))
+    monkeypatch.setattr("trunkline.deploy.supervisor.members.DELAYS_S", (0.0, 0.02))
     program, hidden = tmp_path / "worker", tmp_path / "hidden"
     program.write_text(f'#!/bin/sh\nexec {sys.executable} {" ".join(CHILD[1:])} "$@"\n')
     program.chmod(0o700)

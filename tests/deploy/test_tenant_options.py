@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from trunkline.deploy.config.disk_folders import disk_folders
+from trunkline.deploy.config.option_values import parse_tenant_limits
 from trunkline.deploy.config.settings import ServeSettings
-from trunkline.deploy.config.tenant_options import parse_tenant_limits
 from trunkline.deploy.errors import UserError
 from trunkline.deploy.supervisor.serve import children, plan_cluster
 from trunkline.router.config import TenantLimits, load_config

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trunkline.deploy.config.tier_options import DiskOption, check_remote_url, parse_disk_tier, redacted
+from trunkline.deploy.config.option_values import DiskOption, check_remote_url, parse_disk_tier, redacted
 from trunkline.deploy.errors import UserError
 
 

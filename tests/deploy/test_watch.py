@@ -13,14 +13,22 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from trunkline.deploy.cli.app import app
-from trunkline.deploy.config.gpus import Gpus
+from trunkline.deploy.config.machine import Gpus
 from trunkline.deploy.config.node_settings import Kind
-from trunkline.deploy.supervisor.registry import Running
+from trunkline.deploy.supervisor.run_folder import Running
+from trunkline.deploy.watch import facts as sources
 from trunkline.deploy.watch import screen as screens
-from trunkline.deploy.watch import source as sources
 from trunkline.deploy.watch.checks import Level, examine
-from trunkline.deploy.watch.facts import Facts, Machine, Probe, loose_files, machine
-from trunkline.deploy.watch.source import Look, Source, WatchError
+from trunkline.deploy.watch.facts import (
+    Facts,
+    Look,
+    Machine,
+    Probe,
+    Source,
+    WatchError,
+    loose_files,
+    machine_facts,
+)
 
 
 def group(number: int, **more: Any) -> dict[str, Any]:
@@ -183,7 +191,7 @@ def test_a_process_that_dies_again_and_again_is_not_to_be_undrained() -> None:
 @pytest.mark.parametrize("count", [0, 1, 2, 8])
 def test_gpus_are_counted(count: int, show_gpus: Callable[[int], None]) -> None:
     show_gpus(count)
-    found = replace(MACHINE, gpus=machine().gpus)
+    found = replace(MACHINE, gpus=machine_facts().gpus)
     [finding] = [one for one in examine(replace(HEALTHY, machine=found)) if one.about == "machine"]
     assert finding.level is Level.OK
     assert ("GPUs" in finding.text, str(count) in finding.text) == (count > 0, count > 0)

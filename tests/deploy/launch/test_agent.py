@@ -16,8 +16,8 @@ from deploy.waiting import free_ports, is_alive, wait_for
 from trunkline.deploy.launch import agent as host_agent
 from trunkline.deploy.launch import protocol
 from trunkline.deploy.launch.agent import Agent
-from trunkline.deploy.launch.connection import Connection, HostError
 from trunkline.deploy.launch.fileformat import Host, Ssh
+from trunkline.deploy.launch.hosts import Connection, HostError, agent_command
 from trunkline.deploy.launch.protocol import (
     Begin,
     CheckPorts,
@@ -37,7 +37,6 @@ from trunkline.deploy.launch.protocol import (
     UnitRecord,
     UnitState,
 )
-from trunkline.deploy.launch.transports import agent_command
 
 pytestmark = pytest.mark.processes
 SLEEPS = UnitRecord("it", "router", ["import time; time.sleep(1000)"], {}, "digest", 1)

@@ -12,9 +12,9 @@ import pytest
 
 from trunkline.deploy.launch.document import FileError, parse
 from trunkline.deploy.launch.fileformat import Cluster, Host, Ssh, read, schema
-from trunkline.deploy.launch.option_rules import command_rules
 from trunkline.deploy.launch.plan import make_plan
 from trunkline.deploy.launch.reference import table
+from trunkline.deploy.launch.unit_options import command_rules
 
 PAGE = (Path(__file__).parents[3] / "docs/launch.md").read_text()
 EXAMPLES = sorted((Path(__file__).parents[3] / "examples/launch").glob("*.yaml"))

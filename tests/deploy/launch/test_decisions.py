@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from trunkline.deploy.launch.decisions import decide, difference
 from trunkline.deploy.launch.document import parse
 from trunkline.deploy.launch.fileformat import read
-from trunkline.deploy.launch.option_rules import command_rules
-from trunkline.deploy.launch.plan import Plan, make_plan
+from trunkline.deploy.launch.plan import Plan, decide, difference, make_plan
 from trunkline.deploy.launch.protocol import UnitState
+from trunkline.deploy.launch.unit_options import command_rules
 
 Place = tuple[str, str]
 

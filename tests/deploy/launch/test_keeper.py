@@ -12,14 +12,16 @@ from deploy.launch.launching import Kept
 from deploy.waiting import is_alive, wait_for
 
 from trunkline.deploy.launch.folders import (
+    Follower,
+    LogFile,
     Process,
     UnitFolder,
+    last_lines,
     private_folder,
     process_of,
     send_signal,
     this_process,
 )
-from trunkline.deploy.launch.rotation import Follower, LogFile, last_lines
 
 pytestmark = pytest.mark.processes
 SLEEPS = "import sys, time; print('here', flush=True); time.sleep(1000)"

@@ -11,12 +11,12 @@ import pytest
 import yaml
 from seeds import base
 
-from trunkline.deploy.config.node_addresses import parse_address, parse_addresses, parse_ranks
+from trunkline.deploy.config.node_settings import parse_address, parse_addresses, parse_ranks
 from trunkline.deploy.launch.document import Document, FileError, parse
 from trunkline.deploy.launch.fileformat import read
-from trunkline.deploy.launch.option_rules import Rules, command_rules
 from trunkline.deploy.launch.plan import API_KEYS, WIRE_KEYS, Plan, Unit, make_plan
-from trunkline.deploy.launch.shares import Facts
+from trunkline.deploy.launch.resources import Facts
+from trunkline.deploy.launch.unit_options import Rules, command_rules
 
 EXAMPLES = sorted((Path(__file__).parents[3] / "examples/launch").glob("*.yaml"))
 

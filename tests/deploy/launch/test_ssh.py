@@ -15,8 +15,8 @@ import msgspec
 import pytest
 from deploy.waiting import free_ports, wait_for
 
-from trunkline.deploy.launch.connection import Connection, HostError
 from trunkline.deploy.launch.fileformat import Host, Ssh
+from trunkline.deploy.launch.hosts import Connection, HostError
 from trunkline.deploy.launch.protocol import Begin, Logs, Look, Put, Signal, UnitRecord, UnitState
 
 pytestmark = [pytest.mark.processes, pytest.mark.area("ssh")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from importlib.metadata import version as package_version
 from typing import Annotated, Any, Final
 
@@ -11,20 +12,18 @@ from typer.core import TyperGroup
 from trunkline.deploy.cli import chat as chat_client
 from trunkline.deploy.cli import (
     cluster_cli,
-    doctor_cli,
     keys_cli,
     launch_cli,
-    local_cli,
-    node_cli,
     schema_cli,
     sizing_cli,
-    top_cli,
+    watch_cli,
 )
-from trunkline.deploy.cli.option_commands import HintingCommand, command
-from trunkline.deploy.config.listening import DEFAULT_URL
-from trunkline.deploy.config.options import SERVE_OPTIONS
+from trunkline.deploy.cli.option_commands import HintingCommand, command, run
+from trunkline.deploy.config.machine import DEFAULT_URL
+from trunkline.deploy.config.node_settings import Kind, NodeSettings
+from trunkline.deploy.config.options import OPTIONS_OF, SERVE_OPTIONS
 from trunkline.deploy.config.settings import ServeSettings
-from trunkline.deploy.reporting import run
+from trunkline.deploy.node.node import run_node
 from trunkline.deploy.supervisor.serve import serve as run_cluster
 
 START: Final = "To begin with"
@@ -57,9 +56,9 @@ app = typer.Typer(
 app.add_typer(keys_cli.app, name="key", rich_help_panel=FILES)
 app.add_typer(schema_cli.app, name="schema", rich_help_panel=FILES)
 app.add_typer(launch_cli.app, name="launch", rich_help_panel=HOSTS)
-app.command("size", rich_help_panel=FILES)(sizing_cli.command)
-app.command("top", rich_help_panel=RUNNING)(top_cli.command)
-app.command("doctor", rich_help_panel=RUNNING)(doctor_cli.command)
+app.command("size", rich_help_panel=FILES)(sizing_cli.size)
+app.command("top", rich_help_panel=RUNNING)(watch_cli.top)
+app.command("doctor", rich_help_panel=RUNNING)(watch_cli.doctor)
 
 
 def _print_version(wanted: bool) -> None:
@@ -147,16 +146,80 @@ def chat(
     raise typer.Exit(run(lambda: chat_client.chat(options)))
 
 
-app.command(rich_help_panel=START)(local_cli.ui)
-app.command(rich_help_panel=RUNNING)(local_cli.flush)
-cluster_cli.add_to(app, RUNNING)
-node_cli.add_to(app, HOSTS)
+app.command(rich_help_panel=START)(cluster_cli.ui)
+for _of_a_cluster in (
+    cluster_cli.flush,
+    cluster_cli.status,
+    cluster_cli.drain,
+    cluster_cli.undrain,
+    cluster_cli.restart,
+):
+    app.command(rich_help_panel=RUNNING)(_of_a_cluster)
 
 
 @app.command(rich_help_panel="Other")
 def version() -> None:
     """Print the installed version."""
     _print_version(True)
+
+
+def _run(kind: Kind, given: dict[str, Any]) -> None:
+    own = {field.name for field in fields(NodeSettings)}
+    node = NodeSettings(**{name: value for name, value in given.items() if name in own})
+    settings = ServeSettings(**{name: value for name, value in given.items() if name not in own})
+    raise typer.Exit(run(lambda: run_node(kind, settings, node)))
+
+
+@app.command(rich_help_panel=HOSTS, cls=HintingCommand)
+@command(OPTIONS_OF[Kind.GROUP])
+def group(given: dict[str, Any]) -> None:
+    """Run a copy of the model on this host: a group of a controller and workers.
+
+    Routers on other hosts connect to --listen. With --tp 4 --ranks 0-1, ranks 2
+    and 3 run on another host, by `trunkline workers`. A process that dies is
+    started again. SIGTERM stops the group: running requests finish, and those
+    that need longer than --drain-seconds go on in another group.
+
+    [bold]Examples[/]
+
+    trunkline group ./my-llama --tp 2 --listen 10.0.0.1:7400 --wire-keys wire.key
+
+    trunkline group ./my-llama --tp 4 --ranks 0-1 --listen 10.0.0.1:7400 --wire-keys wire.key
+    """
+    _run(Kind.GROUP, given)
+
+
+@app.command(rich_help_panel=HOSTS, cls=HintingCommand)
+@command(OPTIONS_OF[Kind.WORKERS])
+def workers(given: dict[str, Any]) -> None:
+    """Run further ranks of a group whose controller and rank 0 run on another
+    host.
+
+    They connect to the leader as soon as it is up, and again after each loss.
+    Model, number format and sizes must be the leader's; otherwise it refuses
+    them.
+
+    [bold]Example[/]
+
+    trunkline workers ./my-llama --tp 4 --ranks 2-3 --leader 10.0.0.1:7400 --wire-keys wire.key
+    """
+    _run(Kind.WORKERS, given)
+
+
+@app.command(rich_help_panel=HOSTS, cls=HintingCommand)
+@command(OPTIONS_OF[Kind.ROUTER])
+def router(given: dict[str, Any]) -> None:
+    """Serve the API for groups that run on other hosts, or on this one.
+
+    MODEL is needed for its tokenizer and chat template, not for its weights.
+    Groups may start later, stop and come back. SIGTERM stops the router: new
+    requests get 503, running ones finish within --drain-seconds.
+
+    [bold]Example[/]
+
+    trunkline router ./my-llama --controllers 10.0.0.1:7400,10.0.0.2:7400 --wire-keys wire.key
+    """
+    _run(Kind.ROUTER, given)
 
 
 def main() -> None:

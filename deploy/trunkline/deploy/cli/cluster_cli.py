@@ -1,4 +1,7 @@
-"""`trunkline status`, `drain`, `undrain` and `restart`, for a cluster that runs on this machine."""
+"""The commands for a cluster that runs on this machine: `status`, `drain`, `undrain`, `restart`, `ui`, `flush`.
+
+The last two ask its router over HTTP, with the admin key from the cluster's run folder.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,18 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any
 
+import httpx
 import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from trunkline.deploy.errors import DeployError
-from trunkline.deploy.reporting import run
-from trunkline.deploy.supervisor.control_client import ControlError, ask
-from trunkline.deploy.supervisor.control_commands import Command, Reply
-from trunkline.deploy.supervisor.registry import Running, control_path, find_cluster
+from trunkline.deploy.cli.option_commands import run
+from trunkline.deploy.errors import DeployError, UserError
+from trunkline.deploy.supervisor.control import ControlError, ask
+from trunkline.deploy.supervisor.members import Command, Reply
+from trunkline.deploy.supervisor.run_folder import CONTROL_SOCKET, Running, admin_key, client_key, find_cluster
 
 _Port = Annotated[int | None, typer.Option(help="Port of the cluster. Default: the only cluster that runs here.")]
 _Wait = Annotated[bool, typer.Option("--wait/--no-wait", help="Wait until it is done.")]
@@ -32,12 +36,6 @@ _STYLES = {
 
 class RefusedError(DeployError):
     """The cluster refused or failed to do what was asked for."""
-
-
-def add_to(app: typer.Typer, panel: str) -> None:
-    """Add these commands to the app."""
-    for command in (status, drain, undrain, restart):
-        app.command(rich_help_panel=panel)(command)
 
 
 def status(
@@ -161,7 +159,7 @@ def _age(seconds: float) -> str:
 
 def _status(port: int | None) -> tuple[Running, dict[str, Any]]:
     folder, running = find_cluster(port)
-    for reply in ask(control_path(folder), Command("status")):
+    for reply in ask(folder / CONTROL_SOCKET, Command("status")):
         if reply.status is not None:
             return running, reply.status
         raise RefusedError(reply.text)
@@ -172,7 +170,7 @@ def _order(command: str, units: list[str], port: int | None, wait: bool) -> None
     folder, _ = find_cluster(port)
     console = Console(highlight=False)
     try:
-        for reply in ask(control_path(folder), Command(command, units)):
+        for reply in ask(folder / CONTROL_SOCKET, Command(command, units)):
             _show(console, reply)
             if not wait:
                 return
@@ -185,3 +183,62 @@ def _show(console: Console, reply: Reply) -> None:
     if not reply.ok:
         raise RefusedError(reply.text)
     console.print(reply.text, markup=False, soft_wrap=True)
+
+
+_Url = Annotated[
+    str,
+    typer.Option(help="Address of a server elsewhere; its key comes from --api-key-file or TRUNKLINE_API_KEY."),
+]
+_KeyFile = Annotated[str, typer.Option(metavar="FILE", help="File with a key of role admin.")]
+
+
+class FlushError(DeployError):
+    """The server cannot be reached, or refused to empty its cache."""
+
+
+def ui(port: _Port = None, url: _Url = "", api_key_file: _KeyFile = "") -> None:
+    """Print the address of the dashboard, with the key that it needs.
+
+    The key stands behind a #, which browsers do not send to servers. But
+    any client that has the address may do everything.
+
+    [bold]Example[/]
+
+    trunkline ui
+    """
+    base, key = run(lambda: _server(port, url, api_key_file))
+    typer.echo(f"{base}/ui#key={key}" if key else f"{base}/ui")
+
+
+def flush(port: _Port = None, url: _Url = "", api_key_file: _KeyFile = "") -> None:
+    """Empty the KV cache, but for what running requests use.
+
+    [bold]Example[/]
+
+    trunkline flush
+    """
+    base, key = run(lambda: _server(port, url, api_key_file))
+    typer.echo(run(lambda: f"{_flush(base, key)} blocks freed"))
+
+
+def _server(port: int | None, url: str, api_key_file: str) -> tuple[str, str]:
+    """Its address and an admin's key."""
+    if url:
+        if port is not None:
+            raise UserError("--url and --port say the same; give one of them")
+        return url.rstrip("/"), client_key(url, api_key_file)
+    folder, running = find_cluster(port)
+    if not running.url.startswith("http"):
+        raise UserError(f"{running.title} speaks no HTTP; give the address of a router with --url")
+    return running.url, client_key("", api_key_file) if api_key_file else admin_key(folder)
+
+
+def _flush(base: str, key: str) -> int:
+    try:
+        answer = httpx.post(f"{base}/flush_cache", headers={"Authorization": f"Bearer {key}"}, timeout=60.0)
+        body = answer.json()
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+        raise FlushError(f"{base} cannot be asked: {error or type(error).__name__}") from error
+    if answer.status_code != httpx.codes.OK:
+        raise FlushError(f"{base} refused: {body.get('error', {}).get('message', answer.status_code)}")
+    return int(body["blocks_freed"])

@@ -9,11 +9,11 @@ from typing import Annotated
 import typer
 from typer.core import TyperGroup
 
+from trunkline.deploy.cli.option_commands import run
 from trunkline.deploy.launch import agent as host_agent
 from trunkline.deploy.launch import commands
+from trunkline.deploy.launch.cluster_files import DEFAULT_FILE, is_file, launched, split
 from trunkline.deploy.launch.fileformat import schema as file_schema
-from trunkline.deploy.launch.loading import DEFAULT_FILE, is_file, launched, split
-from trunkline.deploy.reporting import run
 
 _File = Annotated[
     Path, typer.Argument(help="The file that describes the cluster (docs/launch.md).", metavar="FILE")

@@ -6,13 +6,15 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING
 from functools import wraps
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, TypeVar
 
 import typer
+from rich.console import Console
+from rich.text import Text
 from typer.core import TyperCommand
 
 from trunkline.deploy.config.options import FIELD_DEFAULTS, FIELD_TYPES, CliOption
-from trunkline.deploy.reporting import run
+from trunkline.deploy.errors import DeployError
 
 _MODEL: Final = "Give the model as the first argument, as in `trunkline serve MODEL`."
 _ON_BY_DEFAULT: Final = "Prefixes are always cached, unless --no-prefix-cache is given."
@@ -118,3 +120,15 @@ def values(options: Sequence[CliOption], typed: Mapping[str, Any]) -> dict[str, 
             value = FIELD_DEFAULTS[option.field] if value is None else option.parse(value)
         found[option.field] = value
     return found
+
+
+T = TypeVar("T")
+
+
+def run(action: Callable[[], T]) -> T:
+    """`action`, with errors meant for people turned into one line and an exit code."""
+    try:
+        return action()
+    except DeployError as error:
+        Console(stderr=True).print(Text.assemble(("Error: ", "bold red"), str(error)), soft_wrap=True)
+        raise typer.Exit(error.exit_code) from error

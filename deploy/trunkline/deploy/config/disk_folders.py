@@ -37,9 +37,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from trunkline.deploy.config.cache_folder import cache_folder
-from trunkline.deploy.config.sizes import format_bytes
-from trunkline.deploy.config.tier_options import DiskOption
+from trunkline.deploy.config.machine import cache_folder
+from trunkline.deploy.config.option_values import DiskOption, format_bytes
 from trunkline.deploy.errors import UserError
 
 INDEX_NAME: Final = "index.sqlite"

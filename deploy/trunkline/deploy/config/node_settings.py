@@ -1,7 +1,12 @@
-"""The settings of `trunkline group`, `workers` and `router` that `serve` does not have."""
+"""The settings of `trunkline group`, `workers` and `router` that `serve` does not have, and their parsers.
+
+group-{0..3}.group:7400,spare:7400      hosts and ports of groups, with ranges in names
+0-1                                     ranks of a group
+"""
 
 from __future__ import annotations
 
+import ipaddress
 import re
 import socket
 from dataclasses import dataclass, replace
@@ -9,17 +14,133 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Final
 
-from trunkline.deploy.config.node_addresses import (
-    GROUP_PORT,
-    Address,
-    is_ip,
-    parse_address,
-    parse_addresses,
-    parse_ranks,
-)
-from trunkline.deploy.config.plans import NodePlan
 from trunkline.deploy.config.settings import ServeSettings
 from trunkline.deploy.errors import UserError
+
+GROUP_PORT: Final = 7400
+GROUP_PORTS: Final = 5
+"""How many ports a group has, from its first on: requests, KV events, step plans, reports, rendezvous of ranks."""
+ADDRESSES_MAX: Final = 256
+ANY_HOST: Final = "0.0.0.0"
+_HOST: Final = re.compile(r"(?!-)[A-Za-z0-9_.-]{1,253}")
+_RANGE: Final = re.compile(r"\{([^{}]*)\}")
+_BOUNDS: Final = re.compile(r"(\d{1,6})\.\.(\d{1,6})")
+_RANKS: Final = re.compile(r"(\d{1,4})(?:-(\d{1,4}))?")
+
+
+@dataclass(frozen=True)
+class Address:
+    """The host and the first port of a group."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+    def endpoint(self, offset: int) -> str:
+        """Return the endpoint at the group's first port plus `offset`, for ZeroMQ and torch.distributed."""
+        return f"tcp://{self.host}:{self.port + offset}"
+
+
+def parse_address(text: str, option: str) -> Address:
+    """Return the address in a text of the form `HOST:PORT`, or `HOST` for the port `GROUP_PORT`.
+
+    Raises:
+        UserError: The text has another form.
+    """
+    text = text.strip()
+    if text.startswith("[") or text.count(":") > 1:
+        raise UserError(f"{option} is {text!r}; IPv6 addresses cannot be given yet, but a host's name or IPv4 can")
+    host, colon, digits = text.partition(":")
+    port = int(digits) if digits.isascii() and digits.isdigit() and len(digits) <= 5 else -1
+    if not colon:
+        port = GROUP_PORT
+    if not _HOST.fullmatch(host):
+        raise UserError(f"{option} is {text!r}; write HOST:PORT, such as 10.0.0.1:{GROUP_PORT}")
+    last = 65536 - GROUP_PORTS
+    if not 1 <= port <= last:
+        raise UserError(
+            f"{option} is {text!r}; allowed are ports 1 to {last}: a group has {GROUP_PORTS}, one after the other"
+        )
+    return Address(host, port)
+
+
+def parse_addresses(text: str, option: str) -> tuple[Address, ...]:
+    """Return several addresses, with commas between them and ranges such as `{0..3}` in names.
+
+    Raises:
+        UserError: An address is wrong or is named twice, or there are too many or none.
+    """
+    found: list[Address] = []
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        for name in _expanded(part, option):
+            found.append(parse_address(name, option))
+            if len(found) > ADDRESSES_MAX:
+                raise UserError(f"{option} names more than {ADDRESSES_MAX} groups")
+    if not found:
+        raise UserError(f"{option} is {text!r}; it names no group, as HOST:PORT,HOST:PORT does")
+    twice = next((address for index, address in enumerate(found) if address in found[:index]), None)
+    if twice is not None:
+        raise UserError(f"{option} names {twice} twice")
+    return tuple(found)
+
+
+def parse_ranks(text: str, tp: int, *, is_leader: bool) -> range:
+    """Return the ranks in a text of the form `A-B` (both included) or `A`.
+
+    Args:
+        is_leader: Whether they run beside the controller. Then rank 0 is one of them, and "" means all.
+
+    Raises:
+        UserError: A group of `tp` ranks has no such ranks.
+    """
+    text = text.strip()
+    if not text and is_leader:
+        return range(tp)
+    match = _RANKS.fullmatch(text)
+    if match is None:
+        first, last = (0 if is_leader else 1), max(1, tp - 1)
+        raise UserError(f"--ranks is {text!r}; write A-B, such as {first}-{last}, or one rank")
+    first, last = int(match[1]), int(match[2] or match[1])
+    if not first <= last < tp:
+        raise UserError(f"--ranks is {text}; with --tp {tp} there are ranks 0 to {tp - 1}")
+    if is_leader and first:
+        raise UserError(f"--ranks is {text}; rank 0 runs beside the controller, so write 0-{last}")
+    if not is_leader and not first:
+        raise UserError(f"--ranks is {text}; rank 0 runs beside the controller (`trunkline group`)")
+    return range(first, last + 1)
+
+
+def is_ip(host: str) -> bool:
+    """Return whether this is an IPv4 address and not a host name."""
+    try:
+        ipaddress.IPv4Address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _expanded(text: str, option: str) -> list[str]:
+    """Return the names with each `{A..B}` replaced by the numbers from A to B, with as many digits as A has."""
+    match = _RANGE.search(text)
+    if match is None:
+        if "{" in text or "}" in text:
+            raise UserError(f"{option} is {text!r}; a range is written {{0..3}}")
+        return [text]
+    bounds = _BOUNDS.fullmatch(match[1])
+    if bounds is None or int(bounds[1]) > int(bounds[2]):
+        raise UserError(f"{option} has {match[0]!r}; a range is written {{0..3}}, the smaller number first")
+    first, last = int(bounds[1]), int(bounds[2])
+    if last - first >= ADDRESSES_MAX:
+        raise UserError(f"{option} names more than {ADDRESSES_MAX} groups")
+    before, after = text[: match.start()], text[match.end() :]
+    numbers = [str(number).zfill(len(bounds[1])) for number in range(first, last + 1)]
+    rest = _expanded(after, option)
+    if len(numbers) * len(rest) > ADDRESSES_MAX:
+        raise UserError(f"{option} names more than {ADDRESSES_MAX} groups")
+    return [f"{before}{number}{tail}" for number in numbers for tail in rest]
+
 
 _NAME: Final = re.compile(r"[\w.:-]{1,255}", re.ASCII)
 
@@ -32,6 +153,28 @@ class Kind(StrEnum):
     WORKERS = "workers"
     """Further workers of a group whose controller runs elsewhere."""
     ROUTER = "router"
+
+
+@dataclass(frozen=True)
+class NodePlan:
+    """What runs on this host of a cluster that is spread over hosts."""
+
+    ranks: range = range(0)
+    """Ranks of the group that run here."""
+    listen: Address | None = None
+    """Address of the group whose controller runs here."""
+    leader: Address | None = None
+    """Address of the group whose controller runs on another host."""
+    controllers: tuple[Address, ...] = ()
+    """Addresses of the groups that a router here serves."""
+    wire_keys: str = ""
+    """File with the keys of sockets between hosts."""
+    plain_tcp: bool = False
+    """Whether sockets between hosts have no keys."""
+
+    def is_spread(self, tp: int) -> bool:
+        """Return whether the group has ranks on other hosts, too."""
+        return bool(self.ranks) and len(self.ranks) < tp
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,10 +13,8 @@ from dataclasses import dataclass, fields
 from typing import Any, Final, get_type_hints
 
 from trunkline.deploy.config.node_settings import Kind, NodeSettings
+from trunkline.deploy.config.option_values import parse_bytes, parse_disk_tier, parse_names, parse_tenant_limits
 from trunkline.deploy.config.settings import POLICIES, TOOL_CALL_PARSERS, ServeSettings
-from trunkline.deploy.config.sizes import parse_bytes
-from trunkline.deploy.config.tenant_options import parse_names, parse_tenant_limits
-from trunkline.deploy.config.tier_options import parse_disk_tier
 
 MODEL: Final = "Model"
 CLUSTER: Final = "Cluster"

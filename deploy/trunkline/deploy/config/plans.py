@@ -1,16 +1,188 @@
-"""The plan of a cluster, or of the part that runs here: what all its processes must agree on."""
+"""The plan of a cluster, or of the part that runs here: what all its processes must agree on.
+
+A part of it is the placement: workers compute on CPUs, or each on a GPU of its own. Each group has GPUs of its
+own, and each rank of a group one of them:
+
+    --groups 2 --tp 2     GPU    0          1          2          3
+                                 group 0    group 0    group 1    group 1
+                                 rank 0     rank 1     rank 0     rank 1
+
+Groups share GPUs only when asked for by `--gpu-memory-fraction`: then group g has the same GPUs as group g - s,
+where s is the number of groups that fit side by side. Ranks of one group never share a GPU: NCCL refuses that.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import isclose
 from pathlib import Path
+from typing import Final
 
+from trunkline.deploy.config import machine
 from trunkline.deploy.config.disk_folders import DiskFolders, DiskPlan
-from trunkline.deploy.config.node_addresses import ANY_HOST, Address
-from trunkline.deploy.config.placement import Placement
-from trunkline.deploy.config.settings import ServeSettings
-from trunkline.deploy.config.sizes import format_bytes
-from trunkline.deploy.config.tier_options import redacted
+from trunkline.deploy.config.node_settings import ANY_HOST, Address, NodePlan
+from trunkline.deploy.config.option_values import format_bytes, redacted
+from trunkline.deploy.config.settings import GPU_MEMORY_FRACTION, ServeSettings
+from trunkline.deploy.errors import UserError
+from trunkline.worker.errors import ParallelismError, WorkerError
+from trunkline.worker.model.families import read_model_config
+from trunkline.worker.model.model_config import check_parallelism
+
+TP_ON_CPUS: Final = 2
+"""The default number of workers of a group on CPUs: the fewest that show the whole design."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The GPUs of this machine, and which worker has which. Without any, workers compute on CPUs."""
+
+    visible: tuple[machine.Gpu, ...] = ()
+    groups: tuple[tuple[int, ...], ...] = ()
+    """Indices of GPUs, by group and by rank on this machine; empty: workers compute on CPUs."""
+    fraction: float = GPU_MEMORY_FRACTION
+    """Part of a GPU's memory that one worker may use."""
+    warning: str = ""
+    """Why CPUs compute although there is a driver for GPUs; "": no reason to warn."""
+
+    @property
+    def device(self) -> str:
+        """As torch calls it."""
+        return "cuda" if self.groups else "cpu"
+
+    def gpu(self, group: int, here: int) -> int | None:
+        """Return the GPU of a worker, None on CPUs.
+
+        Args:
+            here: The worker's number among those of its group on this machine.
+        """
+        return self.groups[group][here] if self.groups else None
+
+    def describe(self) -> str:
+        """Say in one line which group has which GPUs; "" on CPUs."""
+        if not self.groups:
+            return ""
+        names = sorted({f"{gpu.name}, {format_bytes(gpu.memory_bytes)}" for gpu in self.visible})
+        if len(self.groups) == 1:
+            places = _listed(self.groups[0])
+        else:
+            places = " · ".join(f"group {number}: {_listed(own)}" for number, own in enumerate(self.groups))
+        return (
+            f"{places} of {len(self.visible)} visible ({'; '.join(names)}) · "
+            f"each worker may use {self.fraction * 100:g} % of its GPU's memory"
+        )
+
+
+def settle(settings: ServeSettings, folder: Path) -> tuple[ServeSettings, Placement]:
+    """Decide where workers compute, and how many a group has if that is left open.
+
+    Args:
+        folder: the checkpoint.
+
+    Returns:
+        The settings with a number for `tp`, and the placement.
+
+    Raises:
+        UserError: there are no GPUs, or too few.
+    """
+    found = machine.Gpus() if settings.device == "cpu" else machine.find_gpus()
+    if settings.device == "cuda" and not found.devices:
+        why = found.problem or "this machine shows no NVIDIA GPU"
+        raise UserError(f"--device is cuda, but {why}; use --device cpu, or look at nvidia-smi")
+    if not found.devices:
+        if settings.gpu_memory_fraction is not None:
+            why = found.problem or "this machine shows no NVIDIA GPU"
+            given = f"{settings.gpu_memory_fraction:g}"
+            why = "" if settings.device == "cpu" else f" ({why})"
+            raise UserError(f"--gpu-memory-fraction is {given}, but workers compute on CPUs{why}; leave it out")
+        warning = found.problem and f"No GPU is used: {found.problem}."
+        return _with_tp(settings, lambda: TP_ON_CPUS), Placement(warning=warning)
+    settings = _with_tp(settings, lambda: default_tp(settings.groups, found.count, _splits(folder)))
+    return settings, place(settings, found.devices)
+
+
+def default_tp(groups: int, visible: int, splits: Callable[[int], bool]) -> int:
+    """Return the largest number of ranks that each group can have GPUs for and the model can be split over.
+
+    Args:
+        visible: GPUs.
+        splits: whether the model can be split over so many ranks.
+    """
+    return next((tp for tp in range(visible // groups, 1, -1) if splits(tp)), 1)
+
+
+def place(settings: ServeSettings, visible: tuple[machine.Gpu, ...]) -> Placement:
+    """Give each worker of this machine its GPU.
+
+    Raises:
+        UserError: there are fewer than that takes.
+    """
+    groups, ranks, fraction = settings.groups, settings.ranks_here or settings.ranks, settings.gpu_memory_fraction
+    count = len(visible)
+    shown = f"this machine shows {count} ({_kinds(visible)})"
+    if ranks > count:
+        option = "--ranks" if ranks < settings.ranks else "--tp"
+        raise UserError(
+            f"{option} asks for {ranks} workers of a group on this machine, and each needs a GPU of its own; "
+            f"{shown}. Ask for {count} at most, show more by CUDA_VISIBLE_DEVICES, or use --device cpu"
+        )
+    side_by_side = count // ranks
+    together = -(-groups // side_by_side)
+    if together > 1 and fraction is None:
+        raise UserError(
+            f"--groups {groups} with {_many(ranks, 'worker')} each needs {groups * ranks} GPUs; {shown}. Use "
+            f"--groups {side_by_side}, let groups share GPUs by --gpu-memory-fraction {_share(together):g}, "
+            "or use --device cpu"
+        )
+    if fraction is not None and together * fraction > 1 and not isclose(together * fraction, 1):
+        raise UserError(
+            f"--gpu-memory-fraction is {fraction:g}, but --groups {groups} with {_many(ranks, 'worker')} each "
+            f"puts {together} workers on a GPU ({shown}); allowed are up to {_share(together):g}"
+        )
+    own = tuple(tuple(group % side_by_side * ranks + rank for rank in range(ranks)) for group in range(groups))
+    return Placement(visible, own, GPU_MEMORY_FRACTION if fraction is None else fraction)
+
+
+def _with_tp(settings: ServeSettings, choose: Callable[[], int]) -> ServeSettings:
+    return settings if settings.tp is not None else replace(settings, tp=choose())
+
+
+def _splits(folder: Path) -> Callable[[int], bool]:
+    """Return a function that says whether the model can be split over a number of ranks.
+
+    Raises:
+        UserError: The model's configuration cannot be used.
+    """
+    try:
+        model = read_model_config(folder)
+    except WorkerError as error:
+        raise UserError(str(error)) from error
+
+    def splits(tp: int) -> bool:
+        try:
+            check_parallelism(model, tp)
+        except ParallelismError:
+            return False
+        return True
+
+    return splits
+
+
+def _share(together: int) -> float:
+    """Return the largest fraction, with two decimals, for so many workers on a GPU."""
+    return int(100 / together) / 100
+
+
+def _kinds(visible: tuple[machine.Gpu, ...]) -> str:
+    return ", ".join(sorted({gpu.name for gpu in visible}))
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
+def _listed(own: tuple[int, ...]) -> str:
+    return f"GPU{'' if len(own) == 1 else 's'} {', '.join(map(str, own))}"
 
 
 @dataclass(frozen=True)
@@ -35,28 +207,6 @@ def local_endpoint(folder: Path) -> str:
         folder: The run folder.
     """
     return f"ipc://{folder}/g0-router"
-
-
-@dataclass(frozen=True)
-class NodePlan:
-    """What runs on this host of a cluster that is spread over hosts."""
-
-    ranks: range = range(0)
-    """Ranks of the group that run here."""
-    listen: Address | None = None
-    """Address of the group whose controller runs here."""
-    leader: Address | None = None
-    """Address of the group whose controller runs on another host."""
-    controllers: tuple[Address, ...] = ()
-    """Addresses of the groups that a router here serves."""
-    wire_keys: str = ""
-    """File with the keys of sockets between hosts."""
-    plain_tcp: bool = False
-    """Whether sockets between hosts have no keys."""
-
-    def is_spread(self, tp: int) -> bool:
-        """Return whether the group has ranks on other hosts, too."""
-        return bool(self.ranks) and len(self.ranks) < tp
 
 
 @dataclass(frozen=True)

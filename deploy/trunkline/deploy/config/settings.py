@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from trunkline.controller.engine_config import TIER_POLICIES
-from trunkline.deploy.config.cores import available_cores
-from trunkline.deploy.config.tenant_options import check_exposure, check_tenants
-from trunkline.deploy.config.tier_options import DiskOption, check_remote_url
+from trunkline.deploy.config.machine import available_cores
+from trunkline.deploy.config.option_values import DiskOption, check_exposure, check_remote_url, check_tenants
 from trunkline.deploy.errors import UserError
 from trunkline.router.config import (
     HEADER_NAME,

@@ -29,13 +29,15 @@ from typing import BinaryIO, Final
 
 import msgspec
 
-from trunkline.deploy.config import gpus
-from trunkline.deploy.config.cores import available_cores
+from trunkline.deploy.config import machine
+from trunkline.deploy.config.machine import available_cores
 from trunkline.deploy.errors import UserError
 from trunkline.deploy.launch import protocol
 from trunkline.deploy.launch.folders import (
     LOG,
+    Follower,
     UnitFolder,
+    last_lines,
     private_folder,
     send_signal,
     state_base,
@@ -61,8 +63,7 @@ from trunkline.deploy.launch.protocol import (
     UnitRecord,
     UnitState,
 )
-from trunkline.deploy.launch.rotation import Follower, last_lines
-from trunkline.deploy.launch.shares import VISIBLE
+from trunkline.deploy.launch.resources import VISIBLE
 from trunkline.runtime.process import node_id
 
 KEEPER: Final = (sys.executable, "-P", "-m", "trunkline.deploy.launch.keeper")
@@ -135,7 +136,7 @@ class Agent:
             hostname=socket.gethostname(),
             cores=available_cores(),
             memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
-            gpus=_gpu_names(gpus.look().count, os.environ.get(VISIBLE)),
+            gpus=_gpu_names(machine.find_gpus().count, os.environ.get(VISIBLE)),
             folder=str(self._folder),
         )
 

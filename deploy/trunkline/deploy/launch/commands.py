@@ -18,18 +18,14 @@ import typer
 from rich.console import Console
 
 from trunkline.deploy.errors import DeployError, UserError
-from trunkline.deploy.launch import key_files, records
-from trunkline.deploy.launch.connection import Connection, HostError
-from trunkline.deploy.launch.decisions import ENDED, Decision, Place
+from trunkline.deploy.launch import cluster_files
+from trunkline.deploy.launch.cluster_files import Launched, Loaded, launched, launched_from
 from trunkline.deploy.launch.fileformat import Host
-from trunkline.deploy.launch.hosts import Hosts
+from trunkline.deploy.launch.hosts import Connection, HostError, Hosts, describe
 from trunkline.deploy.launch.launcher import Launcher, stop_all
-from trunkline.deploy.launch.loading import Loaded, launched
-from trunkline.deploy.launch.plan import Plan
-from trunkline.deploy.launch.protocol import HostFacts, LogLine, Logs, UnitState
-from trunkline.deploy.launch.records import Launched
-from trunkline.deploy.launch.shares import Facts
-from trunkline.deploy.launch.transports import describe
+from trunkline.deploy.launch.plan import ENDED, Decision, Plan
+from trunkline.deploy.launch.protocol import HostFacts, LogLine, Logs, Place, UnitState
+from trunkline.deploy.launch.resources import Facts
 from trunkline.deploy.launch.view import (
     ConsoleReporter,
     decision_lines,
@@ -65,15 +61,15 @@ def up(path: Path, options: UpOptions) -> int:
     reporter = ConsoleReporter(console)
     loaded = Loaded(path)
     wanted = loaded.plan().hosts  # what is wrong is said before hosts are troubled
-    left = _left_hosts(records.load(loaded.name), wanted, reporter)
+    left = _left_hosts(cluster_files.load_record(loaded.name), wanted, reporter)
     with _interruptible(), Hosts(loaded.name, {**left, **wanted}) as hosts:
-        with records.alone(loaded.name):
+        with cluster_files.alone(loaded.name):
             launcher = _prepare(loaded, hosts, reporter, options)
             try:
                 _apply(launcher, options, console)
             except (KeyboardInterrupt, DeployError) as error:
                 return _undo(launcher, reporter, error, keep=options.keep)
-            records.save(records.launched_from(launcher.plan, loaded.path))
+            cluster_files.save_record(launched_from(launcher.plan, loaded.path))
         _announce(launcher.plan, console, path, detached=options.detach)
         return 0 if options.detach else _watch(launcher, reporter)
 
@@ -110,7 +106,7 @@ def _prepare(loaded: Loaded, hosts: Hosts, reporter: ConsoleReporter, options: U
     plan = loaded.plan(_facts_of(facts))
     for warning in plan.warnings:
         reporter.say(warning, "warning")
-    contents = key_files.contents(plan.security, plan.name, loaded.path.parent, reporter.say)
+    contents = cluster_files.key_contents(plan.security, plan.name, loaded.path.parent, reporter.say)
     return Launcher(plan, hosts, reporter, contents, options.start_s)
 
 
@@ -132,7 +128,7 @@ def _apply(launcher: Launcher, options: UpOptions, console: Console) -> None:
     if decision.is_disruptive and options.restart is None and not options.yes:
         _confirm(decision, console)
     # From now on it is known where something may run.
-    records.save(records.launched_from(launcher.plan, Path(launcher.plan.source)))
+    cluster_files.save_record(launched_from(launcher.plan, Path(launcher.plan.source)))
     launcher.bring_up(decision)
 
 
@@ -182,9 +178,11 @@ def _stop_started(launcher: Launcher, reporter: ConsoleReporter) -> None:
 
 
 def _mark_stopped(name: str) -> None:
-    known = records.load(name)
+    known = cluster_files.load_record(name)
     if known is not None:
-        records.save(Launched(**{**{f: getattr(known, f) for f in known.__struct_fields__}, "stopped": True}))
+        cluster_files.save_record(
+            Launched(**{**{f: getattr(known, f) for f in known.__struct_fields__}, "stopped": True})
+        )
 
 
 def _announce(plan: Plan, console: Console, path: Path, *, detached: bool) -> None:
@@ -324,7 +322,7 @@ def stop(path: Path | None, words: list[str], seconds: float | None) -> int:
     """
     cluster = launched(path)
     reporter = ConsoleReporter(Console(stderr=True, highlight=False))
-    with _interruptible(), records.alone(cluster.name), Hosts(cluster.name, cluster.hosts) as hosts:
+    with _interruptible(), cluster_files.alone(cluster.name), Hosts(cluster.name, cluster.hosts) as hosts:
         failed = hosts.connect()
         for error in failed.values():
             reporter.say(str(error), "warning")

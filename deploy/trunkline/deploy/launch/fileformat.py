@@ -16,7 +16,7 @@ from typing import Annotated, Any, Final, TypeVar
 import msgspec
 from msgspec import Meta
 
-from trunkline.deploy.config.sizes import parse_bytes
+from trunkline.deploy.config.option_values import parse_bytes
 from trunkline.deploy.errors import UserError
 from trunkline.deploy.launch.document import Document, Path
 

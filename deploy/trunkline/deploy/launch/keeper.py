@@ -1,7 +1,7 @@
 """`python -m trunkline.deploy.launch.keeper FOLDER`: run one unit, apart from the launcher that started it.
 
 It holds the unit's lock, writes its output into a log of bounded size, and starts it again when it dies, by the
-same rule as a cluster's own processes (`restarts.py`). The unit ends with its keeper, by the kernel's doing.
+same rule as a cluster's own processes (`DeathRecord`). The unit ends with its keeper, by the kernel's doing.
 SIGTERM is passed on, and means that the unit is not started again.
 
 A unit that says that what it was asked for is impossible (exit code 2) is not tried again; one that ends with 0
@@ -24,11 +24,17 @@ from typing import Final
 
 import setproctitle
 
-from trunkline.deploy.launch.folders import STATE, KeeperState, Process, UnitFolder, process_of, this_process
+from trunkline.deploy.launch.folders import (
+    STATE,
+    KeeperState,
+    LogFile,
+    Process,
+    UnitFolder,
+    process_of,
+    this_process,
+)
 from trunkline.deploy.launch.protocol import UnitRecord
-from trunkline.deploy.launch.rotation import LogFile
-from trunkline.deploy.supervisor.members import EXIT_IMPOSSIBLE
-from trunkline.deploy.supervisor.restarts import LASTING_S, Record
+from trunkline.deploy.supervisor.members import EXIT_IMPOSSIBLE, LASTING_S, DeathRecord
 from trunkline.runtime.process import die_with_parent, node_id
 
 PROGRAM: Final = (sys.executable, "-P", "-m", "trunkline.deploy.cli.app")
@@ -54,7 +60,7 @@ class Keeper:
         self._lock = lock
         self._program = program
         self._log = LogFile(folder.path)
-        self._deaths = Record()
+        self._deaths = DeathRecord()
         self._process: subprocess.Popen[bytes] | None = None
         self._started_s = 0.0
         self._again_s: float | None = None

@@ -13,11 +13,18 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from trunkline.deploy.errors import DeployError
-from trunkline.deploy.launch.connection import HostError
-from trunkline.deploy.launch.decisions import ENDED, Decision, Place, decide
-from trunkline.deploy.launch.hosts import Hosts
-from trunkline.deploy.launch.plan import Plan, Unit
-from trunkline.deploy.launch.protocol import Begin, CheckPorts, LogLine, Logs, TakenPorts, UnitRecord, UnitState
+from trunkline.deploy.launch.hosts import HostError, Hosts
+from trunkline.deploy.launch.plan import ENDED, Decision, Plan, Unit, decide
+from trunkline.deploy.launch.protocol import (
+    Begin,
+    CheckPorts,
+    LogLine,
+    Logs,
+    Place,
+    TakenPorts,
+    UnitRecord,
+    UnitState,
+)
 from trunkline.deploy.supervisor.members import EXIT_IMPOSSIBLE
 
 POLL_S: Final = 0.5

@@ -7,6 +7,8 @@ host. A group over several hosts is a unit `NAME` where its controller is and un
 
 Where a command line needs a path below the host's folder of this cluster, which only that host knows, it says
 `{state}/…`.
+
+`decide` compares the plan with what runs, and says what `up` has to do.
 """
 
 from __future__ import annotations
@@ -21,24 +23,29 @@ from typing import Final
 
 from msgspec import structs
 
-from trunkline.deploy.config.credentials import VARIABLE as SINGLE_KEY
-from trunkline.deploy.config.node_addresses import GROUP_PORTS
+from trunkline.deploy.config.node_settings import GROUP_PORTS
+from trunkline.deploy.config.option_values import API_KEY_VARIABLE
 from trunkline.deploy.launch.document import Document, Path
 from trunkline.deploy.launch.fileformat import Cluster, Environment, Host, Router, Security
 from trunkline.deploy.launch.folders import STATE
-from trunkline.deploy.launch.groups import GroupPlan, host_named, plan_groups
-from trunkline.deploy.launch.option_rules import Rules, plain
-from trunkline.deploy.launch.ports import (
+from trunkline.deploy.launch.protocol import Place, UnitState
+from trunkline.deploy.launch.resources import (
     LOOPBACK,
+    Facts,
+    GroupPlan,
     Ports,
+    Shares,
     address_of,
     group_ports,
+    host_named,
     is_any,
     is_loopback,
     joined,
+    merged,
+    plan_groups,
+    share,
 )
-from trunkline.deploy.launch.shares import Facts, Shares, merged, share
-from trunkline.deploy.launch.words import Words
+from trunkline.deploy.launch.unit_options import OptionWords, Rules, plain
 
 WIRE_KEYS: Final = {"group": "wire-group.key", "workers": "wire-workers.key", "router": "wire-router.key"}
 """File of wire keys, by kind of unit: each has only the secrets that it needs."""
@@ -113,7 +120,7 @@ class _Parts:
     document: Document
     cluster: Cluster
     hosts: Mapping[str, Host]
-    words: Words
+    words: OptionWords
     ports: Ports
     shares: Shares
     listens: Mapping[str, str]
@@ -161,7 +168,7 @@ def make_plan(
         group.name: joined(_address(document, hosts, group, routers), first[group.name]) for group in groups
     }
     shares = share(document, cluster, hosts, groups, facts or {})
-    parts = _Parts(document, cluster, hosts, Words(document, cluster, rules), ports, shares, listens)
+    parts = _Parts(document, cluster, hosts, OptionWords(document, cluster, rules), ports, shares, listens)
     units = [unit for group in groups for unit in _group_units(parts, group, first[group.name])]
     units += [_router_unit(parts, router, path) for router, path in routers]
     used = {unit.host for unit in units}
@@ -271,7 +278,7 @@ def _check_exposure(document: Document, cluster: Cluster, host: Host, router: Ro
     """Refuse a router that listens for others without keys, as it would itself, but before anything starts."""
     options = {plain(name): value for name, value in {**cluster.options, **router.options}.items()}
     environment = {**host.environment, **router.environment}
-    has_keys = cluster.security.api_keys or options.get("api-key-file") or environment.get(SINGLE_KEY)
+    has_keys = cluster.security.api_keys or options.get("api-key-file") or environment.get(API_KEY_VARIABLE)
     if not (has_keys or options.get("allow-anonymous") is True or is_loopback(router.listen)):
         raise document.error(
             (*path, "listen"),
@@ -333,3 +340,71 @@ def _url(host: Host, router: Router) -> str:
 
 def _texts(environment: Environment) -> dict[str, str]:
     return {name: str(value) for name, value in environment.items()}
+
+
+ENDED: Final = ("stopped", "failed", "gone")
+"""States of units that do not run, and are not started again by themselves."""
+
+
+@dataclass
+class Decision:
+    """What is to be done with each unit."""
+
+    keep: list[str] = field(default_factory=list)
+    """Units that run as they should."""
+    start: list[str] = field(default_factory=list)
+    change: dict[str, str] = field(default_factory=dict)
+    """Units that run in another way than the plan says, with the difference in words."""
+    extra: list[Place] = field(default_factory=list)
+    """Units that run but are not in the file."""
+    forget: list[Place] = field(default_factory=list)
+    """Units that ran once and are not in the file."""
+
+    @property
+    def is_disruptive(self) -> bool:
+        """Whether a running unit is stopped."""
+        return bool(self.change or self.extra)
+
+
+def decide(
+    plan: Plan, digests: Mapping[str, str], versions: Mapping[str, str], states: Mapping[Place, UnitState]
+) -> Decision:
+    """Return what is to be done with each unit.
+
+    Args:
+        digests: Digests of the plan's units.
+        versions: Versions of Trunkline, by host.
+        states: States of all units that the hosts know.
+    """
+    decision = Decision()
+    places = {(unit.host, unit.name) for unit in plan.units}
+    for unit in plan.units:
+        state = states.get((unit.host, unit.name))
+        if state is None or state.state in ENDED:
+            decision.start.append(unit.name)
+        elif state.digest != digests[unit.name]:
+            decision.change[unit.name] = difference(state.argv, list(unit.argv))
+        elif state.version != versions[unit.host]:
+            decision.change[unit.name] = f"version {state.version} → {versions[unit.host]}"
+        else:
+            decision.keep.append(unit.name)
+    for place, state in states.items():
+        if place not in places:
+            (decision.forget if state.state in ENDED else decision.extra).append(place)
+    return decision
+
+
+def difference(old: list[str], new: list[str]) -> str:
+    """Return the difference between two command lines in words."""
+    gone, come = [word for word in old if word not in new], [word for word in new if word not in old]
+    parts = []
+    for word in gone:
+        name = word.partition("=")[0]
+        match = next((other for other in come if other.partition("=")[0] == name), None)
+        if match is not None:
+            come.remove(match)
+            parts.append(f"{word} → {match.partition('=')[2] or match}")
+        else:
+            parts.append(f"without {word}")
+    parts += [f"with {word}" for word in come]
+    return ", ".join(parts) or "its environment or its wire keys"

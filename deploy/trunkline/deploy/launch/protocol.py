@@ -15,6 +15,8 @@ from typing import Final
 import msgspec
 
 PROTOCOL: Final = 2
+Place = tuple[str, str]
+"""Host and unit."""
 MARK: Final = b"trunkline-agent "
 LINE_BYTES_MAX: Final = 64 << 20
 """A file with keys of very many tenants fits."""

@@ -12,10 +12,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from trunkline.deploy.launch.decisions import Decision, Place
-from trunkline.deploy.launch.plan import Plan
-from trunkline.deploy.launch.protocol import UnitState
-from trunkline.deploy.launch.transports import describe
+from trunkline.deploy.launch.hosts import describe
+from trunkline.deploy.launch.plan import Decision, Plan
+from trunkline.deploy.launch.protocol import Place, UnitState
 
 _STYLES: Final = {
     "ready": "green",

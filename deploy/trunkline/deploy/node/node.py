@@ -17,18 +17,14 @@ from rich.console import Console
 
 from trunkline.deploy.config import models
 from trunkline.deploy.config.disk_folders import disk_folders
-from trunkline.deploy.config.listening import open_listener
-from trunkline.deploy.config.node_addresses import GROUP_PORTS, Address
-from trunkline.deploy.config.node_settings import Kind, NodeSettings
-from trunkline.deploy.config.placement import TP_ON_CPUS, Placement, settle
-from trunkline.deploy.config.plans import ClusterPlan, NodePlan
+from trunkline.deploy.config.machine import open_listener
+from trunkline.deploy.config.node_settings import GROUP_PORTS, Address, Kind, NodePlan, NodeSettings
+from trunkline.deploy.config.plans import TP_ON_CPUS, ClusterPlan, Placement, settle
 from trunkline.deploy.config.settings import ServeSettings
 from trunkline.deploy.errors import UserError
-from trunkline.deploy.node.health_server import open_health_port, serving
-from trunkline.deploy.node.node_health import NodeHealth, probe_of
+from trunkline.deploy.node.health import NodeHealth, open_health_port, probe_of, serving
 from trunkline.deploy.supervisor.members import Limits
-from trunkline.deploy.supervisor.registry import Running, announced
-from trunkline.deploy.supervisor.rundir import run_folder
+from trunkline.deploy.supervisor.run_folder import Running, announced, run_folder
 from trunkline.deploy.supervisor.serve import announce, check_configs, children, plan_cluster, reporter_of
 from trunkline.deploy.supervisor.supervisor import Supervisor, Surroundings
 from trunkline.runtime.process import enter_role

@@ -11,8 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from trunkline.deploy.supervisor.control_commands import Command, CommandError
-from trunkline.deploy.supervisor.members import NEVER, Action, Limits, Member, Role, Tell
+from trunkline.deploy.supervisor.members import NEVER, Action, Command, CommandError, Limits, Member, Role, Tell
 from trunkline.deploy.supervisor.units import Group, Mode, Router, Unit
 
 _ROUTERS: Final = "routers"

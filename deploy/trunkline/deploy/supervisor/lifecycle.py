@@ -28,7 +28,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from trunkline.deploy.supervisor.control_commands import Command, CommandError
 from trunkline.deploy.supervisor.fleet import Fleet
 from trunkline.deploy.supervisor.members import (
     EXIT_IMPOSSIBLE,
@@ -36,6 +35,8 @@ from trunkline.deploy.supervisor.members import (
     EXPECTED_EXITS,
     NEVER,
     Action,
+    Command,
+    CommandError,
     Limits,
     Member,
     Role,

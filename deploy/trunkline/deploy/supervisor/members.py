@@ -1,6 +1,13 @@
-"""The types of the supervisor's decisions: members of a cluster, time limits, and actions.
+"""The types of the supervisor's decisions: members of a cluster, time limits, actions, and commands. Pure.
 
-The decisions themselves are in `lifecycle.py`, `fleet.py` and `units.py`.
+The decisions themselves are in `lifecycle.py`, `fleet.py` and `units.py`. Commands and their replies are lines of
+JSON on the control socket (`control.py`):
+
+    → {"command": "drain", "units": ["0"]}
+    ← {"text": "group 0: finishing its streams", "done": false, "ok": true}
+    ← {"text": "group 0 is down", "done": true, "ok": true}
+
+A reply to `status` is one line with the field "status". After `done` the server takes the next command.
 """
 
 from __future__ import annotations
@@ -8,7 +15,9 @@ from __future__ import annotations
 import signal
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final
+from typing import Any, Final
+
+import msgspec
 
 NEVER: Final = float("inf")
 
@@ -129,3 +138,97 @@ def describe_exit(status: int, words: str = "") -> str:
         return f"was killed by {signal.Signals(-status).name}"
     except ValueError:  # real-time signals have no names
         return f"was killed by signal {-status}"
+
+
+DELAYS_S: Final = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
+LASTING_S: Final = 60.0
+"""A process that cannot be asked whether it works counts as working after this time."""
+
+
+class DeathRecord:
+    """The deaths of one member since it last worked."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def died(self, now: float) -> float:
+        """Count a death; return when to start the member again, as a time like `now` (seconds)."""
+        self._count += 1
+        return now + DELAYS_S[min(self._count, len(DELAYS_S)) - 1]
+
+    def works(self) -> None:
+        """Note that the member works, and all that it needs: earlier deaths no longer count."""
+        self._count = 0
+
+
+COMMANDS: Final = ("status", "drain", "undrain", "restart")
+LINE_BYTES_MAX: Final = 16 << 10
+_UNITS_MAX: Final = 256
+
+
+class CommandError(Exception):
+    """A command that cannot be carried out, or not now. The text is for the person who gave it."""
+
+
+class Command(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A command."""
+
+    command: str
+    """One of `COMMANDS`."""
+    units: list[str] = []
+    """Groups by number or by the name of a member, routers by name or all as "routers". For a restart, none means
+    everything."""
+
+
+class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
+    """An answer, or a part of it."""
+
+    text: str = ""
+    done: bool = False
+    ok: bool = True
+    status: dict[str, Any] | None = None
+
+
+def parse_command(line: bytes) -> Command:
+    """Return the command in a line.
+
+    Raises:
+        CommandError: It holds none; the text says why.
+    """
+    try:
+        command = msgspec.json.decode(line, type=Command)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise CommandError(f"this is no command: {error}") from error
+    if command.command not in COMMANDS:
+        raise CommandError(f"command is {command.command!r}; allowed are {', '.join(COMMANDS)}")
+    if len(command.units) > _UNITS_MAX:
+        raise CommandError(f"{len(command.units)} units are given; at most {_UNITS_MAX} are allowed")
+    if command.command in ("drain", "undrain") and len(command.units) != 1:
+        raise CommandError(f"{command.command} takes one group, not {len(command.units)}")
+    if command.command == "status" and command.units:
+        raise CommandError("status takes no units")
+    return command
+
+
+class Lines:
+    """Cuts the bytes of a connection into lines."""
+
+    def __init__(self, bytes_max: int = LINE_BYTES_MAX) -> None:
+        self._bytes_max = bytes_max
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Return the lines that these bytes complete, without empty ones.
+
+        Raises:
+            CommandError: A line is too long; nothing more can be read from this connection.
+        """
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if max(map(len, [*lines, self._rest])) > self._bytes_max:
+            raise CommandError(f"a line is longer than {self._bytes_max} bytes")
+        return [line for line in lines if line.strip()]
+
+
+def encode_reply(reply: Reply) -> bytes:
+    """Return a reply as a line."""
+    return msgspec.json.encode(reply) + b"\n"

@@ -10,35 +10,42 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import psutil
 from rich.console import Console
 
+from trunkline.controller.config import ControllerConfig
 from trunkline.controller.engine_config import ConfigError
 from trunkline.deploy.config import models
-from trunkline.deploy.config.disk_folders import DiskFolders, disk_folders, plan_disk
-from trunkline.deploy.config.listening import free_port, open_listener
-from trunkline.deploy.config.placement import settle
-from trunkline.deploy.config.plans import ClusterPlan, NodePlan
+from trunkline.deploy.config.disk_folders import INDEX_NAME, DiskFolders, disk_folders, plan_disk
+from trunkline.deploy.config.machine import free_port, open_listener
+from trunkline.deploy.config.node_settings import NodePlan
+from trunkline.deploy.config.option_values import format_bytes, keys_needed, server_key_digest
+from trunkline.deploy.config.plans import ClusterPlan, Meeting, local_endpoint, settle
 from trunkline.deploy.config.settings import ServeSettings
-from trunkline.deploy.config.sizes import format_bytes
 from trunkline.deploy.errors import UserError
-from trunkline.deploy.supervisor.client_keys import make_admin_key
-from trunkline.deploy.supervisor.display import TerminalReporter
-from trunkline.deploy.supervisor.json_reporter import JsonReporter
-from trunkline.deploy.supervisor.member_configs import configs_of, expected_folders
-from trunkline.deploy.supervisor.members import Limits, Role
-from trunkline.deploy.supervisor.registry import Running, announced
-from trunkline.deploy.supervisor.rundir import run_folder
+from trunkline.deploy.supervisor.members import Limits, Member, Role
+from trunkline.deploy.supervisor.reporters import JsonReporter, TerminalReporter
+from trunkline.deploy.supervisor.run_folder import (
+    STATUS_SOCKET,
+    Running,
+    admin_key_digest,
+    announced,
+    make_admin_key,
+    run_folder,
+)
 from trunkline.deploy.supervisor.supervisor import ChildSpec, Supervisor, Surroundings
 from trunkline.kvstore.fingerprint import KvShape, tier_fingerprint
+from trunkline.router.config import RouterConfig
 from trunkline.runtime.process import enter_role
+from trunkline.worker.config import WorkerConfig
 from trunkline.worker.errors import WorkerError
-from trunkline.worker.model.families import ModelConfig, check_model
+from trunkline.worker.model.families import check_model
+from trunkline.worker.model.model_config import ModelConfig
 
 __all__ = ["ClusterPlan", "children", "plan_cluster", "serve"]
 
@@ -277,3 +284,162 @@ def _check_host_tier(settings: ServeSettings, chunk_bytes: int) -> None:
             f"--host-tier is {format_bytes(memory)} for each of {settings.workers_here} workers, "
             f"{format_bytes(asked)} in all; this machine has {format_bytes(machine)} of memory"
         )
+
+
+Config = RouterConfig | ControllerConfig | WorkerConfig
+
+# Settings that a process gets as they were given, under their own names.
+_OF_ROUTERS: Final = """policy routers host resume_seconds drain_seconds tool_call_parser tenant_limits
+    tenant_header allow_anonymous trace_sample"""
+_OF_CONTROLLERS: Final = """chunk_size token_budget max_waiting prefix_cache preemption target_itl_ms tier_policy
+    drain_seconds"""
+_OF_WORKERS: Final = "kernels chunk_size"
+
+
+def configs_of(plan: ClusterPlan, folder: Path, disk: DiskFolders) -> dict[Member, Config]:
+    """Return the configuration of each process that is to run here.
+
+    Args:
+        folder: The run folder.
+        disk: Where the disk tier is.
+    """
+    settings, node = plan.settings, plan.node
+    configs: dict[Member, Config] = {}
+    if node is None or node.ranks:
+        for group in range(settings.groups):
+            meeting = plan.meeting(folder, group)
+            if node is None or node.listen is not None:
+                member = Member(f"controller{_suffix(plan, group)}", Role.CONTROLLER, group)
+                configs[member] = _controller_config(plan, group, meeting, folder, disk)
+            configs.update(_worker_configs(plan, group, meeting, folder, disk))
+    if node is None or node.controllers:
+        router = _router_config(plan, folder)
+        for number in range(settings.routers):
+            name = f"router-{number}" if settings.routers > 1 else "router"
+            configs[Member(name, Role.ROUTER, -1)] = msgspec.structs.replace(router, number=number)
+    return configs
+
+
+def _as_given(plan: ClusterPlan, names: str) -> dict[str, Any]:
+    """Return some settings by their names, and what processes of every role are told alike."""
+    settings, node = plan.settings, plan.node
+    return {
+        **{name: getattr(settings, name) for name in names.split()},
+        "max_context": plan.max_context,
+        "parent_pid": os.getpid(),
+        "log_level": settings.log_level,
+        "log_format": "json",
+        "otlp_endpoint": settings.otlp_endpoint,
+        "wire_keys": node.wire_keys if node else "",
+        "plain_tcp": node.plain_tcp if node else False,
+    }
+
+
+def _router_config(plan: ClusterPlan, folder: Path) -> RouterConfig:
+    settings, node = plan.settings, plan.node
+    if node is None:
+        meetings = [plan.meeting(folder, group) for group in range(settings.groups)]
+        controllers = [meeting.router for meeting in meetings]
+        events = [meeting.events for meeting in meetings]
+    else:
+        controllers = [address.endpoint(0) for address in node.controllers]
+        events = [address.endpoint(1) for address in node.controllers]
+    return RouterConfig(
+        **_as_given(plan, _OF_ROUTERS),
+        model_path=str(plan.folder),
+        controllers=controllers,
+        events=events,
+        metrics_path=str(folder / "metrics"),
+        tenants=str(Path(settings.tenants).absolute()) if settings.tenants else "",
+        tenants_kept=str(folder / "tenants") if settings.tenants else "",
+        api_key_digest=server_key_digest(settings.api_key_file),
+        admin_key_digest=admin_key_digest(folder),
+        needs_keys=keys_needed(settings.tenants, settings.api_key_file),
+        allowed_hosts=list(settings.allowed_hosts),
+        cors_origins=list(settings.cors_origins),
+        idempotency_ttl_seconds=settings.idempotency_ttl,
+        port=plan.port,
+        listen_fd=plan.listen_fd,
+        status_path=str(folder / STATUS_SOCKET),
+        served_model_name=plan.model_name,
+    )
+
+
+def _suffix(plan: ClusterPlan, group: int) -> str:
+    return f"-{group}" if plan.settings.groups > 1 else ""
+
+
+def _controller_config(
+    plan: ClusterPlan, group: int, meeting: Meeting, folder: Path, disk: DiskFolders
+) -> ControllerConfig:
+    settings = plan.settings
+    kept = disk.groups[group] if disk.groups else None
+    return ControllerConfig(
+        **_as_given(plan, _OF_CONTROLLERS),
+        group=group,
+        tp=settings.ranks,
+        plan_endpoint=meeting.plan,
+        report_endpoint=meeting.report,
+        router_endpoint=meeting.router,
+        events_endpoint=meeting.events,
+        local_endpoint=local_endpoint(folder) if plan.node else "",
+        status_path=str(folder / STATUS_SOCKET),
+        model_fingerprint=plan.fingerprint,
+        dtype=plan.dtype,
+        max_rows=settings.max_batch,
+        index_path=str(kept / INDEX_NAME) if kept else "",
+        records_path=str(disk.records[group]) if disk.records else "",
+        tier_fingerprint=plan.tier_fingerprint if kept or settings.remote_tier else "",
+        remote_tier=bool(settings.remote_tier),
+        session_ttl_s=settings.session_ttl,
+        positions_shift=plan.positions_shift,
+        vocab_size=plan.vocab_size,
+    )
+
+
+def _worker_configs(
+    plan: ClusterPlan, group: int, meeting: Meeting, folder: Path, disk: DiskFolders
+) -> Iterator[tuple[Member, WorkerConfig]]:
+    settings, node = plan.settings, plan.node
+    kept = disk.groups[group] if disk.groups else None
+    is_spread = node is not None and node.is_spread(settings.ranks)
+    suffix = _suffix(plan, group)
+    for here, rank in enumerate(node.ranks if node else range(settings.ranks)):
+        yield (
+            Member(f"worker{suffix}{'.' if suffix else '-'}{rank}", Role.WORKER, group),
+            WorkerConfig(
+                **_as_given(plan, _OF_WORKERS),
+                model=str(plan.folder),
+                rank=rank,
+                tp=settings.ranks,
+                group=f"group-{group}",
+                device=plan.device,
+                gpu=plan.placement.gpu(group, here),
+                gpu_memory_fraction=plan.placement.fraction,
+                dtype=plan.dtype,
+                quantisation="int8" if settings.quantization == "int8" else "",
+                kv_memory_bytes=settings.kv_memory_per_worker(plan.device),
+                host_memory_bytes=settings.host_tier_per_worker(plan.device),
+                disk_path=str(kept / f"rank-{rank}.slab") if kept else "",
+                disk_bytes=disk.rank_bytes if kept else 0,
+                remote_url=settings.remote_tier,
+                remote_ttl_s=settings.session_ttl,
+                tier_fingerprint=plan.tier_fingerprint if kept or settings.remote_tier else "",
+                plan_endpoint=meeting.plan_at,
+                report_endpoint=meeting.report_at,
+                rendezvous=meeting.rendezvous,
+                is_spread=is_spread,
+                collectives="gloo" if is_spread and plan.device == "cpu" else "auto",
+                model_fingerprint=plan.fingerprint,
+                status_path=str(folder / STATUS_SOCKET) if node and node.leader else "",
+                threads=settings.threads_per_worker(),
+            ),
+        )
+
+
+def expected_folders(plan: ClusterPlan) -> DiskFolders:
+    """Return the disk tier's folders as they will be if no other server uses them, to check before any is made."""
+    if plan.disk is None:
+        return DiskFolders()
+    groups = [plan.disk.group_folder(group) for group in range(plan.settings.groups)]
+    return DiskFolders(groups, [plan.disk.records_file(folder) for folder in groups], 1)

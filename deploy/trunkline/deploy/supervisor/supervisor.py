@@ -12,11 +12,14 @@ it must decide the order in which they stop.
 
 from __future__ import annotations
 
+import http.client
+import json
 import os
 import selectors
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,23 +28,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from trunkline.deploy.supervisor.control_commands import Command, Reply
-from trunkline.deploy.supervisor.control_server import ControlServer
-from trunkline.deploy.supervisor.health_probe import NEWS, HealthProbe
-from trunkline.deploy.supervisor.last_words import last_words
+from trunkline.deploy.supervisor.control import ControlServer, StatusSocket
 from trunkline.deploy.supervisor.lifecycle import Lifecycle, Phase
 from trunkline.deploy.supervisor.members import (
     EXIT_IMPOSSIBLE,
     EXIT_LEFT,
     Action,
+    Command,
     Limits,
     Member,
+    Reply,
     Say,
     Send,
     Start,
     Tell,
 )
-from trunkline.deploy.supervisor.statuses import StatusSocket
+from trunkline.deploy.supervisor.reporters import last_words
 
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)
 _SPAWN_FAILED: Final = 127
@@ -366,3 +368,52 @@ def _wakeups() -> Iterator[tuple[int, int]]:
             signal.signal(number, handler)
         os.close(read)
         os.close(write)
+
+
+NEWS: Final = 0
+"""The byte on the wake-up pipe that announces an answer; no signal has this number."""
+_HEALTH_INTERVAL_S: Final = 0.5
+_HEALTH_TIMEOUT_S: Final = 10.0
+
+
+class HealthProbe(threading.Thread):
+    """Ask a router for its health until it is healthy.
+
+    This is a thread because an answer may take seconds (the router generates a token for it), and Ctrl-C must not
+    wait for that.
+    """
+
+    def __init__(self, host: str, port: int, wake_write: int) -> None:
+        super().__init__(name="health", daemon=True)
+        self.healthy = False
+        self.answer: Mapping[str, Any] | None = None
+        self._address = (host, port)
+        self._wake_write = wake_write
+        self._stop_asked = threading.Event()
+        self._write_lock = threading.Lock()
+
+    def run(self) -> None:
+        """Ask, report and wait, until the router is healthy or `stop` was called."""
+        while not self.healthy and not self._stop_asked.is_set():
+            self.answer, self.healthy = self._ask()
+            with self._write_lock:
+                if not self._stop_asked.is_set():  # after `stop` the descriptor may be another file's
+                    os.write(self._wake_write, bytes([NEWS]))
+            self._stop_asked.wait(_HEALTH_INTERVAL_S)
+
+    def stop(self) -> None:
+        """Never write to the pipe again. Do not wait for an answer on its way."""
+        with self._write_lock:
+            self._stop_asked.set()
+
+    def _ask(self) -> tuple[Mapping[str, Any] | None, bool]:
+        connection = http.client.HTTPConnection(*self._address, timeout=_HEALTH_TIMEOUT_S)
+        try:
+            connection.request("GET", "/health")
+            response = connection.getresponse()
+            body = json.loads(response.read() or b"{}")
+            return (body if isinstance(body, dict) else {}), response.status == 200
+        except (OSError, ValueError, http.client.HTTPException):
+            return None, False
+        finally:
+            connection.close()

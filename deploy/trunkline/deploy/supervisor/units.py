@@ -23,6 +23,7 @@ from trunkline.deploy.supervisor.members import (
     EXPECTED_EXITS,
     NEVER,
     Action,
+    DeathRecord,
     Limits,
     Member,
     Role,
@@ -31,7 +32,6 @@ from trunkline.deploy.supervisor.members import (
     Start,
     describe_exit,
 )
-from trunkline.deploy.supervisor.restarts import Record
 
 
 class Mode(StrEnum):
@@ -58,7 +58,7 @@ class Slot:
     restarts: int = 0
     state: str = "starting"
     """The status that the process reported; workers report one only where their controller runs elsewhere."""
-    record: Record = field(default_factory=Record)
+    record: DeathRecord = field(default_factory=DeathRecord)
 
     def begin(self, now: float) -> None:
         """Note that its process is started."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final
 
-from trunkline.deploy.config.sizes import format_bytes
+from trunkline.deploy.config.option_values import format_bytes
 from trunkline.deploy.watch.facts import PROBE_TOKENS, Facts
 
 OPEN_FILES_MIN: Final = 4096

@@ -1,4 +1,7 @@
-"""Gather the facts that `trunkline doctor` checks. A question that failed is a fact, too."""
+"""Gather facts about a cluster for `trunkline top` and `doctor`: from its router over HTTP, and from this machine.
+
+A question that failed is a fact, too.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import contextlib
 import resource
 import shutil
 import stat
+import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,18 +17,138 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
+import httpx
 import psutil
 
-from trunkline.deploy.config import gpus
-from trunkline.deploy.config.cache_folder import cache_folder
-from trunkline.deploy.config.cores import available_cores
-from trunkline.deploy.config.gpus import Gpus
+from trunkline.deploy.config import machine
+from trunkline.deploy.config.machine import DEFAULT_URL, Gpus, available_cores, cache_folder
+from trunkline.deploy.config.node_settings import Kind
 from trunkline.deploy.errors import DeployError
-from trunkline.deploy.supervisor.control_client import ask
-from trunkline.deploy.supervisor.control_commands import Command
-from trunkline.deploy.supervisor.registry import control_path, running_clusters
-from trunkline.deploy.watch.source import Source
+from trunkline.deploy.supervisor.control import ask
+from trunkline.deploy.supervisor.members import Command
+from trunkline.deploy.supervisor.run_folder import CONTROL_SOCKET, client_headers, running_clusters
 from trunkline.router.tenancy.auth import is_loopback
+
+_TIMEOUT_S: Final = 10.0
+HISTORY_S: Final = 120
+SESSIONS_MAX: Final = 100
+
+
+class WatchError(DeployError):
+    """The server cannot be reached, or refuses to answer."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """The figures of a cluster at one moment, as `/ui/api/…` gives them (docs/dashboard.md)."""
+
+    overview: Mapping[str, Any]
+    history: Mapping[str, Any] = field(default_factory=dict)
+    sessions: tuple[Mapping[str, Any], ...] = ()
+    requests: tuple[Mapping[str, Any], ...] = ()
+
+
+class Source:
+    """A connection to a router."""
+
+    def __init__(self, url: str | None = None, api_key_file: str = "", *, key: str | None = None) -> None:
+        """Connect to a router.
+
+        Args:
+            url: Its address; None for the cluster that runs on this machine, or else the default address.
+            api_key_file: File with a key of role admin; "" to find a key as other commands do.
+            key: A key to send instead; "" to send none.
+
+        Raises:
+            DeployError: The key's file cannot be read, or several clusters run here.
+        """
+        self.url = (url or _local_url()).rstrip("/")
+        if key is None:
+            headers = client_headers(self.url, api_key_file)
+        else:
+            headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._client = httpx.Client(base_url=self.url, headers=headers, timeout=_TIMEOUT_S)
+
+    def close(self) -> None:
+        """Disconnect."""
+        self._client.close()
+
+    def look(self) -> Look:
+        """Return the figures that `top` shows; without sessions and requests if the router does not give them now.
+
+        Raises:
+            WatchError: The server does not answer, or refuses the key.
+        """
+        overview = self.get("/ui/api/overview")
+        history = self.get(f"/ui/api/history?seconds={HISTORY_S}")
+        lists: list[tuple[Mapping[str, Any], ...]] = [(), ()]
+        for index, path in enumerate((f"/ui/api/sessions?limit={SESSIONS_MAX}", "/ui/api/requests")):
+            with contextlib.suppress(WatchError):
+                found = self.get(path)
+                rows = (
+                    found
+                    if isinstance(found, list)
+                    else next(iter(v for v in found.values() if isinstance(v, list)), [])
+                )
+                lists[index] = tuple(rows)
+        return Look(overview, history, *lists)
+
+    def get(self, path: str) -> Any:
+        """Return the JSON at a path.
+
+        Raises:
+            WatchError: There is none; the text says why.
+        """
+        answer = self.fetch(path)
+        if answer.status_code in (401, 403):
+            raise WatchError(
+                f"{self.url} refuses {path.partition('?')[0]}: {_message(answer)}. A key of role admin is needed: "
+                "give it with --api-key-file, or in TRUNKLINE_API_KEY"
+            )
+        if answer.status_code != 200:
+            raise WatchError(f"{self.url}{path} answers {answer.status_code}: {_message(answer)}")
+        try:
+            return answer.json()
+        except ValueError as error:
+            raise WatchError(f"{self.url}{path} does not answer in JSON: is that a Trunkline router?") from error
+
+    def fetch(self, path: str, body: Mapping[str, Any] | None = None) -> httpx.Response:
+        """Return the answer to a GET, or to a POST of this body.
+
+        Raises:
+            WatchError: The server does not answer.
+        """
+        try:
+            return self._client.get(path) if body is None else self._client.post(path, json=body)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise WatchError(
+                f"{self.url} does not answer ({error or type(error).__name__}); is the cluster running?"
+            ) from error
+
+    def timed(self, path: str, body: Mapping[str, Any]) -> tuple[httpx.Response, float]:
+        """Return the answer as `fetch`, with the seconds that it took."""
+        begun = time.monotonic()
+        return self.fetch(path, body), time.monotonic() - begun
+
+
+def _message(answer: httpx.Response) -> str:
+    try:
+        error = answer.json()["error"]
+        return str(error["message"]).rstrip(".")
+    except (ValueError, KeyError, TypeError):
+        return answer.text[:200] or answer.reason_phrase
+
+
+def _local_url() -> str:
+    # Of the parts of a cluster only routers speak HTTP.
+    running = [found for found in running_clusters().values() if found.kind in ("cluster", Kind.ROUTER)]
+    if len(running) > 1:
+        ports = ", ".join(str(cluster.port) for cluster in running)
+        raise WatchError(
+            f"several clusters run here, on ports {ports}; say which with --url http://127.0.0.1:PORT"
+        )
+    return running[0].url if running else DEFAULT_URL
+
 
 PROBE_TOKENS: Final = 4
 _PROBE_WORDS: Final = 96
@@ -95,7 +219,7 @@ def gather(source: Source, own_version: str, *, probes: bool) -> Facts:
         "url": source.url,
         "is_loopback": is_loopback(address.hostname or ""),
         "own_version": own_version,
-        "machine": machine(),
+        "machine": machine_facts(),
     }
     local = _local(address.port or 80) if known["is_loopback"] else None
     if local is not None:
@@ -118,7 +242,7 @@ def gather(source: Source, own_version: str, *, probes: bool) -> Facts:
     return Facts(**known)
 
 
-def machine() -> Machine:
+def machine_facts() -> Machine:
     """Return the facts about this machine."""
     memory, cache = psutil.virtual_memory(), cache_folder()
     return Machine(
@@ -129,7 +253,7 @@ def machine() -> Machine:
         swap_used_bytes=psutil.swap_memory().used,
         shared_memory_free_bytes=_free(Path("/dev/shm")),
         cache_free_bytes=None if cache is None else _free(cache),
-        gpus=gpus.look(),
+        gpus=machine.find_gpus(),
     )
 
 
@@ -160,7 +284,7 @@ def _local(port: int) -> Path | None:
 
 def _status(folder: Path) -> Mapping[str, Any] | None:
     try:
-        return next((reply.status for reply in ask(control_path(folder), Command("status"))), None)
+        return next((reply.status for reply in ask(folder / CONTROL_SOCKET, Command("status"))), None)
     except DeployError:
         return None
 

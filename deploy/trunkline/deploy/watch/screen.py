@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from trunkline.deploy.watch.source import Look
+from trunkline.deploy.watch.facts import Look
 
 _BLOCKS: Final = "▁▂▃▄▅▆▇█"
 _BAR: Final = 10

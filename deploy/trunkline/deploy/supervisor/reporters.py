@@ -1,16 +1,23 @@
-"""Show a person how a cluster starts, runs and stops: a live table on a terminal, plain lines elsewhere."""
+"""Show how a cluster starts, runs and stops: a live table on a terminal, plain lines, or JSON for a log collector.
+
+Children write their log as lines of JSON. For people they are made readable; a log collector (`--log-format json`)
+gets them with the name of their process. What else a child writes (a traceback of the interpreter, a library's
+complaint) and the supervisor's own sentences become such lines, too.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
+import re
 import shlex
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TextIO
 
 from rich.console import Console
 from rich.live import Live
@@ -19,8 +26,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from trunkline.deploy.config.listening import DEFAULT_URL
-from trunkline.deploy.supervisor.last_words import parse_log_line
+from trunkline.deploy.config.machine import DEFAULT_URL
 from trunkline.deploy.supervisor.lifecycle import Phase
 
 _STYLES: Final = {"debug": "dim", "info": "", "warning": "yellow", "error": "bold red", "critical": "bold red"}
@@ -172,3 +178,92 @@ def curl_lines(url: str, model_name: str) -> list[str]:
         "  -H 'Content-Type: application/json' \\",
         f"  -d '{quoted}'",
     ]
+
+
+class JsonReporter:
+    """Implements `supervisor.Reporter`."""
+
+    def __init__(self, out: TextIO, *, title: str, url: str, log_level: str) -> None:
+        self._out = out
+        self._url = url
+        self._level = logging.getLevelNamesMapping()[log_level.upper()]
+        self._detail = ""
+        self._write("info", "begins", title=title)
+
+    def spawned(self, name: str, pid: int) -> None:
+        """A child runs."""
+        self._write("info", "process_started", process=name, pid=pid)
+
+    def health(self, answer: Mapping[str, Any] | None) -> None:
+        """Say what the router says when it changes."""
+        detail = describe_health(answer)
+        if detail != self._detail:
+            self._detail = detail
+            self._write("info", "waiting", detail=detail)
+
+    def output(self, name: str, line: str) -> None:
+        """Pass on a line of a child."""
+        record = parse_log_line(line)
+        if record is None:
+            self._write("warning", "output", process=name, text=line)
+        elif logging.getLevelNamesMapping().get(str(record.get("level", "")).upper(), 0) >= self._level:
+            self._line({**record, "process": name})
+
+    def say(self, text: str, level: str) -> None:
+        """Write a sentence of the supervisor."""
+        self._write(level, "says", text=text)
+
+    def last_lines(self, name: str, lines: Sequence[str]) -> None:
+        """Do nothing: these lines were passed on when they came."""
+
+    def phase(self, phase: Phase) -> None:
+        """Write that the cluster entered another phase."""
+        fields = {"url": self._url} if phase is Phase.SERVING and self._url else {}
+        self._write("error" if phase is Phase.FAILED else "info", phase.name.lower(), **fields)
+
+    def close(self) -> None:
+        """Do nothing: there is nothing to give back."""
+
+    def _write(self, level: str, event: str, **fields: Any) -> None:
+        """Write a line of the supervisor itself. They are few and concern the whole cluster, so all levels are
+        shown."""
+        now = datetime.now(UTC).isoformat().replace("+00:00", "Z")
+        self._line({"time": now, "level": level, "event": event, "role": "supervisor", **fields})
+
+    def _line(self, record: Mapping[str, Any]) -> None:
+        self._out.write(json.dumps(record) + "\n")
+        self._out.flush()
+
+
+_ERRORS: Final = ("error", "critical")
+_REASON: Final = re.compile(r"[A-Za-z_][\w.]*: \S")
+"""The beginning of the last line of a traceback, or of a line written before logging is set up."""
+_CHARACTERS_MAX: Final = 2000
+
+
+def parse_log_line(line: str) -> dict[str, Any] | None:
+    """Return the fields of a structured log line; None if it is another line, such as one of a traceback."""
+    if not line.startswith("{"):
+        return None
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) and "event" in record else None
+
+
+def last_words(lines: Iterable[str]) -> str:
+    """Return the reason in the last error that these lines tell of; "" if there is none.
+
+    Args:
+        lines: The last lines of its output: log lines of Trunkline, and what the interpreter or a library wrote.
+    """
+    words, plain = "", ""
+    for line in lines:
+        record = parse_log_line(line)
+        if record is None:
+            plain = line.strip() or plain
+            words = plain if _REASON.match(line) else words
+        elif str(record.get("level")) in _ERRORS:
+            words = str(record.get("error") or record.get("reason") or record["event"])
+    return (words or plain)[:_CHARACTERS_MAX]

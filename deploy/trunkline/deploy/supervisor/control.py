@@ -1,9 +1,8 @@
-"""The control socket of a running cluster, in the supervisor's selector loop: the shell around
-`control_commands.py`.
+"""Talk with a running supervisor: its control socket, from both sides, and the socket for status reports.
 
-It decides nothing: commands go to `on_command` with a ticket, and the answer comes by `reply` with the same
-ticket, at once or later. The number of connections, the length of lines, the commands under way for a connection
-(one) and the bytes that wait for a client are bounded.
+The server runs in the supervisor's selector loop and decides nothing: commands go to `on_command` with a ticket,
+and the answer comes by `reply` with the same ticket, at once or later. The number of connections, the length of
+lines, the commands under way for a connection (one) and the bytes that wait for a client are bounded.
 """
 
 from __future__ import annotations
@@ -12,12 +11,15 @@ import itertools
 import os
 import selectors
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from trunkline.deploy.supervisor.control_commands import (
+import msgspec
+
+from trunkline.deploy.errors import DeployError
+from trunkline.deploy.supervisor.members import (
     Command,
     CommandError,
     Lines,
@@ -25,12 +27,11 @@ from trunkline.deploy.supervisor.control_commands import (
     encode_reply,
     parse_command,
 )
+from trunkline.deploy.supervisor.run_folder import CONTROL_SOCKET, STATUS_SOCKET
 
-SOCKET_NAME: Final = "control"
-"""In the run folder."""
 CLIENTS_MAX: Final = 16
 _WAITING_BYTES_MAX: Final = 1 << 20
-_LINES_MAX: Final = 64
+_COMMANDS_AHEAD_MAX: Final = 64
 """Commands that a client may send ahead."""
 
 
@@ -57,7 +58,7 @@ class ControlServer:
         Args:
             on_command: Takes a command and its ticket; an error of type `CommandError` becomes the reply.
         """
-        path = folder / SOCKET_NAME
+        path = folder / CONTROL_SOCKET
         self._selector = selector
         self._on_command = on_command
         self._clients: set[_Client] = set()
@@ -120,8 +121,8 @@ class ControlServer:
         except CommandError as error:
             self._refuse(client, str(error))
             return
-        if len(client.waiting) > _LINES_MAX:
-            self._refuse(client, f"more than {_LINES_MAX} commands wait; read the answers first")
+        if len(client.waiting) > _COMMANDS_AHEAD_MAX:
+            self._refuse(client, f"more than {_COMMANDS_AHEAD_MAX} commands wait; read the answers first")
             return
         self._next(client)
 
@@ -169,3 +170,88 @@ class ControlServer:
             self._clients.discard(client)
             self._selector.unregister(client.connection)
             client.connection.close()
+
+
+STATUSES: Final = ("starting", "ready", "draining", "failed")
+_REPORT_BYTES_MAX: Final = 8 << 10
+_REPORTS_MAX: Final = 256
+"""At one wake-up; the rest at the next."""
+
+
+class Report(msgspec.Struct, frozen=True):
+    """A status report: one datagram."""
+
+    pid: int
+    status: str
+    detail: str = ""
+    epoch: int = 0
+
+
+def parse_report(data: bytes) -> Report | None:
+    """Return the report in a datagram; None if it holds something else."""
+    try:
+        report = msgspec.json.decode(data, type=Report)
+    except (msgspec.MsgspecError, RecursionError):
+        return None
+    return report if report.status in STATUSES else None
+
+
+class StatusSocket:
+    """The socket that receives reports. The permissions of its folder keep other users out."""
+
+    def __init__(self, folder: Path) -> None:
+        path = folder / STATUS_SOCKET
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        self._socket.bind(os.fspath(path))
+        os.chmod(path, 0o600)
+
+    def fileno(self) -> int:
+        """Return the descriptor, for a selector."""
+        return self._socket.fileno()
+
+    def receive(self) -> Iterator[Report]:
+        """Yield the reports that have arrived; never block."""
+        for _ in range(_REPORTS_MAX):
+            try:
+                data = self._socket.recv(_REPORT_BYTES_MAX)
+            except (BlockingIOError, InterruptedError):
+                return
+            report = parse_report(data)
+            if report is not None:
+                yield report
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._socket.close()
+
+
+class ControlError(DeployError):
+    """The supervisor does not answer."""
+
+
+def ask(path: Path, command: Command, timeout_s: float | None = None) -> Iterator[Reply]:
+    """Send a command, and yield its replies as they come; the last one is `done`.
+
+    Args:
+        timeout_s: How long each reply may take; None: any time.
+
+    Raises:
+        ControlError: The supervisor does not answer, or not in its protocol.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(timeout_s)
+        try:
+            connection.connect(os.fspath(path))
+            with suppress(BrokenPipeError):  # a server that refuses the connection has said why before
+                connection.sendall(msgspec.json.encode(command) + b"\n")
+            with connection.makefile("rb") as lines:
+                for line in lines:
+                    reply = msgspec.json.decode(line, type=Reply)
+                    yield reply
+                    if reply.done:
+                        return
+        except OSError as error:
+            raise ControlError(f"the supervisor does not answer ({error.strerror or error})") from error
+        except msgspec.MsgspecError as error:
+            raise ControlError(f"the supervisor's answer makes no sense: {error}") from error
+    raise ControlError("the supervisor ended before it had answered")
