@@ -87,20 +87,6 @@ def test_a_session_is_cut_again_and_again(session: Session) -> None:
     assert simulation.workers.computed_tokens - computed <= 12 * (8 + 4 + 2 * CHUNK)
 
 
-def test_a_list_of_ranges_grows() -> None:
-    """Token discard lists: each turn names what was dropped before, and one more."""
-    simulation = Simulation(CONFIG)
-    session = Session(simulation)
-    session.turn(20)
-    drops: Drops = ()
-    for _ in range(5):
-        end = len(session.history)
-        drops = (*drops, (end - 7, end - 5))
-        stream = session.turn(4, drops=drops)
-        assert cut_of(stream) == "kept"
-        assert found(stream) >= len(stream.prompt) - 4 - 2 * CHUNK
-
-
 def test_other_sessions_that_share_the_head_find_it_still() -> None:
     """A system prompt stands before the cut: it is not moved, and not computed again for anybody."""
     simulation = Simulation(CONFIG)

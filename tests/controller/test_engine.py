@@ -152,17 +152,3 @@ def test_chunk_that_somebody_else_still_computes_is_not_taken() -> None:
     simulation.submit(foreseen, 5)  # eight steps for its first chunk, which A fills in two
     simulation.run()
     verify_streams(simulation)
-
-
-def test_equal_streams_merge_their_chunks() -> None:
-    simulation = Simulation(SMALL)
-    prompt = [1, 2, 3, 4, 5, 6]
-    for _ in range(3):
-        simulation.submit(prompt, 21)
-    while simulation.streams[1].reason is None:
-        simulation.step()
-    tree = simulation.engine.scheduler.kv.tree
-    simulation.run()
-    verify_streams(simulation)
-    # 26 tokens have KV (the last sampled one does not): six full chunks and a tail, once for all three.
-    assert tree.node_count == 7

@@ -66,39 +66,6 @@ def test_the_life_of_a_record() -> None:
     assert (len(store), store.total_bytes) == (0, 0)
 
 
-def test_a_lease_keeps_others_away_until_it_ends() -> None:
-    store = RecordStore()
-    ask(store, "create", value=b"v")
-    assert ask(store, "acquire", lease="x", lease_s=10.0).records[0].value == b"v"
-    assert ask(store, "get", now=1.0).status == "ok"
-    for op in ("acquire", "put", "delete", "release"):
-        refused = ask(store, op, now=9.0, lease="y", lease_s=10.0, version=1)
-        assert refused.status == "busy", op
-        assert "another 1 s" in refused.detail
-    assert ask(store, "acquire", now=9.0, lease="x", lease_s=10.0).status == "ok"  # longer
-    assert ask(store, "acquire", now=18.0, lease="y", lease_s=10.0).status == "busy"
-    assert ask(store, "acquire", now=19.0, lease="y", lease_s=10.0).status == "ok"  # over: its router died
-    late = ask(store, "put", now=20.0, lease="x", version=1, value=b"late")
-    assert late.status == "busy"
-    assert ask(store, "put", now=20.0, lease="y", version=1, value=b"w", release=True).records[0].version == 2
-    assert ask(store, "put", now=20.0, lease="x", version=1, value=b"late").status == "conflict"
-    assert ask(store, "acquire", now=20.0, lease="z", lease_s=1.0).records[0].value == b"w"
-    assert ask(store, "release", now=20.0, lease="z").status == "ok"
-    assert ask(store, "delete", now=20.0).status == "ok"
-
-
-def test_a_record_in_use_does_not_expire() -> None:
-    store = RecordStore()
-    ask(store, "create", ttl=10.0)
-    ask(store, "create", id="b", ttl=10.0)
-    ask(store, "acquire", now=5.0, lease="x", lease_s=100.0)
-    assert store.expire(50.0) == 1
-    assert ask(store, "get", id="b", now=50.0).status == "missing"
-    assert ask(store, "release", now=60.0, lease="x").status == "ok"
-    assert ask(store, "get", now=69.0).status == "ok"
-    assert ask(store, "get", now=79.0).status == "missing"
-
-
 def test_lists_go_on_after_an_id() -> None:
     store = RecordStore()
     ids = [f"s{i:03d}" for i in range(25)]

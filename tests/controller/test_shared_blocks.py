@@ -14,7 +14,7 @@ from trunkline.controller.allocation.kv_manager import Admission, KVCacheManager
 from trunkline.controller.engine.integrity import check_kv_cache
 from trunkline.controller.messages import BeamSearch, Submit
 from trunkline.controller.sequences.plan_builder import PlanBuilder
-from trunkline.controller.sequences.sequence import Request, Sequence, SequenceGroup, TokenBuffer
+from trunkline.controller.sequences.sequence import Request, Sequence, SequenceGroup
 from trunkline.kvstore.chunks import pack_int32
 from trunkline.worker.messages import Sampling
 
@@ -38,34 +38,6 @@ def test_beams_name_a_block_that_they_share_once() -> None:
     assert first.path == second.path
     assert pool.holders(shared) == 1
     bench.check([first, second], [])
-
-
-@pytest.mark.parametrize("prefix_cache", [True, False])
-@pytest.mark.parametrize("length", [8, 10])
-def test_forked_sequences_share_all_but_the_tail(length: int, prefix_cache: bool) -> None:
-    kv = make_kv_manager(12, 0, prefix_cache=prefix_cache)
-    parent = make_sequence(list(range(length)), n=3)
-    partial = length % CHUNK > 0
-    draft = PlanBuilder(1, CHUNK)
-    assert kv.admit(parent, 0, draft, tails=2 * partial) is Admission.ADMITTED
-    assert len(parent.tails) == 2 * partial
-    check_kv_cache(kv, [parent], [])
-    parent.computed = length
-    kv.mark_ready(parent, draft)
-    children = []
-    for index in (1, 2):
-        child = Sequence(parent.group, index, TokenBuffer(parent.tokens.view()), parent.sampling)
-        kv.fork(parent, child, parent.tails.pop() if partial else None)
-        assert child.block_table()[:2] == parent.block_table()[:2]
-        assert len(child.block_table()) == len(parent.block_table())
-        children.append(child)
-    everyone = [parent, *children]
-    assert len({block for s in everyone for block in s.block_table()}) == 2 + 3 * partial
-    check_kv_cache(kv, everyone, [])
-    for index, sequence in enumerate(everyone):
-        kv.leave(sequence, length - length % CHUNK * (index > 0), 1.0)
-        check_kv_cache(kv, everyone[index + 1 :], [])
-    assert kv.available == 12
 
 
 def test_tails_are_reserved_with_the_prompt_or_not_at_all() -> None:
